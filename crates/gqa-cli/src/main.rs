@@ -1,0 +1,2 @@
+//! The `gqa` program.
+fn main() {}

@@ -1,0 +1,2 @@
+//! Build, check and bundle tasks.
+fn main() {}
