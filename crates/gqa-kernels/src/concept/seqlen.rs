@@ -1,0 +1,27 @@
+//! How many rows of a sequence exist, and where this call's rows stand in it.
+
+/// Lengths of one batch entry. `seqlens_k` holds the index of the last valid token, so the length is one more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seqlen {
+    /// Valid keys, the new ones included.
+    pub total: u32,
+    /// Valid keys before this call; also the position of query row 0.
+    pub past: u32,
+}
+
+impl Seqlen {
+    /// From the entry's `seqlens_k`, clamped to what the buffers hold so that no value on the device can lead outside them. A
+    /// negative value means an empty sequence.
+    #[inline(always)]
+    pub fn new(last_index: i32, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
+        let total = if last_index < 0 { 0 } else { (last_index as u32).saturating_add(1).min(capacity) };
+        let past = if first_prompt { 0 } else { total.saturating_sub(q_len) };
+        Self { total, past }
+    }
+
+    /// Whether query row `s` is a token of the sequence and not padding.
+    #[inline(always)]
+    pub fn is_token(self, s: u32) -> bool {
+        self.past + s < self.total
+    }
+}

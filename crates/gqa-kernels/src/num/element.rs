@@ -1,0 +1,133 @@
+//! The element types a tensor may have, and their way to and from `f32`.
+
+use crate::simt;
+use bytemuck::Pod;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub use half::{bf16, f16};
+
+/// IEEE half precision, as bits: the device build needs no arithmetic on it.
+#[cfg(target_arch = "nvptx64")]
+#[allow(non_camel_case_types)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct f16(u16);
+
+/// bfloat16, as bits.
+#[cfg(target_arch = "nvptx64")]
+#[allow(non_camel_case_types)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct bf16(u16);
+
+#[cfg(target_arch = "nvptx64")]
+macro_rules! bits {
+    ($t:ident) => {
+        impl $t {
+            /// From the 16 stored bits.
+            pub const fn from_bits(bits: u16) -> Self {
+                Self(bits)
+            }
+            /// The 16 stored bits.
+            pub const fn to_bits(self) -> u16 {
+                self.0
+            }
+        }
+    };
+}
+#[cfg(target_arch = "nvptx64")]
+bits!(f16);
+#[cfg(target_arch = "nvptx64")]
+bits!(bf16);
+
+/// Names an element type at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    BF16,
+}
+
+/// A type that query, key, value and output may have; kernels compute in `f32`.
+pub trait Element: Pod {
+    /// The type's run-time name.
+    const DTYPE: DType;
+    /// Elements in a 16-byte vector.
+    const PER_VEC: u32 = 16 / size_of::<Self>() as u32;
+    /// Exact.
+    fn to_f32(self) -> f32;
+    /// Rounds to nearest, ties to even.
+    fn from_f32(value: f32) -> Self;
+}
+
+/// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
+pub trait MmaElement: Element {
+    /// Rounds and packs two values.
+    fn pack(lo: f32, hi: f32) -> u32;
+    /// `d += a · b` for a 16×16 by 16×8 tile, fragments as PTX defines them for `mma.m16n8k16`.
+    fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for f16 {
+    const DTYPE: DType = DType::F16;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        simt::f16_to_f32(self.to_bits())
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        Self::from_bits(simt::f32_to_f16(value))
+    }
+}
+
+impl Element for bf16 {
+    const DTYPE: DType = DType::BF16;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+    /// In integers, because the conversion instruction starts with SM 80 and this must run on SM 70.
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        let bits = value.to_bits();
+        let quiet = if value != value { 0x0040_0000 } else { 0x7fff + ((bits >> 16) & 1) };
+        Self::from_bits((if value != value { bits | quiet } else { bits.wrapping_add(quiet) } >> 16) as u16)
+    }
+}
+
+impl MmaElement for f16 {
+    #[inline(always)]
+    fn pack(lo: f32, hi: f32) -> u32 {
+        simt::f32x2_to_f16x2(lo, hi)
+    }
+    #[inline(always)]
+    fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+        simt::mma_m16n8k16_f16(d, a, b);
+    }
+}
+
+impl MmaElement for bf16 {
+    #[inline(always)]
+    fn pack(lo: f32, hi: f32) -> u32 {
+        simt::f32x2_to_bf16x2(lo, hi)
+    }
+    #[inline(always)]
+    fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+        simt::mma_m16n8k16_bf16(d, a, b);
+    }
+}

@@ -1,0 +1,144 @@
+//! What kernels are told besides their pointers: one by-value struct of scalars per family.
+//!
+//! Pointers are separate kernel parameters, because a pointer inside a by-value struct compiles to generic loads. All
+//! lengths count rows, all strides and sizes count elements.
+
+use bytemuck::{Pod, Zeroable};
+
+/// Distances between neighbours of a (batch, head, row) tensor whose last dimension is contiguous. BSNH, BNSH, packed QKV and
+/// broadcast bias differ in these numbers only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Strides {
+    /// From one batch entry to the next.
+    pub batch: u64,
+    /// From one head to the next.
+    pub head: u64,
+    /// From one row (token) to the next.
+    pub row: u64,
+}
+
+impl Strides {
+    /// Element index of `(batch, head, row)`'s first element.
+    #[inline(always)]
+    pub const fn at(self, batch: u32, head: u32, row: u32) -> usize {
+        (batch as u64 * self.batch + head as u64 * self.head + row as u64 * self.row) as usize
+    }
+}
+
+/// Which extra logit joins the softmax denominator.
+pub mod sink {
+    /// None.
+    pub const NONE: u32 = 0;
+    /// A logit of 0 for every head (smooth softmax).
+    pub const ZERO: u32 = 1;
+    /// `head_sink[query head]`.
+    pub const PER_HEAD: u32 = 2;
+}
+
+/// What `output_qk` receives.
+pub mod qk_output {
+    /// Nothing.
+    pub const NONE: u32 = 0;
+    /// Scores after scale, softcap and bias; masked entries 0.
+    pub const BEFORE_SOFTMAX: u32 = 1;
+    /// Softmax weights; masked entries 0.
+    pub const AFTER_SOFTMAX: u32 = 2;
+}
+
+/// Scalars of every attention kernel (`general`, `tiled`, `split_kv`, `combine`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct AttentionParams {
+    /// Strides of query.
+    pub q: Strides,
+    /// Strides of the key cache.
+    pub k: Strides,
+    /// Strides of the value cache.
+    pub v: Strides,
+    /// Strides of the output.
+    pub out: Strides,
+    /// Strides of attention_bias; 0 where it broadcasts.
+    pub bias: Strides,
+    /// Batch entries.
+    pub batch: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// KV heads; divides `q_heads`.
+    pub kv_heads: u32,
+    /// Elements of one head.
+    pub head_size: u32,
+    /// Query rows of this call, S.
+    pub q_len: u32,
+    /// Rows that the K and V buffers hold; lengths on the device are clamped to it.
+    pub capacity: u32,
+    /// 1: every sequence starts at position 0 and rows past its length are padding. 0: the S rows end at the sequence's length.
+    pub first_prompt: u32,
+    /// 1: query row at position p sees keys 0..=p. 0: it sees all valid keys.
+    pub causal: u32,
+    /// Newest visible keys, the query's own included; 0: no window.
+    pub window: u32,
+    /// One of [`sink`].
+    pub sink: u32,
+    /// One of [`qk_output`] (general only).
+    pub qk_output: u32,
+    /// Columns of output_qk: total_sequence_length.
+    pub qk_columns: u32,
+    /// Equal parts the keys are cut into (split_kv, combine); partial results are (split, batch, query head, row).
+    pub splits: u32,
+    /// Factor on q·k.
+    pub scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`; 0: off.
+    pub softcap: f32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
+/// Scalars of every prologue kernel.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PrologueParams {
+    /// Strides of the query given.
+    pub q: Strides,
+    /// Strides of the new keys given.
+    pub k: Strides,
+    /// Strides of the new values given.
+    pub v: Strides,
+    /// Strides of the query written.
+    pub q_out: Strides,
+    /// Strides of the K and V written: the present cache (or, for `unpack_qkv`, scratch).
+    pub kv_out: Strides,
+    /// Strides of past_key and past_value.
+    pub past: Strides,
+    /// Batch entries.
+    pub batch: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Elements of one head.
+    pub head_size: u32,
+    /// Query rows of this call, S.
+    pub q_len: u32,
+    /// New K and V rows, L: S, or 0 where the cache is complete already.
+    pub new_len: u32,
+    /// Rows that past_key and past_value hold.
+    pub past_capacity: u32,
+    /// Rows that present_key and present_value hold.
+    pub capacity: u32,
+    /// As in [`AttentionParams::first_prompt`].
+    pub first_prompt: u32,
+    /// Leading elements of a head that rotate; 0: none.
+    pub rotary_dim: u32,
+    /// 1: pairs are (2i, 2i+1). 0: pairs are (i, i + rotary_dim/2).
+    pub interleaved: u32,
+    /// Rows of cos_cache and sin_cache. A position outside gives NaN, never a read outside.
+    pub max_positions: u32,
+    /// Distance between batch rows of position_ids (used where that pointer is not null).
+    pub position_stride: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
+const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
+const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 14 * 4);

@@ -1,0 +1,1 @@
+//! Work before attention: unpack, rotate, append.

@@ -1,0 +1,87 @@
+//! What the host knows of an entry point.
+
+use crate::num::DType;
+
+/// Kernels that are compiled into one PTX module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Family {
+    /// Unpack, rotate, append.
+    Prologue,
+    /// Attention for everything legal.
+    General,
+    /// Tensor-core flash attention for prompts and chunks.
+    Tiled,
+    /// Tensor-core flash attention over a split of the keys, and the merge.
+    SplitKv,
+}
+
+impl Family {
+    /// All families.
+    pub const ALL: [Self; 4] = [Self::Prologue, Self::General, Self::Tiled, Self::SplitKv];
+
+    /// Cargo feature of this crate that compiles the family's entries.
+    pub const fn feature(self) -> &'static str {
+        match self {
+            Self::Prologue => "family-prologue",
+            Self::General => "family-general",
+            Self::Tiled => "family-tiled",
+            Self::SplitKv => "family-split-kv",
+        }
+    }
+
+    /// Targets the family is shipped for, oldest first.
+    pub const fn archs(self) -> &'static [&'static str] {
+        match self {
+            Self::Prologue | Self::General => &["sm_70"],
+            Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
+        }
+    }
+}
+
+/// One kernel entry point.
+pub struct Entry {
+    /// Literal name of the PTX symbol.
+    pub name: &'static str,
+    /// Module it is compiled into.
+    pub family: Family,
+    /// Element type.
+    pub dtype: DType,
+    /// Largest head size; 0: any.
+    pub head_size: u32,
+    /// Query rows of a block's tile; 0: not tiled.
+    pub rows: u32,
+    /// Keys of a tile; 0: not tiled.
+    pub keys: u32,
+    /// Threads of a block, also the compiler's bound.
+    pub threads: u32,
+    /// Blocks that must fit on an SM together, as a bound for the compiler; 0: none.
+    pub min_blocks: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Spills and stack frames are build errors.
+    pub hot: bool,
+    /// Oldest compute capability, times ten.
+    pub min_sm: u32,
+    /// Names of the pointer arguments in order; the parameter struct follows them.
+    pub arguments: &'static [&'static str],
+    /// Size of the parameter struct.
+    pub params_bytes: usize,
+    /// Runs one thread of the kernel on the simulator.
+    pub simulate: fn(&gqa_sim::Arguments),
+}
+
+impl core::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// All entry points.
+pub fn entries() -> impl Iterator<Item = &'static Entry> {
+    [&[][..]].into_iter().flatten()
+}
+
+/// The entry of that name.
+pub fn find(name: &str) -> Option<&'static Entry> {
+    entries().find(|entry| entry.name == name)
+}

@@ -1,0 +1,32 @@
+//! The only door to the hardware.
+//!
+//! Kernels call the free functions re-exported here and nothing else. On the GPU their bodies are LLVM intrinsics and inline
+//! PTX (`nvptx.rs`, the only file with `asm!`); on the host they are instructions of the simulated machine
+//! ([`gqa_sim::device`]). The two modules export the same names with the same signatures:
+//!
+//! | group | functions |
+//! |---|---|
+//! | identity | `thread_idx()`, `block_dim()`, `block_idx_{x,y,z}()`, `grid_dim_{x,y,z}()` (all `u32`; blocks are one-dimensional), `lane()`, `warp()` |
+//! | barriers | `sync_threads()`, `sync_warp()` |
+//! | warp | `shfl_xor_f32(v, mask)`, `shfl_xor_u32(v, mask)`, `shfl_idx_f32(v, lane)`, `shfl_idx_u32(v, lane)`, `any_sync(bool) -> bool` |
+//! | global memory | [`Global`]`<T>`: `is_null()`, `offset(elements)`, `load(i)`, `store(i, v)`, `load_vec(i)`, `store_vec(i, [u32; 4])`, `load_vec8(i)` (two words) |
+//! | shared memory | `ld_shared::<T>(address)`, `st_shared::<T>(address, v)`, `ld_shared_vec(address)`, `st_shared_vec(address, [u32; 4])` on byte addresses that start at `shared_base()` |
+//! | async copy | `cp_async_16(shared address, Global<T>, element index, valid)`, `cp_async_commit()`, `cp_async_wait::<N>()` |
+//! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)` |
+//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `fma(a, b, c)`, `max(a, b)` |
+//! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (bf16 pairs: SM 80) |
+//! | abort | `trap()` |
+//!
+//! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch bound it, launches are checked by
+//! the planner, and the simulator faults on every access outside a view. Nothing here may be called outside a kernel.
+
+mod shared;
+pub use shared::Shared;
+
+#[cfg(target_arch = "nvptx64")]
+mod nvptx;
+#[cfg(target_arch = "nvptx64")]
+pub use nvptx::*;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub use gqa_sim::device::*;

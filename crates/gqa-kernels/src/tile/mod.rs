@@ -1,0 +1,1 @@
+//! Building blocks of tensor-core kernels: tiles in shared memory, fragments.
