@@ -1,1 +1,20 @@
-//! (crate under construction)
+//! GroupQueryAttention for Rust.
+//!
+//! An operator call ([`op::GroupQueryAttention`] and its [`op::Inputs`]) becomes a validated [`Problem`]; a problem becomes a
+//! [`plan::Plan`], a list of kernel launches that says why each kernel was chosen; and a plan runs on a [`backend`]: a GPU
+//! through CUDA, or the same kernels on a simulated GPU. Two back ends take the problem directly: a fast CPU implementation
+//! and the f64 [`reference`] that all others are compared with.
+
+pub mod backend;
+mod error;
+pub mod op;
+pub mod plan;
+mod problem;
+pub mod reference;
+mod tensor;
+
+pub use error::{Error, Result};
+pub use problem::{
+    BiasBroadcast, CacheBinding, Layout, Phase, Problem, QkOutput, Rotary, RowLayout, Sink,
+};
+pub use tensor::{DType, Tensor};

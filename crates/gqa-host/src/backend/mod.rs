@@ -1,0 +1,51 @@
+//! Where a problem is computed.
+
+use crate::{Problem, Result, Tensor};
+
+/// The tensors of one validated call. Inputs are as the operator takes them; outputs have their final shapes.
+///
+/// With [`CacheBinding::Shared`](crate::CacheBinding) `past_*` are absent and `present_*` arrive holding the past; with
+/// `Separate` every element of `present_*` is written. Every element of the other outputs is always written.
+pub struct Io<'a> {
+    /// query, or packed QKV
+    pub query: &'a Tensor,
+    /// key
+    pub key: Option<&'a Tensor>,
+    /// value
+    pub value: Option<&'a Tensor>,
+    /// past_key (separate cache)
+    pub past_key: Option<&'a Tensor>,
+    /// past_value (separate cache)
+    pub past_value: Option<&'a Tensor>,
+    /// int32, one element per batch entry
+    pub seqlens_k: &'a Tensor,
+    /// cos_cache
+    pub cos_cache: Option<&'a Tensor>,
+    /// sin_cache
+    pub sin_cache: Option<&'a Tensor>,
+    /// int64
+    pub position_ids: Option<&'a Tensor>,
+    /// attention_bias
+    pub attention_bias: Option<&'a Tensor>,
+    /// head_sink
+    pub head_sink: Option<&'a Tensor>,
+    /// output
+    pub output: &'a mut Tensor,
+    /// present_key
+    pub present_key: &'a mut Tensor,
+    /// present_value
+    pub present_value: &'a mut Tensor,
+    /// output_qk
+    pub output_qk: Option<&'a mut Tensor>,
+    /// float32 (batch, query heads, rows)
+    pub lse: Option<&'a mut Tensor>,
+}
+
+/// Computes problems on host tensors.
+pub trait Backend {
+    /// Name as the program's `--backend` takes it.
+    fn name(&self) -> &'static str;
+
+    /// Computes `problem` on `io`, whose tensors fit it.
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
+}

@@ -1,0 +1,43 @@
+//! The one error type: it names the argument, what was got and what is allowed.
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call was refused or failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An attribute or input has a value, type or shape the operator does not take.
+    #[error("{argument}: got {got}; allowed: {allowed}")]
+    Invalid {
+        /// ONNX name of the attribute or input.
+        argument: &'static str,
+        /// What the caller gave.
+        got: String,
+        /// What the operator takes.
+        allowed: String,
+    },
+    /// A part of the operator that exists in ONNX Runtime and does not exist here yet.
+    #[error("{argument}: got {got}; not supported yet ({instead})")]
+    NotSupportedYet {
+        /// ONNX name of the attribute or input.
+        argument: &'static str,
+        /// What the caller gave.
+        got: String,
+        /// What can be used instead.
+        instead: &'static str,
+    },
+    /// No kernel takes the problem on that device with these switches.
+    #[error("no kernel takes this call: {0}")]
+    NoKernel(String),
+    /// The simulated machine caught a kernel doing what hardware leaves undefined.
+    #[error("simulator: {0}")]
+    Simulator(#[from] gqa_sim::Fault),
+}
+
+impl Error {
+    /// An [`Error::Invalid`].
+    pub fn invalid(argument: &'static str, got: impl ToString, allowed: impl ToString) -> Self {
+        Self::Invalid { argument, got: got.to_string(), allowed: allowed.to_string() }
+    }
+}

@@ -1,0 +1,261 @@
+//! `com.microsoft.GroupQueryAttention`.
+
+use crate::backend::{Backend, Io};
+use crate::{CacheBinding, Layout, Problem, QkOutput, Result, Sink, Tensor};
+
+/// The operator's attributes, with ONNX's defaults.
+///
+/// ```
+/// use gqa_host::op::GroupQueryAttention;
+/// let llama3_8b = GroupQueryAttention::new(32, 8).do_rotary(true);
+/// # let _ = llama3_8b;
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupQueryAttention {
+    pub(crate) num_heads: i64,
+    pub(crate) kv_num_heads: i64,
+    pub(crate) scale: f32,
+    pub(crate) softcap: f32,
+    pub(crate) local_window_size: i64,
+    pub(crate) causal: i64,
+    pub(crate) do_rotary: bool,
+    pub(crate) rotary_interleaved: bool,
+    pub(crate) smooth_softmax: bool,
+    pub(crate) qk_output: i64,
+    pub(crate) layout: Layout,
+    pub(crate) lse: bool,
+}
+
+impl GroupQueryAttention {
+    /// `num_heads` query heads over `kv_num_heads` KV heads. Checked, with everything else, when the operator is applied.
+    pub fn new(num_heads: i64, kv_num_heads: i64) -> Self {
+        Self {
+            num_heads,
+            kv_num_heads,
+            scale: 0.0,
+            softcap: 0.0,
+            local_window_size: -1,
+            causal: 1,
+            do_rotary: false,
+            rotary_interleaved: false,
+            smooth_softmax: false,
+            qk_output: 0,
+            layout: Layout::Bsnh,
+            lse: false,
+        }
+    }
+
+    /// Factor on q·k; 0 means 1/sqrt(head_size).
+    pub fn scale(self, scale: f32) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// Scores become `softcap · tanh(score / softcap)`; 0 or less: off.
+    pub fn softcap(self, softcap: f32) -> Self {
+        Self { softcap, ..self }
+    }
+
+    /// A query sees the newest `size` keys, its own included; negative: no window.
+    pub fn local_window_size(self, size: i64) -> Self {
+        Self { local_window_size: size, ..self }
+    }
+
+    /// 1: a query sees no later key. 0: it sees all valid keys.
+    pub fn causal(self, causal: i64) -> Self {
+        Self { causal, ..self }
+    }
+
+    /// Rotate query and key by cos_cache and sin_cache.
+    pub fn do_rotary(self, on: bool) -> Self {
+        Self { do_rotary: on, ..self }
+    }
+
+    /// Rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2).
+    pub fn rotary_interleaved(self, on: bool) -> Self {
+        Self { rotary_interleaved: on, ..self }
+    }
+
+    /// A logit of 0 joins every softmax denominator.
+    pub fn smooth_softmax(self, on: bool) -> Self {
+        Self { smooth_softmax: on, ..self }
+    }
+
+    /// output_qk: 0 none, 1 scores before softmax, 2 softmax weights.
+    pub fn qk_output(self, mode: i64) -> Self {
+        Self { qk_output: mode, ..self }
+    }
+
+    /// Order of the dimensions of query, key, value and output (beyond ONNX, which has BSNH only).
+    pub fn layout(self, layout: Layout) -> Self {
+        Self { layout, ..self }
+    }
+
+    /// Also return the logarithm of each softmax denominator (beyond ONNX).
+    pub fn log_sum_exp(self, on: bool) -> Self {
+        Self { lse: on, ..self }
+    }
+
+    /// Applies the operator. present_* are new tensors: past is copied, new rows follow.
+    pub fn run(&self, inputs: &Inputs<'_>, backend: &dyn Backend) -> Result<Outputs> {
+        let problem = self.problem(inputs, CacheBinding::Separate)?;
+        let mut outputs = Outputs::new(&problem);
+        backend.run(&problem, &mut outputs.io(inputs))?;
+        Ok(outputs)
+    }
+
+    /// Applies the operator with a cache that past and present share: `cache` is read as past_key and past_value (those
+    /// inputs must be absent) and the new rows are appended in place. The outputs' present tensors are taken from it and given back.
+    pub fn run_in_place(
+        &self,
+        inputs: &Inputs<'_>,
+        cache: &mut KvCache,
+        backend: &dyn Backend,
+    ) -> Result<Outputs> {
+        let problem = self.problem_in_place(inputs, cache)?;
+        let mut outputs = Outputs::without_present(&problem);
+        let mut io = outputs.io(inputs);
+        io.present_key = &mut cache.key;
+        io.present_value = &mut cache.value;
+        backend.run(&problem, &mut io)?;
+        Ok(outputs)
+    }
+}
+
+/// The operator's inputs under their ONNX names; lengths and shapes are checked when the operator is applied.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// (B, S, N·H), or packed (B, S, (N + 2·Nk)·H); with [`Layout::Bnsh`] (B, N, S, H)
+    pub query: &'a Tensor,
+    /// (B, L, Nk·H); absent: packed
+    pub key: Option<&'a Tensor>,
+    /// As key
+    pub value: Option<&'a Tensor>,
+    /// (B, Nk, P, H)
+    pub past_key: Option<&'a Tensor>,
+    /// As past_key
+    pub past_value: Option<&'a Tensor>,
+    /// int32 (B): index of each sequence's last valid token after this call
+    pub seqlens_k: &'a Tensor,
+    /// int32, one element: the longest sequence after this call
+    pub total_sequence_length: &'a Tensor,
+    /// (max positions, rotary_dim/2)
+    pub cos_cache: Option<&'a Tensor>,
+    /// As cos_cache
+    pub sin_cache: Option<&'a Tensor>,
+    /// int64 (B, S or more)
+    pub position_ids: Option<&'a Tensor>,
+    /// (B or 1, N or 1, S, T)
+    pub attention_bias: Option<&'a Tensor>,
+    /// (N)
+    pub head_sink: Option<&'a Tensor>,
+}
+
+impl<'a> Inputs<'a> {
+    /// The required inputs; set the optional ones as fields.
+    pub fn new(
+        query: &'a Tensor,
+        seqlens_k: &'a Tensor,
+        total_sequence_length: &'a Tensor,
+    ) -> Self {
+        Self {
+            query,
+            key: None,
+            value: None,
+            past_key: None,
+            past_value: None,
+            seqlens_k,
+            total_sequence_length,
+            cos_cache: None,
+            sin_cache: None,
+            position_ids: None,
+            attention_bias: None,
+            head_sink: None,
+        }
+    }
+}
+
+/// A cache that past and present share: (B, Nk, capacity, H) each.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KvCache {
+    /// Rotated keys.
+    pub key: Tensor,
+    /// Values.
+    pub value: Tensor,
+}
+
+/// The operator's outputs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outputs {
+    /// Shape of query without the packed heads.
+    pub output: Tensor,
+    /// (B, Nk, max(P, T), H); empty where the cache is shared.
+    pub present_key: Tensor,
+    /// As present_key.
+    pub present_value: Tensor,
+    /// (B, N, S, T) where qk_output asks for it.
+    pub output_qk: Option<Tensor>,
+    /// float32 (B, N, S) where asked for.
+    pub lse: Option<Tensor>,
+}
+
+impl Outputs {
+    /// Room for the outputs of `problem`.
+    pub fn new(problem: &Problem) -> Self {
+        let present = Tensor::zeros(problem.dtype, &problem.present_shape());
+        Self {
+            present_key: present.clone(),
+            present_value: present,
+            ..Self::without_present(problem)
+        }
+    }
+
+    fn without_present(problem: &Problem) -> Self {
+        let rows = [problem.batch, problem.q_heads, problem.q_len];
+        let scores = [problem.batch, problem.q_heads, problem.q_len, problem.total_len];
+        let empty = Tensor::zeros(problem.dtype, &[0]);
+        Self {
+            output: Tensor::zeros(
+                problem.dtype,
+                &problem.rows_shape(problem.q_heads, problem.q_len),
+            ),
+            present_key: empty.clone(),
+            present_value: empty,
+            output_qk: (problem.output_qk != QkOutput::None)
+                .then(|| Tensor::zeros(problem.dtype, &scores)),
+            lse: problem.lse.then(|| Tensor::zeros(crate::DType::F32, &rows)),
+        }
+    }
+
+    /// The call's tensors: these outputs and those inputs.
+    pub fn io<'a>(&'a mut self, inputs: &Inputs<'a>) -> Io<'a> {
+        Io {
+            query: inputs.query,
+            key: inputs.key,
+            value: inputs.value,
+            past_key: inputs.past_key,
+            past_value: inputs.past_value,
+            seqlens_k: inputs.seqlens_k,
+            cos_cache: inputs.cos_cache,
+            sin_cache: inputs.sin_cache,
+            position_ids: inputs.position_ids,
+            attention_bias: inputs.attention_bias,
+            head_sink: inputs.head_sink,
+            output: &mut self.output,
+            present_key: &mut self.present_key,
+            present_value: &mut self.present_value,
+            output_qk: self.output_qk.as_mut(),
+            lse: self.lse.as_mut(),
+        }
+    }
+}
+
+impl Sink {
+    /// head_sink wins over smooth_softmax.
+    pub(crate) fn from_inputs(head_sink: bool, smooth_softmax: bool) -> Self {
+        match (head_sink, smooth_softmax) {
+            (true, _) => Self::PerHead,
+            (false, true) => Self::Zero,
+            (false, false) => Self::None,
+        }
+    }
+}

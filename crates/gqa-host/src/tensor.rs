@@ -1,0 +1,156 @@
+//! Host tensors: `ndarray` arrays of one of the operator's element types.
+
+use half::{bf16, f16};
+use ndarray::{ArrayD, IxDyn};
+
+/// Element type of a [`Tensor`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    BF16,
+    /// Lengths.
+    I32,
+    /// Positions.
+    I64,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F16 | Self::BF16 => 2,
+            Self::F32 | Self::I32 => 4,
+            Self::I64 => 8,
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    /// The name ONNX uses.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::BF16 => "bfloat16",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+        })
+    }
+}
+
+/// An owned tensor in host memory, row-major and contiguous.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Tensor {
+    /// float32
+    F32(ArrayD<f32>),
+    /// float16
+    F16(ArrayD<f16>),
+    /// bfloat16
+    BF16(ArrayD<bf16>),
+    /// int32
+    I32(ArrayD<i32>),
+    /// int64
+    I64(ArrayD<i64>),
+}
+
+/// Runs `$body` with `$array` bound to the array inside, whatever its element type.
+macro_rules! with_array {
+    ($tensor:expr, $array:ident => $body:expr) => {
+        match $tensor {
+            $crate::Tensor::F32($array) => $body,
+            $crate::Tensor::F16($array) => $body,
+            $crate::Tensor::BF16($array) => $body,
+            $crate::Tensor::I32($array) => $body,
+            $crate::Tensor::I64($array) => $body,
+        }
+    };
+}
+
+impl Tensor {
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::F16(_) => DType::F16,
+            Self::BF16(_) => DType::BF16,
+            Self::I32(_) => DType::I32,
+            Self::I64(_) => DType::I64,
+        }
+    }
+
+    /// Dimensions.
+    pub fn shape(&self) -> &[usize] {
+        with_array!(self, a => a.shape())
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether some dimension is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A tensor of zeros.
+    pub fn zeros(dtype: DType, shape: &[usize]) -> Self {
+        let shape = IxDyn(shape);
+        match dtype {
+            DType::F32 => Self::F32(ArrayD::zeros(shape)),
+            DType::F16 => Self::F16(ArrayD::from_elem(shape, f16::ZERO)),
+            DType::BF16 => Self::BF16(ArrayD::from_elem(shape, bf16::ZERO)),
+            DType::I32 => Self::I32(ArrayD::zeros(shape)),
+            DType::I64 => Self::I64(ArrayD::zeros(shape)),
+        }
+    }
+
+    /// A floating-point tensor rounded from `f32` values; integer types are a caller's mistake and give `None`.
+    pub fn from_f32(dtype: DType, shape: &[usize], values: &[f32]) -> Option<Self> {
+        let array = ArrayD::from_shape_vec(IxDyn(shape), values.to_vec()).ok()?;
+        match dtype {
+            DType::F32 => Some(Self::F32(array)),
+            DType::F16 => Some(Self::F16(array.mapv(f16::from_f32))),
+            DType::BF16 => Some(Self::BF16(array.mapv(bf16::from_f32))),
+            DType::I32 | DType::I64 => None,
+        }
+    }
+
+    /// The values in double precision.
+    pub fn to_f64(&self) -> Vec<f64> {
+        match self {
+            Self::F32(a) => a.iter().map(|&x| x.into()).collect(),
+            Self::F16(a) => a.iter().map(|x| x.to_f64()).collect(),
+            Self::BF16(a) => a.iter().map(|x| x.to_f64()).collect(),
+            Self::I32(a) => a.iter().map(|&x| x.into()).collect(),
+            Self::I64(a) => a.iter().map(|&x| x as f64).collect(),
+        }
+    }
+
+    /// The elements' bytes in row-major order.
+    pub fn bytes(&self) -> &[u8] {
+        with_array!(self, a => bytemuck::cast_slice(a.as_slice().unwrap_or_default()))
+    }
+
+    /// The elements' bytes in row-major order, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        with_array!(self, a => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()))
+    }
+}
+
+macro_rules! from_array {
+    ($($variant:ident($t:ty)),*) => {$(
+        impl<D: ndarray::Dimension> From<ndarray::Array<$t, D>> for Tensor {
+            /// Copies only where the array is not in row-major order.
+            fn from(array: ndarray::Array<$t, D>) -> Self {
+                let array = array.into_dyn();
+                Self::$variant(if array.is_standard_layout() { array } else { array.as_standard_layout().into_owned() })
+            }
+        }
+    )*};
+}
+from_array!(F32(f32), F16(f16), BF16(bf16), I32(i32), I64(i64));
