@@ -1,0 +1,195 @@
+//! The tensors of a [`Case`]: fresh random inputs, poisoned outputs.
+
+use crate::{Case, Positions};
+use gqa_host::backend::Backend;
+use gqa_host::op::{Inputs, KvCache, Outputs};
+use gqa_host::{DType, Layout, Result, Tensor};
+use ndarray::{ArrayD, IxDyn};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use rand_distr::{Distribution, Normal};
+
+/// A case with data. Rows of the past behind each sequence's valid length hold NaN: nobody may use them.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// What it was made from.
+    pub case: Case,
+    query: Tensor,
+    key: Option<Tensor>,
+    value: Option<Tensor>,
+    past: Option<KvCache>,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos_cache: Option<Tensor>,
+    sin_cache: Option<Tensor>,
+    position_ids: Option<Tensor>,
+    attention_bias: Option<Tensor>,
+    head_sink: Option<Tensor>,
+}
+
+impl Call {
+    /// Draws the data of `case`.
+    pub fn new(case: &Case) -> Self {
+        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let (heads, size) = (case.kv_heads * case.group, case.head_size);
+        let new_rows = if case.no_new_rows { 0 } else { case.q_len };
+        let (query, key, value) = if case.packed {
+            let width = (heads + 2 * case.kv_heads) * size;
+            (data.normal(&[case.batch(), case.q_len, width], case.spread), None, None)
+        } else {
+            let shape = |heads, rows| case_rows_shape(case, heads, rows);
+            (
+                data.normal(&shape(heads, case.q_len), case.spread),
+                Some(data.normal(&shape(case.kv_heads, new_rows), case.spread)),
+                Some(data.normal(&shape(case.kv_heads, new_rows), 1.0)),
+            )
+        };
+        let (cos_cache, sin_cache, position_ids) = data.rotary(case);
+        Self {
+            query,
+            key,
+            value,
+            past: data.past(case),
+            seqlens_k: data.seqlens(case),
+            total_sequence_length: Tensor::I32(ndarray::arr1(&[case.total_len() as i32]).into_dyn()),
+            cos_cache,
+            sin_cache,
+            position_ids,
+            attention_bias: data.bias(case),
+            head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
+            case: case.clone(),
+        }
+    }
+
+    /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache the cache afterwards is
+    /// returned as present_*.
+    pub fn run(&self, backend: &dyn Backend) -> Result<Outputs> {
+        let op = self.case.op();
+        let problem = match (&self.past, self.case.shared) {
+            (Some(past), true) => op.problem_in_place(&self.inputs(), past)?,
+            _ => op.problem(&self.inputs(), self.case.cache())?,
+        };
+        let mut outputs = Outputs::new(&problem);
+        for tensor in [
+            Some(&mut outputs.output),
+            Some(&mut outputs.present_key),
+            Some(&mut outputs.present_value),
+            outputs.output_qk.as_mut(),
+            outputs.lse.as_mut(),
+        ] {
+            tensor.into_iter().for_each(|t| t.bytes_mut().fill(0xff));
+        }
+        if let (true, Some(past)) = (self.case.shared, &self.past) {
+            outputs.present_key = past.key.clone();
+            outputs.present_value = past.value.clone();
+        }
+        backend.run(&problem, &mut outputs.io(&self.inputs()))?;
+        Ok(outputs)
+    }
+
+    fn inputs(&self) -> Inputs<'_> {
+        let past = self.past.as_ref().filter(|_| !self.case.shared);
+        Inputs {
+            key: self.key.as_ref(),
+            value: self.value.as_ref(),
+            past_key: past.map(|p| &p.key),
+            past_value: past.map(|p| &p.value),
+            cos_cache: self.cos_cache.as_ref(),
+            sin_cache: self.sin_cache.as_ref(),
+            position_ids: self.position_ids.as_ref(),
+            attention_bias: self.attention_bias.as_ref(),
+            head_sink: self.head_sink.as_ref(),
+            ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
+        }
+    }
+}
+
+fn case_rows_shape(case: &Case, heads: usize, rows: usize) -> Vec<usize> {
+    match case.layout {
+        Layout::Bsnh => vec![case.batch(), rows, heads * case.head_size],
+        Layout::Bnsh => vec![case.batch(), heads, rows, case.head_size],
+    }
+}
+
+struct Data {
+    dtype: DType,
+    rng: StdRng,
+}
+
+impl Data {
+    fn tensor(&self, shape: &[usize], values: &[f32]) -> Tensor {
+        Tensor::from_f32(self.dtype, shape, values).expect("a floating-point type")
+    }
+
+    fn values(&mut self, count: usize, spread: f32) -> Vec<f32> {
+        let normal = Normal::new(0.0, spread).expect("a positive deviation");
+        (0..count).map(|_| normal.sample(&mut self.rng)).collect()
+    }
+
+    fn normal(&mut self, shape: &[usize], spread: f32) -> Tensor {
+        let values = self.values(shape.iter().product(), spread);
+        self.tensor(shape, &values)
+    }
+
+    /// The past, NaN behind the valid rows.
+    fn past(&mut self, case: &Case) -> Option<KvCache> {
+        let rows = case.past_rows();
+        if rows == 0 && !case.shared {
+            return None;
+        }
+        let valid = |b: usize| match (case.first_prompt, case.no_new_rows) {
+            (true, _) => 0,
+            (false, true) => case.total(b),
+            (false, false) => case.past[b],
+        };
+        let mut cache = |spread| {
+            let shape = [case.batch(), case.kv_heads, rows, case.head_size];
+            let mut values = self.values(shape.iter().product(), spread);
+            for (head, head_values) in values.chunks_exact_mut(rows * case.head_size).enumerate() {
+                head_values[valid(head / case.kv_heads) * case.head_size..].fill(f32::NAN);
+            }
+            self.tensor(&shape, &values)
+        };
+        Some(KvCache { key: cache(case.spread), value: cache(1.0) })
+    }
+
+    fn seqlens(&self, case: &Case) -> Tensor {
+        let last = (0..case.batch()).map(|b| case.total(b) as i32 - 1).collect::<Vec<_>>();
+        Tensor::I32(ndarray::arr1(&last).into_dyn())
+    }
+
+    /// Cosines and sines of random angles, and positions that are all legal.
+    fn rotary(&mut self, case: &Case) -> (Option<Tensor>, Option<Tensor>, Option<Tensor>) {
+        let Some((sixteenths, _, positions)) = case.rotary else { return (None, None, None) };
+        let rows = case.total_len().max(case.past_rows()) + 3;
+        let shape = [rows, sixteenths * 8];
+        let angles: Vec<f32> =
+            (0..rows * shape[1]).map(|_| self.rng.random_range(0.0..6.3)).collect();
+        let cos = self.tensor(&shape, &angles.iter().map(|a| a.cos()).collect::<Vec<_>>());
+        let sin = self.tensor(&shape, &angles.iter().map(|a| a.sin()).collect::<Vec<_>>());
+        let ids = match positions {
+            Positions::Implicit => None,
+            Positions::Explicit { extra } => {
+                let shape = IxDyn(&[case.batch(), case.q_len + extra]);
+                Some(Tensor::I64(ArrayD::from_shape_fn(shape, |_| {
+                    self.rng.random_range(0..rows as i64)
+                })))
+            }
+        };
+        (Some(cos), Some(sin), ids)
+    }
+
+    fn bias(&mut self, case: &Case) -> Option<Tensor> {
+        let bias = case.bias?;
+        let heads = if bias.head { 1 } else { case.kv_heads * case.group };
+        let batch = if bias.batch { 1 } else { case.batch() };
+        let shape = [batch, heads, case.q_len, case.total_len()];
+        let mut values = self.values(shape.iter().product(), 1.0);
+        for (row, scores) in values.chunks_exact_mut(case.total_len()).enumerate() {
+            if bias.masked_rows > 0 && row % (2 * bias.masked_rows) == 1 {
+                scores.fill(f32::NEG_INFINITY);
+            }
+        }
+        Some(self.tensor(&shape, &values))
+    }
+}

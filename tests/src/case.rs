@@ -1,0 +1,242 @@
+//! A random but legal GroupQueryAttention call, described by small numbers so that proptest can shrink it.
+
+use gqa_host::{CacheBinding, DType, Layout, op::GroupQueryAttention};
+use proptest::prelude::*;
+
+/// Where rotary positions come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Positions {
+    /// past + row.
+    Implicit,
+    /// position_ids, with this many unused columns behind the used ones.
+    Explicit {
+        /// Unused columns.
+        extra: usize,
+    },
+}
+
+/// attention_bias and its broadcasts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bias {
+    /// One for all batch entries.
+    pub batch: bool,
+    /// One for all heads.
+    pub head: bool,
+    /// One row in this many is -inf throughout; 0: none.
+    pub masked_rows: usize,
+}
+
+/// One call. Data follows from `seed`.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Type of all floating-point tensors.
+    pub dtype: DType,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Query heads per KV head.
+    pub group: usize,
+    /// A multiple of 8.
+    pub head_size: usize,
+    /// Query rows.
+    pub q_len: usize,
+    /// Valid past rows of each batch entry; for a first prompt, padding rows of each entry instead.
+    pub past: Vec<usize>,
+    /// No past: rows start at position 0 and may be padded on the right.
+    pub first_prompt: bool,
+    /// All K and V rows are in the past already; none is given.
+    pub no_new_rows: bool,
+    /// One cache for past and present.
+    pub shared: bool,
+    /// Rows of the cache beyond the longest sequence.
+    pub spare_rows: usize,
+    /// One QKV tensor.
+    pub packed: bool,
+    /// Order of dimensions.
+    pub layout: Layout,
+    /// Rotated sixteenths of the head and pairing; only where head_size is a multiple of 16.
+    pub rotary: Option<(usize, bool, Positions)>,
+    /// 0: 1/sqrt(head_size).
+    pub scale: f32,
+    /// 0: off.
+    pub softcap: f32,
+    /// Negative: none.
+    pub window: i64,
+    /// Causal mask.
+    pub causal: bool,
+    /// head_sink given.
+    pub head_sink: bool,
+    /// smooth_softmax attribute.
+    pub smooth_softmax: bool,
+    /// attention_bias.
+    pub bias: Option<Bias>,
+    /// qk_output attribute.
+    pub qk_output: i64,
+    /// Log-sum-exp wanted.
+    pub lse: bool,
+    /// Standard deviation of queries and keys.
+    pub spread: f32,
+    /// Of all data.
+    pub seed: u64,
+}
+
+impl Case {
+    /// Batch entries.
+    pub fn batch(&self) -> usize {
+        self.past.len()
+    }
+
+    /// Valid rows of a batch entry after the call.
+    pub fn total(&self, b: usize) -> usize {
+        if self.first_prompt { self.q_len - self.past[b] } else { self.past[b] + self.q_len }
+    }
+
+    /// total_sequence_length.
+    pub fn total_len(&self) -> usize {
+        let longest = (0..self.batch()).map(|b| self.total(b)).max().unwrap_or(0);
+        if self.first_prompt { self.q_len } else { longest }
+    }
+
+    /// Rows of past_key and past_value; 0: absent. A past that is not a static cache must be exactly as long as the
+    /// operator expects: total - new rows.
+    pub fn past_rows(&self) -> usize {
+        match (self.shared || self.no_new_rows, self.first_prompt) {
+            (true, _) => self.total_len() + self.spare_rows,
+            (false, true) => 0,
+            (false, false) if self.spare_rows > 0 => self.total_len() + self.spare_rows,
+            (false, false) => self.total_len() - self.q_len,
+        }
+    }
+
+    /// Binding of the cache.
+    pub fn cache(&self) -> CacheBinding {
+        if self.shared { CacheBinding::Shared } else { CacheBinding::Separate }
+    }
+
+    /// The operator.
+    pub fn op(&self) -> GroupQueryAttention {
+        GroupQueryAttention::new((self.kv_heads * self.group) as i64, self.kv_heads as i64)
+            .scale(self.scale)
+            .softcap(self.softcap)
+            .local_window_size(self.window)
+            .causal(self.causal.into())
+            .do_rotary(self.rotary.is_some())
+            .rotary_interleaved(matches!(self.rotary, Some((_, true, _))))
+            .smooth_softmax(self.smooth_softmax)
+            .qk_output(self.qk_output)
+            .layout(self.layout)
+            .log_sum_exp(self.lse)
+    }
+}
+
+/// Head sizes up to `limit`, most often the usual ones.
+pub fn heads_up_to(limit: usize) -> impl Strategy<Value = usize> {
+    let usual: Vec<usize> =
+        [32, 64, 80, 96, 128].into_iter().filter(|&size| size <= limit).collect();
+    prop_oneof![proptest::sample::select(usual), (1..=limit / 8).prop_map(|eighths| eighths * 8)]
+}
+
+/// Legal calls with up to `max_rows` rows in a sequence and the given head sizes.
+pub fn case(
+    dtype: impl Strategy<Value = DType>,
+    head_size: impl Strategy<Value = usize>,
+    max_rows: usize,
+) -> impl Strategy<Value = Case> {
+    let phase = prop_oneof![Just(Phase::Prompt), Just(Phase::Chunk), Just(Phase::Token)];
+    let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
+    let flags = (any::<[bool; 8]>(), 0..=9usize, any::<u64>());
+    let scores = (
+        prop_oneof![3 => Just(0.0f32), 1 => 0.02f32..0.5],
+        prop_oneof![3 => Just(0.0f32), 1 => 0.5f32..50.0],
+        prop_oneof![2 => Just(-1i64), 1 => 1..=max_rows as i64],
+        prop_oneof![4 => Just(0i64), 1 => Just(1), 1 => Just(2)],
+        prop_oneof![Just(0.2f32), Just(1.0), Just(3.0)],
+    );
+    let rotary = proptest::option::of((
+        1..=8usize,
+        any::<bool>(),
+        prop_oneof![
+            Just(Positions::Implicit),
+            (0..3usize).prop_map(|extra| Positions::Explicit { extra })
+        ],
+    ));
+    let bias = proptest::option::weighted(
+        0.25,
+        (any::<bool>(), any::<bool>(), 0..4usize).prop_map(|(batch, head, masked_rows)| Bias {
+            batch,
+            head,
+            masked_rows,
+        }),
+    );
+    (shape, flags, scores, rotary, bias)
+        .prop_flat_map(move |drawn| {
+            let batch = drawn.0.5;
+            let rows = proptest::collection::vec(0..max_rows, batch);
+            (Just(drawn), rows, 1..=max_rows.max(2) / 2)
+        })
+        .prop_map(|(drawn, rows, q_len)| assemble(drawn, rows, q_len))
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    Prompt,
+    Chunk,
+    Token,
+}
+
+type Drawn = (
+    (DType, usize, usize, usize, Phase, usize),
+    ([bool; 8], usize, u64),
+    (f32, f32, i64, i64, f32),
+    Option<(usize, bool, Positions)>,
+    Option<Bias>,
+);
+
+/// Turns independent draws into a legal call.
+fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
+    let ((dtype, kv_heads, group, head_size, phase, _), (flags, spare, seed), scores, rotary, bias) =
+        drawn;
+    let (scale, softcap, window, qk_output, spread) = scores;
+    let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows] = flags;
+    let first_prompt = matches!(phase, Phase::Prompt);
+    let q_len = match phase {
+        Phase::Token => 1,
+        // One row makes a chunk a token, and S == T a first prompt.
+        Phase::Chunk => q_len + 1,
+        Phase::Prompt => q_len,
+    };
+    let past: Vec<usize> = if first_prompt {
+        // Padding of each entry; at least one entry is full and none is empty.
+        rows.iter().enumerate().map(|(b, &r)| if b == 0 { 0 } else { r % q_len }).collect()
+    } else {
+        rows.iter().map(|&r| r + usize::from(r == 0)).collect()
+    };
+    let no_new_rows = no_new_rows && !first_prompt && seed % 4 == 0;
+    let packed = packed && !no_new_rows;
+    let rotary = rotary.filter(|_| head_size % 16 == 0);
+    Case {
+        dtype,
+        kv_heads,
+        group,
+        head_size,
+        q_len,
+        past,
+        first_prompt,
+        no_new_rows,
+        shared,
+        spare_rows: if spare < 4 { 0 } else { spare },
+        packed,
+        layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
+        rotary: rotary.map(|(dim, inter, pos)| (1 + (dim - 1) % (head_size / 16), inter, pos)),
+        scale,
+        softcap,
+        window: if bidirectional { -1 } else { window },
+        causal: !bidirectional,
+        head_sink,
+        smooth_softmax,
+        bias,
+        qk_output,
+        lse,
+        spread,
+        seed,
+    }
+}

@@ -1,0 +1,135 @@
+//! Comparison with the oracle: non-finite positions first, then the worst element.
+
+use gqa_host::op::Outputs;
+use gqa_host::{DType, Tensor};
+
+/// `|got - want| <= absolute + relative · |want|`.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    /// In the output's unit.
+    pub absolute: f64,
+    /// Fraction of the expected value.
+    pub relative: f64,
+}
+
+impl Tolerance {
+    /// What rounding of the operands allows. Weights are rounded to the element type before they meet the values (tensor cores)
+    /// and the output is rounded once more; a float32 call rounds in float32 throughout.
+    pub fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::F16 => Self { absolute: 4e-3, relative: 4e-3 },
+            DType::BF16 => Self { absolute: 2e-2, relative: 2e-2 },
+            _ => Self { absolute: 2e-5, relative: 1e-4 },
+        }
+    }
+}
+
+/// Size of the differences met so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Errors {
+    /// Largest absolute difference.
+    pub max: f64,
+    /// Sum of squared differences.
+    pub squares: f64,
+    /// Elements compared.
+    pub count: usize,
+}
+
+impl Errors {
+    /// Root of the mean squared difference.
+    pub fn rms(&self) -> f64 {
+        (self.squares / self.count.max(1) as f64).sqrt()
+    }
+
+    /// Joins two counts.
+    pub fn merge(&mut self, other: &Self) {
+        self.max = self.max.max(other.max);
+        self.squares += other.squares;
+        self.count += other.count;
+    }
+}
+
+/// Compares every output; the error of `output` itself is returned. `Err` describes the worst element out of tolerance.
+pub fn compare(got: &Outputs, want: &Outputs, dtype: DType) -> Result<Errors, String> {
+    let tolerance = Tolerance::of(dtype);
+    let errors = tensors("output", &got.output, &want.output, tolerance)?;
+    tensors("present_key", &got.present_key, &want.present_key, tolerance)?;
+    tensors(
+        "present_value",
+        &got.present_value,
+        &want.present_value,
+        Tolerance { absolute: 0.0, relative: 0.0 },
+    )?;
+    optional("output_qk", &got.output_qk, &want.output_qk, tolerance)?;
+    optional("lse", &got.lse, &want.lse, tolerance)?;
+    Ok(errors)
+}
+
+fn optional(
+    name: &str,
+    got: &Option<Tensor>,
+    want: &Option<Tensor>,
+    tolerance: Tolerance,
+) -> Result<(), String> {
+    match (got, want) {
+        (Some(got), Some(want)) => tensors(name, got, want, tolerance).map(|_| ()),
+        (None, None) => Ok(()),
+        _ => Err(format!("{name}: present on one side only")),
+    }
+}
+
+fn tensors(
+    name: &str,
+    got: &Tensor,
+    want: &Tensor,
+    tolerance: Tolerance,
+) -> Result<Errors, String> {
+    if got.shape() != want.shape() {
+        return Err(format!("{name}: shape {:?}, want {:?}", got.shape(), want.shape()));
+    }
+    let shape = want.shape().to_vec();
+    let mut errors = Errors::default();
+    let mut worst: Option<(f64, usize, f64, f64)> = None;
+    for (i, (got, want)) in got.to_f64().into_iter().zip(want.to_f64()).enumerate() {
+        let (excess, difference) = excess(got, want, tolerance);
+        errors.merge(&Errors { max: difference, squares: difference * difference, count: 1 });
+        if excess > worst.map_or(0.0, |w| w.0) {
+            worst = Some((excess, i, got, want));
+        }
+    }
+    match worst {
+        None => Ok(errors),
+        Some((_, i, got, want)) => Err(format!(
+            "{name}{:?}: got {got:e}, want {want:e} within {:e} + {:e}·|want|",
+            index(i, &shape),
+            tolerance.absolute,
+            tolerance.relative
+        )),
+    }
+}
+
+/// Coordinates of element number `flat`.
+fn index(mut flat: usize, shape: &[usize]) -> Vec<usize> {
+    let mut index: Vec<usize> = shape
+        .iter()
+        .rev()
+        .map(|&size| {
+            let coordinate = flat % size;
+            flat /= size;
+            coordinate
+        })
+        .collect();
+    index.reverse();
+    index
+}
+
+/// How far a value is out of tolerance (0: inside), and the finite difference.
+fn excess(got: f64, want: f64, tolerance: Tolerance) -> (f64, f64) {
+    if !got.is_finite() || !want.is_finite() {
+        let same = got == want || (got.is_nan() && want.is_nan());
+        return (if same { 0.0 } else { f64::INFINITY }, 0.0);
+    }
+    let difference = (got - want).abs();
+    let allowed = tolerance.absolute + tolerance.relative * want.abs();
+    ((difference - allowed).max(0.0), difference)
+}
