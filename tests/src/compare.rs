@@ -50,8 +50,7 @@ impl Errors {
 }
 
 /// Compares every output; the error of `output` itself is returned. `Err` describes the worst element out of tolerance.
-pub fn compare(got: &Outputs, want: &Outputs, dtype: DType) -> Result<Errors, String> {
-    let tolerance = Tolerance::of(dtype);
+pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Errors, String> {
     let errors = tensors("output", &got.output, &want.output, tolerance)?;
     tensors("present_key", &got.present_key, &want.present_key, tolerance)?;
     tensors(

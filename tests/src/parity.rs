@@ -1,0 +1,60 @@
+//! One test body for every back end: random calls, poisoned outputs, compared with the f64 reference.
+
+use crate::{Call, Case, Errors, Tolerance, compare};
+use gqa_host::backend::Backend;
+use gqa_host::reference::Reference;
+use gqa_host::DType;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// Runs `cases` random calls on `backend`; a mismatch is shrunk and panics with the smallest call that shows it. Prints how
+/// many calls ran and the error of `output` per element type.
+pub fn parity(
+    name: &str,
+    cases: u32,
+    strategy: impl Strategy<Value = Case>,
+    backend: &dyn Backend,
+) {
+    let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let result = TestRunner::new(config).run(&strategy, |case| {
+        let errors = check(&case, backend).map_err(TestCaseError::fail)?;
+        let mut seen = seen.borrow_mut();
+        let entry = seen.entry(case.dtype.to_string()).or_default();
+        entry.0 += 1;
+        entry.1.merge(&errors);
+        Ok(())
+    });
+    for (dtype, (calls, errors)) in seen.borrow().iter() {
+        println!(
+            "{name} {dtype}: {calls} calls, {} values, max error {:.2e}, rms error {:.2e}",
+            errors.count,
+            errors.max,
+            errors.rms()
+        );
+    }
+    if let Err(error) = result {
+        panic!("{name}: {error}");
+    }
+}
+
+/// Runs one call on `backend` and the reference and compares all outputs.
+pub fn check(case: &Case, backend: &dyn Backend) -> Result<Errors, String> {
+    let call = Call::new(case);
+    let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
+    let got = call.run(backend).map_err(|e| format!("{}: {e}", backend.name()))?;
+    compare(&got, &want, Tolerance::of(case.dtype))
+}
+
+/// All element types of the operator.
+pub fn any_dtype() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), half_dtype()]
+}
+
+/// The element types of the tensor cores.
+pub fn half_dtype() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F16), Just(DType::BF16)]
+}
+

@@ -1,0 +1,62 @@
+//! The kernels on a GPU against the f64 reference: random calls through the planner. Skips, visibly, where there is no GPU.
+
+use gqa_host::backend::cuda::Cuda;
+use gqa_host::plan::Switches;
+use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity};
+use proptest::prelude::*;
+
+fn cuda(switches: Switches) -> Option<Cuda> {
+    match Cuda::new(switches) {
+        Ok(cuda) => Some(cuda),
+        Err(reason) => {
+            println!("skipped: {reason}");
+            None
+        }
+    }
+}
+
+fn run(name: &str, cases: u32, strategy: impl Strategy<Value = gqa_tests::Case>, switches: Switches) {
+    if let Some(cuda) = cuda(switches) {
+        parity(name, cases, strategy, &cuda);
+    }
+}
+
+#[test]
+fn as_planned() {
+    run("cuda", 2500, case(any_dtype(), heads_up_to(256), 160), Switches::default());
+}
+
+#[test]
+fn long_sequences() {
+    run("cuda, long", 200, case(half_dtype(), heads_up_to(128), 1500), Switches::default());
+}
+
+#[test]
+fn memory_efficient() {
+    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
+    run("cuda, general", 1000, case(any_dtype(), heads_up_to(256), 100), switches);
+}
+
+#[test]
+fn without_split_kv() {
+    let switches = Switches { disable_flash_decode: true, ..Switches::default() };
+    run("cuda, tiled only", 600, case(half_dtype(), heads_up_to(256), 300), switches);
+}
+
+#[test]
+fn separate_prologue() {
+    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
+    run("cuda, unfused", 600, case(any_dtype(), heads_up_to(128), 60), switches);
+}
+
+#[test]
+fn seven_splits() {
+    let switches = Switches { splits: Some(7), ..Switches::default() };
+    run("cuda, 7 splits", 600, case(half_dtype(), heads_up_to(256), 600), switches);
+}
+
+#[test]
+fn large_heads() {
+    let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
+    run("cuda, large heads", 300, case(any_dtype(), heads, 60), Switches::default());
+}

@@ -1,0 +1,46 @@
+//! The kernels, on the simulated machine, against the f64 reference: random calls through the planner.
+
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::Switches;
+use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity};
+use proptest::prelude::*;
+
+fn sim(switches: Switches) -> Sim {
+    Sim::default().with_switches(switches)
+}
+
+#[test]
+fn as_planned() {
+    let cases = case(half_dtype(), heads_up_to(128), 40);
+    parity("sim", 1200, cases, &sim(Switches::default()));
+}
+
+#[test]
+fn memory_efficient() {
+    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
+    parity("sim, general", 800, case(any_dtype(), heads_up_to(96), 24), &sim(switches));
+}
+
+#[test]
+fn without_split_kv() {
+    let switches = Switches { disable_flash_decode: true, ..Switches::default() };
+    parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &sim(switches));
+}
+
+#[test]
+fn separate_prologue() {
+    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
+    parity("sim, unfused", 400, case(any_dtype(), heads_up_to(64), 24), &sim(switches));
+}
+
+#[test]
+fn three_splits() {
+    let switches = Switches { splits: Some(3), ..Switches::default() };
+    parity("sim, 3 splits", 300, case(half_dtype(), heads_up_to(96), 150), &sim(switches));
+}
+
+#[test]
+fn large_heads() {
+    let heads = (17..=64usize).prop_map(|eighths| eighths * 8);
+    parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(Switches::default()));
+}
