@@ -1,1 +1,8 @@
-//! (crate under construction)
+//! A CUDA-like machine on the CPU.
+
+mod arguments;
+mod arithmetic;
+pub mod device;
+mod global;
+
+pub use arguments::Arguments;

@@ -14,7 +14,7 @@
 //! | async copy | `cp_async_16(shared address, Global<T>, element index, valid)`, `cp_async_commit()`, `cp_async_wait::<N>()` |
 //! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)` |
 //! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `fma(a, b, c)`, `max(a, b)` |
-//! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (bf16 pairs: SM 80) |
+//! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80) |
 //! | abort | `trap()` |
 //!
 //! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch bound it, launches are checked by

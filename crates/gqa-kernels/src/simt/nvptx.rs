@@ -1,0 +1,415 @@
+//! The vocabulary on the GPU: LLVM intrinsics for everything collective, PTX for the rest.
+//!
+//! `asm!` is not convergent for LLVM, which may copy a barrier written in it into both arms of a divergent branch. Barriers,
+//! shuffles and votes are therefore intrinsics; the matrix instructions have to be `asm!` and belong in uniform control flow.
+
+use bytemuck::Pod;
+use core::arch::{asm, global_asm, nvptx};
+use core::mem::transmute_copy;
+
+global_asm!(".extern .shared .align 128 .b8 dyn_smem[];");
+
+const FULL_WARP: u32 = u32::MAX;
+/// `c` operand of `shfl.sync`: segments of 32 lanes.
+const WHOLE_WARP_SEGMENT: u32 = 31;
+
+unsafe extern "C" {
+    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
+    fn barrier_all(id: u32);
+    #[link_name = "llvm.nvvm.bar.warp.sync"]
+    fn warp_sync(mask: u32);
+    #[link_name = "llvm.nvvm.shfl.sync.bfly.f32"]
+    fn shfl_bfly_f32(mask: u32, value: f32, lane_mask: u32, segment: u32) -> f32;
+    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
+    fn shfl_bfly_u32(mask: u32, value: u32, lane_mask: u32, segment: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.idx.f32"]
+    fn shfl_from_f32(mask: u32, value: f32, lane: u32, segment: u32) -> f32;
+    #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
+    fn shfl_from_u32(mask: u32, value: u32, lane: u32, segment: u32) -> u32;
+    #[link_name = "llvm.nvvm.vote.any.sync"]
+    fn vote_any(mask: u32, vote: bool) -> bool;
+}
+
+macro_rules! special_registers {
+    ($($(#[$doc:meta])* $name:ident = $register:ident;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        pub fn $name() -> u32 {
+            // SAFETY: reading a special register has no precondition.
+            unsafe { nvptx::$register() }
+        }
+    )*};
+}
+special_registers! {
+    /// Thread within the block.
+    thread_idx = _thread_idx_x;
+    /// Threads of a block.
+    block_dim = _block_dim_x;
+    /// Block within the grid, x.
+    block_idx_x = _block_idx_x;
+    /// Block within the grid, y.
+    block_idx_y = _block_idx_y;
+    /// Block within the grid, z.
+    block_idx_z = _block_idx_z;
+    /// Blocks of the grid, x.
+    grid_dim_x = _grid_dim_x;
+    /// Blocks of the grid, y.
+    grid_dim_y = _grid_dim_y;
+    /// Blocks of the grid, z.
+    grid_dim_z = _grid_dim_z;
+}
+
+/// Thread within the warp.
+#[inline(always)]
+pub fn lane() -> u32 {
+    thread_idx() % 32
+}
+
+/// Warp within the block.
+#[inline(always)]
+pub fn warp() -> u32 {
+    thread_idx() / 32
+}
+
+/// Waits for all threads of the block and orders their memory accesses.
+#[inline(always)]
+pub fn sync_threads() {
+    // SAFETY: barrier 0 with every thread; kernels call this in uniform control flow.
+    unsafe { barrier_all(0) }
+}
+
+/// Waits for all lanes of the warp and orders their memory accesses.
+#[inline(always)]
+pub fn sync_warp() {
+    // SAFETY: all lanes are named; kernels call this in warp-uniform control flow.
+    unsafe { warp_sync(FULL_WARP) }
+}
+
+/// `v` of lane `lane() ^ mask`.
+#[inline(always)]
+pub fn shfl_xor_f32(v: f32, mask: u32) -> f32 {
+    // SAFETY: all lanes are named; kernels call this in warp-uniform control flow.
+    unsafe { shfl_bfly_f32(FULL_WARP, v, mask, WHOLE_WARP_SEGMENT) }
+}
+
+/// `v` of lane `lane() ^ mask`.
+#[inline(always)]
+pub fn shfl_xor_u32(v: u32, mask: u32) -> u32 {
+    // SAFETY: as above.
+    unsafe { shfl_bfly_u32(FULL_WARP, v, mask, WHOLE_WARP_SEGMENT) }
+}
+
+/// `v` of that lane.
+#[inline(always)]
+pub fn shfl_idx_f32(v: f32, lane: u32) -> f32 {
+    // SAFETY: as above.
+    unsafe { shfl_from_f32(FULL_WARP, v, lane, WHOLE_WARP_SEGMENT) }
+}
+
+/// `v` of that lane.
+#[inline(always)]
+pub fn shfl_idx_u32(v: u32, lane: u32) -> u32 {
+    // SAFETY: as above.
+    unsafe { shfl_from_u32(FULL_WARP, v, lane, WHOLE_WARP_SEGMENT) }
+}
+
+/// Whether any lane of the warp votes true.
+#[inline(always)]
+pub fn any_sync(vote: bool) -> bool {
+    // SAFETY: as above.
+    unsafe { vote_any(FULL_WARP, vote) }
+}
+
+/// Byte address in the shared window at which the block's dynamic shared memory starts.
+#[inline(always)]
+pub fn shared_base() -> u32 {
+    let address: u32;
+    // SAFETY: takes an address, touches no memory.
+    unsafe { asm!("mov.u32 {}, dyn_smem;", out(reg32) address, options(pure, nomem, nostack)) };
+    address
+}
+
+/// A kernel's pointer parameter; indices and offsets count elements.
+#[repr(transparent)]
+pub struct Global<T>(*mut T);
+
+impl<T> Clone for Global<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Global<T> {}
+
+/// Four words that the back end moves as one.
+#[derive(Clone, Copy)]
+#[repr(C, align(16))]
+struct Vec4([u32; 4]);
+
+/// Two words that the back end moves as one.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Vec2([u32; 2]);
+
+// A launch binds every pointer to memory as large as the kernel's indices reach, which the planner checks and the simulator
+// enforces; that is what the accesses below rely on.
+impl<T: Pod> Global<T> {
+    /// Whether the launch bound nothing.
+    #[inline(always)]
+    pub fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
+    /// The place `elements` further on.
+    #[inline(always)]
+    pub fn offset(self, elements: usize) -> Self {
+        Self(self.0.wrapping_add(elements))
+    }
+
+    /// Element `i`.
+    #[inline(always)]
+    pub fn load(self, i: usize) -> T {
+        // SAFETY: inside what the launch bound.
+        unsafe { self.offset(i).0.read() }
+    }
+
+    /// Writes element `i`.
+    #[inline(always)]
+    pub fn store(self, i: usize, value: T) {
+        // SAFETY: inside what the launch bound.
+        unsafe { self.offset(i).0.write(value) }
+    }
+
+    /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    #[inline(always)]
+    pub fn load_vec(self, i: usize) -> [u32; 4] {
+        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        unsafe { self.offset(i).0.cast::<Vec4>().read().0 }
+    }
+
+    /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    #[inline(always)]
+    pub fn store_vec(self, i: usize, value: [u32; 4]) {
+        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        unsafe { self.offset(i).0.cast::<Vec4>().write(Vec4(value)) }
+    }
+
+    /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
+    #[inline(always)]
+    pub fn load_vec8(self, i: usize) -> [u32; 2] {
+        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        unsafe { self.offset(i).0.cast::<Vec2>().read().0 }
+    }
+}
+
+/// Loads a value of 1, 2, 4 or 8 bytes, aligned to its size.
+#[inline(always)]
+pub fn ld_shared<T: Pod>(address: u32) -> T {
+    const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; the bits read are as many as T has,
+    // and any bits are a T.
+    unsafe {
+        match size_of::<T>() {
+            1 => {
+                let v: u16;
+                asm!("ld.shared.u8 {}, [{}];", out(reg16) v, in(reg32) address, options(pure, readonly, nostack));
+                transmute_copy(&v)
+            }
+            2 => {
+                let v: u16;
+                asm!("ld.shared.b16 {}, [{}];", out(reg16) v, in(reg32) address, options(pure, readonly, nostack));
+                transmute_copy(&v)
+            }
+            4 => {
+                let v: u32;
+                asm!("ld.shared.b32 {}, [{}];", out(reg32) v, in(reg32) address, options(pure, readonly, nostack));
+                transmute_copy(&v)
+            }
+            _ => {
+                let v: u64;
+                asm!("ld.shared.b64 {}, [{}];", out(reg64) v, in(reg32) address, options(pure, readonly, nostack));
+                transmute_copy(&v)
+            }
+        }
+    }
+}
+
+/// Stores a value of 1, 2, 4 or 8 bytes, aligned to its size.
+#[inline(always)]
+pub fn st_shared<T: Pod>(address: u32, value: T) {
+    const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; each arm reads as many bits of the
+    // value as it has.
+    unsafe {
+        match size_of::<T>() {
+            1 => {
+                let v = transmute_copy::<T, u8>(&value) as u16;
+                asm!("st.shared.u8 [{}], {};", in(reg32) address, in(reg16) v, options(nostack));
+            }
+            2 => {
+                asm!("st.shared.b16 [{}], {};", in(reg32) address, in(reg16) transmute_copy::<T, u16>(&value), options(nostack))
+            }
+            4 => {
+                asm!("st.shared.b32 [{}], {};", in(reg32) address, in(reg32) transmute_copy::<T, u32>(&value), options(nostack))
+            }
+            _ => {
+                asm!("st.shared.b64 [{}], {};", in(reg32) address, in(reg64) transmute_copy::<T, u64>(&value), options(nostack))
+            }
+        }
+    }
+}
+
+/// Loads 16 bytes from a 16-byte boundary.
+#[inline(always)]
+pub fn ld_shared_vec(address: u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the address lies in the block's shared memory.
+    unsafe {
+        asm!("ld.shared.v4.b32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address, options(pure, readonly, nostack));
+    }
+    [a, b, c, d]
+}
+
+/// Stores 16 bytes to a 16-byte boundary.
+#[inline(always)]
+pub fn st_shared_vec(address: u32, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: the address lies in the block's shared memory.
+    unsafe {
+        asm!("st.shared.v4.b32 [{}], {{{}, {}, {}, {}}};",
+            in(reg32) address, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack));
+    }
+}
+
+/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`, zeros, and nothing is read.
+/// SM 80.
+#[inline(always)]
+pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
+    let bytes = if valid { 16u32 } else { 0 };
+    // SAFETY: both places are the block's to use; with 0 source bytes the source is not read.
+    unsafe {
+        asm!("cp.async.cg.shared.global [{}], [{}], 16, {};",
+            in(reg32) destination, in(reg64) source.offset(i).0, in(reg32) bytes, options(nostack));
+    }
+}
+
+/// Closes the group of copies this thread started since the last one. SM 80.
+#[inline(always)]
+pub fn cp_async_commit() {
+    // SAFETY: no precondition.
+    unsafe { asm!("cp.async.commit_group;", options(nostack)) }
+}
+
+/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a barrier besides. SM 80.
+#[inline(always)]
+pub fn cp_async_wait<const N: u32>() {
+    // SAFETY: no precondition.
+    unsafe { asm!("cp.async.wait_group {};", const N, options(nostack)) }
+}
+
+macro_rules! ldmatrix {
+    ($(#[$doc:meta] $name:ident = $words:literal $shape:literal [$($out:ident),*] $outs:literal;)*) => {$(
+        #[$doc]
+        #[inline(always)]
+        pub fn $name(address: u32) -> [u32; $words] {
+            $(let $out;)*
+            // SAFETY: the rows lie in the block's shared memory; all lanes take part.
+            unsafe {
+                asm!(concat!("ldmatrix.sync.aligned.m8n8.", $shape, ".shared.b16 {{", $outs, "}}, [{}];"),
+                    $(out(reg32) $out,)* in(reg32) address, options(readonly, nostack));
+            }
+            [$($out),*]
+        }
+    )*};
+}
+ldmatrix! {
+    /// Four 8×8 matrices of 16-bit elements; lane `8m + r` gives the address of row `r` of matrix `m`. SM 75.
+    ldmatrix_x4 = 4 "x4" [a, b, c, d] "{}, {}, {}, {}";
+    /// As [`ldmatrix_x4`], each matrix transposed.
+    ldmatrix_x4_trans = 4 "x4.trans" [a, b, c, d] "{}, {}, {}, {}";
+    /// Two 8×8 matrices of 16-bit elements; lane `8m + r < 16` gives the address of row `r` of matrix `m`. SM 75.
+    ldmatrix_x2 = 2 "x2" [a, b] "{}, {}";
+    /// As [`ldmatrix_x2`], each matrix transposed.
+    ldmatrix_x2_trans = 2 "x2.trans" [a, b] "{}, {}";
+}
+
+macro_rules! mma {
+    ($(#[$doc:meta] $name:ident = $ty:literal;)*) => {$(
+        #[$doc]
+        #[inline(always)]
+        pub fn $name(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+            // SAFETY: registers only; all lanes take part.
+            unsafe {
+                asm!(concat!("mma.sync.aligned.m16n8k16.row.col.f32.", $ty, ".", $ty, ".f32 ",
+                        "{{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};"),
+                    inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
+                    in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) b[0], in(reg32) b[1],
+                    options(nomem, nostack));
+            }
+        }
+    )*};
+}
+mma! {
+    /// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them. SM 80.
+    mma_m16n8k16_f16 = "f16";
+    /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them. SM 80.
+    mma_m16n8k16_bf16 = "bf16";
+}
+
+macro_rules! arithmetic {
+    ($($(#[$doc:meta])* $name:ident($($x:ident: $class:ident $ty:ty),*) -> $out_class:ident $out:ty = $template:literal;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        pub fn $name($($x: $ty),*) -> $out {
+            let result: $out;
+            // SAFETY: registers only.
+            unsafe { asm!($template, out($out_class) result, $(in($class) $x,)* options(pure, nomem, nostack)) };
+            result
+        }
+    )*};
+}
+arithmetic! {
+    /// 2 to the power `x`, within 2 ulp; subnormals are zero.
+    exp2(x: reg32 f32) -> reg32 f32 = "ex2.approx.ftz.f32 {}, {};";
+    /// Logarithm to base 2; subnormals are zero.
+    log2(x: reg32 f32) -> reg32 f32 = "lg2.approx.ftz.f32 {}, {};";
+    /// `1 / x`, within 1 ulp; subnormals are zero.
+    rcp(x: reg32 f32) -> reg32 f32 = "rcp.approx.ftz.f32 {}, {};";
+    /// `a·b + c`, rounded once; subnormals are zero.
+    fma(a: reg32 f32, b: reg32 f32, c: reg32 f32) -> reg32 f32 = "fma.rn.ftz.f32 {}, {}, {}, {};";
+    /// The larger value; a NaN loses against a number.
+    max(a: reg32 f32, b: reg32 f32) -> reg32 f32 = "max.f32 {}, {}, {};";
+    /// Exact.
+    f16_to_f32(bits: reg16 u16) -> reg32 f32 = "cvt.f32.f16 {}, {};";
+    /// To nearest, ties to even; overflow is infinite.
+    f32_to_f16(value: reg32 f32) -> reg16 u16 = "cvt.rn.f16.f32 {}, {};";
+}
+
+/// Rounds two values to f16, the first into the low half. SM 80.
+#[inline(always)]
+pub fn f32x2_to_f16x2(lo: f32, hi: f32) -> u32 {
+    let packed;
+    // SAFETY: registers only.
+    unsafe {
+        asm!("cvt.rn.f16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) hi, in(reg32) lo, options(pure, nomem, nostack))
+    };
+    packed
+}
+
+/// Rounds two values to bf16, the first into the low half. SM 80.
+#[inline(always)]
+pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
+    let packed;
+    // SAFETY: registers only.
+    unsafe {
+        asm!("cvt.rn.bf16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) hi, in(reg32) lo, options(pure, nomem, nostack))
+    };
+    packed
+}
+
+/// Ends the kernel with an error.
+#[inline(always)]
+pub fn trap() -> ! {
+    // SAFETY: does not return.
+    unsafe { asm!("trap;", options(noreturn)) }
+}

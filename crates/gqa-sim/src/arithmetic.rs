@@ -1,0 +1,100 @@
+//! Arithmetic and conversions as the instructions define them: subnormals flushed where PTX says `.ftz`, NaNs canonical.
+//!
+//! Approximate instructions are computed exactly; the hardware's last bits differ from chip to chip.
+
+const CANONICAL_NAN: f32 = f32::from_bits(0x7fff_ffff);
+const CANONICAL_NAN_16: u16 = 0x7fff;
+
+fn flush(x: f32) -> f32 {
+    if x.is_subnormal() { 0f32.copysign(x) } else { x }
+}
+
+/// 2 to the power `x`, within 2 ulp; subnormals are zero.
+pub fn exp2(x: f32) -> f32 {
+    flush(flush(x).exp2())
+}
+
+/// Logarithm to base 2; subnormals are zero.
+pub fn log2(x: f32) -> f32 {
+    flush(flush(x).log2())
+}
+
+/// `1 / x`, within 1 ulp; subnormals are zero.
+pub fn rcp(x: f32) -> f32 {
+    flush(1.0 / flush(x))
+}
+
+/// `a·b + c`, rounded once; subnormals are zero.
+#[inline]
+pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+    flush(fused(flush(a), flush(b), flush(c)))
+}
+
+/// The product of two `f32` is exact in `f64`; only the sum rounds before the final rounding, so round it to odd, which the
+/// final rounding cannot see. A call of `fmaf` takes many times as long where the target has no such instruction.
+#[inline]
+fn fused(a: f32, b: f32, c: f32) -> f32 {
+    let (product, addend) = (a as f64 * b as f64, c as f64);
+    let sum = product + addend;
+    if !sum.is_finite() || sum.to_bits() & 1 == 1 {
+        return sum as f32;
+    }
+    let shared = sum - product;
+    let error = (product - (sum - shared)) + (addend - shared);
+    if error == 0.0 {
+        return sum as f32;
+    }
+    let away = (error > 0.0) == (sum > 0.0);
+    f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 }) as f32
+}
+
+/// The larger value; a NaN loses against a number.
+#[inline]
+pub fn max(a: f32, b: f32) -> f32 {
+    match (a.is_nan(), b.is_nan()) {
+        (true, true) => CANONICAL_NAN,
+        (true, false) => b,
+        (false, true) => a,
+        // Equal values differ at most in the sign of a zero, and +0 is the larger.
+        (false, false) if a == b => f32::from_bits(a.to_bits() & b.to_bits()),
+        (false, false) => {
+            if a > b {
+                a
+            } else {
+                b
+            }
+        }
+    }
+}
+
+/// Exact.
+#[inline]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    half::f16::from_bits(bits).to_f32()
+}
+
+/// To nearest, ties to even; overflow is infinite.
+#[inline]
+pub fn f32_to_f16(value: f32) -> u16 {
+    if value.is_nan() { CANONICAL_NAN_16 } else { half::f16::from_f32(value).to_bits() }
+}
+
+fn f32_to_bf16(value: f32) -> u16 {
+    if value.is_nan() { CANONICAL_NAN_16 } else { half::bf16::from_f32(value).to_bits() }
+}
+
+fn pack(lo: u16, hi: u16) -> u32 {
+    lo as u32 | (hi as u32) << 16
+}
+
+/// Rounds two values to f16, the first into the low half. SM 80.
+#[inline]
+pub fn f32x2_to_f16x2(lo: f32, hi: f32) -> u32 {
+    pack(f32_to_f16(lo), f32_to_f16(hi))
+}
+
+/// Rounds two values to bf16, the first into the low half. SM 80.
+#[inline]
+pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
+    pack(f32_to_bf16(lo), f32_to_bf16(hi))
+}
