@@ -1,0 +1,2 @@
+ Bqueryj 
+location../../../outside.binp

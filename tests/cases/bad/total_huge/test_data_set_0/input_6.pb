@@ -1,0 +1,1 @@
+Btotal_sequence_lengthJÿÿÿ

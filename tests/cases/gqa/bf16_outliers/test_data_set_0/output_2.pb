@@ -1,0 +1,1 @@
+ Bpresent_valueJÀ H'IXIÎIšHmI¢IHÊImHßH¬IJHçH±IhI‘GßHeI™G‹IœI¦IItHZIÐH±HÀI_I¬HeG‰IkI%IØH†I/H$HÈIÃH-IôEšI™IUI·IIIJ¬IåH¦H?II%IÝH¿IŠI”IÎH†I’IoIH®I9IJHÜI³I?IDILIÖG‰ItIIÈHaH IœI‚GI”IÙHµHDIXI™GeH3H¢H:I´IÛI‰G¯I

@@ -1,0 +1,2 @@
+@
+Bpresent_keyJ€@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V@V
