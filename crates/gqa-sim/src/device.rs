@@ -1,70 +1,83 @@
-//! The vocabulary of kernels on the simulated machine.
+//! The vocabulary of kernels, as the simulated machine executes it. Each function panics when called outside a kernel.
+
+use crate::block;
+use crate::fault::FaultKind;
+use crate::shared::BASE;
+use bytemuck::Pod;
 
 pub use crate::arithmetic::{
     exp2, f16_to_f32, f32_to_f16, f32x2_to_bf16x2, f32x2_to_f16x2, fma, log2, max, rcp,
 };
+pub use crate::collective::{
+    any_sync, shfl_idx_f32, shfl_idx_u32, shfl_xor_f32, shfl_xor_u32, sync_threads, sync_warp,
+};
+pub use crate::copy::{cp_async_16, cp_async_commit, cp_async_wait};
 pub use crate::global::Global;
-use bytemuck::Pod;
+pub use crate::matrix::{
+    ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k16_bf16,
+    mma_m16n8k16_f16,
+};
 
-pub(crate) fn outside_kernel() -> ! {
-    panic!("a device function was called outside a kernel")
-}
-
-macro_rules! vocabulary {
-    ($($name:ident($($x:ident: $t:ty),*) $(-> $out:ty)?;)*) => {$(
-        /// Part of the vocabulary.
-        pub fn $name($(_: $t),*) $(-> $out)? {
-            outside_kernel()
+macro_rules! identity {
+    ($($(#[$doc:meta])* $name:ident = $value:expr;)*) => {$(
+        $(#[$doc])*
+        #[inline]
+        pub fn $name() -> u32 {
+            block::with($value)
         }
     )*};
 }
-vocabulary! {
-    thread_idx() -> u32;
-    block_dim() -> u32;
-    block_idx_x() -> u32;
-    block_idx_y() -> u32;
-    block_idx_z() -> u32;
-    grid_dim_x() -> u32;
-    grid_dim_y() -> u32;
-    grid_dim_z() -> u32;
-    lane() -> u32;
-    warp() -> u32;
-    sync_threads();
-    sync_warp();
-    shfl_xor_f32(v: f32, mask: u32) -> f32;
-    shfl_xor_u32(v: u32, mask: u32) -> u32;
-    shfl_idx_f32(v: f32, lane: u32) -> f32;
-    shfl_idx_u32(v: u32, lane: u32) -> u32;
-    any_sync(vote: bool) -> bool;
-    shared_base() -> u32;
-    ld_shared_vec(address: u32) -> [u32; 4];
-    st_shared_vec(address: u32, value: [u32; 4]);
-    cp_async_commit();
-    ldmatrix_x4(address: u32) -> [u32; 4];
-    ldmatrix_x4_trans(address: u32) -> [u32; 4];
-    ldmatrix_x2(address: u32) -> [u32; 2];
-    ldmatrix_x2_trans(address: u32) -> [u32; 2];
-    mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
-    mma_m16n8k16_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
-    trap() -> !;
+identity! {
+    /// Thread within the block.
+    thread_idx = |block| block.who.thread;
+    /// Threads of a block.
+    block_dim = |block| block.lanes.len() as u32;
+    /// Block within the grid, x.
+    block_idx_x = |block| block.index[0];
+    /// Block within the grid, y.
+    block_idx_y = |block| block.index[1];
+    /// Block within the grid, z.
+    block_idx_z = |block| block.index[2];
+    /// Blocks of the grid, x.
+    grid_dim_x = |block| block.grid[0];
+    /// Blocks of the grid, y.
+    grid_dim_y = |block| block.grid[1];
+    /// Blocks of the grid, z.
+    grid_dim_z = |block| block.grid[2];
+    /// Thread within the warp.
+    lane = |block| block.who.thread % 32;
+    /// Warp within the block.
+    warp = |block| block.who.thread / 32;
+    /// Byte address in the shared window at which the block's dynamic shared memory starts.
+    shared_base = |_| BASE;
 }
 
 /// Loads a value of 1, 2, 4 or 8 bytes, aligned to its size.
-pub fn ld_shared<T: Pod>(_address: u32) -> T {
-    outside_kernel()
+#[inline]
+pub fn ld_shared<T: Pod>(address: u32) -> T {
+    block::checked(|block| block.shared.load(block.who, address))
 }
 
 /// Stores a value of 1, 2, 4 or 8 bytes, aligned to its size.
-pub fn st_shared<T: Pod>(_address: u32, _value: T) {
-    outside_kernel()
+#[inline]
+pub fn st_shared<T: Pod>(address: u32, value: T) {
+    block::checked(|block| block.shared.store(block.who, address, value));
 }
 
-/// Starts copying 16 bytes.
-pub fn cp_async_16<T: Pod>(_destination: u32, _source: Global<T>, _i: usize, _valid: bool) {
-    outside_kernel()
+/// Loads 16 bytes from a 16-byte boundary.
+#[inline]
+pub fn ld_shared_vec(address: u32) -> [u32; 4] {
+    block::checked(|block| block.shared.load_vec(block.who, address))
 }
 
-/// Waits until at most the `N` newest groups of this thread are unfinished.
-pub fn cp_async_wait<const N: u32>() {
-    outside_kernel()
+/// Stores 16 bytes to a 16-byte boundary.
+#[inline]
+pub fn st_shared_vec(address: u32, value: [u32; 4]) {
+    block::checked(|block| block.shared.store_vec(block.who, address, value));
+}
+
+/// Ends the kernel with an error.
+pub fn trap() -> ! {
+    let thread = block::with(|block| block.who.thread);
+    block::fail(FaultKind::Trap { thread })
 }

@@ -1,12 +1,19 @@
 //! A kernel's view of global memory.
 
-use crate::device::outside_kernel;
+use crate::block;
+use crate::fault::FaultKind;
+use crate::memory::{Buffer, Refusal, Word};
 use bytemuck::Pod;
 use std::marker::PhantomData;
 
 /// A kernel's pointer parameter; indices and offsets count elements.
+///
+/// It names an argument of the launch that is running and holds no address: kept beyond the launch, it can do no harm.
+#[derive(Debug)]
 pub struct Global<T> {
     argument: u32,
+    null: bool,
+    /// In bytes; saturated, so that no index wraps around into the memory.
     start: i64,
     element: PhantomData<T>,
 }
@@ -20,42 +27,108 @@ impl<T> Clone for Global<T> {
 impl<T> Copy for Global<T> {}
 
 impl<T: Pod> Global<T> {
-    pub(crate) fn new(argument: u32) -> Self {
-        Self { argument, start: 0, element: PhantomData }
+    pub(crate) fn new(argument: u32, null: bool) -> Self {
+        Self { argument, null, start: 0, element: PhantomData }
     }
 
     /// Whether the launch bound nothing.
+    #[inline(always)]
     pub fn is_null(self) -> bool {
-        self.argument == u32::MAX
+        self.null
     }
 
     /// The place `elements` further on.
+    #[inline(always)]
     pub fn offset(self, elements: usize) -> Self {
-        Self { start: self.start.wrapping_add_unsigned(elements as u64), ..self }
+        let bytes = (elements as i64).saturating_mul(size_of::<T>() as i64);
+        Self { start: self.start.saturating_add(bytes), ..self }
     }
 
     /// Element `i`.
-    pub fn load(self, _i: usize) -> T {
-        outside_kernel()
+    #[inline(always)]
+    pub fn load(self, i: usize) -> T {
+        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+        match size_of::<T>() {
+            1 => bytemuck::cast(self.load_words::<u8, 1>(i)),
+            2 => bytemuck::cast(self.load_words::<u16, 1>(i)),
+            4 => bytemuck::cast(self.load_words::<u32, 1>(i)),
+            _ => bytemuck::cast(self.load_words::<u64, 1>(i)),
+        }
     }
 
     /// Writes element `i`.
-    pub fn store(self, _i: usize, _value: T) {
-        outside_kernel()
+    #[inline(always)]
+    pub fn store(self, i: usize, value: T) {
+        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+        match size_of::<T>() {
+            1 => self.store_words::<u8, 1>(i, bytemuck::cast(value)),
+            2 => self.store_words::<u16, 1>(i, bytemuck::cast(value)),
+            4 => self.store_words::<u32, 1>(i, bytemuck::cast(value)),
+            _ => self.store_words::<u64, 1>(i, bytemuck::cast(value)),
+        }
     }
 
     /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    pub fn load_vec(self, _i: usize) -> [u32; 4] {
-        outside_kernel()
+    #[inline(always)]
+    pub fn load_vec(self, i: usize) -> [u32; 4] {
+        self.load_words(i)
     }
 
     /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    pub fn store_vec(self, _i: usize, _value: [u32; 4]) {
-        outside_kernel()
+    #[inline(always)]
+    pub fn store_vec(self, i: usize, value: [u32; 4]) {
+        self.store_words(i, value);
     }
 
     /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
-    pub fn load_vec8(self, _i: usize) -> [u32; 2] {
-        outside_kernel()
+    #[inline(always)]
+    pub fn load_vec8(self, i: usize) -> [u32; 2] {
+        self.load_words(i)
+    }
+
+    #[inline(always)]
+    fn load_words<W: Word, const N: usize>(self, i: usize) -> [W; N] {
+        let place = self.offset(i);
+        place.checked::<W, N, _>(|buffer, _| buffer.load(place.start))
+    }
+
+    #[inline(always)]
+    fn store_words<W: Word, const N: usize>(self, i: usize, value: [W; N]) {
+        let place = self.offset(i);
+        place.checked::<W, N, _>(|buffer, block| {
+            buffer.store(place.start, value, size_of::<T>(), block)
+        });
+    }
+
+    /// Accesses `N` words of the buffer as the running block.
+    #[inline(always)]
+    fn checked<W, const N: usize, R>(
+        self,
+        access: impl FnOnce(&Buffer, u32) -> Result<R, Refusal>,
+    ) -> R {
+        let outcome = block::with(|block| {
+            let buffer = block.arguments().buffer(self.argument)?;
+            Some(access(buffer, block.number))
+        });
+        match outcome {
+            Some(Ok(result)) => result,
+            refused => self.refuse(refused.and_then(Result::err), (size_of::<W>() * N) as u32),
+        }
+    }
+
+    #[cold]
+    fn refuse(self, refusal: Option<Refusal>, bytes: u32) -> ! {
+        let (thread, argument, offset) =
+            (block::with(|block| block.who.thread), self.argument, self.start);
+        block::fail(match refusal {
+            None => FaultKind::NullPointer { thread, argument },
+            Some(Refusal::Bounds { limit }) => {
+                FaultKind::GlobalBounds { thread, argument, offset, bytes, limit }
+            }
+            Some(Refusal::Alignment) => {
+                FaultKind::GlobalAlignment { thread, argument, offset, bytes }
+            }
+            Some(Refusal::ReadOnly) => FaultKind::ReadOnly { thread, argument, offset },
+        })
     }
 }

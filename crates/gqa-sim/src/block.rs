@@ -1,0 +1,151 @@
+//! A running block, as the device functions see it.
+
+use crate::arguments::Arguments;
+use crate::collective::Collective;
+use crate::copy::Copies;
+use crate::fault::FaultKind;
+use crate::shared::{Checked, SharedMemory, Who};
+use corosensei::Yielder;
+use std::cell::Cell;
+use std::panic::Location;
+use std::ptr::{self, NonNull};
+
+/// What the threads of a block share.
+pub(crate) struct Block {
+    /// Position among the launch's blocks, in x, then y, then z.
+    pub(crate) number: u32,
+    pub(crate) index: [u32; 3],
+    pub(crate) grid: [u32; 3],
+    /// The thread that runs now.
+    pub(crate) who: Who,
+    pub(crate) shared: SharedMemory,
+    pub(crate) lanes: Vec<Lane>,
+    pub(crate) fault: Option<FaultKind>,
+    arguments: NonNull<Arguments>,
+}
+
+/// A thread.
+#[derive(Default)]
+pub(crate) struct Lane {
+    /// Leads back to the scheduler; valid once the thread has started.
+    pub(crate) yielder: Option<NonNull<Yielder<(), ()>>>,
+    pub(crate) waiting: Waiting,
+    /// Operands of the warp instruction the thread waits at, then its results.
+    pub(crate) registers: [u32; 10],
+    pub(crate) copies: Copies,
+}
+
+/// Why a thread does not run.
+#[derive(Clone, Copy, Default)]
+pub(crate) enum Waiting {
+    /// It may run.
+    #[default]
+    No,
+    /// For its block, here.
+    Block(&'static Location<'static>),
+    /// For its warp, here.
+    Warp(Collective, &'static Location<'static>),
+    /// It has returned.
+    Exited,
+}
+
+impl Block {
+    pub(crate) fn new(arguments: &Arguments, number: u32, grid: [u32; 3]) -> Self {
+        Self {
+            number,
+            index: index(number, grid),
+            grid,
+            who: Who::default(),
+            shared: SharedMemory::default(),
+            lanes: Vec::new(),
+            fault: None,
+            arguments: NonNull::from(arguments),
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn arguments(&self) -> &Arguments {
+        // SAFETY: the launch keeps the arguments until its blocks are done.
+        unsafe { self.arguments.as_ref() }
+    }
+
+    /// The thread that runs now.
+    #[inline(always)]
+    pub(crate) fn lane(&mut self) -> &mut Lane {
+        &mut self.lanes[self.who.thread as usize]
+    }
+}
+
+/// Index in x, y and z of a block's position among all.
+pub(crate) fn index(number: u32, [x, y, _]: [u32; 3]) -> [u32; 3] {
+    [number % x, number / x % y, number / x / y]
+}
+
+thread_local! {
+    static CURRENT: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
+}
+
+/// Makes a block the one that this thread of the host runs, until dropped.
+pub(crate) struct Entered(*mut Block);
+
+impl Entered {
+    /// # Safety
+    /// `block` must stay valid, and be used through [`with`] only, until the result is dropped.
+    pub(crate) unsafe fn new(block: *mut Block) -> Self {
+        Self(CURRENT.replace(block))
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        CURRENT.set(self.0);
+    }
+}
+
+/// Whether this thread of the host runs a kernel.
+pub(crate) fn is_inside_kernel() -> bool {
+    !CURRENT.get().is_null()
+}
+
+/// Lends the running block; `f` must neither suspend nor call this again.
+#[inline(always)]
+pub(crate) fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
+    let block = CURRENT.get();
+    if block.is_null() {
+        outside_kernel();
+    }
+    // SAFETY: the block is valid as long as it is current, and only one borrow exists at a time: each lives in one call of this
+    // function, and no call contains another or a switch to another thread.
+    f(unsafe { &mut *block })
+}
+
+/// As [`with`], and stops the kernel where `f` finds a fault.
+#[inline(always)]
+pub(crate) fn checked<R>(f: impl FnOnce(&mut Block) -> Checked<R>) -> R {
+    match with(f) {
+        Ok(result) => result,
+        Err(kind) => fail(*kind),
+    }
+}
+
+/// Lets other threads run until the scheduler comes back to this one.
+#[inline(always)]
+pub(crate) fn suspend() {
+    let yielder = with(|block| block.lane().yielder).expect("the thread has started");
+    // SAFETY: the yielder lives on the stack of the thread that runs now.
+    unsafe { yielder.as_ref() }.suspend(());
+}
+
+/// Reports a fault. The thread that calls this never runs again.
+#[cold]
+pub(crate) fn fail(kind: FaultKind) -> ! {
+    with(|block| block.fault = Some(kind));
+    loop {
+        suspend();
+    }
+}
+
+#[cold]
+fn outside_kernel() -> ! {
+    panic!("a device function was called outside a kernel; only gqa_sim::launch runs kernels")
+}

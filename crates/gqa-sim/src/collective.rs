@@ -1,0 +1,128 @@
+//! Instructions that a warp executes together: every lane brings its operands, the last one's arrival executes it for all.
+
+use crate::block::{self, Block, Waiting};
+use crate::matrix::{self, Matrices, Product};
+use crate::shared::Checked;
+use std::panic::Location;
+
+/// Which instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Collective {
+    SyncWarp,
+    ShflXor,
+    ShflIdx,
+    AnySync,
+    LoadMatrices(Matrices),
+    Product(Product),
+}
+
+impl Collective {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::SyncWarp => "sync_warp",
+            Self::ShflXor => "shfl_xor",
+            Self::ShflIdx => "shfl_idx",
+            Self::AnySync => "any_sync",
+            Self::LoadMatrices(matrices) => matrices.name(),
+            Self::Product(product) => product.name(),
+        }
+    }
+
+    /// Whether lanes may rely on each other's memory accesses after it. Shuffles, votes and matrix instructions promise nothing.
+    pub(crate) fn orders_memory(self) -> bool {
+        self == Self::SyncWarp
+    }
+
+    /// Executes the instruction for the warp whose first thread is `first`; all its lanes have arrived.
+    pub(crate) fn execute(self, block: &mut Block, first: usize) -> Checked {
+        match self {
+            // Its effect is on the warp's clock, which the scheduler keeps.
+            Self::SyncWarp => {}
+            Self::ShflXor => shuffle(block, first, |lane, operand| lane ^ operand),
+            Self::ShflIdx => shuffle(block, first, |_, operand| operand),
+            Self::AnySync => {
+                let lanes = &mut block.lanes[first..first + 32];
+                let any = lanes.iter().any(|lane| lane.registers[0] != 0);
+                lanes.iter_mut().for_each(|lane| lane.registers[0] = any as u32);
+            }
+            Self::LoadMatrices(matrices) => return matrix::load(block, first, matrices),
+            Self::Product(product) => matrix::multiply(block, first, product),
+        }
+        Ok(())
+    }
+}
+
+/// Register 0 is the value, register 1 says where from.
+fn shuffle(block: &mut Block, first: usize, source: impl Fn(u32, u32) -> u32) {
+    let lanes = &mut block.lanes[first..first + 32];
+    let values: [u32; 32] = std::array::from_fn(|lane| lanes[lane].registers[0]);
+    for (lane, state) in lanes.iter_mut().enumerate() {
+        let from = source(lane as u32, state.registers[1]) % 32;
+        state.registers[0] = values[from as usize];
+    }
+}
+
+/// Waits for the warp at an instruction; returns the registers it leaves.
+#[track_caller]
+#[inline]
+pub(crate) fn meet<const N: usize>(instruction: Collective, operands: [u32; N]) -> [u32; 10] {
+    let site = Location::caller();
+    block::with(|block| {
+        let lane = block.lane();
+        lane.registers[..N].copy_from_slice(&operands);
+        lane.waiting = Waiting::Warp(instruction, site);
+    });
+    block::suspend();
+    block::with(|block| block.lane().registers)
+}
+
+/// Waits for all threads of the block and orders their memory accesses.
+#[track_caller]
+#[inline]
+pub fn sync_threads() {
+    let site = Location::caller();
+    block::with(|block| block.lane().waiting = Waiting::Block(site));
+    block::suspend();
+}
+
+/// Waits for all lanes of the warp and orders their memory accesses.
+#[track_caller]
+#[inline]
+pub fn sync_warp() {
+    meet(Collective::SyncWarp, []);
+}
+
+/// `v` of lane `lane() ^ mask`.
+#[track_caller]
+#[inline]
+pub fn shfl_xor_f32(v: f32, mask: u32) -> f32 {
+    f32::from_bits(shfl_xor_u32(v.to_bits(), mask))
+}
+
+/// `v` of lane `lane() ^ mask`.
+#[track_caller]
+#[inline]
+pub fn shfl_xor_u32(v: u32, mask: u32) -> u32 {
+    meet(Collective::ShflXor, [v, mask])[0]
+}
+
+/// `v` of that lane.
+#[track_caller]
+#[inline]
+pub fn shfl_idx_f32(v: f32, lane: u32) -> f32 {
+    f32::from_bits(shfl_idx_u32(v.to_bits(), lane))
+}
+
+/// `v` of that lane.
+#[track_caller]
+#[inline]
+pub fn shfl_idx_u32(v: u32, lane: u32) -> u32 {
+    meet(Collective::ShflIdx, [v, lane])[0]
+}
+
+/// Whether any lane of the warp votes true.
+#[track_caller]
+#[inline]
+pub fn any_sync(vote: bool) -> bool {
+    meet(Collective::AnySync, [vote as u32])[0] != 0
+}

@@ -1,0 +1,261 @@
+//! What the machine reports instead of undefined behaviour.
+
+use std::fmt;
+use std::panic::Location;
+
+/// Why a launch was stopped. One fault is reported: that of the block with the lowest index.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fault {
+    /// Name given to the launch.
+    pub kernel: String,
+    /// Block in which it happened; `None` where it concerns the launch as a whole.
+    pub block: Option<[u32; 3]>,
+    /// What happened.
+    pub kind: FaultKind,
+}
+
+impl std::error::Error for Fault {}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.block {
+            Some([x, y, z]) => write!(f, "{}, block ({x}, {y}, {z}): {}", self.kernel, self.kind),
+            None => write!(f, "{}: {}", self.kernel, self.kind),
+        }
+    }
+}
+
+/// A rule that a kernel or a launch broke. Threads are numbered within their block, shared addresses as kernels see them.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FaultKind {
+    /// The launch itself is impossible.
+    #[error("impossible launch: {0}")]
+    Launch(String),
+    /// The kernel takes something else in that place than the launch gave.
+    #[error("argument {argument}: {what}")]
+    Argument {
+        /// Position of the argument.
+        argument: usize,
+        /// The difference.
+        what: String,
+    },
+    /// Lanes of a warp are at different instructions though the instruction needs all of them.
+    #[error("divergence: {0}")]
+    Divergence(Standstill),
+    /// A block barrier that threads of the block never reach because they have exited.
+    #[error("partial barrier: {0}")]
+    PartialBarrier(Standstill),
+    /// Threads wait for each other at different instructions.
+    #[error("deadlock: {0}")]
+    Deadlock(Standstill),
+    /// A read of shared memory that nothing has written since the block started.
+    #[error("thread {thread} reads shared memory at {address} that was never written")]
+    UninitialisedShared {
+        /// The reader.
+        thread: u32,
+        /// First unwritten place.
+        address: u32,
+    },
+    /// A read of the destination of an asynchronous copy that has not been waited for.
+    #[error(
+        "thread {thread} reads shared memory at {address} while thread {copier}'s copy to it is in flight"
+    )]
+    CopyInFlight {
+        /// The reader.
+        thread: u32,
+        /// The thread whose copy it is.
+        copier: u32,
+        /// First such place.
+        address: u32,
+    },
+    /// A shared-memory access outside the block's memory.
+    #[error(
+        "thread {thread} accesses {bytes} bytes of shared memory at {address}, outside {base}..{end}"
+    )]
+    SharedBounds {
+        /// Who.
+        thread: u32,
+        /// Where.
+        address: u32,
+        /// How many.
+        bytes: u32,
+        /// First address of the block's memory.
+        base: u32,
+        /// One past its last.
+        end: u32,
+    },
+    /// A shared-memory access that is not aligned to its size.
+    #[error(
+        "thread {thread} accesses {bytes} bytes of shared memory at {address}, which is not a multiple of {bytes}"
+    )]
+    SharedAlignment {
+        /// Who.
+        thread: u32,
+        /// Where.
+        address: u32,
+        /// Size and required alignment.
+        bytes: u32,
+    },
+    /// Two threads access the same place, at least one writes, and no barrier orders them.
+    #[error(
+        "race on shared memory at {address}: {hazard}, thread {second} after thread {first} without a barrier between"
+    )]
+    Race {
+        /// Where.
+        address: u32,
+        /// Which two accesses.
+        hazard: Hazard,
+        /// Thread of the access that was simulated first.
+        first: u32,
+        /// Thread of the other access.
+        second: u32,
+    },
+    /// A global-memory access outside what the launch bound.
+    #[error(
+        "thread {thread} accesses {bytes} bytes at byte {offset} of argument {argument}, which has {limit}"
+    )]
+    GlobalBounds {
+        /// Who.
+        thread: u32,
+        /// Position of the argument.
+        argument: u32,
+        /// Where, from the start of the argument.
+        offset: i64,
+        /// How many.
+        bytes: u32,
+        /// Size of the argument.
+        limit: usize,
+    },
+    /// A global-memory access that is not aligned to its size.
+    #[error(
+        "thread {thread} accesses {bytes} bytes at byte {offset} of argument {argument}, whose address is not a multiple of {bytes}"
+    )]
+    GlobalAlignment {
+        /// Who.
+        thread: u32,
+        /// Position of the argument.
+        argument: u32,
+        /// Where, from the start of the argument.
+        offset: i64,
+        /// Size and required alignment.
+        bytes: u32,
+    },
+    /// An access through a pointer that the launch left null.
+    #[error("thread {thread} accesses argument {argument}, which is null")]
+    NullPointer {
+        /// Who.
+        thread: u32,
+        /// Position of the argument.
+        argument: u32,
+    },
+    /// A store to memory that the launch bound for reading.
+    #[error("thread {thread} stores to byte {offset} of argument {argument}, which is read-only")]
+    ReadOnly {
+        /// Who.
+        thread: u32,
+        /// Position of the argument.
+        argument: u32,
+        /// Where, from the start of the argument.
+        offset: i64,
+    },
+    /// Two blocks of one launch write the same element.
+    #[error("blocks {} and {} both write byte {offset} of argument {argument}", blocks[0], blocks[1])]
+    WriteConflict {
+        /// Position of the argument.
+        argument: usize,
+        /// Lowest such place.
+        offset: usize,
+        /// The two lowest of these blocks, numbered in x, then y, then z.
+        blocks: [u32; 2],
+    },
+    /// The kernel called `trap()`.
+    #[error("thread {thread} trapped")]
+    Trap {
+        /// Who.
+        thread: u32,
+    },
+    /// Rust code of the kernel panicked.
+    #[error("thread {thread} panicked: {message}")]
+    Panic {
+        /// Who.
+        thread: u32,
+        /// The panic's message and place.
+        message: String,
+    },
+}
+
+/// Order of two accesses that race.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hazard {
+    /// The second access reads what the first wrote.
+    ReadAfterWrite,
+    /// The second access overwrites what the first read.
+    WriteAfterRead,
+    /// Both write.
+    WriteAfterWrite,
+}
+
+impl fmt::Display for Hazard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::ReadAfterWrite => "read after write",
+            Self::WriteAfterRead => "write after read",
+            Self::WriteAfterWrite => "write after write",
+        })
+    }
+}
+
+/// Where threads stand that cannot go on: threads at the same place together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Standstill(pub Vec<(Threads, Place)>);
+
+impl fmt::Display for Standstill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (threads, place)) in self.0.iter().enumerate() {
+            write!(f, "{}threads {threads} {place}", if i == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+/// Threads of a block, ascending; prints as ranges.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Threads(pub Vec<u32>);
+
+impl fmt::Display for Threads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, run) in self.0.chunk_by(|a, b| a + 1 == *b).enumerate() {
+            let comma = if i == 0 { "" } else { "," };
+            match run {
+                [one] => write!(f, "{comma}{one}")?,
+                _ => write!(f, "{comma}{}-{}", run[0], run[run.len() - 1])?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where a thread stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Nothing holds it.
+    Ready,
+    /// It has returned from the kernel.
+    Exited,
+    /// It waits for its block.
+    Barrier(&'static Location<'static>),
+    /// It waits for its warp at an instruction of that name.
+    Warp(&'static str, &'static Location<'static>),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ready => f.write_str("can run"),
+            Self::Exited => f.write_str("have exited"),
+            Self::Barrier(site) => write!(f, "wait at sync_threads ({site})"),
+            Self::Warp(name, site) => write!(f, "wait at {name} ({site})"),
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Starts kernels.
+
+use crate::arguments::{Arg, Arguments};
+use crate::block::index;
+use crate::collective::Collective;
+use crate::fault::{Fault, FaultKind};
+use crate::panics;
+use crate::schedule::{self, Kernel};
+use rayon::prelude::*;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+/// Dynamic shared memory a block can have: 227 KiB, as on Hopper.
+pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
+
+/// Shape of a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch<'a> {
+    /// Named in faults.
+    pub name: &'a str,
+    /// Blocks in x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block: whole warps, at most 1024.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Decides the order in which threads run. What a launch does, faults included, depends on nothing else.
+    pub seed: u64,
+}
+
+/// What a launch did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Blocks run.
+    pub blocks: u64,
+    /// Times that a warp ran until all its lanes waited.
+    pub turns: u64,
+    /// Block barriers passed.
+    pub barriers: u64,
+    /// `sync_warp`, shuffles and votes, once per warp.
+    pub warp_instructions: u64,
+    /// `ldmatrix`, once per warp.
+    pub matrix_loads: u64,
+    /// `mma`, once per warp.
+    pub matrix_products: u64,
+}
+
+impl Report {
+    pub(crate) fn count(&mut self, instruction: Collective) {
+        *match instruction {
+            Collective::LoadMatrices(_) => &mut self.matrix_loads,
+            Collective::Product(_) => &mut self.matrix_products,
+            _ => &mut self.warp_instructions,
+        } += 1;
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self {
+            blocks: self.blocks + other.blocks,
+            turns: self.turns + other.turns,
+            barriers: self.barriers + other.barriers,
+            warp_instructions: self.warp_instructions + other.warp_instructions,
+            matrix_loads: self.matrix_loads + other.matrix_loads,
+            matrix_products: self.matrix_products + other.matrix_products,
+        }
+    }
+}
+
+/// Runs `kernel` once for every thread of the grid.
+///
+/// # Errors
+/// The fault of the lowest block that has one.
+pub fn launch(
+    launch: &Launch<'_>,
+    kernel: Kernel<'_>,
+    arguments: &[Arg<'_>],
+) -> Result<Report, Fault> {
+    let fault = |block, kind| Fault { kernel: launch.name.to_owned(), block, kind };
+    let blocks = blocks(launch).map_err(|why| fault(None, FaultKind::Launch(why)))?;
+    panics::install_hook();
+    // SAFETY: dropped before this function returns; meanwhile `arguments` holds the borrows of the memory.
+    let arguments = unsafe { Arguments::bind(arguments, blocks) };
+    let report = run_blocks(launch, kernel, &arguments, blocks)
+        .map_err(|(number, kind)| fault(Some(index(number, launch.grid)), kind))?;
+    match arguments.write_conflict() {
+        Some(kind) => Err(fault(None, kind)),
+        None => Ok(report),
+    }
+}
+
+/// Number of blocks, or why there cannot be any.
+fn blocks(launch: &Launch<'_>) -> Result<u32, String> {
+    let [x, y, z] = launch.grid;
+    if launch.threads == 0 || launch.threads > 1024 || !launch.threads.is_multiple_of(32) {
+        return Err(format!(
+            "{} threads; a block has whole warps of 32, up to 1024 threads",
+            launch.threads
+        ));
+    }
+    if launch.shared_bytes > MAX_SHARED_BYTES {
+        return Err(format!(
+            "{} bytes of shared memory; a block has up to {MAX_SHARED_BYTES}",
+            launch.shared_bytes
+        ));
+    }
+    if x == 0 || y == 0 || z == 0 || y > 65535 || z > 65535 {
+        return Err(format!(
+            "grid {x} x {y} x {z}; each is at least 1, the last two at most 65535"
+        ));
+    }
+    let blocks = x as u64 * y as u64 * z as u64;
+    u32::try_from(blocks)
+        .ok()
+        .filter(|blocks| *blocks < u32::MAX)
+        .ok_or_else(|| format!("{blocks} blocks do not fit 32 bits"))
+}
+
+/// Blocks run in parallel. After a fault only lower blocks still start, so that the lowest fault is always the one found.
+fn run_blocks(
+    launch: &Launch<'_>,
+    kernel: Kernel<'_>,
+    arguments: &Arguments,
+    blocks: u32,
+) -> Result<Report, (u32, FaultKind)> {
+    let lowest_fault = AtomicU32::new(u32::MAX);
+    let run = |number| {
+        if number > lowest_fault.load(Relaxed) {
+            return Ok(Report::default());
+        }
+        schedule::run(launch, kernel, arguments, number).map_err(|kind| {
+            lowest_fault.fetch_min(number, Relaxed);
+            (number, kind)
+        })
+    };
+    let join = |a: Result<Report, (u32, FaultKind)>, b| match (a, b) {
+        (Ok(a), Ok(b)) => Ok(a.plus(b)),
+        (Err(a), Err(b)) => Err(if a.0 < b.0 { a } else { b }),
+        (Err(fault), _) | (_, Err(fault)) => Err(fault),
+    };
+    match blocks {
+        1 => run(0),
+        _ => (0..blocks).into_par_iter().map(run).reduce(|| Ok(Report::default()), join),
+    }
+}

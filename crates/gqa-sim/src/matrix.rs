@@ -1,0 +1,219 @@
+//! `ldmatrix` and `mma`, from the fragment maps of the PTX manual.
+//!
+//! A fragment register holds two 16-bit elements, the first in its low half. With `group = lane / 4` and `pair = lane % 4`:
+//!
+//! | fragment | register | elements |
+//! |---|---|---|
+//! | 8×8 of `ldmatrix` | m | matrix m: row `group`, columns `2 pair, +1`; transposed: rows `2 pair, +1`, column `group` |
+//! | A, 16×16 | 0, 1, 2, 3 | rows `group, +8, +0, +8`; columns from `2 pair + 0, 0, 8, 8` |
+//! | B, 16×8 | 0, 1 | rows (k) from `2 pair + 0, 8`; column `group` |
+//! | C and D, 16×8, f32 | 0, 1, 2, 3 | rows `group, group, group + 8, group + 8`; columns `2 pair, +1, +0, +1` |
+
+use crate::block::Block;
+use crate::collective::{Collective, meet};
+use crate::shared::{Checked, Who};
+
+/// A form of `ldmatrix`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Matrices {
+    count: usize,
+    transposed: bool,
+}
+
+impl Matrices {
+    pub(crate) fn name(self) -> &'static str {
+        match (self.count, self.transposed) {
+            (4, false) => "ldmatrix_x4",
+            (4, true) => "ldmatrix_x4_trans",
+            (_, false) => "ldmatrix_x2",
+            (_, true) => "ldmatrix_x2_trans",
+        }
+    }
+}
+
+/// A form of `mma`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Product {
+    F16,
+    Bf16,
+}
+
+impl Product {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "mma_m16n8k16_f16",
+            Self::Bf16 => "mma_m16n8k16_bf16",
+        }
+    }
+}
+
+type Row = [u32; 4];
+
+/// Register 0 is the address of a row, and then the first matrix's part.
+pub(crate) fn load(block: &mut Block, first: usize, form: Matrices) -> Checked {
+    let addresses: [u32; 32] = std::array::from_fn(|lane| block.lanes[first + lane].registers[0]);
+    for (m, addresses) in addresses.chunks_exact(8).take(form.count).enumerate() {
+        let mut matrix = [[0; 4]; 8];
+        for (r, address) in addresses.iter().enumerate() {
+            let giver = Who { thread: (first + m * 8 + r) as u32, ..block.who };
+            matrix[r] = block.shared.row(giver, *address)?;
+            note_readers(block, first, form, r, *address)?;
+        }
+        for lane in 0..32 {
+            let part = if form.transposed {
+                transposed_part(&matrix, lane)
+            } else {
+                matrix[lane / 4][lane % 4]
+            };
+            block.lanes[first + lane].registers[m] = part;
+        }
+    }
+    Ok(())
+}
+
+/// The lanes that receive a word of row `r` read it: one lane, or with transposition one for each half.
+fn note_readers(
+    block: &mut Block,
+    first: usize,
+    form: Matrices,
+    r: usize,
+    address: u32,
+) -> Checked {
+    for word in 0..4 {
+        let [a, b] = if form.transposed {
+            [8 * word + r / 2, 8 * word + 4 + r / 2]
+        } else {
+            [4 * r + word; 2]
+        };
+        let reader = |lane| Who { thread: (first + lane) as u32, ..block.who };
+        let (a, b, address) = (reader(a), reader(b), address + 4 * word as u32);
+        block.shared.read_word(a, address)?;
+        if a.thread != b.thread {
+            block.shared.read_word(b, address)?;
+        }
+    }
+    Ok(())
+}
+
+fn transposed_part(matrix: &[Row; 8], lane: usize) -> u32 {
+    let column = lane / 4;
+    let element = |row: usize| matrix[row][column / 2] >> (16 * (column % 2)) & 0xffff;
+    let row = 2 * (lane % 4);
+    element(row) | element(row + 1) << 16
+}
+
+/// Registers 0–3 are D, 4–7 A, 8 and 9 B.
+pub(crate) fn multiply(block: &mut Block, first: usize, form: Product) {
+    let lanes = &mut block.lanes[first..first + 32];
+    let widen = match form {
+        Product::F16 => widen_f16,
+        Product::Bf16 => widen_bf16,
+    };
+    let (mut a, mut b) = ([[0.0; 16]; 16], [[0.0; 8]; 16]);
+    for (lane, state) in lanes.iter().enumerate() {
+        let (group, pair) = (lane / 4, lane % 4);
+        for (i, register) in state.registers[4..8].iter().enumerate() {
+            let (row, column) = (group + i % 2 * 8, 2 * pair + i / 2 * 8);
+            [a[row][column], a[row][column + 1]] = widen(*register);
+        }
+        for (i, register) in state.registers[8..10].iter().enumerate() {
+            let k = 2 * pair + i * 8;
+            [b[k][group], b[k + 1][group]] = widen(*register);
+        }
+    }
+    let product = a.map(|row| row_product(&row, &b));
+    for (lane, state) in lanes.iter_mut().enumerate() {
+        let (group, pair) = (lane / 4, lane % 4);
+        for (i, register) in state.registers[..4].iter_mut().enumerate() {
+            let sum = f32::from_bits(*register) + product[group + i / 2 * 8][2 * pair + i % 2];
+            *register = sum.to_bits();
+        }
+    }
+}
+
+fn row_product(a: &[f32; 16], b: &[[f32; 8]; 16]) -> [f32; 8] {
+    let mut sums = [0.0; 8];
+    for (a, b) in a.iter().zip(b) {
+        for (sum, b) in sums.iter_mut().zip(b) {
+            *sum += a * b;
+        }
+    }
+    sums
+}
+
+fn widen_bf16(register: u32) -> [f32; 2] {
+    [f32::from_bits(register << 16), f32::from_bits(register & 0xffff_0000)]
+}
+
+fn widen_f16(register: u32) -> [f32; 2] {
+    [widen_half(register & 0xffff), widen_half(register >> 16)]
+}
+
+/// Moves the bits to an `f32`'s place and corrects the exponent's bias by a multiplication, which makes subnormals right too.
+fn widen_half(bits: u32) -> f32 {
+    const BIAS: f32 = f32::from_bits((127 + 112) << 23);
+    let magnitude = f32::from_bits((bits & 0x7fff) << 13) * BIAS;
+    let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(magnitude.to_bits() | special | (bits & 0x8000) << 16)
+}
+
+macro_rules! ldmatrix {
+    ($($(#[$doc:meta])* $name:ident = $count:literal, $transposed:literal;)*) => {$(
+        $(#[$doc])*
+        #[track_caller]
+        #[inline]
+        pub fn $name(address: u32) -> [u32; $count] {
+            let registers = meet(Collective::LoadMatrices(Matrices { count: $count, transposed: $transposed }), [address]);
+            std::array::from_fn(|m| registers[m])
+        }
+    )*};
+}
+ldmatrix! {
+    /// Four 8×8 matrices of 16-bit elements; lane `8m + r` gives the address of row `r` of matrix `m`.
+    ldmatrix_x4 = 4, false;
+    /// As [`ldmatrix_x4`], each matrix transposed.
+    ldmatrix_x4_trans = 4, true;
+    /// Two 8×8 matrices of 16-bit elements; lane `8m + r < 16` gives the address of row `r` of matrix `m`.
+    ldmatrix_x2 = 2, false;
+    /// As [`ldmatrix_x2`], each matrix transposed.
+    ldmatrix_x2_trans = 2, true;
+}
+
+/// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them.
+#[track_caller]
+#[inline]
+pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    mma(Product::F16, d, a, b);
+}
+
+/// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them.
+#[track_caller]
+#[inline]
+pub fn mma_m16n8k16_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    mma(Product::Bf16, d, a, b);
+}
+
+#[track_caller]
+#[inline]
+fn mma(form: Product, d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    let [d0, d1, d2, d3] = d.map(f32::to_bits);
+    let operands = [d0, d1, d2, d3, a[0], a[1], a[2], a[3], b[0], b[1]];
+    let registers = meet(Collective::Product(form), operands);
+    *d = std::array::from_fn(|i| f32::from_bits(registers[i]));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::widen_half;
+
+    #[test]
+    fn widening_agrees_with_half_for_every_value() {
+        for bits in 0..=u16::MAX {
+            let (ours, theirs) = (widen_half(bits as u32), half::f16::from_bits(bits).to_f32());
+            assert!(
+                ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()),
+                "{bits:#x}"
+            );
+        }
+    }
+}

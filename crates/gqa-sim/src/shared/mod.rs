@@ -1,0 +1,204 @@
+//! A block's dynamic shared memory, checked at every access.
+
+mod shadow;
+
+use crate::fault::FaultKind;
+use bytemuck::Pod;
+pub(crate) use shadow::Who;
+use shadow::{Cell, Conflict};
+
+/// Address of the first byte. Not 0, so that an address made without `shared_base()` is found; a Hopper GPU reserves as much.
+pub(crate) const BASE: u32 = 1024;
+
+pub(crate) type Checked<T = ()> = Result<T, Box<FaultKind>>;
+
+/// Memory in words, a shadow cell for each, and cells for single bytes where threads share a word.
+#[derive(Default)]
+pub(crate) struct SharedMemory {
+    words: Vec<u32>,
+    cells: Vec<Cell>,
+    /// Four for each word, valid where the word's own cell is split. Empty until a word is split.
+    byte_cells: Vec<Cell>,
+    bytes: u32,
+}
+
+#[derive(Clone, Copy)]
+enum Access {
+    Read,
+    Write,
+    BeginCopy,
+}
+
+impl SharedMemory {
+    /// Unwritten memory of that size.
+    pub(crate) fn reset(&mut self, bytes: u32) {
+        let words = bytes.div_ceil(4) as usize;
+        self.cells.clear();
+        self.cells.resize(words, Cell::default());
+        self.words.resize(words, 0);
+        self.byte_cells.clear();
+        self.bytes = bytes;
+    }
+
+    pub(crate) fn load<T: Pod>(&mut self, who: Who, address: u32) -> Checked<T> {
+        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+        let offset = self.place(who, address, size_of::<T>() as u32)?;
+        self.access(who, offset, size_of::<T>(), Access::Read)?;
+        Ok(bytemuck::pod_read_unaligned(&self.bytes()[offset..][..size_of::<T>()]))
+    }
+
+    pub(crate) fn store<T: Pod>(&mut self, who: Who, address: u32, value: T) -> Checked {
+        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+        let offset = self.place(who, address, size_of::<T>() as u32)?;
+        self.access(who, offset, size_of::<T>(), Access::Write)?;
+        self.bytes_mut()[offset..][..size_of::<T>()].copy_from_slice(bytemuck::bytes_of(&value));
+        Ok(())
+    }
+
+    pub(crate) fn load_vec(&mut self, who: Who, address: u32) -> Checked<[u32; 4]> {
+        let offset = self.place(who, address, 16)?;
+        self.access(who, offset, 16, Access::Read)?;
+        Ok(*self.vec(offset))
+    }
+
+    pub(crate) fn store_vec(&mut self, who: Who, address: u32, value: [u32; 4]) -> Checked {
+        let offset = self.place(who, address, 16)?;
+        self.access(who, offset, 16, Access::Write)?;
+        *self.vec(offset) = value;
+        Ok(())
+    }
+
+    /// Makes 16 bytes unreadable until [`Self::land_copy`].
+    pub(crate) fn begin_copy(&mut self, who: Who, address: u32) -> Checked {
+        let offset = self.place(who, address, 16)?;
+        self.access(who, offset, 16, Access::BeginCopy)
+    }
+
+    /// Delivers a copy that [`Self::begin_copy`] announced.
+    pub(crate) fn land_copy(&mut self, who: Who, address: u32, value: [u32; 4]) {
+        let offset = (address - BASE) as usize;
+        *self.vec(offset) = value;
+        for cell in &mut self.cells[offset / 4..][..4] {
+            cell.land(who);
+        }
+    }
+
+    /// The 16 bytes of a matrix row without a check of who reads them: [`Self::read_word`] does that for each receiving lane.
+    pub(crate) fn row(&mut self, who: Who, address: u32) -> Checked<[u32; 4]> {
+        let offset = self.place(who, address, 16)?;
+        Ok(*self.vec(offset))
+    }
+
+    /// Checks `who`'s read of the word at an address inside the memory.
+    pub(crate) fn read_word(&mut self, who: Who, address: u32) -> Checked {
+        self.access(who, (address - BASE) as usize, 4, Access::Read)
+    }
+
+    fn vec(&mut self, offset: usize) -> &mut [u32; 4] {
+        let start = offset / 4;
+        (&mut self.words[start..start + 4]).try_into().expect("four words")
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.words)
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.words)
+    }
+
+    /// Offset of an address that is aligned and inside.
+    #[inline(always)]
+    fn place(&self, who: Who, address: u32, bytes: u32) -> Checked<usize> {
+        let offset = address.wrapping_sub(BASE);
+        if offset as u64 + bytes as u64 > self.bytes as u64 {
+            let end = BASE + self.bytes;
+            return fault(FaultKind::SharedBounds {
+                thread: who.thread,
+                address,
+                bytes,
+                base: BASE,
+                end,
+            });
+        }
+        if !offset.is_multiple_of(bytes) {
+            return fault(FaultKind::SharedAlignment { thread: who.thread, address, bytes });
+        }
+        Ok(offset as usize)
+    }
+
+    #[inline(always)]
+    fn access(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
+        if bytes < 4 {
+            return self.access_bytes(who, offset, bytes, access);
+        }
+        for word in offset / 4..(offset + bytes) / 4 {
+            let cell = &mut self.cells[word];
+            if cell.is_split() {
+                self.access_split(who, word, access)?;
+            } else {
+                access.apply(cell, who).or_else(|conflict| refuse(conflict, who, word * 4))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A whole word whose bytes have their own cells. Once it is written as a whole, one cell is enough again.
+    #[cold]
+    fn access_split(&mut self, who: Who, word: usize, access: Access) -> Checked {
+        self.access_bytes(who, word * 4, 4, access)?;
+        if !matches!(access, Access::Read) {
+            self.cells[word] = self.byte_cells[word * 4];
+        }
+        Ok(())
+    }
+
+    fn access_bytes(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
+        self.split(offset / 4);
+        for byte in offset..offset + bytes {
+            access
+                .apply(&mut self.byte_cells[byte], who)
+                .or_else(|conflict| refuse(conflict, who, byte))?;
+        }
+        Ok(())
+    }
+
+    fn split(&mut self, word: usize) {
+        if self.byte_cells.is_empty() {
+            self.byte_cells.resize(self.cells.len() * 4, Cell::default());
+        }
+        let cell = &mut self.cells[word];
+        if !cell.is_split() {
+            self.byte_cells[word * 4..][..4].fill(*cell);
+            *cell = Cell::SPLIT;
+        }
+    }
+}
+
+impl Access {
+    #[inline(always)]
+    fn apply(self, cell: &mut Cell, who: Who) -> Result<(), Conflict> {
+        match self {
+            Self::Read => cell.read(who),
+            Self::Write => cell.write(who),
+            Self::BeginCopy => cell.begin_copy(who),
+        }
+    }
+}
+
+#[cold]
+fn refuse(conflict: Conflict, who: Who, offset: usize) -> Checked {
+    let (thread, address) = (who.thread, BASE + offset as u32);
+    fault(match conflict {
+        Conflict::Unwritten => FaultKind::UninitialisedShared { thread, address },
+        Conflict::InFlight { copier } => FaultKind::CopyInFlight { thread, copier, address },
+        Conflict::Race { hazard, first } => {
+            FaultKind::Race { address, hazard, first, second: thread }
+        }
+    })
+}
+
+#[cold]
+fn fault<T>(kind: FaultKind) -> Checked<T> {
+    Err(Box::new(kind))
+}

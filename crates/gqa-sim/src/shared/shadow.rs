@@ -1,0 +1,227 @@
+//! Who touched a place of shared memory last, and whether that is ordered before the next access.
+//!
+//! Every warp has a clock. `sync_warp` advances it by one; a block barrier sets the clocks of all warps to one value past the
+//! largest, the *block time*. An access at time `t` is ordered before a thread's next one if `t` is before the block time, or if it
+//! came from the thread's own warp before the warp's present time, or from the thread itself.
+
+use crate::fault::Hazard;
+
+/// A thread at a moment.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Who {
+    pub(crate) thread: u32,
+    /// Its warp's clock.
+    pub(crate) time: u32,
+    /// Value of the clocks after the last block barrier.
+    pub(crate) block_time: u32,
+}
+
+impl Who {
+    fn warp(self) -> u32 {
+        self.thread / 32
+    }
+}
+
+/// Why an access is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Conflict {
+    Unwritten,
+    InFlight { copier: u32 },
+    Race { hazard: Hazard, first: u32 },
+}
+
+/// One or two threads and a time, packed: `time << 32 | flags << 24 | b << 12 | a`. Zero: nobody ever.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Tag(u64);
+
+impl Tag {
+    /// A copy by `a` is on its way here.
+    const IN_FLIGHT: u64 = 1 << 24;
+    /// `a` and `b` are in different warps.
+    const WARPS: u64 = 1 << 25;
+    /// The word's bytes have their own cells.
+    const SPLIT: Self = Self(1 << 26);
+
+    fn one(who: Who) -> Self {
+        let thread = who.thread as u64;
+        Self((who.time as u64) << 32 | thread << 12 | thread)
+    }
+
+    fn a(self) -> u32 {
+        (self.0 & 0xfff) as u32
+    }
+
+    fn b(self) -> u32 {
+        (self.0 >> 12 & 0xfff) as u32
+    }
+
+    fn with_b(self, thread: u32) -> Self {
+        Self(self.0 & !(0xfff << 12) | (thread as u64) << 12)
+    }
+
+    fn time(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    fn has(self, flag: u64) -> bool {
+        self.0 & flag != 0
+    }
+
+    fn warp(self) -> u32 {
+        self.a() / 32
+    }
+
+    /// Whether the access by `a` is ordered before `who`'s next one.
+    #[inline(always)]
+    fn ordered(self, who: Who) -> bool {
+        self.time() < who.block_time
+            || self.a() == who.thread
+            || (self.warp() == who.warp() && self.time() < who.time)
+    }
+}
+
+/// Shadow of a word or of a byte.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Cell {
+    writer: Tag,
+    /// Readers since the last write that are not yet ordered before everything: enough of them that any racing writer meets one.
+    reader: Tag,
+}
+
+impl Cell {
+    pub(crate) const SPLIT: Self = Self { writer: Tag::SPLIT, reader: Tag(0) };
+
+    #[inline(always)]
+    pub(crate) fn is_split(self) -> bool {
+        self.writer == Tag::SPLIT
+    }
+
+    #[inline(always)]
+    pub(crate) fn read(&mut self, who: Who) -> Result<(), Conflict> {
+        let writer = self.writer;
+        if writer.0 == 0 {
+            return Err(Conflict::Unwritten);
+        }
+        if writer.has(Tag::IN_FLIGHT) {
+            return Err(Conflict::InFlight { copier: writer.a() });
+        }
+        if !writer.ordered(who) {
+            return Err(Conflict::Race { hazard: Hazard::ReadAfterWrite, first: writer.a() });
+        }
+        self.note_reader(who);
+        Ok(())
+    }
+
+    /// Older readers of the same warp may be forgotten: for its own lanes they are ordered, for others the new one stands in.
+    #[inline(always)]
+    fn note_reader(&mut self, who: Who) {
+        let reader = self.reader;
+        if reader.time() < who.block_time {
+            self.reader = Tag::one(who);
+        } else if reader.has(Tag::WARPS) {
+        } else if reader.warp() != who.warp() {
+            self.reader = Tag(reader.with_b(who.thread).0 | Tag::WARPS);
+        } else if reader.time() < who.time {
+            self.reader = Tag::one(who);
+        } else if reader.a() == reader.b() {
+            self.reader = reader.with_b(who.thread);
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn write(&mut self, who: Who) -> Result<(), Conflict> {
+        let writer = self.writer;
+        if writer.has(Tag::IN_FLIGHT) || !writer.ordered(who) {
+            return Err(Conflict::Race { hazard: Hazard::WriteAfterWrite, first: writer.a() });
+        }
+        if let Some(first) = self.racing_reader(who) {
+            return Err(Conflict::Race { hazard: Hazard::WriteAfterRead, first });
+        }
+        *self = Self { writer: Tag::one(who), reader: Tag(0) };
+        Ok(())
+    }
+
+    /// Checks as a write and leaves the place unreadable until [`Self::land`].
+    pub(crate) fn begin_copy(&mut self, who: Who) -> Result<(), Conflict> {
+        self.write(who)?;
+        self.writer.0 |= Tag::IN_FLIGHT;
+        Ok(())
+    }
+
+    /// The copy has arrived and `who` has waited for it.
+    pub(crate) fn land(&mut self, who: Who) {
+        self.writer = Tag::one(who);
+    }
+
+    #[inline(always)]
+    fn racing_reader(&self, who: Who) -> Option<u32> {
+        let reader = self.reader;
+        if reader.time() < who.block_time {
+            return None;
+        }
+        if reader.warp() != who.warp() {
+            return Some(reader.a());
+        }
+        if reader.has(Tag::WARPS) {
+            return Some(reader.b());
+        }
+        let other = if reader.a() == who.thread { reader.b() } else { reader.a() };
+        (reader.time() >= who.time && other != who.thread).then_some(other)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(thread: u32, time: u32) -> Who {
+        Who { thread, time, block_time: 2 }
+    }
+
+    fn written_long_ago() -> Cell {
+        let mut cell = Cell::default();
+        cell.write(Who { thread: 99, time: 1, block_time: 1 }).unwrap();
+        cell
+    }
+
+    /// Compares the two-thread summary with the full list of readers, over all short histories of four threads in two warps.
+    #[test]
+    fn summary_of_readers_finds_exactly_the_races_of_the_full_list() {
+        let threads = [0, 1, 32, 33];
+        for history in 0..8u32.pow(4) {
+            let mut clocks = [2u32, 2];
+            let (mut cell, mut list) = (written_long_ago(), Vec::new());
+            for step in 0..4 {
+                let choice = history / 8u32.pow(step) % 8;
+                let thread = threads[choice as usize % 4];
+                let warp = thread as usize / 32;
+                clocks[warp] += choice / 4;
+                cell.read(at(thread, clocks[warp])).unwrap();
+                list.push((thread, clocks[warp]));
+            }
+            for writer in threads {
+                let warp = writer / 32;
+                let races = list.iter().any(|&(reader, time)| {
+                    reader != writer && (reader / 32 != warp || time == clocks[warp as usize])
+                });
+                let found = cell.racing_reader(at(writer, clocks[warp as usize]));
+                assert_eq!(found.is_some(), races, "{list:?} then {writer}");
+                assert!(found.is_none_or(
+                    |first| first != writer && list.iter().any(|&(reader, _)| reader == first)
+                ));
+            }
+        }
+    }
+
+    #[test]
+    fn block_barrier_orders_everything() {
+        let mut cell = written_long_ago();
+        let later = |thread, time| Who { thread, time, block_time: time };
+        cell.read(at(0, 2)).unwrap();
+        cell.read(at(40, 2)).unwrap();
+        cell.write(later(7, 3)).unwrap();
+        let race = Conflict::Race { hazard: Hazard::ReadAfterWrite, first: 7 };
+        assert_eq!(cell.read(later(8, 3)), Err(race));
+        cell.read(later(8, 4)).unwrap();
+    }
+}
