@@ -8,7 +8,7 @@
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
-    feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics, stdarch_nvptx),
+    feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics, repr_simd, stdarch_nvptx),
     allow(internal_features)
 )]
 

@@ -1,1 +1,3 @@
 //! The attention algorithms.
+
+pub mod general;

@@ -8,10 +8,10 @@ pub struct Group {
 }
 
 impl Group {
-    /// Query heads shared among KV heads.
+    /// Query heads shared among KV heads. Neither is 0, and saying so spares the device the check.
     #[inline(always)]
     pub fn new(q_heads: u32, kv_heads: u32) -> Self {
-        Self { size: q_heads / kv_heads }
+        Self { size: (q_heads / kv_heads.max(1)).max(1) }
     }
 
     /// Rows that `q_len` query rows make.

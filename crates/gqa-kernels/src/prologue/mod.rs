@@ -1,1 +1,39 @@
-//! Work before attention: unpack, rotate, append.
+//! Work before attention: take packed QKV apart, rotate, update the cache.
+//!
+//! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors, and
+//! each vector is copied or rotated ([`rope`]) on its own. No shared memory, no barriers, no template on the head size; the only
+//! limits are that head_size is a multiple of 8, rotary_dim of 16, and that every row starts on a 16-byte boundary.
+//!
+//! | kernel | does | where |
+//! |---|---|---|
+//! | `concat_kv_in_place` | appends K and V to a shared cache | [`append`] |
+//! | `concat_new_to_past_kv` | past and new K and V into a separate cache | [`concat`] |
+//! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
+//! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
+//! | `rotary_embedding` | rotates Q | [`rope`] |
+//! | `sequence_lengths`, `seqlens_to_pos_ids` | lengths, positions | [`lengths`] |
+
+pub mod append;
+pub mod concat;
+pub mod lengths;
+pub mod rope;
+pub mod unpack;
+pub mod walk;
+
+use crate::concept::seqlen::Seqlen;
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// Threads of every block.
+pub const THREADS: u32 = 256;
+
+/// Lengths of batch entry `b`.
+#[inline(always)]
+fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
+    Seqlen::new(seqlens_k.load(b as usize), p.q_len, p.capacity, p.first_prompt != 0)
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+mod grid;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use grid::grid;

@@ -44,7 +44,7 @@ pub struct Entry {
     pub name: &'static str,
     /// Module it is compiled into.
     pub family: Family,
-    /// Element type.
+    /// Element type; `F32` where a kernel has integers only.
     pub dtype: DType,
     /// Largest head size; 0: any.
     pub head_size: u32,
@@ -76,9 +76,18 @@ impl core::fmt::Debug for Entry {
     }
 }
 
+impl Entry {
+    /// Name of the kernel without prefix and element type.
+    pub fn kernel(&self) -> &'static str {
+        let name = self.name.strip_prefix("gqa_").unwrap_or(self.name);
+        let suffixes = ["_f32", "_f16", "_bf16"];
+        suffixes.iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name)
+    }
+}
+
 /// All entry points.
 pub fn entries() -> impl Iterator<Item = &'static Entry> {
-    [&[][..]].into_iter().flatten()
+    super::TABLES.iter().copied().flatten()
 }
 
 /// The entry of that name.

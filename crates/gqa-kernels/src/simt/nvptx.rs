@@ -5,7 +5,7 @@
 
 use bytemuck::Pod;
 use core::arch::{asm, global_asm, nvptx};
-use core::mem::transmute_copy;
+use core::mem::{transmute, transmute_copy};
 
 global_asm!(".extern .shared .align 128 .b8 dyn_smem[];");
 
@@ -141,14 +141,14 @@ impl<T> Clone for Global<T> {
 }
 impl<T> Copy for Global<T> {}
 
-/// Four words that the back end moves as one.
+/// Four words that the back end moves as one: of a struct, a load whose value is only stored again would be a memcpy, in halves.
 #[derive(Clone, Copy)]
-#[repr(C, align(16))]
+#[repr(simd)]
 struct Vec4([u32; 4]);
 
 /// Two words that the back end moves as one.
 #[derive(Clone, Copy)]
-#[repr(C, align(8))]
+#[repr(simd)]
 struct Vec2([u32; 2]);
 
 // A launch binds every pointer to memory as large as the kernel's indices reach, which the planner checks and the simulator
@@ -184,7 +184,7 @@ impl<T: Pod> Global<T> {
     #[inline(always)]
     pub fn load_vec(self, i: usize) -> [u32; 4] {
         // SAFETY: inside what the launch bound, and aligned as the caller says.
-        unsafe { self.offset(i).0.cast::<Vec4>().read().0 }
+        unsafe { transmute(self.offset(i).0.cast::<Vec4>().read()) }
     }
 
     /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
@@ -198,7 +198,7 @@ impl<T: Pod> Global<T> {
     #[inline(always)]
     pub fn load_vec8(self, i: usize) -> [u32; 2] {
         // SAFETY: inside what the launch bound, and aligned as the caller says.
-        unsafe { self.offset(i).0.cast::<Vec2>().read().0 }
+        unsafe { transmute(self.offset(i).0.cast::<Vec2>().read()) }
     }
 }
 

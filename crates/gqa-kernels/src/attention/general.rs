@@ -1,0 +1,563 @@
+//! Attention for everything legal: any head size up to 512, any group, any element type, bias, sinks, score output. What a faster
+//! kernel refuses runs here.
+//!
+//! ```text
+//! q          (batch, query head, row, head_size)   rotated
+//! k, v       (batch, KV head, capacity, head_size) a sequence's first `total` rows are valid; what lies behind is never used
+//! bias       (batch, query head, row, key)         null: none
+//! head_sink  (query head)                          null unless sink::PER_HEAD
+//! out        (batch, query head, row, head_size)
+//! lse        (batch, query head, row)              f32, contiguous; null: not wanted
+//! output_qk  (batch, query head, row, qk_columns)  contiguous; null unless wanted
+//! ```
+//!
+//! **Blocks.** The query heads of a group are packed as rows ([`Group`]), because they share K and V. A block of four warps takes
+//! [`ROWS`] packed rows of one KV head, four rows per warp, and walks the keys that any of them sees in tiles of [`KEYS`]. The grid
+//! is one-dimensional and strides, so its size is a matter of speed only ([`grid`]).
+//!
+//! **A tile of keys.** K, and then V, passes through one buffer in shared memory, [`CHUNK`] columns at a time, as f32. For scores a
+//! lane is a key: it sums q·k for its warp's four rows, so one load of K serves four products. The weights go to shared memory,
+//! and for the output a lane is a column, `lane + 32c`: accumulators stay in registers because every loop over `c` has a constant
+//! count. The online softmax ([`SoftmaxState`]) keeps the row's maximum in all lanes and the lane's own share of the sum.
+//!
+//! **Barriers.** Each staged chunk lies between two block barriers: one after it is written, one after it is read. The first of them
+//! also orders the staged queries, which only their own warp reads. The weights are a warp's own, ordered by a warp barrier.
+//!
+//! **Numerics.** Everything in f32, one rounding at the end. A weight meets a value only where the row sees the key: behind a row's
+//! range there may be NaN, and 0·NaN is not 0. Scores enter the log2 domain saturated, so that the lowest finite number as a mask
+//! stays finite, as in exact arithmetic; -inf hides a key.
+
+use crate::concept::heads::Group;
+use crate::concept::mask::{Mask, Visible};
+use crate::concept::seqlen::Seqlen;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::num::{Element, tanh, unpack};
+use crate::params::{AttentionParams, Strides, qk_output, sink};
+use crate::simt::{
+    Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, shfl_xor_f32, sync_threads, sync_warp,
+    thread_idx, warp,
+};
+
+const WARPS: u32 = 4;
+/// Packed rows of a warp.
+const WARP_ROWS: usize = 4;
+/// Columns of a lane.
+const LANE_COLUMNS: usize = (MAX_HEAD_SIZE / 32) as usize;
+/// Columns of K or V staged at a time.
+const CHUNK: u32 = 64;
+/// Elements from one staged key to the next: 16-byte accesses of eight lanes, a key each, then touch all banks once.
+const PITCH: u32 = CHUNK + 4;
+
+/// Threads of a block.
+pub const THREADS: u32 = 32 * WARPS;
+/// Packed rows of a block.
+pub const ROWS: u32 = WARPS * WARP_ROWS as u32;
+/// Keys of a tile: one per lane.
+pub const KEYS: u32 = 32;
+/// Largest head size.
+pub const MAX_HEAD_SIZE: u32 = 512;
+
+// Shared memory, all f32: queries (ROWS, MAX_HEAD_SIZE), a chunk of K or V (KEYS, PITCH), weights (ROWS, KEYS).
+const CHUNK_AT: u32 = ROWS * MAX_HEAD_SIZE * 4;
+const WEIGHTS_AT: u32 = CHUNK_AT + KEYS * PITCH * 4;
+/// Shared memory of a block.
+pub const SHARED_BYTES: u32 = WEIGHTS_AT + ROWS * KEYS * 4;
+
+/// Blocks for a call: one per tile of rows.
+pub fn grid(p: &AttentionParams) -> [u32; 3] {
+    [tiles(p).clamp(1, i32::MAX as u64) as u32, 1, 1]
+}
+
+/// Tiles of [`ROWS`] packed rows, over all batch entries and KV heads.
+#[inline(always)]
+fn tiles(p: &AttentionParams) -> u64 {
+    p.batch as u64 * p.kv_heads as u64 * tiles_per_head(p) as u64
+}
+
+#[inline(always)]
+fn tiles_per_head(p: &AttentionParams) -> u32 {
+    Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(ROWS)
+}
+
+/// The kernel.
+#[expect(clippy::too_many_arguments)]
+#[inline(always)]
+pub fn general<T: Element>(
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    seqlens_k: Global<i32>,
+    bias: Global<T>,
+    head_sink: Global<T>,
+    out: Global<T>,
+    lse: Global<f32>,
+    output_qk: Global<T>,
+    p: AttentionParams,
+) {
+    let call = Call { q, k, v, bias, head_sink, out, lse, output_qk, p: &p };
+    let tiles = tiles(&p);
+    let mut tile = block_idx_x() as u64;
+    while tile < tiles {
+        call.attend(&Tile::new(tile, seqlens_k, bias, &p));
+        tile += grid_dim_x() as u64;
+    }
+}
+
+/// What a block works on.
+struct Tile {
+    batch: u32,
+    kv_head: u32,
+    /// First packed row.
+    first_row: u32,
+    group: Group,
+    seqlen: Seqlen,
+    mask: Mask,
+    q_len: u32,
+}
+
+/// One packed row of a warp.
+#[derive(Clone, Copy)]
+struct Row {
+    /// Place in the block's tile.
+    place: u32,
+    /// Query row.
+    s: u32,
+    /// Query head.
+    head: u32,
+    /// Whether the tile has it; the last tile of a head is rarely full.
+    exists: bool,
+    /// Its keys.
+    visible: Visible,
+}
+
+impl Tile {
+    /// Tile number `tile`. Late rows come first: with a causal mask they take longest. Besides the cache, a bias bounds the length:
+    /// its rows are as long as they are apart.
+    #[inline(always)]
+    fn new<T: Element>(
+        tile: u64,
+        seqlens_k: Global<i32>,
+        bias: Global<T>,
+        p: &AttentionParams,
+    ) -> Self {
+        let (per_head, kv_heads) = (tiles_per_head(p).max(1), p.kv_heads.max(1));
+        let head = tile / per_head as u64;
+        let batch = (head / kv_heads as u64) as u32;
+        let limit =
+            if bias.is_null() { p.capacity } else { (p.capacity as u64).min(p.bias.row) as u32 };
+        Self {
+            batch,
+            kv_head: (head % kv_heads as u64) as u32,
+            first_row: (per_head - 1 - (tile % per_head as u64) as u32) * ROWS,
+            group: Group::new(p.q_heads, p.kv_heads),
+            seqlen: Seqlen::new(
+                seqlens_k.load(batch as usize),
+                p.q_len,
+                limit,
+                p.first_prompt != 0,
+            ),
+            mask: Mask { causal: p.causal != 0, window: p.window },
+            q_len: p.q_len,
+        }
+    }
+
+    /// This warp's rows: every [`WARPS`]th, so that a decoding group, which fills no tile, still occupies all warps.
+    #[inline(always)]
+    fn rows(&self) -> [Row; WARP_ROWS] {
+        core::array::from_fn(|i| {
+            let place = i as u32 * WARPS + warp();
+            let (s, head) = self.group.unpack(self.kv_head, self.first_row + place);
+            let exists = s < self.q_len;
+            let visible = if exists {
+                self.mask.visible(self.seqlen, s)
+            } else {
+                Visible { first: 0, end: 0 }
+            };
+            Row { place, s, head, exists, visible }
+        })
+    }
+
+    /// The keys that some row of the tile sees, or that lie between such keys. Both ends of what a token sees grow with its row.
+    #[inline(always)]
+    fn keys(&self) -> Visible {
+        let first = self.first_row / self.group.size;
+        if !self.seqlen.is_token(first) {
+            return Visible { first: 0, end: 0 };
+        }
+        let last = ((self.first_row + ROWS - 1) / self.group.size)
+            .min(self.seqlen.total - self.seqlen.past - 1);
+        let last = last.min(self.q_len - 1);
+        Visible {
+            first: self.mask.visible(self.seqlen, first).first,
+            end: self.mask.visible(self.seqlen, last).end,
+        }
+    }
+}
+
+impl Row {
+    /// Which keys `begin ..` of a tile the row sees, a bit each.
+    #[inline(always)]
+    fn sees(&self, begin: u32) -> u32 {
+        let below = |key: u32| match key.saturating_sub(begin) {
+            n @ 0..KEYS => (1 << n) - 1,
+            _ => u32::MAX,
+        };
+        below(self.visible.end) & !below(self.visible.first)
+    }
+}
+
+/// The tensors and the scalars.
+struct Call<'a, T> {
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    bias: Global<T>,
+    head_sink: Global<T>,
+    out: Global<T>,
+    lse: Global<f32>,
+    output_qk: Global<T>,
+    p: &'a AttentionParams,
+}
+
+type Accumulators = [[f32; LANE_COLUMNS]; WARP_ROWS];
+
+impl<T: Element> Call<'_, T> {
+    /// Computes one tile of rows.
+    #[inline(always)]
+    fn attend(&self, tile: &Tile) {
+        let (rows, keys) = (tile.rows(), tile.keys());
+        let mut states = [SoftmaxState::EMPTY; WARP_ROWS];
+        let mut accumulators = [[0.0; LANE_COLUMNS]; WARP_ROWS];
+        self.stage_queries(tile, &rows);
+        let mut begin = keys.first;
+        while begin < keys.end {
+            let sees = rows.map(|row| row.sees(begin));
+            let dots = self.dots(tile, &rows, sees, begin, keys.end);
+            for r in 0..WARP_ROWS {
+                if sees[r] != 0 {
+                    let score = self.log2_score(tile, &rows[r], sees[r], begin, dots[r]);
+                    weigh(&mut states[r], &mut accumulators[r], rows[r].place, score);
+                }
+            }
+            sync_warp();
+            self.add_values(tile, &rows, sees, begin, keys.end, &mut accumulators);
+            begin += KEYS;
+        }
+        for r in 0..WARP_ROWS {
+            if rows[r].exists {
+                self.finish(tile, &rows[r], &mut states[r], &accumulators[r]);
+            }
+        }
+        if self.p.qk_output != qk_output::NONE {
+            self.write_scores(tile, &rows, keys, &states);
+        }
+    }
+
+    /// Copies this warp's query rows to shared memory, as f32. Rows that see nothing are never read.
+    #[inline(always)]
+    fn stage_queries(&self, tile: &Tile, rows: &[Row; WARP_ROWS]) {
+        for row in rows {
+            let from = self.p.q.at(tile.batch, row.head, row.s);
+            let mut e = lane() * T::PER_VEC;
+            while row.exists && e < self.p.head_size {
+                let words = self.q.load_vec(from + e as usize);
+                store_f32::<T>(Shared::at(0).offset(row.place * MAX_HEAD_SIZE + e), words);
+                e += 32 * T::PER_VEC;
+            }
+        }
+    }
+
+    /// Copies columns `column ..` of keys `begin ..` of K or V to shared memory, as f32. Keys from `end` on, and columns behind
+    /// head_size, are 0 there: they are not read, whatever they hold. All loads are on their way before the first store.
+    #[inline(always)]
+    fn stage(
+        &self,
+        x: Global<T>,
+        strides: Strides,
+        tile: &Tile,
+        column: u32,
+        begin: u32,
+        end: u32,
+    ) {
+        const MOST: usize = (KEYS * CHUNK / 4 / THREADS) as usize;
+        let across = CHUNK / T::PER_VEC;
+        let place = |i: usize| {
+            let unit = thread_idx() + i as u32 * THREADS;
+            (unit / across, unit % across * T::PER_VEC)
+        };
+        let count = (KEYS * across / THREADS) as usize;
+        let mut words = [[0; 4]; MOST];
+        for i in 0..count {
+            let (key, e) = place(i);
+            if begin + key < end && column + e < self.p.head_size {
+                let at = strides.at(tile.batch, tile.kv_head, begin + key) + (column + e) as usize;
+                words[i] = x.load_vec(at);
+            }
+        }
+        for i in 0..count {
+            let (key, e) = place(i);
+            store_f32::<T>(Shared::at(CHUNK_AT).offset(key * PITCH + e), words[i]);
+        }
+    }
+
+    /// q·k of this lane's key with each of the warp's rows; for a row that sees none of the tile's keys, 0.
+    #[inline(always)]
+    fn dots(
+        &self,
+        tile: &Tile,
+        rows: &[Row; WARP_ROWS],
+        sees: [u32; WARP_ROWS],
+        begin: u32,
+        end: u32,
+    ) -> [f32; WARP_ROWS] {
+        let mut dots = [0.0; WARP_ROWS];
+        let mut column = 0;
+        while column < self.p.head_size {
+            self.stage(self.k, self.p.k, tile, column, begin, end);
+            sync_threads();
+            let width = CHUNK.min(self.p.head_size - column);
+            add_dots(&mut dots, rows, sees, column, width);
+            sync_threads();
+            column += CHUNK;
+        }
+        dots
+    }
+
+    /// Score of this lane's key, from q·k; only where the row sees it.
+    #[inline(always)]
+    fn score(&self, tile: &Tile, row: &Row, key: u32, dot: f32) -> f32 {
+        let mut score = dot * self.p.scale;
+        if self.p.softcap > 0.0 {
+            score = self.p.softcap * tanh(score / self.p.softcap);
+        }
+        if !self.bias.is_null() {
+            let at = self.p.bias.at(tile.batch, row.head, row.s) + key as usize;
+            score += self.bias.load(at).to_f32();
+        }
+        score
+    }
+
+    /// The same times log2(e); -inf where the row does not see the key.
+    #[inline(always)]
+    fn log2_score(&self, tile: &Tile, row: &Row, sees: u32, begin: u32, dot: f32) -> f32 {
+        if sees >> lane() & 1 == 0 {
+            return f32::NEG_INFINITY;
+        }
+        to_log2(self.score(tile, row, begin + lane(), dot))
+    }
+
+    /// Adds the tile's values, times their weights, to the accumulators.
+    #[inline(always)]
+    fn add_values(
+        &self,
+        tile: &Tile,
+        rows: &[Row; WARP_ROWS],
+        sees: [u32; WARP_ROWS],
+        begin: u32,
+        end: u32,
+        accumulators: &mut Accumulators,
+    ) {
+        let keys = KEYS.min(end - begin);
+        for chunk in 0..(MAX_HEAD_SIZE / CHUNK) as usize {
+            let column = chunk as u32 * CHUNK;
+            if column < self.p.head_size {
+                self.stage(self.v, self.p.v, tile, column, begin, end);
+                sync_threads();
+                add_chunk(accumulators, chunk, rows, sees, keys);
+                sync_threads();
+            }
+        }
+    }
+
+    /// The sink joins, the accumulators are divided by the sum, and the row is written. Padding rows have no sink.
+    #[inline(always)]
+    fn finish(
+        &self,
+        tile: &Tile,
+        row: &Row,
+        state: &mut SoftmaxState,
+        accumulators: &[f32; LANE_COLUMNS],
+    ) {
+        state.sum = warp_sum(state.sum);
+        let mut factor = 1.0;
+        if self.p.sink != sink::NONE && tile.seqlen.is_token(row.s) {
+            factor = state.join_sink(self.sink(row.head));
+        }
+        factor *= state.normaliser();
+        let at = self.p.out.at(tile.batch, row.head, row.s);
+        for c in 0..LANE_COLUMNS {
+            let column = 32 * c as u32 + lane();
+            if column < self.p.head_size {
+                self.out.store(at + column as usize, T::from_f32(accumulators[c] * factor));
+            }
+        }
+        if !self.lse.is_null() && lane() == 0 {
+            self.lse.store(self.row_index(tile, row), state.log_sum_exp());
+        }
+    }
+
+    /// Sink logit of a query head, times log2(e).
+    #[inline(always)]
+    fn sink(&self, head: u32) -> f32 {
+        match self.p.sink {
+            sink::PER_HEAD => to_log2(self.head_sink.load(head as usize).to_f32()),
+            _ => 0.0,
+        }
+    }
+
+    /// Index of a row among all (batch, query head, row).
+    #[inline(always)]
+    fn row_index(&self, tile: &Tile, row: &Row) -> usize {
+        let head = tile.batch as usize * self.p.q_heads as usize + row.head as usize;
+        head * self.p.q_len as usize + row.s as usize
+    }
+
+    /// Computes the scores once more, now that the sums are known, and writes every column of output_qk.
+    #[inline(always)]
+    fn write_scores(
+        &self,
+        tile: &Tile,
+        rows: &[Row; WARP_ROWS],
+        keys: Visible,
+        states: &[SoftmaxState; WARP_ROWS],
+    ) {
+        let mut begin = 0;
+        while begin < self.p.qk_columns {
+            let sees = rows.map(|row| row.sees(begin));
+            let mut dots = [0.0; WARP_ROWS];
+            if begin < keys.end && begin + KEYS > keys.first {
+                dots = self.dots(tile, rows, sees, begin, keys.end);
+            }
+            for r in 0..WARP_ROWS {
+                if rows[r].exists && begin + lane() < self.p.qk_columns {
+                    self.write_score(tile, &rows[r], sees[r], begin, dots[r], &states[r]);
+                }
+            }
+            begin += KEYS;
+        }
+    }
+
+    #[inline(always)]
+    fn write_score(
+        &self,
+        tile: &Tile,
+        row: &Row,
+        sees: u32,
+        begin: u32,
+        dot: f32,
+        state: &SoftmaxState,
+    ) {
+        let key = begin + lane();
+        let mut value = 0.0;
+        if sees >> lane() & 1 != 0 {
+            let score = self.score(tile, row, key, dot);
+            value = match self.p.qk_output {
+                qk_output::AFTER_SOFTMAX => state.weight(to_log2(score)) * state.normaliser(),
+                _ => score,
+            };
+        }
+        let at = self.row_index(tile, row) * self.p.qk_columns as usize + key as usize;
+        self.output_qk.store(at, T::from_f32(value));
+    }
+}
+
+/// The tile's scores meet a row's softmax; their weights go to shared memory.
+#[inline(always)]
+fn weigh(state: &mut SoftmaxState, accumulators: &mut [f32; LANE_COLUMNS], place: u32, score: f32) {
+    let factor = state.raise(warp_max(score));
+    let weight = state.weight(score);
+    state.sum += weight;
+    Shared::<f32>::at(WEIGHTS_AT).store(place * KEYS + lane(), weight);
+    for accumulator in accumulators {
+        *accumulator *= factor;
+    }
+}
+
+/// Adds the products of `width` staged columns, which are the queries' columns `column ..`.
+#[inline(always)]
+fn add_dots(
+    dots: &mut [f32; WARP_ROWS],
+    rows: &[Row; WARP_ROWS],
+    sees: [u32; WARP_ROWS],
+    column: u32,
+    width: u32,
+) {
+    let (queries, key) = (Shared::<f32>::at(0), Shared::<f32>::at(CHUNK_AT).offset(lane() * PITCH));
+    let mut e = 0;
+    while e < width {
+        let k = key.load_vec(e).map(f32::from_bits);
+        for r in 0..WARP_ROWS {
+            if sees[r] != 0 {
+                let q = queries
+                    .load_vec(rows[r].place * MAX_HEAD_SIZE + column + e)
+                    .map(f32::from_bits);
+                for i in 0..4 {
+                    dots[r] = fma(q[i], k[i], dots[r]);
+                }
+            }
+        }
+        e += 4;
+    }
+}
+
+/// Adds the staged values of `keys` keys, four at a time; chunk number `chunk` holds two of each lane's columns.
+#[inline(always)]
+fn add_chunk(
+    accumulators: &mut Accumulators,
+    chunk: usize,
+    rows: &[Row; WARP_ROWS],
+    sees: [u32; WARP_ROWS],
+    keys: u32,
+) {
+    let (values, weights) =
+        (Shared::<f32>::at(CHUNK_AT).offset(lane()), Shared::<f32>::at(WEIGHTS_AT));
+    let mut key = 0;
+    while key < keys {
+        let v: [[f32; 2]; 4] = core::array::from_fn(|i| {
+            let row = values.offset((key + i as u32) * PITCH);
+            [row.load(0), row.load(32)]
+        });
+        for r in 0..WARP_ROWS {
+            let seen = sees[r] >> key;
+            if seen & 0xf != 0 {
+                let w = weights.load_vec(rows[r].place * KEYS + key).map(f32::from_bits);
+                for i in 0..4 {
+                    if seen >> i & 1 != 0 {
+                        for c in 0..2 {
+                            let accumulator = &mut accumulators[r][2 * chunk + c];
+                            *accumulator = fma(w[i], v[i][c], *accumulator);
+                        }
+                    }
+                }
+            }
+        }
+        key += 4;
+    }
+}
+
+/// Stores the elements of a 16-byte vector as f32.
+#[inline(always)]
+fn store_f32<T: Element>(to: Shared<f32>, words: [u32; 4]) {
+    let [a, b, c, d, e, f, g, h] = unpack::<T>(words).map(f32::to_bits);
+    to.store_vec(0, [a, b, c, d]);
+    if T::PER_VEC == 8 {
+        to.store_vec(4, [e, f, g, h]);
+    }
+}
+
+/// A score times log2(e); a finite one stays finite.
+#[inline(always)]
+fn to_log2(score: f32) -> f32 {
+    let scaled = score * LOG2_E;
+    if scaled.is_infinite() && !score.is_infinite() { f32::MAX.copysign(score) } else { scaled }
+}
+
+#[inline(always)]
+fn warp_max(x: f32) -> f32 {
+    [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| max(x, shfl_xor_f32(x, distance)))
+}
+
+#[inline(always)]
+fn warp_sum(x: f32) -> f32 {
+    [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| x + shfl_xor_f32(x, distance))
+}

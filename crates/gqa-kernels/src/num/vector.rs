@@ -1,0 +1,31 @@
+//! Sixteen bytes as elements.
+
+use super::Element;
+use bytemuck::cast;
+
+/// The elements of a 16-byte vector; of the eight values the first [`Element::PER_VEC`] are meaningful, the others 0.
+#[inline(always)]
+pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
+    let mut values = [0.0; 8];
+    for i in 0..T::PER_VEC as usize {
+        values[i] = match const { size_of::<T>() } {
+            2 => cast::<u16, T>((words[i / 2] >> (i % 2 * 16)) as u16).to_f32(),
+            _ => cast::<u32, T>(words[i]).to_f32(),
+        };
+    }
+    values
+}
+
+/// The 16-byte vector of the first [`Element::PER_VEC`] values, each rounded once.
+#[inline(always)]
+pub fn pack<T: Element>(values: [f32; 8]) -> [u32; 4] {
+    let mut words = [0; 4];
+    for i in 0..T::PER_VEC as usize {
+        let element = T::from_f32(values[i]);
+        match const { size_of::<T>() } {
+            2 => words[i / 2] |= (cast::<T, u16>(element) as u32) << (i % 2 * 16),
+            _ => words[i] = cast::<T, u32>(element),
+        }
+    }
+    words
+}

@@ -1,0 +1,74 @@
+//! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and the part of
+//! `unpack_qkv_with_rope_and_append_kv` that does the same.
+//!
+//! One thread moves one 16-byte vector of one new row; K is rotated on the way. Row `s` of batch entry `b` lands in cache row
+//! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
+
+use super::rope::Rope;
+use super::seqlen;
+use super::walk::Walk;
+use crate::concept::seqlen::Seqlen;
+use crate::num::Element;
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// Moves vectors of new rows into a shared cache.
+pub(super) struct Append<'a, T> {
+    /// New keys, (batch, KV head, new row).
+    pub k: Global<T>,
+    /// New values, likewise.
+    pub v: Global<T>,
+    /// The key cache, (batch, KV head, capacity).
+    pub present_k: Global<T>,
+    /// The value cache, likewise.
+    pub present_v: Global<T>,
+    /// For K.
+    pub rope: Rope<'a, T>,
+}
+
+impl<T: Element> Append<'_, T> {
+    /// Elements `e ..` of new row `s`: of key head `head`, or of value head `head - kv_heads`.
+    #[inline(always)]
+    pub fn vector(&self, [b, s, head, e]: [u32; 4], seqlen: Seqlen) {
+        if !seqlen.is_token(s) {
+            return;
+        }
+        let p = self.rope.params;
+        if head < p.kv_heads {
+            let position = self.rope.position(b, s, seqlen.past);
+            let rotated = self.rope.vector(self.k, p.k.at(b, head, s), e, position);
+            self.present_k.store_vec(p.kv_out.at(b, head, seqlen.past + s) + e as usize, rotated);
+        } else {
+            let head = head - p.kv_heads;
+            let copied = self.v.load_vec(p.v.at(b, head, s) + e as usize);
+            self.present_v.store_vec(p.kv_out.at(b, head, seqlen.past + s) + e as usize, copied);
+        }
+    }
+}
+
+/// Index space of [`concat_kv_in_place`]: (batch, new row, key heads and then value heads, vector).
+#[inline(always)]
+pub fn concat_kv_in_place_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
+    [p.batch, p.new_len, 2 * p.kv_heads, p.head_size / per_vec]
+}
+
+/// Appends new K and V rows to a shared cache.
+#[expect(clippy::too_many_arguments)]
+#[inline(always)]
+pub fn concat_kv_in_place<T: Element>(
+    k: Global<T>,
+    v: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    seqlens_k: Global<i32>,
+    present_k: Global<T>,
+    present_v: Global<T>,
+    p: PrologueParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: &p };
+    let append = Append { k, v, present_k, present_v, rope };
+    for [b, s, head, vector] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
+        append.vector([b, s, head, vector * T::PER_VEC], seqlen(&p, seqlens_k, b));
+    }
+}

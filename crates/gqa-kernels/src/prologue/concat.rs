@@ -1,0 +1,84 @@
+//! Past and present are separate: present becomes the past's valid rows, then the new rows, then zeros.
+//!
+//! One thread writes one 16-byte vector of present; the grid walks present in memory order, K and V together:
+//!
+//! | cache row `j` of batch entry `b` | receives |
+//! |---|---|
+//! | `0 .. past_b` | row `j` of past |
+//! | `past_b .. total_b` | new row `j - past_b`, K rotated |
+//! | `total_b .. capacity` | 0 |
+//!
+//! So every row of present is written, whatever it held. Where no rows are new (`new_len` 0) all `total_b` come from past.
+
+use super::rope::Rope;
+use super::seqlen;
+use super::walk::Walk;
+use crate::concept::seqlen::Seqlen;
+use crate::num::Element;
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// Where a row of present comes from.
+enum Source {
+    /// The same row of past.
+    Past,
+    /// This new row.
+    New(u32),
+    /// Nowhere: zeros.
+    Nothing,
+}
+
+impl Source {
+    /// Of present's `row`. No length on the device, however wrong, leads outside past or the new rows.
+    #[inline(always)]
+    fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
+        let copied = if p.new_len == 0 { seqlen.total } else { seqlen.past };
+        if row < copied {
+            if row < p.past_capacity { Self::Past } else { Self::Nothing }
+        } else if row < seqlen.total && row - copied < p.new_len {
+            Self::New(row - copied)
+        } else {
+            Self::Nothing
+        }
+    }
+}
+
+/// Index space of [`concat_new_to_past_kv`]: (batch, key heads and then value heads, row of present, vector).
+#[inline(always)]
+pub fn concat_new_to_past_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
+    [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / per_vec]
+}
+
+/// Copies past and appends new K and V rows.
+#[expect(clippy::too_many_arguments)]
+#[inline(always)]
+pub fn concat_new_to_past_kv<T: Element>(
+    past_k: Global<T>,
+    past_v: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    seqlens_k: Global<i32>,
+    present_k: Global<T>,
+    present_v: Global<T>,
+    p: PrologueParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: &p };
+    for [b, head, row, vector] in Walk::over(concat_new_to_past_kv_size(&p, T::PER_VEC)) {
+        let is_key = head < p.kv_heads;
+        let head = if is_key { head } else { head - p.kv_heads };
+        let (past, present) = if is_key { (past_k, present_k) } else { (past_v, present_v) };
+        let (e, seqlen) = (vector * T::PER_VEC, seqlen(&p, seqlens_k, b));
+        let words = match Source::of(row, seqlen, &p) {
+            Source::Past => past.load_vec(p.past.at(b, head, row) + e as usize),
+            Source::New(s) if is_key => {
+                rope.vector(k, p.k.at(b, head, s), e, rope.position(b, s, seqlen.past))
+            }
+            Source::New(s) => v.load_vec(p.v.at(b, head, s) + e as usize),
+            Source::Nothing => [0; 4],
+        };
+        present.store_vec(p.kv_out.at(b, head, row) + e as usize, words);
+    }
+}

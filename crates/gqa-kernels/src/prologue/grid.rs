@@ -1,0 +1,33 @@
+//! How many blocks a launch has.
+
+use super::{THREADS, append, concat, lengths, rope, unpack};
+use crate::num::DType;
+use crate::params::PrologueParams;
+use crate::registry::Entry;
+
+/// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
+const WAVES: u32 = 16;
+
+/// Grid of a prologue kernel: a thread for each vector, up to what keeps that many multiprocessors busy. Any grid is correct.
+pub fn grid(entry: &Entry, p: &PrologueParams, multiprocessors: u32) -> [u32; 3] {
+    let threads = size(entry, p).into_iter().map(u64::from).fold(1, u64::saturating_mul);
+    let blocks = threads.div_ceil(u64::from(THREADS));
+    let cap = u64::from(multiprocessors.clamp(1, 1024) * WAVES);
+    [blocks.clamp(1, cap) as u32, 1, 1]
+}
+
+/// Index space of a kernel.
+fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
+    let per_vec = match entry.dtype {
+        DType::F32 => 4,
+        DType::F16 | DType::BF16 => 8,
+    };
+    match entry.kernel() {
+        "concat_kv_in_place" => append::concat_kv_in_place_size(p, per_vec),
+        "concat_new_to_past_kv" => concat::concat_new_to_past_kv_size(p, per_vec),
+        "rotary_embedding" => rope::rotary_embedding_size(p, per_vec),
+        "sequence_lengths" => lengths::sequence_lengths_size(p),
+        "seqlens_to_pos_ids" => lengths::seqlens_to_pos_ids_size(p),
+        _ => unpack::unpack_qkv_size(p, per_vec),
+    }
+}

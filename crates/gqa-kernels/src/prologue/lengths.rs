@@ -1,0 +1,42 @@
+//! Lengths and positions as tensors of their own, for callers that want them in memory; the other kernels read `seqlens_k`.
+
+use super::seqlen;
+use super::walk::Walk;
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// Index space of [`sequence_lengths`]: a batch entry each.
+#[inline(always)]
+pub fn sequence_lengths_size(p: &PrologueParams) -> [u32; 4] {
+    [p.batch, 1, 1, 1]
+}
+
+/// `past[b]`: rows of the sequence before this call; `total[b]`: with this call's.
+#[inline(always)]
+pub fn sequence_lengths(
+    seqlens_k: Global<i32>,
+    past: Global<i32>,
+    total: Global<i32>,
+    p: PrologueParams,
+) {
+    for [b, ..] in Walk::over(sequence_lengths_size(&p)) {
+        let seqlen = seqlen(&p, seqlens_k, b);
+        past.store(b as usize, seqlen.past as i32);
+        total.store(b as usize, seqlen.total as i32);
+    }
+}
+
+/// Index space of [`seqlens_to_pos_ids`]: (batch, row).
+#[inline(always)]
+pub fn seqlens_to_pos_ids_size(p: &PrologueParams) -> [u32; 4] {
+    [p.batch, 1, 1, p.q_len]
+}
+
+/// `position_ids[b, s] = past_b + s`, padding rows included.
+#[inline(always)]
+pub fn seqlens_to_pos_ids(seqlens_k: Global<i32>, position_ids: Global<i64>, p: PrologueParams) {
+    for [b, .., s] in Walk::over(seqlens_to_pos_ids_size(&p)) {
+        let at = b as usize * p.position_stride as usize + s as usize;
+        position_ids.store(at, (seqlen(&p, seqlens_k, b).past + s) as i64);
+    }
+}

@@ -1,0 +1,108 @@
+//! Rotary position embedding of one 16-byte vector, which is what every kernel here does to Q and K, and `rotary_embedding`.
+
+use super::seqlen;
+use super::walk::Walk;
+use crate::num::{Element, pack, unpack};
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// The rotary embedding of one call. Pair `i` of a head turns by the angle whose cosine and sine are at column `i` of the
+/// caches, in the row of the token's position:
+///
+/// | | pair | becomes |
+/// |---|---|---|
+/// | half-split | `(x[i], x[i + dim/2])` | `(x0·cos - x1·sin, x1·cos + x0·sin)` |
+/// | interleaved | `(x[2i], x[2i + 1])` | the same |
+///
+/// Elements from `rotary_dim` on pass through. Arithmetic in f32, one rounding to `T`.
+#[derive(Clone, Copy)]
+pub struct Rope<'a, T> {
+    /// (max_positions, rotary_dim / 2)
+    pub cos: Global<T>,
+    /// As `cos`.
+    pub sin: Global<T>,
+    /// (batch, position_stride), or null: a row's position is its place in the sequence.
+    pub position_ids: Global<i64>,
+    /// The call.
+    pub params: &'a PrologueParams,
+}
+
+impl<T: Element> Rope<'_, T> {
+    /// Position of new row `s` of batch entry `b`.
+    #[inline(always)]
+    pub fn position(&self, b: u32, s: u32, past: u32) -> i64 {
+        if self.position_ids.is_null() {
+            (past + s) as i64
+        } else {
+            self.position_ids.load(b as usize * self.params.position_stride as usize + s as usize)
+        }
+    }
+
+    /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` is a multiple of 8 and so is `e` in 16-bit types,
+    /// hence a vector never straddles the halves, nor the end of what rotates.
+    #[inline(always)]
+    pub fn vector(&self, x: Global<T>, head: usize, e: u32, position: i64) -> [u32; 4] {
+        let p = self.params;
+        if e >= p.rotary_dim {
+            return x.load_vec(head + e as usize);
+        }
+        if position < 0 || position >= p.max_positions as i64 {
+            return pack::<T>([f32::NAN; 8]);
+        }
+        let angles = position as usize * (p.rotary_dim / 2) as usize;
+        pack::<T>(match p.interleaved {
+            0 => self.half_split(x, head, e, angles),
+            _ => self.interleaved(x, head, e, angles),
+        })
+    }
+
+    #[inline(always)]
+    fn half_split(&self, x: Global<T>, head: usize, e: u32, angles: usize) -> [f32; 8] {
+        let half = self.params.rotary_dim / 2;
+        let first = e < half;
+        let (angle, partner) = if first { (e, e + half) } else { (e - half, e - half) };
+        let sign = if first { -1.0 } else { 1.0 };
+        let own = unpack::<T>(x.load_vec(head + e as usize));
+        let other = unpack::<T>(x.load_vec(head + partner as usize));
+        let cos = unpack::<T>(self.cos.load_vec(angles + angle as usize));
+        let sin = unpack::<T>(self.sin.load_vec(angles + angle as usize));
+        core::array::from_fn(|i| own[i] * cos[i] + sign * other[i] * sin[i])
+    }
+
+    #[inline(always)]
+    fn interleaved(&self, x: Global<T>, head: usize, e: u32, angles: usize) -> [f32; 8] {
+        let pairs = |[a, b]: [u32; 2]| unpack::<T>([a, b, 0, 0]);
+        let own = unpack::<T>(x.load_vec(head + e as usize));
+        let cos = pairs(self.cos.load_vec8(angles + (e / 2) as usize));
+        let sin = pairs(self.sin.load_vec8(angles + (e / 2) as usize));
+        core::array::from_fn(|i| {
+            let sign = if i % 2 == 0 { -1.0 } else { 1.0 };
+            own[i] * cos[i / 2] + sign * own[i ^ 1] * sin[i / 2]
+        })
+    }
+}
+
+/// Index space of [`rotary_embedding`]: (batch, row, query head, vector).
+#[inline(always)]
+pub fn rotary_embedding_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
+    [p.batch, p.q_len, p.q_heads, p.head_size / per_vec]
+}
+
+/// Rotates every query head from `q` into `q_out`, padding rows included.
+#[inline(always)]
+pub fn rotary_embedding<T: Element>(
+    q: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    seqlens_k: Global<i32>,
+    q_out: Global<T>,
+    p: PrologueParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: &p };
+    for [b, s, head, v] in Walk::over(rotary_embedding_size(&p, T::PER_VEC)) {
+        let (e, position) = (v * T::PER_VEC, rope.position(b, s, seqlen(&p, seqlens_k, b).past));
+        let rotated = rope.vector(q, p.q.at(b, head, s), e, position);
+        q_out.store_vec(p.q_out.at(b, head, s) + e as usize, rotated);
+    }
+}

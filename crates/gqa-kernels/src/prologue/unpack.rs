@@ -1,0 +1,75 @@
+//! Packed QKV taken apart: `unpack_qkv`, and `unpack_qkv_with_rope_and_append_kv`, which does all work before attention in one
+//! launch.
+//!
+//! A row of packed QKV is all Q heads, then all K heads, then all V heads. That is a matter of where `q`, `k` and `v` point and of
+//! their strides, so the second kernel serves separate Q, K and V as well. One thread moves one 16-byte vector of one head.
+
+use super::append::Append;
+use super::rope::Rope;
+use super::seqlen;
+use super::walk::Walk;
+use crate::num::Element;
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// Index space of both kernels: (batch, row, Q heads and then K heads and then V heads, vector). Without new K and V rows there are
+/// Q heads only.
+#[inline(always)]
+pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
+    let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
+    [p.batch, p.q_len, p.q_heads + 2 * kv_heads, p.head_size / per_vec]
+}
+
+/// Copies Q, K and V, as they are, into tensors of their own.
+#[inline(always)]
+pub fn unpack_qkv<T: Element>(
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    q_out: Global<T>,
+    k_out: Global<T>,
+    v_out: Global<T>,
+    p: PrologueParams,
+) {
+    for [b, s, head, vector] in Walk::over(unpack_qkv_size(&p, T::PER_VEC)) {
+        let (from, strides, to, out_strides, head) = if head < p.q_heads {
+            (q, p.q, q_out, p.q_out, head)
+        } else if head < p.q_heads + p.kv_heads {
+            (k, p.k, k_out, p.kv_out, head - p.q_heads)
+        } else {
+            (v, p.v, v_out, p.kv_out, head - p.q_heads - p.kv_heads)
+        };
+        let e = (vector * T::PER_VEC) as usize;
+        to.store_vec(out_strides.at(b, head, s) + e, from.load_vec(strides.at(b, head, s) + e));
+    }
+}
+
+/// Rotates Q into `q_out`, padding rows included, and appends K, rotated, and V to a shared cache.
+#[expect(clippy::too_many_arguments)]
+#[inline(always)]
+pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    seqlens_k: Global<i32>,
+    q_out: Global<T>,
+    present_k: Global<T>,
+    present_v: Global<T>,
+    p: PrologueParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: &p };
+    let append = Append { k, v, present_k, present_v, rope };
+    for [b, s, head, vector] in Walk::over(unpack_qkv_size(&p, T::PER_VEC)) {
+        let (e, seqlen) = (vector * T::PER_VEC, seqlen(&p, seqlens_k, b));
+        if head < p.q_heads {
+            let position = rope.position(b, s, seqlen.past);
+            let rotated = rope.vector(q, p.q.at(b, head, s), e, position);
+            q_out.store_vec(p.q_out.at(b, head, s) + e as usize, rotated);
+        } else {
+            append.vector([b, s, head - p.q_heads, e], seqlen);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! A grid's way over a four-dimensional index space of any size.
+
+use crate::simt::{block_dim, block_idx_x, grid_dim_x, thread_idx};
+
+/// Iterates over the indices `[a, b, c, d]` of a space, the last fastest, of which each thread of the (one-dimensional) grid
+/// takes every grid-size-th. Where a thread is and how far it steps are numbers with four digits; a step is an addition with
+/// carries, so that the loop divides nothing, and nothing but a digit must fit 32 bits.
+pub struct Walk {
+    size: [u32; 4],
+    at: [u32; 4],
+    step: [u32; 4],
+}
+
+impl Walk {
+    /// This thread's share of the space of that size.
+    #[inline(always)]
+    pub fn over(mut size: [u32; 4]) -> Self {
+        if size[1] == 0 || size[2] == 0 || size[3] == 0 {
+            size = [0, 1, 1, 1];
+        }
+        // A capped grid has fewer than 2^32 threads.
+        let at = digits(block_idx_x() * block_dim() + thread_idx(), size);
+        let step = digits(grid_dim_x() * block_dim(), size);
+        Self { size, at, step }
+    }
+}
+
+impl Iterator for Walk {
+    type Item = [u32; 4];
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<[u32; 4]> {
+        if self.at[0] >= self.size[0] {
+            return None;
+        }
+        let here = self.at;
+        let mut carry = false;
+        for i in [3, 2, 1] {
+            let digit = self.at[i] + self.step[i] + carry as u32;
+            carry = digit >= self.size[i];
+            self.at[i] = if carry { digit - self.size[i] } else { digit };
+        }
+        self.at[0] += self.step[0] + carry as u32;
+        Some(here)
+    }
+}
+
+/// `number` in the mixed radix `size`; the first digit is not bounded.
+#[inline(always)]
+fn digits(number: u32, [_, b, c, d]: [u32; 4]) -> [u32; 4] {
+    let (rest, last) = (number / d, number % d);
+    [rest / c / b, rest / c % b, rest % c, last]
+}
