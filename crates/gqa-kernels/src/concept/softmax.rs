@@ -1,7 +1,7 @@
 //! The online softmax: a running maximum and sum that meet new scores, or another such state, and can be finished at any
 //! time (Milakov and Gimelshein, 2018; FlashAttention, 2022).
 
-use crate::simt::{exp2, log2, max};
+use crate::simt::{exp2, fma, log2, max, rcp};
 
 /// log2(e): scores are scaled by it once so that each exponential is a single `exp2`.
 pub const LOG2_E: f32 = core::f32::consts::LOG2_E;
@@ -36,6 +36,12 @@ impl SoftmaxState {
         exp2(score - Self::finite(self.max))
     }
 
+    /// Weight of `score · factor` against the current maximum: one multiply-add and one exponential.
+    #[inline(always)]
+    pub fn scaled_weight(&self, score: f32, factor: f32) -> f32 {
+        exp2(fma(score, factor, -Self::finite(self.max)))
+    }
+
     /// A sink logit (times log2(e)) joins the denominator; returns the factor for what was accumulated.
     #[inline(always)]
     pub fn join_sink(&mut self, sink: f32) -> f32 {
@@ -44,16 +50,16 @@ impl SoftmaxState {
         factor
     }
 
-    /// What the accumulator must be multiplied by in the end: 1/sum, or 0 where nothing was visible.
+    /// What the accumulator must be multiplied by in the end: 1/sum, or 0 where nothing was visible. NaN stays NaN.
     #[inline(always)]
     pub fn normaliser(&self) -> f32 {
-        if self.sum > 0.0 { 1.0 / self.sum } else { 0.0 }
+        if self.sum == 0.0 { 0.0 } else { rcp(self.sum) }
     }
 
-    /// Natural logarithm of the denominator; -inf where nothing was visible.
+    /// Natural logarithm of the denominator; -inf where nothing was visible. NaN stays NaN.
     #[inline(always)]
     pub fn log_sum_exp(&self) -> f32 {
-        if self.sum > 0.0 { (self.max + log2(self.sum)) * LN_2 } else { f32::NEG_INFINITY }
+        if self.sum == 0.0 { f32::NEG_INFINITY } else { (self.max + log2(self.sum)) * LN_2 }
     }
 
     /// -inf - -inf is NaN; a row without scores subtracts 0 instead.

@@ -1,1 +1,9 @@
-//! Building blocks of tensor-core kernels: tiles in shared memory, fragments.
+//! Building blocks of tensor-core kernels.
+//!
+//! [`rows`]: which query rows a tile holds and which keys they see. [`copy`]: tiles in shared memory and the way in and out.
+//! [`fragment`]: products of tiles, spread over the lanes of a warp. [`softmax`]: the online softmax on such fragments.
+
+pub mod copy;
+pub mod fragment;
+pub mod rows;
+pub mod softmax;

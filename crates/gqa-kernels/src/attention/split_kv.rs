@@ -1,0 +1,366 @@
+//! Attention of a few query rows over many keys: the keys are split over blocks, and over the warps of a block.
+//!
+//! **One block** computes up to 16 packed query rows (the query heads of one KV head, row by row of the query, as in
+//! [`tiled`](super::tiled)) against one part of the keys that they see. Its four warps take different tiles of 16 keys in turn, each
+//! with its own ring of copies, so nothing in the loop waits for another warp; they merge once, at the end.
+//!
+//! **Grid**: `row tiles × KV heads × batch` in x, splits in y. **Block**: 128 threads.
+//!
+//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With one split the block writes out and lse. With more it writes
+//! partial_out (split, batch, query head, S, head size), normalised, f32, and partial_lse (split, batch, query head, S), and
+//! [`combine`](super::combine) makes out and lse of them. Where a split holds nothing that a row sees, partial_lse is -inf and
+//! partial_out is not written.
+//!
+//! **Shared memory**: `queries [16] | per warp: STAGES × (keys [16], values [16]) | per warp: 16 × (maximum, sum)`, padded rows of
+//! `HEAD_SIZE` elements ([`Tile`]). After the loop a warp's first stage holds its accumulators as f32, which fit exactly.
+//!
+//! **Order**: one barrier makes the queries visible. From then on a warp's copies are groups K_j, V_j, K_{j+1}, … and it waits for the
+//! oldest only:
+//!
+//! ```text
+//! wait for K_j    S = Q K_jᵀ            then start K_{j+STAGES} in its place
+//! wait for V_j    softmax, O += P V_j   then start V_{j+STAGES} in its place
+//! ```
+//!
+//! Two `sync_warp` per step stand between the lanes' copies and their use, two between their use and the next copy. One barrier
+//! after the loop stands between the warps' results and the merge.
+//!
+//! **Numerics**: as in [`tiled`](super::tiled). The warps' results are merged in f32, with the weights `exp2(max_w - max)`.
+
+use crate::concept::softmax::SoftmaxState;
+use crate::num::MmaElement;
+use crate::params::AttentionParams;
+use crate::simt::{
+    Global, Shared, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, fma, lane, st_shared, sync_threads,
+    sync_warp, thread_idx, warp,
+};
+use crate::tile::copy::{Team, Tile, UNIT, tile_bytes};
+use crate::tile::fragment::{Fragments, accumulate, column_of, row_of, scores, zeros};
+use crate::tile::rows::{QueryRow, Rows, Span, close, row_tiles};
+use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
+use core::ops::Range;
+
+/// Packed query rows of a block.
+pub const ROWS: u32 = 16;
+/// Keys of a tile.
+pub const KEYS: u32 = 16;
+/// Threads of a block.
+pub const THREADS: u32 = WARPS * 32;
+/// Most splits of a call.
+pub const MAX_SPLITS: u32 = 128;
+
+const WARPS: u32 = 4;
+/// Blocks of 8 keys in a tile.
+const N8: usize = KEYS as usize / 8;
+
+/// A kernel for head sizes up to `8 D8` whose warps have `STAGES` key tiles under way.
+pub struct SplitKv<const D8: usize, const STAGES: u32>;
+
+// One shape per head size, with as many stages as leave room for three or more blocks on an SM, and for one where it has 99 KB.
+
+/// Head sizes up to 32.
+pub type D32 = SplitKv<4, 4>;
+/// Head sizes up to 64.
+pub type D64 = SplitKv<8, 3>;
+/// Head sizes up to 80.
+pub type D80 = SplitKv<10, 3>;
+/// Head sizes up to 96.
+pub type D96 = SplitKv<12, 2>;
+/// Head sizes up to 128.
+pub type D128 = SplitKv<16, 2>;
+/// Head sizes up to 160.
+pub type D160 = SplitKv<20, 1>;
+/// Head sizes up to 192.
+pub type D192 = SplitKv<24, 1>;
+/// Head sizes up to 224.
+pub type D224 = SplitKv<28, 1>;
+/// Head sizes up to 256.
+pub type D256 = SplitKv<32, 1>;
+
+/// Blocks of a call.
+pub fn grid(p: &AttentionParams) -> [u32; 3] {
+    [row_tiles(p, ROWS) * p.kv_heads * p.batch, p.splits, 1]
+}
+
+/// Elements of (partial_out, partial_lse) of a call.
+pub fn partial_elements(p: &AttentionParams) -> (usize, usize) {
+    let rows = p.splits as usize * p.batch as usize * p.q_heads as usize * p.q_len as usize;
+    (rows * p.head_size as usize, rows)
+}
+
+/// Into how many parts to cut the keys: the number for which the last block ends first, if `slots` blocks run at a time, the
+/// longest sequence has `max_keys` keys, and a block needs a fixed time besides that for its keys.
+pub fn splits(p: &AttentionParams, max_keys: u32, slots: u32) -> u32 {
+    /// Time of a block without keys, and of [`combine`](super::combine), in rounds of the block's warps.
+    const START: u64 = 2;
+    const COMBINE: u64 = 3;
+    let [units, ..] = grid(p);
+    let visible = if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
+    let rounds = visible.div_ceil(KEYS * WARPS).max(1);
+    let time = |splits: u32| {
+        let waves = (u64::from(units) * u64::from(splits)).div_ceil(u64::from(slots.max(1)));
+        let combine = if splits > 1 { COMBINE } else { 0 };
+        waves * (u64::from(rounds.div_ceil(splits)) + START) + combine
+    };
+    (1..=rounds.min(MAX_SPLITS)).min_by_key(|&splits| time(splits)).unwrap_or(1)
+}
+
+impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
+    /// Largest head size.
+    pub const HEAD_SIZE: u32 = D8 as u32 * 8;
+    /// Packed query rows of a block.
+    pub const ROWS: u32 = ROWS;
+    /// Keys of a tile.
+    pub const KEYS: u32 = KEYS;
+    /// Threads of a block.
+    pub const THREADS: u32 = THREADS;
+    /// Shared memory of a block.
+    pub const SHARED_BYTES: u32 = Self::STATES + WARPS * ROWS * size_of::<[f32; 2]>() as u32;
+
+    const STAGE_BYTES: u32 = 2 * tile_bytes(KEYS, D8);
+    const RINGS: u32 = tile_bytes(ROWS, D8);
+    const STATES: u32 = Self::RINGS + WARPS * Self::RING_BYTES;
+    const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
+    /// f32 from one row of accumulators to the next: a stage has room for 16 such rows.
+    const ACC_PITCH: u32 = Self::HEAD_SIZE + UNIT;
+
+    /// The kernel.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_lse: Global<f32>,
+        p: AttentionParams,
+    ) {
+        let heads = p.kv_heads * p.batch;
+        let rows = Rows::new(&p, seqlens_k, block_idx_x() / heads, block_idx_x() % heads, ROWS);
+        let queries = Tile::<T, D8>::at(0);
+        Team::<D8, THREADS>::new(thread_idx()).gather(queries, ROWS, q, p.head_size, |r| {
+            rows.get(r).map(|row| p.q.at(rows.batch, row.head, row.s))
+        });
+        cp_async_commit();
+
+        let (states, acc) = Self::attend(&p, &rows, k, v, queries);
+        Self::publish(states, &acc);
+        sync_threads();
+
+        // A thread makes eight columns of a row at a time.
+        for unit in (thread_idx()..rows.count() * D8 as u32).step_by(THREADS as usize) {
+            let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
+            if let Some(row) = rows.get(r)
+                && column < p.head_size
+            {
+                let (state, sums) = Self::merge(r, column);
+                if p.splits == 1 {
+                    let (factor, log_sum_exp) = close(&p, rows.seqlen, row, head_sink, state);
+                    write_row(&p, &rows, row, column, factor, sums, out);
+                    if column == 0 && !lse.is_null() {
+                        lse.store(rows.index(&p, row), log_sum_exp);
+                    }
+                } else {
+                    write_partial(&p, &rows, row, column, state, sums, partial_out, partial_lse);
+                }
+            }
+        }
+    }
+
+    /// The warp's share of the split's keys.
+    #[inline(always)]
+    fn attend<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        k: Global<T>,
+        v: Global<T>,
+        queries: Tile<T, D8>,
+    ) -> (States<1>, Fragments<1, D8>) {
+        let team = Team::<D8, 32>::new(lane());
+        let k = team.first(k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
+        let v = team.first(v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
+        let scale = ScoreScale::new(p.scale, p.softcap);
+        let span = rows.span();
+        let visible = [rows.visible(row_of(0)), rows.visible(row_of(1))];
+        let tiles = share(&span, p.splits);
+        let copy = |place, rows_0, stride, tile| {
+            if tile < tiles.end {
+                let begin = span.some.first + tile * KEYS;
+                let from = Global::offset(rows_0, (u64::from(begin) * stride) as usize);
+                team.copy(place, KEYS, from, stride, rows.seqlen.total - begin, p.head_size);
+            }
+            cp_async_commit();
+        };
+
+        let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; 1], zeros());
+        let mut tile = tiles.start + warp();
+        for slot in 0..STAGES {
+            copy(Self::keys(slot), k, p.k.row, tile + slot * WARPS);
+            copy(Self::values(slot), v, p.v.row, tile + slot * WARPS);
+        }
+        wait_for_all_but(2 * STAGES);
+        sync_threads();
+
+        let mut slot = 0;
+        while tile < tiles.end {
+            let begin = span.some.first + tile * KEYS;
+            let after = tile + STAGES * WARPS;
+
+            wait_for_all_but(2 * STAGES - 1);
+            sync_warp();
+            let mut weights = scores::<T, 1, D8, N8>(queries, Self::keys(slot));
+            sync_warp();
+            copy(Self::keys(slot), k, p.k.row, after);
+
+            scale.adjust(&mut weights);
+            if span.is_partial(begin, KEYS) {
+                mask(&mut weights, begin, |_, half| visible[half]);
+            }
+            weigh(&mut states, &mut weights, &mut acc, scale);
+
+            wait_for_all_but(2 * STAGES - 1);
+            sync_warp();
+            accumulate(&mut acc, &weights, Self::values::<T>(slot));
+            sync_warp();
+            copy(Self::values(slot), v, p.v.row, after);
+
+            tile += WARPS;
+            slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
+        }
+        cp_async_wait::<0>();
+        sync_warp();
+        (states, acc)
+    }
+
+    /// The keys of one of the warp's stages.
+    #[inline(always)]
+    fn keys<T: MmaElement>(slot: u32) -> Tile<T, D8> {
+        Tile::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES)
+    }
+
+    /// The values of one of the warp's stages.
+    #[inline(always)]
+    fn values<T: MmaElement>(slot: u32) -> Tile<T, D8> {
+        Tile::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES + Self::STAGE_BYTES / 2)
+    }
+
+    /// Where the ring of a warp starts; its accumulators after the loop.
+    #[inline(always)]
+    fn ring_of(warp: u32) -> u32 {
+        Self::RINGS + warp * Self::RING_BYTES
+    }
+
+    /// Where a warp leaves the state of a row.
+    #[inline(always)]
+    fn state_of(warp: u32, r: u32) -> Shared<[f32; 2]> {
+        Shared::at(Self::STATES).offset(warp * ROWS + r)
+    }
+
+    /// Leaves the warp's result where all can read it.
+    #[inline(always)]
+    fn publish(states: States<1>, acc: &Fragments<1, D8>) {
+        let acc_rows = Shared::<f32>::at(Self::ring_of(warp()));
+        for half in 0..2 {
+            let SoftmaxState { max, sum } = total(states[0][half]);
+            if lane() % 4 == 0 {
+                Self::state_of(warp(), row_of(half)).store(0, [max, sum]);
+            }
+            for block in 0..D8 {
+                let place = acc_rows.offset(row_of(half) * Self::ACC_PITCH + 8 * block as u32 + column_of());
+                st_shared(place.address(), [acc[0][block][2 * half], acc[0][block][2 * half + 1]]);
+            }
+        }
+    }
+
+    /// The block's state of row `r`, and what it accumulated in eight columns.
+    #[inline(always)]
+    fn merge(r: u32, column: u32) -> (SoftmaxState, [f32; 8]) {
+        let mut state = SoftmaxState::EMPTY;
+        let parts: [_; WARPS as usize] = core::array::from_fn(|w| Self::state_of(w as u32, r).load(0));
+        for [max, _] in parts {
+            state.raise(max);
+        }
+        let mut sums = [0.0; 8];
+        for (w, [max, sum]) in parts.into_iter().enumerate() {
+            let weight = state.weight(max);
+            state.sum += weight * sum;
+            let acc = Shared::<f32>::at(Self::ring_of(w as u32)).offset(r * Self::ACC_PITCH + column);
+            let halves = [acc.load_vec(0), acc.load_vec(4)];
+            for i in 0..8 {
+                sums[i] = fma(weight, f32::from_bits(halves[i / 4][i % 4]), sums[i]);
+            }
+        }
+        (state, sums)
+    }
+}
+
+/// The key tiles of this block: equal shares, the first ones larger by one where that does not come out even.
+#[inline(always)]
+fn share(span: &Span, splits: u32) -> Range<u32> {
+    let tiles = (span.some.end.saturating_sub(span.some.first)).div_ceil(KEYS);
+    let (each, rest) = (tiles / splits, tiles % splits);
+    let start = block_idx_y() * each + block_idx_y().min(rest);
+    start..start + each + u32::from(block_idx_y() < rest)
+}
+
+/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are unfinished.
+#[inline(always)]
+fn wait_for_all_but(newest: u32) {
+    match newest {
+        1 => cp_async_wait::<1>(),
+        2 => cp_async_wait::<2>(),
+        3 => cp_async_wait::<3>(),
+        4 => cp_async_wait::<4>(),
+        5 => cp_async_wait::<5>(),
+        6 => cp_async_wait::<6>(),
+        7 => cp_async_wait::<7>(),
+        _ => cp_async_wait::<8>(),
+    }
+}
+
+/// Writes eight columns of the output.
+#[inline(always)]
+fn write_row<T: MmaElement>(
+    p: &AttentionParams,
+    rows: &Rows,
+    row: QueryRow,
+    column: u32,
+    factor: f32,
+    sums: [f32; 8],
+    out: Global<T>,
+) {
+    let x = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * factor });
+    let start = p.out.at(rows.batch, row.head, row.s) + column as usize;
+    out.store_vec(start, [T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]), T::pack(x[6], x[7])]);
+}
+
+/// Writes eight columns of this split's result, unless it saw nothing, and with the first of them its log-sum-exp.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn write_partial(
+    p: &AttentionParams,
+    rows: &Rows,
+    row: QueryRow,
+    column: u32,
+    state: SoftmaxState,
+    sums: [f32; 8],
+    partial_out: Global<f32>,
+    partial_lse: Global<f32>,
+) {
+    let rows_of_split = p.batch as usize * p.q_heads as usize * p.q_len as usize;
+    let index = block_idx_y() as usize * rows_of_split + rows.index(p, row);
+    let seen = rows.seqlen.is_token(row.s) && state.sum != 0.0;
+    if column == 0 {
+        partial_lse.store(index, if seen { state.log_sum_exp() } else { f32::NEG_INFINITY });
+    }
+    if seen {
+        let x = sums.map(|sum| (sum * state.normaliser()).to_bits());
+        let start = index * p.head_size as usize + column as usize;
+        partial_out.store_vec(start, [x[0], x[1], x[2], x[3]]);
+        partial_out.store_vec(start + 4, [x[4], x[5], x[6], x[7]]);
+    }
+}

@@ -1,0 +1,225 @@
+//! Flash attention on tensor cores: prompts, chunks and short calls of any kind.
+//!
+//! **One block** computes a tile of `ROWS` packed query rows: the query heads that share a KV head, row by row of the query (row
+//! `r` of the group is head `r % G` at query row `r / G`), so that K and V are read once for the whole group. It walks over the keys
+//! that any of its rows sees, `KEYS` at a time, with the online softmax.
+//!
+//! **Grid**: `row tiles × KV heads × batch` in x. Row tiles vary slowest and start with the last, which under a causal mask sees
+//! most keys: long blocks first, short ones fill the gaps. **Block**: `THREADS` threads; each warp owns `16 M` rows and all keys.
+//!
+//! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity, head size), each with its strides,
+//! which are multiples of 8; the head size is any multiple of 8 up to `HEAD_SIZE`: columns behind it are zero in the tiles and not
+//! written. lse, which may be null, is (batch, query head, S).
+//!
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, padded rows of `HEAD_SIZE` elements ([`Tile`]). The padding of
+//! a query row holds the range of keys it sees. In the end each warp's query rows carry its output on the way to 16-byte stores.
+//!
+//! **Order**, for key tile `j`; copies run while the line between their two ends computes:
+//!
+//! ```text
+//! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
+//!     S = Q K_jᵀ, mask
+//! wait for V_j ‖ barrier (V_j is there; all are done with K_j)       start K_{j+1}
+//!     softmax, O += P V_j
+//! ```
+//!
+//! **Numerics**: scores, softmax and output accumulate in f32. Weights are rounded to the element type before they meet the values;
+//! the denominator adds the unrounded ones. Keys at or behind the sequence's end are zero in the tiles, whatever memory holds.
+//! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf.
+
+use crate::concept::mask::Visible;
+use crate::concept::softmax::SoftmaxState;
+use crate::num::MmaElement;
+use crate::params::AttentionParams;
+use crate::simt::{
+    Global, block_idx_x, cp_async_commit, cp_async_wait, lane, ld_shared, st_shared, sync_threads, sync_warp, thread_idx,
+    warp,
+};
+use crate::tile::copy::{Team, Tile, tile_bytes};
+use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
+use crate::tile::rows::{Rows, close, row_tiles};
+use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
+
+/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys.
+pub struct Tiled<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>;
+
+// One shape per head size. Two blocks of rows per warp halve the reads of K and V from shared memory; from 160 columns on, their
+// accumulators would not fit the registers.
+
+/// Head sizes up to 32.
+pub type D32 = Tiled<2, 4, 8, 128>;
+/// Head sizes up to 64.
+pub type D64 = Tiled<2, 8, 8, 128>;
+/// Head sizes up to 80.
+pub type D80 = Tiled<2, 10, 8, 128>;
+/// Head sizes up to 96.
+pub type D96 = Tiled<2, 12, 8, 128>;
+/// Head sizes up to 128.
+pub type D128 = Tiled<2, 16, 8, 128>;
+/// Head sizes up to 160.
+pub type D160 = Tiled<1, 20, 8, 128>;
+/// Head sizes up to 192.
+pub type D192 = Tiled<1, 24, 8, 128>;
+/// Head sizes up to 224.
+pub type D224 = Tiled<1, 28, 8, 128>;
+/// Head sizes up to 256.
+pub type D256 = Tiled<1, 32, 8, 128>;
+
+/// Blocks that cover a call whose kernel has tiles of `rows` rows.
+pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
+    [row_tiles(p, rows) * p.kv_heads * p.batch, 1, 1]
+}
+
+impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled<M, D8, N8, THREADS> {
+    /// Largest head size.
+    pub const HEAD_SIZE: u32 = D8 as u32 * 8;
+    /// Packed query rows of a block.
+    pub const ROWS: u32 = THREADS / 32 * Self::WARP_ROWS;
+    /// Keys of a tile.
+    pub const KEYS: u32 = N8 as u32 * 8;
+    /// Threads of a block.
+    pub const THREADS: u32 = THREADS;
+    /// Shared memory of a block.
+    pub const SHARED_BYTES: u32 = tile_bytes(Self::ROWS + 2 * Self::KEYS, D8);
+
+    const WARP_ROWS: u32 = M as u32 * 16;
+
+    /// The kernel.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        p: AttentionParams,
+    ) {
+        let rows = Self::rows_of_block(&p, seqlens_k);
+        let queries = Tile::<T, D8>::at(0);
+        Self::load_queries(&p, &rows, q, queries);
+
+        let mut acc = zeros::<M, D8>();
+        let mut states = [[SoftmaxState::EMPTY; 2]; M];
+        Self::attend(&p, &rows, k, v, queries, &mut states, &mut acc);
+
+        let mine = queries.from_row(warp() * Self::WARP_ROWS);
+        let factors = Self::finish(&p, &rows, head_sink, lse, states);
+        store(&acc, factors, mine);
+        sync_warp();
+        Self::write(&p, &rows, mine, out);
+    }
+
+    /// Longest first: under a causal mask the last row tile sees most keys.
+    #[inline(always)]
+    fn rows_of_block(p: &AttentionParams, seqlens_k: Global<i32>) -> Rows {
+        let heads = p.kv_heads * p.batch;
+        let index = row_tiles(p, Self::ROWS) - 1 - block_idx_x() / heads;
+        Rows::new(p, seqlens_k, index, block_idx_x() % heads, Self::ROWS)
+    }
+
+    /// Starts copying the queries, and notes behind each row what it sees.
+    #[inline(always)]
+    fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>, queries: Tile<T, D8>) {
+        Team::<D8, THREADS>::new(thread_idx()).gather(queries, Self::ROWS, q, p.head_size, |r| {
+            rows.get(r).map(|row| p.q.at(rows.batch, row.head, row.s))
+        });
+        for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
+            let Visible { first, end } = rows.visible(r);
+            st_shared(queries.place(r, Self::HEAD_SIZE).address(), [first, end]);
+        }
+    }
+
+    /// The loop over key tiles.
+    #[inline(always)]
+    fn attend<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        k: Global<T>,
+        v: Global<T>,
+        queries: Tile<T, D8>,
+        states: &mut States<M>,
+        acc: &mut [[[f32; 4]; D8]; M],
+    ) {
+        let team = Team::<D8, THREADS>::new(thread_idx());
+        let keys = Tile::<T, D8>::at(tile_bytes(Self::ROWS, D8));
+        let values = Tile::<T, D8>::at(tile_bytes(Self::ROWS + Self::KEYS, D8));
+        let mine = queries.from_row(warp() * Self::WARP_ROWS);
+        let k = team.first(k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
+        let v = team.first(v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
+        let scale = ScoreScale::new(p.scale, p.softcap);
+        let span = rows.span();
+        let copy = |tile, rows_0, stride, begin: u32| {
+            let from = Global::offset(rows_0, (begin as u64 * stride) as usize);
+            team.copy(tile, Self::KEYS, from, stride, rows.seqlen.total.saturating_sub(begin), p.head_size);
+            cp_async_commit();
+        };
+
+        let mut begin = span.some.first;
+        copy(keys, k, p.k.row, begin);
+        while begin < span.some.end {
+            cp_async_wait::<0>();
+            sync_threads();
+            copy(values, v, p.v.row, begin);
+
+            let mut weights = scores::<T, M, D8, N8>(mine, keys);
+            scale.adjust(&mut weights);
+            if span.is_partial(begin, Self::KEYS) {
+                mask(&mut weights, begin, |m, half| {
+                    let row = 16 * m as u32 + row_of(half);
+                    let [first, end] = ld_shared(mine.place(row, Self::HEAD_SIZE).address());
+                    Visible { first, end }
+                });
+            }
+
+            cp_async_wait::<0>();
+            sync_threads();
+            let next = begin + Self::KEYS;
+            if next < span.some.end {
+                copy(keys, k, p.k.row, next);
+            }
+
+            weigh(states, &mut weights, acc, scale);
+            accumulate(acc, &weights, values);
+            begin = next;
+        }
+        cp_async_wait::<0>();
+        sync_threads();
+    }
+
+    /// Closes the rows' states, writes lse, and returns what the accumulators are multiplied by.
+    #[inline(always)]
+    fn finish<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        head_sink: Global<T>,
+        lse: Global<f32>,
+        states: States<M>,
+    ) -> [[f32; 2]; M] {
+        let states = states.map(|block| block.map(total));
+        let mut factors = [[0.0; 2]; M];
+        for m in 0..M {
+            for half in 0..2 {
+                let r = warp() * Self::WARP_ROWS + 16 * m as u32 + row_of(half);
+                let Some(row) = rows.get(r) else { continue };
+                let (factor, log_sum_exp) = close(p, rows.seqlen, row, head_sink, states[m][half]);
+                factors[m][half] = factor;
+                if lane() % 4 == 0 && !lse.is_null() {
+                    lse.store(rows.index(p, row), log_sum_exp);
+                }
+            }
+        }
+        factors
+    }
+
+    /// Writes the warp's rows of the tile that was the queries'.
+    #[inline(always)]
+    fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, mine: Tile<T, D8>, out: Global<T>) {
+        Team::<D8, 32>::new(lane()).scatter(mine, Self::WARP_ROWS, out, p.head_size, |r| {
+            let row = rows.get(warp() * Self::WARP_ROWS + r)?;
+            Some(p.out.at(rows.batch, row.head, row.s))
+        });
+    }
+}

@@ -1,0 +1,135 @@
+//! Which query rows a tile holds, where they lie, and which keys they see.
+
+use crate::concept::heads::Group;
+use crate::concept::mask::{Mask, Visible};
+use crate::concept::seqlen::Seqlen;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::num::Element;
+use crate::params::{AttentionParams, sink};
+use crate::simt::Global;
+
+/// Tiles of `height` rows that hold the packed query rows of one KV head.
+pub fn row_tiles(p: &AttentionParams, height: u32) -> u32 {
+    Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(height)
+}
+
+/// A tile's packed rows: query heads that share a KV head, of one sequence.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    /// Batch entry.
+    pub batch: u32,
+    /// KV head of the group.
+    pub kv_head: u32,
+    /// Lengths of the sequence.
+    pub seqlen: Seqlen,
+    /// First packed row of the tile.
+    first: u32,
+    /// One past the last packed row that exists, at most the tile's height on.
+    end: u32,
+    group: Group,
+    mask: Mask,
+}
+
+/// A query row: which one, of which head.
+#[derive(Clone, Copy)]
+pub struct QueryRow {
+    /// Row of this call.
+    pub s: u32,
+    /// Query head.
+    pub head: u32,
+}
+
+/// The keys that matter to a tile.
+#[derive(Clone, Copy)]
+pub struct Span {
+    /// Seen by at least one row.
+    pub some: Visible,
+    /// Seen by every row that is a token.
+    pub all: Visible,
+}
+
+impl Span {
+    /// Whether some row does not see all of the `count` keys from `begin` on.
+    #[inline(always)]
+    pub fn is_partial(&self, begin: u32, count: u32) -> bool {
+        begin < self.all.first || begin + count > self.all.end
+    }
+}
+
+impl Rows {
+    /// Tile `index` of (KV head, batch entry) `head_and_batch`, the head first.
+    #[inline(always)]
+    pub fn new(p: &AttentionParams, seqlens_k: Global<i32>, index: u32, head_and_batch: u32, height: u32) -> Self {
+        let batch = head_and_batch / p.kv_heads;
+        let group = Group::new(p.q_heads, p.kv_heads);
+        let first = index * height;
+        Self {
+            batch,
+            kv_head: head_and_batch % p.kv_heads,
+            seqlen: Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0),
+            first,
+            end: group.rows(p.q_len).min(first + height),
+            group,
+            mask: Mask { causal: p.causal != 0, window: p.window },
+        }
+    }
+
+    /// Rows that exist.
+    #[inline(always)]
+    pub fn count(&self) -> u32 {
+        self.end - self.first
+    }
+
+    /// The tile's row `r`; `None` behind the last.
+    #[inline(always)]
+    pub fn get(&self, r: u32) -> Option<QueryRow> {
+        let (s, head) = self.group.unpack(self.kv_head, self.first + r);
+        (r < self.count()).then_some(QueryRow { s, head })
+    }
+
+    /// What the tile's row `r` sees.
+    #[inline(always)]
+    pub fn visible(&self, r: u32) -> Visible {
+        self.mask.visible(self.seqlen, (self.first + r) / self.group.size)
+    }
+
+    /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the last token decide.
+    #[inline(always)]
+    pub fn span(&self) -> Span {
+        let tokens = self.seqlen.total - self.seqlen.past;
+        let first = self.first / self.group.size;
+        let last = ((self.end - 1) / self.group.size).min(tokens.saturating_sub(1));
+        let [first, last] = [self.mask.visible(self.seqlen, first), self.mask.visible(self.seqlen, last)];
+        Span {
+            some: Visible { first: first.first, end: if first.end > 0 { last.end } else { 0 } },
+            all: Visible { first: last.first, end: first.end },
+        }
+    }
+
+    /// Index of a row in tensors of one value per row: (batch, query head, row).
+    #[inline(always)]
+    pub fn index(&self, p: &AttentionParams, row: QueryRow) -> usize {
+        (self.batch as usize * p.q_heads as usize + row.head as usize) * p.q_len as usize + row.s as usize
+    }
+}
+
+/// Ends a row: its sink joins. Returns the factor that makes its output of what was accumulated, and its log-sum-exp. Padding has
+/// no output and no sum, and no sink either.
+#[inline(always)]
+pub fn close<T: Element>(
+    p: &AttentionParams,
+    seqlen: Seqlen,
+    row: QueryRow,
+    head_sink: Global<T>,
+    mut state: SoftmaxState,
+) -> (f32, f32) {
+    if !seqlen.is_token(row.s) {
+        return (0.0, f32::NEG_INFINITY);
+    }
+    let rescale = match p.sink {
+        sink::NONE => 1.0,
+        sink::ZERO => state.join_sink(0.0),
+        _ => state.join_sink(head_sink.load(row.head as usize).to_f32() * LOG2_E),
+    };
+    (rescale * state.normaliser(), state.log_sum_exp())
+}

@@ -1,0 +1,132 @@
+//! The online softmax on score fragments.
+//!
+//! A lane keeps the states of the rows that it holds a part of. Maxima are exact: the four lanes of a row agree on them by shuffles
+//! at every tile. Sums cover the lane's own columns and are added up once, by [`total`].
+
+use super::fragment::{Fragments, column_of};
+use crate::concept::mask::Visible;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::num::tanh;
+use crate::simt::{max, shfl_xor_f32};
+
+/// States of a lane's rows: two in each of `M` blocks.
+pub type States<const M: usize> = [[SoftmaxState; 2]; M];
+
+/// The way from q·k to the log2 domain: an adjustment that most calls do without, then a positive factor.
+#[derive(Clone, Copy)]
+pub struct ScoreScale {
+    factor: f32,
+    adjustment: Adjustment,
+}
+
+#[derive(Clone, Copy)]
+enum Adjustment {
+    None,
+    /// The scale is negative, and maxima are taken before the factor.
+    Negate,
+    /// Softcap: the hyperbolic tangent of q·k times this.
+    Tanh(f32),
+}
+
+impl ScoreScale {
+    /// From the factor on q·k and the softcap, 0 for none.
+    #[inline(always)]
+    pub fn new(scale: f32, softcap: f32) -> Self {
+        if softcap > 0.0 {
+            Self { factor: softcap * LOG2_E, adjustment: Adjustment::Tanh(scale / softcap) }
+        } else if scale < 0.0 {
+            Self { factor: -scale * LOG2_E, adjustment: Adjustment::Negate }
+        } else {
+            Self { factor: scale * LOG2_E, adjustment: Adjustment::None }
+        }
+    }
+
+    /// Leaves scores that need nothing but the factor.
+    #[inline(always)]
+    pub fn adjust<const M: usize, const N8: usize>(self, scores: &mut Fragments<M, N8>) {
+        match self.adjustment {
+            Adjustment::None => {}
+            Adjustment::Negate => each(scores, |x| -x),
+            Adjustment::Tanh(inner) => each(scores, |x| tanh(x * inner)),
+        }
+    }
+}
+
+#[inline(always)]
+fn each<const M: usize, const N8: usize>(scores: &mut Fragments<M, N8>, f: impl Fn(f32) -> f32) {
+    for m in 0..M {
+        for block in 0..N8 {
+            for i in 0..4 {
+                scores[m][block][i] = f(scores[m][block][i]);
+            }
+        }
+    }
+}
+
+/// Hides what a row does not see of the keys from `begin` on; `visible(m, half)` is what a lane's row sees.
+#[inline(always)]
+pub fn mask<const M: usize, const N8: usize>(
+    scores: &mut Fragments<M, N8>,
+    begin: u32,
+    visible: impl Fn(usize, usize) -> Visible,
+) {
+    for m in 0..M {
+        for half in 0..2 {
+            let Visible { first, end } = visible(m, half);
+            for block in 0..N8 {
+                for i in 0..2 {
+                    let key = begin + 8 * block as u32 + column_of() + i as u32;
+                    if key < first || key >= end {
+                        scores[m][block][2 * half + i] = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Turns scores into softmax weights against the rows' new maxima, and rescales what was accumulated against the old ones.
+#[inline(always)]
+pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    out: &mut Fragments<M, D8>,
+    scale: ScoreScale,
+) {
+    for m in 0..M {
+        for half in 0..2 {
+            let state = &mut states[m][half];
+            let rescale = state.raise(row_max(&scores[m], half) * scale.factor);
+            for block in 0..N8 {
+                for i in 2 * half..2 * half + 2 {
+                    let weight = state.scaled_weight(scores[m][block][i], scale.factor);
+                    state.sum += weight;
+                    scores[m][block][i] = weight;
+                }
+            }
+            for block in 0..D8 {
+                for i in 2 * half..2 * half + 2 {
+                    out[m][block][i] *= rescale;
+                }
+            }
+        }
+    }
+}
+
+/// The state of a whole row from the lane's share.
+#[inline(always)]
+pub fn total(state: SoftmaxState) -> SoftmaxState {
+    let sum = state.sum + shfl_xor_f32(state.sum, 1);
+    SoftmaxState { sum: sum + shfl_xor_f32(sum, 2), ..state }
+}
+
+/// Largest score of a lane's row, over the four lanes that hold it.
+#[inline(always)]
+fn row_max<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
+    let mut largest = f32::NEG_INFINITY;
+    for block in 0..N8 {
+        largest = max(largest, max(scores[block][2 * half], scores[block][2 * half + 1]));
+    }
+    largest = max(largest, shfl_xor_f32(largest, 1));
+    max(largest, shfl_xor_f32(largest, 2))
+}
