@@ -10,7 +10,7 @@ pub use entry::{Entry, Family, entries, find};
 
 #[cfg_attr(target_arch = "nvptx64", allow(unused_imports, reason = "a device build has one family"))]
 use {
-    crate::attention::general::{self, general},
+    crate::attention::{combine::{self, combine}, general::{self, general}, split_kv, tiled},
     crate::num::{bf16, f16},
     crate::params::{AttentionParams, PrologueParams},
     crate::prologue::{
@@ -101,6 +101,9 @@ static TABLES: &[&[Entry]] = &[
     SEQUENCE_LENGTHS,
     SEQLENS_TO_POS_IDS,
     GENERAL,
+    TILED,
+    SPLIT_KV,
+    COMBINE,
 ];
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
@@ -159,4 +162,64 @@ kernels!(GENERAL, General, "family-general",
     gqa_general_f32 => general::<f32>, T = f32;
     gqa_general_f16 => general::<f16>, T = f16;
     gqa_general_bf16 => general::<bf16>, T = bf16;
+});
+
+/// Rows of a kernel with one shape of tiles per head size, for both 16-bit types:
+/// `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`. A `quick` device build leaves out the second set.
+macro_rules! kernels_by_head_size {
+    ($table:ident, $family:ident, $feature:literal, $args:tt, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
+        kernels_by_head_size!(@rows $table, $family, $feature, $args, {
+            @(all()) $($quick)*
+            @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*
+        });
+    };
+    (@rows $table:ident, $family:ident, $feature:literal, $args:tt, {
+        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*)*
+    }) => {
+        kernels!($table, $family, $feature, $args, { $($(
+            #[cfg($when)]
+            $f16 => <$shape>::run, T = f16, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: 80 };
+            #[cfg($when)]
+            $bf16 => <$shape>::run, T = bf16, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: 80 };
+        )*)* });
+    };
+}
+
+kernels_by_head_size!(TILED, Tiled, "family-tiled",
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), {
+    gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
+}, unless quick {
+    gqa_tiled_f16_d32, gqa_tiled_bf16_d32 => tiled::D32, 3;
+    gqa_tiled_f16_d64, gqa_tiled_bf16_d64 => tiled::D64, 3;
+    gqa_tiled_f16_d80, gqa_tiled_bf16_d80 => tiled::D80, 2;
+    gqa_tiled_f16_d96, gqa_tiled_bf16_d96 => tiled::D96, 2;
+    gqa_tiled_f16_d160, gqa_tiled_bf16_d160 => tiled::D160, 2;
+    gqa_tiled_f16_d192, gqa_tiled_bf16_d192 => tiled::D192, 2;
+    gqa_tiled_f16_d224, gqa_tiled_bf16_d224 => tiled::D224, 2;
+    gqa_tiled_f16_d256, gqa_tiled_bf16_d256 => tiled::D256, 2;
+});
+
+kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), {
+    gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
+}, unless quick {
+    gqa_split_kv_f16_d32, gqa_split_kv_bf16_d32 => split_kv::D32, 4;
+    gqa_split_kv_f16_d64, gqa_split_kv_bf16_d64 => split_kv::D64, 3;
+    gqa_split_kv_f16_d80, gqa_split_kv_bf16_d80 => split_kv::D80, 3;
+    gqa_split_kv_f16_d96, gqa_split_kv_bf16_d96 => split_kv::D96, 3;
+    gqa_split_kv_f16_d160, gqa_split_kv_bf16_d160 => split_kv::D160, 3;
+    gqa_split_kv_f16_d192, gqa_split_kv_bf16_d192 => split_kv::D192, 3;
+    gqa_split_kv_f16_d224, gqa_split_kv_bf16_d224 => split_kv::D224, 2;
+    gqa_split_kv_f16_d256, gqa_split_kv_bf16_d256 => split_kv::D256, 2;
+});
+
+kernels!(COMBINE, SplitKv, "family-split-kv",
+    (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 0, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_combine_f16 => combine::<f16>, T = f16;
+    gqa_combine_bf16 => combine::<bf16>, T = bf16;
 });

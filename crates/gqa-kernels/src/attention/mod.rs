@@ -1,3 +1,6 @@
 //! The attention algorithms.
 
+pub mod combine;
 pub mod general;
+pub mod split_kv;
+pub mod tiled;
