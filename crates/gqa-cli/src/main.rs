@@ -1,2 +1,102 @@
 //! The `gqa` program.
-fn main() {}
+
+mod backend;
+mod bench;
+mod check;
+mod demo;
+mod doctor;
+mod explain;
+mod gpu;
+mod input;
+mod oracle;
+mod run;
+mod shape;
+
+use std::io::ErrorKind;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// GroupQueryAttention in Rust: on a GPU through CUDA, on a CPU, on a simulated GPU.
+///
+/// Without a command, shows what it does: a prompt and some tokens through a layer of the shape of Llama 3 8B.
+#[derive(Parser)]
+#[command(name = "gqa", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run cases in ONNX backend-test layout and compare with their expected outputs.
+    Check(check::Args),
+    /// Run a model file and write its outputs.
+    Run(run::Args),
+    /// Say which kernels a call gets, why, and what it costs; needs no GPU.
+    Explain(explain::Args),
+    /// Measure.
+    #[command(subcommand)]
+    Bench(bench::Mode),
+    /// Report driver, devices and kernels, and what will be used.
+    Doctor,
+    /// A prompt and some tokens through a layer of the shape of Llama 3 8B.
+    Demo(demo::Args),
+}
+
+/// A mistake in the command line: exit code 2.
+#[derive(Debug)]
+struct Usage(String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return report_usage(&error),
+    };
+    let result = match cli.command.unwrap_or_else(|| Command::Demo(demo::Args::default())) {
+        Command::Check(args) => check::run(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Bench(mode) => bench::run(&mode),
+        Command::Doctor => doctor::run(),
+        Command::Demo(args) => demo::run(&args),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("gqa: {}", one_line(&format!("{error:#}")));
+            ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
+        }
+    }
+}
+
+/// Help goes to stdout as it is; a mistake becomes one line.
+fn report_usage(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let text = error.render().to_string();
+    let reason = text.split("\n\n").next().unwrap_or_default();
+    eprintln!("gqa: {} (see gqa --help)", one_line(reason.trim_start_matches("error: ")));
+    ExitCode::from(2)
+}
+
+/// The reader of our output went away, as `head` does.
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)
+}
+
+/// Text from files and the system may hold anything; one line stays one line.
+fn one_line(text: &str) -> String {
+    let words = text.split(char::is_control).map(str::trim).filter(|part| !part.is_empty());
+    words.collect::<Vec<_>>().join(" ")
+}

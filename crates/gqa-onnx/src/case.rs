@@ -3,7 +3,7 @@
 //! ```text
 //! NAME/model.onnx                     one node
 //! NAME/test_data_set_0/input_0.pb     for input 0 of the graph, and so on
-//! NAME/test_data_set_0/output_0.pb    outputs without a file are not compared
+//! NAME/test_data_set_0/output_0.pb    as input_K.pb; the last outputs may be left out
 //! NAME/meta.json                      optional: {"tolerance": {"atol": 1e-3, "rtol": 1e-3}}
 //! NAME/ignore.json                    optional: {"version": 1, "outputs": {"output_0": [{"start": [0, 2, 0], "stop": [1, 4, 8]}]}}
 //! ```
@@ -225,32 +225,34 @@ fn check_set(
     limits: Limits,
     ignored: &[Vec<Region>],
 ) -> Result<Vec<OutputCheck>> {
-    let names = model.output_names();
-    let mut expected = Vec::new();
-    for (number, path) in numbered_files(set, "output")? {
-        let Some(name) = names.get(number) else {
-            let allowed = format!("the {} outputs of the graph", names.len());
-            return Err(Error::invalid(
-                file_name(set),
-                format_args!("output_{number}.pb"),
-                allowed,
-            ));
-        };
-        expected.push((number, read_tensor(&path, &format!("{name} (output_{number}.pb)"))?));
-    }
-    if expected.is_empty() {
-        return Err(Error::invalid(
-            file_name(set),
-            "no expected outputs",
-            "at least one output_K.pb",
-        ));
-    }
+    let expected = expected(model.output_names(), set)?;
     let computed = model.run(&model.call(set)?, backend)?;
-    let outputs = expected.into_iter().map(|(number, want)| {
-        let found = check_output(&computed[number], &want, &ignored[number], limits)?;
-        Ok(OutputCheck { name: names[number].clone(), found })
+    let outputs = model.output_names().iter().zip(expected).zip(computed.iter().zip(ignored));
+    let outputs = outputs.map(|((name, want), (got, ignored))| {
+        let found = check_output(got, &want, ignored, limits)?;
+        Ok(OutputCheck { name: name.clone(), found })
     });
     outputs.collect()
+}
+
+/// output_0.pb and so on. Files may be missing for the last outputs of the graph, which are not compared then.
+fn expected(names: &[String], set: &Path) -> Result<Vec<Tensor>> {
+    let files = numbered_files(set, "output")?;
+    if files.is_empty() {
+        return Err(Error::invalid(file_name(set), "no expected outputs", "output_0.pb and so on"));
+    }
+    let read = |(position, (number, path)): (usize, (usize, PathBuf))| match names.get(number) {
+        None => {
+            let allowed = format!("the {} outputs of the graph", names.len());
+            Err(Error::invalid(file_name(set), format_args!("output_{number}.pb"), allowed))
+        }
+        Some(_) if number != position => {
+            let got = format!("output_{number}.pb without output_{position}.pb");
+            Err(Error::invalid(file_name(set), got, "no gap between expected outputs"))
+        }
+        Some(name) => read_tensor(&path, &format!("{name} (output_{number}.pb)")),
+    };
+    files.into_iter().enumerate().map(read).collect()
 }
 
 fn check_output(
@@ -353,10 +355,15 @@ mod tests {
             error(folder.path()),
             "test_data_set_0: got output_7.pb; allowed: the 2 outputs of the graph"
         );
-        std::fs::remove_file(set.join("output_7.pb"))?;
+        std::fs::rename(set.join("output_7.pb"), set.join("output_1.pb"))?;
         assert_eq!(
             error(folder.path()),
-            "test_data_set_0: got no expected outputs; allowed: at least one output_K.pb"
+            "test_data_set_0: got output_1.pb without output_0.pb; allowed: no gap between expected outputs"
+        );
+        std::fs::remove_file(set.join("output_1.pb"))?;
+        assert_eq!(
+            error(folder.path()),
+            "test_data_set_0: got no expected outputs; allowed: output_0.pb and so on"
         );
         Ok(())
     }

@@ -1,0 +1,69 @@
+//! Which back end computes.
+
+use anyhow::{Context, Result};
+use gqa_host::backend::{Backend, cpu::Cpu, cuda::Cuda, sim::Sim};
+use gqa_host::plan::Switches;
+use gqa_host::reference::Reference;
+
+use crate::gpu::Gpu;
+
+/// `--backend`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Choice {
+    /// The GPU if there is a usable one, else the CPU.
+    #[default]
+    Auto,
+    /// Fast f32 on all cores.
+    Cpu,
+    /// The GPU's kernels on a simulated machine; slow.
+    Sim,
+    /// The GPU.
+    Cuda,
+    /// The f64 definition; slow.
+    Reference,
+}
+
+/// The back end of that choice, or why it cannot be used.
+pub fn select(choice: Choice) -> Result<Box<dyn Backend>> {
+    let switches = Switches::from_env()?;
+    Ok(match choice {
+        Choice::Auto => match Cuda::new(switches) {
+            Ok(cuda) => Box::new(cuda),
+            Err(_) => Box::new(Cpu::default()),
+        },
+        Choice::Cpu => Box::new(Cpu::default()),
+        Choice::Sim => Box::new(Sim::default().with_switches(switches)),
+        Choice::Cuda => Box::new(Cuda::new(switches).context("--backend cuda")?),
+        Choice::Reference => Box::new(Reference),
+    })
+}
+
+/// Where calls are timed.
+pub enum Machine {
+    /// A GPU, on whose memory calls work.
+    Gpu(Gpu),
+    /// A back end that works on host memory.
+    Host(Box<dyn Backend>),
+}
+
+impl Machine {
+    /// The machine of that choice, and in words what it is and why.
+    pub fn select(choice: Choice) -> Result<(Self, String)> {
+        let threads = rayon::current_num_threads();
+        let gpu = match choice {
+            Choice::Auto | Choice::Cuda => Gpu::open(),
+            _ => return Ok((Self::Host(select(choice)?), format!("{choice:?}").to_lowercase())),
+        };
+        match (gpu, choice) {
+            (Ok(gpu), _) => {
+                let device = gpu.device.info().to_string();
+                Ok((Self::Gpu(gpu), device))
+            }
+            (Err(reason), Choice::Auto) => {
+                let words = format!("CPU, {threads} threads ({reason})");
+                Ok((Self::Host(Box::new(Cpu::default())), words))
+            }
+            (Err(reason), _) => Err(reason.context("--backend cuda")),
+        }
+    }
+}

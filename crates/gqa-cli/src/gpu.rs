@@ -1,0 +1,57 @@
+//! A GPU on whose memory calls stay.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use gqa_host::Problem;
+use gqa_host::driver::{Call, Device, Stream};
+use gqa_host::plan::{Plan, Switches, TensorId, plan};
+
+use crate::shape::Tensors;
+
+/// An open GPU.
+pub struct Gpu {
+    /// The device.
+    pub device: Device,
+    /// All work goes here.
+    pub stream: Stream,
+    switches: Switches,
+}
+
+impl Gpu {
+    /// The first GPU.
+    pub fn open() -> Result<Self> {
+        let switches = Switches::from_env()?;
+        let device = Device::open(0).map_err(gqa_host::Error::from)?;
+        Ok(Self { stream: Stream::new(&device)?, device, switches })
+    }
+
+    /// The plan of a call.
+    pub fn plan(&self, problem: &Problem) -> Result<Plan> {
+        Ok(plan(problem, self.device.info(), &self.switches)?)
+    }
+
+    /// A call with its tensors on the GPU. What kernels should write is filled with NaN first.
+    pub fn call(&self, plan: &Plan, tensors: &Tensors) -> Result<Arc<Call>> {
+        let call = Call::new(&self.device, plan.clone())?;
+        call.poison(&self.stream)?;
+        self.upload(&call, tensors)?;
+        Ok(Arc::new(call))
+    }
+
+    /// Copies all that a call reads to the GPU, the shared cache included.
+    pub fn upload(&self, call: &Call, tensors: &Tensors) -> Result<()> {
+        for (id, tensor) in tensors.iter().filter(|(id, _)| *id != TensorId::Output) {
+            call.upload(id, tensor, &self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Copies what a call wrote to the host.
+    pub fn download(&self, call: &Call, tensors: &mut Tensors) -> Result<()> {
+        for id in [TensorId::Output, TensorId::PresentKey, TensorId::PresentValue] {
+            tensors.set(id, call.download(id, &self.stream)?);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,177 @@
+//! Large calls against the f64 reference: not all of it, but some rows, each as calls of its own.
+//!
+//! The output row `s` of query head `n` depends on one query row and on the cache of one KV head. The reference is asked for that
+//! row alone: one query head over one KV head, nothing to append, and as cache the rows that the query sees. The new cache row `s`
+//! depends on one key and one value row; the reference is asked for it as a prompt of one token at that position.
+
+use anyhow::{Context, Result};
+use gqa_host::op::{Inputs, Outputs};
+use gqa_host::plan::TensorId;
+use gqa_host::reference::Reference;
+use gqa_host::{Problem, RowLayout, Tensor};
+use gqa_onnx::{Tolerance, compare};
+use ndarray::Array2;
+
+use crate::input::Noise;
+use crate::shape::{Shape, Tensors, lengths};
+
+/// What comparing sampled rows found.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sampled {
+    /// Rows of the output compared; as many rows of each cache.
+    pub rows: usize,
+    /// Elements out of tolerance.
+    pub failed: usize,
+    /// Largest difference.
+    pub max_abs: f64,
+}
+
+impl Sampled {
+    fn add(&mut self, got: &Tensor, want: &Tensor) -> Result<()> {
+        let found = compare(got, want, &[], Tolerance::of(want.dtype()))?;
+        self.failed += found.failed;
+        self.max_abs = self.max_abs.max(found.max_abs);
+        Ok(())
+    }
+
+    /// Joins two samples.
+    pub fn merge(&mut self, other: &Self) {
+        self.rows += other.rows;
+        self.failed += other.failed;
+        self.max_abs = self.max_abs.max(other.max_abs);
+    }
+}
+
+/// A computed call: its inputs and its outputs.
+pub struct Computed<'a> {
+    /// What was asked for.
+    pub shape: &'a Shape,
+    /// The same, validated.
+    pub problem: &'a Problem,
+    /// Inputs, and outputs as computed.
+    pub tensors: &'a Tensors,
+    /// Rows in each sequence's cache before.
+    pub past_length: usize,
+}
+
+/// A row of a query head.
+#[derive(Clone, Copy)]
+struct Place {
+    batch: usize,
+    head: usize,
+    row: usize,
+}
+
+/// What the reference is asked about.
+struct Operands<'a> {
+    query: &'a Tensor,
+    key: &'a Tensor,
+    value: &'a Tensor,
+    past: Option<(&'a Tensor, &'a Tensor)>,
+}
+
+impl Computed<'_> {
+    /// Compares about `count` rows: the first, the last, and random ones.
+    pub fn sample(&self, count: usize, noise: &mut Noise) -> Result<Sampled> {
+        let p = self.problem;
+        let last = Place { batch: p.batch - 1, head: p.q_heads - 1, row: p.q_len - 1 };
+        let mut places = vec![Place { batch: 0, head: 0, row: 0 }, last];
+        places.extend((places.len()..count).map(|_| Place {
+            batch: noise.below(p.batch),
+            head: noise.below(p.q_heads),
+            row: noise.below(p.q_len),
+        }));
+        let mut sampled = Sampled { rows: places.len(), ..Sampled::default() };
+        for place in places {
+            let kv = Place { head: place.head / p.group(), ..place };
+            self.check_output(place, kv, &mut sampled)?;
+            self.check_cache(kv, &mut sampled)?;
+        }
+        Ok(sampled)
+    }
+
+    /// The output row, from the cache as it was computed.
+    fn check_output(&self, place: Place, kv: Place, sampled: &mut Sampled) -> Result<()> {
+        let p = self.problem;
+        let position = self.past_length + place.row;
+        let visible = if p.causal { position + 1 } else { self.past_length + p.q_len };
+        let cache = p.cache_layout(p.capacity);
+        let start = Place { row: 0, ..kv };
+        let past_key =
+            self.rows(TensorId::PresentKey, cache, start, &[1, 1, visible, p.head_size])?;
+        let past_value =
+            self.rows(TensorId::PresentValue, cache, start, &[1, 1, visible, p.head_size])?;
+        let query = self.rows(TensorId::Query, p.query_layout(), place, &[1, 1, p.head_size])?;
+        let nothing = Tensor::zeros(p.dtype, &[1, 0, p.head_size]);
+        let operands = Operands {
+            query: &query,
+            key: &nothing,
+            value: &nothing,
+            past: Some((&past_key, &past_value)),
+        };
+        let want = self.reference(&operands, position, visible)?;
+        let got = self.rows(TensorId::Output, p.output_layout(), place, want.output.shape())?;
+        sampled.add(&got, &want.output)
+    }
+
+    /// The row appended to each cache.
+    fn check_cache(&self, kv: Place, sampled: &mut Sampled) -> Result<()> {
+        let p = self.problem;
+        let position = self.past_length + kv.row;
+        let one = [1, 1, p.head_size];
+        let (key, value) = if p.packed {
+            (TensorId::Query, TensorId::Query)
+        } else {
+            (TensorId::Key, TensorId::Value)
+        };
+        let key = self.rows(key, p.key_layout(), kv, &one)?;
+        let value = self.rows(value, p.value_layout(), kv, &one)?;
+        let operands = Operands { query: &key, key: &key, value: &value, past: None };
+        let want = self.reference(&operands, position, 1)?;
+        let (cache, row) = (p.cache_layout(p.capacity), Place { row: position, ..kv });
+        sampled.add(
+            &self.rows(TensorId::PresentKey, cache, row, &[1, 1, 1, p.head_size])?,
+            &want.present_key,
+        )?;
+        sampled.add(
+            &self.rows(TensorId::PresentValue, cache, row, &[1, 1, 1, p.head_size])?,
+            &want.present_value,
+        )
+    }
+
+    /// One query row at `position` over `total` keys, by the reference.
+    fn reference(&self, operands: &Operands<'_>, position: usize, total: usize) -> Result<Outputs> {
+        let (seqlens_k, total_length) = lengths(1, total);
+        let position_ids = Tensor::from(Array2::from_elem((1, 1), position as i64));
+        let inputs = Inputs {
+            key: Some(operands.key),
+            value: Some(operands.value),
+            past_key: operands.past.map(|past| past.0),
+            past_value: operands.past.map(|past| past.1),
+            cos_cache: self.tensors.get(TensorId::CosCache),
+            sin_cache: self.tensors.get(TensorId::SinCache),
+            position_ids: self.problem.rotary.map(|_| &position_ids),
+            ..Inputs::new(operands.query, &seqlens_k, &total_length)
+        };
+        Ok(self.shape.layer.op(1, 1).run(&inputs, &Reference)?)
+    }
+
+    /// Consecutive rows of one head, as a tensor of that shape.
+    fn rows(
+        &self,
+        id: TensorId,
+        layout: RowLayout,
+        first: Place,
+        shape: &[usize],
+    ) -> Result<Tensor> {
+        let source = self.tensors.expect(id)?;
+        let mut rows = Tensor::zeros(source.dtype(), shape);
+        let width = self.problem.head_size * source.dtype().size();
+        for (i, row) in rows.bytes_mut().chunks_exact_mut(width).enumerate() {
+            let start = layout.at(first.batch, first.head, first.row + i) * source.dtype().size();
+            let bytes = source.bytes().get(start..start + width);
+            row.copy_from_slice(bytes.with_context(|| format!("{} ends early", id.name()))?);
+        }
+        Ok(rows)
+    }
+}

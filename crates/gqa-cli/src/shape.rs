@@ -1,0 +1,335 @@
+//! Calls described by numbers on the command line, and made-up tensors for them.
+
+use anyhow::{Context, Result};
+use gqa_host::backend::Io;
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache};
+use gqa_host::plan::TensorId;
+use gqa_host::{DType, Phase, Problem, Tensor};
+use ndarray::Array1;
+
+use crate::Usage;
+use crate::input::Noise;
+
+/// `--dtype`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Element {
+    /// float32
+    F32,
+    /// float16
+    F16,
+    /// bfloat16
+    Bf16,
+}
+
+impl From<Element> for DType {
+    fn from(element: Element) -> Self {
+        match element {
+            Element::F32 => Self::F32,
+            Element::F16 => Self::F16,
+            Element::Bf16 => Self::BF16,
+        }
+    }
+}
+
+/// `--rotary`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Rotation {
+    /// Q and K come as they are.
+    None,
+    /// Pairs (i, i + half).
+    Half,
+    /// Pairs (2i, 2i + 1).
+    Interleaved,
+}
+
+/// Heads, element type and attributes.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Layer {
+    /// Query heads.
+    #[arg(long, default_value_t = 32, value_parser = count(1 << 16))]
+    pub heads: u64,
+    /// KV heads.
+    #[arg(long, default_value_t = 8, value_parser = count(1 << 16))]
+    pub kv_heads: u64,
+    /// Elements of a head.
+    #[arg(long, default_value_t = 128, value_parser = count(4096))]
+    pub head_size: u64,
+    /// Element type.
+    #[arg(long, value_enum, default_value_t = Element::Bf16)]
+    pub dtype: Element,
+    /// Query, key and value are one tensor.
+    #[arg(long)]
+    pub packed: bool,
+    /// Rotary embedding of whole heads.
+    #[arg(long, value_enum, default_value_t = Rotation::None)]
+    pub rotary: Rotation,
+    /// Newest keys a query sees, its own included; -1: all.
+    #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
+    pub window: i64,
+    /// Scores become softcap * tanh(score / softcap); 0: off.
+    #[arg(long, default_value_t = 0.0)]
+    pub softcap: f32,
+    /// Factor on q.k; 0: 1 / sqrt(head size).
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    pub scale: f32,
+    /// A logit of 0 joins every softmax.
+    #[arg(long)]
+    pub smooth_softmax: bool,
+    /// Queries see later keys too.
+    #[arg(long)]
+    pub bidirectional: bool,
+}
+
+/// A whole number from 1 to `limit`.
+pub fn count(limit: u64) -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(1..=limit)
+}
+
+impl Layer {
+    /// The layer of Llama 3 8B.
+    pub fn llama3_8b(dtype: Element) -> Self {
+        Self {
+            heads: 32,
+            kv_heads: 8,
+            head_size: 128,
+            dtype,
+            packed: false,
+            rotary: Rotation::Half,
+            window: -1,
+            softcap: 0.0,
+            scale: 0.0,
+            smooth_softmax: false,
+            bidirectional: false,
+        }
+    }
+
+    /// The operator, with that many heads.
+    pub fn op(&self, heads: u64, kv_heads: u64) -> GroupQueryAttention {
+        GroupQueryAttention::new(heads as i64, kv_heads as i64)
+            .scale(self.scale)
+            .softcap(self.softcap)
+            .local_window_size(self.window)
+            .causal(i64::from(!self.bidirectional))
+            .do_rotary(self.rotary != Rotation::None)
+            .rotary_interleaved(self.rotary == Rotation::Interleaved)
+            .smooth_softmax(self.smooth_softmax)
+    }
+
+    /// Attributes that are not at their defaults, in words.
+    pub fn features(&self) -> String {
+        let mut features = String::new();
+        for (present, text) in [
+            (self.packed, " packed".to_owned()),
+            (self.rotary == Rotation::Half, " rotary".to_owned()),
+            (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
+            (self.window >= 0, format!(" window={}", self.window)),
+            (self.softcap != 0.0, format!(" softcap={}", self.softcap)),
+            (self.scale != 0.0, format!(" scale={}", self.scale)),
+            (self.smooth_softmax, " smooth-softmax".to_owned()),
+            (self.bidirectional, " bidirectional".to_owned()),
+        ] {
+            if present {
+                features.push_str(&text);
+            }
+        }
+        features
+    }
+
+    /// Base of the rotary angles (Llama 3's).
+    const ROTARY_BASE: f64 = 500_000.0;
+
+    /// cos_cache and sin_cache for positions below `positions`.
+    pub fn rotary_caches(&self, positions: usize) -> Result<Option<(Tensor, Tensor)>> {
+        if self.rotary == Rotation::None {
+            return Ok(None);
+        }
+        let half = self.head_size as usize / 2;
+        let table = |f: fn(f64) -> f64| -> Result<Tensor> {
+            let angle =
+                |p: usize, i: usize| p as f64 * Self::ROTARY_BASE.powf(-(i as f64) / half as f64);
+            let values: Vec<f32> =
+                (0..positions * half).map(|x| f(angle(x / half, x % half)) as f32).collect();
+            let table = Tensor::from_f32(self.dtype.into(), &[positions, half], &values);
+            table.context("cos_cache and sin_cache of an integer type")
+        };
+        Ok(Some((table(f64::cos)?, table(f64::sin)?)))
+    }
+}
+
+/// A call with a shared cache in which all sequences have the same length.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Heads and attributes.
+    pub layer: Layer,
+    /// Sequences.
+    pub batch: usize,
+    /// New rows.
+    pub query_length: usize,
+    /// Rows in the cache before.
+    pub past_length: usize,
+    /// Rows of the cache.
+    pub capacity: usize,
+}
+
+/// More elements than any machine has; below it no size overflows.
+const MAX_ELEMENTS: usize = 1 << 44;
+
+impl Shape {
+    /// A call whose cache is full afterwards.
+    pub fn new(layer: Layer, batch: usize, query_length: usize, past_length: usize) -> Self {
+        Self { layer, batch, query_length, past_length, capacity: query_length + past_length }
+    }
+
+    /// Rows of a sequence afterwards.
+    pub fn total(&self) -> usize {
+        self.query_length + self.past_length
+    }
+
+    /// The validated call. Attributes, heads and types are checked on a call of a row or two, so that no memory of the real
+    /// size is needed; then the real sizes are put in.
+    pub fn problem(&self) -> Result<Problem> {
+        let (rows, total) = match (self.past_length, self.query_length) {
+            (0, _) => (1, 1),
+            (_, 1) => (1, 2),
+            _ => (2, 3),
+        };
+        let mut problem = self.miniature(rows, total)?;
+        let width = (self.layer.heads + 2 * self.layer.kv_heads) * self.layer.head_size;
+        let elements = [self.batch, self.capacity, width as usize]
+            .into_iter()
+            .try_fold(1usize, usize::checked_mul);
+        if self.total() > i32::MAX as usize || elements.is_none_or(|n| n > MAX_ELEMENTS) {
+            let size =
+                format!("batch {}, {} rows, {width} elements per row", self.batch, self.total());
+            return Err(Usage(format!("{size}: allowed: 2^44 elements and 2^31 - 1 rows")).into());
+        }
+        problem.batch = self.batch;
+        problem.q_len = self.query_length;
+        problem.new_len = self.query_length;
+        problem.total_len = self.total();
+        problem.past_capacity = self.capacity;
+        problem.capacity = self.capacity;
+        if self.past_length == 0 {
+            problem.phase = Phase::FirstPrompt;
+        }
+        if let Some(rotary) = &mut problem.rotary {
+            rotary.max_positions = self.capacity;
+        }
+        Ok(problem)
+    }
+
+    fn miniature(&self, rows: usize, total: usize) -> Result<Problem> {
+        let Layer { heads, kv_heads, head_size, dtype, packed, .. } = self.layer;
+        let zeros =
+            |heads: u64| Tensor::zeros(dtype.into(), &[1, rows, (heads * head_size) as usize]);
+        let (query, key) = match packed {
+            true => (zeros(heads + 2 * kv_heads), None),
+            false => (zeros(heads), Some(zeros(kv_heads))),
+        };
+        let caches = self.layer.rotary_caches(total)?;
+        let (seqlens_k, total_length) = lengths(1, total);
+        let past = Tensor::zeros(dtype.into(), &[1, kv_heads as usize, total, head_size as usize]);
+        let inputs = Inputs {
+            key: key.as_ref(),
+            value: key.as_ref(),
+            cos_cache: caches.as_ref().map(|caches| &caches.0),
+            sin_cache: caches.as_ref().map(|caches| &caches.1),
+            ..Inputs::new(&query, &seqlens_k, &total_length)
+        };
+        let cache = KvCache { key: past.clone(), value: past };
+        Ok(self.layer.op(heads, kv_heads).problem_in_place(&inputs, &cache)?)
+    }
+
+    /// Random tensors for every role that `problem` has; outputs are zero.
+    pub fn tensors(&self, problem: &Problem, noise: &mut Noise) -> Result<Tensors> {
+        let mut tensors = Tensors(Vec::new());
+        for id in TensorId::ALL {
+            let Some(spec) = id.spec(problem) else { continue };
+            let tensor = match id {
+                TensorId::SeqlensK => lengths(self.batch, self.total()).0,
+                TensorId::Output => Tensor::zeros(spec.dtype, &spec.shape),
+                TensorId::CosCache | TensorId::SinCache => continue,
+                _ => noise.tensor(spec.dtype, &spec.shape, 1.0)?,
+            };
+            tensors.set(id, tensor);
+        }
+        if let Some((cos, sin)) = self.layer.rotary_caches(self.capacity)? {
+            tensors.set(TensorId::CosCache, cos);
+            tensors.set(TensorId::SinCache, sin);
+        }
+        Ok(tensors)
+    }
+}
+
+/// seqlens_k and total_sequence_length of `batch` sequences of `total` rows.
+pub fn lengths(batch: usize, total: usize) -> (Tensor, Tensor) {
+    let last = i32::try_from(total).unwrap_or(i32::MAX) - 1;
+    (Array1::from_elem(batch, last).into(), Array1::from_elem(1, last + 1).into())
+}
+
+/// Host tensors by role.
+#[derive(Clone, Debug, Default)]
+pub struct Tensors(Vec<(TensorId, Tensor)>);
+
+impl Tensors {
+    /// The tensor of that role.
+    pub fn get(&self, id: TensorId) -> Option<&Tensor> {
+        self.0.iter().find_map(|(have, tensor)| (*have == id).then_some(tensor))
+    }
+
+    /// The tensor of that role, which must be there.
+    pub fn expect(&self, id: TensorId) -> Result<&Tensor> {
+        self.get(id).with_context(|| format!("no {}", id.name()))
+    }
+
+    /// Puts a tensor in that role.
+    pub fn set(&mut self, id: TensorId, tensor: Tensor) {
+        self.0.retain(|(have, _)| *have != id);
+        self.0.push((id, tensor));
+    }
+
+    /// Takes the tensor out of that role.
+    pub fn take(&mut self, id: TensorId) -> Result<Tensor> {
+        let at = self.0.iter().position(|(have, _)| *have == id);
+        let at = at.with_context(|| format!("no {}", id.name()))?;
+        Ok(self.0.swap_remove(at).1)
+    }
+
+    /// All tensors.
+    pub fn iter(&self) -> impl Iterator<Item = (TensorId, &Tensor)> {
+        self.0.iter().map(|(id, tensor)| (*id, tensor))
+    }
+
+    /// Calls `run` with these tensors as a call with a shared cache.
+    pub fn with_io<T>(
+        &mut self,
+        run: impl FnOnce(&mut Io<'_>) -> gqa_host::Result<T>,
+    ) -> Result<T> {
+        let mut output = self.take(TensorId::Output)?;
+        let mut present_key = self.take(TensorId::PresentKey)?;
+        let mut present_value = self.take(TensorId::PresentValue)?;
+        let mut io = Io {
+            query: self.expect(TensorId::Query)?,
+            key: self.get(TensorId::Key),
+            value: self.get(TensorId::Value),
+            past_key: None,
+            past_value: None,
+            seqlens_k: self.expect(TensorId::SeqlensK)?,
+            cos_cache: self.get(TensorId::CosCache),
+            sin_cache: self.get(TensorId::SinCache),
+            position_ids: None,
+            attention_bias: None,
+            head_sink: None,
+            output: &mut output,
+            present_key: &mut present_key,
+            present_value: &mut present_value,
+            output_qk: None,
+            lse: None,
+        };
+        let result = run(&mut io);
+        self.set(TensorId::Output, output);
+        self.set(TensorId::PresentKey, present_key);
+        self.set(TensorId::PresentValue, present_value);
+        Ok(result?)
+    }
+}
