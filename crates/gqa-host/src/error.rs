@@ -30,6 +30,20 @@ pub enum Error {
     /// No kernel takes the problem on that device with these switches.
     #[error("no kernel takes this call: {0}")]
     NoKernel(String),
+    /// An environment switch has a value that it does not take.
+    #[error("environment variable {name}: got {got:?}; allowed: {allowed}")]
+    Switch {
+        /// The variable that was set.
+        name: &'static str,
+        /// Its value.
+        got: String,
+        /// What it takes.
+        allowed: &'static str,
+    },
+    /// The GPU could not be used.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Driver(#[from] crate::driver::DriverError),
     /// The simulated machine caught a kernel doing what hardware leaves undefined.
     #[error("simulator: {0}")]
     Simulator(#[from] gqa_sim::Fault),

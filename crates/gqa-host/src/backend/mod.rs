@@ -1,5 +1,10 @@
 //! Where a problem is computed.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
+mod io;
+pub mod sim;
+
 use crate::{Problem, Result, Tensor};
 
 /// The tensors of one validated call. Inputs are as the operator takes them; outputs have their final shapes.
@@ -49,3 +54,6 @@ pub trait Backend {
     /// Computes `problem` on `io`, whose tensors fit it.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
+
+/// Fills memory that a kernel must write: NaN in every floating-point type.
+pub(crate) const POISON: u8 = 0xff;

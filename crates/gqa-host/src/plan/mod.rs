@@ -1,6 +1,42 @@
 //! From a problem to launches: which kernels, in which shape, and why not the others. Pure; needs no GPU.
+//!
+//! A plan depends on the [`Problem`] alone, never on what is in a tensor: lengths are read on the device. So a plan stays good, and a
+//! CUDA graph of it replays, while `seqlens_k` changes within `total_sequence_length`.
+//!
+//! | what a call needs | launches before attention |
+//! |---|---|
+//! | shared cache, rotation | `unpack_qkv_with_rope_and_append_kv`: Q to scratch, K and V into the cache |
+//! | shared cache | `concat_kv_in_place`; Q is read where it is |
+//! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q |
+//! | nothing to append | `rotary_embedding` for Q |
+//!
+//! Attention then reads K and V from the present cache: `split_kv` and `combine`, `tiled`, or `general`.
 
+mod attention;
+mod cost;
+mod decision;
+mod device;
+mod explain;
+mod launch;
+mod prologue;
+pub mod switches;
+mod tensors;
+#[cfg(test)]
+mod tests;
+
+pub use cost::Cost;
+pub use decision::{Candidate, Decision, Rejection};
+pub use device::DeviceInfo;
+pub use explain::{Explanation, LaunchLine};
+pub use prologue::{Positions, positions};
+pub use switches::Switches;
+pub use tensors::TensorSpec;
+
+pub(crate) use device::capability;
+
+use crate::{Error, Problem, Result};
 use gqa_kernels::registry::Entry;
+use launch::Scratch;
 
 /// A tensor of the call, by its role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,4 +107,54 @@ pub struct Launch {
     pub args: Vec<Arg>,
     /// Bytes of the parameter struct.
     pub params: Vec<u8>,
+}
+
+/// A problem's launches on a device, and why these.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// What is computed.
+    pub problem: Problem,
+    /// For which GPU.
+    pub device: DeviceInfo,
+    /// In order.
+    pub launches: Vec<Launch>,
+    /// Scratch memory that the launches share.
+    pub workspace_bytes: usize,
+    /// What became of each way to compute attention.
+    pub decisions: Vec<Decision>,
+    /// How positions reach the rotary embedding; `None` where nothing rotates.
+    pub positions: Option<Positions>,
+    /// What the call costs at least.
+    pub cost: Cost,
+}
+
+/// Chooses the kernels for `problem` on `device`.
+pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Result<Plan> {
+    let fused = !switches.disable_fused_kv;
+    let (choice, decisions) = attention::choose(problem, device, switches)?;
+    let mut scratch = Scratch::default();
+    let prologue::Prologue { mut launches, query } =
+        prologue::prologue(problem, device, fused, &mut scratch)?;
+    launches.extend(attention::launches(problem, device, &choice, query, &mut scratch)?);
+    check_forced(switches, &launches)?;
+    Ok(Plan {
+        problem: problem.clone(),
+        device: device.clone(),
+        launches,
+        workspace_bytes: scratch.bytes,
+        decisions,
+        positions: positions(problem, fused),
+        cost: Cost::of(problem),
+    })
+}
+
+/// GQA_FORCE means that kernel or none.
+fn check_forced(switches: &Switches, launches: &[Launch]) -> Result<()> {
+    match switches.force {
+        Some(forced) if launches.iter().all(|launch| launch.entry.name != forced) => {
+            let names: Vec<_> = launches.iter().map(|launch| launch.entry.name).collect();
+            Err(Error::NoKernel(format!("GQA_FORCE={forced}, but it takes {}", names.join(", "))))
+        }
+        _ => Ok(()),
+    }
 }

@@ -1,0 +1,58 @@
+//! Problems on a GPU: host tensors are copied there and back.
+
+use super::{Backend, Io};
+use crate::driver::{Call, Device, Stream};
+use crate::plan::{Switches, TensorId, plan};
+use crate::{CacheBinding, Problem, Result};
+
+/// The first GPU.
+pub struct Cuda {
+    device: Device,
+    stream: Stream,
+    switches: Switches,
+}
+
+impl Cuda {
+    /// Opens GPU number 0; [`DriverError`](crate::driver::DriverError) says why it cannot be used.
+    pub fn new(switches: Switches) -> Result<Self> {
+        Self::on(Device::open(0)?, switches)
+    }
+
+    /// On a GPU that is open already.
+    pub fn on(device: Device, switches: Switches) -> Result<Self> {
+        let stream = Stream::new(&device)?;
+        Ok(Self { device, stream, switches })
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl Backend for Cuda {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        let call = Call::new(&self.device, plan(problem, self.device.info(), &self.switches)?)?;
+        call.poison(&self.stream)?;
+        for id in TensorId::ALL {
+            if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {
+                device.upload(host, &self.stream)?;
+            }
+        }
+        let shared = problem.cache == CacheBinding::Shared;
+        for (id, host) in io.outputs().filter(|(id, _)| shared && id.is_present()) {
+            call.upload(id, host, &self.stream)?;
+        }
+        call.enqueue(&self.stream)?;
+        for (id, host) in io.outputs() {
+            if let Some(device) = call.tensor(id) {
+                device.download_to(host, &self.stream)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,37 @@
+//! A call's tensors by their role.
+
+use super::Io;
+use crate::Tensor;
+use crate::plan::TensorId;
+
+impl<'a> Io<'a> {
+    /// The input in that role.
+    pub(crate) fn input(&self, id: TensorId) -> Option<&'a Tensor> {
+        match id {
+            TensorId::Query => Some(self.query),
+            TensorId::Key => self.key,
+            TensorId::Value => self.value,
+            TensorId::PastKey => self.past_key,
+            TensorId::PastValue => self.past_value,
+            TensorId::SeqlensK => Some(self.seqlens_k),
+            TensorId::CosCache => self.cos_cache,
+            TensorId::SinCache => self.sin_cache,
+            TensorId::PositionIds => self.position_ids,
+            TensorId::AttentionBias => self.attention_bias,
+            TensorId::HeadSink => self.head_sink,
+            _ => None,
+        }
+    }
+
+    /// The outputs that the call has.
+    pub(crate) fn outputs(&mut self) -> impl Iterator<Item = (TensorId, &mut Tensor)> {
+        let outputs = [
+            (TensorId::Output, Some(&mut *self.output)),
+            (TensorId::PresentKey, Some(&mut *self.present_key)),
+            (TensorId::PresentValue, Some(&mut *self.present_value)),
+            (TensorId::OutputQk, self.output_qk.as_deref_mut()),
+            (TensorId::Lse, self.lse.as_deref_mut()),
+        ];
+        outputs.into_iter().filter_map(|(id, tensor)| Some((id, tensor?)))
+    }
+}

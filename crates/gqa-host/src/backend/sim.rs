@@ -1,0 +1,131 @@
+//! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
+
+use super::{Backend, Io, POISON};
+use crate::plan::{Arg, DeviceInfo, Launch, Plan, Switches, TensorId, plan};
+use crate::{CacheBinding, Problem, Result, Tensor};
+use std::cell::Cell;
+
+/// A simulated GPU. Workspace and outputs are filled with NaN first, so that what a kernel reads too early or forgets to write shows.
+#[derive(Clone, Debug)]
+pub struct Sim {
+    device: DeviceInfo,
+    switches: Switches,
+    seed: u64,
+}
+
+impl Default for Sim {
+    /// As an H200 would be used.
+    fn default() -> Self {
+        Self { device: DeviceInfo::h200(), switches: Switches::default(), seed: 0 }
+    }
+}
+
+impl Sim {
+    /// Plans as for that GPU.
+    pub fn with_device(self, device: DeviceInfo) -> Self {
+        Self { device, ..self }
+    }
+
+    /// Plans with these switches.
+    pub fn with_switches(self, switches: Switches) -> Self {
+        Self { switches, ..self }
+    }
+
+    /// Threads take turns in an order that depends on `seed`; the result must not.
+    pub fn with_seed(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Runs a plan on host tensors.
+    pub fn execute(&self, plan: &Plan, io: &mut Io<'_>) -> Result<()> {
+        let mut workspace =
+            vec![u128::from_ne_bytes([POISON; 16]); plan.workspace_bytes.div_ceil(16)];
+        let shared = plan.problem.cache == CacheBinding::Shared;
+        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace));
+        plan.launches.iter().try_for_each(|launch| self.launch(launch, &memory))
+    }
+
+    fn launch(&self, launch: &Launch, memory: &Memory<'_>) -> Result<()> {
+        let Launch { entry, grid, args, params } = launch;
+        tracing::debug!(
+            entry = entry.name,
+            ?grid,
+            threads = entry.threads,
+            shared = entry.shared_bytes,
+            "simulate"
+        );
+        let mut arguments: Vec<_> = args.iter().map(|arg| memory.bind(*arg)).collect();
+        arguments.push(gqa_sim::Arg::params_bytes(params));
+        let shape = gqa_sim::Launch {
+            name: entry.name,
+            grid: *grid,
+            threads: entry.threads,
+            shared_bytes: entry.shared_bytes,
+            seed: self.seed,
+        };
+        gqa_sim::launch(&shape, &entry.simulate, &arguments)?;
+        Ok(())
+    }
+}
+
+impl Backend for Sim {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        self.execute(&plan(problem, &self.device, &self.switches)?, io)
+    }
+}
+
+/// What kernels see of the host's memory.
+struct Memory<'a> {
+    inputs: Vec<(TensorId, &'a [u8])>,
+    outputs: Vec<(TensorId, &'a [Cell<u8>])>,
+    workspace: &'a [Cell<u8>],
+}
+
+impl<'a> Memory<'a> {
+    fn new(io: &'a mut Io<'_>, shared: bool, workspace: &'a mut [u8]) -> Self {
+        let mut inputs = Vec::new();
+        for id in TensorId::ALL.into_iter().filter(|id| !id.is_output()) {
+            inputs.extend(io.input(id).map(|tensor| (id, tensor.bytes())));
+        }
+        // A shared cache holds the past; everything else is only written.
+        let outputs = io
+            .outputs()
+            .map(|(id, tensor)| (id, cells(tensor, !(shared && id.is_present()))))
+            .collect();
+        Self { inputs, outputs, workspace: Cell::from_mut(workspace).as_slice_of_cells() }
+    }
+
+    /// The memory behind an argument: inputs to be read only.
+    fn bind(&self, arg: Arg) -> gqa_sim::Arg<'a> {
+        let read =
+            |id| self.inputs.iter().find_map(|(have, bytes)| (*have == id).then_some(*bytes));
+        let write =
+            |id| self.outputs.iter().find_map(|(have, bytes)| (*have == id).then_some(*bytes));
+        let part = match arg {
+            Arg::Null => None,
+            Arg::Tensor { id, offset } if id.is_output() => {
+                write(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::cells)
+            }
+            Arg::Tensor { id, offset } => {
+                read(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::read)
+            }
+            Arg::Workspace { offset, bytes } => {
+                self.workspace.get(offset..offset + bytes).map(gqa_sim::Arg::cells)
+            }
+        };
+        part.unwrap_or_else(gqa_sim::Arg::null)
+    }
+}
+
+/// The bytes of an output, poisoned unless they hold a cache.
+fn cells(tensor: &mut Tensor, poison: bool) -> &[Cell<u8>] {
+    let bytes = tensor.bytes_mut();
+    if poison {
+        bytes.fill(POISON);
+    }
+    Cell::from_mut(bytes).as_slice_of_cells()
+}

@@ -1,0 +1,119 @@
+//! A GPU: its primary context and the modules loaded into it.
+
+use super::cust::{self, Context, Entered, Failure, Properties, RawFunction};
+use super::error::{CudaVersion, DriverError};
+use super::modules::Modules;
+use crate::plan::DeviceInfo;
+use gqa_kernels::registry::Entry;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The CUDA version of the driver; [`DriverError::NoDriver`] where there is none.
+pub fn driver_version() -> Result<CudaVersion, DriverError> {
+    cust::init()
+}
+
+/// Number of GPUs that the driver finds.
+pub fn device_count() -> Result<u32, DriverError> {
+    cust::init()?;
+    cust::device_count()
+}
+
+/// A GPU, opened. Clones are the same GPU.
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+/// Fields are dropped in this order: modules before their context.
+struct Inner {
+    modules: Mutex<Modules>,
+    context: Context,
+    info: DeviceInfo,
+    memory_bytes: usize,
+    version: CudaVersion,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let entered = self.context.enter();
+        let modules = self.modules.get_mut().unwrap_or_else(PoisonError::into_inner);
+        match entered {
+            Ok(_entered) => modules.unload(),
+            Err(failure) => tracing::error!("{} failed ({})", failure.call, failure.code),
+        }
+    }
+}
+
+impl Device {
+    /// Opens GPU number `ordinal` through its primary context.
+    pub fn open(ordinal: u32) -> Result<Self, DriverError> {
+        let version = cust::init()?;
+        let context = Context::retain(ordinal)?;
+        let properties = context.properties()?;
+        if properties.sm < 70 {
+            return Err(DriverError::UnsupportedDevice {
+                name: properties.name,
+                sm: properties.sm,
+            });
+        }
+        let modules = Mutex::new(Modules::new(properties.sm, version));
+        let memory_bytes = properties.memory_bytes;
+        Ok(Self(Arc::new(Inner {
+            modules,
+            context,
+            info: info(properties),
+            memory_bytes,
+            version,
+        })))
+    }
+
+    /// What the planner needs to know of the GPU.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.0.info
+    }
+
+    /// Bytes of device memory.
+    pub fn memory_bytes(&self) -> usize {
+        self.0.memory_bytes
+    }
+
+    /// The driver's CUDA version.
+    pub fn driver_version(&self) -> CudaVersion {
+        self.0.version
+    }
+
+    /// Makes the GPU's context current for this thread as long as the guard lives.
+    pub(super) fn enter(&self) -> Result<Entered, Failure> {
+        self.0.context.enter()
+    }
+
+    /// The kernel, from its module, which is loaded when it is first asked for. The context must be entered.
+    pub(super) fn function(&self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
+        self.0.modules.lock().unwrap_or_else(PoisonError::into_inner).function(entry)
+    }
+}
+
+fn info(properties: Properties) -> DeviceInfo {
+    let Properties {
+        name,
+        sm,
+        multiprocessors,
+        shared_bytes,
+        l2_bytes,
+        clock_hz,
+        memory_clock_hz,
+        memory_bus_bits,
+        ..
+    } = properties;
+    let (tensor_flops, f32_flops) = DeviceInfo::peak_flops(&name, sm, multiprocessors, clock_hz);
+    // Two transfers per clock.
+    let bandwidth = memory_clock_hz * 2.0 * memory_bus_bits / 8.0;
+    DeviceInfo {
+        name: name.into(),
+        sm,
+        multiprocessors,
+        shared_bytes,
+        l2_bytes,
+        bandwidth,
+        tensor_flops,
+        f32_flops,
+    }
+}

@@ -1,0 +1,176 @@
+//! Plans put into streams, on memory that belongs to the caller.
+
+use super::cust::{self, RawStream, Shape};
+use super::device::Device;
+use super::error::DriverError;
+use crate::plan::{Arg, Launch, Plan, TensorId};
+use crate::{DType, Error, Result};
+use std::ffi::c_void;
+
+/// A tensor in device memory, row-major and contiguous, 16-byte aligned.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceView<'a> {
+    /// CUdeviceptr of the first element.
+    pub pointer: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: &'a [usize],
+}
+
+/// The tensors of a call by their role.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Views<'a>([Option<DeviceView<'a>>; TensorId::ALL.len()]);
+
+impl<'a> Views<'a> {
+    /// No tensors.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With `view` in the role `id`.
+    pub fn bind(mut self, id: TensorId, view: DeviceView<'a>) -> Self {
+        self.0[id as usize] = Some(view);
+        self
+    }
+
+    /// Errs unless every tensor of the plan's problem is there with its type and shape.
+    fn check(&self, plan: &Plan) -> Result<()> {
+        for id in TensorId::ALL {
+            let Some(spec) = id.spec(&plan.problem).filter(|spec| !spec.is_empty()) else {
+                continue;
+            };
+            let allowed = || format!("{} {:?}, 16-byte aligned", spec.dtype, spec.shape);
+            match self.0[id as usize] {
+                None => return Err(Error::invalid(id.name(), "nothing", allowed())),
+                Some(view)
+                    if view.dtype != spec.dtype
+                        || view.shape != spec.shape
+                        || view.pointer % 16 != 0 =>
+                {
+                    let got = format!("{} {:?} at {:#x}", view.dtype, view.shape, view.pointer);
+                    return Err(Error::invalid(id.name(), got, allowed()));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn pointer(&self, id: TensorId) -> u64 {
+        self.0[id as usize].map_or(0, |view| view.pointer)
+    }
+}
+
+/// Scratch memory of at least [`Plan::workspace_bytes`] bytes, 256-byte aligned. Its content means nothing between calls; calls that
+/// may run at the same time need one each.
+#[derive(Clone, Copy, Debug)]
+pub struct Workspace {
+    /// CUdeviceptr.
+    pub pointer: u64,
+    /// Length.
+    pub bytes: usize,
+}
+
+impl Workspace {
+    fn check(self, plan: &Plan) -> Result<()> {
+        if self.bytes >= plan.workspace_bytes && self.pointer % 256 == 0 {
+            return Ok(());
+        }
+        let got = format!("{} bytes at {:#x}", self.bytes, self.pointer);
+        Err(Error::invalid(
+            "workspace",
+            got,
+            format!("{} bytes, 256-byte aligned", plan.workspace_bytes),
+        ))
+    }
+}
+
+/// More pointer arguments than any kernel has.
+const MAX_ARGUMENTS: usize = 24;
+
+impl Device {
+    /// Puts the plan's kernels into `stream`. Allocates no memory and does not wait; the first use of a kernel loads its module.
+    /// The stream may be captured: what changes from one replay to the next (tensor contents, `seqlens_k` among them) is read
+    /// on the device.
+    ///
+    /// # Safety
+    /// - `stream` is a stream of this GPU's primary context, or null for its default stream.
+    /// - Every view and the workspace is device memory of its stated size and stays so until the work is done. Outputs and
+    ///   workspace overlap nothing else.
+    /// - With a shared cache, present_key and present_value hold the past.
+    pub unsafe fn enqueue(
+        &self,
+        plan: &Plan,
+        tensors: &Views<'_>,
+        workspace: Workspace,
+        stream: RawStream,
+    ) -> Result<()> {
+        tensors.check(plan)?;
+        workspace.check(plan)?;
+        let _entered = self.enter().map_err(DriverError::from)?;
+        for launch in &plan.launches {
+            // SAFETY: the planner bounds every argument by the tensors and the workspace, whose sizes were just checked.
+            unsafe { self.launch(launch, tensors, workspace, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Loads and compiles the plan's kernels now instead of at their first launch.
+    pub fn prepare(&self, plan: &Plan) -> Result<()> {
+        let _entered = self.enter().map_err(DriverError::from)?;
+        for launch in &plan.launches {
+            self.function(launch.entry)?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`enqueue`](Self::enqueue), for one launch whose arguments lie in the tensors and the workspace.
+    unsafe fn launch(
+        &self,
+        launch: &Launch,
+        tensors: &Views<'_>,
+        workspace: Workspace,
+        stream: RawStream,
+    ) -> Result<()> {
+        let Launch { entry, grid, args, params } = launch;
+        if args.len() > MAX_ARGUMENTS
+            || args.len() != entry.arguments.len()
+            || params.len() != entry.params_bytes
+        {
+            return Err(Error::NoKernel(format!(
+                "{} is launched with other arguments than it has",
+                entry.name
+            )));
+        }
+        tracing::debug!(
+            entry = entry.name,
+            ?grid,
+            threads = entry.threads,
+            shared = entry.shared_bytes,
+            "launch"
+        );
+        let function = self.function(entry)?;
+        let mut pointers = [0u64; MAX_ARGUMENTS];
+        let mut arguments = [std::ptr::null_mut::<c_void>(); MAX_ARGUMENTS + 1];
+        for (i, arg) in args.iter().enumerate() {
+            pointers[i] = match *arg {
+                Arg::Null => 0,
+                Arg::Tensor { id, offset } => tensors.pointer(id) + offset as u64,
+                Arg::Workspace { offset, .. } => workspace.pointer + offset as u64,
+            };
+        }
+        for (argument, pointer) in arguments.iter_mut().zip(&mut pointers) {
+            *argument = std::ptr::from_mut(pointer).cast();
+        }
+        arguments[args.len()] = params.as_ptr().cast_mut().cast();
+        let shape = Shape { grid: *grid, threads: entry.threads, shared_bytes: entry.shared_bytes };
+        // SAFETY: one pointer per pointer argument, then the parameters, of the sizes that the entry has.
+        let launched =
+            unsafe { cust::launch(function, &shape, &mut arguments[..=args.len()], stream) };
+        launched.map_err(|failure| {
+            DriverError::LaunchFailed { kernel: entry.name.to_owned(), code: failure.code }.into()
+        })
+    }
+}

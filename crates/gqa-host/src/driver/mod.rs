@@ -1,0 +1,40 @@
+//! GPUs through the CUDA driver: devices, memory, streams, graphs, and plans put into streams.
+//!
+//! Two levels. [`Device::enqueue`] takes a stream, device pointers and a workspace that belong to the caller, allocates nothing
+//! and never waits, so a CUDA graph can capture it and replay it after `seqlens_k` has changed in place. On top of it
+//! [`Call`] owns its memory and is safe; a [`Graph`] captures calls.
+//!
+//! ```no_run
+//! use gqa_host::driver::{Call, Device, Graph, Stream};
+//! # fn example(plan: gqa_host::plan::Plan, query: &gqa_host::Tensor) -> gqa_host::Result<()> {
+//! use gqa_host::plan::TensorId;
+//! let device = Device::open(0)?;
+//! let stream = Stream::new(&device)?;
+//! let call = std::sync::Arc::new(Call::new(&device, plan)?);
+//! call.upload(TensorId::Query, query, &stream)?;
+//! let graph = Graph::capture(&stream, &[call.clone()])?;
+//! let seconds = stream.timed(|| graph.replay(&stream))?;
+//! let output = call.download(TensorId::Output, &stream)?;
+//! # let _ = (seconds, output);
+//! # Ok(())
+//! # }
+//! ```
+
+mod call;
+mod cust;
+mod device;
+mod enqueue;
+mod error;
+mod lazy;
+mod memory;
+mod modules;
+mod stream;
+
+pub use call::{Call, Graph};
+pub use cust::RawStream;
+pub use device::{Device, device_count, driver_version};
+pub use enqueue::{DeviceView, Views, Workspace};
+pub use error::{Code, CudaVersion, DriverError};
+pub use memory::DeviceTensor;
+pub use modules::{Shipped, shipped};
+pub use stream::{Event, Stream};

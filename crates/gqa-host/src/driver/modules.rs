@@ -1,0 +1,185 @@
+//! The PTX that is shipped inside this library, and its modules once a GPU has compiled them.
+
+use super::cust::{self, Failure, RawFunction, RawModule};
+use super::error::{Code, CudaVersion, DriverError};
+use gqa_kernels::registry::Entry;
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::io::Read;
+
+/// One PTX module as it is shipped.
+#[derive(Debug)]
+pub struct Shipped {
+    /// Kernels it holds.
+    pub family: &'static str,
+    /// Target, such as `sm_80`; with an `a` it runs on that architecture only.
+    pub arch: &'static str,
+    /// Entry names.
+    pub entries: &'static [&'static str],
+    /// gzip.
+    compressed: &'static [u8],
+}
+
+include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+
+/// The PTX modules inside this library.
+pub fn shipped() -> &'static [Shipped] {
+    SHIPPED
+}
+
+impl Shipped {
+    /// Name of the module.
+    pub fn name(&self) -> String {
+        format!("{}.{}", self.family, self.arch)
+    }
+
+    /// Whether a device of that compute capability runs it.
+    pub fn runs_on(&self, sm: u32) -> bool {
+        match self.number() {
+            (number, true) => number == sm,
+            (number, false) => number <= sm,
+        }
+    }
+
+    /// (compute capability, whether that one only): later is better.
+    fn number(&self) -> (u32, bool) {
+        let digits = self.arch.trim_start_matches("sm_");
+        let plain = digits.trim_end_matches('a');
+        (plain.parse().unwrap_or(u32::MAX), plain != digits)
+    }
+
+    /// The text.
+    pub fn ptx(&self) -> std::io::Result<String> {
+        let mut text = String::new();
+        flate2::read::GzDecoder::new(self.compressed).read_to_string(&mut text)?;
+        Ok(text)
+    }
+
+    /// The best module for an entry on a device.
+    pub fn find(entry: &Entry, sm: u32) -> Option<&'static Self> {
+        let holds = |module: &&Self| module.runs_on(sm) && module.entries.contains(&entry.name);
+        SHIPPED.iter().filter(holds).max_by_key(|module| module.number())
+    }
+}
+
+/// What a device has loaded.
+pub(super) struct Modules {
+    sm: u32,
+    version: CudaVersion,
+    modules: HashMap<*const Shipped, RawModule>,
+    functions: HashMap<&'static str, RawFunction>,
+}
+
+// SAFETY: the driver takes handles from any thread.
+unsafe impl Send for Modules {}
+
+impl Modules {
+    pub(super) fn new(sm: u32, version: CudaVersion) -> Self {
+        Self { sm, version, modules: HashMap::new(), functions: HashMap::new() }
+    }
+
+    /// The kernel; its module is loaded if this is its first. The device's context must be entered.
+    pub(super) fn function(&mut self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
+        if let Some(&function) = self.functions.get(entry.name) {
+            return Ok(function);
+        }
+        let sm = self.sm;
+        let missing = || DriverError::MissingKernel { entry: entry.name, sm };
+        let shipped = Shipped::find(entry, sm).ok_or_else(missing)?;
+        let name = CString::new(entry.name).map_err(|_| missing())?;
+        let module = self.module(shipped)?;
+        // SAFETY: the module is loaded.
+        let function =
+            unsafe { cust::function(module, &name, entry.shared_bytes) }.map_err(|failure| {
+                match failure.code {
+                    Code::NOT_FOUND => missing(),
+                    _ => failure.into(),
+                }
+            })?;
+        self.functions.insert(entry.name, function);
+        Ok(function)
+    }
+
+    fn module(&mut self, shipped: &'static Shipped) -> Result<RawModule, DriverError> {
+        let key = std::ptr::from_ref(shipped);
+        if let Some(&module) = self.modules.get(&key) {
+            return Ok(module);
+        }
+        let started = std::time::Instant::now();
+        let module = load(shipped, self.version)?;
+        tracing::debug!(
+            module = shipped.name(),
+            seconds = started.elapsed().as_secs_f64(),
+            "compiled PTX"
+        );
+        self.modules.insert(key, module);
+        Ok(module)
+    }
+
+    /// Forgets everything. The device's context must be entered.
+    pub(super) fn unload(&mut self) {
+        self.functions.clear();
+        for (_, module) in self.modules.drain() {
+            // SAFETY: loaded by `module`; its functions are forgotten.
+            super::stream::report(unsafe { cust::unload_module(module) });
+        }
+    }
+}
+
+fn load(shipped: &Shipped, version: CudaVersion) -> Result<RawModule, DriverError> {
+    let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
+    let text = shipped.ptx().map_err(|error| rejected(Code::INVALID_IMAGE, error.to_string()))?;
+    let isa = ptx_version(&text);
+    let text =
+        CString::new(text).map_err(|error| rejected(Code::INVALID_IMAGE, error.to_string()))?;
+    cust::load_module(&text).map_err(|(Failure { code, .. }, log)| match (code, isa) {
+        (Code::UNSUPPORTED_PTX_VERSION, Some(isa)) => {
+            let need = CudaVersion::for_ptx(isa);
+            DriverError::DriverTooOld { have: version, need, module: shipped.name() }
+        }
+        _ => rejected(code, log),
+    })
+}
+
+/// 87 for `.version 8.7`.
+fn ptx_version(text: &str) -> Option<u32> {
+    let version = text.lines().find_map(|line| line.trim().strip_prefix(".version "))?;
+    let (major, minor) = version.trim().split_once('.')?;
+    Some(major.parse::<u32>().ok()? * 10 + minor.parse::<u32>().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(arch: &'static str) -> Shipped {
+        Shipped { family: "tiled", arch, entries: &[], compressed: &[] }
+    }
+
+    #[test]
+    fn architecture_specific_modules_run_on_that_architecture_only() {
+        let runs = |arch, sms: [u32; 5]| sms.map(|sm| module(arch).runs_on(sm));
+        let sms = [70, 80, 90, 100, 120];
+        assert_eq!(runs("sm_70", sms), [true; 5]);
+        assert_eq!(runs("sm_80", sms), [false, true, true, true, true]);
+        assert_eq!(runs("sm_90a", sms), [false, false, true, false, false]);
+        assert!(module("sm_90a").number() > module("sm_80").number());
+        assert!(module("sm_90a").number() > module("sm_90").number());
+    }
+
+    #[test]
+    fn the_version_is_read_from_the_text() {
+        assert_eq!(ptx_version("//\n// comment\n.version 8.7\n.target sm_90a\n"), Some(87));
+        assert_eq!(ptx_version("nothing"), None);
+    }
+
+    #[test]
+    fn shipped_modules_hold_the_entries_they_name() {
+        for module in shipped() {
+            let text = module.ptx().unwrap();
+            for entry in module.entries {
+                assert!(text.contains(&format!(".entry {entry}(")), "{entry} in {}", module.name());
+            }
+        }
+    }
+}

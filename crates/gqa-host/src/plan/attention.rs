@@ -1,0 +1,288 @@
+//! The cascade: flash attention over parts of the keys, flash attention, memory-efficient attention.
+
+use super::decision::{Candidate, Decision, Rejection};
+use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
+use super::switches::Switches;
+use super::{Arg, DeviceInfo, Launch, TensorId};
+use crate::{Error, Phase, Problem, QkOutput, Result, Sink};
+use bytemuck::Zeroable;
+use gqa_kernels::attention::{combine, general, split_kv, tiled};
+use gqa_kernels::params::{AttentionParams, Strides, qk_output, sink};
+use gqa_kernels::registry::{Entry, Family, entries, find};
+
+/// Attention's kernel, and how many parts the keys are cut into.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Choice {
+    candidate: Candidate,
+    entry: &'static Entry,
+    splits: u32,
+}
+
+/// Asks every candidate in turn and takes the first that can do the call.
+pub(super) fn choose(
+    p: &Problem,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<(Choice, Vec<Decision>)> {
+    let mut chosen: Option<Choice> = None;
+    let mut decisions = Vec::new();
+    for candidate in Candidate::ALL {
+        let outcome = match chosen {
+            Some(_) => Err(Rejection::Outranked),
+            None => consider(candidate, p, device, switches),
+        };
+        if let Ok(choice) = outcome {
+            chosen = Some(choice);
+        }
+        decisions.push(Decision { candidate, outcome: outcome.map(|choice| choice.entry) });
+    }
+    match chosen {
+        Some(choice) => Ok((choice, decisions)),
+        None => Err(Error::NoKernel(refusals(&decisions))),
+    }
+}
+
+fn refusals(decisions: &[Decision]) -> String {
+    let refusal = |decision: &Decision| {
+        let reason = decision.outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        format!("{} {reason}", decision.candidate.name())
+    };
+    decisions.iter().map(refusal).collect::<Vec<_>>().join("; ")
+}
+
+/// The candidate's kernel for the call, or the first reason against it.
+fn consider(
+    candidate: Candidate,
+    p: &Problem,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<Choice, Rejection> {
+    if let Some(switch) = candidate.disabled_by(switches) {
+        return Err(Rejection::Disabled { switch });
+    }
+    let forced = forced(switches);
+    if let Some(forced) = forced.filter(|forced| forced.family != candidate.family()) {
+        return Err(Rejection::NotForced { forced: forced.name });
+    }
+    if candidate != Candidate::General {
+        takes_arguments(p)?;
+    }
+    let entry = kernel(candidate, p, device, forced)?;
+    let splits = match candidate {
+        Candidate::SplitKv => splits(p, entry, device, switches)?,
+        Candidate::Tiled | Candidate::General => 1,
+    };
+    Ok(Choice { candidate, entry, splits })
+}
+
+impl Candidate {
+    const fn family(self) -> Family {
+        match self {
+            Self::SplitKv => Family::SplitKv,
+            Self::Tiled => Family::Tiled,
+            Self::General => Family::General,
+        }
+    }
+
+    fn disabled_by(self, switches: &Switches) -> Option<&'static str> {
+        let by = |on: bool, name| on.then_some(name);
+        match self {
+            Self::General => by(
+                switches.disable_memory_efficient_attention,
+                "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
+            ),
+            Self::Tiled => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION"),
+            Self::SplitKv => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
+                .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE")),
+        }
+    }
+}
+
+/// The attention kernel that GQA_FORCE names.
+fn forced(switches: &Switches) -> Option<&'static Entry> {
+    switches.force.and_then(find).filter(|entry| entry.family != Family::Prologue)
+}
+
+/// Flash attention knows neither a bias nor score outputs.
+fn takes_arguments(p: &Problem) -> Result<(), Rejection> {
+    if p.bias.is_some() {
+        return Err(Rejection::Argument { name: "attention_bias" });
+    }
+    if p.output_qk != QkOutput::None {
+        return Err(Rejection::Argument { name: "output_qk" });
+    }
+    Ok(())
+}
+
+/// The candidate's entry with the smallest tile that holds the call's heads.
+fn kernel(
+    candidate: Candidate,
+    p: &Problem,
+    device: &DeviceInfo,
+    forced: Option<&'static Entry>,
+) -> Result<&'static Entry, Rejection> {
+    let mine = entries().filter(|entry| entry.family == candidate.family() && !is_combine(entry));
+    let mine = mine.filter(|entry| {
+        forced.is_none_or(|forced| forced.name == entry.name || is_combine(forced))
+    });
+    let typed: Vec<_> = mine.filter(|entry| element(p.dtype) == Some(entry.dtype)).collect();
+    let max = typed
+        .iter()
+        .map(|entry| entry.head_size)
+        .max()
+        .ok_or(Rejection::ElementType { got: p.dtype })?;
+    let large_enough = typed.into_iter().filter(|entry| entry.head_size as usize >= p.head_size);
+    let smallest = large_enough.min_by_key(|entry| entry.head_size);
+    let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
+    if entry.min_sm > device.sm {
+        return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
+    }
+    if entry.shared_bytes > device.shared_bytes {
+        return Err(Rejection::SharedMemory {
+            have: device.shared_bytes,
+            need: entry.shared_bytes,
+        });
+    }
+    Ok(entry)
+}
+
+/// The merge belongs to the family of `split_kv` and is never launched alone.
+fn is_combine(entry: &Entry) -> bool {
+    entry.kernel().starts_with("combine")
+}
+
+/// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
+const FEW_ROWS: u32 = 64;
+
+/// Parts of the keys for `split_kv`, or why [`tiled`] does better. GQA_SPLITS and GQA_FORCE know better than this.
+fn splits(
+    p: &Problem,
+    entry: &Entry,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<u32, Rejection> {
+    if let Some(splits) = switches.splits {
+        return Ok(splits);
+    }
+    let rows = p.q_len.saturating_mul(p.group());
+    let forced = switches.force.is_some();
+    if rows > FEW_ROWS as usize && !forced {
+        return Err(Rejection::Rows { got: rows, max: FEW_ROWS });
+    }
+    let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
+    let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+    let splits = split_kv::splits(&params, keys, device.multiprocessors * resident(entry, device));
+    if splits == 1 && rows > entry.rows as usize && !forced {
+        return Err(Rejection::OneSplit);
+    }
+    Ok(splits)
+}
+
+/// Blocks of a kernel that a multiprocessor holds at a time: as many as its shared memory, which reserves 1 KiB for each, and
+/// its registers hold.
+fn resident(entry: &Entry, device: &DeviceInfo) -> u32 {
+    const RESERVED: u32 = 1024;
+    const BY_REGISTERS: u32 = 4;
+    let by_shared = (device.shared_bytes + RESERVED) / (entry.shared_bytes + RESERVED);
+    by_shared.clamp(1, entry.min_blocks.max(BY_REGISTERS))
+}
+
+/// Blocks of the merge per multiprocessor: more only wait.
+const WAVES: u32 = 16;
+
+/// The launches of the choice; K and V are in the present cache.
+pub(super) fn launches(
+    p: &Problem,
+    device: &DeviceInfo,
+    choice: &Choice,
+    query: Operand,
+    scratch: &mut Scratch,
+) -> Result<Vec<Launch>> {
+    let Choice { candidate, entry, splits } = *choice;
+    let params = params(p, query.strides, splits)?;
+    let mut arguments = arguments(p, query.arg);
+    let grid = match candidate {
+        Candidate::SplitKv => split_kv::grid(&params),
+        Candidate::Tiled => tiled::grid(&params, entry.rows),
+        Candidate::General => general::grid(&params),
+    };
+    if splits > 1 {
+        let (out, lse) = split_kv::partial_elements(&params);
+        arguments.push(("partial_out", scratch.take(out, size_of::<f32>())?));
+        arguments.push(("partial_lse", scratch.take(lse, size_of::<f32>())?));
+    } else {
+        arguments.extend([("partial_out", Arg::Null), ("partial_lse", Arg::Null)]);
+    }
+    let mut launches = vec![launch(entry, grid, &arguments, &params)?];
+    if splits > 1 {
+        let combine = entries().find(|other| is_combine(other) && other.dtype == entry.dtype);
+        let combine = combine
+            .ok_or_else(|| Error::NoKernel(format!("combine has no kernel for {}", p.dtype)))?;
+        let grid = combine::grid(&params, device.multiprocessors * WAVES);
+        launches.push(launch(combine, grid, &arguments, &params)?);
+    }
+    Ok(launches)
+}
+
+/// Everything an attention kernel may ask for.
+fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
+    vec![
+        ("q", query),
+        ("k", tensor(p, TensorId::PresentKey, 0)),
+        ("v", tensor(p, TensorId::PresentValue, 0)),
+        ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
+        ("bias", tensor(p, TensorId::AttentionBias, 0)),
+        ("head_sink", tensor(p, TensorId::HeadSink, 0)),
+        ("out", tensor(p, TensorId::Output, 0)),
+        ("lse", tensor(p, TensorId::Lse, 0)),
+        ("output_qk", tensor(p, TensorId::OutputQk, 0)),
+    ]
+}
+
+fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
+    let cache = strides(p.cache_layout(p.capacity));
+    Ok(AttentionParams {
+        q,
+        k: cache,
+        v: cache,
+        out: strides(p.output_layout()),
+        bias: bias_strides(p),
+        batch: u32_of("batch", p.batch)?,
+        q_heads: u32_of("query heads", p.q_heads)?,
+        kv_heads: u32_of("KV heads", p.kv_heads)?,
+        head_size: u32_of("head size", p.head_size)?,
+        q_len: u32_of("query rows", p.q_len)?,
+        capacity: u32_of("present rows", p.capacity)?,
+        first_prompt: (p.phase == Phase::FirstPrompt).into(),
+        causal: p.causal.into(),
+        window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
+        sink: match p.sink {
+            Sink::None => sink::NONE,
+            Sink::Zero => sink::ZERO,
+            Sink::PerHead => sink::PER_HEAD,
+        },
+        qk_output: match p.output_qk {
+            QkOutput::None => qk_output::NONE,
+            QkOutput::BeforeSoftmax => qk_output::BEFORE_SOFTMAX,
+            QkOutput::AfterSoftmax => qk_output::AFTER_SOFTMAX,
+        },
+        qk_columns: u32_of("total_sequence_length", p.total_len)?,
+        splits,
+        scale: p.scale,
+        softcap: p.softcap.unwrap_or(0.0),
+        reserved: 0,
+    })
+}
+
+/// (batch, head, row) of attention_bias; what broadcasts does not move.
+fn bias_strides(p: &Problem) -> Strides {
+    let Some(bias) = p.bias else { return Strides::zeroed() };
+    let row = p.total_len as u64;
+    let head = p.q_len as u64 * row;
+    let heads = if bias.head { 1 } else { p.q_heads as u64 };
+    Strides {
+        batch: if bias.batch { 0 } else { heads * head },
+        head: if bias.head { 0 } else { head },
+        row,
+    }
+}

@@ -1,0 +1,121 @@
+//! Why a kernel was taken or refused.
+
+use super::device::capability;
+use crate::DType;
+use gqa_kernels::registry::Entry;
+use std::fmt;
+
+/// Ways to compute attention, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Candidate {
+    /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
+    SplitKv,
+    /// Flash attention on tensor cores.
+    Tiled,
+    /// Memory-efficient attention for everything legal.
+    General,
+}
+
+impl Candidate {
+    /// In the order in which the planner asks.
+    pub const ALL: [Self; 3] = [Self::SplitKv, Self::Tiled, Self::General];
+
+    /// Name of the kernel family.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::SplitKv => "split_kv",
+            Self::Tiled => "tiled",
+            Self::General => "general",
+        }
+    }
+}
+
+/// Why a candidate was not taken.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Rejection {
+    /// Switched off.
+    Disabled {
+        /// The switch.
+        switch: &'static str,
+    },
+    /// Another kernel is forced.
+    NotForced {
+        /// Its name.
+        forced: &'static str,
+    },
+    /// The kernels take other element types.
+    ElementType {
+        /// The call's.
+        got: DType,
+    },
+    /// The kernel does not take that input or output.
+    Argument {
+        /// Its ONNX name.
+        name: &'static str,
+    },
+    /// Heads are larger than the largest tile.
+    HeadSize {
+        /// The call's.
+        got: usize,
+        /// The largest.
+        max: u32,
+    },
+    /// The GPU is too old.
+    ComputeCapability {
+        /// The GPU's, times ten.
+        have: u32,
+        /// The kernel's, times ten.
+        need: u32,
+    },
+    /// A block needs more shared memory than the GPU has.
+    SharedMemory {
+        /// The GPU's, in bytes.
+        have: u32,
+        /// The kernel's, in bytes.
+        need: u32,
+    },
+    /// So many packed query rows that larger tiles, which read K and V less often, do better.
+    Rows {
+        /// The call's: query rows times heads of a group.
+        got: usize,
+        /// The most that count as few.
+        max: u32,
+    },
+    /// Cutting the keys into parts would not make the call faster.
+    OneSplit,
+    /// An earlier candidate was taken.
+    Outranked,
+}
+
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Disabled { switch } => write!(f, "switched off by {switch}"),
+            Self::NotForced { forced } => write!(f, "GQA_FORCE={forced}"),
+            Self::ElementType { got } => write!(f, "does not take {got}"),
+            Self::Argument { name } => write!(f, "does not take {name}"),
+            Self::HeadSize { got, max } => write!(f, "head size {got} is over {max}"),
+            Self::ComputeCapability { have, need } => write!(
+                f,
+                "needs compute capability {}, the device has {}",
+                capability(*need),
+                capability(*have)
+            ),
+            Self::SharedMemory { have, need } => {
+                write!(f, "a block needs {need} bytes of shared memory, the device has {have}")
+            }
+            Self::Rows { got, max } => write!(f, "{got} packed query rows are over {max}"),
+            Self::OneSplit => write!(f, "one part of the keys is enough"),
+            Self::Outranked => write!(f, "not needed"),
+        }
+    }
+}
+
+/// What became of a candidate.
+#[derive(Clone, Debug)]
+pub struct Decision {
+    /// The candidate.
+    pub candidate: Candidate,
+    /// Its kernel, or why not.
+    pub outcome: Result<&'static Entry, Rejection>,
+}

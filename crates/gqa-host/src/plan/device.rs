@@ -1,0 +1,149 @@
+//! What the planner knows of a GPU. Known by name, so that plans can be made and explained on a machine without one.
+
+use std::borrow::Cow;
+
+/// A GPU as the planner sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceInfo {
+    /// Name; for a [known device](DeviceInfo::known) the one `--device` takes.
+    pub name: Cow<'static, str>,
+    /// Compute capability, times ten: 90 for 9.0.
+    pub sm: u32,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Largest dynamic shared memory of a block, in bytes, after opting in.
+    pub shared_bytes: u32,
+    /// Second-level cache, in bytes.
+    pub l2_bytes: u64,
+    /// Device memory bandwidth, in bytes per second.
+    pub bandwidth: f64,
+    /// Dense float16 and bfloat16 matrix operations per second with float32 accumulation.
+    pub tensor_flops: f64,
+    /// float32 operations per second.
+    pub f32_flops: f64,
+}
+
+/// One row of the table of known devices: MiB of L2, GB/s, TFLOP/s.
+const fn row(
+    name: &'static str,
+    sm: u32,
+    multiprocessors: u32,
+    shared_kib: u32,
+    l2_mib: u64,
+    bandwidth: f64,
+    tensor: f64,
+    f32: f64,
+) -> DeviceInfo {
+    DeviceInfo {
+        name: Cow::Borrowed(name),
+        sm,
+        multiprocessors,
+        shared_bytes: shared_kib * 1024,
+        l2_bytes: l2_mib << 20,
+        bandwidth: bandwidth * 1e9,
+        tensor_flops: tensor * 1e12,
+        f32_flops: f32 * 1e12,
+    }
+}
+
+/// Vendor figures, newest architecture first. A name that contains another comes first.
+static KNOWN: [DeviceInfo; 11] = [
+    row("b200", 100, 148, 227, 126, 8000.0, 2250.0, 80.0),
+    row("rtx5090", 120, 170, 99, 96, 1792.0, 209.5, 104.8),
+    row("h200", 90, 132, 227, 60, 4800.0, 989.5, 66.9),
+    row("h100", 90, 132, 227, 50, 3350.0, 989.5, 66.9),
+    row("l40s", 89, 142, 99, 96, 864.0, 362.0, 91.6),
+    row("rtx4090", 89, 128, 99, 72, 1008.0, 165.2, 82.6),
+    row("rtx3090", 86, 82, 99, 6, 936.0, 71.0, 35.6),
+    row("a100", 80, 108, 163, 40, 2039.0, 312.0, 19.5),
+    row("a10", 86, 72, 99, 6, 600.0, 125.0, 31.2),
+    row("t4", 75, 40, 64, 4, 320.0, 65.0, 8.1),
+    row("v100", 70, 80, 96, 6, 900.0, 125.0, 15.7),
+];
+
+impl DeviceInfo {
+    /// The device of that name, in any case and with or without spaces; `None` where it is not known.
+    pub fn known(name: &str) -> Option<Self> {
+        let wanted = squeeze(name);
+        KNOWN.iter().find(|device| device.name == wanted).cloned()
+    }
+
+    /// Names that [`known`](Self::known) takes.
+    pub fn known_names() -> impl Iterator<Item = &'static str> {
+        KNOWN.iter().map(|device| match device.name {
+            Cow::Borrowed(name) => name,
+            Cow::Owned(_) => "",
+        })
+    }
+
+    /// The H200, for which the kernels are tuned.
+    pub fn h200() -> Self {
+        row("h200", 90, 132, 227, 60, 4800.0, 989.5, 66.9)
+    }
+
+    /// Peak (tensor, float32) operations per second of the device that a driver calls `name`, or, where that is not in the
+    /// table, what its architecture does per clock.
+    pub fn peak_flops(name: &str, sm: u32, multiprocessors: u32, clock_hz: f64) -> (f64, f64) {
+        let name = squeeze(name);
+        let known = KNOWN.iter().find(|device| device.sm == sm && name.contains(&*device.name));
+        if let Some(device) = known {
+            return (device.tensor_flops, device.f32_flops);
+        }
+        let (tensor, lanes) = per_clock(sm);
+        let clocks = clock_hz * f64::from(multiprocessors);
+        (clocks * tensor, clocks * lanes * 2.0)
+    }
+
+    /// Compute capability as it is written.
+    pub fn capability(&self) -> String {
+        capability(self.sm)
+    }
+}
+
+/// 90 as "9.0".
+pub(crate) fn capability(sm: u32) -> String {
+    format!("{}.{}", sm / 10, sm % 10)
+}
+
+/// Operations of the tensor cores, and float32 lanes, per clock and multiprocessor.
+fn per_clock(sm: u32) -> (f64, f64) {
+    match sm {
+        0..=75 => (1024.0, 64.0),
+        80 => (2048.0, 64.0),
+        90 => (4096.0, 128.0),
+        100..=109 => (8192.0, 128.0),
+        _ => (1024.0, 128.0),
+    }
+}
+
+/// Lower case without anything but letters and digits.
+fn squeeze(name: &str) -> String {
+    name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_however_they_are_written() {
+        assert_eq!(DeviceInfo::known("RTX 4090").map(|d| d.sm), Some(89));
+        assert_eq!(DeviceInfo::known("h200"), Some(DeviceInfo::h200()));
+        assert_eq!(DeviceInfo::known("voodoo2"), None);
+        assert!(DeviceInfo::known_names().all(|name| DeviceInfo::known(name).is_some()));
+    }
+
+    #[test]
+    fn a_drivers_name_gives_the_tables_peak() {
+        let h200 = DeviceInfo::h200();
+        let peaks = DeviceInfo::peak_flops("NVIDIA H200", 90, 132, 1.98e9);
+        assert_eq!(peaks, (h200.tensor_flops, h200.f32_flops));
+        assert_eq!(DeviceInfo::peak_flops("NVIDIA A100-SXM4-80GB", 80, 108, 1.41e9).0, 312e12);
+    }
+
+    #[test]
+    fn an_unknown_device_gets_its_architectures_peak() {
+        let (tensor, _) = DeviceInfo::peak_flops("NVIDIA A30", 80, 56, 1.44e9);
+        assert!((160e12..170e12).contains(&tensor), "{tensor}");
+    }
+}

@@ -1,0 +1,200 @@
+//! A plan in words.
+
+use super::{Arg, Cost, Decision, DeviceInfo, Launch, Plan};
+use crate::{CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
+use std::fmt;
+
+/// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.
+#[derive(Clone, Debug)]
+pub struct Explanation {
+    /// The call in a line or two.
+    pub problem: Vec<String>,
+    /// The GPU in a line.
+    pub device: String,
+    /// How positions reach the rotary embedding.
+    pub positions: Option<String>,
+    /// Each candidate for attention with what became of it.
+    pub decisions: Vec<(String, String)>,
+    /// Kernels in order.
+    pub launches: Vec<LaunchLine>,
+    /// Scratch memory.
+    pub workspace_bytes: usize,
+    /// Arithmetic and traffic that no kernel can avoid.
+    pub cost: Cost,
+    /// Time that these take on the GPU.
+    pub roofline_seconds: f64,
+    /// Whether memory sets that time.
+    pub memory_bound: bool,
+}
+
+/// One kernel launch.
+#[derive(Clone, Debug)]
+pub struct LaunchLine {
+    /// Entry name.
+    pub entry: &'static str,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block, in bytes.
+    pub shared_bytes: u32,
+    /// Pointer arguments: name and what it is bound to.
+    pub arguments: Vec<(&'static str, String)>,
+}
+
+impl Plan {
+    /// What the plan does and why.
+    pub fn explain(&self) -> Explanation {
+        let Self { problem, device, .. } = self;
+        Explanation {
+            problem: describe(problem),
+            device: device.to_string(),
+            positions: self.positions.map(|positions| positions.to_string()),
+            decisions: self.decisions.iter().map(describe_decision).collect(),
+            launches: self.launches.iter().map(LaunchLine::new).collect(),
+            workspace_bytes: self.workspace_bytes,
+            cost: self.cost,
+            roofline_seconds: self.cost.roofline_seconds(problem.dtype, device),
+            memory_bound: self.cost.is_memory_bound(problem.dtype, device),
+        }
+    }
+}
+
+impl LaunchLine {
+    fn new(launch: &Launch) -> Self {
+        let Launch { entry, grid, args, .. } = launch;
+        let arguments =
+            entry.arguments.iter().zip(args).map(|(name, arg)| (*name, arg.to_string()));
+        Self {
+            entry: entry.name,
+            grid: *grid,
+            threads: entry.threads,
+            shared_bytes: entry.shared_bytes,
+            arguments: arguments.collect(),
+        }
+    }
+}
+
+impl fmt::Display for Arg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Null => f.write_str("null"),
+            Self::Tensor { id, offset: 0 } => f.write_str(id.name()),
+            Self::Tensor { id, offset } => write!(f, "{}+{offset}", id.name()),
+            Self::Workspace { offset, .. } => write!(f, "workspace+{offset}"),
+        }
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for line in &self.problem {
+            writeln!(f, "{line}")?;
+        }
+        writeln!(f, "on {}", self.device)?;
+        if let Some(positions) = &self.positions {
+            writeln!(f, "positions: {positions}")?;
+        }
+        writeln!(f, "\nattention")?;
+        for (candidate, outcome) in &self.decisions {
+            writeln!(f, "  {candidate:<9} {outcome}")?;
+        }
+        writeln!(f, "\nlaunches")?;
+        for (number, launch) in self.launches.iter().enumerate() {
+            writeln!(f, "  {} {launch}", number + 1)?;
+        }
+        let Cost { flops, bytes } = self.cost;
+        let bound = if self.memory_bound { "memory" } else { "arithmetic" };
+        writeln!(f, "\nworkspace {} bytes", self.workspace_bytes)?;
+        writeln!(f, "at least  {:.4} GFLOP, {:.4} MB", flops / 1e9, bytes / 1e6)?;
+        write!(f, "roofline  {:.2} us, bound by {bound}", self.roofline_seconds * 1e6)
+    }
+}
+
+impl fmt::Display for LaunchLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [x, y, z] = self.grid;
+        let Self { entry, threads, shared_bytes, .. } = self;
+        writeln!(
+            f,
+            "{entry}: {x}x{y}x{z} blocks of {threads} threads, {shared_bytes} bytes shared"
+        )?;
+        let arguments = self.arguments.iter().map(|(name, bound)| format!("{name}={bound}"));
+        write!(f, "    {}", arguments.collect::<Vec<_>>().join(" "))
+    }
+}
+
+fn describe_decision(decision: &Decision) -> (String, String) {
+    let outcome = match &decision.outcome {
+        Ok(entry) => format!("chosen: {}", entry.name),
+        Err(rejection) => format!("refused: {rejection}"),
+    };
+    (decision.candidate.name().to_owned(), outcome)
+}
+
+/// The call in words.
+fn describe(p: &Problem) -> Vec<String> {
+    let phase = match p.phase {
+        Phase::FirstPrompt => "first prompt",
+        Phase::SubsequentPrompt => "subsequent prompt",
+        Phase::TokenGeneration => "token generation",
+    };
+    let cache = match p.cache {
+        CacheBinding::Shared => "shared",
+        CacheBinding::Separate => "separate",
+    };
+    let mut lines = vec![
+        format!(
+            "GroupQueryAttention {}: batch {}, {} query heads over {} KV heads, head size {}",
+            p.dtype, p.batch, p.q_heads, p.kv_heads, p.head_size
+        ),
+        format!(
+            "{phase}: {} query rows, {} new keys, {} keys in all; {cache} cache of {} rows",
+            p.q_len, p.new_len, p.total_len, p.capacity
+        ),
+    ];
+    let features = features(p);
+    if !features.is_empty() {
+        lines.push(features.join(", "));
+    }
+    lines
+}
+
+fn features(p: &Problem) -> Vec<String> {
+    let mut features = Vec::new();
+    let mut add = |present: bool, text: String| {
+        if present {
+            features.push(text);
+        }
+    };
+    add(p.packed, "packed QKV".to_owned());
+    add(p.layout == Layout::Bnsh, "BNSH".to_owned());
+    if let Some(rotary) = p.rotary {
+        let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };
+        add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));
+    }
+    add(!p.causal, "not causal".to_owned());
+    add(p.window.is_some(), format!("window {}", p.window.unwrap_or_default()));
+    add(p.softcap.is_some(), format!("softcap {}", p.softcap.unwrap_or_default()));
+    add(p.sink == Sink::Zero, "smooth softmax".to_owned());
+    add(p.sink == Sink::PerHead, "head_sink".to_owned());
+    add(p.bias.is_some(), "attention_bias".to_owned());
+    add(p.output_qk != QkOutput::None, "output_qk".to_owned());
+    add(p.lse, "log-sum-exp".to_owned());
+    features
+}
+
+/// The device in the form that [`Explanation`] prints, for `gqa doctor`.
+impl fmt::Display for DeviceInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: compute capability {}, {} SMs, {} bytes of shared memory per block, {:.0} GB/s",
+            self.name,
+            self.capability(),
+            self.multiprocessors,
+            self.shared_bytes,
+            self.bandwidth / 1e9
+        )
+    }
+}

@@ -1,0 +1,149 @@
+//! Which tensors a problem has, and how large they are.
+
+use super::TensorId;
+use crate::{CacheBinding, DType, Problem, QkOutput, Sink};
+
+/// Element type and shape of one tensor of a call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: Vec<usize>,
+}
+
+impl TensorSpec {
+    fn new(dtype: DType, shape: impl Into<Vec<usize>>) -> Self {
+        Self { dtype, shape: shape.into() }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether some dimension is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len() * self.dtype.size()
+    }
+}
+
+impl TensorId {
+    /// All roles.
+    pub const ALL: [Self; 16] = [
+        Self::Query,
+        Self::Key,
+        Self::Value,
+        Self::PastKey,
+        Self::PastValue,
+        Self::SeqlensK,
+        Self::CosCache,
+        Self::SinCache,
+        Self::PositionIds,
+        Self::AttentionBias,
+        Self::HeadSink,
+        Self::Output,
+        Self::PresentKey,
+        Self::PresentValue,
+        Self::OutputQk,
+        Self::Lse,
+    ];
+
+    /// Name of the operator's input or output.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Query => "query",
+            Self::Key => "key",
+            Self::Value => "value",
+            Self::PastKey => "past_key",
+            Self::PastValue => "past_value",
+            Self::SeqlensK => "seqlens_k",
+            Self::CosCache => "cos_cache",
+            Self::SinCache => "sin_cache",
+            Self::PositionIds => "position_ids",
+            Self::AttentionBias => "attention_bias",
+            Self::HeadSink => "head_sink",
+            Self::Output => "output",
+            Self::PresentKey => "present_key",
+            Self::PresentValue => "present_value",
+            Self::OutputQk => "output_qk",
+            Self::Lse => "lse",
+        }
+    }
+
+    /// Whether kernels write the tensor.
+    pub const fn is_output(self) -> bool {
+        matches!(
+            self,
+            Self::Output | Self::PresentKey | Self::PresentValue | Self::OutputQk | Self::Lse
+        )
+    }
+
+    /// Whether it is part of the cache that a call leaves.
+    pub const fn is_present(self) -> bool {
+        matches!(self, Self::PresentKey | Self::PresentValue)
+    }
+
+    /// The tensor of that role in `problem`; `None` where the call has none.
+    pub fn spec(self, problem: &Problem) -> Option<TensorSpec> {
+        match self {
+            Self::Output | Self::PresentKey | Self::PresentValue | Self::OutputQk | Self::Lse => {
+                self.output_spec(problem)
+            }
+            _ => self.input_spec(problem),
+        }
+    }
+
+    fn input_spec(self, p: &Problem) -> Option<TensorSpec> {
+        let shape = match self {
+            Self::Query if p.packed => {
+                vec![p.batch, p.q_len, (p.q_heads + 2 * p.kv_heads) * p.head_size]
+            }
+            Self::Query => p.rows_shape(p.q_heads, p.q_len),
+            Self::Key | Self::Value if p.packed => return None,
+            Self::Key | Self::Value => p.rows_shape(p.kv_heads, p.new_len),
+            Self::PastKey | Self::PastValue
+                if p.cache == CacheBinding::Shared || p.past_capacity == 0 =>
+            {
+                return None;
+            }
+            Self::PastKey | Self::PastValue => {
+                vec![p.batch, p.kv_heads, p.past_capacity, p.head_size]
+            }
+            Self::SeqlensK => return Some(TensorSpec::new(DType::I32, [p.batch])),
+            Self::CosCache | Self::SinCache => {
+                p.rotary.map(|r| vec![r.max_positions, r.dim / 2])?
+            }
+            Self::PositionIds => {
+                return Some(TensorSpec::new(DType::I64, [p.batch, p.rotary?.explicit?]));
+            }
+            Self::AttentionBias => {
+                let bias = p.bias?;
+                let dim = |broadcast, n| if broadcast { 1 } else { n };
+                vec![dim(bias.batch, p.batch), dim(bias.head, p.q_heads), p.q_len, p.total_len]
+            }
+            Self::HeadSink => (p.sink == Sink::PerHead).then(|| vec![p.q_heads])?,
+            _ => return None,
+        };
+        Some(TensorSpec::new(p.dtype, shape))
+    }
+
+    fn output_spec(self, p: &Problem) -> Option<TensorSpec> {
+        let shape = match self {
+            Self::Output => p.rows_shape(p.q_heads, p.q_len),
+            Self::PresentKey | Self::PresentValue => p.present_shape().to_vec(),
+            Self::OutputQk if p.output_qk == QkOutput::None => return None,
+            Self::OutputQk => vec![p.batch, p.q_heads, p.q_len, p.total_len],
+            Self::Lse if p.lse => {
+                return Some(TensorSpec::new(DType::F32, [p.batch, p.q_heads, p.q_len]));
+            }
+            _ => return None,
+        };
+        Some(TensorSpec::new(p.dtype, shape))
+    }
+}

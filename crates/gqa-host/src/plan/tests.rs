@@ -1,0 +1,494 @@
+//! Which kernels for which call, as tables; and that what launches are given lies inside the tensors.
+
+use super::*;
+use crate::{BiasBroadcast, CacheBinding, DType, Layout, Phase, QkOutput, Rotary, Sink};
+use gqa_kernels::params::{AttentionParams, PrologueParams, Strides};
+use gqa_kernels::registry::Family;
+
+/// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
+fn llama(s: usize, past: usize) -> Problem {
+    Problem {
+        dtype: DType::F16,
+        batch: 1,
+        q_heads: 32,
+        kv_heads: 8,
+        head_size: 128,
+        q_len: s,
+        new_len: s,
+        total_len: past + s,
+        past_capacity: 8192,
+        capacity: 8192,
+        phase: match (past, s) {
+            (0, _) => Phase::FirstPrompt,
+            (_, 1) => Phase::TokenGeneration,
+            _ => Phase::SubsequentPrompt,
+        },
+        cache: CacheBinding::Shared,
+        packed: false,
+        layout: Layout::Bsnh,
+        rotary: Some(ROTARY),
+        scale: 0.088,
+        softcap: None,
+        window: None,
+        causal: true,
+        sink: Sink::None,
+        bias: None,
+        output_qk: QkOutput::None,
+        lse: false,
+    }
+}
+
+const ROTARY: Rotary = Rotary { dim: 128, interleaved: false, max_positions: 8192, explicit: None };
+
+fn with(mut problem: Problem, change: impl FnOnce(&mut Problem)) -> Problem {
+    change(&mut problem);
+    problem
+}
+
+fn device(name: &str) -> DeviceInfo {
+    DeviceInfo::known(name).unwrap()
+}
+
+/// Kernels of a plan, without prefix and element type.
+fn kernels(problem: &Problem, switches: &Switches) -> Vec<&'static str> {
+    let plan = plan(problem, &device("h200"), switches).unwrap();
+    plan.launches.iter().map(|launch| launch.entry.kernel()).collect()
+}
+
+fn attention(problem: &Problem, name: &str, switches: &Switches) -> Family {
+    let plan = plan(problem, &device(name), switches).unwrap();
+    plan.launches
+        .iter()
+        .map(|launch| launch.entry.family)
+        .rfind(|family| *family != Family::Prologue)
+        .unwrap()
+}
+
+fn rejection(problem: &Problem, name: &str, switches: &Switches, candidate: Candidate) -> String {
+    let plan = plan(problem, &device(name), switches).unwrap();
+    let decision = plan.decisions.iter().find(|decision| decision.candidate == candidate).unwrap();
+    decision.outcome.as_ref().unwrap_err().to_string()
+}
+
+#[test]
+fn flash_attention_wherever_it_can() {
+    let off = Switches::default();
+    for (what, problem, device, want) in [
+        ("prompt", llama(4096, 0), "h200", Family::Tiled),
+        ("prompt", llama(4096, 0), "a100", Family::Tiled),
+        ("prompt", llama(4096, 0), "rtx4090", Family::Tiled),
+        ("prompt", llama(4096, 0), "v100", Family::General),
+        ("prompt", llama(4096, 0), "t4", Family::General),
+        ("chunk", llama(512, 2048), "h200", Family::Tiled),
+        ("token", llama(1, 4096), "h200", Family::SplitKv),
+        ("token", llama(1, 4096), "v100", Family::General),
+        ("speculative tokens", llama(4, 4096), "h200", Family::SplitKv),
+        ("bfloat16", with(llama(64, 0), |p| p.dtype = DType::BF16), "h200", Family::Tiled),
+        ("float32", with(llama(64, 0), |p| p.dtype = DType::F32), "h200", Family::General),
+        ("float32 token", with(llama(1, 64), |p| p.dtype = DType::F32), "h200", Family::General),
+        ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Tiled),
+        ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Tiled),
+        ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::General),
+        (
+            "bias",
+            with(llama(64, 0), |p| p.bias = Some(BiasBroadcast { batch: true, head: true })),
+            "h200",
+            Family::General,
+        ),
+        (
+            "scores",
+            with(llama(64, 0), |p| p.output_qk = QkOutput::AfterSoftmax),
+            "h200",
+            Family::General,
+        ),
+        (
+            "window, softcap, sink",
+            with(llama(512, 0), |p| {
+                (p.window, p.softcap, p.sink) = (Some(128), Some(30.0), Sink::PerHead);
+            }),
+            "h200",
+            Family::Tiled,
+        ),
+        ("not causal", with(llama(512, 0), |p| p.causal = false), "h200", Family::Tiled),
+    ] {
+        assert_eq!(attention(&problem, device, &off), want, "{what} on {device}");
+    }
+}
+
+#[test]
+fn refusals_name_their_reason() {
+    let off = Switches::default();
+    let no_flash = Switches { disable_flash_attention: true, ..off.clone() };
+    let no_decode = Switches { disable_flash_decode: true, ..off.clone() };
+    let scores = |p: &mut Problem| p.output_qk = QkOutput::BeforeSoftmax;
+    let bias = |p: &mut Problem| p.bias = Some(BiasBroadcast { batch: false, head: true });
+    for (problem, device, switches, candidate, want) in [
+        (
+            with(llama(64, 0), |p| p.dtype = DType::F32),
+            "h200",
+            &off,
+            Candidate::Tiled,
+            "does not take float32",
+        ),
+        (with(llama(64, 0), bias), "h200", &off, Candidate::Tiled, "does not take attention_bias"),
+        (with(llama(1, 64), scores), "h200", &off, Candidate::SplitKv, "does not take output_qk"),
+        (
+            with(llama(64, 0), |p| p.head_size = 320),
+            "h200",
+            &off,
+            Candidate::Tiled,
+            "head size 320 is over 256",
+        ),
+        (
+            llama(64, 0),
+            "t4",
+            &off,
+            Candidate::Tiled,
+            "needs compute capability 8.0, the device has 7.5",
+        ),
+        (
+            llama(64, 0),
+            "h200",
+            &no_flash,
+            Candidate::Tiled,
+            "switched off by GQA_DISABLE_FLASH_ATTENTION",
+        ),
+        (
+            llama(1, 64),
+            "h200",
+            &no_flash,
+            Candidate::SplitKv,
+            "switched off by GQA_DISABLE_FLASH_ATTENTION",
+        ),
+        (
+            llama(1, 64),
+            "h200",
+            &no_decode,
+            Candidate::SplitKv,
+            "switched off by GQA_DISABLE_FLASH_DECODE",
+        ),
+        (llama(512, 0), "h200", &off, Candidate::SplitKv, "2048 packed query rows are over 64"),
+        (llama(512, 0), "h200", &off, Candidate::General, "not needed"),
+    ] {
+        let got = rejection(&problem, device, switches, candidate);
+        assert!(got.contains(want), "{got:?} is not {want:?}");
+    }
+}
+
+#[test]
+fn a_block_that_does_not_fit_is_refused() {
+    let tiny = DeviceInfo { shared_bytes: 20 << 10, ..device("h200") };
+    let problem = with(llama(512, 0), |p| p.head_size = 256);
+    let error = plan(&problem, &tiny, &Switches::default()).unwrap_err().to_string();
+    assert!(error.contains("a block needs") && error.contains("the device has 20480"), "{error}");
+}
+
+#[test]
+fn the_prologue_is_as_short_as_the_call_allows() {
+    let off = Switches::default();
+    let separate = |p: &mut Problem| {
+        (p.cache, p.past_capacity, p.capacity) = (CacheBinding::Separate, 64, 64 + p.new_len)
+    };
+    let no_rotary = |p: &mut Problem| p.rotary = None;
+    let nothing_new = |p: &mut Problem| p.new_len = 0;
+    let base = || llama(512, 64);
+    for (what, problem, want) in [
+        ("shared, rotary", base(), vec!["unpack_qkv_with_rope_and_append_kv"]),
+        (
+            "packed too",
+            with(base(), |p| p.packed = true),
+            vec!["unpack_qkv_with_rope_and_append_kv"],
+        ),
+        ("shared", with(base(), no_rotary), vec!["concat_kv_in_place"]),
+        (
+            "separate, rotary",
+            with(base(), separate),
+            vec!["concat_new_to_past_kv", "rotary_embedding"],
+        ),
+        ("separate", with(with(base(), separate), no_rotary), vec!["concat_new_to_past_kv"]),
+        ("nothing new, rotary", with(base(), nothing_new), vec!["rotary_embedding"]),
+        ("nothing new", with(with(base(), nothing_new), no_rotary), vec![]),
+        (
+            "nothing new, separate",
+            with(with(base(), nothing_new), separate),
+            vec!["concat_new_to_past_kv", "rotary_embedding"],
+        ),
+    ] {
+        let mut got = kernels(&problem, &off);
+        got.pop();
+        assert_eq!(got, want, "{what}");
+    }
+}
+
+#[test]
+fn unfused_every_duty_is_a_launch() {
+    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    let separate = |p: &mut Problem| p.cache = CacheBinding::Separate;
+    for (what, problem, want) in [
+        (
+            "chunk, packed",
+            with(llama(512, 64), |p| p.packed = true),
+            vec![
+                "unpack_qkv",
+                "seqlens_to_pos_ids",
+                "rotary_embedding",
+                "rotary_embedding",
+                "concat_kv_in_place",
+            ],
+        ),
+        (
+            "prompt",
+            llama(512, 0),
+            vec!["rotary_embedding", "rotary_embedding", "concat_kv_in_place"],
+        ),
+        (
+            "positions given",
+            with(llama(512, 64), |p| p.rotary = Some(Rotary { explicit: Some(512), ..ROTARY })),
+            vec!["rotary_embedding", "rotary_embedding", "concat_kv_in_place"],
+        ),
+        ("no rotary", with(llama(512, 64), |p| p.rotary = None), vec!["concat_kv_in_place"]),
+        (
+            "separate",
+            with(llama(512, 64), separate),
+            vec![
+                "seqlens_to_pos_ids",
+                "rotary_embedding",
+                "rotary_embedding",
+                "concat_new_to_past_kv",
+            ],
+        ),
+    ] {
+        let mut got = kernels(&problem, &unfused);
+        got.pop();
+        assert_eq!(got, want, "{what}");
+    }
+}
+
+#[test]
+fn positions_are_honoured_generated_or_implied() {
+    let explicit = |p: &mut Problem| p.rotary = Some(Rotary { explicit: Some(600), ..ROTARY });
+    for (problem, fused, want) in [
+        (with(llama(512, 64), explicit), true, Some(Positions::Explicit)),
+        (with(llama(512, 64), explicit), false, Some(Positions::Explicit)),
+        (llama(512, 64), true, Some(Positions::Implicit)),
+        (llama(512, 64), false, Some(Positions::Generated)),
+        (llama(512, 0), false, Some(Positions::Implicit)),
+        (llama(1, 64), false, Some(Positions::Implicit)),
+        (with(llama(1, 64), |p| p.rotary = None), true, None),
+    ] {
+        assert_eq!(positions(&problem, fused), want);
+    }
+}
+
+#[test]
+fn the_keys_of_a_long_sequence_are_split_and_merged() {
+    let long = plan(&llama(1, 8000), &device("h200"), &Switches::default()).unwrap();
+    let names: Vec<_> = long.launches.iter().map(|launch| launch.entry.kernel()).collect();
+    assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
+    let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
+    assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
+    // As many blocks as there are multiprocessors already: nothing to gain.
+    let wide = with(llama(1, 100), |p| p.batch = 512);
+    assert_eq!(kernels(&wide, &Switches::default()).len(), 2);
+    let seven = Switches { splits: Some(7), ..Switches::default() };
+    let forced = plan(&wide, &device("h200"), &seven).unwrap();
+    assert_eq!(forced.launches[1].grid[1], 7);
+}
+
+#[test]
+fn force_is_that_kernel_or_an_error() {
+    let force = |name: &'static str| Switches { force: Some(name), ..Switches::default() };
+    let find_family = |family, dtype| {
+        let wanted = |entry: &&Entry| entry.family == family && entry.name.ends_with(dtype);
+        gqa_kernels::registry::entries().find(wanted).unwrap().name
+    };
+    let general = find_family(Family::General, "_f16");
+    assert_eq!(attention(&llama(512, 0), "h200", &force(general)), Family::General);
+    let why = rejection(&llama(512, 0), "h200", &force(general), Candidate::Tiled);
+    assert_eq!(why, format!("GQA_FORCE={general}"));
+    let error = |problem: &Problem, name| {
+        plan(problem, &device("h200"), &force(name)).unwrap_err().to_string()
+    };
+    let wrong_type = error(&llama(512, 0), find_family(Family::General, "_bf16"));
+    assert!(wrong_type.contains("general does not take float16"), "{wrong_type}");
+    let not_launched = error(&llama(512, 0), find("gqa_concat_kv_in_place_f16"));
+    assert!(not_launched.contains("unpack_qkv_with_rope_and_append_kv"), "{not_launched}");
+}
+
+fn find(name: &str) -> &'static str {
+    gqa_kernels::registry::find(name).unwrap().name
+}
+
+#[test]
+fn with_everything_switched_off_the_error_says_so() {
+    let off = Switches {
+        disable_flash_attention: true,
+        disable_memory_efficient_attention: true,
+        ..Switches::default()
+    };
+    let error = plan(&llama(1, 64), &device("h200"), &off).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "no kernel takes this call: split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION"
+    );
+}
+
+#[test]
+fn costs_are_those_of_the_visible_pairs() {
+    let prompt = Cost::of(&llama(4, 0));
+    assert_eq!(prompt.flops, 4.0 * 32.0 * 128.0 * 10.0);
+    let windowed = Cost::of(&with(llama(4, 6), |p| p.window = Some(8)));
+    assert_eq!(windowed.flops, 4.0 * 32.0 * 128.0 * (7.0 + 8.0 * 3.0));
+    let token = Cost::of(&llama(1, 4095));
+    let row = 128.0 * 2.0;
+    assert_eq!(token.bytes, 2.0 * 32.0 * row + 2.0 * 8.0 * row * (1.0 + 1.0 + 4095.0));
+    assert!(token.is_memory_bound(DType::F16, &DeviceInfo::h200()));
+    assert!(!Cost::of(&llama(4096, 0)).is_memory_bound(DType::F16, &DeviceInfo::h200()));
+}
+
+#[test]
+fn the_explanation_tells_the_whole_plan() {
+    let text =
+        plan(&llama(1, 4096), &device("h200"), &Switches::default()).unwrap().explain().to_string();
+    for part in [
+        "token generation",
+        "32 query heads over 8 KV heads",
+        "chosen",
+        "not needed",
+        "query",
+        "workspace",
+        "roofline",
+    ] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
+
+/// Every combination of what a plan depends on, each kind a few values.
+fn problems() -> impl Iterator<Item = Problem> {
+    let shapes = [(1, 40, 0), (3, 1, 70), (2, 9, 33), (1, 200, 0), (2, 3, 900)];
+    let kinds = 0..(shapes.len() * 64);
+    kinds.map(move |kind| {
+        let (batch, s, past) = shapes[kind / 64];
+        let bit = |i: usize| kind >> i & 1 == 1;
+        with(llama(s, past), |p| {
+            p.batch = batch;
+            (p.q_heads, p.kv_heads) = if bit(0) { (6, 2) } else { (8, 8) };
+            p.head_size = if bit(1) { 40 } else { 160 };
+            p.rotary =
+                bit(2).then_some(Rotary { dim: 32, explicit: bit(3).then_some(s + 2), ..ROTARY });
+            p.packed = bit(4);
+            p.lse = bit(5);
+            let separate = bit(3) ^ bit(5);
+            p.cache = if separate { CacheBinding::Separate } else { CacheBinding::Shared };
+            p.past_capacity = if separate { past } else { past + s + 5 };
+            p.capacity = if separate { past + s } else { past + s + 5 };
+            p.dtype = [DType::F16, DType::BF16, DType::F32][kind % 3];
+            p.bias = (kind % 5 == 1).then_some(BiasBroadcast { batch: bit(0), head: bit(1) });
+            p.output_qk = if kind % 7 == 1 { QkOutput::AfterSoftmax } else { QkOutput::None };
+            p.sink = if kind % 4 == 3 { Sink::PerHead } else { Sink::None };
+            if kind % 11 == 0 && !p.packed {
+                p.layout = Layout::Bnsh;
+            }
+            if kind % 13 == 0 && past > 0 && !p.packed {
+                p.new_len = 0;
+            }
+        })
+    })
+}
+
+#[test]
+fn arguments_lie_inside_their_tensors() {
+    let devices = ["h200", "a100", "v100"].map(device);
+    let switches = [
+        Switches::default(),
+        Switches { disable_fused_kv: true, splits: Some(5), ..Switches::default() },
+        Switches { disable_flash_attention: true, ..Switches::default() },
+    ];
+    let mut launches = 0;
+    for problem in problems() {
+        for (device, switches) in devices.iter().zip(&switches) {
+            let plan = plan(&problem, device, switches).unwrap();
+            plan.launches.iter().for_each(|launch| check(&plan, launch));
+            launches += plan.launches.len();
+        }
+    }
+    assert!(launches > 1500, "{launches}");
+}
+
+/// The bytes that each argument's strides and counts reach, against the bytes that it has.
+fn check(plan: &Plan, launch: &Launch) {
+    let [x, y, z] = launch.grid;
+    assert!(x > 0 && x <= i32::MAX as u32 && (1..=65535).contains(&y) && (1..=65535).contains(&z));
+    assert_eq!(launch.params.len(), launch.entry.params_bytes);
+    let element = match launch.entry.dtype {
+        gqa_kernels::num::DType::F32 => 4,
+        _ => 2,
+    };
+    for (name, arg) in launch.entry.arguments.iter().zip(&launch.args) {
+        let has = match *arg {
+            Arg::Null => continue,
+            Arg::Tensor { id, offset } => id.spec(&plan.problem).unwrap().bytes() - offset,
+            Arg::Workspace { offset, bytes } => {
+                assert!(offset % 256 == 0 && offset + bytes <= plan.workspace_bytes);
+                bytes
+            }
+        };
+        let needs = match launch.entry.family {
+            Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
+            _ => attention_reach(name, bytemuck::from_bytes(&launch.params), element),
+        };
+        assert!(
+            needs <= has,
+            "{} {name}: {needs} bytes of {has} ({arg})\n{:?}",
+            launch.entry.name,
+            plan.problem
+        );
+    }
+}
+
+/// Elements up to the end of the last row.
+fn reach(strides: Strides, [batch, heads, rows]: [u32; 3], width: u32) -> usize {
+    if batch * heads * rows == 0 {
+        0
+    } else {
+        strides.at(batch - 1, heads - 1, rows - 1) + width as usize
+    }
+}
+
+fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
+    let rows = |strides, heads, rows| reach(strides, [p.batch, heads, rows], p.head_size) * element;
+    let angles = p.max_positions as usize * (p.rotary_dim / 2) as usize * element;
+    match name {
+        "q" => rows(p.q, p.q_heads, p.q_len),
+        "q_out" => rows(p.q_out, p.q_heads, p.q_len),
+        "k" => rows(p.k, p.kv_heads, p.new_len),
+        "v" => rows(p.v, p.kv_heads, p.new_len),
+        "k_out" | "v_out" => rows(p.kv_out, p.kv_heads, p.new_len),
+        "present_k" | "present_v" => rows(p.kv_out, p.kv_heads, p.capacity),
+        "past_k" | "past_v" => rows(p.past, p.kv_heads, p.past_capacity),
+        "cos" | "sin" => angles,
+        "position_ids" => ((p.batch - 1) * p.position_stride + p.q_len) as usize * 8,
+        "seqlens_k" => p.batch as usize * 4,
+        other => panic!("{other}"),
+    }
+}
+
+fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
+    let rows = |strides, heads, rows| reach(strides, [p.batch, heads, rows], p.head_size) * element;
+    let all = (p.batch * p.q_heads * p.q_len) as usize;
+    match name {
+        "q" => rows(p.q, p.q_heads, p.q_len),
+        "out" => rows(p.out, p.q_heads, p.q_len),
+        "k" | "v" => rows(p.k, p.kv_heads, p.capacity),
+        "bias" => reach(p.bias, [p.batch, p.q_heads, p.q_len], p.qk_columns) * element,
+        "head_sink" => p.q_heads as usize * element,
+        "lse" => all * 4,
+        "output_qk" => all * p.qk_columns as usize * element,
+        "partial_out" => all * (p.splits * p.head_size) as usize * 4,
+        "partial_lse" => all * p.splits as usize * 4,
+        "seqlens_k" => p.batch as usize * 4,
+        other => panic!("{other}"),
+    }
+}

@@ -1,0 +1,276 @@
+//! The CUDA back end where there is a GPU, and its error values where there is none.
+#![cfg(feature = "cuda")]
+
+use gqa_host::backend::cuda::Cuda;
+use gqa_host::backend::{Backend, Io};
+use gqa_host::driver::{
+    Call, Device, DeviceView, DriverError, Graph, Stream, Views, Workspace, device_count,
+};
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs};
+use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::reference::Reference;
+use gqa_host::{CacheBinding, DType, Error, Problem, Tensor};
+use std::sync::Arc;
+
+/// The GPU, or `None` after saying why not.
+fn device() -> Option<Device> {
+    match Device::open(0) {
+        Ok(device) => Some(device),
+        Err(reason) => {
+            println!("skipped: no CUDA device ({reason})");
+            None
+        }
+    }
+}
+
+/// Values in -1..1 that depend on `seed`.
+fn random(dtype: DType, shape: &[usize], seed: u32) -> Tensor {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
+    let values: Vec<f32> = (0..shape.iter().product())
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect();
+    Tensor::from_f32(dtype, shape, &values).unwrap()
+}
+
+fn int(values: &[i32]) -> Tensor {
+    Tensor::I32(
+        ndarray::ArrayD::from_shape_vec(ndarray::IxDyn(&[values.len()]), values.to_vec()).unwrap(),
+    )
+}
+
+fn assert_close(got: &Tensor, want: &Tensor, tolerance: f64, what: &str) {
+    assert_eq!(got.shape(), want.shape(), "{what}");
+    for (i, (got, want)) in got.to_f64().into_iter().zip(want.to_f64()).enumerate() {
+        assert!(
+            (got - want).abs() <= tolerance * (1.0 + want.abs()),
+            "{what}: element {i} is {got}, not {want}"
+        );
+    }
+}
+
+const HEADS: i64 = 8;
+const KV_HEADS: i64 = 2;
+const SIZE: usize = 64;
+const CAPACITY: usize = 300;
+
+fn operator() -> GroupQueryAttention {
+    GroupQueryAttention::new(HEADS, KV_HEADS).do_rotary(true)
+}
+
+/// A call on a shared cache.
+struct Step {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: KvCache,
+    seqlens_k: Tensor,
+    total: Tensor,
+}
+
+impl Step {
+    fn new(dtype: DType, rows: usize, lengths: &[i32], total: usize) -> Self {
+        let batch = lengths.len();
+        let new = |heads: i64, seed| random(dtype, &[batch, rows, heads as usize * SIZE], seed);
+        let cache = |seed| random(dtype, &[batch, KV_HEADS as usize, CAPACITY, SIZE], seed);
+        Self {
+            query: new(HEADS, 1),
+            key: new(KV_HEADS, 2),
+            value: new(KV_HEADS, 3),
+            cos: random(dtype, &[CAPACITY, SIZE / 2], 4),
+            sin: random(dtype, &[CAPACITY, SIZE / 2], 5),
+            cache: KvCache { key: cache(6), value: cache(7) },
+            seqlens_k: int(&lengths.iter().map(|length| length - 1).collect::<Vec<_>>()),
+            total: int(&[total as i32]),
+        }
+    }
+
+    fn inputs(&self) -> Inputs<'_> {
+        Inputs {
+            key: Some(&self.key),
+            value: Some(&self.value),
+            cos_cache: Some(&self.cos),
+            sin_cache: Some(&self.sin),
+            ..Inputs::new(&self.query, &self.seqlens_k, &self.total)
+        }
+    }
+
+    fn problem(&self) -> Problem {
+        operator().problem_in_place(&self.inputs(), &self.cache).unwrap()
+    }
+
+    /// Output and cache afterwards.
+    fn run(&self, backend: &dyn Backend) -> (Tensor, KvCache) {
+        let mut cache = self.cache.clone();
+        let outputs = operator().run_in_place(&self.inputs(), &mut cache, backend).unwrap();
+        (outputs.output, cache)
+    }
+
+    fn upload(&self, call: &Call, stream: &Stream) {
+        for (id, tensor) in [
+            (TensorId::Query, &self.query),
+            (TensorId::Key, &self.key),
+            (TensorId::Value, &self.value),
+            (TensorId::CosCache, &self.cos),
+            (TensorId::SinCache, &self.sin),
+            (TensorId::SeqlensK, &self.seqlens_k),
+            (TensorId::PresentKey, &self.cache.key),
+            (TensorId::PresentValue, &self.cache.value),
+        ] {
+            call.upload(id, tensor, stream).unwrap();
+        }
+    }
+}
+
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 2e-5,
+        DType::F16 => 2e-3,
+        _ => 1.6e-2,
+    }
+}
+
+#[test]
+fn the_gpu_agrees_with_the_reference() {
+    let Some(device) = device() else { return };
+    let cuda = Cuda::on(device, Switches::default()).unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (rows, lengths, total) in
+            [(70, [70, 33], 70), (1, [211, 90], 211), (16, [200, 47], 200)]
+        {
+            let step = Step::new(dtype, rows, &lengths, total);
+            let ((got, got_cache), (want, want_cache)) = (step.run(&cuda), step.run(&Reference));
+            let what = format!("{dtype}, {rows} rows");
+            assert_close(&got, &want, tolerance(dtype), &what);
+            assert_close(&got_cache.key, &want_cache.key, tolerance(dtype), &what);
+            assert_close(&got_cache.value, &want_cache.value, tolerance(dtype), &what);
+        }
+    }
+}
+
+#[test]
+fn a_graph_captured_once_follows_the_lengths() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    // Captured for sequences of up to CAPACITY tokens.
+    let first = Step::new(DType::F16, 1, &[CAPACITY as i32, 17], CAPACITY);
+    let call = Arc::new(
+        Call::new(&device, plan(&first.problem(), device.info(), &Switches::default()).unwrap())
+            .unwrap(),
+    );
+    let graph = Graph::capture(&stream, std::slice::from_ref(&call)).unwrap();
+    for lengths in [[CAPACITY as i32, 17], [1, 2], [64, 65], [128, 299], [300, 300]] {
+        let step = Step::new(DType::F16, 1, &lengths, CAPACITY);
+        call.poison(&stream).unwrap();
+        step.upload(&call, &stream);
+        graph.replay(&stream).unwrap();
+        let (want, want_cache) = step.run(&Reference);
+        let what = format!("lengths {lengths:?}");
+        assert_close(&call.download(TensorId::Output, &stream).unwrap(), &want, 2e-3, &what);
+        assert_close(
+            &call.download(TensorId::PresentKey, &stream).unwrap(),
+            &want_cache.key,
+            2e-3,
+            &what,
+        );
+        assert_close(
+            &call.download(TensorId::PresentValue, &stream).unwrap(),
+            &want_cache.value,
+            2e-3,
+            &what,
+        );
+    }
+    let seconds = stream.timed(|| (0..10).try_for_each(|_| graph.replay(&stream))).unwrap();
+    assert!(seconds > 0.0 && seconds < 1.0, "{seconds}");
+}
+
+#[test]
+fn views_that_do_not_fit_are_refused_before_any_launch() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let step = Step::new(DType::F16, 1, &[20], 20);
+    let call =
+        Call::new(&device, plan(&step.problem(), device.info(), &Switches::default()).unwrap())
+            .unwrap();
+    let enqueue = |views: &Views<'_>, bytes| {
+        let workspace = Workspace { pointer: 0, bytes };
+        // SAFETY: refused before anything is launched.
+        unsafe { device.enqueue(call.plan(), views, workspace, stream.raw()) }
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(enqueue(&Views::new(), usize::MAX).starts_with("query: got nothing"));
+    let shape = [1, 1, HEADS as usize * SIZE];
+    let misplaced = DeviceView { pointer: 8, dtype: DType::F16, shape: &shape };
+    assert!(
+        enqueue(&Views::new().bind(TensorId::Query, misplaced), usize::MAX)
+            .starts_with("query: got float16")
+    );
+    let views = TensorId::ALL
+        .into_iter()
+        .filter_map(|id| Some((id, call.tensor(id)?)))
+        .fold(Views::new(), |views, (id, tensor)| views.bind(id, tensor.view()));
+    if call.plan().workspace_bytes > 0 {
+        assert!(enqueue(&views, 0).starts_with("workspace: got 0 bytes"));
+    }
+}
+
+#[test]
+fn too_much_memory_is_an_error_value() {
+    let Some(device) = device() else { return };
+    let elements = device.memory_bytes() / 2 + 1;
+    match gqa_host::driver::DeviceTensor::new(&device, DType::F32, &[elements]) {
+        Err(Error::Driver(DriverError::OutOfMemory { requested, free })) => {
+            assert!(requested == elements * 4 && free < requested, "{requested} {free}");
+        }
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("{elements} elements were allocated"),
+    }
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_an_error_value() {
+    match Device::open(4096) {
+        Err(DriverError::NoDriver { reason }) => println!("no driver: {reason}"),
+        Err(DriverError::NoDevice { reason }) => println!("no device: {reason}"),
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("there is a GPU number 4096"),
+    }
+}
+
+#[test]
+fn without_a_driver_everything_says_so() {
+    match device_count() {
+        Ok(count) => println!("{count} GPUs"),
+        Err(DriverError::NoDriver { .. }) => {
+            let error = Cuda::new(Switches::default()).err().map(|error| error.to_string());
+            assert!(error.is_some_and(|error| error.starts_with("no NVIDIA driver: ")));
+        }
+        Err(DriverError::NoDevice { .. }) => {}
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_separate_cache_is_written_whole() {
+    let Some(device) = device() else { return };
+    let cuda = Cuda::on(device, Switches::default()).unwrap();
+    let step = Step::new(DType::BF16, 5, &[40, 23], 40);
+    let past = random(DType::BF16, &[2, KV_HEADS as usize, 35, SIZE], 8);
+    let inputs = Inputs { past_key: Some(&past), past_value: Some(&past), ..step.inputs() };
+    let problem = operator().problem(&inputs, CacheBinding::Separate).unwrap();
+    let run = |backend: &dyn Backend| {
+        let mut outputs = Outputs::new(&problem);
+        let io: &mut Io<'_> = &mut outputs.io(&inputs);
+        backend.run(&problem, io).unwrap();
+        outputs
+    };
+    let (got, want) = (run(&cuda), run(&Reference));
+    assert_close(&got.output, &want.output, 1.6e-2, "output");
+    assert_close(&got.present_key, &want.present_key, 1.6e-2, "present_key");
+    assert_close(&got.present_value, &want.present_value, 1.6e-2, "present_value");
+}
