@@ -6,6 +6,8 @@
 //! and the f64 [`reference`] that all others are compared with.
 
 pub mod backend;
+#[cfg(feature = "cuda")]
+pub mod driver;
 mod error;
 pub mod op;
 pub mod plan;
