@@ -157,7 +157,7 @@ kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, posit
 
 kernels!(GENERAL, General, "family-general",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, head_sink: T, out: T, lse: f32, output_qk: T; p: AttentionParams),
-    each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 0,
+    each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
            shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
     gqa_general_f32 => general::<f32>, T = f32;
     gqa_general_f16 => general::<f16>, T = f16;

@@ -32,7 +32,7 @@ use crate::concept::mask::{Mask, Visible};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{Element, tanh, unpack};
-use crate::params::{AttentionParams, Strides, qk_output, sink};
+use crate::params::{AttentionParams, qk_output, sink};
 use crate::simt::{
     Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, shfl_xor_f32, sync_threads, sync_warp,
     thread_idx, warp,
@@ -267,36 +267,25 @@ impl<T: Element> Call<'_, T> {
         }
     }
 
-    /// Copies columns `column ..` of keys `begin ..` of K or V to shared memory, as f32. Keys from `end` on, and columns behind
-    /// head_size, are 0 there: they are not read, whatever they hold. All loads are on their way before the first store.
+    /// Copies columns `column ..` of keys `begin ..` of a head's K or V to shared memory, as f32. Keys from `end` on, and columns
+    /// behind head_size, are 0 there: they are not read, whatever they hold. Of a thread's vectors, two are on their way at a time.
     #[inline(always)]
-    fn stage(
-        &self,
-        x: Global<T>,
-        strides: Strides,
-        tile: &Tile,
-        column: u32,
-        begin: u32,
-        end: u32,
-    ) {
-        const MOST: usize = (KEYS * CHUNK / 4 / THREADS) as usize;
-        let across = CHUNK / T::PER_VEC;
-        let place = |i: usize| {
-            let unit = thread_idx() + i as u32 * THREADS;
-            (unit / across, unit % across * T::PER_VEC)
-        };
-        let count = (KEYS * across / THREADS) as usize;
-        let mut words = [[0; 4]; MOST];
-        for i in 0..count {
-            let (key, e) = place(i);
-            if begin + key < end && column + e < self.p.head_size {
-                let at = strides.at(tile.batch, tile.kv_head, begin + key) + (column + e) as usize;
-                words[i] = x.load_vec(at);
+    fn stage(&self, head: Global<T>, row_stride: u64, column: u32, begin: u32, end: u32) {
+        let (across, down) = (CHUNK / T::PER_VEC, THREADS * T::PER_VEC / CHUNK);
+        let (first_key, e) = (thread_idx() / across, thread_idx() % across * T::PER_VEC);
+        for pair in 0..KEYS / down / 2 {
+            let keys = [2 * pair, 2 * pair + 1].map(|i| first_key + i * down);
+            let words = keys.map(|key| {
+                let key = begin + key;
+                if key < end && column + e < self.p.head_size {
+                    head.load_vec(key as usize * row_stride as usize + (column + e) as usize)
+                } else {
+                    [0; 4]
+                }
+            });
+            for i in 0..2 {
+                store_f32::<T>(Shared::at(CHUNK_AT).offset(keys[i] * PITCH + e), words[i]);
             }
-        }
-        for i in 0..count {
-            let (key, e) = place(i);
-            store_f32::<T>(Shared::at(CHUNK_AT).offset(key * PITCH + e), words[i]);
         }
     }
 
@@ -310,10 +299,11 @@ impl<T: Element> Call<'_, T> {
         begin: u32,
         end: u32,
     ) -> [f32; WARP_ROWS] {
+        let keys = self.k.offset(self.p.k.at(tile.batch, tile.kv_head, 0));
         let mut dots = [0.0; WARP_ROWS];
         let mut column = 0;
         while column < self.p.head_size {
-            self.stage(self.k, self.p.k, tile, column, begin, end);
+            self.stage(keys, self.p.k.row, column, begin, end);
             sync_threads();
             let width = CHUNK.min(self.p.head_size - column);
             add_dots(&mut dots, rows, sees, column, width);
@@ -357,11 +347,12 @@ impl<T: Element> Call<'_, T> {
         end: u32,
         accumulators: &mut Accumulators,
     ) {
+        let values = self.v.offset(self.p.v.at(tile.batch, tile.kv_head, 0));
         let keys = KEYS.min(end - begin);
         for chunk in 0..(MAX_HEAD_SIZE / CHUNK) as usize {
             let column = chunk as u32 * CHUNK;
             if column < self.p.head_size {
-                self.stage(self.v, self.p.v, tile, column, begin, end);
+                self.stage(values, self.p.v.row, column, begin, end);
                 sync_threads();
                 add_chunk(accumulators, chunk, rows, sees, keys);
                 sync_threads();
@@ -380,7 +371,7 @@ impl<T: Element> Call<'_, T> {
     ) {
         state.sum = warp_sum(state.sum);
         let mut factor = 1.0;
-        if self.p.sink != sink::NONE && tile.seqlen.is_token(row.s) {
+        if self.p.sink != sink::NONE && row.visible.end > 0 {
             factor = state.join_sink(self.sink(row.head));
         }
         factor *= state.normaliser();
