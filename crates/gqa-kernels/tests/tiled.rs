@@ -1,0 +1,113 @@
+//! `tiled` on the simulator.
+
+mod flash;
+
+use flash::{Case, Tensors, case, check, lse, start};
+use gqa_kernels::attention::tiled;
+use gqa_kernels::num::{DType, MmaElement};
+use gqa_kernels::params::sink;
+use gqa_sim::{Arg, Report};
+use proptest::prelude::*;
+
+fn run<T: MmaElement>(case: &Case) -> Result<Report, TestCaseError> {
+    let (entry, p, mut t) = (case.entry("gqa_tiled"), case.params(1), Tensors::<T>::new(case));
+    let arguments = [
+        Arg::read(&t.q),
+        Arg::read(&t.k),
+        Arg::read(&t.v),
+        Arg::read(&t.seqlens_k),
+        if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() },
+        Arg::write(&mut t.out),
+        lse(case, &mut t.lse),
+        Arg::params(&p),
+    ];
+    let report = start(case, entry, tiled::grid(&p, entry.rows), &arguments)?;
+    drop(arguments);
+    check(case, &t)?;
+    Ok(report)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(120) })]
+
+    #[test]
+    fn any_call(case in case(150, 200)) {
+        with_type!(&case, run)?;
+    }
+
+    #[test]
+    fn small_calls(case in case(12, 20)) {
+        with_type!(&case, run)?;
+    }
+}
+
+/// A prompt of 256 rows on head size 64.
+fn prompt() -> Case {
+    Case {
+        dtype: DType::F16,
+        kv_heads: 1,
+        group: 1,
+        head_size: 64,
+        q_len: 256,
+        totals: vec![256],
+        spare: 0,
+        first_prompt: true,
+        causal: true,
+        window: 0,
+        scale: 0.125,
+        softcap: 0.0,
+        sink: sink::NONE,
+        want_lse: true,
+        bnsh: true,
+        gap: 0,
+        seed: 1,
+    }
+}
+
+/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/16 for each of the two products.
+fn products_per_tile(case: &Case) -> u64 {
+    let entry = case.entry("gqa_tiled");
+    u64::from(2 * (entry.rows / 16) * (entry.head_size / 8) * (entry.keys / 16))
+}
+
+#[test]
+fn keys_behind_the_diagonal_are_skipped() {
+    let case = prompt();
+    let (rows, keys) = (case.entry("gqa_tiled").rows, case.entry("gqa_tiled").keys);
+    let tiles: u32 = (1..=256 / rows).map(|tile| (tile * rows).div_ceil(keys)).sum();
+    let report = with_type!(&case, run).unwrap();
+    assert_eq!(report.matrix_products, u64::from(tiles) * products_per_tile(&case));
+}
+
+#[test]
+fn keys_before_the_window_are_skipped() {
+    let case = Case { q_len: 1, totals: vec![1000], first_prompt: false, window: 64, ..prompt() };
+    let report = with_type!(&case, run).unwrap();
+    assert_eq!(report.matrix_products, products_per_tile(&case));
+}
+
+#[test]
+fn padding_costs_nothing() {
+    let case = Case { totals: vec![0], ..prompt() };
+    let report = with_type!(&case, run).unwrap();
+    assert_eq!(report.matrix_products, 0);
+}
+
+#[test]
+fn a_length_outside_the_cache_is_clamped() {
+    let case = Case { totals: vec![100], q_len: 4, first_prompt: false, ..prompt() };
+    let (entry, p, mut t) = (case.entry("gqa_tiled"), case.params(1), Tensors::<gqa_kernels::num::f16>::new(&case));
+    let arguments = [
+        Arg::read(&t.q),
+        Arg::read(&t.k),
+        Arg::read(&t.v),
+        Arg::read(&[i32::MAX]),
+        Arg::null(),
+        Arg::write(&mut t.out),
+        lse(&case, &mut t.lse),
+        Arg::params(&p),
+    ];
+    start(&case, entry, tiled::grid(&p, entry.rows), &arguments).unwrap();
+    drop(arguments);
+    check(&case, &t).unwrap();
+}
