@@ -1,0 +1,132 @@
+//! What Rust has no words for, written into the PTX text.
+
+use crate::text::{entries, entry_named};
+use crate::{Error, Result};
+use std::fmt::Write;
+
+/// Performance directives of an entry; `None` leaves one out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bounds {
+    /// `.maxntid`: launches with more threads per block fail, and the assembler may give each thread more registers.
+    pub max_threads: Option<u32>,
+    /// `.minnctapersm`: blocks that must fit on an SM together.
+    pub min_blocks: Option<u32>,
+    /// `.maxnreg`: registers of a thread at most.
+    pub max_registers: Option<u32>,
+    /// `.reqnctapercluster`: shape of the cluster that every launch must have.
+    pub cluster: Option<[u32; 3]>,
+}
+
+impl Bounds {
+    fn directives(&self) -> String {
+        let mut text = String::new();
+        let numbers = [
+            (".maxntid", self.max_threads),
+            (".minnctapersm", self.min_blocks),
+            (".maxnreg", self.max_registers),
+        ];
+        for (directive, value) in
+            numbers.into_iter().filter_map(|(directive, value)| Some((directive, value?)))
+        {
+            let _ = writeln!(text, "{directive} {value}");
+        }
+        if let Some([x, y, z]) = self.cluster {
+            let _ = writeln!(text, ".explicitcluster\n.reqnctapercluster {x}, {y}, {z}");
+        }
+        text
+    }
+}
+
+/// Removes comments, blank lines and trailing blanks. The other functions of this module want text treated so.
+pub fn strip(ptx: &str) -> String {
+    let mut text = String::with_capacity(ptx.len());
+    for line in ptx.lines() {
+        let line = line.split_once("//").map_or(line, |(code, _)| code).trim_end();
+        if !line.is_empty() {
+            text.push_str(line);
+            text.push('\n');
+        }
+    }
+    text
+}
+
+/// The PTX with those directives on an entry.
+pub fn set_bounds(ptx: &str, entry: &str, bounds: Bounds) -> Result<String> {
+    let after_signature = entry_named(ptx, entry)?.signature.end + 1;
+    let (before, after) = ptx.split_at(after_signature);
+    Ok(format!("{before}\n{}{}", bounds.directives(), after.trim_start()))
+}
+
+/// The PTX with parameter `index` of an entry, a block of bytes, aligned to `bytes`: a tensor map passed by value wants 64, where
+/// rustc stops at 16.
+pub fn align_parameter(ptx: &str, entry: &str, index: usize, bytes: u32) -> Result<String> {
+    let signature = entry_named(ptx, entry)?.signature;
+    let parameters = &ptx[signature.clone()];
+    let missing =
+        || Error::NoParameter { entry: entry.into(), index, has: parameters.trim().into() };
+    let mut split: Vec<String> = parameters.split(',').map(str::to_owned).collect();
+    let parameter = split.get_mut(index).ok_or_else(missing)?;
+    *parameter = realigned(parameter, bytes).ok_or_else(missing)?;
+    Ok(format!("{}{}{}", &ptx[..signature.start], split.join(","), &ptx[signature.end..]))
+}
+
+/// `.param .align 8 .b8 name[128]` with another alignment.
+fn realigned(parameter: &str, bytes: u32) -> Option<String> {
+    let (before, after) = parameter.split_once(".param .align ")?;
+    let (_, after) = after.split_once(' ')?;
+    Some(format!("{before}.param .align {bytes} {after}"))
+}
+
+/// Names of the entries, in order.
+pub fn entry_names(ptx: &str) -> Vec<String> {
+    entries(ptx).iter().map(|entry| entry.name.to_owned()).collect()
+}
+
+/// `7.0` of `.version 7.0`.
+pub fn version(ptx: &str) -> Option<&str> {
+    ptx.lines().find_map(|line| line.strip_prefix(".version ")).map(str::trim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::SAMPLE;
+
+    #[test]
+    fn bounds_follow_the_signature_of_their_entry_only() {
+        let bounds = Bounds {
+            max_threads: Some(128),
+            min_blocks: Some(2),
+            max_registers: Some(168),
+            cluster: Some([2, 1, 1]),
+        };
+        let text = set_bounds(SAMPLE, "scale", bounds).unwrap();
+        let directives = ".maxntid 128\n.minnctapersm 2\n.maxnreg 168\n.explicitcluster\n.reqnctapercluster 2, 1, 1\n";
+        assert!(text.contains(&format!("scale_param_1[40]\n)\n{directives}{{\n")), "{text}");
+        assert_eq!(text.replacen(directives, "", 1), SAMPLE);
+    }
+
+    #[test]
+    fn no_bounds_change_nothing() {
+        assert_eq!(set_bounds(SAMPLE, "scale_more", Bounds::default()).unwrap(), SAMPLE);
+    }
+
+    #[test]
+    fn a_parameter_is_aligned_by_its_place() {
+        let text = align_parameter(SAMPLE, "scale", 1, 64).unwrap();
+        assert!(text.contains(".param .align 64 .b8 scale_param_1[40]"), "{text}");
+        assert!(text.contains(".param .align 8 .b8 scale_more_param_0[40]"), "{text}");
+        for (index, why) in [(0, "a pointer"), (2, "not there")] {
+            let error = align_parameter(SAMPLE, "scale", index, 64).unwrap_err().to_string();
+            assert!(error.contains("scale_param_0"), "{why}: {error}");
+        }
+    }
+
+    #[test]
+    fn stripping_takes_comments_and_blank_lines() {
+        let text = "//\n// Generated\n\n.version 7.0\n\tret; \t// done\n\n";
+        assert_eq!(strip(text), ".version 7.0\n\tret;\n");
+        assert_eq!(strip(SAMPLE), SAMPLE);
+        assert_eq!(version(&strip(text)), Some("7.0"));
+    }
+}
