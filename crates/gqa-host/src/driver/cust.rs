@@ -106,7 +106,8 @@ pub(super) fn error_name(code: Code) -> Option<String> {
 /// Finds and starts the driver; its CUDA version.
 pub(super) fn init() -> Result<CudaVersion, DriverError> {
     lazy::load().map_err(|reason| DriverError::NoDriver { reason })?;
-    cust::init(cust::CudaFlags::empty()).map_err(safe("cuInit")).map_err(no_device)?;
+    // SAFETY: takes flags, of which there are none.
+    unsafe { call!(cuInit(0 as c_uint)) }.map_err(no_device)?;
     let version = cust::CudaApiVersion::get().map_err(safe("cuDriverGetVersion"))?;
     Ok(CudaVersion((version.major() * 1000 + version.minor() * 10).unsigned_abs()))
 }

@@ -178,13 +178,12 @@ fn splits(
     Ok(splits)
 }
 
-/// Blocks of a kernel that a multiprocessor holds at a time: as many as its shared memory, which reserves 1 KiB for each, and
-/// its registers hold.
+/// Blocks of a kernel that a multiprocessor holds at a time: as many as the kernel is compiled for, if its shared memory, which
+/// reserves 1 KiB for each, has room for them.
 fn resident(entry: &Entry, device: &DeviceInfo) -> u32 {
     const RESERVED: u32 = 1024;
-    const BY_REGISTERS: u32 = 4;
     let by_shared = (device.shared_bytes + RESERVED) / (entry.shared_bytes + RESERVED);
-    by_shared.clamp(1, entry.min_blocks.max(BY_REGISTERS))
+    by_shared.clamp(1, entry.min_blocks.max(1))
 }
 
 /// Blocks of the merge per multiprocessor: more only wait.
