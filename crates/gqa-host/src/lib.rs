@@ -19,4 +19,4 @@ pub use error::{Error, Result};
 pub use problem::{
     BiasBroadcast, CacheBinding, Layout, Phase, Problem, QkOutput, Rotary, RowLayout, Sink,
 };
-pub use tensor::{DType, Tensor};
+pub use tensor::{DType, Tensor, TensorDesc};

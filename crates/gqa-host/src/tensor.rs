@@ -1,5 +1,6 @@
 //! Host tensors: `ndarray` arrays of one of the operator's element types.
 
+use crate::{Error, Result};
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
 
@@ -40,6 +41,15 @@ impl std::fmt::Display for DType {
             Self::I64 => "int64",
         })
     }
+}
+
+/// Type and shape of a tensor, wherever its data is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorDesc<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: &'a [usize],
 }
 
 /// An owned tensor in host memory, row-major and contiguous.
@@ -85,6 +95,18 @@ impl Tensor {
     /// Dimensions.
     pub fn shape(&self) -> &[usize] {
         with_array!(self, a => a.shape())
+    }
+
+    /// Type and shape of the operator's input `name`, whose elements must be in row-major order.
+    pub(crate) fn desc(&self, name: &'static str) -> Result<TensorDesc<'_>> {
+        if with_array!(self, a => a.is_standard_layout()) {
+            return Ok(TensorDesc { dtype: self.dtype(), shape: self.shape() });
+        }
+        Err(Error::invalid(
+            name,
+            "a transposed or strided array",
+            "row-major order, which `Tensor::from` makes",
+        ))
     }
 
     /// Number of elements.

@@ -1,0 +1,78 @@
+//! The operator's inputs without their data.
+
+use super::Inputs;
+use crate::{Result, TensorDesc};
+
+/// Types and shapes of the operator's inputs, which is all that is known on the host when the data is in a GPU's memory. Under their
+/// ONNX names, as in [`Inputs`].
+#[derive(Clone, Copy, Debug)]
+pub struct Shapes<'a> {
+    /// query, or packed QKV
+    pub query: TensorDesc<'a>,
+    /// key
+    pub key: Option<TensorDesc<'a>>,
+    /// value
+    pub value: Option<TensorDesc<'a>>,
+    /// past_key, or the cache that past and present share
+    pub past_key: Option<TensorDesc<'a>>,
+    /// As past_key
+    pub past_value: Option<TensorDesc<'a>>,
+    /// seqlens_k
+    pub seqlens_k: TensorDesc<'a>,
+    /// The value of total_sequence_length
+    pub total_sequence_length: usize,
+    /// cos_cache
+    pub cos_cache: Option<TensorDesc<'a>>,
+    /// sin_cache
+    pub sin_cache: Option<TensorDesc<'a>>,
+    /// position_ids
+    pub position_ids: Option<TensorDesc<'a>>,
+    /// attention_bias
+    pub attention_bias: Option<TensorDesc<'a>>,
+    /// head_sink
+    pub head_sink: Option<TensorDesc<'a>>,
+}
+
+impl<'a> Shapes<'a> {
+    /// The required inputs; set the optional ones as fields.
+    pub fn new(
+        query: TensorDesc<'a>,
+        seqlens_k: TensorDesc<'a>,
+        total_sequence_length: usize,
+    ) -> Self {
+        Self {
+            query,
+            key: None,
+            value: None,
+            past_key: None,
+            past_value: None,
+            seqlens_k,
+            total_sequence_length,
+            cos_cache: None,
+            sin_cache: None,
+            position_ids: None,
+            attention_bias: None,
+            head_sink: None,
+        }
+    }
+
+    /// Of tensors in host memory.
+    pub(super) fn of(inputs: &Inputs<'a>, total_sequence_length: usize) -> Result<Self> {
+        let optional =
+            |name, tensor: Option<&'a crate::Tensor>| tensor.map(|t| t.desc(name)).transpose();
+        Ok(Self {
+            query: inputs.query.desc("query")?,
+            key: optional("key", inputs.key)?,
+            value: optional("value", inputs.value)?,
+            past_key: optional("past_key", inputs.past_key)?,
+            past_value: optional("past_value", inputs.past_value)?,
+            seqlens_k: inputs.seqlens_k.desc("seqlens_k")?,
+            total_sequence_length,
+            cos_cache: optional("cos_cache", inputs.cos_cache)?,
+            sin_cache: optional("sin_cache", inputs.sin_cache)?,
+            position_ids: optional("position_ids", inputs.position_ids)?,
+            attention_bias: optional("attention_bias", inputs.attention_bias)?,
+            head_sink: optional("head_sink", inputs.head_sink)?,
+        })
+    }
+}

@@ -1,0 +1,207 @@
+//! From attributes and inputs to a [`Problem`]: the only place where one is made.
+
+mod inputs;
+mod pattern;
+mod values;
+
+use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
+use crate::{CacheBinding, Error, Phase, Problem, QkOutput, Result, Rotary, Sink};
+use inputs::{Heads, Query};
+use pattern::{MAX_COUNT, addressable, shape};
+
+impl GroupQueryAttention {
+    /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that present shares.
+    pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
+        let total = values::total_sequence_length(inputs.total_sequence_length)?;
+        let problem = self.problem_from_shapes(&Shapes::of(inputs, total)?, cache)?;
+        values::check(&problem, inputs)?;
+        Ok(problem)
+    }
+
+    /// Checks a call whose past and present are `cache`; past_key and past_value must be absent.
+    pub fn problem_in_place(&self, inputs: &Inputs<'_>, cache: &KvCache) -> Result<Problem> {
+        for (argument, past) in [("past_key", inputs.past_key), ("past_value", inputs.past_value)] {
+            if let Some(past) = past {
+                return Err(Error::invalid(
+                    argument,
+                    shape(past.shape()),
+                    "no input: the cache given is the past",
+                ));
+            }
+        }
+        let inputs =
+            Inputs { past_key: Some(&cache.key), past_value: Some(&cache.value), ..*inputs };
+        self.problem(&inputs, CacheBinding::Shared)
+    }
+
+    /// Checks all that types and shapes show. What seqlens_k and position_ids hold is left: the kernels keep within their tensors
+    /// whatever it is.
+    pub fn problem_from_shapes(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<Problem> {
+        let heads = self.heads()?;
+        self.check_numbers()?;
+        let query = Query::of(inputs, heads, self.layout)?;
+        let rows = Rows {
+            total: inputs.total_sequence_length,
+            new: query.new_rows(inputs)?,
+            past: query.past_rows(inputs, cache)?,
+        };
+        query.check_seqlens_k(inputs)?;
+        let capacity = present_rows(rows, cache)?;
+        let problem = Problem {
+            dtype: query.dtype,
+            batch: query.batch,
+            q_heads: heads.query,
+            kv_heads: heads.kv,
+            head_size: query.head_size,
+            q_len: query.rows,
+            new_len: rows.new,
+            total_len: rows.total,
+            past_capacity: rows.past,
+            capacity,
+            phase: phase(query.rows, rows.total),
+            cache,
+            packed: query.packed,
+            layout: self.layout,
+            rotary: self.rotary(inputs, &query)?,
+            scale: if self.scale == 0.0 {
+                1.0 / (query.head_size as f32).sqrt()
+            } else {
+                self.scale
+            },
+            softcap: (self.softcap > 0.0).then_some(self.softcap),
+            window: self.window(capacity),
+            causal: self.causal == 1,
+            sink: Sink::from_inputs(query.head_sink(inputs)?, self.smooth_softmax),
+            bias: query.bias(inputs)?,
+            output_qk: self.output_qk()?,
+            lse: self.lse,
+        };
+        check_sizes(&problem)?;
+        Ok(problem)
+    }
+
+    fn heads(&self) -> Result<Heads> {
+        let count = |argument, heads: i64| match usize::try_from(heads) {
+            Ok(heads @ 1..=MAX_COUNT) => Ok(heads),
+            _ => Err(Error::invalid(argument, heads, format!("1 to {MAX_COUNT}"))),
+        };
+        let heads = Heads {
+            query: count("num_heads", self.num_heads)?,
+            kv: count("kv_num_heads", self.kv_num_heads)?,
+        };
+        if heads.query % heads.kv != 0 {
+            return Err(Error::invalid(
+                "num_heads",
+                heads.query,
+                format!("a multiple of kv_num_heads = {}", heads.kv),
+            ));
+        }
+        Ok(heads)
+    }
+
+    /// Attributes that mean something by themselves.
+    fn check_numbers(&self) -> Result<()> {
+        for (argument, number) in [("scale", self.scale), ("softcap", self.softcap)] {
+            if !number.is_finite() {
+                return Err(Error::invalid(argument, number, "a finite number"));
+            }
+        }
+        if !(0..=1).contains(&self.causal) {
+            return Err(Error::invalid("causal", self.causal, "0 or 1"));
+        }
+        match (self.local_window_size, self.causal) {
+            (0, _) => Err(Error::invalid("local_window_size", 0, "1 or more, or -1 for no window")),
+            (1.., 0) => {
+                let got = format!("{} with causal = 0", self.local_window_size);
+                Err(Error::invalid("local_window_size", got, "-1, or causal = 1"))
+            }
+            _ => self.output_qk().map(drop),
+        }
+    }
+
+    fn output_qk(&self) -> Result<QkOutput> {
+        match self.qk_output {
+            0 => Ok(QkOutput::None),
+            1 => Ok(QkOutput::BeforeSoftmax),
+            2 => Ok(QkOutput::AfterSoftmax),
+            other => Err(Error::invalid("qk_output", other, "0, 1 or 2")),
+        }
+    }
+
+    /// The window, unless it is at least as long as every sequence.
+    fn window(&self, capacity: usize) -> Option<usize> {
+        usize::try_from(self.local_window_size).ok().filter(|&window| window < capacity)
+    }
+
+    fn rotary(&self, inputs: &Shapes<'_>, query: &Query) -> Result<Option<Rotary>> {
+        let caches = query.rotary_caches(inputs)?;
+        let explicit = query.position_ids(inputs)?;
+        match caches {
+            _ if !self.do_rotary => Ok(None),
+            None => Err(Error::invalid(
+                "cos_cache",
+                "no input",
+                "cos_cache and sin_cache, which do_rotary = 1 needs",
+            )),
+            Some((max_positions, half)) => Ok(Some(Rotary {
+                dim: 2 * half,
+                interleaved: self.rotary_interleaved,
+                max_positions,
+                explicit,
+            })),
+        }
+    }
+}
+
+/// What the rows of a call are. Nothing but these two lengths decides.
+fn phase(rows: usize, total: usize) -> Phase {
+    match rows {
+        _ if rows == total => Phase::FirstPrompt,
+        1 => Phase::TokenGeneration,
+        _ => Phase::SubsequentPrompt,
+    }
+}
+
+/// Rows of present_key and present_value: a cache that grows by the new rows, or one that is long enough already.
+fn present_rows(rows: Rows, cache: CacheBinding) -> Result<usize> {
+    let Rows { total, new, past } = rows;
+    let grown = past.saturating_add(new);
+    let allowed = match cache {
+        _ if total < new => format!("{new} or more, the rows of key"),
+        _ if total <= past => return Ok(past),
+        CacheBinding::Separate if total == grown => return Ok(total),
+        CacheBinding::Separate if past == 0 => format!("{new}, as there is no past"),
+        CacheBinding::Separate if new > 0 => {
+            format!("{grown} (past_key and the new rows), or up to {past} (past_key)")
+        }
+        _ => format!("up to {past}, the rows of past_key"),
+    };
+    Err(Error::invalid("total_sequence_length", total, allowed))
+}
+
+/// Row counts that total_sequence_length must fit.
+#[derive(Clone, Copy)]
+struct Rows {
+    total: usize,
+    new: usize,
+    past: usize,
+}
+
+/// Errs where a tensor that the call makes, or its rows, cannot be counted.
+fn check_sizes(p: &Problem) -> Result<()> {
+    let rows = |argument, dims: [usize; 3]| match dims
+        .iter()
+        .try_fold(1usize, |all, &n| all.checked_mul(n))
+    {
+        Some(0..=MAX_COUNT) => Ok(()),
+        _ => Err(Error::invalid(
+            argument,
+            format!("{} rows", shape(&dims)),
+            format!("up to {MAX_COUNT} in all"),
+        )),
+    };
+    rows("query", [p.batch, p.q_heads, p.q_len])?;
+    rows("total_sequence_length", [p.batch, p.kv_heads, p.capacity])?;
+    addressable("total_sequence_length", &p.present_shape())?;
+    addressable("qk_output", &[p.batch, p.q_heads, p.q_len, p.total_len])
+}

@@ -1,0 +1,258 @@
+//! What the inputs' types and shapes say about a call, and whether they agree.
+
+use super::pattern::{Dim, Pattern, addressable, shape};
+use crate::op::Shapes;
+use crate::{BiasBroadcast, CacheBinding, DType, Error, Layout, Result, TensorDesc};
+
+/// Head sizes are multiples of 8 up to this.
+const MAX_HEAD_SIZE: usize = 512;
+
+/// Head counts.
+#[derive(Clone, Copy)]
+pub(super) struct Heads {
+    /// N
+    pub(super) query: usize,
+    /// Nk
+    pub(super) kv: usize,
+}
+
+/// What the query's shape fixes; every other input must agree with it.
+pub(super) struct Query {
+    pub(super) dtype: DType,
+    heads: Heads,
+    pub(super) batch: usize,
+    /// S
+    pub(super) rows: usize,
+    pub(super) head_size: usize,
+    pub(super) packed: bool,
+    layout: Layout,
+}
+
+impl Query {
+    pub(super) fn of(inputs: &Shapes<'_>, heads: Heads, layout: Layout) -> Result<Self> {
+        let TensorDesc { dtype, shape: got } = inputs.query;
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::invalid("query", dtype, "float32, float16 or bfloat16"));
+        }
+        let packed = is_packed(inputs, layout)?;
+        let (in_row, what) = match packed {
+            true => (heads.query + 2 * heads.kv, "num_heads + 2 * kv_num_heads"),
+            false => (heads.query, "num_heads"),
+        };
+        let (batch, rows, width, in_row) = match (layout, got) {
+            (Layout::Bsnh, &[batch, rows, width]) if batch > 0 && rows > 0 => {
+                (batch, rows, width, in_row)
+            }
+            (Layout::Bnsh, &[batch, n, rows, width])
+                if batch > 0 && n == heads.query && rows > 0 =>
+            {
+                (batch, rows, width, 1)
+            }
+            _ => {
+                let heads = match layout {
+                    Layout::Bsnh => format!("sequence_length >= 1, ({what}) * head_size"),
+                    Layout::Bnsh => {
+                        format!("num_heads = {}, sequence_length >= 1, head_size", heads.query)
+                    }
+                };
+                return Err(Error::invalid(
+                    "query",
+                    shape(got),
+                    format!("(batch_size >= 1, {heads})"),
+                ));
+            }
+        };
+        if width % in_row != 0 {
+            let allowed = format!("a last dimension that is a multiple of {what} = {in_row}");
+            return Err(Error::invalid("query", shape(got), allowed));
+        }
+        let head_size = width / in_row;
+        if head_size % 8 != 0 || !(8..=MAX_HEAD_SIZE).contains(&head_size) {
+            let allowed = format!("a head_size that is a multiple of 8 from 8 to {MAX_HEAD_SIZE}");
+            return Err(Error::invalid(
+                "query",
+                format!("{}, so head_size = {head_size}", shape(got)),
+                allowed,
+            ));
+        }
+        addressable("query", got)?;
+        Ok(Self { dtype, heads, batch, rows, head_size, packed, layout })
+    }
+
+    /// Errs unless the input has query's type and these dimensions.
+    fn check(&self, argument: &'static str, got: TensorDesc<'_>, dims: &[Dim]) -> Result<()> {
+        Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
+    }
+
+    /// Dimensions of key and value.
+    fn kv_dims(&self, rows: Dim) -> Vec<Dim> {
+        let (batch, heads) = (Dim::Is("batch_size", self.batch), self.heads.kv);
+        match self.layout {
+            Layout::Bsnh => {
+                vec![batch, rows, Dim::Is("kv_num_heads * head_size", heads * self.head_size)]
+            }
+            Layout::Bnsh => {
+                vec![
+                    batch,
+                    Dim::Is("kv_num_heads", heads),
+                    rows,
+                    Dim::Is("head_size", self.head_size),
+                ]
+            }
+        }
+    }
+
+    /// Rows of key and value.
+    pub(super) fn new_rows(&self, inputs: &Shapes<'_>) -> Result<usize> {
+        const NAME: &str = "kv_sequence_length";
+        let (Some(key), Some(value)) = (inputs.key, inputs.value) else { return Ok(self.rows) };
+        let rows = match inputs.past_key {
+            Some(_) => Dim::Either(NAME, self.rows, 0),
+            None => Dim::Is(NAME, self.rows),
+        };
+        self.check("key", key, &self.kv_dims(rows))?;
+        let rows = if key.shape.contains(&0) { 0 } else { self.rows };
+        self.check("value", value, &self.kv_dims(Dim::Is(NAME, rows)))?;
+        Ok(rows)
+    }
+
+    /// Rows of past_key and past_value, 0 where absent.
+    pub(super) fn past_rows(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<usize> {
+        const NAME: &str = "past_sequence_length";
+        let Some((key, value)) =
+            both(("past_key", inputs.past_key), ("past_value", inputs.past_value))?
+        else {
+            return match cache {
+                CacheBinding::Shared => {
+                    Err(Error::invalid("past_key", "no input", "the cache that present shares"))
+                }
+                CacheBinding::Separate => Ok(0),
+            };
+        };
+        let dims = |rows| {
+            let (batch, heads) =
+                (Dim::Is("batch_size", self.batch), Dim::Is("kv_num_heads", self.heads.kv));
+            [batch, heads, rows, Dim::Is("head_size", self.head_size)]
+        };
+        self.check("past_key", key, &dims(Dim::Any(NAME)))?;
+        let rows = key.shape[2];
+        self.check("past_value", value, &dims(Dim::Is(NAME, rows)))?;
+        Ok(rows)
+    }
+
+    /// One length per batch entry, whichever way the tensor lies.
+    pub(super) fn check_seqlens_k(&self, inputs: &Shapes<'_>) -> Result<()> {
+        let TensorDesc { dtype, shape: got } = inputs.seqlens_k;
+        if dtype != DType::I32 {
+            return Err(Error::invalid("seqlens_k", dtype, "int32"));
+        }
+        let b = self.batch;
+        let mut longer = got.iter().filter(|&&n| n != 1);
+        let fits = match b {
+            1 => longer.next().is_none(),
+            _ => longer.next() == Some(&b) && longer.next().is_none(),
+        };
+        if fits && !got.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            "seqlens_k",
+            shape(got),
+            format!("(batch_size = {b}), or with further dimensions of 1"),
+        ))
+    }
+
+    /// Rows of cos_cache and sin_cache, and their length.
+    pub(super) fn rotary_caches(&self, inputs: &Shapes<'_>) -> Result<Option<(usize, usize)>> {
+        let Some((cos, sin)) =
+            both(("cos_cache", inputs.cos_cache), ("sin_cache", inputs.sin_cache))?
+        else {
+            return Ok(None);
+        };
+        if self.head_size % 16 != 0 {
+            let got = format!("a tensor, with head_size = {}", self.head_size);
+            return Err(Error::invalid(
+                "cos_cache",
+                got,
+                "no input, or a head_size that is a multiple of 16",
+            ));
+        }
+        let positions = Dim::AtLeast("total_sequence_length", inputs.total_sequence_length);
+        self.check("cos_cache", cos, &[positions, Dim::Any("rotary_dim / 2")])?;
+        let (positions, half) = (cos.shape[0], cos.shape[1]);
+        let largest = self.head_size / 2;
+        if half % 8 != 0 || !(8..=largest).contains(&half) {
+            let allowed = format!("rotary_dim / 2 a multiple of 8 from 8 to {largest}");
+            return Err(Error::invalid("cos_cache", shape(cos.shape), allowed));
+        }
+        let dims = [Dim::Is("rows of cos_cache", positions), Dim::Is("rotary_dim / 2", half)];
+        self.check("sin_cache", sin, &dims)?;
+        Ok(Some((positions, half)))
+    }
+
+    /// Row length of position_ids.
+    pub(super) fn position_ids(&self, inputs: &Shapes<'_>) -> Result<Option<usize>> {
+        let Some(ids) = inputs.position_ids else { return Ok(None) };
+        let dims = [Dim::Is("batch_size", self.batch), Dim::AtLeast("sequence_length", self.rows)];
+        Pattern { argument: "position_ids", dtype: DType::I64, why: "", dims: &dims }.check(ids)?;
+        Ok(Some(ids.shape[1]))
+    }
+
+    /// Broadcasts of attention_bias.
+    pub(super) fn bias(&self, inputs: &Shapes<'_>) -> Result<Option<BiasBroadcast>> {
+        let Some(bias) = inputs.attention_bias else { return Ok(None) };
+        let dims = [
+            Dim::Either("batch_size", self.batch, 1),
+            Dim::Either("num_heads", self.heads.query, 1),
+            Dim::Is("sequence_length", self.rows),
+            Dim::Is("total_sequence_length", inputs.total_sequence_length),
+        ];
+        self.check("attention_bias", bias, &dims)?;
+        Ok(Some(BiasBroadcast {
+            batch: bias.shape[0] < self.batch,
+            head: bias.shape[1] < self.heads.query,
+        }))
+    }
+
+    /// Whether there is a head_sink.
+    pub(super) fn head_sink(&self, inputs: &Shapes<'_>) -> Result<bool> {
+        let dims = [Dim::Is("num_heads", self.heads.query)];
+        inputs
+            .head_sink
+            .map(|sink| self.check("head_sink", sink, &dims))
+            .transpose()
+            .map(|sink| sink.is_some())
+    }
+}
+
+/// Whether query holds keys and values too.
+fn is_packed(inputs: &Shapes<'_>, layout: Layout) -> Result<bool> {
+    match both(("key", inputs.key), ("value", inputs.value))? {
+        Some(_) => Ok(false),
+        None if layout == Layout::Bsnh => Ok(true),
+        None => Err(Error::invalid(
+            "key",
+            "no input",
+            "key and value: packed QKV is (batch, sequence, heads) only",
+        )),
+    }
+}
+
+/// An optional input under its name.
+type Named<'a> = (&'static str, Option<TensorDesc<'a>>);
+
+/// Two inputs that come together or not at all.
+fn both<'a>(
+    first: Named<'a>,
+    second: Named<'a>,
+) -> Result<Option<(TensorDesc<'a>, TensorDesc<'a>)>> {
+    let missing = |argument, given| {
+        Err(Error::invalid(argument, "no input", format!("a tensor, as {given} is given")))
+    };
+    match (first.1, second.1) {
+        (Some(a), Some(b)) => Ok(Some((a, b))),
+        (None, None) => Ok(None),
+        (Some(_), None) => missing(second.0, first.0),
+        (None, Some(_)) => missing(first.0, second.0),
+    }
+}

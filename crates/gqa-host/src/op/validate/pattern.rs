@@ -1,0 +1,92 @@
+//! The shape an input must have, checked and printed from one description.
+
+use crate::{DType, Error, Result, TensorDesc};
+use std::fmt;
+
+/// One dimension of a [`Pattern`], by its name in the operator's documentation.
+#[derive(Clone, Copy)]
+pub(super) enum Dim {
+    /// Exactly that.
+    Is(&'static str, usize),
+    /// Either.
+    Either(&'static str, usize, usize),
+    /// That or more.
+    AtLeast(&'static str, usize),
+    /// Anything.
+    Any(&'static str),
+}
+
+impl Dim {
+    fn takes(self, got: usize) -> bool {
+        match self {
+            Self::Is(_, n) => got == n,
+            Self::Either(_, a, b) => got == a || got == b,
+            Self::AtLeast(_, n) => got >= n,
+            Self::Any(_) => true,
+        }
+    }
+}
+
+impl fmt::Display for Dim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Is(name, n) => write!(f, "{name} = {n}"),
+            Self::Either(name, a, b) => write!(f, "{name} = {a} or {b}"),
+            Self::AtLeast(name, n) => write!(f, "{name} >= {n}"),
+            Self::Any(name) => f.write_str(name),
+        }
+    }
+}
+
+/// What an input must look like.
+pub(super) struct Pattern<'a> {
+    /// Name of the input.
+    pub(super) argument: &'static str,
+    /// Its element type.
+    pub(super) dtype: DType,
+    /// Where the element type comes from, to be printed behind it.
+    pub(super) why: &'static str,
+    /// Its dimensions.
+    pub(super) dims: &'a [Dim],
+}
+
+impl Pattern<'_> {
+    /// Errs unless type, rank and every dimension fit.
+    pub(super) fn check(&self, got: TensorDesc<'_>) -> Result<()> {
+        if got.dtype != self.dtype {
+            return Err(Error::invalid(
+                self.argument,
+                got.dtype,
+                format!("{}{}", self.dtype, self.why),
+            ));
+        }
+        let fits = got.shape.len() == self.dims.len();
+        if !fits || !self.dims.iter().zip(got.shape).all(|(dim, &n)| dim.takes(n)) {
+            return Err(Error::invalid(self.argument, shape(got.shape), shape(self.dims)));
+        }
+        addressable(self.argument, got.shape)
+    }
+}
+
+/// Largest number of rows, heads, batch entries or positions: kernels count them in 32 bits.
+pub(super) const MAX_COUNT: usize = u32::MAX as usize;
+
+/// Largest number of elements, such that no byte count overflows.
+const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
+
+/// Errs for shapes that no memory holds. They come up where a shape is not that of an array, or where one dimension is 0.
+pub(super) fn addressable(argument: &'static str, dims: &[usize]) -> Result<()> {
+    let elements =
+        dims.iter().filter(|&&n| n > 0).try_fold(1usize, |product, &n| product.checked_mul(n));
+    if dims.iter().all(|&n| n <= MAX_COUNT) && elements.is_some_and(|n| n <= MAX_ELEMENTS) {
+        return Ok(());
+    }
+    let allowed = format!("dimensions up to {MAX_COUNT} and up to {MAX_ELEMENTS} elements");
+    Err(Error::invalid(argument, shape(dims), allowed))
+}
+
+/// `(2, 3, 64)`
+pub(super) fn shape(dims: &[impl fmt::Display]) -> String {
+    let dims: Vec<String> = dims.iter().map(ToString::to_string).collect();
+    format!("({})", dims.join(", "))
+}

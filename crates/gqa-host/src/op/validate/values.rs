@@ -1,0 +1,89 @@
+//! What is in lengths and positions. Checked where that is in host memory; kernels clamp it where it is not.
+
+use super::pattern::shape;
+use crate::op::Inputs;
+use crate::{Error, Phase, Problem, QkOutput, Result, Tensor};
+
+/// The value of total_sequence_length.
+pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
+    const ARGUMENT: &str = "total_sequence_length";
+    let Tensor::I32(array) = tensor else {
+        return Err(Error::invalid(ARGUMENT, tensor.dtype(), "int32"));
+    };
+    match array.as_slice() {
+        Some(&[total]) if total > 0 => Ok(total as usize),
+        Some(&[total]) => Err(Error::invalid(ARGUMENT, total, "1 or more")),
+        _ => Err(Error::invalid(ARGUMENT, shape(array.shape()), "one element")),
+    }
+}
+
+/// Errs unless every length and every position of a token leads into the tensors they index.
+pub(super) fn check(p: &Problem, inputs: &Inputs<'_>) -> Result<()> {
+    let (Tensor::I32(last), bounds) = (inputs.seqlens_k, Bounds::of(p, inputs)) else {
+        return Err(Error::invalid("seqlens_k", inputs.seqlens_k.dtype(), "int32"));
+    };
+    for (b, &last) in last.iter().enumerate() {
+        let length = bounds.length(b, last)?;
+        check_positions(p, inputs, b, length)?;
+    }
+    Ok(())
+}
+
+/// Lengths a sequence can have after the call, and what says so.
+struct Bounds {
+    least: (usize, &'static str),
+    most: (usize, &'static str),
+}
+
+impl Bounds {
+    fn of(p: &Problem, inputs: &Inputs<'_>) -> Self {
+        let first_prompt = p.phase == Phase::FirstPrompt;
+        let limits = [
+            Some((p.capacity, "rows of present_key")),
+            (first_prompt && p.new_len > 0).then_some((p.q_len, "tokens of a first prompt")),
+            p.bias.map(|_| (p.total_len, "columns of attention_bias")),
+            (p.output_qk != QkOutput::None).then_some((p.total_len, "columns of output_qk")),
+            inputs.cos_cache.and_then(|cos| Some((*cos.shape().first()?, "rows of cos_cache"))),
+        ];
+        let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
+        Self {
+            least: if first_prompt {
+                (1, "token or more")
+            } else {
+                (p.q_len, "tokens of this call")
+            },
+            most: most.unwrap_or_default(),
+        }
+    }
+
+    /// The length of entry `b`, whose last valid token has index `last`.
+    fn length(&self, b: usize, last: i32) -> Result<usize> {
+        let length = i64::from(last) + 1;
+        let (least, most) = (self.least.0 as i64, self.most.0 as i64);
+        if (least..=most).contains(&length) {
+            return Ok(length as usize);
+        }
+        let (count, what) = if length < least { self.least } else { self.most };
+        let allowed = format!("{} to {}, an index within the {count} {what}", least - 1, most - 1);
+        Err(Error::invalid("seqlens_k", format!("{last} for batch entry {b}"), allowed))
+    }
+}
+
+/// Errs unless the explicit positions of entry `b`'s tokens are rows of cos_cache. Padding may have any position.
+fn check_positions(p: &Problem, inputs: &Inputs<'_>, b: usize, length: usize) -> Result<()> {
+    let (Some(rotary), Some(Tensor::I64(ids))) = (p.rotary, inputs.position_ids) else {
+        return Ok(());
+    };
+    let tokens = if p.phase == Phase::FirstPrompt { length.min(p.q_len) } else { p.q_len };
+    let row_length = rotary.explicit.unwrap_or_default();
+    for (s, &id) in ids.iter().skip(b * row_length).take(tokens).enumerate() {
+        if !usize::try_from(id).is_ok_and(|id| id < rotary.max_positions) {
+            let allowed = format!(
+                "0 to {}, the last row of cos_cache",
+                rotary.max_positions.saturating_sub(1)
+            );
+            return Err(Error::invalid("position_ids", format!("{id} at ({b}, {s})"), allowed));
+        }
+    }
+    Ok(())
+}
