@@ -47,7 +47,7 @@ fn the_compiler_does_what_kernels_rely_on() {
         "a barrier was copied into both arms of a branch"
     );
     assert_eq!(
-        count("divergent_asm", "ldmatrix.sync.aligned.m8n8.x2.shared.b16"),
+        count("divergent_asm", "barrier.sync.aligned"),
         1,
         "a collective in asm! was copied"
     );
