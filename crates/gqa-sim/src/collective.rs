@@ -1,6 +1,6 @@
 //! Instructions that a warp executes together: every lane brings its operands, the last one's arrival executes it for all.
 
-use crate::block::{self, Block, Waiting};
+use crate::block::{self, Block, Lane, Waiting};
 use crate::matrix::{self, Matrices, Product};
 use crate::shared::Checked;
 use std::panic::Location;
@@ -41,20 +41,24 @@ impl Collective {
             Self::ShflXor => shuffle(block, first, |lane, operand| lane ^ operand),
             Self::ShflIdx => shuffle(block, first, |_, operand| operand),
             Self::AnySync => {
-                let lanes = &mut block.lanes[first..first + 32];
+                let lanes = warp(block, first);
                 let any = lanes.iter().any(|lane| lane.registers[0] != 0);
                 lanes.iter_mut().for_each(|lane| lane.registers[0] = any as u32);
             }
             Self::LoadMatrices(matrices) => return matrix::load(block, first, matrices),
-            Self::Product(product) => matrix::multiply(block, first, product),
+            Self::Product(product) => matrix::multiply(warp(block, first), product),
         }
         Ok(())
     }
 }
 
+fn warp(block: &mut Block, first: usize) -> &mut [Lane; 32] {
+    block.lanes[first..].first_chunk_mut().expect("a block has whole warps")
+}
+
 /// Register 0 is the value, register 1 says where from.
 fn shuffle(block: &mut Block, first: usize, source: impl Fn(u32, u32) -> u32) {
-    let lanes = &mut block.lanes[first..first + 32];
+    let lanes = warp(block, first);
     let values: [u32; 32] = std::array::from_fn(|lane| lanes[lane].registers[0]);
     for (lane, state) in lanes.iter_mut().enumerate() {
         let from = source(lane as u32, state.registers[1]) % 32;
@@ -62,10 +66,13 @@ fn shuffle(block: &mut Block, first: usize, source: impl Fn(u32, u32) -> u32) {
     }
 }
 
-/// Waits for the warp at an instruction; returns the registers it leaves.
+/// Waits for the warp at an instruction; returns the first registers it leaves.
 #[track_caller]
-#[inline]
-pub(crate) fn meet<const N: usize>(instruction: Collective, operands: [u32; N]) -> [u32; 10] {
+#[inline(always)]
+pub(crate) fn meet<const N: usize, const M: usize>(
+    instruction: Collective,
+    operands: [u32; N],
+) -> [u32; M] {
     let site = Location::caller();
     block::with(|block| {
         let lane = block.lane();
@@ -73,12 +80,12 @@ pub(crate) fn meet<const N: usize>(instruction: Collective, operands: [u32; N]) 
         lane.waiting = Waiting::Warp(instruction, site);
     });
     block::suspend();
-    block::with(|block| block.lane().registers)
+    block::with(|block| std::array::from_fn(|i| block.lane().registers[i]))
 }
 
 /// Waits for all threads of the block and orders their memory accesses.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn sync_threads() {
     let site = Location::caller();
     block::with(|block| block.lane().waiting = Waiting::Block(site));
@@ -87,42 +94,45 @@ pub fn sync_threads() {
 
 /// Waits for all lanes of the warp and orders their memory accesses.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn sync_warp() {
-    meet(Collective::SyncWarp, []);
+    let [] = meet(Collective::SyncWarp, []);
 }
 
 /// `v` of lane `lane() ^ mask`.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn shfl_xor_f32(v: f32, mask: u32) -> f32 {
     f32::from_bits(shfl_xor_u32(v.to_bits(), mask))
 }
 
 /// `v` of lane `lane() ^ mask`.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn shfl_xor_u32(v: u32, mask: u32) -> u32 {
-    meet(Collective::ShflXor, [v, mask])[0]
+    let [value] = meet(Collective::ShflXor, [v, mask]);
+    value
 }
 
 /// `v` of that lane.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn shfl_idx_f32(v: f32, lane: u32) -> f32 {
     f32::from_bits(shfl_idx_u32(v.to_bits(), lane))
 }
 
 /// `v` of that lane.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn shfl_idx_u32(v: u32, lane: u32) -> u32 {
-    meet(Collective::ShflIdx, [v, lane])[0]
+    let [value] = meet(Collective::ShflIdx, [v, lane]);
+    value
 }
 
 /// Whether any lane of the warp votes true.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn any_sync(vote: bool) -> bool {
-    meet(Collective::AnySync, [vote as u32])[0] != 0
+    let [any] = meet(Collective::AnySync, [vote as u32]);
+    any != 0
 }

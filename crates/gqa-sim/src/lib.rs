@@ -43,6 +43,7 @@ mod memory;
 mod panics;
 mod schedule;
 mod shared;
+mod stack;
 
 pub use arguments::{Arg, Arguments};
 pub use fault::{Fault, FaultKind, Hazard, Place, Standstill, Threads};

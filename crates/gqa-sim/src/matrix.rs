@@ -9,7 +9,7 @@
 //! | B, 16×8 | 0, 1 | rows (k) from `2 pair + 0, 8`; column `group` |
 //! | C and D, 16×8, f32 | 0, 1, 2, 3 | rows `group, group, group + 8, group + 8`; columns `2 pair, +1, +0, +1` |
 
-use crate::block::Block;
+use crate::block::{Block, Lane};
 use crate::collective::{Collective, meet};
 use crate::shared::{Checked, Who};
 
@@ -47,68 +47,57 @@ impl Product {
     }
 }
 
-type Row = [u32; 4];
-
 /// Register 0 is the address of a row, and then the first matrix's part.
 pub(crate) fn load(block: &mut Block, first: usize, form: Matrices) -> Checked {
     let addresses: [u32; 32] = std::array::from_fn(|lane| block.lanes[first + lane].registers[0]);
     for (m, addresses) in addresses.chunks_exact(8).take(form.count).enumerate() {
         let mut matrix = [[0; 4]; 8];
-        for (r, address) in addresses.iter().enumerate() {
+        for (r, (row, address)) in matrix.iter_mut().zip(addresses).enumerate() {
             let giver = Who { thread: (first + m * 8 + r) as u32, ..block.who };
-            matrix[r] = block.shared.row(giver, *address)?;
-            note_readers(block, first, form, r, *address)?;
+            *row =
+                block.shared.load_row(giver, *address, first as u32, form.receivers(r as u32))?;
         }
-        for lane in 0..32 {
-            let part = if form.transposed {
-                transposed_part(&matrix, lane)
+        for (lane, state) in block.lanes[first..first + 32].iter_mut().enumerate() {
+            state.registers[m] = form.part(&matrix, lane);
+        }
+    }
+    Ok(())
+}
+
+impl Matrices {
+    /// The lanes that receive the words of row `r`: one lane each, or with transposition one for each half of a word.
+    #[inline(always)]
+    fn receivers(self, r: u32) -> [[u32; 2]; 4] {
+        std::array::from_fn(|word| {
+            let word = word as u32;
+            if self.transposed {
+                [8 * word + r / 2, 8 * word + 4 + r / 2]
             } else {
-                matrix[lane / 4][lane % 4]
-            };
-            block.lanes[first + lane].registers[m] = part;
-        }
+                [4 * r + word; 2]
+            }
+        })
     }
-    Ok(())
-}
 
-/// The lanes that receive a word of row `r` read it: one lane, or with transposition one for each half.
-fn note_readers(
-    block: &mut Block,
-    first: usize,
-    form: Matrices,
-    r: usize,
-    address: u32,
-) -> Checked {
-    for word in 0..4 {
-        let [a, b] = if form.transposed {
-            [8 * word + r / 2, 8 * word + 4 + r / 2]
-        } else {
-            [4 * r + word; 2]
-        };
-        let reader = |lane| Who { thread: (first + lane) as u32, ..block.who };
-        let (a, b, address) = (reader(a), reader(b), address + 4 * word as u32);
-        block.shared.read_word(a, address)?;
-        if a.thread != b.thread {
-            block.shared.read_word(b, address)?;
+    #[inline(always)]
+    fn part(self, matrix: &[[u32; 4]; 8], lane: usize) -> u32 {
+        let (group, pair) = (lane / 4, lane % 4);
+        if !self.transposed {
+            return matrix[group][pair];
         }
+        let element = |row: usize| (matrix[row][group / 2] >> (16 * (group % 2))) & 0xffff;
+        element(2 * pair) | element(2 * pair + 1) << 16
     }
-    Ok(())
-}
-
-fn transposed_part(matrix: &[Row; 8], lane: usize) -> u32 {
-    let column = lane / 4;
-    let element = |row: usize| matrix[row][column / 2] >> (16 * (column % 2)) & 0xffff;
-    let row = 2 * (lane % 4);
-    element(row) | element(row + 1) << 16
 }
 
 /// Registers 0–3 are D, 4–7 A, 8 and 9 B.
-pub(crate) fn multiply(block: &mut Block, first: usize, form: Product) {
-    let lanes = &mut block.lanes[first..first + 32];
-    let widen = match form {
-        Product::F16 => widen_f16,
-        Product::Bf16 => widen_bf16,
-    };
+pub(crate) fn multiply(lanes: &mut [Lane; 32], form: Product) {
+    match form {
+        Product::F16 => multiply_widened(lanes, widen_f16),
+        Product::Bf16 => multiply_widened(lanes, widen_bf16),
+    }
+}
+
+fn multiply_widened(lanes: &mut [Lane; 32], widen: impl Fn(u32) -> [f32; 2]) {
     let (mut a, mut b) = ([[0.0; 16]; 16], [[0.0; 8]; 16]);
     for (lane, state) in lanes.iter().enumerate() {
         let (group, pair) = (lane / 4, lane % 4);
@@ -121,7 +110,7 @@ pub(crate) fn multiply(block: &mut Block, first: usize, form: Product) {
             [b[k][group], b[k + 1][group]] = widen(*register);
         }
     }
-    let product = a.map(|row| row_product(&row, &b));
+    let product = product(&a, &b);
     for (lane, state) in lanes.iter_mut().enumerate() {
         let (group, pair) = (lane / 4, lane % 4);
         for (i, register) in state.registers[..4].iter_mut().enumerate() {
@@ -131,40 +120,52 @@ pub(crate) fn multiply(block: &mut Block, first: usize, form: Product) {
     }
 }
 
-fn row_product(a: &[f32; 16], b: &[[f32; 8]; 16]) -> [f32; 8] {
-    let mut sums = [0.0; 8];
-    for (a, b) in a.iter().zip(b) {
-        for (sum, b) in sums.iter_mut().zip(b) {
-            *sum += a * b;
+/// Row by row, eight columns at a time.
+fn product(a: &[[f32; 16]; 16], b: &[[f32; 8]; 16]) -> [[f32; 8]; 16] {
+    let mut product = [[0.0; 8]; 16];
+    for (sums, a) in product.iter_mut().zip(a) {
+        for (a, b) in a.iter().zip(b) {
+            for (sum, b) in sums.iter_mut().zip(b) {
+                *sum += a * b;
+            }
         }
     }
-    sums
+    product
 }
 
+#[inline(always)]
 fn widen_bf16(register: u32) -> [f32; 2] {
     [f32::from_bits(register << 16), f32::from_bits(register & 0xffff_0000)]
 }
 
+#[inline(always)]
 fn widen_f16(register: u32) -> [f32; 2] {
     [widen_half(register & 0xffff), widen_half(register >> 16)]
 }
 
-/// Moves the bits to an `f32`'s place and corrects the exponent's bias by a multiplication, which makes subnormals right too.
+/// Moves the bits to an `f32`'s place and corrects the exponent's bias. A subnormal becomes the fraction of a normal number, from
+/// which that number's leading 1 is subtracted; a multiplication would do, but subnormal operands are very slow.
+#[inline(always)]
 fn widen_half(bits: u32) -> f32 {
-    const BIAS: f32 = f32::from_bits((127 + 112) << 23);
-    let magnitude = f32::from_bits((bits & 0x7fff) << 13) * BIAS;
-    let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
-    f32::from_bits(magnitude.to_bits() | special | (bits & 0x8000) << 16)
+    const BIAS: u32 = (127 - 15) << 23;
+    const LEADING_ONE: u32 = BIAS + (1 << 23);
+    let magnitude = (bits & 0x7fff) << 13;
+    let subnormal = f32::from_bits(magnitude + LEADING_ONE) - f32::from_bits(LEADING_ONE);
+    let widened = match bits & 0x7c00 {
+        0 => subnormal.to_bits(),
+        0x7c00 => magnitude | 0x7f80_0000,
+        _ => magnitude + BIAS,
+    };
+    f32::from_bits(widened | (bits & 0x8000) << 16)
 }
 
 macro_rules! ldmatrix {
     ($($(#[$doc:meta])* $name:ident = $count:literal, $transposed:literal;)*) => {$(
         $(#[$doc])*
         #[track_caller]
-        #[inline]
+        #[inline(always)]
         pub fn $name(address: u32) -> [u32; $count] {
-            let registers = meet(Collective::LoadMatrices(Matrices { count: $count, transposed: $transposed }), [address]);
-            std::array::from_fn(|m| registers[m])
+            meet(Collective::LoadMatrices(Matrices { count: $count, transposed: $transposed }), [address])
         }
     )*};
 }
@@ -181,25 +182,24 @@ ldmatrix! {
 
 /// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     mma(Product::F16, d, a, b);
 }
 
 /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them.
 #[track_caller]
-#[inline]
+#[inline(always)]
 pub fn mma_m16n8k16_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     mma(Product::Bf16, d, a, b);
 }
 
 #[track_caller]
-#[inline]
+#[inline(always)]
 fn mma(form: Product, d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     let [d0, d1, d2, d3] = d.map(f32::to_bits);
     let operands = [d0, d1, d2, d3, a[0], a[1], a[2], a[3], b[0], b[1]];
-    let registers = meet(Collective::Product(form), operands);
-    *d = std::array::from_fn(|i| f32::from_bits(registers[i]));
+    *d = meet(Collective::Product(form), operands).map(f32::from_bits);
 }
 
 #[cfg(test)]

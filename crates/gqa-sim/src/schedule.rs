@@ -5,22 +5,13 @@ use crate::block::{self, Block, Entered, Lane, Waiting};
 use crate::fault::{FaultKind, Place, Standstill, Threads};
 use crate::launch::{Launch, Report};
 use crate::panics;
+use crate::stack::ThreadStack;
 use corosensei::Coroutine;
-use corosensei::stack::DefaultStack;
-use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 
 /// A kernel: the body of one thread.
 pub type Kernel<'a> = &'a (dyn Fn(&Arguments) + Sync);
-
-/// Room for a kernel compiled without optimisation; the system provides only what is touched.
-const STACK_BYTES: usize = 256 * 1024;
-
-thread_local! {
-    /// Stacks that are not in use.
-    static STACKS: RefCell<Vec<DefaultStack>> = const { RefCell::new(Vec::new()) };
-}
 
 /// Runs block `number` of a launch.
 pub(crate) fn run(
@@ -46,7 +37,7 @@ pub(crate) fn run(
 }
 
 struct Schedule {
-    coroutines: Vec<Coroutine<(), (), ()>>,
+    coroutines: Vec<Coroutine<(), (), (), ThreadStack>>,
     /// Clock of each warp; see the shadow of shared memory.
     clocks: Vec<u32>,
     block_time: u32,
@@ -161,20 +152,17 @@ impl Schedule {
             // A destructor that panics while its kernel is taken down has nothing to add to the fault.
             let unwound = catch_unwind(AssertUnwindSafe(|| coroutine.force_unwind()));
             drop(unwound);
-            STACKS.with_borrow_mut(|stacks| stacks.push(coroutine.into_stack()));
+            coroutine.into_stack().give_back();
         }
         self.report
     }
 }
 
 /// A thread that has not started. It must not outlive `kernel` and `arguments`.
-fn coroutine(kernel: Kernel<'_>, arguments: &Arguments) -> Coroutine<(), (), ()> {
-    let stack = STACKS.with_borrow_mut(Vec::pop);
-    let stack = stack
-        .unwrap_or_else(|| DefaultStack::new(STACK_BYTES).expect("memory for a thread's stack"));
+fn coroutine(kernel: Kernel<'_>, arguments: &Arguments) -> Coroutine<(), (), (), ThreadStack> {
     // SAFETY: `run` finishes its coroutines before it returns, and it borrows kernel and arguments for longer.
     unsafe {
-        Coroutine::with_stack_unchecked(stack, move |yielder, ()| {
+        Coroutine::with_stack_unchecked(ThreadStack::take(), move |yielder, ()| {
             block::with(|block| block.lane().yielder = Some(NonNull::from(yielder)));
             kernel(arguments);
         })

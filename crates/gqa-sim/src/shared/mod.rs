@@ -34,7 +34,7 @@ impl SharedMemory {
     pub(crate) fn reset(&mut self, bytes: u32) {
         let words = bytes.div_ceil(4) as usize;
         self.cells.clear();
-        self.cells.resize(words, Cell::default());
+        self.cells.resize(words, Cell::UNWRITTEN);
         self.words.resize(words, 0);
         self.byte_cells.clear();
         self.bytes = bytes;
@@ -83,15 +83,24 @@ impl SharedMemory {
         }
     }
 
-    /// The 16 bytes of a matrix row without a check of who reads them: [`Self::read_word`] does that for each receiving lane.
-    pub(crate) fn row(&mut self, who: Who, address: u32) -> Checked<[u32; 4]> {
-        let offset = self.place(who, address, 16)?;
+    /// Loads a row of a matrix whose address `giver` gave: word `i` is read by the lanes `receivers[i]` of the warp that starts at
+    /// thread `first`.
+    #[inline(always)]
+    pub(crate) fn load_row(
+        &mut self,
+        giver: Who,
+        address: u32,
+        first: u32,
+        receivers: [[u32; 2]; 4],
+    ) -> Checked<[u32; 4]> {
+        let offset = self.place(giver, address, 16)?;
+        for (i, [a, b]) in receivers.into_iter().enumerate() {
+            self.access_word(Who { thread: first + a, ..giver }, offset / 4 + i, Access::Read)?;
+            if a != b {
+                self.access_word(Who { thread: first + b, ..giver }, offset / 4 + i, Access::Read)?;
+            }
+        }
         Ok(*self.vec(offset))
-    }
-
-    /// Checks `who`'s read of the word at an address inside the memory.
-    pub(crate) fn read_word(&mut self, who: Who, address: u32) -> Checked {
-        self.access(who, (address - BASE) as usize, 4, Access::Read)
     }
 
     fn vec(&mut self, offset: usize) -> &mut [u32; 4] {
@@ -133,14 +142,18 @@ impl SharedMemory {
             return self.access_bytes(who, offset, bytes, access);
         }
         for word in offset / 4..(offset + bytes) / 4 {
-            let cell = &mut self.cells[word];
-            if cell.is_split() {
-                self.access_split(who, word, access)?;
-            } else {
-                access.apply(cell, who).or_else(|conflict| refuse(conflict, who, word * 4))?;
-            }
+            self.access_word(who, word, access)?;
         }
         Ok(())
+    }
+
+    #[inline(always)]
+    fn access_word(&mut self, who: Who, word: usize, access: Access) -> Checked {
+        let cell = &mut self.cells[word];
+        if cell.is_split() {
+            return self.access_split(who, word, access);
+        }
+        access.apply(cell, who).or_else(|conflict| refuse(conflict, who, word * 4))
     }
 
     /// A whole word whose bytes have their own cells. Once it is written as a whole, one cell is enough again.
@@ -165,7 +178,7 @@ impl SharedMemory {
 
     fn split(&mut self, word: usize) {
         if self.byte_cells.is_empty() {
-            self.byte_cells.resize(self.cells.len() * 4, Cell::default());
+            self.byte_cells.resize(self.cells.len() * 4, Cell::UNWRITTEN);
         }
         let cell = &mut self.cells[word];
         if !cell.is_split() {

@@ -30,18 +30,25 @@ pub(crate) enum Conflict {
     Race { hazard: Hazard, first: u32 },
 }
 
-/// One or two threads and a time, packed: `time << 32 | flags << 24 | b << 12 | a`. Zero: nobody ever.
+/// One or two threads and a time, packed: `time << 32 | flags << 24 | b << 12 | a`. Zero: nobody.
+///
+/// States of a place that need a second look have the latest time there is, so that one comparison with the block time settles the
+/// usual case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Tag(u64);
 
 impl Tag {
-    /// A copy by `a` is on its way here.
-    const IN_FLIGHT: u64 = 1 << 24;
+    const LATEST: u64 = (u32::MAX as u64) << 32;
     /// `a` and `b` are in different warps.
-    const WARPS: u64 = 1 << 25;
+    const WARPS: u64 = 1 << 24;
+    /// A copy by `a` is on its way here.
+    const IN_FLIGHT: u64 = Self::LATEST | 1 << 25;
+    /// Nobody has written here since the block started.
+    const UNWRITTEN: Self = Self(Self::LATEST | 1 << 26);
     /// The word's bytes have their own cells.
-    const SPLIT: Self = Self(1 << 26);
+    const SPLIT: Self = Self(Self::LATEST | 1 << 27);
 
+    #[inline(always)]
     fn one(who: Who) -> Self {
         let thread = who.thread as u64;
         Self((who.time as u64) << 32 | thread << 12 | thread)
@@ -59,36 +66,31 @@ impl Tag {
         Self(self.0 & !(0xfff << 12) | (thread as u64) << 12)
     }
 
+    #[inline(always)]
     fn time(self) -> u32 {
         (self.0 >> 32) as u32
     }
 
-    fn has(self, flag: u64) -> bool {
-        self.0 & flag != 0
+    #[inline(always)]
+    fn has(self, flags: u64) -> bool {
+        self.0 & flags == flags
     }
 
     fn warp(self) -> u32 {
         self.a() / 32
     }
-
-    /// Whether the access by `a` is ordered before `who`'s next one.
-    #[inline(always)]
-    fn ordered(self, who: Who) -> bool {
-        self.time() < who.block_time
-            || self.a() == who.thread
-            || (self.warp() == who.warp() && self.time() < who.time)
-    }
 }
 
 /// Shadow of a word or of a byte.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Cell {
     writer: Tag,
-    /// Readers since the last write that are not yet ordered before everything: enough of them that any racing writer meets one.
+    /// Readers since the last write: enough of them that any writer who races with one of them races with one named here.
     reader: Tag,
 }
 
 impl Cell {
+    pub(crate) const UNWRITTEN: Self = Self { writer: Tag::UNWRITTEN, reader: Tag(0) };
     pub(crate) const SPLIT: Self = Self { writer: Tag::SPLIT, reader: Tag(0) };
 
     #[inline(always)]
@@ -98,43 +100,27 @@ impl Cell {
 
     #[inline(always)]
     pub(crate) fn read(&mut self, who: Who) -> Result<(), Conflict> {
-        let writer = self.writer;
-        if writer.0 == 0 {
-            return Err(Conflict::Unwritten);
+        if self.writer.time() >= who.block_time {
+            self.read_recent(who)?;
         }
-        if writer.has(Tag::IN_FLIGHT) {
-            return Err(Conflict::InFlight { copier: writer.a() });
+        let this = Tag::one(who);
+        if self.reader == this {
+        } else if self.reader.time() < who.block_time {
+            self.reader = this;
+        } else if !self.reader.has(Tag::WARPS) {
+            self.join_readers(who);
         }
-        if !writer.ordered(who) {
-            return Err(Conflict::Race { hazard: Hazard::ReadAfterWrite, first: writer.a() });
-        }
-        self.note_reader(who);
         Ok(())
-    }
-
-    /// Older readers of the same warp may be forgotten: for its own lanes they are ordered, for others the new one stands in.
-    #[inline(always)]
-    fn note_reader(&mut self, who: Who) {
-        let reader = self.reader;
-        if reader.time() < who.block_time {
-            self.reader = Tag::one(who);
-        } else if reader.has(Tag::WARPS) {
-        } else if reader.warp() != who.warp() {
-            self.reader = Tag(reader.with_b(who.thread).0 | Tag::WARPS);
-        } else if reader.time() < who.time {
-            self.reader = Tag::one(who);
-        } else if reader.a() == reader.b() {
-            self.reader = reader.with_b(who.thread);
-        }
     }
 
     #[inline(always)]
     pub(crate) fn write(&mut self, who: Who) -> Result<(), Conflict> {
-        let writer = self.writer;
-        if writer.has(Tag::IN_FLIGHT) || !writer.ordered(who) {
-            return Err(Conflict::Race { hazard: Hazard::WriteAfterWrite, first: writer.a() });
+        if self.writer.time() >= who.block_time {
+            self.overwrite_recent(who)?;
         }
-        if let Some(first) = self.racing_reader(who) {
+        if self.reader.time() >= who.block_time
+            && let Some(first) = self.racing_reader(who)
+        {
             return Err(Conflict::Race { hazard: Hazard::WriteAfterRead, first });
         }
         *self = Self { writer: Tag::one(who), reader: Tag(0) };
@@ -142,6 +128,7 @@ impl Cell {
     }
 
     /// Checks as a write and leaves the place unreadable until [`Self::land`].
+    #[inline(always)]
     pub(crate) fn begin_copy(&mut self, who: Who) -> Result<(), Conflict> {
         self.write(who)?;
         self.writer.0 |= Tag::IN_FLIGHT;
@@ -153,12 +140,51 @@ impl Cell {
         self.writer = Tag::one(who);
     }
 
-    #[inline(always)]
+    fn read_recent(&self, who: Who) -> Result<(), Conflict> {
+        let writer = self.writer;
+        if writer == Tag::UNWRITTEN {
+            return Err(Conflict::Unwritten);
+        }
+        if writer.has(Tag::IN_FLIGHT) {
+            return Err(Conflict::InFlight { copier: writer.a() });
+        }
+        if !self.writer_is_ordered(who) {
+            return Err(Conflict::Race { hazard: Hazard::ReadAfterWrite, first: writer.a() });
+        }
+        Ok(())
+    }
+
+    fn overwrite_recent(&self, who: Who) -> Result<(), Conflict> {
+        if self.writer != Tag::UNWRITTEN
+            && (self.writer.has(Tag::IN_FLIGHT) || !self.writer_is_ordered(who))
+        {
+            return Err(Conflict::Race { hazard: Hazard::WriteAfterWrite, first: self.writer.a() });
+        }
+        Ok(())
+    }
+
+    /// Whether the last write, made since the last block barrier, is ordered before `who`'s next access.
+    fn writer_is_ordered(&self, who: Who) -> bool {
+        let writer = self.writer;
+        writer.a() == who.thread || (writer.warp() == who.warp() && writer.time() < who.time)
+    }
+
+    /// `who` reads besides those who have read since the last block barrier, all of one warp. Older readers of that warp may be
+    /// forgotten: for its own lanes they are ordered, and for other warps the new one stands in.
+    fn join_readers(&mut self, who: Who) {
+        let reader = self.reader;
+        if reader.warp() != who.warp() {
+            self.reader = Tag(reader.with_b(who.thread).0 | Tag::WARPS);
+        } else if reader.time() < who.time {
+            self.reader = Tag::one(who);
+        } else if reader.a() == reader.b() {
+            self.reader = reader.with_b(who.thread);
+        }
+    }
+
+    /// One of those who have read since the last block barrier that is not ordered before `who`'s write.
     fn racing_reader(&self, who: Who) -> Option<u32> {
         let reader = self.reader;
-        if reader.time() < who.block_time {
-            return None;
-        }
         if reader.warp() != who.warp() {
             return Some(reader.a());
         }
@@ -179,7 +205,7 @@ mod tests {
     }
 
     fn written_long_ago() -> Cell {
-        let mut cell = Cell::default();
+        let mut cell = Cell::UNWRITTEN;
         cell.write(Who { thread: 99, time: 1, block_time: 1 }).unwrap();
         cell
     }

@@ -1,0 +1,86 @@
+//! Prints what each instruction costs on this machine, in nanoseconds of one core; `docs/simulator.md` quotes it.
+
+use gqa_sim::device::*;
+use gqa_sim::{Arg, Arguments, Launch, launch};
+use std::hint::black_box;
+use std::time::Instant;
+
+const REPEATS: u32 = 200;
+const THREADS: u32 = 128;
+
+/// Seconds of the fastest of many runs: short ones, so that one of them is not interrupted.
+fn fastest(mut run: impl FnMut()) -> f64 {
+    let times = (0..100).map(|_| {
+        let start = Instant::now();
+        run();
+        start.elapsed().as_secs_f64()
+    });
+    times.fold(f64::INFINITY, f64::min)
+}
+
+/// Nanoseconds that one more `instruction` adds, for each group of `share` threads.
+fn cost<R>(share: u32, instruction: impl Fn(&Arguments) -> R + Sync) -> f64 {
+    let (input, mut output) =
+        (vec![[0u32; 4]; THREADS as usize], vec![[0u32; 4]; THREADS as usize]);
+    let shape = Launch {
+        name: "cost",
+        grid: [1, 1, 1],
+        threads: THREADS,
+        shared_bytes: 16 * THREADS,
+        seed: 1,
+    };
+    let mut seconds = |repeats: u32| {
+        let kernel = |arguments: &Arguments| {
+            st_shared_vec(shared_base() + 16 * thread_idx(), [0; 4]);
+            sync_threads();
+            for _ in 0..repeats {
+                black_box(instruction(arguments));
+            }
+        };
+        fastest(|| {
+            launch(&shape, &kernel, &[Arg::read(&input), Arg::write(&mut output)])
+                .expect("a correct kernel");
+        })
+    };
+    (seconds(REPEATS + 1) - seconds(1)) * 1e9 / f64::from(REPEATS * THREADS / share)
+}
+
+fn launch_cost(threads: u32, shared_bytes: u32) -> f64 {
+    let shape = Launch { name: "empty", grid: [1, 1, 1], threads, shared_bytes, seed: 1 };
+    fastest(|| {
+        launch(&shape, &|_| {}, &[]).expect("an empty kernel");
+    }) * 1e9
+}
+
+fn main() {
+    let row = || shared_base() + 16 * thread_idx();
+    let print = |name: &str, nanoseconds: f64| println!("{name:38} {nanoseconds:9.1} ns");
+    println!("per thread");
+    print("ld_shared u16", cost(1, |_| ld_shared::<u16>(row())));
+    print("ld_shared u32", cost(1, |_| ld_shared::<u32>(row())));
+    print("ld_shared_vec", cost(1, |_| ld_shared_vec(row())));
+    print("st_shared u32", cost(1, |_| st_shared(row(), 1u32)));
+    print("st_shared_vec", cost(1, |_| st_shared_vec(row(), [1; 4])));
+    print("global load f32", cost(1, |a| a.global::<f32>(0).load(thread_idx() as usize)));
+    print("global load_vec", cost(1, |a| a.global::<u32>(0).load_vec(4 * thread_idx() as usize)));
+    print("global store f32", cost(1, |a| a.global::<f32>(1).store(thread_idx() as usize, 1.0)));
+    let copy = |a: &Arguments| {
+        cp_async_16(row(), a.global::<u32>(0), 0, true);
+        cp_async_commit();
+        cp_async_wait::<0>();
+    };
+    print("cp_async_16, commit, wait", cost(1, copy));
+    print("fma", cost(1, |_| fma(black_box(1.5), 2.5, 3.5)));
+    print("exp2", cost(1, |_| exp2(black_box(1.5))));
+    println!("per warp");
+    print("sync_warp", cost(32, |_| sync_warp()));
+    print("shfl_xor_f32", cost(32, |_| shfl_xor_f32(1.0, 1)));
+    print("ldmatrix_x4", cost(32, |_| ldmatrix_x4(row())));
+    print("ldmatrix_x4_trans", cost(32, |_| ldmatrix_x4_trans(row())));
+    print("mma_m16n8k16_f16", cost(32, |_| mma_m16n8k16_f16(&mut [0.0; 4], [0; 4], [0; 2])));
+    print("mma_m16n8k16_bf16", cost(32, |_| mma_m16n8k16_bf16(&mut [0.0; 4], [0; 4], [0; 2])));
+    println!("per block");
+    print("sync_threads, 128 threads", cost(THREADS, |_| sync_threads()));
+    print("launch, 128 threads, 48 KiB shared", launch_cost(128, 48 * 1024));
+    print("launch, 1024 threads", launch_cost(1024, 0));
+}
