@@ -1,5 +1,6 @@
 //! `gqa demo`: a prompt and some tokens through the attention layer of Llama 3 8B, with a cache that past and present share.
 
+use std::ops::Range;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -39,47 +40,22 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let rows = args.prompt.unwrap_or(rows) as usize;
     let tokens = args.tokens.unwrap_or(tokens) as usize;
     let layer = Layer::llama3_8b(Element::Bf16);
-    println!(
+    say!(
         "GroupQueryAttention, one layer of Llama 3 8B: 32 query heads over 8 KV heads of 128, bfloat16, rotary embedding"
     );
-    println!("on {device}\n");
+    say!("on {device}\n");
 
     let capacity = rows + tokens;
-    let mut noise = Noise::new(8);
     let prompt = Session::new(&machine, Shape { capacity, ..Shape::new(layer, 1, rows, 0) })?;
     let token = Session::new(&machine, Shape::new(layer, 1, 1, capacity - 1))?;
     prompt.show_plan("the prompt")?;
     token.show_plan("a token")?;
 
+    let mut noise = Noise::new(8);
     let mut tensors = prompt.shape.tensors(&prompt.problem, &mut noise)?;
-    let seconds = prompt.step(&mut tensors)?;
-    let checked = prompt.check(&tensors, 0, PROMPT_ROWS, &mut noise)?;
-    let rate = Cost::of(&prompt.problem).flops / seconds * 1e-12;
-    println!(
-        "prompt of {rows} rows  {:10.3} ms  {rate:.2} TFLOP/s  {}",
-        seconds * 1e3,
-        verdict(&checked)
-    );
-
-    let (mut times, mut sum) = (Vec::new(), Sampled::default());
-    for past in rows..capacity {
-        token.next_inputs(&mut tensors, past, &mut noise)?;
-        let seconds = token.step(&mut tensors)?;
-        let checked = token.check(&tensors, past, TOKEN_ROWS, &mut noise)?;
-        if (past - rows).is_multiple_of(tokens.div_ceil(8)) {
-            println!("token {past:<12} {:10.3} ms  {}", seconds * 1e3, verdict(&checked));
-        }
-        times.push(seconds);
-        sum.merge(&checked);
-    }
-    times.sort_by(f64::total_cmp);
-    println!(
-        "{tokens} tokens           {:10.3} ms each (median)  {}",
-        times[times.len() / 2] * 1e3,
-        verdict(&sum)
-    );
-    sum.merge(&checked);
-    Ok(if sum.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let mut checked = prompt.read(&mut tensors, &mut noise)?;
+    checked.merge(&token.generate(rows..capacity, &mut tensors, &mut noise)?);
+    Ok(if checked.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn verdict(sampled: &Sampled) -> String {
@@ -108,11 +84,11 @@ impl<'m> Session<'m> {
     fn show_plan(&self, what: &str) -> Result<()> {
         match self.machine {
             Machine::Gpu(gpu) => {
-                println!("plan for {what}\n{}\n", gpu.plan(&self.problem)?.explain())
+                say!("plan for {what}\n{}\n", gpu.plan(&self.problem)?.explain())
             }
             Machine::Host(_) => {
                 let plan = plan(&self.problem, &DeviceInfo::h200(), &Switches::from_env()?)?;
-                println!("plan for {what}, if there were an H200\n{}\n", plan.explain());
+                say!("plan for {what}, if there were an H200\n{}\n", plan.explain());
             }
         }
         Ok(())
@@ -128,7 +104,7 @@ impl<'m> Session<'m> {
             }
             Machine::Gpu(gpu) => {
                 let call = gpu.call(&gpu.plan(&self.problem)?, tensors)?;
-                let graph = Graph::capture(&gpu.stream, &[call.clone()])?;
+                let graph = Graph::capture(&gpu.stream, std::slice::from_ref(&call))?;
                 // The first launch uploads the graph.
                 graph.replay(&gpu.stream)?;
                 let seconds = gpu.stream.timed(|| graph.replay(&gpu.stream))?;
@@ -147,6 +123,44 @@ impl<'m> Session<'m> {
     ) -> Result<Sampled> {
         Computed { shape: &self.shape, problem: &self.problem, tensors, past_length }
             .sample(rows, noise)
+    }
+
+    /// The prompt.
+    fn read(&self, tensors: &mut Tensors, noise: &mut Noise) -> Result<Sampled> {
+        let seconds = self.step(tensors)?;
+        let checked = self.check(tensors, 0, PROMPT_ROWS, noise)?;
+        let (rows, rate) = (self.problem.q_len, Cost::of(&self.problem).flops / seconds * 1e-12);
+        say!(
+            "prompt of {rows} rows  {:10.3} ms  {rate:.2} TFLOP/s  {}",
+            seconds * 1e3,
+            verdict(&checked)
+        );
+        Ok(checked)
+    }
+
+    /// Tokens at those positions, one after the other; every eighth of them is reported.
+    fn generate(
+        &self,
+        positions: Range<usize>,
+        tensors: &mut Tensors,
+        noise: &mut Noise,
+    ) -> Result<Sampled> {
+        let (first, count) = (positions.start, positions.len());
+        let (mut times, mut sum) = (Vec::new(), Sampled::default());
+        for past in positions {
+            self.next_inputs(tensors, past, noise)?;
+            let seconds = self.step(tensors)?;
+            let checked = self.check(tensors, past, TOKEN_ROWS, noise)?;
+            if (past - first).is_multiple_of(count.div_ceil(8)) {
+                say!("token {past:<12} {:10.3} ms  {}", seconds * 1e3, verdict(&checked));
+            }
+            times.push(seconds);
+            sum.merge(&checked);
+        }
+        times.sort_by(f64::total_cmp);
+        let median = times.get(count / 2).copied().unwrap_or_default();
+        say!("{count} tokens           {:10.3} ms each (median)  {}", median * 1e3, verdict(&sum));
+        Ok(sum)
     }
 
     /// Query, key and value of the next token behind `past` rows; the cache stays.

@@ -8,49 +8,51 @@ use gqa_host::plan::{DeviceInfo, Switches, switches};
 
 /// Prints the report. A machine without a GPU is not an error.
 pub fn run() -> Result<ExitCode> {
-    println!("gqa {}", env!("CARGO_PKG_VERSION"));
-    println!("cpu      {} threads", rayon::current_num_threads());
+    say!("gqa {}", env!("CARGO_PKG_VERSION"));
+    say!("cpu      {} threads", rayon::current_num_threads());
     match driver_version() {
-        Ok(version) => println!("driver   CUDA {version}"),
-        Err(reason) => println!("driver   none usable: {reason}"),
+        Ok(version) => say!("driver   CUDA {version}"),
+        Err(reason) => say!("driver   none usable: {reason}"),
     }
     for ordinal in 0..device_count().unwrap_or(0) {
         match Device::open(ordinal) {
             Ok(device) => {
-                println!("gpu {ordinal}    {}, {} MiB", device.info(), device.memory_bytes() >> 20)
+                say!("gpu {ordinal}    {}, {} MiB", device.info(), device.memory_bytes() >> 20)
             }
-            Err(reason) => println!("gpu {ordinal}    not usable: {reason}"),
+            Err(reason) => say!("gpu {ordinal}    not usable: {reason}"),
         }
     }
-    kernels();
-    settings();
-    println!("--device {}", DeviceInfo::known_names().collect::<Vec<_>>().join(", "));
+    kernels()?;
+    settings()?;
+    say!("--device {}", DeviceInfo::known_names().collect::<Vec<_>>().join(", "));
     match Device::open(0) {
-        Ok(device) => println!("used     cuda, on {}", device.info().name),
-        Err(reason) => println!("used     cpu, because there is no usable GPU ({reason})"),
+        Ok(device) => say!("used     cuda, on {}", device.info().name),
+        Err(reason) => say!("used     cpu, because there is no usable GPU ({reason})"),
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// PTX inside this program.
-fn kernels() {
+fn kernels() -> Result<()> {
     if shipped().is_empty() {
-        println!("ptx      none in this build");
+        say!("ptx      none in this build");
     }
     for module in shipped() {
-        println!("ptx      {}: {} kernels", module.name(), module.entries.len());
+        say!("ptx      {}: {} kernels", module.name(), module.entries.len());
     }
+    Ok(())
 }
 
 /// Environment switches that are set.
-fn settings() {
+fn settings() -> Result<()> {
     let is_set = |name: &&str| std::env::var_os(name).is_some();
     let names =
         switches::TABLE.iter().flat_map(|switch| [Some(switch.name), switch.alias]).flatten();
     let set: Vec<_> = names.filter(is_set).collect();
     match Switches::from_env() {
-        Err(reason) => println!("switches {reason}"),
-        Ok(_) if set.is_empty() => println!("switches none set"),
-        Ok(_) => println!("switches {}", set.join(", ")),
+        Err(reason) => say!("switches {reason}"),
+        Ok(_) if set.is_empty() => say!("switches none set"),
+        Ok(_) => say!("switches {}", set.join(", ")),
     }
+    Ok(())
 }

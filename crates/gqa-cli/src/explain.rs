@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
+use gqa_host::Problem;
 use gqa_host::plan::{DeviceInfo, Switches, plan};
-use gqa_host::{CacheBinding, Problem};
 use gqa_onnx::Model;
 
 use crate::shape::{Layer, Shape, count};
@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         Some(model) => from_model(model, args.data.as_deref())?,
         None => from_sizes(&args.sizes, args.layer)?,
     };
-    println!("{}", plan(&problem, &device, &Switches::from_env()?)?.explain());
+    say!("{}", plan(&problem, &device, &Switches::from_env()?)?.explain());
     Ok(ExitCode::SUCCESS)
 }
 
@@ -77,10 +77,6 @@ fn from_model(path: &std::path::Path, data: Option<&std::path::Path>) -> Result<
 fn from_sizes(sizes: &Sizes, layer: Layer) -> Result<Problem> {
     let [batch, query, past] =
         [sizes.batch, sizes.query_length, sizes.past_length].map(|n| n as usize);
-    let mut problem = Shape::new(layer, batch, query, past).problem()?;
-    if sizes.separate_cache {
-        problem.cache = CacheBinding::Separate;
-        problem.past_capacity = past;
-    }
-    Ok(problem)
+    let shape = Shape::new(layer, batch, query, past);
+    if sizes.separate_cache { shape.separate_problem() } else { shape.problem() }
 }

@@ -1,5 +1,13 @@
 //! The `gqa` program.
 
+/// Prints a line on stdout. A reader that goes away is an error for [`main`] to judge, where `println!` would panic.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        writeln!(std::io::stdout(), $($text)*)?
+    }};
+}
+
 mod backend;
 mod bench;
 mod check;

@@ -40,12 +40,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     write_all(&args.out, &files)?;
     for ((file, _), (tensor, name)) in files.iter().zip(outputs.iter().zip(model.output_names())) {
         let shown = crate::one_line(name);
-        println!(
-            "{}: {shown} {} {:?}",
-            args.out.join(file).display(),
-            tensor.dtype(),
-            tensor.shape()
-        );
+        say!("{}: {shown} {} {:?}", args.out.join(file).display(), tensor.dtype(), tensor.shape());
     }
     Ok(ExitCode::SUCCESS)
 }

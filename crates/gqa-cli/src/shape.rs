@@ -2,12 +2,11 @@
 
 use anyhow::{Context, Result};
 use gqa_host::backend::Io;
-use gqa_host::op::{GroupQueryAttention, Inputs, KvCache};
+use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::TensorId;
-use gqa_host::{DType, Phase, Problem, Tensor};
+use gqa_host::{CacheBinding, DType, Problem, Tensor, TensorDesc};
 use ndarray::Array1;
 
-use crate::Usage;
 use crate::input::Noise;
 
 /// `--dtype`.
@@ -171,9 +170,6 @@ pub struct Shape {
     pub capacity: usize,
 }
 
-/// More elements than any machine has; below it no size overflows.
-const MAX_ELEMENTS: usize = 1 << 44;
-
 impl Shape {
     /// A call whose cache is full afterwards.
     pub fn new(layer: Layer, batch: usize, query_length: usize, past_length: usize) -> Self {
@@ -185,59 +181,40 @@ impl Shape {
         self.query_length + self.past_length
     }
 
-    /// The validated call. Attributes, heads and types are checked on a call of a row or two, so that no memory of the real
-    /// size is needed; then the real sizes are put in.
+    /// The validated call with a shared cache; no memory of its size is needed.
     pub fn problem(&self) -> Result<Problem> {
-        let (rows, total) = match (self.past_length, self.query_length) {
-            (0, _) => (1, 1),
-            (_, 1) => (1, 2),
-            _ => (2, 3),
-        };
-        let mut problem = self.miniature(rows, total)?;
-        let width = (self.layer.heads + 2 * self.layer.kv_heads) * self.layer.head_size;
-        let elements = [self.batch, self.capacity, width as usize]
-            .into_iter()
-            .try_fold(1usize, usize::checked_mul);
-        if self.total() > i32::MAX as usize || elements.is_none_or(|n| n > MAX_ELEMENTS) {
-            let size =
-                format!("batch {}, {} rows, {width} elements per row", self.batch, self.total());
-            return Err(Usage(format!("{size}: allowed: 2^44 elements and 2^31 - 1 rows")).into());
-        }
-        problem.batch = self.batch;
-        problem.q_len = self.query_length;
-        problem.new_len = self.query_length;
-        problem.total_len = self.total();
-        problem.past_capacity = self.capacity;
-        problem.capacity = self.capacity;
-        if self.past_length == 0 {
-            problem.phase = Phase::FirstPrompt;
-        }
-        if let Some(rotary) = &mut problem.rotary {
-            rotary.max_positions = self.capacity;
-        }
-        Ok(problem)
+        self.bound(CacheBinding::Shared, self.capacity)
     }
 
-    fn miniature(&self, rows: usize, total: usize) -> Result<Problem> {
-        let Layer { heads, kv_heads, head_size, dtype, packed, .. } = self.layer;
-        let zeros =
-            |heads: u64| Tensor::zeros(dtype.into(), &[1, rows, (heads * head_size) as usize]);
-        let (query, key) = match packed {
-            true => (zeros(heads + 2 * kv_heads), None),
-            false => (zeros(heads), Some(zeros(kv_heads))),
+    /// The validated call with different tensors for past and present.
+    pub fn separate_problem(&self) -> Result<Problem> {
+        self.bound(CacheBinding::Separate, self.past_length)
+    }
+
+    fn bound(&self, cache: CacheBinding, past_rows: usize) -> Result<Problem> {
+        let Layer { heads, kv_heads, head_size, .. } = self.layer;
+        let dtype = self.layer.dtype.into();
+        let desc = |shape| TensorDesc { dtype, shape };
+        let rows = |heads: u64| [self.batch, self.query_length, (heads * head_size) as usize];
+        let (query, key) = (rows(heads), rows(kv_heads));
+        let packed = rows(heads + 2 * kv_heads);
+        let past = [self.batch, kv_heads as usize, past_rows, head_size as usize];
+        let table = [self.capacity, head_size as usize / 2];
+        let seqlens_k = TensorDesc { dtype: DType::I32, shape: &[self.batch] };
+        let separate = (!self.layer.packed).then_some(desc(&key));
+        let past = (past_rows > 0).then_some(desc(&past));
+        let table = (self.layer.rotary != Rotation::None).then_some(desc(&table));
+        let query = desc(if self.layer.packed { &packed } else { &query });
+        let shapes = Shapes {
+            key: separate,
+            value: separate,
+            past_key: past,
+            past_value: past,
+            cos_cache: table,
+            sin_cache: table,
+            ..Shapes::new(query, seqlens_k, self.total())
         };
-        let caches = self.layer.rotary_caches(total)?;
-        let (seqlens_k, total_length) = lengths(1, total);
-        let past = Tensor::zeros(dtype.into(), &[1, kv_heads as usize, total, head_size as usize]);
-        let inputs = Inputs {
-            key: key.as_ref(),
-            value: key.as_ref(),
-            cos_cache: caches.as_ref().map(|caches| &caches.0),
-            sin_cache: caches.as_ref().map(|caches| &caches.1),
-            ..Inputs::new(&query, &seqlens_k, &total_length)
-        };
-        let cache = KvCache { key: past.clone(), value: past };
-        Ok(self.layer.op(heads, kv_heads).problem_in_place(&inputs, &cache)?)
+        Ok(self.layer.op(heads, kv_heads).problem_from_shapes(&shapes, cache)?)
     }
 
     /// Random tensors for every role that `problem` has; outputs are zero.

@@ -20,6 +20,11 @@ use crate::compare::{Comparison, Limits, Region, compare};
 use crate::model::numbered_files;
 use crate::{Error, Model, Result, read_tensor};
 
+/// What meta.json looks like.
+const META: &str = r#"{"tolerance": {"atol": 1e-3, "rtol": 1e-3}} and other fields"#;
+/// What ignore.json looks like.
+const IGNORE: &str =
+    r#"{"version": 1, "outputs": {"output_0": [{"start": [0, 2, 0], "stop": [1, 4, 8]}]}}"#;
 /// Folders below a given one that are searched.
 const MAX_DEPTH: usize = 8;
 
@@ -169,7 +174,7 @@ impl Case {
     /// The tolerance in meta.json.
     fn limits(&self) -> Result<Limits> {
         let MetaTolerance { atol, rtol } =
-            self.json::<Meta>("meta.json")?.unwrap_or_default().tolerance;
+            self.json::<Meta>("meta.json", META)?.unwrap_or_default().tolerance;
         for (name, value) in [("atol", atol), ("rtol", rtol)] {
             if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
                 return Err(Error::invalid(
@@ -185,7 +190,7 @@ impl Case {
     /// The boxes in ignore.json, for each output of the graph.
     fn ignored(&self, outputs: usize) -> Result<Vec<Vec<Region>>> {
         let mut regions = vec![Vec::new(); outputs];
-        let Some(ignore) = self.json::<Ignore>("ignore.json")? else { return Ok(regions) };
+        let Some(ignore) = self.json::<Ignore>("ignore.json", IGNORE)? else { return Ok(regions) };
         if ignore.version != 1 {
             return Err(Error::invalid("ignore.json version", ignore.version, 1));
         }
@@ -204,14 +209,14 @@ impl Case {
     }
 
     /// A JSON file of the case, if it is there.
-    fn json<T: DeserializeOwned>(&self, file: &str) -> Result<Option<T>> {
+    fn json<T: DeserializeOwned>(&self, file: &str, form: &str) -> Result<Option<T>> {
         let path = self.path.join(file);
         match std::fs::read(&path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Error::io(&path, e)),
             Ok(bytes) => match serde_json::from_slice(&bytes) {
                 Ok(value) => Ok(Some(value)),
-                Err(e) => Err(Error::invalid(file, e, "the format in the manual")),
+                Err(e) => Err(Error::invalid(file, e, form)),
             },
         }
     }

@@ -108,7 +108,7 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
         .into());
     }
     let (machine, device) = Machine::select(common.backend)?;
-    let mut report = Report::new(name, device, common.json);
+    let mut report = Report::new(name, device, common.json)?;
     for size in if sizes.is_empty() { defaults(mode, &machine) } else { sizes.clone() } {
         let shape = match mode {
             Mode::Prompt(prompt) => {

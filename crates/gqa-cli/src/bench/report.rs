@@ -1,6 +1,5 @@
 //! Lines, or JSON.
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -113,17 +112,17 @@ impl Record {
 
 impl Report {
     /// An empty report.
-    pub fn new(mode: &'static str, device: String, json: bool) -> Self {
+    pub fn new(mode: &'static str, device: String, json: bool) -> Result<Self> {
         if !json {
-            println!("{mode} on {device}");
+            say!("{mode} on {device}");
         }
-        Self { mode, version: env!("CARGO_PKG_VERSION"), device, results: Vec::new(), json }
+        Ok(Self { mode, version: env!("CARGO_PKG_VERSION"), device, results: Vec::new(), json })
     }
 
     /// Adds a size, and prints it unless JSON is wanted.
     pub fn add(&mut self, record: Record) -> Result<()> {
         if !self.json {
-            writeln!(std::io::stdout(), "{}", record.line())?;
+            say!("{}", record.line());
         }
         self.results.push(record);
         Ok(())
@@ -132,7 +131,7 @@ impl Report {
     /// Prints the JSON if it is wanted. Wrong results are a failure.
     pub fn finish(&self) -> Result<ExitCode> {
         if self.json {
-            writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(self)?)?;
+            say!("{}", serde_json::to_string_pretty(self)?);
         }
         let wrong = self.results.iter().any(|record| record.elements_out_of_tolerance > 0);
         Ok(if wrong { ExitCode::FAILURE } else { ExitCode::SUCCESS })
