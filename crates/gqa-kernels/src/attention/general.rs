@@ -376,10 +376,10 @@ impl<T: Element> Call<'_, T> {
         }
         factor *= state.normaliser();
         let at = self.p.out.at(tile.batch, row.head, row.s);
-        for c in 0..LANE_COLUMNS {
+        for (c, accumulator) in accumulators.iter().enumerate() {
             let column = 32 * c as u32 + lane();
             if column < self.p.head_size {
-                self.out.store(at + column as usize, T::from_f32(accumulators[c] * factor));
+                self.out.store(at + column as usize, T::from_f32(accumulator * factor));
             }
         }
         if !self.lse.is_null() && lane() == 0 {
