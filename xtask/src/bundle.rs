@@ -1,0 +1,116 @@
+//! `cargo xtask bundle`: what a GPU machine without Rust or network needs to run the GPU tests.
+
+use crate::place;
+use crate::step::shown;
+use crate::test::cargo;
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Test programs that need a GPU: (package, test).
+const TESTS: &[(&str, &str)] = &[("gqa-tests", "gpu")];
+/// Some machines take no larger working tree.
+const MOST_BYTES: u64 = 64 << 20;
+const RUN: &str = "\
+#!/usr/bin/env bash
+# On a machine with an NVIDIA driver: every stored case, then the GPU tests. Ends with the number of steps that failed.
+cd \"$(dirname \"$0\")\" || exit
+failed=0
+step() { echo \"== $*\"; \"$@\" || { failed=$((failed + 1)); echo \"FAILED: $*\"; }; }
+step ./gqa doctor
+step ./gqa check --backend cuda cases/gqa
+for test in tests/*; do step \"$test\"; done
+echo \"$failed steps failed\"
+exit \"$failed\"
+";
+
+pub fn run() -> Result<()> {
+    let bundle = place::root().join("bundle");
+    if bundle.exists() {
+        fs::remove_dir_all(&bundle).context("cannot remove the old bundle/")?;
+    }
+    fs::create_dir_all(bundle.join("tests")).context("cannot make bundle/")?;
+    program(&built(&["build", "--package", "gqa-cli", "--bin", "gqa"])?, &bundle.join("gqa"))?;
+    for (package, test) in TESTS {
+        let built = built(&["test", "--no-run", "--package", package, "--test", test])?;
+        program(&built, &bundle.join("tests").join(test))?;
+    }
+    copy(&place::root().join("tests/cases"), &bundle.join("cases"))?;
+    script(&bundle.join("run.sh"))?;
+    let bytes = size(&bundle)?;
+    println!("bundle/: {:.1} MiB; run ./run.sh there", bytes as f64 / f64::from(1 << 20));
+    ensure!(bytes < MOST_BYTES, "bundle/ is larger than {} MiB", MOST_BYTES >> 20);
+    Ok(())
+}
+
+/// Runs a release build and returns the program it made.
+fn built(arguments: &[&str]) -> Result<PathBuf> {
+    let mut command = cargo();
+    command.args(arguments).args(["--release", "--message-format=json"]).stderr(Stdio::inherit());
+    let output = command.output().context("cannot start cargo")?;
+    ensure!(output.status.success(), "cargo {} ended with {}", arguments.join(" "), output.status);
+    let text = String::from_utf8_lossy(&output.stdout);
+    executable(&text).with_context(|| format!("cargo {} made no program", arguments.join(" ")))
+}
+
+/// The last program that cargo's messages name: what it depends on comes before it.
+fn executable(messages: &str) -> Option<PathBuf> {
+    let messages =
+        messages.lines().rev().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    messages.into_iter().find_map(|message| message["executable"].as_str().map(PathBuf::from))
+}
+
+/// Copies a program without its symbols.
+fn program(from: &Path, to: &Path) -> Result<()> {
+    shown(Command::new("strip").arg("--strip-all").arg("-o").arg(to).arg(from))
+}
+
+fn script(path: &Path) -> Result<()> {
+    fs::write(path, RUN).context("cannot write run.sh")?;
+    #[cfg(unix)]
+    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .context("cannot make run.sh executable")?;
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| format!("cannot make {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("cannot list {}", from.display()))? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), &target)
+                .with_context(|| format!("cannot copy {}", entry.path().display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn size(folder: &Path) -> Result<u64> {
+    fs::read_dir(folder)?.try_fold(0, |sum, entry| {
+        let entry = entry?;
+        let metadata = entry.metadata()?;
+        Ok(sum + if metadata.is_dir() { size(&entry.path())? } else { metadata.len() })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_is_the_last_one_named() {
+        let messages = "\
+{\"reason\":\"compiler-artifact\",\"executable\":\"/target/build-script\"}
+{\"reason\":\"compiler-artifact\",\"executable\":\"/target/gqa\"}
+{\"reason\":\"compiler-artifact\",\"executable\":null}
+{\"reason\":\"build-finished\",\"success\":true}
+";
+        assert_eq!(executable(messages), Some("/target/gqa".into()));
+        assert_eq!(executable("not json\n"), None);
+    }
+}

@@ -1,0 +1,78 @@
+//! One PTX module: the entries of one family for one GPU, as the registry lists them.
+
+use crate::place;
+use anyhow::{Context, Result, ensure};
+use gqa_kernels::registry::{self, Entry, Family};
+use gqa_ptx::{Builder, Built, Target, Toolchain, post};
+use std::collections::BTreeSet;
+
+/// What to build.
+#[derive(Clone, Copy, Debug)]
+pub struct Module {
+    pub family: Family,
+    pub arch: &'static str,
+}
+
+impl Module {
+    /// All that ship.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let has_entries =
+            |family: &Family| registry::entries().any(|entry| entry.family == *family);
+        let families = Family::ALL.into_iter().filter(has_entries);
+        families.flat_map(|family| family.archs().iter().map(move |arch| Self { family, arch }))
+    }
+
+    /// `tiled` of `family-tiled`.
+    pub fn family_name(self) -> &'static str {
+        let feature = self.family.feature();
+        feature.strip_prefix("family-").unwrap_or(feature)
+    }
+
+    /// Such as `tiled.sm_80`.
+    pub fn name(self) -> String {
+        format!("{}.{}", self.family_name(), self.arch)
+    }
+
+    /// Its file in ptx/.
+    pub fn file(self) -> String {
+        format!("{}.ptx.gz", self.name())
+    }
+
+    /// Compiles it and writes the registry's launch bounds into it.
+    pub fn build(self, toolchain: &Toolchain, quick: bool) -> Result<Built> {
+        let builder = Builder::new(toolchain, place::kernels(), place::target().join("ptx"));
+        let features = [self.family.feature(), "quick"];
+        let features = &features[..if quick { 2 } else { 1 }];
+        let mut built =
+            builder.build(&Target { name: &self.name(), features, cpu: self.arch, ptx: None })?;
+        built.ptx = self.bounded(&post::strip(&built.ptx))?;
+        ensure!(
+            quick || self.missing(&built.ptx).is_empty(),
+            "{}: the PTX lacks {:?}",
+            self.name(),
+            self.missing(&built.ptx)
+        );
+        Ok(built)
+    }
+
+    fn bounded(self, ptx: &str) -> Result<String> {
+        post::entry_names(ptx).iter().try_fold(ptx.to_owned(), |text, name| {
+            let entry = registry::find(name)
+                .with_context(|| format!("{name} is in the PTX but not in the registry"))?;
+            Ok(post::set_bounds(&text, name, bounds(entry))?)
+        })
+    }
+
+    /// Entries of the registry that the PTX has not.
+    fn missing(self, ptx: &str) -> Vec<&'static str> {
+        let there: BTreeSet<String> = post::entry_names(ptx).into_iter().collect();
+        let wanted =
+            registry::entries().filter(|entry| entry.family == self.family).map(|entry| entry.name);
+        wanted.filter(|name| !there.contains(*name)).collect()
+    }
+}
+
+fn bounds(entry: &Entry) -> post::Bounds {
+    let min_blocks = (entry.min_blocks > 0).then_some(entry.min_blocks);
+    post::Bounds { max_threads: Some(entry.threads), min_blocks, ..Default::default() }
+}

@@ -1,0 +1,42 @@
+//! Where things lie.
+
+use std::env;
+use std::path::PathBuf;
+
+/// The workspace.
+pub fn root() -> PathBuf {
+    let xtask = env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    xtask.parent().map(PathBuf::from).unwrap_or(xtask)
+}
+
+/// The device crate.
+pub fn kernels() -> PathBuf {
+    root().join("crates/gqa-kernels")
+}
+
+/// The shipped PTX.
+pub fn shipped() -> PathBuf {
+    root().join("ptx")
+}
+
+/// The list of shipped PTX.
+pub fn manifest() -> PathBuf {
+    shipped().join("manifest.json")
+}
+
+/// The frozen instruction counts.
+pub fn ratchet() -> PathBuf {
+    shipped().join("ratchet.json")
+}
+
+/// Build products.
+pub fn target() -> PathBuf {
+    env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| root().join("target"), |folder| root().join(folder))
+}
+
+/// Where ptxas is installed if the machine has none.
+pub fn ptxas() -> PathBuf {
+    target().join("ptxas")
+}

@@ -1,0 +1,182 @@
+//! `cargo xtask ptxas`: what each entry costs on each GPU.
+
+use crate::place;
+use anyhow::{Context, Result, bail};
+use gqa_kernels::registry;
+use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage, read_compressed};
+use std::fs;
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::thread;
+
+/// Oldest GPU of today's assembler: what is older is assembled for this one.
+const OLDEST: u32 = 75;
+/// Assembled for besides the module's own.
+const TARGETS: [&str; 2] = ["sm_90a", "sm_100a"];
+
+pub fn run() -> Result<()> {
+    let reports = assemble(&Ptxas::find_or_install(&place::ptxas())?)?;
+    table(&reports);
+    judge(&reports)
+}
+
+/// What one module gave on one GPU.
+pub struct Assembled {
+    module: String,
+    arch: String,
+    report: Report,
+}
+
+/// Assembles every shipped module for its own GPU and the newer ones it runs on.
+pub fn assemble(ptxas: &Ptxas) -> Result<Vec<Assembled>> {
+    let folder = place::target().join("ptx/assembled");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let mut jobs = Vec::new();
+    for module in Manifest::read(&place::manifest())?.modules {
+        let name = module.file.trim_end_matches(".gz");
+        let path = folder.join(name);
+        fs::write(&path, read_compressed(&place::shipped().join(&module.file))?)?;
+        jobs.extend(
+            targets(&module)
+                .into_iter()
+                .map(|arch| (name.trim_end_matches(".ptx").to_owned(), path.clone(), arch)),
+        );
+    }
+    in_parallel(ptxas, jobs)
+}
+
+fn in_parallel(ptxas: &Ptxas, jobs: Vec<(String, PathBuf, String)>) -> Result<Vec<Assembled>> {
+    let count = jobs.len();
+    let (jobs, done) =
+        (Mutex::new(jobs.into_iter().enumerate()), Mutex::new(Vec::with_capacity(count)));
+    let work = || {
+        loop {
+            let job = jobs.lock().ok().and_then(|mut jobs| jobs.next());
+            let Some((i, (module, path, arch))) = job else { return };
+            let report =
+                ptxas.assemble(&path, &arch).map(|report| Assembled { module, arch, report });
+            if let Ok(mut done) = done.lock() {
+                done.push((i, report));
+            }
+        }
+    };
+    thread::scope(|scope| {
+        (0..thread::available_parallelism().map_or(1, NonZero::get))
+            .for_each(|_| drop(scope.spawn(work)))
+    });
+    let mut done = done.into_inner().unwrap_or_default();
+    done.sort_by_key(|(i, _)| *i);
+    Ok(done.into_iter().map(|(_, report)| report).collect::<Result<_, _>>()?)
+}
+
+/// The module's own GPU and the newer ones that run it; with an `a`, a module runs on its own only.
+fn targets(module: &Module) -> Vec<String> {
+    let number = |arch: &str| {
+        arch.trim_start_matches("sm_").trim_end_matches('a').parse().unwrap_or(u32::MAX)
+    };
+    let own = number(&module.arch);
+    if module.arch.ends_with('a') {
+        return vec![module.arch.clone()];
+    }
+    let newer = TARGETS.into_iter().filter(|arch| number(arch) > own).map(str::to_owned);
+    [format!("sm_{}", own.max(OLDEST))].into_iter().chain(newer).collect()
+}
+
+fn table(reports: &[Assembled]) {
+    println!(
+        "{:16} {:8} {:44} {:>5} {:>6} {:>13} {:>7}",
+        "module", "GPU", "entry", "regs", "stack", "spill st/ld", "smem"
+    );
+    for Assembled { module, arch, report } in reports {
+        for usage in &report.usage {
+            let Usage { entry, registers, stack, spill_stores, spill_loads, shared } = usage;
+            let shared = shared + registry::find(entry).map_or(0, |entry| entry.shared_bytes);
+            let spills = format!("{spill_stores}/{spill_loads}");
+            println!(
+                "{module:16} {arch:8} {entry:44} {registers:5} {stack:6} {spills:>13} {shared:7}"
+            );
+        }
+        report.warnings.iter().for_each(|warning| println!("{module:16} {arch:8} {warning}"));
+    }
+}
+
+/// Fails where an entry marked hot spills, has a stack frame, or made the assembler give up an optimisation.
+pub fn judge(reports: &[Assembled]) -> Result<()> {
+    let problems: Vec<String> = reports.iter().flat_map(problems).collect();
+    if problems.is_empty() {
+        let entries: usize = reports.iter().map(|assembled| assembled.report.usage.len()).sum();
+        println!("{entries} assemblies, no spills, stack frames or C75xx warnings in hot entries");
+        return Ok(());
+    }
+    bail!("hot entries must stay in registers:\n  {}", problems.join("\n  "))
+}
+
+fn problems(assembled: &Assembled) -> Vec<String> {
+    let Assembled { module, arch, report } = assembled;
+    let usage = report.usage.iter().filter(|usage| {
+        is_hot(&usage.entry) && usage.stack + usage.spill_stores + usage.spill_loads > 0
+    });
+    let usage = usage.map(|u| {
+        format!(
+            "{module} on {arch}, {}: {} bytes of stack, spills {}/{}",
+            u.entry, u.stack, u.spill_stores, u.spill_loads
+        )
+    });
+    // A warning that names no entry of the registry may be about any of them.
+    let about_cold = |text: &str| {
+        registry::entries().any(|entry| !entry.hot && text.contains(&format!("'{}'", entry.name)))
+    };
+    let warnings = report.warnings.iter().filter(|text| text.contains("(C75") && !about_cold(text));
+    usage.chain(warnings.map(|text| format!("{module} on {arch}: {text}"))).collect()
+}
+
+fn is_hot(entry: &str) -> bool {
+    registry::find(entry).is_some_and(|entry| entry.hot)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(arch: &str) -> Module {
+        let text = String::new;
+        Module {
+            file: text(),
+            family: text(),
+            arch: arch.into(),
+            ptx: text(),
+            compiler: text(),
+            source: text(),
+            sha256: text(),
+            entries: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn modules_are_assembled_for_where_they_run() {
+        assert_eq!(targets(&module("sm_70")), ["sm_75", "sm_90a", "sm_100a"]);
+        assert_eq!(targets(&module("sm_80")), ["sm_80", "sm_90a", "sm_100a"]);
+        assert_eq!(targets(&module("sm_90a")), ["sm_90a"]);
+    }
+
+    #[test]
+    fn spills_and_warnings_of_hot_entries_are_problems() {
+        let Some(hot) = registry::entries().find(|entry| entry.hot) else { return };
+        let assembled = |usage: Usage, warnings: Vec<String>| Assembled {
+            module: "m".into(),
+            arch: "sm_90a".into(),
+            report: Report { usage: vec![usage], warnings },
+        };
+        let entry = || hot.name.to_owned();
+        let count = |usage, warnings| problems(&assembled(usage, warnings)).len();
+        assert_eq!(count(Usage { entry: entry(), ..Usage::default() }, vec![]), 0);
+        assert_eq!(count(Usage { entry: entry(), stack: 8, ..Usage::default() }, vec![]), 1);
+        assert_eq!(count(Usage { entry: entry(), spill_loads: 8, ..Usage::default() }, vec![]), 1);
+        assert_eq!(count(Usage { entry: "cold".into(), stack: 8, ..Usage::default() }, vec![]), 0);
+        assert_eq!(
+            count(Usage { entry: entry(), ..Usage::default() }, vec!["(C7510) serialized".into()]),
+            1
+        );
+    }
+}

@@ -1,0 +1,58 @@
+//! `cargo xtask test`: everything CI runs.
+
+use crate::step::{Steps, shown};
+use crate::{place, ptx, ptxas, ratchet};
+use anyhow::Result;
+use gqa_ptx::{Ptxas, Toolchain};
+use std::env;
+use std::ffi::OsString;
+use std::process::{Command, Stdio};
+
+pub fn run() -> Result<()> {
+    let mut steps = Steps::default();
+    steps.run("device toolchain", || {
+        println!("{}", Toolchain::find_or_install()?);
+        Ok(())
+    });
+    steps.run("format", || shown(cargo().args(["fmt", "--all", "--check"])));
+    steps.run("clippy", || {
+        shown(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))
+    });
+    steps.run("ptx as shipped", || ptx::run(&ptx::Args::check_everything()));
+    steps.run_or_skip("ptxas", assembled);
+    steps.run("ratchet", || ratchet::run(false));
+    steps.run("tests", tests);
+    steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
+    steps.run("documentation", || {
+        shown(cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-Dwarnings"))
+    });
+    steps.finish()
+}
+
+/// The cargo that runs this.
+pub fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    command.current_dir(place::root());
+    command
+}
+
+fn assembled() -> Result<Option<String>> {
+    match Ptxas::find_or_install(&place::ptxas()) {
+        Ok(ptxas) => ptxas::judge(&ptxas::assemble(&ptxas)?).map(|()| None),
+        Err(reason) => Ok(Some(reason.to_string())),
+    }
+}
+
+fn tests() -> Result<()> {
+    if has_nextest() {
+        return shown(cargo().args(["nextest", "run", "--workspace"]));
+    }
+    shown(cargo().args(["test", "--workspace", "--all-targets"]))
+}
+
+/// Whether cargo-nextest is installed.
+pub fn has_nextest() -> bool {
+    let probe =
+        cargo().args(["nextest", "--version"]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    probe.is_ok_and(|status| status.success())
+}
