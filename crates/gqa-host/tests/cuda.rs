@@ -1,16 +1,20 @@
 //! The CUDA back end where there is a GPU, and its error values where there is none.
 #![cfg(feature = "cuda")]
 
+#[allow(dead_code, reason = "each test uses a part")]
+mod step;
+
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{
     Call, Device, DeviceView, DriverError, Graph, Stream, Views, Workspace, device_count,
 };
-use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs};
+use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{Switches, TensorId, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{CacheBinding, DType, Error, Problem, Tensor};
+use gqa_host::{CacheBinding, DType, Error};
 use std::sync::Arc;
+use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, operator, random, tolerance};
 
 /// The GPU, or `None` after saying why not.
 fn device() -> Option<Device> {
@@ -23,114 +27,18 @@ fn device() -> Option<Device> {
     }
 }
 
-/// Values in -1..1 that depend on `seed`.
-fn random(dtype: DType, shape: &[usize], seed: u32) -> Tensor {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
-    let values: Vec<f32> = (0..shape.iter().product())
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        })
-        .collect();
-    Tensor::from_f32(dtype, shape, &values).unwrap()
-}
-
-fn int(values: &[i32]) -> Tensor {
-    Tensor::I32(
-        ndarray::ArrayD::from_shape_vec(ndarray::IxDyn(&[values.len()]), values.to_vec()).unwrap(),
-    )
-}
-
-fn assert_close(got: &Tensor, want: &Tensor, tolerance: f64, what: &str) {
-    assert_eq!(got.shape(), want.shape(), "{what}");
-    for (i, (got, want)) in got.to_f64().into_iter().zip(want.to_f64()).enumerate() {
-        assert!(
-            (got - want).abs() <= tolerance * (1.0 + want.abs()),
-            "{what}: element {i} is {got}, not {want}"
-        );
-    }
-}
-
-const HEADS: i64 = 8;
-const KV_HEADS: i64 = 2;
-const SIZE: usize = 64;
-const CAPACITY: usize = 300;
-
-fn operator() -> GroupQueryAttention {
-    GroupQueryAttention::new(HEADS, KV_HEADS).do_rotary(true)
-}
-
-/// A call on a shared cache.
-struct Step {
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: KvCache,
-    seqlens_k: Tensor,
-    total: Tensor,
-}
-
-impl Step {
-    fn new(dtype: DType, rows: usize, lengths: &[i32], total: usize) -> Self {
-        let batch = lengths.len();
-        let new = |heads: i64, seed| random(dtype, &[batch, rows, heads as usize * SIZE], seed);
-        let cache = |seed| random(dtype, &[batch, KV_HEADS as usize, CAPACITY, SIZE], seed);
-        Self {
-            query: new(HEADS, 1),
-            key: new(KV_HEADS, 2),
-            value: new(KV_HEADS, 3),
-            cos: random(dtype, &[CAPACITY, SIZE / 2], 4),
-            sin: random(dtype, &[CAPACITY, SIZE / 2], 5),
-            cache: KvCache { key: cache(6), value: cache(7) },
-            seqlens_k: int(&lengths.iter().map(|length| length - 1).collect::<Vec<_>>()),
-            total: int(&[total as i32]),
-        }
-    }
-
-    fn inputs(&self) -> Inputs<'_> {
-        Inputs {
-            key: Some(&self.key),
-            value: Some(&self.value),
-            cos_cache: Some(&self.cos),
-            sin_cache: Some(&self.sin),
-            ..Inputs::new(&self.query, &self.seqlens_k, &self.total)
-        }
-    }
-
-    fn problem(&self) -> Problem {
-        operator().problem_in_place(&self.inputs(), &self.cache).unwrap()
-    }
-
-    /// Output and cache afterwards.
-    fn run(&self, backend: &dyn Backend) -> (Tensor, KvCache) {
-        let mut cache = self.cache.clone();
-        let outputs = operator().run_in_place(&self.inputs(), &mut cache, backend).unwrap();
-        (outputs.output, cache)
-    }
-
-    fn upload(&self, call: &Call, stream: &Stream) {
-        for (id, tensor) in [
-            (TensorId::Query, &self.query),
-            (TensorId::Key, &self.key),
-            (TensorId::Value, &self.value),
-            (TensorId::CosCache, &self.cos),
-            (TensorId::SinCache, &self.sin),
-            (TensorId::SeqlensK, &self.seqlens_k),
-            (TensorId::PresentKey, &self.cache.key),
-            (TensorId::PresentValue, &self.cache.value),
-        ] {
-            call.upload(id, tensor, stream).unwrap();
-        }
-    }
-}
-
-fn tolerance(dtype: DType) -> f64 {
-    match dtype {
-        DType::F32 => 2e-5,
-        DType::F16 => 2e-3,
-        _ => 1.6e-2,
+fn upload(step: &Step, call: &Call, stream: &Stream) {
+    for (id, tensor) in [
+        (TensorId::Query, &step.query),
+        (TensorId::Key, &step.key),
+        (TensorId::Value, &step.value),
+        (TensorId::CosCache, &step.cos),
+        (TensorId::SinCache, &step.sin),
+        (TensorId::SeqlensK, &step.seqlens_k),
+        (TensorId::PresentKey, &step.cache.key),
+        (TensorId::PresentValue, &step.cache.value),
+    ] {
+        call.upload(id, tensor, stream).unwrap();
     }
 }
 
@@ -166,7 +74,7 @@ fn a_graph_captured_once_follows_the_lengths() {
     for lengths in [[CAPACITY as i32, 17], [1, 2], [64, 65], [128, 299], [300, 300]] {
         let step = Step::new(DType::F16, 1, &lengths, CAPACITY);
         call.poison(&stream).unwrap();
-        step.upload(&call, &stream);
+        upload(&step, &call, &stream);
         graph.replay(&stream).unwrap();
         let (want, want_cache) = step.run(&Reference);
         let what = format!("lengths {lengths:?}");

@@ -1,0 +1,79 @@
+//! The simulated GPU as a back end: it agrees with the reference whatever it is told to be.
+
+#[allow(dead_code, reason = "each test uses a part")]
+mod step;
+
+use gqa_host::backend::Backend;
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::reference::Reference;
+use gqa_host::{DType, Error};
+use step::{CAPACITY, Step, assert_close, int, operator, tolerance};
+
+fn device(name: &str) -> DeviceInfo {
+    DeviceInfo::known(name).unwrap()
+}
+
+/// Output and cache of `sim` against the reference.
+fn agrees(sim: &Sim, step: &Step, dtype: DType, what: &str) {
+    let ((got, got_cache), (want, want_cache)) = (step.run(sim), step.run(&Reference));
+    assert_close(&got, &want, tolerance(dtype), what);
+    assert_close(&got_cache.key, &want_cache.key, tolerance(dtype), what);
+    assert_close(&got_cache.value, &want_cache.value, tolerance(dtype), what);
+}
+
+#[test]
+fn any_gpu_in_any_phase_agrees_with_the_reference() {
+    for name in ["h200", "v100"] {
+        let sim = Sim::default().with_device(device(name));
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (rows, lengths, total) in [(9, [9, 4], 9), (1, [71, 30], 71), (3, [40, 7], 40)] {
+                agrees(
+                    &sim,
+                    &Step::new(dtype, rows, &lengths, total),
+                    dtype,
+                    &format!("{name}, {dtype}, {rows} rows"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_order_of_threads_does_not_matter() {
+    let step = Step::new(DType::F16, 1, &[CAPACITY as i32, 40], CAPACITY);
+    let outputs = [0, 1, 2].map(|seed| step.run(&Sim::default().with_seed(seed)).0);
+    assert!(outputs.iter().all(|output| *output == outputs[0]));
+}
+
+#[test]
+fn lengths_that_lead_outside_the_cache_are_clamped() {
+    let step = Step::new(DType::F16, 1, &[20, 20], 20);
+    let problem = step.problem();
+    let plan = gqa_host::plan::plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    // Lengths are checked when the operator is applied; what a graph replays with nobody checks.
+    let wild = Step { seqlens_k: int(&[i32::MAX, -5]), ..step };
+    let mut cache = wild.cache.clone();
+    let inputs = wild.inputs();
+    let mut outputs = gqa_host::op::Outputs::new(&plan.problem);
+    let mut io = outputs.io(&inputs);
+    (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
+    Sim::default().execute(&plan, &mut io).unwrap();
+    let outputs = outputs.output.to_f64();
+    let (full, empty) = outputs.split_at(outputs.len() / 2);
+    assert!(full.iter().all(|x| x.is_finite()) && empty.iter().all(|x| *x == 0.0));
+}
+
+#[test]
+fn what_the_planner_refuses_is_an_error() {
+    let all_off = Switches {
+        disable_flash_attention: true,
+        disable_memory_efficient_attention: true,
+        ..Switches::default()
+    };
+    let step = Step::new(DType::F16, 1, &[20], 20);
+    let sim = Sim::default().with_switches(all_off);
+    assert_eq!(sim.name(), "sim");
+    let result = operator().run_in_place(&step.inputs(), &mut step.cache.clone(), &sim);
+    assert!(matches!(result, Err(Error::NoKernel(_))), "{result:?}");
+}
