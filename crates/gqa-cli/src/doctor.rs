@@ -24,7 +24,7 @@ pub fn run() -> Result<ExitCode> {
     }
     kernels()?;
     settings()?;
-    say!("--device {}", DeviceInfo::known_names().collect::<Vec<_>>().join(", "));
+    say!("explain  knows {}", DeviceInfo::known_names().collect::<Vec<_>>().join(", "));
     match Device::open(0) {
         Ok(device) => say!("used     cuda, on {}", device.info().name),
         Err(reason) => say!("used     cpu, because there is no usable GPU ({reason})"),

@@ -39,6 +39,11 @@ pub fn measure(
     Ok(measured)
 }
 
+/// On a host, runs stop after that time, but not before there are a few.
+const HOST_SECONDS: f64 = 10.0;
+/// Enough for a median.
+const FEW_RUNS: usize = 5;
+
 fn on_host(
     backend: &dyn Backend,
     problem: &Problem,
@@ -47,7 +52,9 @@ fn on_host(
 ) -> Result<Measured> {
     tensors.with_io(|io| backend.run(problem, io))?;
     let mut seconds = Vec::with_capacity(runs);
-    for _ in 0..runs {
+    while seconds.len() < runs
+        && (seconds.len() < FEW_RUNS || seconds.iter().sum::<f64>() < HOST_SECONDS)
+    {
         let start = Instant::now();
         tensors.with_io(|io| backend.run(problem, io))?;
         seconds.push(start.elapsed().as_secs_f64());

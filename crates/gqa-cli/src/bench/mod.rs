@@ -61,7 +61,7 @@ struct Common {
     /// cuda, cpu, or auto: the GPU if there is a usable one, else the CPU.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     backend: Choice,
-    /// Timed runs of each size.
+    /// Timed runs of each size; on a CPU fewer if they take longer than ten seconds.
     #[arg(long, default_value_t = 30, value_parser = count(100_000))]
     runs: u64,
     /// Rows compared with the reference after the runs.

@@ -88,7 +88,7 @@ impl Record {
             n => format!("WRONG: {n} elements out of tolerance"),
         };
         format!(
-            "{:<8} {:>3} x {:<6} past {:<6} {:>3}/{:<3} x {:<3} {:>10.1} us ({:.1} to {:.1})  {:7.2} TFLOP/s  {:7.1} GB/s{roofline}  \
+            "{:<8} {:>3} x {:<6} past {:<6} {:>3}/{:<3} x {:<3} {:>10.1} us ({:.1} to {:.1})  {:8.3} TFLOP/s  {:7.1} GB/s{roofline}  \
              max error {:.1e} in {} rows: {verdict}  [{}]{}",
             self.dtype,
             self.batch,
