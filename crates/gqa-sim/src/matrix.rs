@@ -9,6 +9,7 @@
 //! | B, 16×8 | 0, 1 | rows (k) from `2 pair + 0, 8`; column `group` |
 //! | C and D, 16×8, f32 | 0, 1, 2, 3 | rows `group, group, group + 8, group + 8`; columns `2 pair, +1, +0, +1` |
 
+use crate::arithmetic::f16_to_f32;
 use crate::block::{Block, Lane};
 use crate::collective::{Collective, meet};
 use crate::shared::{Checked, Who};
@@ -140,23 +141,7 @@ fn widen_bf16(register: u32) -> [f32; 2] {
 
 #[inline(always)]
 fn widen_f16(register: u32) -> [f32; 2] {
-    [widen_half(register & 0xffff), widen_half(register >> 16)]
-}
-
-/// Moves the bits to an `f32`'s place and corrects the exponent's bias. A subnormal becomes the fraction of a normal number, from
-/// which that number's leading 1 is subtracted; a multiplication would do, but subnormal operands are very slow.
-#[inline(always)]
-fn widen_half(bits: u32) -> f32 {
-    const BIAS: u32 = (127 - 15) << 23;
-    const LEADING_ONE: u32 = BIAS + (1 << 23);
-    let magnitude = (bits & 0x7fff) << 13;
-    let subnormal = f32::from_bits(magnitude + LEADING_ONE) - f32::from_bits(LEADING_ONE);
-    let widened = match bits & 0x7c00 {
-        0 => subnormal.to_bits(),
-        0x7c00 => magnitude | 0x7f80_0000,
-        _ => magnitude + BIAS,
-    };
-    f32::from_bits(widened | (bits & 0x8000) << 16)
+    [f16_to_f32(register as u16), f16_to_f32((register >> 16) as u16)]
 }
 
 macro_rules! ldmatrix {
@@ -200,20 +185,4 @@ fn mma(form: Product, d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     let [d0, d1, d2, d3] = d.map(f32::to_bits);
     let operands = [d0, d1, d2, d3, a[0], a[1], a[2], a[3], b[0], b[1]];
     *d = meet(Collective::Product(form), operands).map(f32::from_bits);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::widen_half;
-
-    #[test]
-    fn widening_agrees_with_half_for_every_value() {
-        for bits in 0..=u16::MAX {
-            let (ours, theirs) = (widen_half(bits as u32), half::f16::from_bits(bits).to_f32());
-            assert!(
-                ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()),
-                "{bits:#x}"
-            );
-        }
-    }
 }
