@@ -8,9 +8,16 @@ mod entry;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use entry::{Entry, Family, entries, find};
 
-#[cfg_attr(target_arch = "nvptx64", allow(unused_imports, reason = "a device build has one family"))]
+#[cfg_attr(
+    target_arch = "nvptx64",
+    allow(unused_imports, reason = "a device build has one family")
+)]
 use {
-    crate::attention::{combine::{self, combine}, general::{self, general}, split_kv, tiled},
+    crate::attention::{
+        combine::{self, combine},
+        general::{self, general},
+        split_kv, tiled,
+    },
     crate::num::{bf16, f16},
     crate::params::{AttentionParams, PrologueParams},
     crate::prologue::{

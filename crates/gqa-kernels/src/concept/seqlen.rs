@@ -14,7 +14,8 @@ impl Seqlen {
     /// negative value means an empty sequence.
     #[inline(always)]
     pub fn new(last_index: i32, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
-        let total = if last_index < 0 { 0 } else { (last_index as u32).saturating_add(1).min(capacity) };
+        let total =
+            if last_index < 0 { 0 } else { (last_index as u32).saturating_add(1).min(capacity) };
         let past = if first_prompt { 0 } else { total.saturating_sub(q_len) };
         Self { total, past }
     }

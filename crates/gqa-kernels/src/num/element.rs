@@ -105,8 +105,12 @@ impl Element for bf16 {
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
-        let quiet = if value != value { 0x0040_0000 } else { 0x7fff + ((bits >> 16) & 1) };
-        Self::from_bits((if value != value { bits | quiet } else { bits.wrapping_add(quiet) } >> 16) as u16)
+        let rounded = if value.is_nan() {
+            bits | 0x0040_0000
+        } else {
+            bits.wrapping_add(0x7fff + ((bits >> 16) & 1))
+        };
+        Self::from_bits((rounded >> 16) as u16)
     }
 }
 
