@@ -41,6 +41,7 @@ impl GroupQueryAttention {
         self.check_numbers()?;
         let query = Query::of(inputs, heads, self.layout)?;
         let rows = Rows {
+            query: query.rows,
             total: inputs.total_sequence_length,
             new: query.new_rows(inputs)?,
             past: query.past_rows(inputs, cache)?,
@@ -164,10 +165,10 @@ fn phase(rows: usize, total: usize) -> Phase {
 
 /// Rows of present_key and present_value: a cache that grows by the new rows, or one that is long enough already.
 fn present_rows(rows: Rows, cache: CacheBinding) -> Result<usize> {
-    let Rows { total, new, past } = rows;
+    let Rows { query, total, new, past } = rows;
     let grown = past.saturating_add(new);
     let allowed = match cache {
-        _ if total < new => format!("{new} or more, the rows of key"),
+        _ if total < query => format!("{query} or more, the rows of query"),
         _ if total <= past => return Ok(past),
         CacheBinding::Separate if total == grown => return Ok(total),
         CacheBinding::Separate if past == 0 => format!("{new}, as there is no past"),
@@ -182,6 +183,7 @@ fn present_rows(rows: Rows, cache: CacheBinding) -> Result<usize> {
 /// Row counts that total_sequence_length must fit.
 #[derive(Clone, Copy)]
 struct Rows {
+    query: usize,
     total: usize,
     new: usize,
     past: usize,

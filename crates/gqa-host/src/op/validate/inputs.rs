@@ -36,7 +36,7 @@ impl Query {
         }
         let packed = is_packed(inputs, layout)?;
         let (in_row, what) = match packed {
-            true => (heads.query + 2 * heads.kv, "num_heads + 2 * kv_num_heads"),
+            true => (heads.query + 2 * heads.kv, "(num_heads + 2 * kv_num_heads)"),
             false => (heads.query, "num_heads"),
         };
         let (batch, rows, width, in_row) = match (layout, got) {
@@ -50,7 +50,7 @@ impl Query {
             }
             _ => {
                 let heads = match layout {
-                    Layout::Bsnh => format!("sequence_length >= 1, ({what}) * head_size"),
+                    Layout::Bsnh => format!("sequence_length >= 1, {what} * head_size"),
                     Layout::Bnsh => {
                         format!("num_heads = {}, sequence_length >= 1, head_size", heads.query)
                     }

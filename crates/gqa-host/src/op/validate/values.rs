@@ -29,9 +29,9 @@ pub(super) fn check(p: &Problem, inputs: &Inputs<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Lengths a sequence can have after the call, and what says so.
+/// Lengths a sequence can have after the call, and what limits them.
 struct Bounds {
-    least: (usize, &'static str),
+    least: usize,
     most: (usize, &'static str),
 }
 
@@ -46,26 +46,24 @@ impl Bounds {
             inputs.cos_cache.and_then(|cos| Some((*cos.shape().first()?, "rows of cos_cache"))),
         ];
         let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
-        Self {
-            least: if first_prompt {
-                (1, "token or more")
-            } else {
-                (p.q_len, "tokens of this call")
-            },
-            most: most.unwrap_or_default(),
-        }
+        Self { least: if first_prompt { 1 } else { p.q_len }, most: most.unwrap_or_default() }
     }
 
     /// The length of entry `b`, whose last valid token has index `last`.
     fn length(&self, b: usize, last: i32) -> Result<usize> {
-        let length = i64::from(last) + 1;
-        let (least, most) = (self.least.0 as i64, self.most.0 as i64);
-        if (least..=most).contains(&length) {
-            return Ok(length as usize);
+        let (least, (most, what)) = (self.least, self.most);
+        match usize::try_from(i64::from(last) + 1) {
+            Ok(length) if (least..=most).contains(&length) => Ok(length),
+            length => {
+                let reason = match length {
+                    Ok(length) if length > most => format!("at most {most} {what}"),
+                    _ => format!("{least} or more tokens"),
+                };
+                let allowed =
+                    format!("{} to {}, the last of {reason}", least - 1, most.saturating_sub(1));
+                Err(Error::invalid("seqlens_k", format!("{last} for batch entry {b}"), allowed))
+            }
         }
-        let (count, what) = if length < least { self.least } else { self.most };
-        let allowed = format!("{} to {}, an index within the {count} {what}", least - 1, most - 1);
-        Err(Error::invalid("seqlens_k", format!("{last} for batch entry {b}"), allowed))
     }
 }
 

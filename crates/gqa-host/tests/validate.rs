@@ -1,0 +1,601 @@
+//! Every rule of the operator: the message names the argument, what was got and what is allowed.
+
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Shapes};
+use gqa_host::{
+    BiasBroadcast, CacheBinding, DType, Layout, Phase, Problem, QkOutput, Result, Sink, Tensor,
+    TensorDesc,
+};
+use ndarray::Array;
+
+/// A legal call to spoil: batch 2, 4 query heads over 2 KV heads of size 16, 3 new rows after a past of up to 2 rows, without cache
+/// room to spare.
+struct Call {
+    op: GroupQueryAttention,
+    query: Tensor,
+    key: Option<Tensor>,
+    value: Option<Tensor>,
+    past_key: Option<Tensor>,
+    past_value: Option<Tensor>,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos_cache: Option<Tensor>,
+    sin_cache: Option<Tensor>,
+    position_ids: Option<Tensor>,
+    attention_bias: Option<Tensor>,
+    head_sink: Option<Tensor>,
+}
+
+fn float(shape: &[usize]) -> Tensor {
+    Tensor::zeros(DType::F32, shape)
+}
+
+fn ints(values: &[i32]) -> Tensor {
+    Tensor::from(Array::from(values.to_vec()))
+}
+
+fn ids(shape: (usize, usize), values: &[i64]) -> Tensor {
+    Tensor::from(Array::from_shape_vec(shape, values.to_vec()).unwrap())
+}
+
+impl Call {
+    fn new() -> Self {
+        Self {
+            op: GroupQueryAttention::new(4, 2),
+            query: float(&[2, 3, 64]),
+            key: Some(float(&[2, 3, 32])),
+            value: Some(float(&[2, 3, 32])),
+            past_key: Some(float(&[2, 2, 2, 16])),
+            past_value: Some(float(&[2, 2, 2, 16])),
+            seqlens_k: ints(&[4, 2]),
+            total_sequence_length: ints(&[5]),
+            cos_cache: None,
+            sin_cache: None,
+            position_ids: None,
+            attention_bias: None,
+            head_sink: None,
+        }
+    }
+
+    /// With rotation of half of each head.
+    fn rotary() -> Self {
+        let cache = || Some(float(&[6, 8]));
+        let op = GroupQueryAttention::new(4, 2).do_rotary(true);
+        Self { op, cos_cache: cache(), sin_cache: cache(), ..Self::new() }
+    }
+
+    /// 3 rows and nothing before them.
+    fn prompt() -> Self {
+        let lengths = (ints(&[2, 1]), ints(&[3]));
+        Self {
+            past_key: None,
+            past_value: None,
+            seqlens_k: lengths.0,
+            total_sequence_length: lengths.1,
+            ..Self::new()
+        }
+    }
+
+    fn packed() -> Self {
+        Self { query: float(&[2, 3, 128]), key: None, value: None, ..Self::new() }
+    }
+
+    fn bnsh() -> Self {
+        let kv = || Some(float(&[2, 2, 3, 16]));
+        let op = GroupQueryAttention::new(4, 2).layout(Layout::Bnsh);
+        Self { op, query: float(&[2, 4, 3, 16]), key: kv(), value: kv(), ..Self::new() }
+    }
+
+    /// A cache that is long enough already.
+    fn static_cache() -> Self {
+        let past = || Some(float(&[2, 2, 8, 16]));
+        Self { past_key: past(), past_value: past(), ..Self::new() }
+    }
+
+    fn inputs(&self) -> Inputs<'_> {
+        Inputs {
+            key: self.key.as_ref(),
+            value: self.value.as_ref(),
+            past_key: self.past_key.as_ref(),
+            past_value: self.past_value.as_ref(),
+            cos_cache: self.cos_cache.as_ref(),
+            sin_cache: self.sin_cache.as_ref(),
+            position_ids: self.position_ids.as_ref(),
+            attention_bias: self.attention_bias.as_ref(),
+            head_sink: self.head_sink.as_ref(),
+            ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
+        }
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        self.op.problem(&self.inputs(), CacheBinding::Separate)
+    }
+
+    fn in_place(&self, rows: usize) -> Result<Problem> {
+        let cache = || float(&[2, 2, rows, 16]);
+        let inputs = Inputs { past_key: None, past_value: None, ..self.inputs() };
+        self.op.problem_in_place(&inputs, &KvCache { key: cache(), value: cache() })
+    }
+
+    fn with(mut self, spoil: impl FnOnce(&mut Self)) -> Self {
+        spoil(&mut self);
+        self
+    }
+
+    fn op(self, change: impl FnOnce(GroupQueryAttention) -> GroupQueryAttention) -> Self {
+        Self { op: change(self.op), ..self }
+    }
+}
+
+/// Asserts the error's whole text.
+#[track_caller]
+fn refused(result: Result<Problem>, text: &str) {
+    match result {
+        Ok(_) => panic!("accepted, want {text}"),
+        Err(error) => assert_eq!(error.to_string(), text),
+    }
+}
+
+#[track_caller]
+fn refuses(call: Call, text: &str) {
+    refused(call.problem(), text);
+}
+
+#[track_caller]
+fn accepts(call: Call) -> Problem {
+    call.problem().unwrap()
+}
+
+#[test]
+fn legal_calls_become_problems() {
+    let p = accepts(Call::new());
+    assert_eq!((p.batch, p.q_heads, p.kv_heads, p.head_size, p.group()), (2, 4, 2, 16, 2));
+    assert_eq!((p.q_len, p.new_len, p.total_len, p.past_capacity, p.capacity), (3, 3, 5, 2, 5));
+    assert_eq!(
+        (p.phase, p.packed, p.scale, p.causal),
+        (Phase::SubsequentPrompt, false, 0.25, true)
+    );
+    assert_eq!(
+        (p.softcap, p.window, p.sink, p.bias, p.rotary),
+        (None, None, Sink::None, None, None)
+    );
+    assert_eq!((p.output_qk, p.lse, p.dtype), (QkOutput::None, false, DType::F32));
+    let p = accepts(Call::prompt());
+    assert_eq!((p.phase, p.past_capacity, p.capacity), (Phase::FirstPrompt, 0, 3));
+    let p = accepts(Call::packed());
+    assert_eq!((p.packed, p.head_size, p.new_len), (true, 16, 3));
+    let p = accepts(Call::bnsh());
+    assert_eq!((p.layout, p.batch, p.q_len, p.head_size, p.new_len), (Layout::Bnsh, 2, 3, 16, 3));
+    assert_eq!(accepts(Call::static_cache()).capacity, 8);
+    let rotary = accepts(Call::rotary()).rotary.unwrap();
+    assert_eq!(
+        (rotary.dim, rotary.max_positions, rotary.explicit, rotary.interleaved),
+        (16, 6, None, false)
+    );
+}
+
+#[test]
+fn attributes_become_features() {
+    let p = accepts(
+        Call::new().op(|op| op.scale(-2.0).softcap(30.0).local_window_size(4).smooth_softmax(true)),
+    );
+    assert_eq!((p.scale, p.softcap, p.window, p.sink), (-2.0, Some(30.0), Some(4), Sink::Zero));
+    let p = accepts(
+        Call::new().op(|op| op.softcap(-1.0).local_window_size(i64::MIN).causal(0).qk_output(2)),
+    );
+    assert_eq!(
+        (p.softcap, p.window, p.causal, p.output_qk),
+        (None, None, false, QkOutput::AfterSoftmax)
+    );
+    let p = accepts(
+        Call::new().op(|op| op.smooth_softmax(true)).with(|c| c.head_sink = Some(float(&[4]))),
+    );
+    assert_eq!(p.sink, Sink::PerHead);
+    let hides_nothing = Call::new().op(|op| op.local_window_size(i64::MAX));
+    assert_eq!(accepts(hides_nothing).window, None);
+}
+
+#[test]
+fn attributes() {
+    let op = |op| Call { op, ..Call::new() };
+    refuses(op(GroupQueryAttention::new(0, 2)), "num_heads: got 0; allowed: 1 to 4294967295");
+    refuses(
+        op(GroupQueryAttention::new(1 << 62, 2)),
+        "num_heads: got 4611686018427387904; allowed: 1 to 4294967295",
+    );
+    refuses(op(GroupQueryAttention::new(4, -1)), "kv_num_heads: got -1; allowed: 1 to 4294967295");
+    refuses(
+        op(GroupQueryAttention::new(4, 3)),
+        "num_heads: got 4; allowed: a multiple of kv_num_heads = 3",
+    );
+    let op = |change: fn(GroupQueryAttention) -> GroupQueryAttention| Call::new().op(change);
+    refuses(op(|op| op.scale(f32::NAN)), "scale: got NaN; allowed: a finite number");
+    refuses(op(|op| op.softcap(f32::INFINITY)), "softcap: got inf; allowed: a finite number");
+    refuses(op(|op| op.causal(2)), "causal: got 2; allowed: 0 or 1");
+    refuses(op(|op| op.qk_output(-1)), "qk_output: got -1; allowed: 0, 1 or 2");
+    refuses(
+        op(|op| op.local_window_size(0)),
+        "local_window_size: got 0; allowed: 1 or more, or -1 for no window",
+    );
+    refuses(
+        op(|op| op.local_window_size(2).causal(0)),
+        "local_window_size: got 2 with causal = 0; allowed: -1, or causal = 1",
+    );
+}
+
+#[test]
+fn query() {
+    let shape = |shape: &[usize]| Call { query: float(shape), ..Call::new() };
+    let integers = Tensor::zeros(DType::I32, &[2, 3, 64]);
+    refuses(
+        Call { query: integers, ..Call::new() },
+        "query: got int32; allowed: float32, float16 or bfloat16",
+    );
+    let form = "(batch_size >= 1, sequence_length >= 1, num_heads * head_size)";
+    refuses(shape(&[2, 64]), &format!("query: got (2, 64); allowed: {form}"));
+    refuses(shape(&[0, 3, 64]), &format!("query: got (0, 3, 64); allowed: {form}"));
+    refuses(shape(&[2, 0, 64]), &format!("query: got (2, 0, 64); allowed: {form}"));
+    refuses(
+        shape(&[2, 3, 65]),
+        "query: got (2, 3, 65); allowed: a last dimension that is a multiple of num_heads = 4",
+    );
+    let sizes = "a head_size that is a multiple of 8 from 8 to 512";
+    refuses(
+        shape(&[2, 3, 48]),
+        &format!("query: got (2, 3, 48), so head_size = 12; allowed: {sizes}"),
+    );
+    refuses(
+        shape(&[2, 3, 0]),
+        &format!("query: got (2, 3, 0), so head_size = 0; allowed: {sizes}"),
+    );
+    refuses(
+        shape(&[2, 3, 2080]),
+        &format!("query: got (2, 3, 2080), so head_size = 520; allowed: {sizes}"),
+    );
+    refuses(
+        Call { query: float(&[2, 3, 129]), ..Call::packed() },
+        "query: got (2, 3, 129); allowed: a last dimension that is a multiple of (num_heads + 2 * kv_num_heads) = 8",
+    );
+    refuses(
+        Call { query: float(&[2, 2, 3, 16]), ..Call::bnsh() },
+        "query: got (2, 2, 3, 16); allowed: (batch_size >= 1, num_heads = 4, sequence_length >= 1, head_size)",
+    );
+}
+
+#[test]
+fn key_and_value() {
+    let key = |shape: &[usize]| Call { key: Some(float(shape)), ..Call::new() };
+    let form = "(batch_size = 2, kv_sequence_length = 3 or 0, kv_num_heads * head_size = 32)";
+    refuses(key(&[1, 3, 32]), &format!("key: got (1, 3, 32); allowed: {form}"));
+    refuses(key(&[2, 2, 32]), &format!("key: got (2, 2, 32); allowed: {form}"));
+    refuses(key(&[2, 3, 16]), &format!("key: got (2, 3, 16); allowed: {form}"));
+    refuses(key(&[2, 2, 3, 16]), &format!("key: got (2, 2, 3, 16); allowed: {form}"));
+    refuses(
+        Call { key: Some(float(&[2, 0, 32])), ..Call::prompt() },
+        "key: got (2, 0, 32); allowed: (batch_size = 2, kv_sequence_length = 3, kv_num_heads * head_size = 32)",
+    );
+    refuses(
+        Call { key: Some(Tensor::zeros(DType::F16, &[2, 3, 32])), ..Call::new() },
+        "key: got float16; allowed: float32, the type of query",
+    );
+    refuses(
+        Call { value: Some(float(&[2, 0, 32])), ..Call::new() },
+        "value: got (2, 0, 32); allowed: (batch_size = 2, kv_sequence_length = 3, kv_num_heads * head_size = 32)",
+    );
+    refuses(
+        Call { key: None, ..Call::new() },
+        "key: got no input; allowed: a tensor, as value is given",
+    );
+    refuses(
+        Call { value: None, ..Call::new() },
+        "value: got no input; allowed: a tensor, as key is given",
+    );
+    refuses(
+        Call { key: None, value: None, ..Call::bnsh() },
+        "key: got no input; allowed: key and value: packed QKV is (batch, sequence, heads) only",
+    );
+    refuses(
+        Call { key: Some(float(&[2, 3, 2, 16])), ..Call::bnsh() },
+        "key: got (2, 3, 2, 16); allowed: (batch_size = 2, kv_num_heads = 2, kv_sequence_length = 3 or 0, head_size = 16)",
+    );
+}
+
+#[test]
+fn past() {
+    let past = |shape: &[usize]| Call { past_key: Some(float(shape)), ..Call::new() };
+    let form = "(batch_size = 2, kv_num_heads = 2, past_sequence_length, head_size = 16)";
+    for bad in [[1, 2, 2, 16], [2, 4, 2, 16], [2, 2, 2, 8]] {
+        let [b, n, p, h] = bad;
+        refuses(past(&bad), &format!("past_key: got ({b}, {n}, {p}, {h}); allowed: {form}"));
+    }
+    refuses(past(&[2, 2, 16]), &format!("past_key: got (2, 2, 16); allowed: {form}"));
+    refuses(
+        past(&[2, 2, 3, 16]),
+        "past_value: got (2, 2, 2, 16); allowed: \
+         (batch_size = 2, kv_num_heads = 2, past_sequence_length = 3, head_size = 16)",
+    );
+    refuses(
+        Call { past_value: Some(Tensor::zeros(DType::BF16, &[2, 2, 2, 16])), ..Call::new() },
+        "past_value: got bfloat16; allowed: float32, the type of query",
+    );
+    refuses(
+        Call { past_key: None, ..Call::new() },
+        "past_key: got no input; allowed: a tensor, as past_value is given",
+    );
+    refuses(
+        Call { past_value: None, ..Call::new() },
+        "past_value: got no input; allowed: a tensor, as past_key is given",
+    );
+}
+
+#[test]
+fn total_sequence_length() {
+    let total = |total| Call { total_sequence_length: total, ..Call::new() };
+    refuses(
+        total(Tensor::zeros(DType::I64, &[1])),
+        "total_sequence_length: got int64; allowed: int32",
+    );
+    refuses(total(ints(&[5, 5])), "total_sequence_length: got (2); allowed: one element");
+    refuses(total(ints(&[])), "total_sequence_length: got (0); allowed: one element");
+    refuses(total(ints(&[0])), "total_sequence_length: got 0; allowed: 1 or more");
+    refuses(total(ints(&[i32::MIN])), "total_sequence_length: got -2147483648; allowed: 1 or more");
+    refuses(
+        total(ints(&[i32::MAX])),
+        "total_sequence_length: got 2147483647; allowed: 5 (past_key and the new rows), or up to 2 (past_key)",
+    );
+    refuses(
+        total(ints(&[2])),
+        "total_sequence_length: got 2; allowed: 3 or more, the rows of query",
+    );
+    refuses(
+        Call { total_sequence_length: ints(&[4]), ..Call::prompt() },
+        "total_sequence_length: got 4; allowed: 3, as there is no past",
+    );
+    let shared_kv = Call::static_cache().with(|c| {
+        c.key = Some(float(&[2, 0, 32]));
+        c.value = Some(float(&[2, 0, 32]));
+        c.total_sequence_length = ints(&[9]);
+    });
+    refuses(shared_kv, "total_sequence_length: got 9; allowed: up to 8, the rows of past_key");
+    accepts(total(Tensor::from(Array::from_elem((), 5i32))));
+    accepts(Call { total_sequence_length: ints(&[8]), ..Call::static_cache() });
+}
+
+#[test]
+fn lengths() {
+    let lengths = |lengths| Call { seqlens_k: lengths, ..Call::new() };
+    refuses(lengths(Tensor::zeros(DType::I64, &[2])), "seqlens_k: got int64; allowed: int32");
+    let form = "(batch_size = 2), or with further dimensions of 1";
+    for bad in [&[][..], &[1], &[3], &[2, 2], &[0]] {
+        let got = bad.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let text = format!("seqlens_k: got ({got}); allowed: {form}");
+        refuses(lengths(Tensor::zeros(DType::I32, bad)), &text);
+    }
+    refuses(
+        lengths(ints(&[4, 1])),
+        "seqlens_k: got 1 for batch entry 1; allowed: 2 to 4, the last of 3 or more tokens",
+    );
+    let beyond = "allowed: 2 to 4, the last of at most 5 rows of present_key";
+    refuses(lengths(ints(&[5, 2])), &format!("seqlens_k: got 5 for batch entry 0; {beyond}"));
+    refuses(
+        lengths(ints(&[i32::MAX, 2])),
+        &format!("seqlens_k: got 2147483647 for batch entry 0; {beyond}"),
+    );
+    refuses(
+        Call { seqlens_k: ints(&[2, -1]), ..Call::prompt() },
+        "seqlens_k: got -1 for batch entry 1; allowed: 0 to 2, the last of 1 or more tokens",
+    );
+    let prompt_in_long_cache = Call { total_sequence_length: ints(&[3]), ..Call::static_cache() };
+    refuses(
+        prompt_in_long_cache.with(|c| c.seqlens_k = ints(&[2, 3])),
+        "seqlens_k: got 3 for batch entry 1; allowed: 0 to 2, the last of at most 3 tokens of a first prompt",
+    );
+    for shape in [[2, 1], [1, 2]] {
+        let column = Array::from_shape_vec(shape, vec![4, 2]).unwrap();
+        accepts(lengths(Tensor::from(column)));
+    }
+}
+
+/// A sequence longer than total_sequence_length is legal, but not where something has total_sequence_length columns or rows.
+#[test]
+fn lengths_beyond_the_total() {
+    let token = || Call {
+        query: float(&[2, 1, 64]),
+        key: Some(float(&[2, 1, 32])),
+        value: Some(float(&[2, 1, 32])),
+        seqlens_k: ints(&[3, 1]),
+        total_sequence_length: ints(&[2]),
+        ..Call::static_cache()
+    };
+    assert_eq!(accepts(token()).phase, Phase::TokenGeneration);
+    let beyond = |what| {
+        format!("seqlens_k: got 3 for batch entry 0; allowed: 0 to 1, the last of at most 2 {what}")
+    };
+    refuses(token().op(|op| op.qk_output(1)), &beyond("columns of output_qk"));
+    refuses(
+        token().with(|c| c.attention_bias = Some(float(&[1, 1, 1, 2]))),
+        &beyond("columns of attention_bias"),
+    );
+    let cache = || Some(float(&[2, 8]));
+    refuses(
+        token().with(|c| (c.cos_cache, c.sin_cache) = (cache(), cache())),
+        &beyond("rows of cos_cache"),
+    );
+}
+
+#[test]
+fn rotary() {
+    refuses(
+        Call { cos_cache: None, sin_cache: None, ..Call::rotary() },
+        "cos_cache: got no input; allowed: cos_cache and sin_cache, which do_rotary = 1 needs",
+    );
+    refuses(
+        Call { sin_cache: None, ..Call::rotary() },
+        "sin_cache: got no input; allowed: a tensor, as cos_cache is given",
+    );
+    let cos = |shape: &[usize]| Call { cos_cache: Some(float(shape)), ..Call::rotary() };
+    let form = "(total_sequence_length >= 5, rotary_dim / 2)";
+    refuses(cos(&[4, 8]), &format!("cos_cache: got (4, 8); allowed: {form}"));
+    refuses(cos(&[6, 1, 8]), &format!("cos_cache: got (6, 1, 8); allowed: {form}"));
+    for width in [0, 4, 16] {
+        let text = format!(
+            "cos_cache: got (6, {width}); allowed: rotary_dim / 2 a multiple of 8 from 8 to 8"
+        );
+        refuses(cos(&[6, width]), &text);
+    }
+    let too_short_though_unused = Call { op: GroupQueryAttention::new(4, 2), ..cos(&[4, 8]) };
+    refuses(too_short_though_unused, &format!("cos_cache: got (4, 8); allowed: {form}"));
+    refuses(
+        Call { sin_cache: Some(float(&[7, 8])), ..Call::rotary() },
+        "sin_cache: got (7, 8); allowed: (rows of cos_cache = 6, rotary_dim / 2 = 8)",
+    );
+    refuses(
+        Call { sin_cache: Some(Tensor::zeros(DType::F16, &[6, 8])), ..Call::rotary() },
+        "sin_cache: got float16; allowed: float32, the type of query",
+    );
+    let cache = || Some(float(&[6, 8]));
+    let heads_of_24 = Call {
+        query: float(&[2, 3, 8 * 24]),
+        cos_cache: cache(),
+        sin_cache: cache(),
+        ..Call::packed()
+    };
+    let heads_of_24 = heads_of_24.with(|c| (c.past_key, c.past_value) = (None, None));
+    refuses(
+        Call { total_sequence_length: ints(&[3]), ..heads_of_24 },
+        "cos_cache: got a tensor, with head_size = 24; allowed: no input, or a head_size that is a multiple of 16",
+    );
+    let unused = Call { op: GroupQueryAttention::new(4, 2), ..Call::rotary() };
+    assert_eq!(accepts(unused).rotary, None);
+}
+
+#[test]
+fn position_ids() {
+    let call = |tensor| Call { position_ids: Some(tensor), ..Call::rotary() };
+    refuses(call(Tensor::zeros(DType::I32, &[2, 3])), "position_ids: got int32; allowed: int64");
+    let form = "(batch_size = 2, sequence_length >= 3)";
+    for bad in [&[6][..], &[1, 3], &[2, 2]] {
+        let got = bad.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let text = format!("position_ids: got ({got}); allowed: {form}");
+        refuses(call(Tensor::zeros(DType::I64, bad)), &text);
+    }
+    let last = "allowed: 0 to 5, the last row of cos_cache";
+    let text = |got: &str| format!("position_ids: got {got}; {last}");
+    refuses(call(ids((2, 3), &[0, 1, 2, 3, 4, 6])), &text("6 at (1, 2)"));
+    refuses(call(ids((2, 3), &[0, -1, 2, 3, 4, 5])), &text("-1 at (0, 1)"));
+    refuses(call(ids((2, 3), &[0, 1, 1 << 32, 3, 4, 5])), &text("4294967296 at (0, 2)"));
+    let unused_column = call(ids((2, 4), &[5, 1, 5, 99, 3, 4, 5, -7]));
+    assert_eq!(accepts(unused_column).rotary.unwrap().explicit, Some(4));
+    let nothing_rotates = call(ids((2, 3), &[99; 6])).op(|op| op.do_rotary(false));
+    accepts(nothing_rotates);
+    let cache = || Some(float(&[3, 8]));
+    let padding = Call { cos_cache: cache(), sin_cache: cache(), ..Call::prompt() };
+    let padding = padding.op(|op| op.do_rotary(true));
+    accepts(padding.with(|c| c.position_ids = Some(ids((2, 3), &[0, 1, 2, 2, 1, 99]))));
+}
+
+#[test]
+fn bias_and_sink() {
+    let bias = |shape: &[usize]| Call { attention_bias: Some(float(shape)), ..Call::new() };
+    let form =
+        "(batch_size = 2 or 1, num_heads = 4 or 1, sequence_length = 3, total_sequence_length = 5)";
+    for bad in [[3, 4, 3, 5], [2, 2, 3, 5], [2, 4, 1, 5], [2, 4, 3, 4]] {
+        let [b, n, s, t] = bad;
+        refuses(bias(&bad), &format!("attention_bias: got ({b}, {n}, {s}, {t}); allowed: {form}"));
+    }
+    refuses(bias(&[4, 3, 5]), &format!("attention_bias: got (4, 3, 5); allowed: {form}"));
+    for (shape, batch, head) in
+        [([2, 4, 3, 5], false, false), ([1, 4, 3, 5], true, false), ([2, 1, 3, 5], false, true)]
+    {
+        assert_eq!(accepts(bias(&shape)).bias, Some(BiasBroadcast { batch, head }));
+    }
+    let sink = |tensor| Call { head_sink: Some(tensor), ..Call::new() };
+    refuses(sink(float(&[2])), "head_sink: got (2); allowed: (num_heads = 4)");
+    refuses(sink(float(&[4, 1])), "head_sink: got (4, 1); allowed: (num_heads = 4)");
+    refuses(
+        sink(Tensor::zeros(DType::F16, &[4])),
+        "head_sink: got float16; allowed: float32, the type of query",
+    );
+}
+
+#[test]
+fn cache_in_place() {
+    let p = Call::new().in_place(8).unwrap();
+    assert_eq!(
+        (p.cache, p.capacity, p.past_capacity, p.total_len),
+        (CacheBinding::Shared, 8, 8, 5)
+    );
+    refused(
+        Call::new().in_place(4),
+        "total_sequence_length: got 5; allowed: up to 4, the rows of past_key",
+    );
+    let call = Call::new();
+    let cache = KvCache { key: float(&[2, 2, 8, 16]), value: float(&[2, 2, 8, 16]) };
+    refused(
+        call.op.problem_in_place(&call.inputs(), &cache),
+        "past_key: got (2, 2, 2, 16); allowed: no input: the cache given is the past",
+    );
+    refused(
+        Call::prompt().op.problem(&Call::prompt().inputs(), CacheBinding::Shared),
+        "past_key: got no input; allowed: the cache that present shares",
+    );
+}
+
+#[test]
+fn nothing_new_to_append() {
+    let shared_kv = |rows| {
+        Call::static_cache().with(|c| {
+            c.key = Some(float(&[2, 0, 32]));
+            c.value = Some(float(&[2, 0, 32]));
+            c.seqlens_k = ints(&[rows, rows]);
+        })
+    };
+    let p = accepts(shared_kv(7));
+    assert_eq!((p.new_len, p.q_len, p.capacity), (0, 3, 8));
+    refuses(
+        shared_kv(8),
+        "seqlens_k: got 8 for batch entry 0; allowed: 2 to 7, the last of at most 8 rows of present_key",
+    );
+}
+
+#[test]
+fn elements_must_be_in_order() {
+    let transposed = Array::<f32, _>::zeros((64, 3, 2)).reversed_axes().into_dyn();
+    refuses(
+        Call { query: Tensor::F32(transposed), ..Call::new() },
+        "query: got a transposed or strided array; allowed: row-major order, which `Tensor::from` makes",
+    );
+}
+
+/// Shapes on a device are only numbers: sizes that no memory holds must not overflow anything.
+#[test]
+fn shapes_alone() {
+    fn desc(dtype: DType, shape: &[usize]) -> TensorDesc<'_> {
+        TensorDesc { dtype, shape }
+    }
+    let op = GroupQueryAttention::new(1, 1);
+    let prompt = |query: &[usize], total| {
+        let shapes = Shapes::new(desc(DType::F16, query), desc(DType::I32, &query[..1]), total);
+        op.problem_from_shapes(&shapes, CacheBinding::Separate)
+    };
+    assert_eq!(prompt(&[2, 7, 24], 7).unwrap().head_size, 8);
+    let limits = "dimensions up to 4294967295 and up to 1152921504606846975 elements";
+    refused(
+        prompt(&[1, 1 << 32, 24], 1 << 32),
+        &format!("query: got (1, 4294967296, 24); allowed: {limits}"),
+    );
+    refused(
+        prompt(&[1 << 31, 1 << 31, 24], 1 << 31),
+        &format!("query: got (2147483648, 2147483648, 24); allowed: {limits}"),
+    );
+    refused(
+        prompt(&[1 << 20, 1 << 20, 24], 1 << 20),
+        "query: got (1048576, 1, 1048576) rows; allowed: up to 4294967295 in all",
+    );
+    let scores = GroupQueryAttention::new(1, 1).qk_output(1);
+    let query = [1, u32::MAX as usize, 24];
+    let shapes = Shapes::new(desc(DType::F16, &query), desc(DType::I32, &[1]), query[1]);
+    refused(
+        scores.problem_from_shapes(&shapes, CacheBinding::Separate),
+        &format!("qk_output: got (1, 1, 4294967295, 4294967295); allowed: {limits}"),
+    );
+}
