@@ -3,6 +3,7 @@
 use crate::block;
 use crate::fault::FaultKind;
 use crate::global::Global;
+use crate::hopper::{TensorLayout, TensorMap};
 use crate::memory::Buffer;
 use bytemuck::Pod;
 use std::cell::Cell;
@@ -20,6 +21,7 @@ enum Given {
     Memory { pointer: *mut u8, bytes: usize, writable: bool },
     Null,
     Params(Box<[u8]>),
+    Tensor { pointer: *mut u8, bytes: usize, writable: bool, layout: TensorLayout },
 }
 
 impl<'a> Arg<'a> {
@@ -37,6 +39,17 @@ impl<'a> Arg<'a> {
     /// past. `Cell::from_mut(memory).as_slice_of_cells()` makes cells of a slice.
     pub fn cells<T: Pod>(memory: &'a [Cell<T>]) -> Self {
         Self::memory(memory.as_ptr().cast_mut().cast(), size_of_val(memory), true)
+    }
+
+    /// A tensor map of this memory instead of a pointer to it.
+    ///
+    /// # Panics
+    /// If this is not memory.
+    pub fn tensor_map(self, layout: TensorLayout) -> Self {
+        let Given::Memory { pointer, bytes, writable } = self.given else {
+            panic!("a tensor map is of memory");
+        };
+        Self { given: Given::Tensor { pointer, bytes, writable, layout }, memory: PhantomData }
     }
 
     /// A null pointer.
@@ -68,6 +81,7 @@ enum Bound {
     Memory(Buffer),
     Null,
     Params(Box<[u8]>),
+    Tensor(Buffer, TensorLayout),
 }
 
 impl Arguments {
@@ -78,6 +92,11 @@ impl Arguments {
             &Given::Memory { pointer, bytes, writable } => {
                 // SAFETY: the caller's promise.
                 Bound::Memory(unsafe { Buffer::new(pointer, bytes, writable, blocks) })
+            }
+            &Given::Tensor { pointer, bytes, writable, layout } => {
+                // SAFETY: the caller's promise.
+                let buffer = unsafe { Buffer::new(pointer, bytes, writable, blocks) };
+                Bound::Tensor(buffer, layout)
             }
             Given::Null => Bound::Null,
             Given::Params(bytes) => Bound::Params(bytes.clone()),
@@ -90,12 +109,9 @@ impl Arguments {
         match self.0.get(i) {
             Some(Bound::Memory(_)) => Global::new(i as u32, false),
             Some(Bound::Null) => Global::new(i as u32, true),
-            Some(Bound::Params(bytes)) => mismatch(
+            Some(other) => mismatch(
                 i,
-                format!(
-                    "the kernel takes a pointer, the launch gives a struct of {} bytes",
-                    bytes.len()
-                ),
+                format!("the kernel takes a pointer, the launch gives {}", other.kind()),
             ),
             None => mismatch(i, format!("the launch gives {} arguments only", self.0.len())),
         }
@@ -108,18 +124,33 @@ impl Arguments {
             Some(Bound::Params(bytes)) if bytes.len() == takes => {
                 bytemuck::pod_read_unaligned(bytes)
             }
-            Some(Bound::Params(bytes)) => mismatch(
+            Some(other) => mismatch(
                 i,
                 format!(
-                    "the kernel takes a struct of {takes} bytes, the launch gives one of {}",
-                    bytes.len()
+                    "the kernel takes a struct of {takes} bytes, the launch gives {}",
+                    other.kind()
                 ),
             ),
-            Some(_) => mismatch(
+            None => mismatch(i, format!("the launch gives {} arguments only", self.0.len())),
+        }
+    }
+
+    /// Parameter `i`, a tensor map.
+    pub fn tensor_map(&self, i: usize) -> TensorMap {
+        match self.0.get(i) {
+            Some(Bound::Tensor(..)) => TensorMap::new(i as u32),
+            Some(other) => mismatch(
                 i,
-                format!("the kernel takes a struct of {takes} bytes, the launch gives a pointer"),
+                format!("the kernel takes a tensor map, the launch gives {}", other.kind()),
             ),
             None => mismatch(i, format!("the launch gives {} arguments only", self.0.len())),
+        }
+    }
+
+    pub(crate) fn tensor(&self, i: u32) -> Option<(&Buffer, TensorLayout)> {
+        match self.0.get(i as usize) {
+            Some(Bound::Tensor(buffer, layout)) => Some((buffer, *layout)),
+            _ => None,
         }
     }
 
@@ -134,13 +165,34 @@ impl Arguments {
     /// The first write conflict between blocks: argument, byte, blocks.
     pub(crate) fn write_conflict(&self) -> Option<FaultKind> {
         self.0.iter().enumerate().find_map(|(argument, bound)| match bound {
-            Bound::Memory(buffer) => {
+            Bound::Memory(buffer) | Bound::Tensor(buffer, _) => {
                 let (offset, blocks) = buffer.write_conflict()?;
                 Some(FaultKind::WriteConflict { argument, offset, blocks })
             }
             _ => None,
         })
     }
+}
+
+impl Bound {
+    fn kind(&self) -> String {
+        match self {
+            Self::Memory(_) | Self::Null => "a pointer".to_owned(),
+            Self::Params(bytes) => format!("a struct of {} bytes", bytes.len()),
+            Self::Tensor(..) => "a tensor map".to_owned(),
+        }
+    }
+}
+
+/// Why an argument is impossible.
+pub(crate) fn refusal(given: &[Arg<'_>]) -> Option<String> {
+    given.iter().enumerate().find_map(|(i, arg)| match &arg.given {
+        Given::Tensor { pointer, layout, .. } => {
+            let why = layout.refusal(pointer.addr())?;
+            Some(format!("tensor map, argument {i}: {why}"))
+        }
+        _ => None,
+    })
 }
 
 fn mismatch(argument: usize, what: String) -> ! {

@@ -4,6 +4,7 @@ use crate::arguments::Arguments;
 use crate::collective::Collective;
 use crate::copy::Copies;
 use crate::fault::FaultKind;
+use crate::hopper::{Hopper, has_passed};
 use crate::shared::{Checked, SharedMemory, Who};
 use corosensei::Yielder;
 use std::cell::Cell;
@@ -20,6 +21,11 @@ pub(crate) struct Block {
     pub(crate) who: Who,
     pub(crate) shared: SharedMemory,
     pub(crate) lanes: Vec<Lane>,
+    /// What each warp waits for besides its lanes.
+    pub(crate) holds: Vec<Hold>,
+    /// Something happened that held warps may have waited for.
+    pub(crate) woken: bool,
+    pub(crate) hopper: Hopper,
     pub(crate) fault: Option<FaultKind>,
     arguments: NonNull<Arguments>,
 }
@@ -33,6 +39,8 @@ pub(crate) struct Lane {
     /// Operands of the warp instruction the thread waits at, then its results.
     pub(crate) registers: [u32; 10],
     pub(crate) copies: Copies,
+    /// Accumulators of the `wgmma` the thread waits at.
+    pub(crate) accumulators: Option<NonNull<[f32]>>,
 }
 
 /// Why a thread does not run.
@@ -45,19 +53,36 @@ pub(crate) enum Waiting {
     Block(&'static Location<'static>),
     /// For its warp, here.
     Warp(Collective, &'static Location<'static>),
+    /// For the phase of that parity of the mbarrier at that address, here.
+    Phase { address: u32, parity: u32, site: &'static Location<'static> },
     /// It has returned.
     Exited,
 }
 
+/// Why a warp whose lanes have met does not go on.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// It may go on.
+    #[default]
+    No,
+    /// Some of its lanes wait for a phase of an mbarrier, and the others for these or for nothing.
+    Lanes,
+    /// It has executed an instruction that other warps must join.
+    Warp,
+}
+
 impl Block {
-    pub(crate) fn new(arguments: &Arguments, number: u32, grid: [u32; 3]) -> Self {
+    pub(crate) fn new(arguments: &Arguments, number: u32, grid: [u32; 3], threads: u32) -> Self {
         Self {
             number,
             index: index(number, grid),
             grid,
             who: Who::default(),
             shared: SharedMemory::default(),
-            lanes: Vec::new(),
+            lanes: (0..threads).map(|_| Lane::default()).collect(),
+            holds: vec![Hold::No; threads as usize / 32],
+            woken: false,
+            hopper: Hopper::new(threads),
             fault: None,
             arguments: NonNull::from(arguments),
         }
@@ -67,6 +92,26 @@ impl Block {
     pub(crate) fn arguments(&self) -> &Arguments {
         // SAFETY: the launch keeps the arguments until its blocks are done.
         unsafe { self.arguments.as_ref() }
+    }
+
+    /// Lanes of the warp that can run, one bit each.
+    pub(crate) fn runnable(&self, warp: usize) -> u32 {
+        match self.holds[warp] {
+            Hold::No => u32::MAX,
+            Hold::Warp => 0,
+            Hold::Lanes => {
+                let lanes = self.lanes[warp * 32..][..32].iter();
+                lanes.rev().fold(0, |bits, lane| bits << 1 | self.has_phase(lane) as u32)
+            }
+        }
+    }
+
+    /// Whether the phase that the lane waits for has completed.
+    fn has_phase(&self, lane: &Lane) -> bool {
+        match lane.waiting {
+            Waiting::Phase { address, parity, .. } => has_passed(self, address, parity),
+            _ => false,
+        }
     }
 
     /// The thread that runs now.

@@ -1,6 +1,7 @@
 //! Instructions that a warp executes together: every lane brings its operands, the last one's arrival executes it for all.
 
 use crate::block::{self, Block, Lane, Waiting};
+use crate::hopper::{self, Change, Wgmma};
 use crate::matrix::{self, Matrices, Product};
 use crate::shared::Checked;
 use std::panic::Location;
@@ -14,6 +15,12 @@ pub(crate) enum Collective {
     AnySync,
     LoadMatrices(Matrices),
     Product(Product),
+    NamedBarrier { id: u32, threads: u32, waits: bool },
+    Registers(Change),
+    Wgmma(Wgmma),
+    WgmmaFence,
+    WgmmaCommit,
+    WgmmaWait(u64),
 }
 
 impl Collective {
@@ -25,6 +32,13 @@ impl Collective {
             Self::AnySync => "any_sync",
             Self::LoadMatrices(matrices) => matrices.name(),
             Self::Product(product) => product.name(),
+            Self::NamedBarrier { waits: true, .. } => "named_barrier_sync",
+            Self::NamedBarrier { waits: false, .. } => "named_barrier_arrive",
+            Self::Registers(change) => change.name(),
+            Self::Wgmma(form) => form.name(),
+            Self::WgmmaFence => "wgmma_fence",
+            Self::WgmmaCommit => "wgmma_commit",
+            Self::WgmmaWait(_) => "wgmma_wait",
         }
     }
 
@@ -47,6 +61,15 @@ impl Collective {
             }
             Self::LoadMatrices(matrices) => return matrix::load(block, first, matrices),
             Self::Product(product) => matrix::multiply(warp(block, first), product),
+            Self::NamedBarrier { id, threads, waits } => {
+                return hopper::arrive_named(block, first, id, threads, waits);
+            }
+            Self::Registers(_) | Self::Wgmma(_) => {
+                return hopper::arrive_warpgroup(block, first, self);
+            }
+            Self::WgmmaFence => hopper::fence(block, first),
+            Self::WgmmaCommit => hopper::commit(block, first),
+            Self::WgmmaWait(newest) => hopper::wait(block, first, newest),
         }
         Ok(())
     }

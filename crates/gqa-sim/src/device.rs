@@ -13,6 +13,13 @@ pub use crate::collective::{
 };
 pub use crate::copy::{cp_async_16, cp_async_commit, cp_async_wait};
 pub use crate::global::Global;
+pub use crate::hopper::{
+    TensorMap, bulk_commit, bulk_wait_read, fence_mbarrier_init, fence_proxy_async,
+    mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait, named_barrier_arrive,
+    named_barrier_sync, prefetch_tensor_map, registers_lower, registers_raise, tma_load, tma_store,
+    wgmma_add_bf16, wgmma_add_f16, wgmma_add_registers_bf16, wgmma_add_registers_f16, wgmma_bf16,
+    wgmma_commit, wgmma_f16, wgmma_fence, wgmma_wait,
+};
 pub use crate::matrix::{
     ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k16_bf16,
     mma_m16n8k16_f16,
@@ -74,6 +81,12 @@ pub fn ld_shared_vec(address: u32) -> [u32; 4] {
 #[inline]
 pub fn st_shared_vec(address: u32, value: [u32; 4]) {
     block::checked(|block| block.shared.store_vec(block.who, address, value));
+}
+
+/// The same value, of unknown origin to the optimiser: what is derived from it is computed anew.
+#[inline]
+pub fn opaque(value: u32) -> u32 {
+    std::hint::black_box(value)
 }
 
 /// Ends the kernel with an error.

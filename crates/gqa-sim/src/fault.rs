@@ -169,6 +169,54 @@ pub enum FaultKind {
         /// The two lowest of these blocks, numbered in x, then y, then z.
         blocks: [u32; 2],
     },
+    /// A transaction barrier was used against its rules.
+    #[error("thread {thread}, mbarrier at {address}: {what}")]
+    Mbarrier {
+        /// Who.
+        thread: u32,
+        /// Where the barrier is or should be.
+        address: u32,
+        /// Which rule.
+        what: String,
+    },
+    /// A named barrier was used against its rules.
+    #[error("warp {warp}, named barrier {id}: {what}")]
+    NamedBarrier {
+        /// Who.
+        warp: u32,
+        /// Number of the barrier.
+        id: u32,
+        /// Which rule.
+        what: String,
+    },
+    /// A warpgroup broke a rule of instructions that its four warps execute together.
+    #[error("warpgroup {warpgroup}: {what}")]
+    Warpgroup {
+        /// Which four warps.
+        warpgroup: u32,
+        /// Which rule.
+        what: String,
+    },
+    /// A warpgroup waits for registers that nobody will give back.
+    #[error(
+        "warpgroup {warpgroup} would wait for {wanted} more registers for ever; {free} are free"
+    )]
+    RegisterPool {
+        /// Which four warps.
+        warpgroup: u32,
+        /// Registers it waits for.
+        wanted: u32,
+        /// Registers the block has left.
+        free: u32,
+    },
+    /// An impossible copy between a tensor and shared memory.
+    #[error("thread {thread}, tensor copy: {what}")]
+    TensorCopy {
+        /// Who.
+        thread: u32,
+        /// What is impossible.
+        what: String,
+    },
     /// The kernel called `trap()`.
     #[error("thread {thread} trapped")]
     Trap {
@@ -247,6 +295,19 @@ pub enum Place {
     Barrier(&'static Location<'static>),
     /// It waits for its warp at an instruction of that name.
     Warp(&'static str, &'static Location<'static>),
+    /// It waits for a phase of an mbarrier.
+    Phase {
+        /// Address of the barrier.
+        address: u32,
+        /// Parity of the phase.
+        parity: u32,
+        /// Arrivals that the running phase misses.
+        arrivals: u32,
+        /// Bytes that the running phase misses.
+        bytes: i64,
+        /// Where in the kernel.
+        site: &'static Location<'static>,
+    },
 }
 
 impl fmt::Display for Place {
@@ -256,6 +317,10 @@ impl fmt::Display for Place {
             Self::Exited => f.write_str("have exited"),
             Self::Barrier(site) => write!(f, "wait at sync_threads ({site})"),
             Self::Warp(name, site) => write!(f, "wait at {name} ({site})"),
+            Self::Phase { address, parity, arrivals, bytes, site } => write!(
+                f,
+                "wait for parity {parity} of the mbarrier at {address}, whose phase misses {arrivals} arrivals and {bytes} bytes ({site})"
+            ),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Starts kernels.
 
-use crate::arguments::{Arg, Arguments};
+use crate::arguments::{self, Arg, Arguments};
 use crate::block::index;
 use crate::collective::Collective;
 use crate::fault::{Fault, FaultKind};
@@ -36,12 +36,16 @@ pub struct Report {
     pub turns: u64,
     /// Block barriers passed.
     pub barriers: u64,
-    /// `sync_warp`, shuffles and votes, once per warp.
+    /// Other instructions of a whole warp, once per warp.
     pub warp_instructions: u64,
     /// `ldmatrix`, once per warp.
     pub matrix_loads: u64,
     /// `mma`, once per warp.
     pub matrix_products: u64,
+    /// `wgmma`, once per warp.
+    pub warpgroup_products: u64,
+    /// Copies of boxes into shared memory.
+    pub tensor_loads: u64,
 }
 
 impl Report {
@@ -49,6 +53,7 @@ impl Report {
         *match instruction {
             Collective::LoadMatrices(_) => &mut self.matrix_loads,
             Collective::Product(_) => &mut self.matrix_products,
+            Collective::Wgmma(_) => &mut self.warpgroup_products,
             _ => &mut self.warp_instructions,
         } += 1;
     }
@@ -61,6 +66,8 @@ impl Report {
             warp_instructions: self.warp_instructions + other.warp_instructions,
             matrix_loads: self.matrix_loads + other.matrix_loads,
             matrix_products: self.matrix_products + other.matrix_products,
+            warpgroup_products: self.warpgroup_products + other.warpgroup_products,
+            tensor_loads: self.tensor_loads + other.tensor_loads,
         }
     }
 }
@@ -75,7 +82,9 @@ pub fn launch(
     arguments: &[Arg<'_>],
 ) -> Result<Report, Fault> {
     let fault = |block, kind| Fault { kernel: launch.name.to_owned(), block, kind };
-    let blocks = blocks(launch).map_err(|why| fault(None, FaultKind::Launch(why)))?;
+    let blocks = blocks(launch)
+        .and_then(|blocks| arguments::refusal(arguments).map_or(Ok(blocks), Err))
+        .map_err(|why| fault(None, FaultKind::Launch(why)))?;
     panics::install_hook();
     // SAFETY: dropped before this function returns; meanwhile `arguments` holds the borrows of the memory.
     let arguments = unsafe { Arguments::bind(arguments, blocks) };

@@ -37,6 +37,7 @@ mod copy;
 pub mod device;
 mod fault;
 mod global;
+mod hopper;
 mod launch;
 mod matrix;
 mod memory;
@@ -47,5 +48,6 @@ mod stack;
 
 pub use arguments::{Arg, Arguments};
 pub use fault::{Fault, FaultKind, Hazard, Place, Standstill, Threads};
+pub use hopper::{Swizzle, TensorLayout};
 pub use launch::{Launch, MAX_SHARED_BYTES, Report, launch};
 pub use schedule::Kernel;

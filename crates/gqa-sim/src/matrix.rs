@@ -46,6 +46,15 @@ impl Product {
             Self::Bf16 => "mma_m16n8k16_bf16",
         }
     }
+
+    /// The two elements of a register.
+    #[inline(always)]
+    pub(crate) fn widen(self, register: u32) -> [f32; 2] {
+        match self {
+            Self::F16 => widen_f16(register),
+            Self::Bf16 => widen_bf16(register),
+        }
+    }
 }
 
 /// Register 0 is the address of a row, and then the first matrix's part.

@@ -1,12 +1,14 @@
 //! Runs the threads of a block: each is a coroutine, a warp runs until all its lanes wait, and the seed decides who is next.
 
 use crate::arguments::Arguments;
-use crate::block::{self, Block, Entered, Lane, Waiting};
+use crate::block::{self, Block, Entered, Hold, Lane, Waiting};
 use crate::fault::{FaultKind, Place, Standstill, Threads};
+use crate::hopper;
 use crate::launch::{Launch, Report};
 use crate::panics;
 use crate::stack::ThreadStack;
 use corosensei::Coroutine;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 
@@ -20,9 +22,8 @@ pub(crate) fn run(
     arguments: &Arguments,
     number: u32,
 ) -> Result<Report, FaultKind> {
-    let mut block = Block::new(arguments, number, launch.grid);
+    let mut block = Block::new(arguments, number, launch.grid, launch.threads);
     block.shared.reset(launch.shared_bytes);
-    block.lanes.resize_with(launch.threads as usize, Lane::default);
     // SAFETY: the block outlives the guard, and until then is used through the current block only.
     let entered = unsafe { Entered::new(&raw mut block) };
     let mut schedule = Schedule::new(launch, kernel, arguments, number);
@@ -49,6 +50,8 @@ struct Schedule {
 enum Turn {
     /// It may go on.
     Ready,
+    /// It may go on once others have done something.
+    Held,
     Barrier,
     Exited,
 }
@@ -72,7 +75,7 @@ impl Schedule {
                 (_, 0) => self.pass_barrier(),
                 _ => {
                     return Err(FaultKind::PartialBarrier(block::with(|block| {
-                        standstill(&block.lanes, 0)
+                        standstill(block, 0..block.lanes.len())
                     })));
                 }
             }
@@ -82,17 +85,33 @@ impl Schedule {
     /// Runs all warps until each waits for the block or has exited; returns how many of each.
     fn run_to_barrier(&mut self) -> Result<(u32, u32), FaultKind> {
         let mut ready: Vec<usize> = (0..self.clocks.len()).collect();
+        let mut held = Vec::new();
         let (mut waiting, mut exited) = (0, 0);
-        while !ready.is_empty() {
-            let choice = self.random.below(ready.len());
+        loop {
+            let loads = block::with(|block| wake(block, &mut ready, &mut held));
+            if ready.len() + loads == 0 {
+                break;
+            }
+            let choice = self.random.below(ready.len() + loads);
+            if choice >= ready.len() {
+                self.land(choice - ready.len())?;
+                continue;
+            }
             match self.turn(ready[choice])? {
                 Turn::Ready => continue,
+                Turn::Held => held.push(ready[choice]),
                 Turn::Barrier => waiting += 1,
                 Turn::Exited => exited += 1,
             }
             ready.swap_remove(choice);
         }
-        Ok((waiting, exited))
+        if held.is_empty() { Ok((waiting, exited)) } else { Err(block::with(deadlock)) }
+    }
+
+    /// Delivers one of the copies in flight.
+    fn land(&mut self, load: usize) -> Result<(), FaultKind> {
+        self.report.tensor_loads += 1;
+        block::with(|block| hopper::land(block, load)).map_err(|kind| *kind)
     }
 
     fn pass_barrier(&mut self) {
@@ -104,8 +123,12 @@ impl Schedule {
     /// Runs each lane of a warp until it waits, then what they wait for if it concerns the warp only.
     fn turn(&mut self, warp: usize) -> Result<Turn, FaultKind> {
         let (a, b) = self.random.permutation();
+        let runnable = block::with(|block| block.runnable(warp));
         for i in 0..32 {
-            self.resume(warp, warp * 32 + (a * i + b) % 32)?;
+            let lane = (a * i + b) % 32;
+            if runnable >> lane & 1 == 1 {
+                self.resume(warp, warp * 32 + lane)?;
+            }
         }
         self.report.turns += 1;
         block::with(|block| self.meeting(block, warp))
@@ -131,17 +154,20 @@ impl Schedule {
     fn meeting(&mut self, block: &mut Block, warp: usize) -> Result<Turn, FaultKind> {
         let lanes = &block.lanes[warp * 32..][..32];
         if !lanes[1..].iter().all(|lane| lane.waiting.is_same(lanes[0].waiting)) {
-            return Err(disagreement(standstill(lanes, warp * 32)));
+            return hold(block, warp);
         }
-        match lanes[0].waiting {
-            Waiting::No => unreachable!("a coroutine is suspended by a wait or a fault only"),
+        block.holds[warp] = Hold::No;
+        match block.lanes[warp * 32].waiting {
+            Waiting::No | Waiting::Phase { .. } => {
+                unreachable!("a coroutine is suspended by a wait or a fault only")
+            }
             Waiting::Block(_) => Ok(Turn::Barrier),
             Waiting::Exited => Ok(Turn::Exited),
             Waiting::Warp(instruction, _) => {
                 instruction.execute(block, warp * 32).map_err(|kind| *kind)?;
                 self.clocks[warp] += instruction.orders_memory() as u32;
                 self.report.count(instruction);
-                Ok(Turn::Ready)
+                Ok(if block.holds[warp] == Hold::No { Turn::Ready } else { Turn::Held })
             }
         }
     }
@@ -180,21 +206,52 @@ impl Waiting {
         }
     }
 
-    fn place(self) -> Place {
+    fn place(self, block: &Block) -> Place {
         match self {
             Self::No => Place::Ready,
             Self::Block(site) => Place::Barrier(site),
             Self::Warp(instruction, site) => Place::Warp(instruction.name(), site),
+            Self::Phase { address, parity, site } => {
+                let (arrivals, bytes) = hopper::missing(block, address);
+                Place::Phase { address, parity, arrivals, bytes, site }
+            }
             Self::Exited => Place::Exited,
         }
     }
 }
 
-/// Where the lanes stand whose first is thread `first`.
-fn standstill(lanes: &[Lane], first: usize) -> Standstill {
+/// Moves held warps that may go on; returns how many copies are in flight.
+#[inline(always)]
+fn wake(block: &mut Block, ready: &mut Vec<usize>, held: &mut Vec<usize>) -> usize {
+    if std::mem::take(&mut block.woken) {
+        ready.extend(held.extract_if(.., |warp| block.runnable(*warp) != 0));
+    }
+    block.hopper.loads.len()
+}
+
+/// Lanes of the warp wait for different things. That is well if some wait for a phase of an mbarrier.
+#[cold]
+fn hold(block: &mut Block, warp: usize) -> Result<Turn, FaultKind> {
+    let threads = warp * 32..warp * 32 + 32;
+    let is_phase = |lane: &Lane| matches!(lane.waiting, Waiting::Phase { .. });
+    if !block.lanes[threads.clone()].iter().any(is_phase) {
+        return Err(disagreement(standstill(block, threads)));
+    }
+    block.holds[warp] = Hold::Lanes;
+    Ok(if block.runnable(warp) == 0 { Turn::Held } else { Turn::Ready })
+}
+
+/// Nobody can run and somebody waits.
+fn deadlock(block: &mut Block) -> FaultKind {
+    hopper::register_shortage(block)
+        .unwrap_or_else(|| FaultKind::Deadlock(standstill(block, 0..block.lanes.len())))
+}
+
+/// Where these threads stand.
+fn standstill(block: &Block, threads: Range<usize>) -> Standstill {
     let mut places: Vec<(Threads, Place)> = Vec::new();
-    for (lane, state) in lanes.iter().enumerate() {
-        let (thread, place) = ((first + lane) as u32, state.waiting.place());
+    for thread in threads {
+        let (thread, place) = (thread as u32, block.lanes[thread].waiting.place(block));
         match places.iter_mut().find(|(_, known)| *known == place) {
             Some((threads, _)) => threads.0.push(thread),
             None => places.push((Threads(vec![thread]), place)),

@@ -20,6 +20,7 @@ pub(crate) struct SharedMemory {
     /// Four for each word, valid where the word's own cell is split. Empty until a word is split.
     byte_cells: Vec<Cell>,
     bytes: u32,
+    refined: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -103,6 +104,33 @@ impl SharedMemory {
         Ok(*self.vec(offset))
     }
 
+    /// Checks every access from here on by happens-before.
+    pub(crate) fn refine(&mut self) {
+        self.refined = true;
+    }
+
+    /// Faults unless these bytes are inside and aligned to their number.
+    pub(crate) fn check_place(&self, who: Who, address: u32, bytes: u32) -> Checked {
+        self.place(who, address, bytes).map(|_| ())
+    }
+
+    /// Faults unless these bytes are inside.
+    pub(crate) fn check_range(&self, who: Who, address: u32, bytes: u32) -> Checked {
+        self.place(who, address, 1)?;
+        self.place(who, address + bytes - 1, 1).map(|_| ())
+    }
+
+    /// The 16 bytes at an address; zeros outside.
+    pub(crate) fn peek(&self, address: u32) -> [u32; 4] {
+        let start = (address.wrapping_sub(BASE) / 4) as usize;
+        self.words.get(start..start + 4).map_or([0; 4], |unit| unit.try_into().expect("four"))
+    }
+
+    /// Replaces the 16 bytes at an address.
+    pub(crate) fn put(&mut self, address: u32, value: [u32; 4]) {
+        *self.vec((address - BASE) as usize) = value;
+    }
+
     fn vec(&mut self, offset: usize) -> &mut [u32; 4] {
         let start = offset / 4;
         (&mut self.words[start..start + 4]).try_into().expect("four words")
@@ -138,6 +166,9 @@ impl SharedMemory {
 
     #[inline(always)]
     fn access(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
+        if self.refined {
+            return Ok(());
+        }
         if bytes < 4 {
             return self.access_bytes(who, offset, bytes, access);
         }

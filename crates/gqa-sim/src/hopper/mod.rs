@@ -1,0 +1,61 @@
+//! What a block of SM 90 has besides warps and shared memory: transaction barriers, the copy engine, named barriers, warpgroups
+//! that multiply, and a pool of registers.
+
+mod copy_engine;
+mod descriptor;
+mod mbarrier;
+mod named_barrier;
+mod registers;
+mod tensor;
+mod warpgroup;
+
+pub use copy_engine::{
+    TensorMap, bulk_commit, bulk_wait_read, fence_proxy_async, prefetch_tensor_map, tma_load,
+    tma_store,
+};
+pub use mbarrier::{
+    fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait,
+};
+pub use named_barrier::{named_barrier_arrive, named_barrier_sync};
+pub use registers::{registers_lower, registers_raise};
+pub use tensor::{Swizzle, TensorLayout};
+pub use warpgroup::{
+    wgmma_add_bf16, wgmma_add_f16, wgmma_add_registers_bf16, wgmma_add_registers_f16, wgmma_bf16,
+    wgmma_commit, wgmma_f16, wgmma_fence, wgmma_wait,
+};
+
+pub(crate) use copy_engine::land;
+pub(crate) use mbarrier::{has_passed, missing};
+pub(crate) use named_barrier::arrive as arrive_named;
+pub(crate) use registers::{Change, shortage as register_shortage};
+pub(crate) use warpgroup::{Wgmma, arrive as arrive_warpgroup, commit, fence, wait};
+
+use copy_engine::Load;
+use mbarrier::Mbarrier;
+use named_barrier::NamedBarrier;
+use registers::Pool;
+use std::collections::BTreeMap;
+use warpgroup::Warpgroup;
+
+/// State of a block's asynchronous units.
+pub(crate) struct Hopper {
+    /// By address.
+    mbarriers: BTreeMap<u32, Mbarrier>,
+    /// Copies into shared memory that have not landed.
+    pub(crate) loads: Vec<Load>,
+    named_barriers: [NamedBarrier; 16],
+    warpgroups: Vec<Warpgroup>,
+    pool: Pool,
+}
+
+impl Hopper {
+    pub(crate) fn new(threads: u32) -> Self {
+        Self {
+            mbarriers: BTreeMap::new(),
+            loads: Vec::new(),
+            named_barriers: Default::default(),
+            warpgroups: vec![Warpgroup::default(); threads as usize / 128],
+            pool: Pool::new(threads),
+        }
+    }
+}

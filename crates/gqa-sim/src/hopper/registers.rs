@@ -1,0 +1,112 @@
+//! The register pool of a block, as a check: warpgroups give registers back and take them.
+
+use super::warpgroup::release;
+use crate::block::Block;
+use crate::collective::{Collective, meet};
+use crate::fault::FaultKind;
+use crate::shared::Checked;
+
+/// Registers of an SM.
+const REGISTERS: u32 = 65536;
+const MOST_PER_THREAD: u32 = 256;
+
+/// A change of a warpgroup's registers per thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    Raise(u32),
+    Lower(u32),
+}
+
+impl Change {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Raise(_) => "registers_raise",
+            Self::Lower(_) => "registers_lower",
+        }
+    }
+}
+
+/// Registers that no warpgroup has, and how many each has per thread.
+pub(super) struct Pool {
+    free: u32,
+    per_thread: Vec<u32>,
+    /// Warpgroups that wait for more, and for how many per thread.
+    waiting: Vec<(usize, u32)>,
+}
+
+impl Pool {
+    pub(super) fn new(threads: u32) -> Self {
+        let per_thread = (REGISTERS / threads / 8 * 8).min(MOST_PER_THREAD);
+        Self { free: 0, per_thread: vec![per_thread; threads as usize / 128], waiting: Vec::new() }
+    }
+
+    /// The first warpgroup that waits, the registers it misses, and those that are free.
+    pub(super) fn first_waiting(&self) -> Option<(usize, u32, u32)> {
+        let &(warpgroup, count) = self.waiting.first()?;
+        Some((warpgroup, (count - self.per_thread[warpgroup]) * 128, self.free))
+    }
+
+    /// Serves those who wait, in order; returns who was served.
+    fn serve(&mut self) -> Vec<usize> {
+        let mut served = Vec::new();
+        let waiting = std::mem::take(&mut self.waiting);
+        for (warpgroup, count) in waiting {
+            let wanted = (count - self.per_thread[warpgroup]) * 128;
+            if wanted > self.free {
+                self.waiting.push((warpgroup, count));
+                continue;
+            }
+            self.free -= wanted;
+            self.per_thread[warpgroup] = count;
+            served.push(warpgroup);
+        }
+        served
+    }
+}
+
+/// The fault of the first warpgroup that waits for registers, when nobody can run.
+pub(crate) fn shortage(block: &Block) -> Option<FaultKind> {
+    let (warpgroup, wanted, free) = block.hopper.pool.first_waiting()?;
+    Some(FaultKind::RegisterPool { warpgroup: warpgroup as u32, wanted, free })
+}
+
+/// All warps of the warpgroup have arrived; it stays held where the pool has too little.
+pub(super) fn change(block: &mut Block, warpgroup: usize, change: Change) -> Checked {
+    let pool = &mut block.hopper.pool;
+    let has = pool.per_thread[warpgroup];
+    let (Change::Raise(count) | Change::Lower(count)) = change;
+    let wrong_way = match change {
+        Change::Raise(_) => count < has,
+        Change::Lower(_) => count > has,
+    };
+    if wrong_way || !count.is_multiple_of(8) || !(24..=MOST_PER_THREAD).contains(&count) {
+        let what = format!("{} from {has} to {count} registers per thread", change.name());
+        return Err(Box::new(FaultKind::Warpgroup { warpgroup: warpgroup as u32, what }));
+    }
+    match change {
+        Change::Raise(_) => pool.waiting.push((warpgroup, count)),
+        Change::Lower(_) => {
+            pool.free += (has - count) * 128;
+            pool.per_thread[warpgroup] = count;
+            release(block, warpgroup);
+        }
+    }
+    for served in block.hopper.pool.serve() {
+        release(block, served);
+    }
+    Ok(())
+}
+
+/// Raises this warpgroup's registers per thread; waits until the block has them to give.
+#[track_caller]
+#[inline]
+pub fn registers_raise<const COUNT: u32>() {
+    let [] = meet(Collective::Registers(Change::Raise(COUNT)), []);
+}
+
+/// Lowers this warpgroup's registers per thread.
+#[track_caller]
+#[inline]
+pub fn registers_lower<const COUNT: u32>() {
+    let [] = meet(Collective::Registers(Change::Lower(COUNT)), []);
+}

@@ -1,0 +1,277 @@
+//! `wgmma`: four warps multiply 64 rows by N columns, operands in shared memory or A in registers.
+//!
+//! A fragment register of A holds two 16-bit elements of the warp's 16 rows as for `mma`. With `group = lane / 4` and
+//! `pair = lane % 4`, accumulator `4j + {0, 1}` is row `group`, columns `8j + 2 pair + {0, 1}`; `4j + {2, 3}` are eight rows
+//! further down.
+
+use super::descriptor::{Descriptor, Major};
+use super::registers;
+use crate::block::{self, Block, Hold, Lane};
+use crate::collective::{Collective, meet};
+use crate::fault::FaultKind;
+use crate::matrix::Product;
+use crate::shared::Checked;
+use std::ptr::NonNull;
+
+/// A form of `wgmma`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wgmma {
+    element: Product,
+    a: Source,
+    /// Whether the accumulators count.
+    adds: bool,
+    columns: u32,
+}
+
+/// Where A comes from; its order in memory decides B's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    /// Shared memory; A and B are K-major.
+    Shared,
+    /// Registers; B is MN-major.
+    Registers,
+}
+
+impl Wgmma {
+    pub(crate) fn name(self) -> &'static str {
+        match (self.element, self.a, self.adds) {
+            (Product::F16, Source::Shared, false) => "wgmma_f16",
+            (Product::F16, Source::Shared, true) => "wgmma_add_f16",
+            (Product::F16, Source::Registers, _) => "wgmma_add_registers_f16",
+            (Product::Bf16, Source::Shared, false) => "wgmma_bf16",
+            (Product::Bf16, Source::Shared, true) => "wgmma_add_bf16",
+            (Product::Bf16, Source::Registers, _) => "wgmma_add_registers_bf16",
+        }
+    }
+}
+
+/// Which warps of a warpgroup have arrived at an instruction of all four.
+#[derive(Clone, Default)]
+pub(super) struct Warpgroup {
+    instruction: Option<Collective>,
+    arrived: u32,
+}
+
+fn misuse<T>(warpgroup: usize, what: String) -> Checked<T> {
+    Err(Box::new(FaultKind::Warpgroup { warpgroup: warpgroup as u32, what }))
+}
+
+/// A warp arrives at an instruction of its warpgroup and is held until all four have.
+pub(crate) fn arrive(block: &mut Block, first: usize, instruction: Collective) -> Checked {
+    let (index, warp) = (first / 128, first / 32);
+    let Some(warpgroup) = block.hopper.warpgroups.get_mut(index) else {
+        return misuse(index, format!("{} needs four warps", instruction.name()));
+    };
+    let awaited = *warpgroup.instruction.get_or_insert(instruction);
+    if awaited != instruction {
+        let what = format!("warps execute {} and {}", awaited.name(), instruction.name());
+        return misuse(index, what);
+    }
+    warpgroup.arrived += 1;
+    block.holds[warp] = Hold::Warp;
+    if warpgroup.arrived < 4 {
+        return Ok(());
+    }
+    *warpgroup = Warpgroup::default();
+    match instruction {
+        Collective::Registers(change) => registers::change(block, index, change),
+        Collective::Wgmma(form) => {
+            release(block, index);
+            multiply(block, index, form)
+        }
+        _ => unreachable!("not an instruction of a warpgroup"),
+    }
+}
+
+/// Lets the four warps go on.
+pub(super) fn release(block: &mut Block, warpgroup: usize) {
+    block.holds[warpgroup * 4..][..4].fill(Hold::No);
+    block.woken = true;
+}
+
+/// Registers 0 and 1 are B's descriptor, 2 and 3 A's or 2 to 5 its fragment.
+fn multiply(block: &mut Block, warpgroup: usize, form: Wgmma) -> Checked {
+    let first = warpgroup * 128;
+    let b = descriptor(block, warpgroup, 0)?;
+    let b = match form.a {
+        Source::Shared => read_k_major(block, form, b, form.columns),
+        Source::Registers => read_mn_major(block, form, b),
+    };
+    let a = match form.a {
+        Source::Shared => {
+            let a = descriptor(block, warpgroup, 2)?;
+            transpose(&read_k_major(block, form, a, 64), 64)
+        }
+        Source::Registers => read_fragments(&block.lanes[first..][..128], form),
+    };
+    for warp in 0..4 {
+        let product = product(&a[warp * 256..][..256], &b, form.columns as usize);
+        accumulate(&mut block.lanes[first + warp * 32..][..32], &product, form);
+    }
+    Ok(())
+}
+
+/// The descriptor in two registers, which all lanes must agree on.
+fn descriptor(block: &Block, warpgroup: usize, register: usize) -> Checked<Descriptor> {
+    let lanes = &block.lanes[warpgroup * 128..][..128];
+    let words = &lanes[0].registers[register..][..2];
+    if lanes.iter().any(|lane| lane.registers[register..][..2] != *words) {
+        return misuse(warpgroup, "lanes give different descriptors".to_owned());
+    }
+    Descriptor::new(words[0] as u64 | (words[1] as u64) << 32)
+        .or_else(|what| misuse(warpgroup, what))
+}
+
+/// A matrix of 16 by `extent`, `extent` running fastest.
+fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Vec<f32> {
+    let mut matrix = vec![0.0; 16 * extent as usize];
+    for outer in 0..extent {
+        for half in 0..2 {
+            let unit = block.shared.peek(from.unit(Major::K, outer, half));
+            for (i, value) in widen(form, unit).into_iter().enumerate() {
+                matrix[(half as usize * 8 + i) * extent as usize + outer as usize] = value;
+            }
+        }
+    }
+    matrix
+}
+
+/// As [`read_k_major`], from MN-major memory.
+fn read_mn_major(block: &Block, form: Wgmma, from: Descriptor) -> Vec<f32> {
+    let mut matrix = Vec::with_capacity(16 * form.columns as usize);
+    for k in 0..16 {
+        for column in 0..form.columns / 8 {
+            matrix.extend(widen(form, block.shared.peek(from.unit(Major::Mn, column, k))));
+        }
+    }
+    matrix
+}
+
+/// 64 rows of 16 from the registers of 128 lanes.
+fn read_fragments(lanes: &[Lane], form: Wgmma) -> Vec<f32> {
+    let mut matrix = vec![0.0; 64 * 16];
+    for (thread, lane) in lanes.iter().enumerate() {
+        let (group, pair) = (thread % 32 / 4, thread % 4);
+        for (i, register) in lane.registers[2..6].iter().enumerate() {
+            let row = thread / 32 * 16 + group + i % 2 * 8;
+            let at = row * 16 + 2 * pair + i / 2 * 8;
+            matrix[at..at + 2].copy_from_slice(&form.element.widen(*register));
+        }
+    }
+    matrix
+}
+
+fn widen(form: Wgmma, unit: [u32; 4]) -> [f32; 8] {
+    let pairs = unit.map(|register| form.element.widen(register));
+    std::array::from_fn(|i| pairs[i / 2][i % 2])
+}
+
+/// A matrix of 16 by `extent` becomes one of `extent` by 16.
+fn transpose(matrix: &[f32], extent: usize) -> Vec<f32> {
+    (0..16 * extent).map(|i| matrix[i % 16 * extent + i / 16]).collect()
+}
+
+/// 16 rows of 16 by 16 rows of `columns`.
+fn product(a: &[f32], b: &[f32], columns: usize) -> Vec<f32> {
+    let mut product = vec![0.0; 16 * columns];
+    for (sums, a) in product.chunks_exact_mut(columns).zip(a.chunks_exact(16)) {
+        for (a, b) in a.iter().zip(b.chunks_exact(columns)) {
+            for (sum, b) in sums.iter_mut().zip(b) {
+                *sum += a * b;
+            }
+        }
+    }
+    product
+}
+
+/// Distributes a warp's 16 rows over its lanes' accumulators.
+fn accumulate(lanes: &mut [Lane], product: &[f32], form: Wgmma) {
+    for (lane, state) in lanes.iter_mut().enumerate() {
+        let accumulators = state.accumulators.take().expect("every lane brings accumulators");
+        // SAFETY: the array lives on the lane's stack, in a function that is suspended and keeps nothing else borrowed from it.
+        let accumulators = unsafe { &mut *accumulators.as_ptr() };
+        for (i, sum) in accumulators.iter_mut().enumerate() {
+            let row = lane / 4 + i / 2 % 2 * 8;
+            let column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+            let addend = if form.adds { *sum } else { 0.0 };
+            *sum = addend + product[row * form.columns as usize + column];
+        }
+    }
+}
+
+/// Register writes before are ordered before the warp's next wgmmas.
+pub(crate) fn fence(_block: &mut Block, _first: usize) {}
+
+/// Closes the warp's group.
+pub(crate) fn commit(_block: &mut Block, _first: usize) {}
+
+/// Retires all groups of the warp but the `newest`.
+pub(crate) fn wait(_block: &mut Block, _first: usize, _newest: u64) {}
+
+/// Orders register writes before the wgmmas that follow.
+#[track_caller]
+#[inline]
+pub fn wgmma_fence() {
+    let [] = meet(Collective::WgmmaFence, []);
+}
+
+/// Closes the group of wgmmas issued since the last one.
+#[track_caller]
+#[inline]
+pub fn wgmma_commit() {
+    let [] = meet(Collective::WgmmaCommit, []);
+}
+
+/// Waits until at most the `N` newest groups are unfinished.
+#[track_caller]
+#[inline]
+pub fn wgmma_wait<const N: u64>() {
+    let [] = meet(Collective::WgmmaWait(N), []);
+}
+
+/// Issues a wgmma with the accumulators of this lane.
+#[track_caller]
+#[inline]
+fn issue<const C: usize, const N: usize>(
+    (element, a, adds): (Product, Source, bool),
+    d: &mut [f32; C],
+    operands: [u32; N],
+) {
+    const { assert!(C.is_multiple_of(4) && C >= 4 && C <= 128) };
+    block::with(|block| block.lane().accumulators = Some(NonNull::from(d.as_mut_slice())));
+    let [] = meet(Collective::Wgmma(Wgmma { element, a, adds, columns: 2 * C as u32 }), operands);
+}
+
+fn words(a: u64, b: u64) -> [u32; 4] {
+    [b as u32, (b >> 32) as u32, a as u32, (a >> 32) as u32]
+}
+
+macro_rules! wgmma {
+    ($element:expr, $fresh:ident, $add:ident, $add_registers:ident) => {
+        /// `a · b`, both K-major in shared memory, given by descriptors.
+        #[track_caller]
+        #[inline]
+        pub fn $fresh<const C: usize>(a: u64, b: u64) -> [f32; C] {
+            let mut d = [0.0; C];
+            issue(($element, Source::Shared, false), &mut d, words(a, b));
+            d
+        }
+
+        /// `d += a · b`, both K-major in shared memory, given by descriptors.
+        #[track_caller]
+        #[inline]
+        pub fn $add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
+            issue(($element, Source::Shared, true), d, words(a, b));
+        }
+
+        /// `d += a · b`, `a` in registers, `b` MN-major in shared memory.
+        #[track_caller]
+        #[inline]
+        pub fn $add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
+            let operands = [b as u32, (b >> 32) as u32, a[0], a[1], a[2], a[3]];
+            issue(($element, Source::Registers, true), d, operands);
+        }
+    };
+}
+wgmma!(Product::F16, wgmma_f16, wgmma_add_f16, wgmma_add_registers_f16);
+wgmma!(Product::Bf16, wgmma_bf16, wgmma_add_bf16, wgmma_add_registers_bf16);
