@@ -46,7 +46,7 @@ impl<'a> Views<'a> {
                 Some(view)
                     if view.dtype != spec.dtype
                         || view.shape != spec.shape
-                        || view.pointer % 16 != 0 =>
+                        || !view.pointer.is_multiple_of(16) =>
                 {
                     let got = format!("{} {:?} at {:#x}", view.dtype, view.shape, view.pointer);
                     return Err(Error::invalid(id.name(), got, allowed()));
@@ -74,7 +74,7 @@ pub struct Workspace {
 
 impl Workspace {
     fn check(self, plan: &Plan) -> Result<()> {
-        if self.bytes >= plan.workspace_bytes && self.pointer % 256 == 0 {
+        if self.bytes >= plan.workspace_bytes && self.pointer.is_multiple_of(256) {
             return Ok(());
         }
         let got = format!("{} bytes at {:#x}", self.bytes, self.pointer);

@@ -23,42 +23,37 @@ pub struct DeviceInfo {
     pub f32_flops: f64,
 }
 
-/// One row of the table of known devices: MiB of L2, GB/s, TFLOP/s.
-const fn row(
-    name: &'static str,
-    sm: u32,
-    multiprocessors: u32,
-    shared_kib: u32,
-    l2_mib: u64,
-    bandwidth: f64,
-    tensor: f64,
-    f32: f64,
-) -> DeviceInfo {
+/// A row of the table: `[multiprocessors, KiB of shared memory, MiB of L2]`, `[GB/s, tensor TFLOP/s, float32 TFLOP/s]`.
+const fn row(name: &'static str, sm: u32, units: [u32; 3], rates: [f64; 3]) -> DeviceInfo {
+    let [multiprocessors, shared_kib, l2_mib] = units;
+    let [bandwidth, tensor, f32] = rates;
     DeviceInfo {
         name: Cow::Borrowed(name),
         sm,
         multiprocessors,
-        shared_bytes: shared_kib * 1024,
-        l2_bytes: l2_mib << 20,
+        shared_bytes: shared_kib << 10,
+        l2_bytes: (l2_mib as u64) << 20,
         bandwidth: bandwidth * 1e9,
         tensor_flops: tensor * 1e12,
         f32_flops: f32 * 1e12,
     }
 }
 
-/// Vendor figures, newest architecture first. A name that contains another comes first.
+const H200: DeviceInfo = row("h200", 90, [132, 227, 60], [4800.0, 989.5, 66.9]);
+
+/// Vendor figures. A name that contains another comes first.
 static KNOWN: [DeviceInfo; 11] = [
-    row("b200", 100, 148, 227, 126, 8000.0, 2250.0, 80.0),
-    row("rtx5090", 120, 170, 99, 96, 1792.0, 209.5, 104.8),
-    row("h200", 90, 132, 227, 60, 4800.0, 989.5, 66.9),
-    row("h100", 90, 132, 227, 50, 3350.0, 989.5, 66.9),
-    row("l40s", 89, 142, 99, 96, 864.0, 362.0, 91.6),
-    row("rtx4090", 89, 128, 99, 72, 1008.0, 165.2, 82.6),
-    row("rtx3090", 86, 82, 99, 6, 936.0, 71.0, 35.6),
-    row("a100", 80, 108, 163, 40, 2039.0, 312.0, 19.5),
-    row("a10", 86, 72, 99, 6, 600.0, 125.0, 31.2),
-    row("t4", 75, 40, 64, 4, 320.0, 65.0, 8.1),
-    row("v100", 70, 80, 96, 6, 900.0, 125.0, 15.7),
+    row("b200", 100, [148, 227, 126], [8000.0, 2250.0, 80.0]),
+    row("rtx5090", 120, [170, 99, 96], [1792.0, 209.5, 104.8]),
+    H200,
+    row("h100", 90, [132, 227, 50], [3350.0, 989.5, 66.9]),
+    row("l40s", 89, [142, 99, 96], [864.0, 362.0, 91.6]),
+    row("rtx4090", 89, [128, 99, 72], [1008.0, 165.2, 82.6]),
+    row("rtx3090", 86, [82, 99, 6], [936.0, 71.0, 35.6]),
+    row("a100", 80, [108, 163, 40], [2039.0, 312.0, 19.5]),
+    row("a10", 86, [72, 99, 6], [600.0, 125.0, 31.2]),
+    row("t4", 75, [40, 64, 4], [320.0, 65.0, 8.1]),
+    row("v100", 70, [80, 96, 6], [900.0, 125.0, 15.7]),
 ];
 
 impl DeviceInfo {
@@ -78,7 +73,7 @@ impl DeviceInfo {
 
     /// The H200, for which the kernels are tuned.
     pub fn h200() -> Self {
-        row("h200", 90, 132, 227, 60, 4800.0, 989.5, 66.9)
+        H200
     }
 
     /// Peak (tensor, float32) operations per second of the device that a driver calls `name`, or, where that is not in the

@@ -32,6 +32,7 @@ pub use prologue::{Positions, positions};
 pub use switches::Switches;
 pub use tensors::TensorSpec;
 
+#[cfg(feature = "cuda")]
 pub(crate) use device::capability;
 
 use crate::{Error, Problem, Result};

@@ -1,0 +1,79 @@
+//! Plans of operator calls, through the public interface.
+
+#[allow(dead_code, reason = "each test uses a part")]
+mod step;
+
+use gqa_host::DType;
+use gqa_host::plan::{Candidate, DeviceInfo, Launch, Plan, Switches, plan, switches};
+use step::{CAPACITY, Step, int};
+
+fn planned(step: &Step, device: &str) -> Plan {
+    let device = DeviceInfo::known(device).unwrap();
+    plan(&step.problem(), &device, &Switches::default()).unwrap()
+}
+
+#[test]
+fn lengths_on_the_device_do_not_change_the_plan() {
+    let step = Step::new(DType::F16, 1, &[200, 17], CAPACITY);
+    let later = Step { seqlens_k: int(&[12, 298]), ..Step::new(DType::F16, 1, &[1, 1], CAPACITY) };
+    let launches = |step| format!("{:?}", planned(step, "h200").launches);
+    assert_eq!(launches(&step), launches(&later));
+}
+
+#[test]
+fn every_known_device_has_a_plan_within_its_means() {
+    for name in DeviceInfo::known_names() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (rows, total) in [(1, CAPACITY), (30, 30), (64, CAPACITY)] {
+                let plan = planned(&Step::new(dtype, rows, &[total as i32, rows as i32], total), name);
+                let fits = |launch: &Launch| {
+                    launch.entry.min_sm <= plan.device.sm
+                        && launch.entry.shared_bytes <= plan.device.shared_bytes
+                };
+                assert!(plan.launches.iter().all(fits), "{}", plan.explain());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_explanation_is_for_people() {
+    let text = planned(&Step::new(DType::F32, 4, &[90, 40], 90), "a100").explain().to_string();
+    let expected = "\
+GroupQueryAttention float32: batch 2, 8 query heads over 2 KV heads, head size 64
+subsequent prompt: 4 query rows, 4 new keys, 90 keys in all; shared cache of 300 rows
+half-split rotary embedding of 64 elements
+on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per block, 2039 GB/s
+positions: implicit, past + row
+
+attention
+  split_kv  refused: does not take float32
+  tiled     refused: does not take float32
+  general   chosen: gqa_general_f32
+";
+    assert!(text.starts_with(expected), "{text}");
+    assert!(text.contains("gqa_unpack_qkv_with_rope_and_append_kv_f32: "), "{text}");
+    assert!(
+        text.contains("q=query k=key v=value cos=cos_cache sin=sin_cache position_ids=null"),
+        "{text}"
+    );
+}
+
+#[test]
+fn decisions_are_data() {
+    let plan = planned(&Step::new(DType::F16, 1, &[CAPACITY as i32], CAPACITY), "h200");
+    let chosen: Vec<_> =
+        plan.decisions.iter().filter(|decision| decision.outcome.is_ok()).collect();
+    assert_eq!(chosen.len(), 1);
+    assert_eq!(chosen[0].candidate, Candidate::SplitKv);
+    assert_eq!(plan.decisions.len(), Candidate::ALL.len());
+}
+
+#[test]
+fn the_documentation_of_the_switches_names_each() {
+    let text = switches::markdown();
+    for switch in &switches::TABLE {
+        assert!(text.contains(&format!("| `{}` |", switch.name)), "{text}");
+    }
+    assert_eq!(text.lines().count(), switches::TABLE.len() + 2);
+}
