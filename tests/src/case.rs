@@ -145,7 +145,7 @@ pub fn case(
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
     let flags = (any::<[bool; 8]>(), 0..=9usize, any::<u64>());
     let scores = (
-        prop_oneof![3 => Just(0.0f32), 1 => 0.02f32..0.5],
+        prop_oneof![6 => Just(0.0f32), 2 => 0.02f32..0.5, 1 => -0.3f32..-0.02],
         prop_oneof![3 => Just(0.0f32), 1 => 0.5f32..50.0],
         prop_oneof![2 => Just(-1i64), 1 => 1..=max_rows as i64],
         prop_oneof![4 => Just(0i64), 1 => Just(1), 1 => Just(2)],

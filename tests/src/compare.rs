@@ -1,5 +1,6 @@
 //! Comparison with the oracle: non-finite positions first, then the worst element.
 
+use crate::Case;
 use gqa_host::op::Outputs;
 use gqa_host::{DType, Tensor};
 
@@ -14,12 +15,13 @@ pub struct Tolerance {
 
 impl Tolerance {
     /// What rounding of the operands allows. Weights are rounded to the element type before they meet the values (tensor cores)
-    /// and the output is rounded once more; a float32 call rounds in float32 throughout.
-    pub fn of(dtype: DType) -> Self {
-        match dtype {
+    /// and the output is rounded once more. A float32 call rounds in float32 throughout; a score `x` is then off by `ε·|x|`, and
+    /// its weight by that fraction, so the bound grows with the scores, whose deviation is the square of the operands'.
+    pub fn of(case: &Case) -> Self {
+        match case.dtype {
             DType::F16 => Self { absolute: 4e-3, relative: 4e-3 },
             DType::BF16 => Self { absolute: 2e-2, relative: 2e-2 },
-            _ => Self { absolute: 2e-5, relative: 1e-4 },
+            _ => Self { absolute: 2e-5 * f64::from(case.spread * case.spread).max(1.0), relative: 1e-4 },
         }
     }
 }

@@ -45,7 +45,7 @@ pub fn check(case: &Case, backend: &dyn Backend) -> Result<Errors, String> {
     let call = Call::new(case);
     let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
     let got = call.run(backend).map_err(|e| format!("{}: {e}", backend.name()))?;
-    compare(&got, &want, Tolerance::of(case.dtype))
+    compare(&got, &want, Tolerance::of(case))
 }
 
 /// All element types of the operator.
