@@ -20,3 +20,8 @@ pub use problem::{
     BiasBroadcast, CacheBinding, Layout, Phase, Problem, QkOutput, Rotary, RowLayout, Sink,
 };
 pub use tensor::{DType, Tensor, TensorDesc};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
