@@ -39,9 +39,10 @@ fn row(folder: &Path, module: &Value) -> Result<String> {
         module["entries"].as_array().ok_or("a module of ptx/manifest.json has no entries")?;
     let entries: Vec<&str> = entries.iter().filter_map(Value::as_str).collect();
     Ok(format!(
-        "    Shipped {{ family: {:?}, arch: {:?}, entries: &{entries:?}, compressed: include_bytes!({:?}) }},\n",
+        "    Shipped {{ family: {:?}, arch: {:?}, ptx_version: {:?}, entries: &{entries:?}, compressed: include_bytes!({:?}) }},\n",
         text("family")?,
         text("arch")?,
+        text("ptx")?,
         file.canonicalize()?,
     ))
 }

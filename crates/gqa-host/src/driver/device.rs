@@ -5,7 +5,7 @@ use super::error::{CudaVersion, DriverError};
 use super::modules::Modules;
 use crate::plan::DeviceInfo;
 use gqa_kernels::registry::Entry;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The CUDA version of the driver; [`DriverError::NoDriver`] where there is none.
 pub fn driver_version() -> Result<CudaVersion, DriverError> {
@@ -31,6 +31,22 @@ struct Inner {
     version: CudaVersion,
 }
 
+impl Inner {
+    fn new(ordinal: u32, version: CudaVersion) -> Result<Self, DriverError> {
+        let context = Context::retain(ordinal)?;
+        let properties = context.properties()?;
+        if properties.sm < 70 {
+            return Err(DriverError::UnsupportedDevice {
+                name: properties.name,
+                sm: properties.sm,
+            });
+        }
+        let modules = Mutex::new(Modules::new(properties.sm, version));
+        let memory_bytes = properties.memory_bytes;
+        Ok(Self { modules, context, info: info(properties), memory_bytes, version })
+    }
+}
+
 impl Drop for Inner {
     fn drop(&mut self) {
         let entered = self.context.enter();
@@ -43,26 +59,19 @@ impl Drop for Inner {
 }
 
 impl Device {
-    /// Opens GPU number `ordinal` through its primary context.
+    /// Opens GPU number `ordinal` through its primary context. A GPU that is open already is shared, with the kernels compiled for it.
     pub fn open(ordinal: u32) -> Result<Self, DriverError> {
+        static OPEN: Mutex<Vec<(u32, Weak<Inner>)>> = Mutex::new(Vec::new());
         let version = cust::init()?;
-        let context = Context::retain(ordinal)?;
-        let properties = context.properties()?;
-        if properties.sm < 70 {
-            return Err(DriverError::UnsupportedDevice {
-                name: properties.name,
-                sm: properties.sm,
-            });
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|(_, device)| device.strong_count() > 0);
+        let known = open.iter().find(|(number, _)| *number == ordinal);
+        if let Some(inner) = known.and_then(|(_, device)| device.upgrade()) {
+            return Ok(Self(inner));
         }
-        let modules = Mutex::new(Modules::new(properties.sm, version));
-        let memory_bytes = properties.memory_bytes;
-        Ok(Self(Arc::new(Inner {
-            modules,
-            context,
-            info: info(properties),
-            memory_bytes,
-            version,
-        })))
+        let inner = Arc::new(Inner::new(ordinal, version)?);
+        open.push((ordinal, Arc::downgrade(&inner)));
+        Ok(Self(inner))
     }
 
     /// What the planner needs to know of the GPU.
@@ -103,10 +112,10 @@ fn info(properties: Properties) -> DeviceInfo {
         memory_bus_bits,
         ..
     } = properties;
-    let (tensor_flops, f32_flops) = DeviceInfo::peak_flops(&name, sm, multiprocessors, clock_hz);
+    let (tensor_flops, f32_flops) = DeviceInfo::peak_flops(sm, multiprocessors, clock_hz);
     // Two transfers per clock.
     let bandwidth = memory_clock_hz * 2.0 * memory_bus_bits / 8.0;
-    DeviceInfo {
+    let info = DeviceInfo {
         name: name.into(),
         sm,
         multiprocessors,
@@ -115,5 +124,6 @@ fn info(properties: Properties) -> DeviceInfo {
         bandwidth,
         tensor_flops,
         f32_flops,
-    }
+    };
+    info.with_known_rates()
 }

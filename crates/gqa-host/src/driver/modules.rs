@@ -14,6 +14,8 @@ pub struct Shipped {
     pub family: &'static str,
     /// Target, such as `sm_80`; with an `a` it runs on that architecture only.
     pub arch: &'static str,
+    /// PTX version, such as `8.0`.
+    pub ptx_version: &'static str,
     /// Entry names.
     pub entries: &'static [&'static str],
     /// gzip.
@@ -55,10 +57,31 @@ impl Shipped {
         Ok(text)
     }
 
-    /// The best module for an entry on a device.
-    pub fn find(entry: &Entry, sm: u32) -> Option<&'static Self> {
+    /// First CUDA version whose driver compiles it.
+    pub fn needs(&self) -> CudaVersion {
+        let (major, minor) = self.ptx_version.split_once('.').unwrap_or((self.ptx_version, "0"));
+        let number = |text: &str| text.parse::<u32>().unwrap_or(u32::MAX / 100);
+        CudaVersion::for_ptx(number(major) * 10 + number(minor).min(9))
+    }
+
+    /// The best module for an entry on a device, among those that its driver compiles.
+    fn find(
+        entry: &'static Entry,
+        sm: u32,
+        driver: CudaVersion,
+    ) -> Result<&'static Self, DriverError> {
         let holds = |module: &&Self| module.runs_on(sm) && module.entries.contains(&entry.name);
-        SHIPPED.iter().filter(holds).max_by_key(|module| module.number())
+        let compiles = |module: &&Self| module.needs() <= driver;
+        let best =
+            SHIPPED.iter().filter(holds).filter(compiles).max_by_key(|module| module.number());
+        best.ok_or_else(|| match SHIPPED.iter().filter(holds).min_by_key(|module| module.needs()) {
+            Some(module) => DriverError::DriverTooOld {
+                have: driver,
+                need: module.needs(),
+                module: module.name(),
+            },
+            None => DriverError::MissingKernel { entry: entry.name, sm },
+        })
     }
 }
 
@@ -85,7 +108,7 @@ impl Modules {
         }
         let sm = self.sm;
         let missing = || DriverError::MissingKernel { entry: entry.name, sm };
-        let shipped = Shipped::find(entry, sm).ok_or_else(missing)?;
+        let shipped = Shipped::find(entry, sm, self.version)?;
         let name = CString::new(entry.name).map_err(|_| missing())?;
         let module = self.module(shipped)?;
         // SAFETY: the module is loaded.
@@ -129,23 +152,16 @@ impl Modules {
 fn load(shipped: &Shipped, version: CudaVersion) -> Result<RawModule, DriverError> {
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
     let text = shipped.ptx().map_err(|error| rejected(Code::INVALID_IMAGE, error.to_string()))?;
-    let isa = ptx_version(&text);
     let text =
         CString::new(text).map_err(|error| rejected(Code::INVALID_IMAGE, error.to_string()))?;
-    cust::load_module(&text).map_err(|(Failure { code, .. }, log)| match (code, isa) {
-        (Code::UNSUPPORTED_PTX_VERSION, Some(isa)) => {
-            let need = CudaVersion::for_ptx(isa);
-            DriverError::DriverTooOld { have: version, need, module: shipped.name() }
-        }
+    cust::load_module(&text).map_err(|(Failure { code, .. }, log)| match code {
+        Code::UNSUPPORTED_PTX_VERSION => DriverError::DriverTooOld {
+            have: version,
+            need: shipped.needs(),
+            module: shipped.name(),
+        },
         _ => rejected(code, log),
     })
-}
-
-/// 87 for `.version 8.7`.
-fn ptx_version(text: &str) -> Option<u32> {
-    let version = text.lines().find_map(|line| line.trim().strip_prefix(".version "))?;
-    let (major, minor) = version.trim().split_once('.')?;
-    Some(major.parse::<u32>().ok()? * 10 + minor.parse::<u32>().ok()?)
 }
 
 #[cfg(test)]
@@ -153,7 +169,7 @@ mod tests {
     use super::*;
 
     fn module(arch: &'static str) -> Shipped {
-        Shipped { family: "tiled", arch, entries: &[], compressed: &[] }
+        Shipped { family: "tiled", arch, ptx_version: "8.0", entries: &[], compressed: &[] }
     }
 
     #[test]
@@ -168,9 +184,8 @@ mod tests {
     }
 
     #[test]
-    fn the_version_is_read_from_the_text() {
-        assert_eq!(ptx_version("//\n// comment\n.version 8.7\n.target sm_90a\n"), Some(87));
-        assert_eq!(ptx_version("nothing"), None);
+    fn a_module_names_the_driver_that_it_needs() {
+        assert_eq!(module("sm_90a").needs().to_string(), "12.0");
     }
 
     #[test]
