@@ -5,6 +5,9 @@ use anyhow::{Context, Result, bail};
 use gqa_kernels::registry;
 use gqa_ptx::{Manifest, Ratchet, inspect, read_compressed};
 
+/// Of an error, so that its head can still be read.
+const MOST_LINES: usize = 60;
+
 pub fn run(bless: bool) -> Result<()> {
     let now = shipped()?;
     let entries = now.entries().count();
@@ -53,7 +56,9 @@ fn refuse(lines: Vec<String>, what: &str) -> Result<()> {
     if lines.is_empty() {
         return Ok(());
     }
-    bail!("{what}:\n  {}", lines.join("\n  "))
+    let more = lines.len().saturating_sub(MOST_LINES);
+    let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
+    bail!("{what}:\n  {}{more}", lines[..lines.len().min(MOST_LINES)].join("\n  "))
 }
 
 #[cfg(test)]

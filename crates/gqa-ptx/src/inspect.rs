@@ -11,13 +11,12 @@ pub const LOCAL_BYTES: &str = ".local bytes";
 
 /// Instructions that decide about correctness or speed: collectives, matrix and copy instructions, memory accesses, calls, aborts,
 /// and the slow functions. Plain arithmetic and moves change with every compiler and are not counted.
-const COUNTED: [&str; 31] = [
+const COUNTED: [&str; 30] = [
     "atom",
     "bar",
     "barrier",
     "call",
     "cp",
-    "cvta",
     "div",
     "elect",
     "ex2",
@@ -79,7 +78,7 @@ fn opcode(statement: &str) -> Option<&str> {
 
 fn is_counted(name: &str) -> bool {
     let first = name.split('.').next().unwrap_or(name);
-    COUNTED.contains(&first) && !name.starts_with("ld.param") && !name.starts_with("cvta.to.global")
+    COUNTED.contains(&first) && !name.starts_with("ld.param")
 }
 
 /// Whether an instruction accesses memory without saying which kind: slower than global or shared, and a sign that a pointer's

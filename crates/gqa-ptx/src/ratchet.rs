@@ -44,31 +44,34 @@ impl Ratchet {
         })
     }
 
-    /// One line per count in which `now` differs from this; empty if nothing does.
+    /// One line per count in which `now` differs from this, or per entry that is new or gone; empty if nothing differs.
     pub fn differences(&self, now: &Self) -> Vec<String> {
-        let (old, new) = (self.flat(), now.flat());
+        let (old, new) = (self.by_entry(), now.by_entry());
         let keys: BTreeSet<_> = old.keys().chain(new.keys()).collect();
-        let value = |counts: &Flat, key| counts.get(key).copied().unwrap_or(0);
-        keys.into_iter()
-            .map(|key| (key, value(&old, key), value(&new, key)))
-            .filter(|(_, before, after)| before != after)
-            .map(|((module, entry, name), before, after)| {
-                format!("{module} {entry}: {name} {before} -> {after}")
-            })
-            .collect()
+        keys.into_iter().flat_map(|key| changes(key, old.get(key), new.get(key))).collect()
     }
 
-    fn flat(&self) -> Flat<'_> {
-        // An entry without any counted instruction still counts as present.
-        let present = self.entries().map(|(module, entry, _)| ((module, entry, "entry"), 1));
-        let counted = self.entries().flat_map(|(module, entry, counts)| {
-            counts.iter().map(move |(name, &n)| ((module, entry, name.as_str()), n))
-        });
-        present.chain(counted).collect()
+    fn by_entry(&self) -> BTreeMap<(&str, &str), &Counts> {
+        self.entries().map(|(module, entry, counts)| ((module, entry), counts)).collect()
     }
 }
 
-type Flat<'a> = BTreeMap<(&'a str, &'a str, &'a str), u64>;
+fn changes(
+    &(module, entry): &(&str, &str),
+    old: Option<&&Counts>,
+    new: Option<&&Counts>,
+) -> Vec<String> {
+    let (Some(old), Some(new)) = (old, new) else {
+        return vec![format!("{module} {entry}: {}", if new.is_some() { "new" } else { "gone" })];
+    };
+    let names: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    let value = |counts: &Counts, name| counts.get(name).copied().unwrap_or(0);
+    let values = names.into_iter().map(|name| (name, value(old, name), value(new, name)));
+    let changed = values.filter(|(_, before, after)| before != after);
+    changed
+        .map(|(name, before, after)| format!("{module} {entry}: {name} {before} -> {after}"))
+        .collect()
+}
 
 #[cfg(test)]
 mod tests {
@@ -88,7 +91,8 @@ mod tests {
             ("ld.global.v4.b32", "ld.global.b32", "m scale: ld.global.v4.b32 1 -> 0"),
             ("__local_depot0[64]", "__local_depot0[128]", "m scale: .local bytes 64 -> 128"),
             ("@%p2 shfl.sync.bfly.b32", "@%p2 mov.b32", "m scale: shfl.sync.bfly.b32 1 -> 0"),
-            (".entry scale_more(", ".entry scale_less(", "m scale_more: entry 1 -> 0"),
+            (".entry scale_more(", ".entry scale_less(", "m scale_more: gone"),
+            (".entry scale_more(", ".entry scale_less(", "m scale_less: new"),
         ];
         for (from, to, expected) in mutations {
             let mutated = SAMPLE.replacen(from, to, 1);
