@@ -5,7 +5,7 @@ use crate::collective::Collective;
 use crate::copy::Copies;
 use crate::fault::FaultKind;
 use crate::hopper::{Hopper, has_passed};
-use crate::shared::{Checked, SharedMemory, Who};
+use crate::shared::{Checked, Clocks, SharedMemory, Who};
 use corosensei::Yielder;
 use std::cell::Cell;
 use std::panic::Location;
@@ -21,6 +21,9 @@ pub(crate) struct Block {
     pub(crate) who: Who,
     pub(crate) shared: SharedMemory,
     pub(crate) lanes: Vec<Lane>,
+    /// Clock of each warp; see the shadow of shared memory.
+    pub(crate) clocks: Vec<u32>,
+    pub(crate) block_time: u32,
     /// What each warp waits for besides its lanes.
     pub(crate) holds: Vec<Hold>,
     /// Something happened that held warps may have waited for.
@@ -80,6 +83,8 @@ impl Block {
             who: Who::default(),
             shared: SharedMemory::default(),
             lanes: (0..threads).map(|_| Lane::default()).collect(),
+            clocks: vec![1; threads as usize / 32],
+            block_time: 1,
             holds: vec![Hold::No; threads as usize / 32],
             woken: false,
             hopper: Hopper::new(threads),
@@ -92,6 +97,31 @@ impl Block {
     pub(crate) fn arguments(&self) -> &Arguments {
         // SAFETY: the launch keeps the arguments until its blocks are done.
         unsafe { self.arguments.as_ref() }
+    }
+
+    /// Vector clocks, in use from now on.
+    pub(crate) fn vector_clocks(&mut self) -> &mut Clocks {
+        self.shared.refine(&self.clocks, self.block_time);
+        self.shared.clocks().expect("just begun")
+    }
+
+    /// All threads have met.
+    pub(crate) fn synchronise(&mut self) {
+        self.block_time = self.clocks.iter().max().map_or(0, |latest| latest + 1);
+        self.clocks.fill(self.block_time);
+        let threads = 0..self.lanes.len() as u32;
+        if let Some(clocks) = self.shared.clocks() {
+            clocks.synchronise(threads);
+        }
+    }
+
+    /// The lanes of a warp have met.
+    pub(crate) fn synchronise_warp(&mut self, warp: usize) {
+        self.clocks[warp] += 1;
+        let first = warp as u32 * 32;
+        if let Some(clocks) = self.shared.clocks() {
+            clocks.synchronise(first..first + 32);
+        }
     }
 
     /// Lanes of the warp that can run, one bit each.

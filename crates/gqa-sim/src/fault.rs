@@ -111,6 +111,32 @@ pub enum FaultKind {
         /// Thread of the other access.
         second: u32,
     },
+    /// As [`FaultKind::Race`], where one access or both are made by a unit on behalf of threads: no wait orders them.
+    #[error(
+        "race on shared memory at {address}: {hazard}, {second} after {first} without a wait between"
+    )]
+    AsyncRace {
+        /// Where.
+        address: u32,
+        /// Which two accesses.
+        hazard: Hazard,
+        /// Whose access was simulated first.
+        first: Agent,
+        /// Whose the other is.
+        second: Agent,
+    },
+    /// A unit accesses what a thread wrote, ordered after it, but the thread did not fence its write for such units.
+    #[error(
+        "{reader} accesses shared memory at {address}, which thread {writer} wrote without fence_proxy_async"
+    )]
+    MissingProxyFence {
+        /// Where.
+        address: u32,
+        /// The thread that wrote.
+        writer: u32,
+        /// Whose access it is.
+        reader: Agent,
+    },
     /// A global-memory access outside what the launch bound.
     #[error(
         "thread {thread} accesses {bytes} bytes at byte {offset} of argument {argument}, which has {limit}"
@@ -231,6 +257,42 @@ pub enum FaultKind {
         /// The panic's message and place.
         message: String,
     },
+}
+
+/// Who accesses shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Agent {
+    /// A thread.
+    Thread(u32),
+    /// Threads that cannot be told apart any more.
+    Everyone,
+    /// The copy engine, for copies that complete on the mbarrier at that address.
+    Load {
+        /// Address of the mbarrier.
+        mbarrier: u32,
+    },
+    /// The copy engine, for stores that the thread started.
+    Store {
+        /// The thread.
+        thread: u32,
+    },
+    /// The tensor cores, for products of a warpgroup, this warp's part.
+    Wgmma {
+        /// The warp.
+        warp: u32,
+    },
+}
+
+impl fmt::Display for Agent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Thread(thread) => write!(f, "thread {thread}"),
+            Self::Everyone => f.write_str("some thread"),
+            Self::Load { mbarrier } => write!(f, "tma_load onto the mbarrier at {mbarrier}"),
+            Self::Store { thread } => write!(f, "tma_store of thread {thread}"),
+            Self::Wgmma { warp } => write!(f, "wgmma of warp {warp}"),
+        }
+    }
 }
 
 /// Order of two accesses that race.

@@ -47,7 +47,7 @@ mod shared;
 mod stack;
 
 pub use arguments::{Arg, Arguments};
-pub use fault::{Fault, FaultKind, Hazard, Place, Standstill, Threads};
+pub use fault::{Agent, Fault, FaultKind, Hazard, Place, Standstill, Threads};
 pub use hopper::{Swizzle, TensorLayout};
 pub use launch::{Launch, MAX_SHARED_BYTES, Report, launch};
 pub use schedule::Kernel;

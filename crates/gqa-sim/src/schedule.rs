@@ -39,9 +39,7 @@ pub(crate) fn run(
 
 struct Schedule {
     coroutines: Vec<Coroutine<(), (), (), ThreadStack>>,
-    /// Clock of each warp; see the shadow of shared memory.
-    clocks: Vec<u32>,
-    block_time: u32,
+    warps: usize,
     random: Random,
     report: Report,
 }
@@ -60,8 +58,7 @@ impl Schedule {
     fn new(launch: &Launch<'_>, kernel: Kernel<'_>, arguments: &Arguments, number: u32) -> Self {
         Self {
             coroutines: (0..launch.threads).map(|_| coroutine(kernel, arguments)).collect(),
-            clocks: vec![1; launch.threads as usize / 32],
-            block_time: 1,
+            warps: launch.threads as usize / 32,
             random: Random::new(launch.seed, number),
             report: Report { blocks: 1, ..Report::default() },
         }
@@ -71,7 +68,7 @@ impl Schedule {
         loop {
             let (waiting, exited) = self.run_to_barrier()?;
             match (waiting, exited) {
-                (0, _) => return Ok(()),
+                (0, _) => return block::with(|block| hopper::end(block)).map_err(|kind| *kind),
                 (_, 0) => self.pass_barrier(),
                 _ => {
                     return Err(FaultKind::PartialBarrier(block::with(|block| {
@@ -84,7 +81,7 @@ impl Schedule {
 
     /// Runs all warps until each waits for the block or has exited; returns how many of each.
     fn run_to_barrier(&mut self) -> Result<(u32, u32), FaultKind> {
-        let mut ready: Vec<usize> = (0..self.clocks.len()).collect();
+        let mut ready: Vec<usize> = (0..self.warps).collect();
         let mut held = Vec::new();
         let (mut waiting, mut exited) = (0, 0);
         loop {
@@ -115,8 +112,7 @@ impl Schedule {
     }
 
     fn pass_barrier(&mut self) {
-        self.block_time = self.clocks.iter().max().map_or(0, |latest| latest + 1);
-        self.clocks.fill(self.block_time);
+        block::with(Block::synchronise);
         self.report.barriers += 1;
     }
 
@@ -138,8 +134,8 @@ impl Schedule {
     fn resume(&mut self, warp: usize, thread: usize) -> Result<(), FaultKind> {
         block::with(|block| {
             block.who.thread = thread as u32;
-            block.who.time = self.clocks[warp];
-            block.who.block_time = self.block_time;
+            block.who.time = block.clocks[warp];
+            block.who.block_time = block.block_time;
         });
         let done = self.coroutines[thread].resume(()).as_return().is_some();
         block::with(|block| {
@@ -162,10 +158,15 @@ impl Schedule {
                 unreachable!("a coroutine is suspended by a wait or a fault only")
             }
             Waiting::Block(_) => Ok(Turn::Barrier),
-            Waiting::Exited => Ok(Turn::Exited),
+            Waiting::Exited => {
+                hopper::exit(block, warp).map_err(|kind| *kind)?;
+                Ok(Turn::Exited)
+            }
             Waiting::Warp(instruction, _) => {
                 instruction.execute(block, warp * 32).map_err(|kind| *kind)?;
-                self.clocks[warp] += instruction.orders_memory() as u32;
+                if instruction.orders_memory() {
+                    block.synchronise_warp(warp);
+                }
                 self.report.count(instruction);
                 Ok(if block.holds[warp] == Hold::No { Turn::Ready } else { Turn::Held })
             }

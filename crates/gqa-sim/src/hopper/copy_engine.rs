@@ -3,9 +3,9 @@
 use super::mbarrier;
 use super::tensor::TensorLayout;
 use crate::block::{self, Block};
-use crate::fault::FaultKind;
+use crate::fault::{Agent, FaultKind};
 use crate::memory::{Buffer, Refusal};
-use crate::shared::Checked;
+use crate::shared::{Checked, Kind, Stamp, Touch};
 
 /// A kernel's tensor-map parameter.
 ///
@@ -27,7 +27,19 @@ pub(crate) struct Load {
     destination: u32,
     map: TensorMap,
     coordinates: [u32; 4],
-    barrier: u32,
+    pub(super) barrier: u32,
+}
+
+/// A thread's stores.
+pub(super) struct Stores {
+    /// Its reads, for the vector clocks: those of group n have time n.
+    agent: u32,
+    /// Groups closed.
+    committed: u32,
+    /// Groups that have been waited for.
+    waited: u32,
+    /// Whether there are stores after the last group.
+    open: bool,
 }
 
 fn misuse<T>(block: &Block, what: String) -> Checked<T> {
@@ -62,13 +74,16 @@ fn check_place(block: &Block, layout: &TensorLayout, address: u32) -> Checked {
         );
         return misuse(block, what);
     }
-    block.shared.check_range(block.who, address, layout.tile_bytes())
+    Ok(())
 }
 
 fn start_load(block: &mut Block, load: Load) -> Checked {
     let (_, layout) = tensor(block, load.map)?;
     check_place(block, &layout, load.destination)?;
-    mbarrier::find(block, load.barrier)?;
+    let write = mbarrier::begin_load(block, load.barrier)?;
+    let touch = Touch::by(load.thread, Kind::Load(write));
+    let units = (load.destination..).step_by(16).take(layout.tile_bytes() as usize / 16);
+    block.shared.touch_units(&touch, units)?;
     block.hopper.loads.push(load);
     Ok(())
 }
@@ -110,17 +125,59 @@ fn read_unit(
 }
 
 fn store(block: &mut Block, map: TensorMap, coordinates: [u32; 4], source: u32) -> Checked {
-    let (buffer, layout) = tensor(block, map)?;
+    let (_, layout) = tensor(block, map)?;
     check_place(block, &layout, source)?;
-    for (offset, place) in layout.units(coordinates) {
-        let unit: [u16; 8] =
-            bytemuck::cast(block.shared.peek(layout.swizzle.apply(source + offset)));
-        if let Some((at, inside)) = layout.inside(place) {
-            write_unit(buffer, at, inside, unit, block.number)
-                .map_err(|refusal| refuse(block.who.thread, map, at, refusal))?;
-        }
+    let touch = Touch::by(block.who.thread, Kind::Store(begin_store(block)));
+    let place = |offset| layout.swizzle.apply(source + offset);
+    let inside = |(offset, at)| layout.inside(at).map(|(at, inside)| (place(offset), at, inside));
+    let units: Vec<_> = layout.units(coordinates).filter_map(inside).collect();
+    block.shared.touch_units(&touch, units.iter().map(|(address, ..)| *address))?;
+    let (buffer, _) = tensor(block, map)?;
+    for (address, at, inside) in units {
+        let unit = bytemuck::cast(block.shared.peek(address));
+        write_unit(buffer, at, inside, unit, block.number)
+            .map_err(|refusal| refuse(block.who.thread, map, at, refusal))?;
     }
     Ok(())
+}
+
+/// Adds a store to the running thread's open group; returns whose read it is and when.
+fn begin_store(block: &mut Block) -> Stamp {
+    let thread = block.who.thread;
+    if !block.hopper.stores.contains_key(&thread) {
+        let agent = block.vector_clocks().add(Agent::Store { thread });
+        block.hopper.stores.insert(thread, Stores { agent, committed: 0, waited: 0, open: false });
+    }
+    let stores = block.hopper.stores.get_mut(&thread).expect("just inserted");
+    stores.open = true;
+    Stamp { agent: stores.agent, time: stores.committed }
+}
+
+fn commit(block: &mut Block) {
+    if let Some(stores) = block.hopper.stores.get_mut(&block.who.thread) {
+        stores.committed += 1;
+        stores.open = false;
+    }
+}
+
+fn wait(block: &mut Block) {
+    let thread = block.who.thread;
+    if let Some(stores) = block.hopper.stores.get_mut(&thread) {
+        stores.waited = stores.committed;
+        let (agent, time) = (stores.agent, stores.committed);
+        block.vector_clocks().advance(thread, agent, time);
+    }
+}
+
+/// Faults if the thread exits before its stores have surely read shared memory.
+pub(super) fn check_exit(block: &Block, thread: u32) -> Checked {
+    match block.hopper.stores.get(&thread) {
+        Some(stores) if stores.open || stores.waited < stores.committed => {
+            let what = "it exits and has not waited for its stores".to_owned();
+            Err(Box::new(FaultKind::TensorCopy { thread, what }))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Writes the elements `inside` of the eight at byte `at`.
@@ -155,10 +212,14 @@ pub fn tma_store(map: TensorMap, coordinates: [u32; 4], source: u32) {
 }
 
 /// Closes the group of bulk stores this thread started since the last one.
-pub fn bulk_commit() {}
+pub fn bulk_commit() {
+    block::with(commit);
+}
 
 /// Waits until this thread's bulk stores have read their shared memory.
-pub fn bulk_wait_read() {}
+pub fn bulk_wait_read() {
+    block::with(wait);
+}
 
 /// Fetches a map before its first use.
 pub fn prefetch_tensor_map(map: TensorMap) {
@@ -167,4 +228,9 @@ pub fn prefetch_tensor_map(map: TensorMap) {
 
 /// Orders this thread's writes to shared memory before later reads by the tensor cores and the copy engine; a barrier among
 /// writers and readers must follow.
-pub fn fence_proxy_async() {}
+pub fn fence_proxy_async() {
+    block::with(|block| {
+        let thread = block.who.thread;
+        block.vector_clocks().fence(thread);
+    });
+}

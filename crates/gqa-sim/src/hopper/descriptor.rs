@@ -10,13 +10,7 @@
 //! The swizzle then exchanges bits of that address, as the copy engine does.
 
 use super::tensor::Swizzle;
-
-/// Which index of the operand runs fastest in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Major {
-    K,
-    Mn,
-}
+use std::ops::Range;
 
 /// Bits between the fields.
 const MEANINGLESS: u64 = 0x3ff1_c000_c000_c000;
@@ -57,22 +51,28 @@ impl Descriptor {
         self.swizzle == Swizzle::None || self.start % (8 * row) < row
     }
 
-    /// Address of the 16 bytes whose place across K is `outer` (K-major: a row; MN-major: eight columns) and along K is `k`
-    /// (K-major: which half; MN-major: which of 16).
-    pub(super) fn unit(self, major: Major, outer: u32, k: u32) -> u32 {
-        let row = self.swizzle.row_bytes();
-        let units = row / 16;
-        let offset = match (major, self.swizzle) {
-            (Major::K, Swizzle::None) => {
-                outer % 8 * 16 + outer / 8 * self.stride + k * self.leading
-            }
-            (Major::K, _) => outer % 8 * row + outer / 8 * self.stride + k * 16,
-            (Major::Mn, Swizzle::None) => k % 8 * 16 + k / 8 * self.leading + outer * self.stride,
-            (Major::Mn, _) => {
-                let column = outer % units * 16 + outer / units * self.leading;
-                k % 8 * row + k / 8 * self.stride + column
-            }
+    /// Addresses of a K-major operand's 16 bytes: for each row of `rows` two.
+    pub(super) fn k_major(self, rows: Range<u32>) -> impl Iterator<Item = u32> {
+        let row_bytes = self.swizzle.row_bytes();
+        let next = if self.swizzle == Swizzle::None { self.leading } else { 16 };
+        rows.flat_map(move |row| [0, next].map(|k| row % 8 * row_bytes + row / 8 * self.stride + k))
+            .map(move |offset| self.swizzle.apply(self.start + offset))
+    }
+
+    /// Addresses of an MN-major operand's 16 bytes: for each of 16 rows, eight of `columns` at a time.
+    pub(super) fn mn_major(self, columns: u32) -> impl Iterator<Item = u32> {
+        let row_bytes = self.swizzle.row_bytes();
+        let units = row_bytes / 16;
+        let (eight_rows, chunk) = match self.swizzle {
+            Swizzle::None => (self.leading, self.stride),
+            _ => (self.stride, self.leading),
         };
-        self.swizzle.apply(self.start + offset)
+        (0..16).flat_map(move |k| {
+            (0..columns / 8).map(move |unit| {
+                let column = unit % units * 16 + unit / units * chunk;
+                let offset = k % 8 * row_bytes + k / 8 * eight_rows + column;
+                self.swizzle.apply(self.start + offset)
+            })
+        })
     }
 }

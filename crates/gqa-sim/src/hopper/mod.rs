@@ -30,12 +30,14 @@ pub(crate) use named_barrier::arrive as arrive_named;
 pub(crate) use registers::{Change, shortage as register_shortage};
 pub(crate) use warpgroup::{Wgmma, arrive as arrive_warpgroup, commit, fence, wait};
 
-use copy_engine::Load;
+use crate::block::Block;
+use crate::shared::Checked;
+use copy_engine::{Load, Stores};
 use mbarrier::Mbarrier;
 use named_barrier::NamedBarrier;
 use registers::Pool;
 use std::collections::BTreeMap;
-use warpgroup::Warpgroup;
+use warpgroup::{Queue, Warpgroup};
 
 /// State of a block's asynchronous units.
 pub(crate) struct Hopper {
@@ -43,8 +45,12 @@ pub(crate) struct Hopper {
     mbarriers: BTreeMap<u32, Mbarrier>,
     /// Copies into shared memory that have not landed.
     pub(crate) loads: Vec<Load>,
+    /// By thread.
+    stores: BTreeMap<u32, Stores>,
     named_barriers: [NamedBarrier; 16],
     warpgroups: Vec<Warpgroup>,
+    /// Wgmmas of each warp.
+    queues: Vec<Queue>,
     pool: Pool,
 }
 
@@ -53,9 +59,27 @@ impl Hopper {
         Self {
             mbarriers: BTreeMap::new(),
             loads: Vec::new(),
+            stores: BTreeMap::new(),
             named_barriers: Default::default(),
             warpgroups: vec![Warpgroup::default(); threads as usize / 128],
+            queues: vec![Queue::default(); threads as usize / 32],
             pool: Pool::new(threads),
         }
     }
+}
+
+/// The warp exits.
+#[inline]
+pub(crate) fn exit(block: &Block, warp: usize) -> Checked {
+    warpgroup::check_exit(block, warp)?;
+    if block.hopper.stores.is_empty() {
+        return Ok(());
+    }
+    (warp as u32 * 32..warp as u32 * 32 + 32)
+        .try_for_each(|thread| copy_engine::check_exit(block, thread))
+}
+
+/// All warps have exited.
+pub(crate) fn end(block: &mut Block) -> Checked {
+    mbarrier::check_waited(block)
 }

@@ -3,7 +3,7 @@
 use crate::block::{Block, Hold};
 use crate::collective::{Collective, meet};
 use crate::fault::FaultKind;
-use crate::shared::Checked;
+use crate::shared::{Checked, Clocks, View};
 
 #[derive(Default)]
 pub(super) struct NamedBarrier {
@@ -12,6 +12,8 @@ pub(super) struct NamedBarrier {
     arrived: u32,
     /// Warps that wait.
     waiting: Vec<usize>,
+    /// What those who have arrived have done and seen.
+    view: View,
 }
 
 /// The warp whose first thread is `first` arrives, to wait or to go on.
@@ -23,6 +25,7 @@ pub(crate) fn arrive(
     waits: bool,
 ) -> Checked {
     let warp = first / 32;
+    block.vector_clocks();
     let misuse = |what| Err(Box::new(FaultKind::NamedBarrier { warp: warp as u32, id, what }));
     if threads == 0 || threads as usize > block.lanes.len() || !threads.is_multiple_of(32) {
         return misuse(format!("{threads} threads"));
@@ -33,6 +36,10 @@ pub(crate) fn arrive(
     if barrier.threads != 0 && barrier.threads != threads {
         return misuse(format!("{threads} threads, though others said {}", barrier.threads));
     }
+    let clocks = block.shared.clocks().expect("in use");
+    for thread in lanes(warp) {
+        clocks.release(thread, &mut barrier.view);
+    }
     barrier.threads = threads;
     barrier.arrived += 32;
     if waits {
@@ -40,12 +47,24 @@ pub(crate) fn arrive(
         block.holds[warp] = Hold::Warp;
     }
     if barrier.arrived == threads {
-        for warp in std::mem::take(barrier).waiting {
+        let NamedBarrier { waiting, view, .. } = std::mem::take(barrier);
+        for warp in waiting {
             block.holds[warp] = Hold::No;
+            acquire(clocks, warp, &view);
         }
         block.woken = true;
     }
     Ok(())
+}
+
+fn lanes(warp: usize) -> std::ops::Range<u32> {
+    warp as u32 * 32..warp as u32 * 32 + 32
+}
+
+fn acquire(clocks: &mut Clocks, warp: usize, view: &View) {
+    for thread in lanes(warp) {
+        clocks.acquire(thread, view);
+    }
 }
 
 /// Waits at named barrier `id` until `threads` threads have arrived there, these included.

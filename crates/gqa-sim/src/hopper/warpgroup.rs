@@ -4,13 +4,13 @@
 //! `pair = lane % 4`, accumulator `4j + {0, 1}` is row `group`, columns `8j + 2 pair + {0, 1}`; `4j + {2, 3}` are eight rows
 //! further down.
 
-use super::descriptor::{Descriptor, Major};
+use super::descriptor::Descriptor;
 use super::registers;
 use crate::block::{self, Block, Hold, Lane};
 use crate::collective::{Collective, meet};
 use crate::fault::FaultKind;
 use crate::matrix::Product;
-use crate::shared::Checked;
+use crate::shared::{Checked, Kind, Touch};
 use std::ptr::NonNull;
 
 /// A form of `wgmma`.
@@ -52,6 +52,19 @@ pub(super) struct Warpgroup {
     arrived: u32,
 }
 
+/// The wgmmas of a warp.
+#[derive(Clone, Default)]
+pub(super) struct Queue {
+    /// Whether register writes are ordered before the next one.
+    fenced: bool,
+    /// Groups closed.
+    committed: u32,
+    /// Groups that have been waited for.
+    retired: u32,
+    /// Whether there are some after the last group.
+    open: bool,
+}
+
 fn misuse<T>(warpgroup: usize, what: String) -> Checked<T> {
     Err(Box::new(FaultKind::Warpgroup { warpgroup: warpgroup as u32, what }))
 }
@@ -89,20 +102,44 @@ pub(super) fn release(block: &mut Block, warpgroup: usize) {
     block.woken = true;
 }
 
+/// Adds a wgmma to the open group of the four warps; returns the group's number.
+fn enqueue(block: &mut Block, warpgroup: usize) -> Checked<u32> {
+    let queues = &mut block.hopper.queues[warpgroup * 4..][..4];
+    let group = queues[0].committed;
+    if queues.iter().any(|queue| queue.committed != group) {
+        return misuse(warpgroup, "warps have committed different numbers of groups".to_owned());
+    }
+    if queues.iter().any(|queue| !queue.fenced) {
+        return misuse(warpgroup, "wgmma without a wgmma_fence before".to_owned());
+    }
+    queues.iter_mut().for_each(|queue| queue.open = true);
+    block.vector_clocks();
+    Ok(group)
+}
+
 /// Registers 0 and 1 are B's descriptor, 2 and 3 A's or 2 to 5 its fragment.
 fn multiply(block: &mut Block, warpgroup: usize, form: Wgmma) -> Checked {
     let first = warpgroup * 128;
+    let kind = Kind::Multiply(enqueue(block, warpgroup)?);
     let b = descriptor(block, warpgroup, 0)?;
-    let b = match form.a {
-        Source::Shared => read_k_major(block, form, b, form.columns),
-        Source::Registers => read_mn_major(block, form, b),
-    };
-    let a = match form.a {
+    let all = Touch { issuers: first as u32..first as u32 + 128, kind };
+    let (b, a) = match form.a {
         Source::Shared => {
             let a = descriptor(block, warpgroup, 2)?;
-            transpose(&read_k_major(block, form, a, 64), 64)
+            for warp in 0..4 {
+                let threads = first as u32 + warp * 32;
+                let touch = Touch { issuers: threads..threads + 32, kind };
+                block.shared.touch_units(&touch, a.k_major(warp * 16..warp * 16 + 16))?;
+            }
+            block.shared.touch_units(&all, b.k_major(0..form.columns))?;
+            let a = transpose(&read_k_major(block, form, a, 64), 64);
+            (read_k_major(block, form, b, form.columns), a)
         }
-        Source::Registers => read_fragments(&block.lanes[first..][..128], form),
+        Source::Registers => {
+            block.shared.touch_units(&all, b.mn_major(form.columns))?;
+            let a = read_fragments(&block.lanes[first..][..128], form);
+            (read_mn_major(block, form, b), a)
+        }
     };
     for warp in 0..4 {
         let product = product(&a[warp * 256..][..256], &b, form.columns as usize);
@@ -125,12 +162,10 @@ fn descriptor(block: &Block, warpgroup: usize, register: usize) -> Checked<Descr
 /// A matrix of 16 by `extent`, `extent` running fastest.
 fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Vec<f32> {
     let mut matrix = vec![0.0; 16 * extent as usize];
-    for outer in 0..extent {
-        for half in 0..2 {
-            let unit = block.shared.peek(from.unit(Major::K, outer, half));
-            for (i, value) in widen(form, unit).into_iter().enumerate() {
-                matrix[(half as usize * 8 + i) * extent as usize + outer as usize] = value;
-            }
+    for (unit, address) in from.k_major(0..extent).enumerate() {
+        let (outer, k) = (unit / 2, unit % 2 * 8);
+        for (i, value) in widen(form, block.shared.peek(address)).into_iter().enumerate() {
+            matrix[(k + i) * extent as usize + outer] = value;
         }
     }
     matrix
@@ -138,13 +173,9 @@ fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Ve
 
 /// As [`read_k_major`], from MN-major memory.
 fn read_mn_major(block: &Block, form: Wgmma, from: Descriptor) -> Vec<f32> {
-    let mut matrix = Vec::with_capacity(16 * form.columns as usize);
-    for k in 0..16 {
-        for column in 0..form.columns / 8 {
-            matrix.extend(widen(form, block.shared.peek(from.unit(Major::Mn, column, k))));
-        }
-    }
-    matrix
+    from.mn_major(form.columns)
+        .flat_map(|address| widen(form, block.shared.peek(address)))
+        .collect()
 }
 
 /// 64 rows of 16 from the registers of 128 lanes.
@@ -199,14 +230,36 @@ fn accumulate(lanes: &mut [Lane], product: &[f32], form: Wgmma) {
     }
 }
 
-/// Register writes before are ordered before the warp's next wgmmas.
-pub(crate) fn fence(_block: &mut Block, _first: usize) {}
+/// Orders the warp's register writes before its next wgmmas.
+pub(crate) fn fence(block: &mut Block, first: usize) {
+    block.hopper.queues[first / 32].fenced = true;
+}
 
 /// Closes the warp's group.
-pub(crate) fn commit(_block: &mut Block, _first: usize) {}
+pub(crate) fn commit(block: &mut Block, first: usize) {
+    let queue = &mut block.hopper.queues[first / 32];
+    queue.committed += 1;
+    queue.open = false;
+}
 
-/// Retires all groups of the warp but the `newest`.
-pub(crate) fn wait(_block: &mut Block, _first: usize, _newest: u64) {}
+/// Retires all groups of the warp but the `newest`; accumulators may be written then, so that a new fence is needed.
+pub(crate) fn wait(block: &mut Block, first: usize, newest: u64) {
+    let queue = &mut block.hopper.queues[first / 32];
+    let finished = u64::from(queue.committed).saturating_sub(newest) as u32;
+    queue.retired = queue.retired.max(finished);
+    queue.fenced = false;
+    let retired = queue.retired;
+    block.vector_clocks().retire_wgmmas(first as u32 / 32, retired);
+}
+
+/// Faults if the warp exits before its wgmmas have surely finished.
+pub(super) fn check_exit(block: &Block, warp: usize) -> Checked {
+    let queue = &block.hopper.queues[warp];
+    if queue.open || queue.retired < queue.committed {
+        return misuse(warp / 4, format!("warp {warp} exits and has not waited for its wgmmas"));
+    }
+    Ok(())
+}
 
 /// Orders register writes before the wgmmas that follow.
 #[track_caller]

@@ -1,9 +1,15 @@
 //! A block's dynamic shared memory, checked at every access.
 
+mod clocks;
+mod history;
+mod order;
 mod shadow;
 
 use crate::fault::FaultKind;
 use bytemuck::Pod;
+pub(crate) use clocks::{Clocks, Stamp, View, raise};
+pub(crate) use history::{Kind, Touch};
+use order::Order;
 pub(crate) use shadow::Who;
 use shadow::{Cell, Conflict};
 
@@ -20,7 +26,8 @@ pub(crate) struct SharedMemory {
     /// Four for each word, valid where the word's own cell is split. Empty until a word is split.
     byte_cells: Vec<Cell>,
     bytes: u32,
-    refined: bool,
+    /// Takes the place of the cells once a kernel does what the warps' clocks cannot follow.
+    order: Option<Box<Order>>,
 }
 
 #[derive(Clone, Copy)]
@@ -79,6 +86,10 @@ impl SharedMemory {
     pub(crate) fn land_copy(&mut self, who: Who, address: u32, value: [u32; 4]) {
         let offset = (address - BASE) as usize;
         *self.vec(offset) = value;
+        if let Some(order) = &mut self.order {
+            order.land_copy(who.thread, offset);
+            return;
+        }
         for cell in &mut self.cells[offset / 4..][..4] {
             cell.land(who);
         }
@@ -104,29 +115,47 @@ impl SharedMemory {
         Ok(*self.vec(offset))
     }
 
-    /// Checks every access from here on by happens-before.
-    pub(crate) fn refine(&mut self) {
-        self.refined = true;
+    /// Checks every access from here on by vector clocks, which begin with what these clocks of the warps say.
+    pub(crate) fn refine(&mut self, warp_times: &[u32], block_time: u32) {
+        let begin = || Box::new(Order::new(warp_times, block_time, &self.cells, &self.byte_cells));
+        self.order.get_or_insert_with(begin);
     }
 
-    /// Faults unless these bytes are inside and aligned to their number.
-    pub(crate) fn check_place(&self, who: Who, address: u32, bytes: u32) -> Checked {
-        self.place(who, address, bytes).map(|_| ())
+    /// The vector clocks, if they are in use.
+    pub(crate) fn clocks(&mut self) -> Option<&mut Clocks> {
+        self.order.as_mut().map(|order| &mut order.clocks)
     }
 
-    /// Faults unless these bytes are inside.
-    pub(crate) fn check_range(&self, who: Who, address: u32, bytes: u32) -> Checked {
-        self.place(who, address, 1)?;
-        self.place(who, address + bytes - 1, 1).map(|_| ())
+    /// Checks an access to units of 16 bytes at these addresses.
+    pub(crate) fn touch_units(
+        &mut self,
+        touch: &Touch,
+        addresses: impl IntoIterator<Item = u32>,
+    ) -> Checked {
+        let who = Who { thread: touch.issuers.start, ..Who::default() };
+        let mut last = None;
+        for address in addresses {
+            let offset = self.place(who, address, 16)?;
+            let order = self.order.as_mut().expect("units are touched by vector clocks");
+            order.touch((offset, 16), touch, &mut last)?;
+        }
+        Ok(())
     }
 
-    /// The 16 bytes at an address; zeros outside.
+    /// Makes eight bytes an mbarrier.
+    pub(crate) fn initialise(&mut self, who: Who, address: u32) -> Checked {
+        let offset = self.place(who, address, 8)?;
+        let order = self.order.as_mut().expect("mbarriers need vector clocks");
+        order.touch((offset, 8), &Touch::by(who.thread, Kind::Initialise), &mut None)
+    }
+
+    /// The 16 bytes at an address that has been checked.
     pub(crate) fn peek(&self, address: u32) -> [u32; 4] {
-        let start = (address.wrapping_sub(BASE) / 4) as usize;
-        self.words.get(start..start + 4).map_or([0; 4], |unit| unit.try_into().expect("four"))
+        let start = ((address - BASE) / 4) as usize;
+        self.words[start..start + 4].try_into().expect("four words")
     }
 
-    /// Replaces the 16 bytes at an address.
+    /// Replaces the 16 bytes at an address that has been checked.
     pub(crate) fn put(&mut self, address: u32, value: [u32; 4]) {
         *self.vec((address - BASE) as usize) = value;
     }
@@ -166,9 +195,6 @@ impl SharedMemory {
 
     #[inline(always)]
     fn access(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
-        if self.refined {
-            return Ok(());
-        }
         if bytes < 4 {
             return self.access_bytes(who, offset, bytes, access);
         }
@@ -180,6 +206,9 @@ impl SharedMemory {
 
     #[inline(always)]
     fn access_word(&mut self, who: Who, word: usize, access: Access) -> Checked {
+        if let Some(order) = &mut self.order {
+            return order.touch((word * 4, 4), &access.touch(who), &mut None);
+        }
         let cell = &mut self.cells[word];
         if cell.is_split() {
             return self.access_split(who, word, access);
@@ -198,6 +227,9 @@ impl SharedMemory {
     }
 
     fn access_bytes(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
+        if let Some(order) = &mut self.order {
+            return order.touch((offset, bytes), &access.touch(who), &mut None);
+        }
         self.split(offset / 4);
         for byte in offset..offset + bytes {
             access
@@ -220,6 +252,15 @@ impl SharedMemory {
 }
 
 impl Access {
+    fn touch(self, who: Who) -> Touch {
+        let kind = match self {
+            Self::Read => Kind::Read,
+            Self::Write => Kind::Write,
+            Self::BeginCopy => Kind::BeginCopy,
+        };
+        Touch::by(who.thread, kind)
+    }
+
     #[inline(always)]
     fn apply(self, cell: &mut Cell, who: Who) -> Result<(), Conflict> {
         match self {

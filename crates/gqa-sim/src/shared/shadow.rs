@@ -4,6 +4,7 @@
 //! largest, the *block time*. An access at time `t` is ordered before a thread's next one if `t` is before the block time, or if it
 //! came from the thread's own warp before the warp's present time, or from the thread itself.
 
+use super::clocks::Stamp;
 use crate::fault::Hazard;
 
 /// A thread at a moment.
@@ -96,6 +97,26 @@ impl Cell {
     #[inline(always)]
     pub(crate) fn is_split(self) -> bool {
         self.writer == Tag::SPLIT
+    }
+
+    pub(super) fn is_unwritten(self) -> bool {
+        self.writer == Tag::UNWRITTEN
+    }
+
+    /// Last writer, and whether that was a copy that has not arrived.
+    pub(super) fn writer(self) -> Option<(Stamp, bool)> {
+        let stamp = Stamp { agent: self.writer.a(), time: self.writer.time() };
+        (!self.is_unwritten()).then_some((stamp, self.writer.has(Tag::IN_FLIGHT)))
+    }
+
+    /// Readers since the last write and the last block barrier, and whether these are all.
+    pub(super) fn readers(self, block_time: u32) -> (Vec<Stamp>, bool) {
+        let reader = self.reader;
+        if reader.time() < block_time {
+            return (Vec::new(), true);
+        }
+        let stamps = [reader.a(), reader.b()].map(|agent| Stamp { agent, time: reader.time() });
+        (stamps.to_vec(), reader.a() == reader.b())
     }
 
     #[inline(always)]

@@ -1,0 +1,92 @@
+//! Shared memory of kernels in which single threads wait for each other: every access is checked against vector clocks.
+
+use super::clocks::{Clocks, Stamp};
+use super::history::{Histories, Kind, Last, Past, Touch, Trouble};
+use super::shadow::Cell;
+use super::{BASE, Checked, fault};
+use crate::fault::{Agent, FaultKind};
+
+/// Clocks of the threads and histories of the places.
+pub(crate) struct Order {
+    pub(crate) clocks: Clocks,
+    histories: Histories,
+}
+
+impl Order {
+    /// Takes over from the warps' clocks.
+    pub(super) fn new(
+        warp_times: &[u32],
+        block_time: u32,
+        cells: &[Cell],
+        byte_cells: &[Cell],
+    ) -> Self {
+        let clocks = Clocks::new(warp_times, block_time);
+        let mut histories = Histories::new(cells.len());
+        let past = |cell: &Cell| cell.past(block_time, clocks.everyone());
+        for (word, cell) in cells.iter().enumerate().filter(|(_, cell)| !cell.is_unwritten()) {
+            if !cell.is_split() {
+                histories.import(word * 4, true, past(cell));
+                continue;
+            }
+            for (byte, cell) in byte_cells[word * 4..][..4].iter().enumerate() {
+                histories.import(word * 4 + byte, false, past(cell));
+            }
+        }
+        Self { clocks, histories }
+    }
+
+    /// Touches bytes at an offset; `last` is kept from place to place of one access.
+    #[inline]
+    pub(super) fn touch(
+        &mut self,
+        place: (usize, usize),
+        touch: &Touch,
+        last: &mut Last,
+    ) -> Checked {
+        if last.is_none() {
+            self.histories.collect();
+        }
+        self.histories
+            .touch(place, touch, &self.clocks, last)
+            .or_else(|(offset, trouble)| refuse(trouble, touch.issuers.start, offset))
+    }
+
+    /// A thread's asynchronous copy of 16 bytes has arrived and been waited for.
+    pub(super) fn land_copy(&mut self, thread: u32, offset: usize) {
+        let landed = self.touch((offset, 16), &Touch::by(thread, Kind::LandCopy), &mut None);
+        landed.expect("the copy was checked when it began");
+    }
+}
+
+impl Cell {
+    /// What it knows; readers that it has left out are stood for by `everyone`.
+    fn past(&self, block_time: u32, everyone: Stamp) -> Past {
+        let (mut readers, complete) = self.readers(block_time);
+        if !complete {
+            readers.push(everyone);
+        }
+        Past { writer: self.writer(), readers }
+    }
+}
+
+#[cold]
+fn refuse(trouble: Trouble, thread: u32, offset: usize) -> Checked {
+    let address = BASE + offset as u32;
+    fault(match trouble {
+        Trouble::Unwritten => FaultKind::UninitialisedShared { thread, address },
+        Trouble::InFlight { copier } => FaultKind::CopyInFlight { thread, copier, address },
+        Trouble::Mbarrier => {
+            let what = "accessed as memory".to_owned();
+            FaultKind::Mbarrier { thread, address: address & !7, what }
+        }
+        Trouble::MissingFence { writer, reader } => {
+            FaultKind::MissingProxyFence { address, writer, reader }
+        }
+        Trouble::Race { hazard, first: Agent::Thread(first), second: Agent::Thread(second) } => {
+            FaultKind::Race { address, hazard, first, second }
+        }
+        Trouble::Race { hazard, first, second } => {
+            FaultKind::AsyncRace { address, hazard, first, second }
+        }
+    })
+}
