@@ -43,6 +43,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let limits = Limits { absolute: args.atol, relative: args.rtol };
     let backend = backend::select(args.backend)?;
+    eprintln!("checking on {}", backend.name());
     let mut out = std::io::stdout().lock();
     let mut passed = 0;
     for case in &cases {

@@ -63,20 +63,17 @@ pub struct OutputCheck {
 /// meta.json; fields that say where a case comes from are for readers.
 #[derive(Deserialize, Default)]
 struct Meta {
-    #[serde(default)]
-    tolerance: MetaTolerance,
+    tolerance: Option<MetaTolerance>,
 }
 
 #[derive(Deserialize, Default)]
-#[serde(deny_unknown_fields)]
 struct MetaTolerance {
     atol: Option<f64>,
     rtol: Option<f64>,
 }
 
 /// ignore.json.
-#[derive(Deserialize, Default)]
-#[serde(deny_unknown_fields)]
+#[derive(Deserialize)]
 struct Ignore {
     version: u32,
     outputs: BTreeMap<String, Vec<Region>>,
@@ -173,8 +170,8 @@ impl Case {
 
     /// The tolerance in meta.json.
     fn limits(&self) -> Result<Limits> {
-        let MetaTolerance { atol, rtol } =
-            self.json::<Meta>("meta.json", META)?.unwrap_or_default().tolerance;
+        let meta = self.json::<Meta>("meta.json", META)?.unwrap_or_default();
+        let MetaTolerance { atol, rtol } = meta.tolerance.unwrap_or_default();
         for (name, value) in [("atol", atol), ("rtol", rtol)] {
             if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
                 return Err(Error::invalid(

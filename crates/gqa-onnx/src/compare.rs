@@ -75,7 +75,6 @@ impl Limits {
 
 /// A half-open box of elements, in a tensor's coordinates.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Region {
     /// First coordinates inside.
     pub start: Vec<usize>,
