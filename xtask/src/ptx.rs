@@ -5,6 +5,7 @@ use crate::place;
 use anyhow::{Context, Result, bail};
 use clap::Args as ClapArgs;
 use gqa_ptx::{Manifest, Toolchain, post, read_compressed, sha256, source_hash, write_compressed};
+use std::collections::BTreeSet;
 use std::fs;
 use std::time::Instant;
 
@@ -52,10 +53,15 @@ pub fn run(args: &Args) -> Result<()> {
         let names: Vec<_> = Module::all().map(Module::name).collect();
         bail!("no module is chosen; there are {}", names.join(", "));
     }
-    if args.check { check(&toolchain, &modules, args) } else { write(&toolchain, &modules, args) }
+    let mut compiler = Compiler::new(toolchain, args.quick)?;
+    if args.check {
+        check(&mut compiler, &modules, args)
+    } else {
+        write(&mut compiler, &modules, args)
+    }
 }
 
-fn write(toolchain: &Toolchain, modules: &[Module], args: &Args) -> Result<()> {
+fn write(compiler: &mut Compiler, modules: &[Module], args: &Args) -> Result<()> {
     fs::create_dir_all(place::shipped()).context("cannot make ptx/")?;
     let mut manifest = if args.is_everything() {
         Manifest::default()
@@ -63,7 +69,7 @@ fn write(toolchain: &Toolchain, modules: &[Module], args: &Args) -> Result<()> {
         Manifest::read(&place::manifest())?
     };
     for module in modules {
-        let (row, text) = compile(toolchain, *module, args.quick)?;
+        let (row, text) = compiler.compile(*module)?;
         write_compressed(&place::shipped().join(&row.file), &text)?;
         manifest.put(row);
     }
@@ -75,34 +81,58 @@ fn write(toolchain: &Toolchain, modules: &[Module], args: &Args) -> Result<()> {
     Ok(manifest.write(&place::manifest())?)
 }
 
-/// The module's row for the manifest and its text.
-fn compile(
-    toolchain: &Toolchain,
-    module: Module,
+/// Compiles modules of one state of the source.
+struct Compiler {
+    toolchain: Toolchain,
     quick: bool,
-) -> Result<(gqa_ptx::Module, String)> {
-    let started = Instant::now();
-    let built = module.build(toolchain, quick)?;
-    eprint!("{}", built.warnings);
-    let row = gqa_ptx::Module {
-        file: module.file(),
-        family: module.family_name().into(),
-        arch: module.arch.into(),
-        ptx: post::version(&built.ptx)
-            .with_context(|| format!("{}: the PTX has no .version", module.name()))?
-            .into(),
-        compiler: toolchain.version().into(),
-        source: source_hash(&place::kernels())?,
-        sha256: sha256(built.ptx.as_bytes()),
-        entries: post::entry_names(&built.ptx),
-    };
-    let (entries, kib) = (row.entries.len(), built.ptx.len() / 1024);
-    println!(
-        "{:28} {entries:3} entries {kib:6} KiB {:6.1} s",
-        module.name(),
-        started.elapsed().as_secs_f32()
-    );
-    Ok((row, built.ptx))
+    source: String,
+    /// Warnings shown already: most are the same for every module.
+    warned: BTreeSet<String>,
+}
+
+impl Compiler {
+    fn new(toolchain: Toolchain, quick: bool) -> Result<Self> {
+        Ok(Self {
+            toolchain,
+            quick,
+            source: source_hash(&place::kernels())?,
+            warned: BTreeSet::new(),
+        })
+    }
+
+    /// The module's row for the manifest and its text.
+    fn compile(&mut self, module: Module) -> Result<(gqa_ptx::Module, String)> {
+        let started = Instant::now();
+        let built = module.build(&self.toolchain, self.quick)?;
+        self.warn(&built.warnings);
+        let row = gqa_ptx::Module {
+            file: module.file(),
+            family: module.family_name().into(),
+            arch: module.arch.into(),
+            ptx: post::version(&built.ptx)
+                .with_context(|| format!("{}: the PTX has no .version", module.name()))?
+                .into(),
+            compiler: self.toolchain.version().into(),
+            source: self.source.clone(),
+            sha256: sha256(built.ptx.as_bytes()),
+            entries: post::entry_names(&built.ptx),
+        };
+        let (entries, kib) = (row.entries.len(), built.ptx.len() / 1024);
+        println!(
+            "{:28} {entries:3} entries {kib:6} KiB {:6.1} s",
+            module.name(),
+            started.elapsed().as_secs_f32()
+        );
+        Ok((row, built.ptx))
+    }
+
+    fn warn(&mut self, warnings: &str) {
+        for warning in warnings.split("\n\n").filter(|warning| !warning.trim().is_empty()) {
+            if self.warned.insert(warning.to_owned()) {
+                eprintln!("{warning}\n");
+            }
+        }
+    }
 }
 
 /// Compressed PTX in ptx/ that the manifest does not name.
@@ -117,11 +147,11 @@ fn strays(manifest: &Manifest) -> Result<Vec<String>> {
     Ok(strays)
 }
 
-fn check(toolchain: &Toolchain, modules: &[Module], args: &Args) -> Result<()> {
+fn check(compiler: &mut Compiler, modules: &[Module], args: &Args) -> Result<()> {
     let manifest = Manifest::read(&place::manifest())?;
     let mut problems = Vec::new();
     for module in modules {
-        let (row, text) = compile(toolchain, *module, false)?;
+        let (row, text) = compiler.compile(*module)?;
         problems.extend(
             difference(&manifest, &row, &text)?
                 .map(|problem| format!("  ptx/{}: {problem}", row.file)),
@@ -160,7 +190,8 @@ fn difference(manifest: &Manifest, fresh: &gqa_ptx::Module, text: &str) -> Resul
         return Ok(Some("not the text that ptx/manifest.json names".into()));
     }
     if row.source != fresh.source {
-        return Ok(Some("made from another state of crates/gqa-kernels".into()));
+        let same = if shipped == text { ", which gives the same PTX" } else { "" };
+        return Ok(Some(format!("made from another state of crates/gqa-kernels{same}")));
     }
     if shipped == text {
         return Ok(
