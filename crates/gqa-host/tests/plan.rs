@@ -25,7 +25,8 @@ fn every_known_device_has_a_plan_within_its_means() {
     for name in DeviceInfo::known_names() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (rows, total) in [(1, CAPACITY), (30, 30), (64, CAPACITY)] {
-                let plan = planned(&Step::new(dtype, rows, &[total as i32, rows as i32], total), name);
+                let plan =
+                    planned(&Step::new(dtype, rows, &[total as i32, rows as i32], total), name);
                 let fits = |launch: &Launch| {
                     launch.entry.min_sm <= plan.device.sm
                         && launch.entry.shared_bytes <= plan.device.shared_bytes
