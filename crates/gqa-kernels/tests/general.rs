@@ -2,6 +2,7 @@
 
 mod support;
 
+use bytemuck::Zeroable;
 use gqa_kernels::attention::general;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{AttentionParams, Strides, qk_output, sink};
@@ -219,7 +220,7 @@ impl Case {
             splits: 1,
             scale: self.scale,
             softcap: self.softcap,
-            reserved: 0,
+            ..Zeroable::zeroed()
         }
     }
 

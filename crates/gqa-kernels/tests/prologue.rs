@@ -2,6 +2,7 @@
 
 mod support;
 
+use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{PrologueParams, Strides};
 use gqa_kernels::prologue;
@@ -191,7 +192,7 @@ impl Case {
             interleaved: self.interleaved.into(),
             max_positions: self.max_positions(),
             position_stride: self.explicit.map_or(0, |more| self.q_len + more),
-            reserved: 0,
+            ..Zeroable::zeroed()
         }
     }
 
