@@ -89,13 +89,11 @@ pub(super) fn begin_load(block: &mut Block, address: u32) -> Checked<Stamp> {
     let (fenced, writer) = (barrier.fenced, barrier.initialised.agent);
     let write = Stamp { agent: barrier.agent, time: barrier.phases };
     barrier.loaded = barrier.phases + 1;
-    match fenced {
-        Some(fence) if block.vector_clocks().sees(thread, fence) => Ok(write),
-        _ => {
-            let reader = Agent::Load { mbarrier: address };
-            Err(Box::new(FaultKind::MissingProxyFence { address, writer, reader }))
-        }
+    if !fenced.is_some_and(|fence| block.vector_clocks().sees(thread, fence)) {
+        let what = format!("tma_load without a fence_mbarrier_init of thread {writer} before");
+        return misuse(block, address, what);
     }
+    Ok(write)
 }
 
 fn fence(block: &mut Block) {

@@ -109,14 +109,19 @@ impl Cell {
         (!self.is_unwritten()).then_some((stamp, self.writer.has(Tag::IN_FLIGHT)))
     }
 
-    /// Readers since the last write and the last block barrier, and whether these are all.
+    /// Readers since the last write and the last block barrier, and whether these are all. Where two lanes of a warp are known, any
+    /// lane may have read.
     pub(super) fn readers(self, block_time: u32) -> (Vec<Stamp>, bool) {
-        let reader = self.reader;
-        if reader.time() < block_time {
+        let (reader, time) = (self.reader, self.reader.time());
+        if time < block_time {
             return (Vec::new(), true);
         }
-        let stamps = [reader.a(), reader.b()].map(|agent| Stamp { agent, time: reader.time() });
-        (stamps.to_vec(), reader.a() == reader.b())
+        let lanes = if reader.a() == reader.b() {
+            reader.a()..reader.a() + 1
+        } else {
+            reader.warp() * 32..reader.warp() * 32 + 32
+        };
+        (lanes.map(|agent| Stamp { agent, time }).collect(), !reader.has(Tag::WARPS))
     }
 
     #[inline(always)]
