@@ -51,7 +51,9 @@ impl Call {
             value,
             past: data.past(case),
             seqlens_k: data.seqlens(case),
-            total_sequence_length: Tensor::I32(ndarray::arr1(&[case.total_len() as i32]).into_dyn()),
+            total_sequence_length: Tensor::I32(
+                ndarray::arr1(&[case.total_len() as i32]).into_dyn(),
+            ),
             cos_cache,
             sin_cache,
             position_ids,

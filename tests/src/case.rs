@@ -107,6 +107,13 @@ impl Case {
         }
     }
 
+    /// Standard deviation of the scores before softcap and bias.
+    pub fn score_deviation(&self) -> f32 {
+        let root = (self.head_size as f32).sqrt();
+        let scale = if self.scale == 0.0 { 1.0 / root } else { self.scale.abs() };
+        scale * root * self.spread * self.spread
+    }
+
     /// Binding of the cache.
     pub fn cache(&self) -> CacheBinding {
         if self.shared { CacheBinding::Shared } else { CacheBinding::Separate }
@@ -145,7 +152,8 @@ pub fn case(
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
     let flags = (any::<[bool; 8]>(), 0..=9usize, any::<u64>());
     let scores = (
-        prop_oneof![6 => Just(0.0f32), 2 => 0.02f32..0.5, 1 => -0.3f32..-0.02],
+        // Multiples of the default.
+        prop_oneof![6 => Just(0.0f32), 2 => 0.3f32..2.0, 1 => -2.0f32..-0.3],
         prop_oneof![3 => Just(0.0f32), 1 => 0.5f32..50.0],
         prop_oneof![2 => Just(-1i64), 1 => 1..=max_rows as i64],
         prop_oneof![4 => Just(0i64), 1 => Just(1), 1 => Just(2)],
@@ -227,7 +235,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         packed,
         layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
         rotary: rotary.map(|(dim, inter, pos)| (1 + (dim - 1) % (head_size / 16), inter, pos)),
-        scale,
+        scale: scale / (head_size as f32).sqrt(),
         softcap,
         window: if bidirectional { -1 } else { window },
         causal: !bidirectional,

@@ -1,9 +1,9 @@
 //! One test body for every back end: random calls, poisoned outputs, compared with the f64 reference.
 
 use crate::{Call, Case, Errors, Tolerance, compare};
+use gqa_host::DType;
 use gqa_host::backend::Backend;
 use gqa_host::reference::Reference;
-use gqa_host::DType;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::cell::RefCell;
@@ -57,4 +57,3 @@ pub fn any_dtype() -> impl Strategy<Value = DType> {
 pub fn half_dtype() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F16), Just(DType::BF16)]
 }
-

@@ -15,7 +15,12 @@ fn cuda(switches: Switches) -> Option<Cuda> {
     }
 }
 
-fn run(name: &str, cases: u32, strategy: impl Strategy<Value = gqa_tests::Case>, switches: Switches) {
+fn run(
+    name: &str,
+    cases: u32,
+    strategy: impl Strategy<Value = gqa_tests::Case>,
+    switches: Switches,
+) {
     if let Some(cuda) = cuda(switches) {
         parity(name, cases, strategy, &cuda);
     }

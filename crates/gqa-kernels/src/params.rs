@@ -46,7 +46,7 @@ pub mod qk_output {
     pub const AFTER_SOFTMAX: u32 = 2;
 }
 
-/// Scalars of every attention kernel (`general`, `tiled`, `split_kv`, `combine`).
+/// Scalars of every attention kernel (`general`, `tiled`, `hopper`, `split_kv`, `combine`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct AttentionParams {
@@ -90,8 +90,8 @@ pub struct AttentionParams {
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)`; 0: off.
     pub softcap: f32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// (query head, batch) pairs whose K and V share the L2 cache (hopper).
+    pub section: u32,
 }
 
 /// Scalars of every prologue kernel.

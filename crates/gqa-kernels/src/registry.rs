@@ -16,7 +16,7 @@ use {
     crate::attention::{
         combine::{self, combine},
         general::{self, general},
-        split_kv, tiled,
+        hopper, split_kv, tiled,
     },
     crate::num::{bf16, f16},
     crate::params::{AttentionParams, PrologueParams},
@@ -32,7 +32,7 @@ use {
 };
 
 /// Rows of one argument list. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`.
-/// Pointer arguments come first, the by-value parameter struct last. What all rows have in common may come before them:
+/// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows have in common may come before them:
 /// `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
     ($table:ident, $family:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
@@ -58,16 +58,26 @@ macro_rules! kernels {
 #[cfg(target_arch = "nvptx64")]
 macro_rules! device_entry {
     ($name:ident, $body:expr, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty)) => {
+        device_entry!($name, $body, ([] $($arg: $aty),* ; $p: $pty));
+    };
+    ($name:ident, $body:expr, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty)) => {
         #[unsafe(no_mangle)]
-        unsafe extern "ptx-kernel" fn $name($($arg: Global<$aty>,)* $p: $pty) {
-            $body($($arg,)* $p)
+        unsafe extern "ptx-kernel" fn $name($($map: crate::simt::TensorMapParam,)* $($arg: Global<$aty>,)* $p: $pty) {
+            $(
+                let _ = $map;
+                let $map = crate::simt::tensor_map_param!($name, $i);
+            )*
+            $body($($map,)* $($arg,)* $p)
         }
     };
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! host_entry {
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty), $spec:tt) => {
+        host_entry!($name, $body, $t = $ty, $family, ([] $($arg: $aty),* ; $p: $pty), $spec)
+    };
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr }) => {
         Entry {
             name: stringify!($name),
@@ -81,16 +91,18 @@ macro_rules! host_entry {
             shared_bytes: $shared,
             hot: $hot,
             min_sm: $sm,
-            arguments: &[$(stringify!($arg)),*],
+            arguments: &[$(stringify!($map),)* $(stringify!($arg)),*],
+            tensor_maps: { const MAPS: &[usize] = &[$($i),*]; MAPS.len() },
             params_bytes: size_of::<$pty>(),
             simulate: {
                 #[allow(dead_code)]
                 type $t = $ty;
                 |arguments| {
                     let mut next = 0..;
+                    $(let $map = arguments.tensor_map(next.next().unwrap_or_default());)*
                     $(let $arg: Global<$aty> = arguments.global(next.next().unwrap_or_default());)*
                     let $p: $pty = arguments.params(next.next().unwrap_or_default());
-                    $body($($arg,)* $p)
+                    $body($($map,)* $($arg,)* $p)
                 }
             },
         }
@@ -109,6 +121,7 @@ static TABLES: &[&[Entry]] = &[
     SEQLENS_TO_POS_IDS,
     GENERAL,
     TILED,
+    HOPPER,
     SPLIT_KV,
     COMBINE,
 ];
@@ -187,11 +200,11 @@ macro_rules! kernels_by_head_size {
             #[cfg($when)]
             $f16 => <$shape>::run, T = f16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: 80 };
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: 80 };
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
         )*)* });
     };
 }
@@ -201,7 +214,7 @@ kernels_by_head_size!(TILED, Tiled, "family-tiled",
     gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
 }, unless quick {
     gqa_tiled_f16_d32, gqa_tiled_bf16_d32 => tiled::D32, 3;
-    gqa_tiled_f16_d64, gqa_tiled_bf16_d64 => tiled::D64, 3;
+    gqa_tiled_f16_d64, gqa_tiled_bf16_d64 => tiled::D64, 2;
     gqa_tiled_f16_d80, gqa_tiled_bf16_d80 => tiled::D80, 2;
     gqa_tiled_f16_d96, gqa_tiled_bf16_d96 => tiled::D96, 2;
     gqa_tiled_f16_d160, gqa_tiled_bf16_d160 => tiled::D160, 2;
@@ -210,12 +223,21 @@ kernels_by_head_size!(TILED, Tiled, "family-tiled",
     gqa_tiled_f16_d256, gqa_tiled_bf16_d256 => tiled::D256, 2;
 });
 
+kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
+    ([q 0, k 1, v 2, out 3] seqlens_k: i32, head_sink: T, out_rows: T, lse: f32; p: AttentionParams), {
+    gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128, 1;
+}, unless quick {
+    gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
+    gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192, 1;
+    gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256, 1;
+});
+
 kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), {
     gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
 }, unless quick {
     gqa_split_kv_f16_d32, gqa_split_kv_bf16_d32 => split_kv::D32, 4;
-    gqa_split_kv_f16_d64, gqa_split_kv_bf16_d64 => split_kv::D64, 3;
+    gqa_split_kv_f16_d64, gqa_split_kv_bf16_d64 => split_kv::D64, 4;
     gqa_split_kv_f16_d80, gqa_split_kv_bf16_d80 => split_kv::D80, 3;
     gqa_split_kv_f16_d96, gqa_split_kv_bf16_d96 => split_kv::D96, 3;
     gqa_split_kv_f16_d160, gqa_split_kv_bf16_d160 => split_kv::D160, 3;

@@ -11,10 +11,12 @@ use gqa_sim::Arg;
 use proptest::prelude::*;
 
 fn run<T: MmaElement>(case: &Case, splits: u32) -> Result<(), TestCaseError> {
-    let (entry, p, mut t) = (case.entry("gqa_split_kv"), case.params(splits), Tensors::<T>::new(case));
+    let (entry, p, mut t) =
+        (case.entry("gqa_split_kv"), case.params(splits), Tensors::<T>::new(case));
     let (out_len, lse_len) = split_kv::partial_elements(&p);
     let (mut partial_out, mut partial_lse) = (vec![f32::NAN; out_len], vec![f32::NAN; lse_len]);
-    let head_sink = || if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() };
+    let head_sink =
+        || if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() };
     let mut direct = vec![
         Arg::read(&t.q),
         Arg::read(&t.k),
@@ -25,7 +27,12 @@ fn run<T: MmaElement>(case: &Case, splits: u32) -> Result<(), TestCaseError> {
     if splits == 1 {
         direct.extend([Arg::write(&mut t.out), lse(case, &mut t.lse), Arg::null(), Arg::null()]);
     } else {
-        direct.extend([Arg::null(), Arg::null(), Arg::write(&mut partial_out), Arg::write(&mut partial_lse)]);
+        direct.extend([
+            Arg::null(),
+            Arg::null(),
+            Arg::write(&mut partial_out),
+            Arg::write(&mut partial_lse),
+        ]);
     }
     direct.push(Arg::params(&p));
     start(case, entry, split_kv::grid(&p), &direct)?;
@@ -46,7 +53,9 @@ fn run<T: MmaElement>(case: &Case, splits: u32) -> Result<(), TestCaseError> {
 }
 
 fn merge_entry(case: &Case) -> &'static Entry {
-    entries().find(|e| e.name.starts_with("gqa_combine") && e.dtype == case.dtype).expect("a kernel")
+    entries()
+        .find(|e| e.name.starts_with("gqa_combine") && e.dtype == case.dtype)
+        .expect("a kernel")
 }
 
 proptest! {

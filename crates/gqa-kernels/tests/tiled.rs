@@ -96,7 +96,8 @@ fn padding_costs_nothing() {
 #[test]
 fn a_length_outside_the_cache_is_clamped() {
     let case = Case { totals: vec![100], q_len: 4, first_prompt: false, ..prompt() };
-    let (entry, p, mut t) = (case.entry("gqa_tiled"), case.params(1), Tensors::<gqa_kernels::num::f16>::new(&case));
+    let (entry, p, mut t) =
+        (case.entry("gqa_tiled"), case.params(1), Tensors::<gqa_kernels::num::f16>::new(&case));
     let arguments = [
         Arg::read(&t.q),
         Arg::read(&t.k),

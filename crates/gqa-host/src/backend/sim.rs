@@ -1,8 +1,9 @@
 //! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
 
 use super::{Backend, Io, POISON};
-use crate::plan::{Arg, DeviceInfo, Launch, Plan, Switches, TensorId, plan};
+use crate::plan::{Arg, DeviceInfo, Launch, Plan, Switches, TensorId, TensorMap, plan};
 use crate::{CacheBinding, Problem, Result, Tensor};
+use gqa_sim::{Swizzle, TensorLayout};
 use std::cell::Cell;
 
 /// A simulated GPU. Workspace and outputs are filled with NaN first, so that what a kernel reads too early or forgets to write shows.
@@ -101,12 +102,15 @@ impl<'a> Memory<'a> {
 
     /// The memory behind an argument: inputs to be read only.
     fn bind(&self, arg: Arg) -> gqa_sim::Arg<'a> {
+        if let Arg::Map(map) = arg {
+            return self.bind_map(map);
+        }
         let read =
             |id| self.inputs.iter().find_map(|(have, bytes)| (*have == id).then_some(*bytes));
         let write =
             |id| self.outputs.iter().find_map(|(have, bytes)| (*have == id).then_some(*bytes));
         let part = match arg {
-            Arg::Null => None,
+            Arg::Null | Arg::Map(_) => None,
             Arg::Tensor { id, offset } if id.is_output() => {
                 write(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::cells)
             }
@@ -118,6 +122,17 @@ impl<'a> Memory<'a> {
             }
         };
         part.unwrap_or_else(gqa_sim::Arg::null)
+    }
+
+    /// A tensor map of the memory behind it.
+    fn bind_map(&self, map: TensorMap) -> gqa_sim::Arg<'a> {
+        let TensorMap { id, offset, bytes, size, stride, tile_rows } = map;
+        let memory = match id {
+            Some(id) => self.bind(Arg::Tensor { id, offset }),
+            None => self.bind(Arg::Workspace { offset, bytes }),
+        };
+        let tile = [TensorMap::TILE_COLUMNS, tile_rows, 1, 1];
+        memory.tensor_map(TensorLayout { size, stride, tile, swizzle: Swizzle::Bytes128 })
     }
 }
 

@@ -3,7 +3,8 @@
 use super::cust::{self, RawStream, Shape};
 use super::device::Device;
 use super::error::DriverError;
-use crate::plan::{Arg, Launch, Plan, TensorId};
+use super::tensor_map::Encoded;
+use crate::plan::{Arg, Launch, Plan, TensorId, TensorMap};
 use crate::{DType, Error, Result};
 use std::ffi::c_void;
 
@@ -88,6 +89,21 @@ impl Workspace {
 
 /// More pointer arguments than any kernel has.
 const MAX_ARGUMENTS: usize = 24;
+/// More tensor maps than any kernel has.
+const MAX_TENSOR_MAPS: usize = 4;
+
+/// Where an argument's memory starts.
+fn address(arg: Arg, tensors: &Views<'_>, workspace: Workspace) -> u64 {
+    match arg {
+        Arg::Null => 0,
+        Arg::Tensor { id, offset } | Arg::Map(TensorMap { id: Some(id), offset, .. }) => {
+            tensors.pointer(id) + offset as u64
+        }
+        Arg::Workspace { offset, .. } | Arg::Map(TensorMap { id: None, offset, .. }) => {
+            workspace.pointer + offset as u64
+        }
+    }
+}
 
 impl Device {
     /// Puts the plan's kernels into `stream`. Allocates no memory and does not wait; the first use of a kernel loads its module.
@@ -135,7 +151,10 @@ impl Device {
         stream: RawStream,
     ) -> Result<()> {
         let Launch { entry, grid, args, params } = launch;
+        let is_map = |arg: &Arg| matches!(arg, Arg::Map(_));
         if args.len() > MAX_ARGUMENTS
+            || entry.tensor_maps > MAX_TENSOR_MAPS
+            || !args.iter().enumerate().all(|(i, arg)| is_map(arg) == (i < entry.tensor_maps))
             || args.len() != entry.arguments.len()
             || params.len() != entry.params_bytes
         {
@@ -153,20 +172,20 @@ impl Device {
         );
         let function = self.function(entry)?;
         let mut pointers = [0u64; MAX_ARGUMENTS];
+        let mut maps = [Encoded::default(); MAX_TENSOR_MAPS];
         let mut arguments = [std::ptr::null_mut::<c_void>(); MAX_ARGUMENTS + 1];
         for (i, arg) in args.iter().enumerate() {
-            pointers[i] = match *arg {
-                Arg::Null => 0,
-                Arg::Tensor { id, offset } => tensors.pointer(id) + offset as u64,
-                Arg::Workspace { offset, .. } => workspace.pointer + offset as u64,
-            };
-        }
-        for (argument, pointer) in arguments.iter_mut().zip(&mut pointers) {
-            *argument = std::ptr::from_mut(pointer).cast();
+            pointers[i] = address(*arg, tensors, workspace);
+            arguments[i] = std::ptr::from_mut(&mut pointers[i]).cast();
+            if let Arg::Map(map) = arg {
+                // Maps are the first arguments.
+                maps[i] = Encoded::new(map, pointers[i], entry.name)?;
+                arguments[i] = std::ptr::from_mut(&mut maps[i]).cast();
+            }
         }
         arguments[args.len()] = params.as_ptr().cast_mut().cast();
         let shape = Shape { grid: *grid, threads: entry.threads, shared_bytes: entry.shared_bytes };
-        // SAFETY: one pointer per pointer argument, then the parameters, of the sizes that the entry has.
+        // SAFETY: one value per argument, then the parameters, of the sizes that the entry has.
         let launched =
             unsafe { cust::launch(function, &shape, &mut arguments[..=args.len()], stream) };
         launched.map_err(|failure| {

@@ -120,7 +120,7 @@ delay_load! {
     cuStreamDestroy_v2 cuStreamEndCapture cuStreamGetFlags cuStreamGetPriority cuStreamSynchronize
     cuStreamWaitEvent cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc
     cuTexObjectCreate cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
-    cuThreadExchangeStreamCaptureMode
+    cuTensorMapEncodeTiled cuThreadExchangeStreamCaptureMode
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ mod lazy;
 mod memory;
 mod modules;
 mod stream;
+mod tensor_map;
 
 pub use call::{Call, Graph};
 pub use cust::RawStream;

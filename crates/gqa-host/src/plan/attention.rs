@@ -3,10 +3,10 @@
 use super::decision::{Candidate, Decision, Rejection};
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::switches::Switches;
-use super::{Arg, DeviceInfo, Launch, TensorId};
+use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
 use crate::{Error, Phase, Problem, QkOutput, Result, Sink};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::{combine, general, split_kv, tiled};
+use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled};
 use gqa_kernels::params::{AttentionParams, Strides, qk_output, sink};
 use gqa_kernels::registry::{Entry, Family, entries, find};
 
@@ -70,6 +70,10 @@ fn consider(
     let entry = kernel(candidate, p, device, forced)?;
     let splits = match candidate {
         Candidate::SplitKv => splits(p, entry, device, switches)?,
+        Candidate::Hopper => {
+            suits_hopper(p, device, switches)?;
+            1
+        }
         Candidate::Tiled | Candidate::General => 1,
     };
     Ok(Choice { candidate, entry, splits })
@@ -79,6 +83,7 @@ impl Candidate {
     const fn family(self) -> Family {
         match self {
             Self::SplitKv => Family::SplitKv,
+            Self::Hopper => Family::Hopper,
             Self::Tiled => Family::Tiled,
             Self::General => Family::General,
         }
@@ -91,7 +96,9 @@ impl Candidate {
                 switches.disable_memory_efficient_attention,
                 "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
             ),
-            Self::Tiled => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION"),
+            Self::Hopper | Self::Tiled => {
+                by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
+            }
             Self::SplitKv => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
                 .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE")),
         }
@@ -154,6 +161,24 @@ fn is_combine(entry: &Entry) -> bool {
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
 const FEW_ROWS: u32 = 64;
 
+/// Query rows from which a tile of 64 rows or more per query head pays.
+const HOPPER_ROWS: usize = 64;
+
+/// Why [`tiled`] does better, or must do.
+fn suits_hopper(p: &Problem, device: &DeviceInfo, switches: &Switches) -> Result<(), Rejection> {
+    const SM: u32 = 90;
+    if device.sm != SM {
+        return Err(Rejection::Architecture { have: device.sm, need: SM });
+    }
+    if p.scale <= 0.0 {
+        return Err(Rejection::Scale { got: p.scale });
+    }
+    if p.q_len < HOPPER_ROWS && switches.force.is_none() {
+        return Err(Rejection::FewRows { got: p.q_len, min: HOPPER_ROWS });
+    }
+    Ok(())
+}
+
 /// Parts of the keys for `split_kv`, or why [`tiled`] does better. GQA_SPLITS and GQA_FORCE know better than this.
 fn splits(
     p: &Problem,
@@ -198,10 +223,16 @@ pub(super) fn launches(
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Choice { candidate, entry, splits } = *choice;
-    let params = params(p, query.strides, splits)?;
-    let mut arguments = arguments(p, query.arg);
+    let mut params = params(p, query.strides, splits)?;
+    params.section = hopper::section(&params, device.l2_bytes);
+    let mut arguments = if candidate == Candidate::Hopper {
+        hopper_arguments(p, &params, query.arg, entry)
+    } else {
+        arguments(p, query.arg)
+    };
     let grid = match candidate {
         Candidate::SplitKv => split_kv::grid(&params),
+        Candidate::Hopper => hopper::grid(&params, entry.rows, device.multiprocessors),
         Candidate::Tiled => tiled::grid(&params, entry.rows),
         Candidate::General => general::grid(&params),
     };
@@ -238,6 +269,48 @@ fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
     ]
 }
 
+/// Everything `hopper` asks for: tensor maps of what it reads and writes by tiles.
+fn hopper_arguments(
+    p: &Problem,
+    params: &AttentionParams,
+    query: Arg,
+    entry: &Entry,
+) -> Vec<(&'static str, Arg)> {
+    let AttentionParams { q_len, q_heads, kv_heads, capacity, .. } = *params;
+    let map = |arg, strides, rows, heads, tile_rows| {
+        tensor_map(p, arg, strides, [params.head_size, rows, heads, params.batch], tile_rows)
+    };
+    let tensor = |id| tensor(p, id, 0);
+    // A warpgroup stores its 64 rows by itself.
+    const STORED_ROWS: u32 = 64;
+    let (k, v) = (tensor(TensorId::PresentKey), tensor(TensorId::PresentValue));
+    vec![
+        ("q", map(query, params.q, q_len, q_heads, entry.rows)),
+        ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
+        ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
+        ("out", map(tensor(TensorId::Output), params.out, q_len, q_heads, STORED_ROWS)),
+        ("seqlens_k", tensor(TensorId::SeqlensK)),
+        ("head_sink", tensor(TensorId::HeadSink)),
+        ("out_rows", tensor(TensorId::Output)),
+        ("lse", tensor(TensorId::Lse)),
+    ]
+}
+
+/// The map of a (batch, head, row) tensor.
+fn tensor_map(p: &Problem, arg: Arg, strides: Strides, size: [u32; 4], tile_rows: u32) -> Arg {
+    let element = p.dtype.size();
+    let (id, offset) = match arg {
+        Arg::Tensor { id, offset } => (Some(id), offset),
+        Arg::Workspace { offset, .. } => (None, offset),
+        Arg::Null | Arg::Map(_) => return arg,
+    };
+    let stride = [strides.row, strides.head, strides.batch];
+    let last: u64 = (1..4).map(|i| u64::from(size[i] - 1) * stride[i - 1]).sum();
+    let bytes = (last as usize + size[0] as usize) * element;
+    let stride = stride.map(|elements| elements * element as u64);
+    Arg::Map(TensorMap { id, offset, bytes, size, stride, tile_rows })
+}
+
 fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
     let cache = strides(p.cache_layout(p.capacity));
     Ok(AttentionParams {
@@ -269,7 +342,7 @@ fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
         splits,
         scale: p.scale,
         softcap: p.softcap.unwrap_or(0.0),
-        reserved: 0,
+        section: 0,
     })
 }
 

@@ -10,6 +10,8 @@ use std::fmt;
 pub enum Candidate {
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
     SplitKv,
+    /// Flash attention with warpgroups and the copy engine: prompts and long chunks on Hopper.
+    Hopper,
     /// Flash attention on tensor cores.
     Tiled,
     /// Memory-efficient attention for everything legal.
@@ -18,12 +20,13 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 3] = [Self::SplitKv, Self::Tiled, Self::General];
+    pub const ALL: [Self; 4] = [Self::SplitKv, Self::Hopper, Self::Tiled, Self::General];
 
     /// Name of the kernel family.
     pub const fn name(self) -> &'static str {
         match self {
             Self::SplitKv => "split_kv",
+            Self::Hopper => "hopper",
             Self::Tiled => "tiled",
             Self::General => "general",
         }
@@ -81,6 +84,25 @@ pub enum Rejection {
         /// The most that count as few.
         max: u32,
     },
+    /// So few query rows that most of a tile would be empty.
+    FewRows {
+        /// The call's query rows.
+        got: usize,
+        /// The fewest that pay.
+        min: usize,
+    },
+    /// The kernel is made for one architecture.
+    Architecture {
+        /// The GPU's compute capability, times ten.
+        have: u32,
+        /// The kernel's, times ten.
+        need: u32,
+    },
+    /// The kernel takes maxima before the factor, so that has to be positive.
+    Scale {
+        /// The call's.
+        got: f32,
+    },
     /// Cutting the keys into parts would not make the call faster.
     OneSplit,
     /// An earlier candidate was taken.
@@ -105,6 +127,14 @@ impl fmt::Display for Rejection {
                 write!(f, "a block needs {need} bytes of shared memory, the device has {have}")
             }
             Self::Rows { got, max } => write!(f, "{got} packed query rows are over {max}"),
+            Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
+            Self::Architecture { have, need } => write!(
+                f,
+                "needs compute capability {} exactly, the device has {}",
+                capability(*need),
+                capability(*have)
+            ),
+            Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::OneSplit => write!(f, "one part of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),
         }

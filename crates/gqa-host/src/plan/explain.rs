@@ -82,6 +82,13 @@ impl fmt::Display for Arg {
             Self::Tensor { id, offset: 0 } => f.write_str(id.name()),
             Self::Tensor { id, offset } => write!(f, "{}+{offset}", id.name()),
             Self::Workspace { offset, .. } => write!(f, "workspace+{offset}"),
+            Self::Map(map) => {
+                let (offset, bytes) = (map.offset, map.bytes);
+                let memory = map
+                    .id
+                    .map_or(Self::Workspace { offset, bytes }, |id| Self::Tensor { id, offset });
+                write!(f, "map of {memory}")
+            }
         }
     }
 }

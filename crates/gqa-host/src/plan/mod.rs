@@ -10,7 +10,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! Attention then reads K and V from the present cache: `split_kv` and `combine`, `tiled`, or `general`.
+//! Attention then reads K and V from the present cache: `split_kv` and `combine`, `hopper`, `tiled`, or `general`.
 
 mod attention;
 mod cost;
@@ -76,7 +76,7 @@ pub enum TensorId {
     Lse,
 }
 
-/// What a pointer argument of a launch is bound to.
+/// What an argument of a launch is bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arg {
     /// A null pointer.
@@ -95,6 +95,31 @@ pub enum Arg {
         /// Length.
         bytes: usize,
     },
+    /// A tensor map for the copy engine.
+    Map(TensorMap),
+}
+
+/// A (head size, row, head, batch) tensor of 16-bit elements as the copy engine takes it: boxes of 64 columns and `tile_rows` rows,
+/// with the 128-byte swizzle; what lies outside the tensor reads as zero and is not written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorMap {
+    /// The tensor of the call, unless it is in the workspace.
+    pub id: Option<TensorId>,
+    /// Bytes to its first element, in the tensor or in the workspace.
+    pub offset: usize,
+    /// Bytes from there to its end.
+    pub bytes: usize,
+    /// Head size, rows, heads, batch entries.
+    pub size: [u32; 4],
+    /// Bytes from a row, a head, a batch entry to the next.
+    pub stride: [u64; 3],
+    /// Rows of a box.
+    pub tile_rows: u32,
+}
+
+impl TensorMap {
+    /// Columns of a box: 128 bytes.
+    pub const TILE_COLUMNS: u32 = 64;
 }
 
 /// One kernel launch.
@@ -104,7 +129,7 @@ pub struct Launch {
     pub entry: &'static Entry,
     /// Blocks.
     pub grid: [u32; 3],
-    /// Pointer arguments, in the order of [`Entry::arguments`].
+    /// In the order of [`Entry::arguments`].
     pub args: Vec<Arg>,
     /// Bytes of the parameter struct.
     pub params: Vec<u8>,

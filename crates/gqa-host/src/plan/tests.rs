@@ -430,6 +430,14 @@ fn check(plan: &Plan, launch: &Launch) {
         let has = match *arg {
             Arg::Null => continue,
             Arg::Tensor { id, offset } => id.spec(&plan.problem).unwrap().bytes() - offset,
+            Arg::Map(map) => {
+                let bytes = map
+                    .id
+                    .map_or(plan.workspace_bytes, |id| id.spec(&plan.problem).unwrap().bytes());
+                assert!(map.offset + map.bytes <= bytes && map.offset % 16 == 0);
+                assert!(map.stride.iter().all(|stride| stride % 16 == 0));
+                continue;
+            }
             Arg::Workspace { offset, bytes } => {
                 assert!(offset % 256 == 0 && offset + bytes <= plan.workspace_bytes);
                 bytes

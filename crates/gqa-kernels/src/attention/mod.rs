@@ -2,5 +2,6 @@
 
 pub mod combine;
 pub mod general;
+pub mod hopper;
 pub mod split_kv;
 pub mod tiled;

@@ -31,12 +31,12 @@ use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::{
-    Global, Shared, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, fma, lane, st_shared, sync_threads,
-    sync_warp, thread_idx, warp,
+    Global, Shared, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, fma, lane, st_shared,
+    sync_threads, sync_warp, thread_idx, warp,
 };
-use crate::tile::copy::{Team, Tile, UNIT, tile_bytes};
+use crate::tile::copy::{Team, Tile, UNIT, tile_bytes, to_unit};
 use crate::tile::fragment::{Fragments, accumulate, column_of, row_of, scores, zeros};
-use crate::tile::rows::{QueryRow, Rows, Span, close, row_tiles};
+use crate::tile::rows::{Row, Rows, Span, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
 use core::ops::Range;
 
@@ -56,12 +56,12 @@ const N8: usize = KEYS as usize / 8;
 /// A kernel for head sizes up to `8 D8` whose warps have `STAGES` key tiles under way.
 pub struct SplitKv<const D8: usize, const STAGES: u32>;
 
-// One shape per head size, with as many stages as leave room for three or more blocks on an SM, and for one where it has 99 KB.
+// One shape per head size, with as many stages as leave room for three blocks or so on an SM with 227 KB, and for one on an SM with 99.
 
 /// Head sizes up to 32.
 pub type D32 = SplitKv<4, 4>;
 /// Head sizes up to 64.
-pub type D64 = SplitKv<8, 3>;
+pub type D64 = SplitKv<8, 2>;
 /// Head sizes up to 80.
 pub type D80 = SplitKv<10, 3>;
 /// Head sizes up to 96.
@@ -88,24 +88,34 @@ pub fn partial_elements(p: &AttentionParams) -> (usize, usize) {
     (rows * p.head_size as usize, rows)
 }
 
-/// Into how many parts to cut the keys: the number for which the last block ends first, if `slots` blocks run at a time, the
-/// longest sequence has `max_keys` keys, and a block needs a fixed time besides that for its keys.
-pub fn splits(p: &AttentionParams, max_keys: u32, slots: u32) -> u32 {
-    /// Time of a block without keys, and of [`combine`](super::combine), in rounds of the block's warps.
-    const START: u64 = 2;
-    const COMBINE: u64 = 3;
+/// Into how many parts to cut the keys: the number for which the call ends first on a device with that many multiprocessors, if
+/// the longest sequence has `max_keys` keys.
+///
+/// One block has enough loads under way for a multiprocessor's share of the memory's bandwidth, so a multiprocessor takes as long
+/// as all its blocks need one after the other, however many of them it holds; then [`combine`](super::combine) reads what they left.
+/// Times are in rounds of a block, 64 keys, which take about a microsecond.
+pub fn splits(p: &AttentionParams, max_keys: u32, multiprocessors: u32) -> u32 {
+    /// To start and end a block.
+    const BLOCK: u64 = 1;
+    /// To start the merge; and splits that it reads in a round.
+    const MERGE: u64 = 3;
+    const MERGED: u64 = 32;
     let [units, ..] = grid(p);
-    let visible = if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
+    let visible =
+        if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
     let rounds = visible.div_ceil(KEYS * WARPS).max(1);
     let time = |splits: u32| {
-        let waves = (u64::from(units) * u64::from(splits)).div_ceil(u64::from(slots.max(1)));
-        let combine = if splits > 1 { COMBINE } else { 0 };
-        waves * (u64::from(rounds.div_ceil(splits)) + START) + combine
+        let blocks =
+            (u64::from(units) * u64::from(splits)).div_ceil(u64::from(multiprocessors.max(1)));
+        let merge = if splits == 1 { 0 } else { MERGE + u64::from(splits) / MERGED };
+        blocks * (u64::from(rounds.div_ceil(splits)) + BLOCK) + merge
     };
     (1..=rounds.min(MAX_SPLITS)).min_by_key(|&splits| time(splits)).unwrap_or(1)
 }
 
 impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
+    /// Oldest compute capability, times ten.
+    pub const MIN_SM: u32 = 80;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Packed query rows of a block.
@@ -139,11 +149,12 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         partial_lse: Global<f32>,
         p: AttentionParams,
     ) {
-        let heads = p.kv_heads * p.batch;
+        let heads = (p.kv_heads * p.batch).max(1);
         let rows = Rows::new(&p, seqlens_k, block_idx_x() / heads, block_idx_x() % heads, ROWS);
         let queries = Tile::<T, D8>::at(0);
         Team::<D8, THREADS>::new(thread_idx()).gather(queries, ROWS, q, p.head_size, |r| {
-            rows.get(r).map(|row| p.q.at(rows.batch, row.head, row.s))
+            let row = rows.row(r);
+            (row.s < p.q_len).then(|| p.q.at(rows.batch, row.head, row.s))
         });
         cp_async_commit();
 
@@ -154,12 +165,11 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         // A thread makes eight columns of a row at a time.
         for unit in (thread_idx()..rows.count() * D8 as u32).step_by(THREADS as usize) {
             let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
-            if let Some(row) = rows.get(r)
-                && column < p.head_size
-            {
-                let (state, sums) = Self::merge(r, column);
+            if column < p.head_size {
+                let (row, (state, sums)) = (rows.row(r), Self::merge(r, column));
                 if p.splits == 1 {
-                    let (factor, log_sum_exp) = close(&p, rows.seqlen, row, head_sink, state);
+                    let (factor, log_sum_exp) =
+                        close(&p, row.is_token(), row.head, head_sink, state);
                     write_row(&p, &rows, row, column, factor, sums, out);
                     if column == 0 && !lse.is_null() {
                         lse.store(rows.index(&p, row), log_sum_exp);
@@ -181,17 +191,16 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         queries: Tile<T, D8>,
     ) -> (States<1>, Fragments<1, D8>) {
         let team = Team::<D8, 32>::new(lane());
-        let k = team.first(k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
-        let v = team.first(v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
+        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
+        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
-        let visible = [rows.visible(row_of(0)), rows.visible(row_of(1))];
+        let visible = [rows.row(row_of(0)).visible, rows.row(row_of(1)).visible];
         let tiles = share(&span, p.splits);
-        let copy = |place, rows_0, stride, tile| {
+        let copy = |place, source, stride, tile| {
             if tile < tiles.end {
                 let begin = span.some.first + tile * KEYS;
-                let from = Global::offset(rows_0, (u64::from(begin) * stride) as usize);
-                team.copy(place, KEYS, from, stride, rows.seqlen.total - begin, p.head_size);
+                team.copy(place, KEYS, source, stride, begin, span.some.end, p.head_size);
             }
             cp_async_commit();
         };
@@ -270,7 +279,8 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
                 Self::state_of(warp(), row_of(half)).store(0, [max, sum]);
             }
             for block in 0..D8 {
-                let place = acc_rows.offset(row_of(half) * Self::ACC_PITCH + 8 * block as u32 + column_of());
+                let place = acc_rows
+                    .offset(row_of(half) * Self::ACC_PITCH + 8 * block as u32 + column_of());
                 st_shared(place.address(), [acc[0][block][2 * half], acc[0][block][2 * half + 1]]);
             }
         }
@@ -279,16 +289,19 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     /// The block's state of row `r`, and what it accumulated in eight columns.
     #[inline(always)]
     fn merge(r: u32, column: u32) -> (SoftmaxState, [f32; 8]) {
+        let parts: [[f32; 2]; WARPS as usize] =
+            core::array::from_fn(|w| Self::state_of(w as u32, r).load(0));
         let mut state = SoftmaxState::EMPTY;
-        let parts: [_; WARPS as usize] = core::array::from_fn(|w| Self::state_of(w as u32, r).load(0));
-        for [max, _] in parts {
-            state.raise(max);
+        for w in 0..WARPS as usize {
+            state.raise(parts[w][0]);
         }
         let mut sums = [0.0; 8];
-        for (w, [max, sum]) in parts.into_iter().enumerate() {
+        for w in 0..WARPS as usize {
+            let [max, sum] = parts[w];
             let weight = state.weight(max);
             state.sum += weight * sum;
-            let acc = Shared::<f32>::at(Self::ring_of(w as u32)).offset(r * Self::ACC_PITCH + column);
+            let acc =
+                Shared::<f32>::at(Self::ring_of(w as u32)).offset(r * Self::ACC_PITCH + column);
             let halves = [acc.load_vec(0), acc.load_vec(4)];
             for i in 0..8 {
                 sums[i] = fma(weight, f32::from_bits(halves[i / 4][i % 4]), sums[i]);
@@ -302,7 +315,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
 #[inline(always)]
 fn share(span: &Span, splits: u32) -> Range<u32> {
     let tiles = (span.some.end.saturating_sub(span.some.first)).div_ceil(KEYS);
-    let (each, rest) = (tiles / splits, tiles % splits);
+    let (each, rest) = (tiles / splits.max(1), tiles % splits.max(1));
     let start = block_idx_y() * each + block_idx_y().min(rest);
     start..start + each + u32::from(block_idx_y() < rest)
 }
@@ -327,7 +340,7 @@ fn wait_for_all_but(newest: u32) {
 fn write_row<T: MmaElement>(
     p: &AttentionParams,
     rows: &Rows,
-    row: QueryRow,
+    row: Row,
     column: u32,
     factor: f32,
     sums: [f32; 8],
@@ -335,7 +348,7 @@ fn write_row<T: MmaElement>(
 ) {
     let x = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * factor });
     let start = p.out.at(rows.batch, row.head, row.s) + column as usize;
-    out.store_vec(start, [T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]), T::pack(x[6], x[7])]);
+    out.store_vec(start, to_unit::<T>(x));
 }
 
 /// Writes eight columns of this split's result, unless it saw nothing, and with the first of them its log-sum-exp.
@@ -344,7 +357,7 @@ fn write_row<T: MmaElement>(
 fn write_partial(
     p: &AttentionParams,
     rows: &Rows,
-    row: QueryRow,
+    row: Row,
     column: u32,
     state: SoftmaxState,
     sums: [f32; 8],
@@ -353,7 +366,7 @@ fn write_partial(
 ) {
     let rows_of_split = p.batch as usize * p.q_heads as usize * p.q_len as usize;
     let index = block_idx_y() as usize * rows_of_split + rows.index(p, row);
-    let seen = rows.seqlen.is_token(row.s) && state.sum != 0.0;
+    let seen = row.is_token() && state.sum != 0.0;
     if column == 0 {
         partial_lse.store(index, if seen { state.log_sum_exp() } else { f32::NEG_INFINITY });
     }
@@ -362,5 +375,61 @@ fn write_partial(
         let start = index * p.head_size as usize + column as usize;
         partial_out.store_vec(start, [x[0], x[1], x[2], x[3]]);
         partial_out.store_vec(start + 4, [x[4], x[5], x[6], x[7]]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+
+    fn decode(batch: u32, group: u32, kv_heads: u32) -> AttentionParams {
+        let q_heads = group * kv_heads;
+        AttentionParams {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len: 1,
+            head_size: 128,
+            splits: 1,
+            ..AttentionParams::zeroed()
+        }
+    }
+
+    #[test]
+    fn one_block_holds_sixteen_rows_of_a_group() {
+        assert_eq!(grid(&decode(3, 8, 2)), [6, 1, 1]);
+        assert_eq!(grid(&AttentionParams { q_len: 3, splits: 5, ..decode(3, 8, 2) }), [12, 5, 1]);
+    }
+
+    #[test]
+    fn few_heads_are_split_until_every_multiprocessor_has_a_block() {
+        assert_eq!(splits(&decode(1, 8, 8), 8192, 132), 16);
+        assert_eq!(splits(&decode(4, 8, 8), 8192, 132), 4);
+        assert!(splits(&decode(1, 8, 1), 131_072, 132) > 100);
+    }
+
+    #[test]
+    fn what_fills_the_device_is_not_split() {
+        assert_eq!(splits(&decode(32, 8, 8), 8192, 132), 1);
+        assert_eq!(splits(&decode(128, 8, 8), 2048, 132), 1);
+    }
+
+    #[test]
+    fn few_keys_are_not_worth_a_merge() {
+        assert_eq!(splits(&decode(1, 4, 8), 1, 132), 1);
+        assert_eq!(splits(&decode(1, 4, 8), 200, 132), 1);
+        assert_eq!(splits(&AttentionParams { window: 128, ..decode(1, 4, 8) }, 100_000, 132), 1);
+    }
+
+    #[test]
+    fn a_block_fits_small_multiprocessors() {
+        assert!(D160::SHARED_BYTES <= 99 * 1024 && D256::SHARED_BYTES <= 99 * 1024);
+    }
+
+    #[test]
+    fn partial_results_have_a_row_per_split() {
+        let p = AttentionParams { splits: 3, ..decode(2, 4, 2) };
+        assert_eq!(partial_elements(&p), (3 * 2 * 8 * 128, 3 * 2 * 8));
     }
 }

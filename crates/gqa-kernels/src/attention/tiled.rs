@@ -12,9 +12,10 @@
 //! written. lse, which may be null, is (batch, query head, S).
 //!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, padded rows of `HEAD_SIZE` elements ([`Tile`]). The padding of
-//! a query row holds the range of keys it sees. In the end each warp's query rows carry its output on the way to 16-byte stores.
+//! a query row holds what the block must know of it: which row and head it is, and the keys it sees. In the end each warp's query rows
+//! carry its output on the way to 16-byte stores.
 //!
-//! **Order**, for key tile `j`; copies run while the line between their two ends computes:
+//! **Order**: a barrier lets everybody read the rows' padding. Then, for key tile `j`; copies run while the line between their two ends computes:
 //!
 //! ```text
 //! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
@@ -24,27 +25,27 @@
 //! ```
 //!
 //! **Numerics**: scores, softmax and output accumulate in f32. Weights are rounded to the element type before they meet the values;
-//! the denominator adds the unrounded ones. Keys at or behind the sequence's end are zero in the tiles, whatever memory holds.
+//! the denominator adds the unrounded ones. Keys behind those that
+//! the tile sees are zero in shared memory, whatever the cache holds.
 //! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf.
 
-use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::{
-    Global, block_idx_x, cp_async_commit, cp_async_wait, lane, ld_shared, st_shared, sync_threads, sync_warp, thread_idx,
+    Global, block_idx_x, cp_async_commit, cp_async_wait, lane, sync_threads, sync_warp, thread_idx,
     warp,
 };
 use crate::tile::copy::{Team, Tile, tile_bytes};
 use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
-use crate::tile::rows::{Rows, close, row_tiles};
+use crate::tile::rows::{Row, Rows, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
 
 /// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys.
 pub struct Tiled<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>;
 
-// One shape per head size. Two blocks of rows per warp halve the reads of K and V from shared memory; from 160 columns on, their
-// accumulators would not fit the registers.
+// One shape per head size, each the fastest of those tried on an H200 that leave two blocks on an SM and spill no register. Two blocks
+// of rows per warp halve the reads of K and V from shared memory; from 192 columns on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -55,9 +56,9 @@ pub type D80 = Tiled<2, 10, 8, 128>;
 /// Head sizes up to 96.
 pub type D96 = Tiled<2, 12, 8, 128>;
 /// Head sizes up to 128.
-pub type D128 = Tiled<2, 16, 8, 128>;
+pub type D128 = Tiled<2, 16, 6, 128>;
 /// Head sizes up to 160.
-pub type D160 = Tiled<1, 20, 8, 128>;
+pub type D160 = Tiled<2, 20, 4, 128>;
 /// Head sizes up to 192.
 pub type D192 = Tiled<1, 24, 8, 128>;
 /// Head sizes up to 224.
@@ -70,7 +71,11 @@ pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
     [row_tiles(p, rows) * p.kv_heads * p.batch, 1, 1]
 }
 
-impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled<M, D8, N8, THREADS> {
+impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
+    Tiled<M, D8, N8, THREADS>
+{
+    /// Oldest compute capability, times ten.
+    pub const MIN_SM: u32 = 80;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Packed query rows of a block.
@@ -105,8 +110,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
         let mut states = [[SoftmaxState::EMPTY; 2]; M];
         Self::attend(&p, &rows, k, v, queries, &mut states, &mut acc);
 
-        let mine = queries.from_row(warp() * Self::WARP_ROWS);
-        let factors = Self::finish(&p, &rows, head_sink, lse, states);
+        let mine = queries.from(warp() * Self::WARP_ROWS, 0);
+        let factors = Self::finish(&p, &rows, mine, head_sink, lse, states);
         store(&acc, factors, mine);
         sync_warp();
         Self::write(&p, &rows, mine, out);
@@ -115,21 +120,27 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
     /// Longest first: under a causal mask the last row tile sees most keys.
     #[inline(always)]
     fn rows_of_block(p: &AttentionParams, seqlens_k: Global<i32>) -> Rows {
-        let heads = p.kv_heads * p.batch;
+        let heads = (p.kv_heads * p.batch).max(1);
         let index = row_tiles(p, Self::ROWS) - 1 - block_idx_x() / heads;
         Rows::new(p, seqlens_k, index, block_idx_x() % heads, Self::ROWS)
     }
 
-    /// Starts copying the queries, and notes behind each row what it sees.
+    /// Keeps what the block must know of its rows, then starts copying the queries.
     #[inline(always)]
-    fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>, queries: Tile<T, D8>) {
-        Team::<D8, THREADS>::new(thread_idx()).gather(queries, Self::ROWS, q, p.head_size, |r| {
-            rows.get(r).map(|row| p.q.at(rows.batch, row.head, row.s))
-        });
+    fn load_queries<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        q: Global<T>,
+        queries: Tile<T, D8>,
+    ) {
         for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
-            let Visible { first, end } = rows.visible(r);
-            st_shared(queries.place(r, Self::HEAD_SIZE).address(), [first, end]);
+            rows.row(r).keep(queries, r);
         }
+        sync_threads();
+        Team::<D8, THREADS>::new(thread_idx()).gather(queries, Self::ROWS, q, p.head_size, |r| {
+            let row = Row::kept(queries, r);
+            (row.s < p.q_len).then(|| p.q.at(rows.batch, row.head, row.s))
+        });
     }
 
     /// The loop over key tiles.
@@ -146,14 +157,13 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
         let team = Team::<D8, THREADS>::new(thread_idx());
         let keys = Tile::<T, D8>::at(tile_bytes(Self::ROWS, D8));
         let values = Tile::<T, D8>::at(tile_bytes(Self::ROWS + Self::KEYS, D8));
-        let mine = queries.from_row(warp() * Self::WARP_ROWS);
-        let k = team.first(k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
-        let v = team.first(v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
+        let mine = queries.from(warp() * Self::WARP_ROWS, 0);
+        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
+        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
-        let copy = |tile, rows_0, stride, begin: u32| {
-            let from = Global::offset(rows_0, (begin as u64 * stride) as usize);
-            team.copy(tile, Self::KEYS, from, stride, rows.seqlen.total.saturating_sub(begin), p.head_size);
+        let copy = |tile, source, stride, begin| {
+            team.copy(tile, Self::KEYS, source, stride, begin, span.some.end, p.head_size);
             cp_async_commit();
         };
 
@@ -168,9 +178,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
             scale.adjust(&mut weights);
             if span.is_partial(begin, Self::KEYS) {
                 mask(&mut weights, begin, |m, half| {
-                    let row = 16 * m as u32 + row_of(half);
-                    let [first, end] = ld_shared(mine.place(row, Self::HEAD_SIZE).address());
-                    Visible { first, end }
+                    Row::kept(mine, 16 * m as u32 + row_of(half)).visible
                 });
             }
 
@@ -194,6 +202,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
     fn finish<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
+        mine: Tile<T, D8>,
         head_sink: Global<T>,
         lse: Global<f32>,
         states: States<M>,
@@ -202,12 +211,14 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
         let mut factors = [[0.0; 2]; M];
         for m in 0..M {
             for half in 0..2 {
-                let r = warp() * Self::WARP_ROWS + 16 * m as u32 + row_of(half);
-                let Some(row) = rows.get(r) else { continue };
-                let (factor, log_sum_exp) = close(p, rows.seqlen, row, head_sink, states[m][half]);
-                factors[m][half] = factor;
-                if lane() % 4 == 0 && !lse.is_null() {
-                    lse.store(rows.index(p, row), log_sum_exp);
+                let row = Row::kept(mine, 16 * m as u32 + row_of(half));
+                if row.s < p.q_len {
+                    let (factor, log_sum_exp) =
+                        close(p, row.is_token(), row.head, head_sink, states[m][half]);
+                    factors[m][half] = factor;
+                    if lane() % 4 == 0 && !lse.is_null() {
+                        lse.store(rows.index(p, row), log_sum_exp);
+                    }
                 }
             }
         }
@@ -218,8 +229,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32> Tiled
     #[inline(always)]
     fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, mine: Tile<T, D8>, out: Global<T>) {
         Team::<D8, 32>::new(lane()).scatter(mine, Self::WARP_ROWS, out, p.head_size, |r| {
-            let row = rows.get(warp() * Self::WARP_ROWS + r)?;
-            Some(p.out.at(rows.batch, row.head, row.s))
+            let row = Row::kept(mine, r);
+            (row.s < p.q_len).then(|| p.out.at(rows.batch, row.head, row.s))
         });
     }
 }

@@ -69,6 +69,12 @@ pub trait MmaElement: Element {
     fn pack(lo: f32, hi: f32) -> u32;
     /// `d += a · b` for a 16×16 by 16×8 tile, fragments as PTX defines them for `mma.m16n8k16`.
     fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
+    /// `a · b` over 16 columns for a warpgroup, both from shared memory. SM 90a, as what follows.
+    fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C];
+    /// `d += a · b` over 16 columns for a warpgroup, both from shared memory.
+    fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);
+    /// `d += a · b` over 16 rows of `b` for a warpgroup, `a` from registers.
+    fn wgmma_add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64);
 }
 
 impl Element for f32 {
@@ -123,6 +129,18 @@ impl MmaElement for f16 {
     fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
         simt::mma_m16n8k16_f16(d, a, b);
     }
+    #[inline(always)]
+    fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C] {
+        simt::wgmma_f16(a, b)
+    }
+    #[inline(always)]
+    fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
+        simt::wgmma_add_f16(d, a, b);
+    }
+    #[inline(always)]
+    fn wgmma_add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
+        simt::wgmma_add_registers_f16(d, a, b);
+    }
 }
 
 impl MmaElement for bf16 {
@@ -133,5 +151,17 @@ impl MmaElement for bf16 {
     #[inline(always)]
     fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
         simt::mma_m16n8k16_bf16(d, a, b);
+    }
+    #[inline(always)]
+    fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C] {
+        simt::wgmma_bf16(a, b)
+    }
+    #[inline(always)]
+    fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
+        simt::wgmma_add_bf16(d, a, b);
+    }
+    #[inline(always)]
+    fn wgmma_add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
+        simt::wgmma_add_registers_bf16(d, a, b);
     }
 }

@@ -11,13 +11,16 @@ pub enum Family {
     General,
     /// Tensor-core flash attention for prompts and chunks.
     Tiled,
+    /// Flash attention with warpgroups and the copy engine.
+    Hopper,
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv,
 }
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 4] = [Self::Prologue, Self::General, Self::Tiled, Self::SplitKv];
+    pub const ALL: [Self; 5] =
+        [Self::Prologue, Self::General, Self::Tiled, Self::Hopper, Self::SplitKv];
 
     /// Cargo feature of this crate that compiles the family's entries.
     pub const fn feature(self) -> &'static str {
@@ -25,6 +28,7 @@ impl Family {
             Self::Prologue => "family-prologue",
             Self::General => "family-general",
             Self::Tiled => "family-tiled",
+            Self::Hopper => "family-hopper",
             Self::SplitKv => "family-split-kv",
         }
     }
@@ -34,6 +38,7 @@ impl Family {
         match self {
             Self::Prologue | Self::General => &["sm_70"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
+            Self::Hopper => &["sm_90a"],
         }
     }
 }
@@ -62,8 +67,10 @@ pub struct Entry {
     pub hot: bool,
     /// Oldest compute capability, times ten.
     pub min_sm: u32,
-    /// Names of the pointer arguments in order; the parameter struct follows them.
+    /// Names of the tensor maps and then of the pointer arguments, in order; the parameter struct follows them.
     pub arguments: &'static [&'static str],
+    /// How many of the arguments are tensor maps.
+    pub tensor_maps: usize,
     /// Size of the parameter struct.
     pub params_bytes: usize,
     /// Runs one thread of the kernel on the simulator.

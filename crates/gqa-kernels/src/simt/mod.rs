@@ -15,6 +15,10 @@
 //! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)` |
 //! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `fma(a, b, c)`, `max(a, b)` |
 //! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80) |
+//! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
+//! | copy engine | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
+//! | warpgroup | `wgmma_{f16,bf16}`, `wgmma_add_*`, `wgmma_add_registers_*`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
+//! | optimiser | `opaque(u32)`: the same value, of unknown origin |
 //! | abort | `trap()` |
 //!
 //! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch bound it, launches are checked by

@@ -7,7 +7,16 @@ use bytemuck::Pod;
 use core::arch::{asm, global_asm, nvptx};
 use core::mem::{transmute, transmute_copy};
 
-global_asm!(".extern .shared .align 128 .b8 dyn_smem[];");
+mod copy_engine;
+mod mbarrier;
+mod warpgroup;
+pub(crate) use copy_engine::tensor_map_param;
+pub use copy_engine::*;
+pub use mbarrier::*;
+pub use warpgroup::*;
+
+// Aligned for the copy engine's widest swizzle.
+global_asm!(".extern .shared .align 1024 .b8 dyn_smem[];");
 
 const FULL_WARP: u32 = u32::MAX;
 /// `c` operand of `shfl.sync`: segments of 32 lanes.
@@ -405,6 +414,15 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
         asm!("cvt.rn.bf16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) hi, in(reg32) lo, options(pure, nomem, nostack))
     };
     packed
+}
+
+/// The same value, of unknown origin to the optimiser: what is derived from it is computed anew.
+#[inline(always)]
+pub fn opaque(value: u32) -> u32 {
+    let same;
+    // SAFETY: registers only.
+    unsafe { asm!("mov.b32 {}, {};", out(reg32) same, in(reg32) value, options(nomem, nostack)) };
+    same
 }
 
 /// Ends the kernel with an error.

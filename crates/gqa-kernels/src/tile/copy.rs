@@ -38,10 +38,10 @@ impl<T: MmaElement, const D8: usize> Tile<T, D8> {
         Self { start: Shared::at(bytes) }
     }
 
-    /// The tile that starts at row `row` of this one.
+    /// What starts at element `column` of `row`, seen as a tile.
     #[inline(always)]
-    pub fn from_row(self, row: u32) -> Self {
-        Self { start: self.place(row, 0) }
+    pub fn from(self, row: u32, column: u32) -> Self {
+        Self { start: self.place(row, column) }
     }
 
     /// Element `column` of `row`.
@@ -49,10 +49,22 @@ impl<T: MmaElement, const D8: usize> Tile<T, D8> {
     pub fn place(self, row: u32, column: u32) -> Shared<T> {
         self.start.offset(row * Self::PITCH + column)
     }
+
+    /// The 16 bytes behind `row`, which belong to no column.
+    #[inline(always)]
+    pub fn padding(self, row: u32) -> Shared<T> {
+        self.place(row, D8 as u32 * UNIT)
+    }
 }
 
-/// How a team of `TEAM` threads, a block or a warp, shares the moving of rows of `D8` units: `ACROSS` threads side by side on a
-/// row, as many rows at once as that allows.
+/// Eight rounded values.
+#[inline(always)]
+pub fn to_unit<T: MmaElement>(x: [f32; 8]) -> [u32; 4] {
+    [T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]), T::pack(x[6], x[7])]
+}
+
+/// How a team of `TEAM` threads, a block or a warp, shares the moving of rows of `D8` units: eight threads side by side, which read
+/// whole cache lines and write all banks once, or four where of eight more than an eighth would be idle.
 #[derive(Clone, Copy)]
 pub struct Team<const D8: usize, const TEAM: u32> {
     /// This thread's row in the first pass.
@@ -62,12 +74,10 @@ pub struct Team<const D8: usize, const TEAM: u32> {
 }
 
 impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
-    /// Threads on a row: the largest power of two, 8 at most (128 bytes), that divides its units.
-    const ACROSS: u32 = if D8 % 8 == 0 { 8 } else { 1 << D8.trailing_zeros() };
+    /// Threads on a row.
+    const ACROSS: u32 = if D8.next_multiple_of(8) * 7 <= D8 * 8 { 8 } else { 4 };
     /// Rows that the team moves at once.
     const DOWN: u32 = TEAM / Self::ACROSS;
-    /// Units of a row that one thread moves.
-    const UNITS: u32 = D8 as u32 / Self::ACROSS;
 
     /// The part of `thread` of the team.
     #[inline(always)]
@@ -81,35 +91,36 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         for pass in 0..rows.div_ceil(Self::DOWN) {
             let row = self.row + pass * Self::DOWN;
             if rows % Self::DOWN == 0 || row < rows {
-                for i in 0..Self::UNITS {
-                    unit(row, self.column + i * Self::ACROSS * UNIT);
+                for first in (0..D8 as u32).step_by(Self::ACROSS as usize) {
+                    let column = self.column + first * UNIT;
+                    if first + Self::ACROSS <= D8 as u32 || column < D8 as u32 * UNIT {
+                        unit(row, column);
+                    }
                 }
             }
         }
     }
 
-    /// Where this thread's first unit starts in rows that are `stride` elements apart.
+    /// Starts copying rows `begin..begin + rows` of `source`, which lie `stride` elements apart and are `width` long, into a tile.
+    /// Rows from `end` on, and columns from `width` on, become zero.
     #[inline(always)]
-    pub fn first<T: MmaElement>(self, rows: Global<T>, stride: u64) -> Global<T> {
-        rows.offset((self.row as u64 * stride) as usize + self.column as usize)
-    }
-
-    /// Starts copying `rows` consecutive rows into a tile. `first` is the team's [`first`](Self::first) of those rows, the tensor
-    /// holds `rows_left` of them, and `width` elements of each. The rest of the tile becomes zero.
-    #[inline(always)]
+    #[expect(clippy::too_many_arguments)]
     pub fn copy<T: MmaElement>(
         self,
         tile: Tile<T, D8>,
         rows: u32,
-        first: Global<T>,
+        source: Global<T>,
         stride: u64,
-        rows_left: u32,
+        begin: u32,
+        end: u32,
         width: u32,
     ) {
+        // What is common to the team stays apart from what is the thread's own: it then takes uniform registers.
+        let first = source.offset((u64::from(begin + self.row) * stride) as usize);
         self.each(rows, |row, column| {
-            let source = first.offset(((row - self.row) as u64 * stride) as usize);
-            let valid = row < rows_left && column < width;
-            cp_async_16(tile.place(row, column).address(), source, (column - self.column) as usize, valid);
+            let from = first.offset((u64::from(row - self.row) * stride) as usize);
+            let valid = begin + row < end && column < width;
+            cp_async_16(tile.place(row, column).address(), from, column as usize, valid);
         });
     }
 
@@ -127,7 +138,12 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         self.each(rows, |row, column| {
             let start = source(row);
             let valid = start.is_some() && column < width;
-            cp_async_16(tile.place(row, column).address(), tensor, start.unwrap_or(0) + column as usize, valid);
+            cp_async_16(
+                tile.place(row, column).address(),
+                tensor,
+                start.unwrap_or(0) + column as usize,
+                valid,
+            );
         });
     }
 

@@ -13,7 +13,7 @@
 
 use super::copy::{Tile, UNIT};
 use crate::num::MmaElement;
-use crate::simt::{Shared, lane, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
+use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
 /// `M` blocks of 16 rows by `C8` blocks of 8 columns.
 pub type Fragments<const M: usize, const C8: usize> = [[[f32; 4]; C8]; M];
@@ -42,15 +42,15 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     queries: Tile<T, D8>,
     keys: Tile<T, D8>,
 ) -> Fragments<M, N8> {
-    // Lane l gives ldmatrix row l % 8 of 8×8 matrix l / 8. The matrices of a left operand: rows 0..8, rows 8..16, then both again
-    // 8 columns on. Those of two right operands: columns 0..8 and 8..16 of keys 0..8, then of keys 8..16.
-    let query = queries.place(lane() % 16, lane() / 16 * UNIT);
-    let key = keys.place(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2 * UNIT);
+    let (query, key) =
+        (lanes_part(queries), keys.from(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2 * UNIT));
     let mut scores = zeros::<M, N8>();
     for depth in 0..D8 / 2 {
-        let a = left::<T, M, D8>(query, depth);
+        let a: [_; M] = core::array::from_fn(|m| {
+            ldmatrix_x4(query.place(16 * m as u32, 16 * depth as u32).address())
+        });
         for pair in 0..N8 / 2 {
-            let b = ldmatrix_x4(offset::<T, D8>(key, 16 * pair, 16 * depth));
+            let b = ldmatrix_x4(key.place(16 * pair as u32, 16 * depth as u32).address());
             for m in 0..M {
                 T::mma(&mut scores[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut scores[m][2 * pair + 1], a[m], [b[2], b[3]]);
@@ -67,18 +67,27 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
     weights: &Fragments<M, N8>,
     values: Tile<T, D8>,
 ) {
-    // Transposed, the matrices of two right operands: keys 0..8 and 8..16 of columns 0..8, then of columns 8..16.
-    let value = values.place(lane() % 16, lane() / 16 * UNIT);
+    let value = lanes_part(values);
     for depth in 0..N8 / 2 {
         let a: [_; M] = core::array::from_fn(|m| pack::<T, N8>(&weights[m], depth));
         for pair in 0..D8 / 2 {
-            let b = ldmatrix_x4_trans(offset::<T, D8>(value, 16 * depth, 16 * pair));
+            let b = ldmatrix_x4_trans(value.place(16 * depth as u32, 16 * pair as u32).address());
             for m in 0..M {
                 T::mma(&mut out[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut out[m][2 * pair + 1], a[m], [b[2], b[3]]);
             }
         }
     }
+}
+
+/// What a lane tells `ldmatrix` of the first 16×16 elements of a tile, so that it delivers their four 8×8 blocks in the order upper
+/// left, lower left, upper right, lower right.
+///
+/// Those are a left operand as it is. With keys as rows they are the right operands of keys 0..8 (first and third block) and 8..16;
+/// with values as rows, and transposed, those of columns 0..8 (first and second block) and 8..16.
+#[inline(always)]
+fn lanes_part<T: MmaElement, const D8: usize>(tile: Tile<T, D8>) -> Tile<T, D8> {
+    tile.from(lane() % 16, lane() / 16 * UNIT)
 }
 
 /// Writes the fragments, each row times its factor and rounded, to the warp's rows of a tile. Factor 0 gives 0, whatever the row
@@ -94,17 +103,12 @@ pub fn store<T: MmaElement, const M: usize, const D8: usize>(
             let row = tile.place(16 * m as u32 + row_of(half), column_of());
             let scaled = |x| if factors[m][half] == 0.0 { 0.0 } else { x * factors[m][half] };
             for block in 0..D8 {
-                let pair = T::pack(scaled(out[m][block][2 * half]), scaled(out[m][block][2 * half + 1]));
+                let pair =
+                    T::pack(scaled(out[m][block][2 * half]), scaled(out[m][block][2 * half + 1]));
                 st_shared(row.offset(8 * block as u32).address(), pair);
             }
         }
     }
-}
-
-/// The left operands of step `depth`, 16 columns each.
-#[inline(always)]
-fn left<T: MmaElement, const M: usize, const D8: usize>(query: Shared<T>, depth: usize) -> [[u32; 4]; M] {
-    core::array::from_fn(|m| ldmatrix_x4(offset::<T, D8>(query, 16 * m, 16 * depth)))
 }
 
 /// The left operand made of blocks `2 depth` and `2 depth + 1`.
@@ -117,10 +121,4 @@ fn pack<T: MmaElement, const N8: usize>(weights: &[[f32; 4]; N8], depth: usize) 
         T::pack(second[0], second[1]),
         T::pack(second[2], second[3]),
     ]
-}
-
-/// Address of the place `rows` and `columns` further on in a tile.
-#[inline(always)]
-fn offset<T: MmaElement, const D8: usize>(place: Shared<T>, rows: usize, columns: usize) -> u32 {
-    place.offset((rows * (D8 + 1) * UNIT as usize + columns) as u32).address()
 }

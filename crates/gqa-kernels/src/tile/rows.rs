@@ -4,9 +4,10 @@ use crate::concept::heads::Group;
 use crate::concept::mask::{Mask, Visible};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
-use crate::num::Element;
+use crate::num::{Element, MmaElement};
 use crate::params::{AttentionParams, sink};
 use crate::simt::Global;
+use crate::tile::copy::Tile;
 
 /// Tiles of `height` rows that hold the packed query rows of one KV head.
 pub fn row_tiles(p: &AttentionParams, height: u32) -> u32 {
@@ -30,13 +31,36 @@ pub struct Rows {
     mask: Mask,
 }
 
-/// A query row: which one, of which head.
+/// A packed row.
 #[derive(Clone, Copy)]
-pub struct QueryRow {
-    /// Row of this call.
+pub struct Row {
+    /// Query row of this call; `q_len` or more behind the last row.
     pub s: u32,
     /// Query head.
     pub head: u32,
+    /// What it sees.
+    pub visible: Visible,
+}
+
+impl Row {
+    /// Whether the row is a token: every token sees itself.
+    #[inline(always)]
+    pub fn is_token(&self) -> bool {
+        self.visible.first < self.visible.end
+    }
+
+    /// Keeps the row in the padding behind row `r` of a tile.
+    #[inline(always)]
+    pub fn keep<T: MmaElement, const D8: usize>(self, tile: Tile<T, D8>, r: u32) {
+        tile.padding(r).store_vec(0, [self.s, self.head, self.visible.first, self.visible.end]);
+    }
+
+    /// The row that [`keep`](Self::keep) kept.
+    #[inline(always)]
+    pub fn kept<T: MmaElement, const D8: usize>(tile: Tile<T, D8>, r: u32) -> Self {
+        let [s, head, first, end] = tile.padding(r).load_vec(0);
+        Self { s, head, visible: Visible { first, end } }
+    }
 }
 
 /// The keys that matter to a tile.
@@ -59,14 +83,27 @@ impl Span {
 impl Rows {
     /// Tile `index` of (KV head, batch entry) `head_and_batch`, the head first.
     #[inline(always)]
-    pub fn new(p: &AttentionParams, seqlens_k: Global<i32>, index: u32, head_and_batch: u32, height: u32) -> Self {
-        let batch = head_and_batch / p.kv_heads;
+    pub fn new(
+        p: &AttentionParams,
+        seqlens_k: Global<i32>,
+        index: u32,
+        head_and_batch: u32,
+        height: u32,
+    ) -> Self {
+        // No count is 0, and saying so spares the device the check.
+        let kv_heads = p.kv_heads.max(1);
+        let batch = head_and_batch / kv_heads;
         let group = Group::new(p.q_heads, p.kv_heads);
         let first = index * height;
         Self {
             batch,
-            kv_head: head_and_batch % p.kv_heads,
-            seqlen: Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0),
+            kv_head: head_and_batch % kv_heads,
+            seqlen: Seqlen::new(
+                seqlens_k.load(batch as usize),
+                p.q_len,
+                p.capacity,
+                p.first_prompt != 0,
+            ),
             first,
             end: group.rows(p.q_len).min(first + height),
             group,
@@ -80,17 +117,11 @@ impl Rows {
         self.end - self.first
     }
 
-    /// The tile's row `r`; `None` behind the last.
+    /// The tile's row `r`.
     #[inline(always)]
-    pub fn get(&self, r: u32) -> Option<QueryRow> {
+    pub fn row(&self, r: u32) -> Row {
         let (s, head) = self.group.unpack(self.kv_head, self.first + r);
-        (r < self.count()).then_some(QueryRow { s, head })
-    }
-
-    /// What the tile's row `r` sees.
-    #[inline(always)]
-    pub fn visible(&self, r: u32) -> Visible {
-        self.mask.visible(self.seqlen, (self.first + r) / self.group.size)
+        Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 
     /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the last token decide.
@@ -99,7 +130,8 @@ impl Rows {
         let tokens = self.seqlen.total - self.seqlen.past;
         let first = self.first / self.group.size;
         let last = ((self.end - 1) / self.group.size).min(tokens.saturating_sub(1));
-        let [first, last] = [self.mask.visible(self.seqlen, first), self.mask.visible(self.seqlen, last)];
+        let [first, last] =
+            [self.mask.visible(self.seqlen, first), self.mask.visible(self.seqlen, last)];
         Span {
             some: Visible { first: first.first, end: if first.end > 0 { last.end } else { 0 } },
             all: Visible { first: last.first, end: first.end },
@@ -108,8 +140,9 @@ impl Rows {
 
     /// Index of a row in tensors of one value per row: (batch, query head, row).
     #[inline(always)]
-    pub fn index(&self, p: &AttentionParams, row: QueryRow) -> usize {
-        (self.batch as usize * p.q_heads as usize + row.head as usize) * p.q_len as usize + row.s as usize
+    pub fn index(&self, p: &AttentionParams, row: Row) -> usize {
+        (self.batch as usize * p.q_heads as usize + row.head as usize) * p.q_len as usize
+            + row.s as usize
     }
 }
 
@@ -118,18 +151,18 @@ impl Rows {
 #[inline(always)]
 pub fn close<T: Element>(
     p: &AttentionParams,
-    seqlen: Seqlen,
-    row: QueryRow,
+    is_token: bool,
+    head: u32,
     head_sink: Global<T>,
     mut state: SoftmaxState,
 ) -> (f32, f32) {
-    if !seqlen.is_token(row.s) {
+    if !is_token {
         return (0.0, f32::NEG_INFINITY);
     }
     let rescale = match p.sink {
         sink::NONE => 1.0,
         sink::ZERO => state.join_sink(0.0),
-        _ => state.join_sink(head_sink.load(row.head as usize).to_f32() * LOG2_E),
+        _ => state.join_sink(head_sink.load(head as usize).to_f32() * LOG2_E),
     };
     (rescale * state.normaliser(), state.log_sum_exp())
 }

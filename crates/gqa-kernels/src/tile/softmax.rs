@@ -7,7 +7,7 @@ use super::fragment::{Fragments, column_of};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::tanh;
-use crate::simt::{max, shfl_xor_f32};
+use crate::simt::{max, rcp, shfl_xor_f32};
 
 /// States of a lane's rows: two in each of `M` blocks.
 pub type States<const M: usize> = [[SoftmaxState; 2]; M];
@@ -15,39 +15,28 @@ pub type States<const M: usize> = [[SoftmaxState; 2]; M];
 /// The way from q·k to the log2 domain: an adjustment that most calls do without, then a positive factor.
 #[derive(Clone, Copy)]
 pub struct ScoreScale {
+    scale: f32,
+    softcap: f32,
     factor: f32,
-    adjustment: Adjustment,
-}
-
-#[derive(Clone, Copy)]
-enum Adjustment {
-    None,
-    /// The scale is negative, and maxima are taken before the factor.
-    Negate,
-    /// Softcap: the hyperbolic tangent of q·k times this.
-    Tanh(f32),
 }
 
 impl ScoreScale {
     /// From the factor on q·k and the softcap, 0 for none.
     #[inline(always)]
     pub fn new(scale: f32, softcap: f32) -> Self {
-        if softcap > 0.0 {
-            Self { factor: softcap * LOG2_E, adjustment: Adjustment::Tanh(scale / softcap) }
-        } else if scale < 0.0 {
-            Self { factor: -scale * LOG2_E, adjustment: Adjustment::Negate }
-        } else {
-            Self { factor: scale * LOG2_E, adjustment: Adjustment::None }
-        }
+        let factor = if softcap > 0.0 { softcap } else { scale.abs() };
+        Self { scale, softcap, factor: factor * LOG2_E }
     }
 
-    /// Leaves scores that need nothing but the factor.
+    /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and, because maxima are taken before
+    /// the factor, the negative of them where the scale is.
     #[inline(always)]
     pub fn adjust<const M: usize, const N8: usize>(self, scores: &mut Fragments<M, N8>) {
-        match self.adjustment {
-            Adjustment::None => {}
-            Adjustment::Negate => each(scores, |x| -x),
-            Adjustment::Tanh(inner) => each(scores, |x| tanh(x * inner)),
+        if self.softcap > 0.0 {
+            let inner = self.scale * rcp(self.softcap);
+            each(scores, |x| tanh(x * inner));
+        } else if self.scale < 0.0 {
+            each(scores, |x| -x);
         }
     }
 }

@@ -38,16 +38,22 @@ const HEAD_SIZES: [u32; 19] =
 
 /// Calls with up to `most_rows` packed rows per KV head (about) and up to `most_keys` keys.
 pub fn case(most_rows: u32, most_keys: u32) -> impl Strategy<Value = Case> {
-    let shape = (1..=2u32, 1..=8u32, proptest::sample::select(&HEAD_SIZES[..]), any::<bool>(), 1..=3usize).prop_flat_map(
-        move |(kv_heads, group, head_size, first_prompt, batch)| {
-            let most_q = (most_rows / group).max(1);
-            (1..=most_q).prop_flat_map(move |q_len| {
-                let totals = if first_prompt { 0..=q_len } else { 0..=most_keys.max(q_len) };
-                let shape = (Just(kv_heads), Just(group), Just(head_size), Just(first_prompt), Just(q_len));
-                (shape, proptest::collection::vec(totals, batch))
-            })
-        },
-    );
+    let shape =
+        (1..=2u32, 1..=8u32, proptest::sample::select(&HEAD_SIZES[..]), any::<bool>(), 1..=3usize)
+            .prop_flat_map(move |(kv_heads, group, head_size, first_prompt, batch)| {
+                let most_q = (most_rows / group).max(1);
+                (1..=most_q).prop_flat_map(move |q_len| {
+                    let totals = if first_prompt { 0..=q_len } else { 0..=most_keys.max(q_len) };
+                    let shape = (
+                        Just(kv_heads),
+                        Just(group),
+                        Just(head_size),
+                        Just(first_prompt),
+                        Just(q_len),
+                    );
+                    (shape, proptest::collection::vec(totals, batch))
+                })
+            });
     let mask = (any::<bool>(), prop_oneof![Just(0), 1..=most_keys]);
     let score = (
         prop_oneof![Just(1.0f32), Just(-0.7), Just(3.0)],
@@ -56,13 +62,35 @@ pub fn case(most_rows: u32, most_keys: u32) -> impl Strategy<Value = Case> {
     );
     let layout = (any::<bool>(), prop_oneof![Just(0), Just(8)], 0..=5u32, any::<bool>());
     (shape, mask, score, layout, any::<bool>(), any::<u64>()).prop_map(
-        |(shape, (causal, window), (scale, softcap, sink), (bnsh, gap, spare, want_lse), half, seed)| {
+        |(
+            shape,
+            (causal, window),
+            (scale, softcap, sink),
+            (bnsh, gap, spare, want_lse),
+            half,
+            seed,
+        )| {
             let ((kv_heads, group, head_size, first_prompt, q_len), totals) = shape;
             let dtype = if half { DType::F16 } else { DType::BF16 };
             let scale = scale / (head_size as f32).sqrt();
             Case {
-                dtype, kv_heads, group, head_size, q_len, totals, spare, first_prompt, causal, window, scale, softcap, sink,
-                want_lse, bnsh, gap, seed,
+                dtype,
+                kv_heads,
+                group,
+                head_size,
+                q_len,
+                totals,
+                spare,
+                first_prompt,
+                causal,
+                window,
+                scale,
+                softcap,
+                sink,
+                want_lse,
+                bnsh,
+                gap,
+                seed,
             }
         },
     )
@@ -88,7 +116,9 @@ impl Case {
     }
 
     fn elements(&self, heads: u32, rows: u32) -> usize {
-        self.totals.len() * (heads * rows) as usize * (u64::from(self.head_size) + self.gap) as usize
+        self.totals.len()
+            * (heads * rows) as usize
+            * (u64::from(self.head_size) + self.gap) as usize
     }
 
     /// What the kernel is told.
@@ -116,13 +146,15 @@ impl Case {
             splits,
             scale: self.scale,
             softcap: self.softcap,
-            reserved: 0,
+            section: 0,
         }
     }
 
     /// The kernel that the planner would take.
     pub fn entry(&self, kernel: &str) -> &'static Entry {
-        let mine = entries().filter(|e| e.name.starts_with(kernel) && e.dtype == self.dtype && e.head_size >= self.head_size);
+        let mine = entries().filter(|e| {
+            e.name.starts_with(kernel) && e.dtype == self.dtype && e.head_size >= self.head_size
+        });
         mine.min_by_key(|entry| entry.head_size).expect("a kernel")
     }
 }
@@ -196,10 +228,16 @@ impl Random {
 }
 
 /// Runs one kernel of the case.
-pub fn start(case: &Case, entry: &Entry, grid: [u32; 3], arguments: &[Arg<'_>]) -> Result<Report, TestCaseError> {
+pub fn start(
+    case: &Case,
+    entry: &Entry,
+    grid: [u32; 3],
+    arguments: &[Arg<'_>],
+) -> Result<Report, TestCaseError> {
     let Entry { name, threads, shared_bytes, .. } = *entry;
     let shape = Launch { name, grid, threads, shared_bytes, seed: case.seed };
-    launch(&shape, &entry.simulate, arguments).map_err(|fault| TestCaseError::fail(fault.to_string()))
+    launch(&shape, &entry.simulate, arguments)
+        .map_err(|fault| TestCaseError::fail(fault.to_string()))
 }
 
 /// Binds lse if the case wants it.
@@ -229,8 +267,11 @@ struct Want {
 fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -> Want {
     let width = case.head_size as usize;
     let p = case.params(1);
-    let at = |tensor: &[T], start: usize| -> Vec<f64> { tensor[start..][..width].iter().map(|x| f64::from(x.to_f32())).collect() };
-    let nothing = Want { out: vec![0.0; width], magnitude: vec![0.0; width], lse: f64::NEG_INFINITY };
+    let at = |tensor: &[T], start: usize| -> Vec<f64> {
+        tensor[start..][..width].iter().map(|x| f64::from(x.to_f32())).collect()
+    };
+    let nothing =
+        Want { out: vec![0.0; width], magnitude: vec![0.0; width], lse: f64::NEG_INFINITY };
 
     let total = i64::from(case.totals[b as usize]);
     let past = if case.first_prompt { 0 } else { (total - i64::from(case.q_len)).max(0) };
@@ -284,15 +325,21 @@ pub fn check<T: Element>(case: &Case, t: &Tensors<T>) -> Result<(), TestCaseErro
                     let allowed = 1.1 * unit * (want.out[i].abs() + want.magnitude[i]) + 2e-5;
                     prop_assert!(
                         (got - want.out[i]).abs() <= allowed,
-                        "out batch {b} head {head} row {s} column {i}: got {got}, want {}", want.out[i]
+                        "out batch {b} head {head} row {s} column {i}: got {got}, want {}",
+                        want.out[i]
                     );
                     written[start + i] = true;
                 }
                 let index = ((b * case.q_heads() + head) * case.q_len + s) as usize;
                 let got = f64::from(t.lse[index]);
                 if case.want_lse {
-                    let same = got == want.lse || (got - want.lse).abs() <= 1e-5 * (1.0 + want.lse.abs());
-                    prop_assert!(same, "lse batch {b} head {head} row {s}: got {got}, want {}", want.lse);
+                    let same =
+                        got == want.lse || (got - want.lse).abs() <= 1e-5 * (1.0 + want.lse.abs());
+                    prop_assert!(
+                        same,
+                        "lse batch {b} head {head} row {s}: got {got}, want {}",
+                        want.lse
+                    );
                 }
             }
         }

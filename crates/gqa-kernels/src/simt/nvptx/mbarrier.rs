@@ -1,0 +1,47 @@
+//! Barriers in shared memory that count arrivals and bytes. SM 90.
+
+use core::arch::asm;
+
+/// Makes the barrier at `address` wait for `arrivals` per phase.
+#[inline(always)]
+pub fn mbarrier_init(address: u32, arrivals: u32) {
+    // SAFETY: eight bytes of the block's shared memory, aligned.
+    unsafe {
+        asm!("mbarrier.init.shared::cta.b64 [{}], {};", in(reg32) address, in(reg32) arrivals, options(nostack))
+    }
+}
+
+/// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+#[inline(always)]
+pub fn fence_mbarrier_init() {
+    // SAFETY: a fence.
+    unsafe { asm!("fence.mbarrier_init.release.cluster;", options(nostack)) }
+}
+
+/// Arrives once.
+#[inline(always)]
+pub fn mbarrier_arrive(address: u32) {
+    // SAFETY: an initialised barrier.
+    unsafe { asm!("mbarrier.arrive.shared::cta.b64 _, [{}];", in(reg32) address, options(nostack)) }
+}
+
+/// Arrives once and adds `bytes` to what the phase waits for.
+#[inline(always)]
+pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
+    // SAFETY: an initialised barrier.
+    unsafe {
+        asm!("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{}], {};",
+            in(reg32) address, in(reg32) bytes, options(nostack))
+    }
+}
+
+/// Waits until the phase of that parity has completed.
+#[inline(always)]
+#[allow(named_asm_labels)]
+pub fn mbarrier_wait(address: u32, parity: u32) {
+    // SAFETY: an initialised barrier; the label is local to the braces.
+    unsafe {
+        asm!("{{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [{}], {}; @!done bra WAIT; }}",
+            in(reg32) address, in(reg32) parity, options(nostack))
+    }
+}
