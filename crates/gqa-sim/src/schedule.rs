@@ -68,7 +68,7 @@ impl Schedule {
         loop {
             let (waiting, exited) = self.run_to_barrier()?;
             match (waiting, exited) {
-                (0, _) => return block::with(|block| hopper::end(block)).map_err(|kind| *kind),
+                (0, _) => return block::with(hopper::end).map_err(|kind| *kind),
                 (_, 0) => self.pass_barrier(),
                 _ => {
                     return Err(FaultKind::PartialBarrier(block::with(|block| {

@@ -25,6 +25,57 @@ fn values(count: u32) -> Vec<bf16> {
     (0..count as usize).map(|i| bf16::from_f32(value(i))).collect()
 }
 
+/// Order of B in memory, and how boxes of A and B lie in shared memory.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    mn_major: bool,
+    swizzle: Swizzle,
+    /// Bytes of a box's row.
+    row: u32,
+}
+
+const SWIZZLES: [(Swizzle, u32); 4] =
+    [(Swizzle::None, 16), (Swizzle::Bytes32, 32), (Swizzle::Bytes64, 64), (Swizzle::Bytes128, 128)];
+
+impl Form {
+    fn descriptor(self, address: u32, leading: u32, stride: u32) -> u64 {
+        let swizzle = match self.swizzle {
+            Swizzle::None => 0,
+            Swizzle::Bytes128 => 1,
+            Swizzle::Bytes64 => 2,
+            Swizzle::Bytes32 => 3,
+        };
+        let offsets = (leading as u64 >> 4) << 16 | (stride as u64 >> 4) << 32;
+        (address as u64 >> 4) | offsets | swizzle << 62
+    }
+
+    /// Descriptor of 16 columns of a K-major matrix at `base`.
+    fn k_major(self, base: u32, rows: u32, step: u32) -> u64 {
+        let (chunk, within) = (step * 32 / self.row, step * 32 % self.row);
+        let address = base + chunk * rows * self.row + within;
+        self.descriptor(address, rows * self.row, 8 * self.row)
+    }
+
+    /// Descriptor of 16 rows of a matrix of `DEPTH` rows at `base`.
+    fn mn_major(self, base: u32, step: u32) -> u64 {
+        let (eight_rows, chunk) = (8 * self.row, DEPTH * self.row);
+        let address = base + step * 16 * self.row;
+        match self.swizzle {
+            Swizzle::None => self.descriptor(address, eight_rows, chunk),
+            _ => self.descriptor(address, chunk, eight_rows),
+        }
+    }
+
+    /// A matrix of `rows` by `columns` and its boxes.
+    fn matrix(self, rows: u32, columns: u32, tile_rows: u32) -> TensorLayout {
+        TensorLayout {
+            tile: [self.row / 2, tile_rows, 1, 1],
+            swizzle: self.swizzle,
+            ..matrix(rows, columns, tile_rows)
+        }
+    }
+}
+
 /// A matrix of `rows` by `columns` whose boxes are 64 columns wide.
 fn matrix(rows: u32, columns: u32, tile_rows: u32) -> TensorLayout {
     let bytes = rows as u64 * columns as u64 * 2;
@@ -36,27 +87,23 @@ fn matrix(rows: u32, columns: u32, tile_rows: u32) -> TensorLayout {
     }
 }
 
-fn descriptor(address: u32, leading: u32) -> u64 {
-    (address as u64 >> 4) | (leading as u64 >> 4) << 16 | (1024 >> 4) << 32 | 1 << 62
-}
-
-/// Loads the two chunks of 64 columns of a matrix.
-fn load(destination: u32, map: TensorMap, rows: u32, full: u32) {
+/// Loads 128 columns of a matrix.
+fn load(form: Form, destination: u32, map: TensorMap, rows: u32, full: u32) {
     mbarrier_arrive_expect(full, rows * 256);
-    for chunk in 0..2 {
-        tma_load(destination + chunk * rows * 128, map, [chunk * 64, 0, 0, 0], full);
+    for chunk in 0..256 / form.row {
+        let place = destination + chunk * rows * form.row;
+        tma_load(place, map, [chunk * form.row / 2, 0, 0, 0], full);
     }
 }
 
 /// Both operands K-major in shared memory.
-fn multiply_k_major(base: u32) -> [f32; 64] {
-    let (a, b) = (descriptor(base + A, 16), descriptor(base + B, 16));
+fn multiply_k_major(form: Form, base: u32) -> [f32; 64] {
+    let a = |step| form.k_major(base + A, ROWS, step);
+    let b = |step| form.k_major(base + B, COLUMNS, step);
     wgmma_fence();
-    let mut c = wgmma_bf16(a, b);
+    let mut c = wgmma_bf16(a(0), b(0));
     for step in 1..DEPTH / 16 {
-        let (chunk, within) = (step / 4, step % 4 * 2);
-        let at = |rows: u32| (chunk * rows * 8 + within) as u64;
-        wgmma_add_bf16(&mut c, a + at(ROWS), b + at(COLUMNS));
+        wgmma_add_bf16(&mut c, a(step), b(step));
     }
     wgmma_commit();
     wgmma_wait::<0>();
@@ -64,19 +111,19 @@ fn multiply_k_major(base: u32) -> [f32; 64] {
 }
 
 /// A in registers, B MN-major in shared memory.
-fn multiply_mn_major(base: u32) -> [f32; 64] {
+fn multiply_mn_major(form: Form, base: u32) -> [f32; 64] {
     let (row, pair) = (thread_idx() % 128 / 32 * 16 + lane() / 4, lane() % 4 * 2);
     let a = |row: u32, k: u32| {
-        let at = base + A + k / 64 * ROWS * 128 + row * 128 + k % 64 * 2;
-        ld_shared::<u32>(at ^ (at >> 3 & 0x70))
+        let chunk = k * 2 / form.row * ROWS * form.row;
+        let at = base + A + chunk + row * form.row + k * 2 % form.row;
+        ld_shared::<u32>(at ^ (at >> 3 & (form.row - 16)))
     };
-    let b = descriptor(base + B, DEPTH * 128);
     let mut c = [0.0; 64];
     for step in 0..DEPTH / 16 {
         let k = step * 16 + pair;
         let registers = [a(row, k), a(row + 8, k), a(row, k + 8), a(row + 8, k + 8)];
         wgmma_fence();
-        wgmma_add_registers_bf16(&mut c, registers, b + step as u64 * 128);
+        wgmma_add_registers_bf16(&mut c, registers, form.mn_major(base + B, step));
     }
     wgmma_commit();
     wgmma_wait::<0>();
@@ -93,7 +140,7 @@ fn store(base: u32, c: &[f32; 64], map: TensorMap) {
     }
     fence_proxy_async();
     named_barrier_sync(1, 128);
-    if thread_idx() % 128 == 0 {
+    if thread_idx() == 128 {
         for chunk in 0..2 {
             tma_store(map, [chunk * 64, 0, 0, 0], base + C + chunk * ROWS * 128);
         }
@@ -102,7 +149,7 @@ fn store(base: u32, c: &[f32; 64], map: TensorMap) {
     }
 }
 
-fn gemm(arguments: &Arguments, multiply: impl Fn(u32) -> [f32; 64]) {
+fn gemm(arguments: &Arguments, form: Form) {
     let base = shared_base();
     let full = base + BARRIERS;
     if thread_idx() == 0 {
@@ -113,56 +160,118 @@ fn gemm(arguments: &Arguments, multiply: impl Fn(u32) -> [f32; 64]) {
     if thread_idx() < 128 {
         registers_lower::<24>();
         if thread_idx() == 0 {
-            load(base + A, arguments.tensor_map(0), ROWS, full);
-            load(base + B, arguments.tensor_map(1), COLUMNS, full);
+            load(form, base + A, arguments.tensor_map(0), ROWS, full);
+            load(form, base + B, arguments.tensor_map(1), COLUMNS, full);
         }
     } else {
         registers_raise::<256>();
         mbarrier_wait(full, 0);
-        store(base, &multiply(base), arguments.tensor_map(2));
+        let multiply = if form.mn_major { multiply_mn_major } else { multiply_k_major };
+        store(base, &multiply(form, base), arguments.tensor_map(2));
     }
 }
 
 /// `rows` by `columns` of the product of matrices that are smaller than the tile; what lies outside is zero.
-fn run(
-    [rows, columns]: [u32; 2],
-    seed: u64,
-    multiply: impl Fn(u32) -> [f32; 64] + Sync,
-) -> (Vec<bf16>, Report) {
+fn run([rows, columns]: [u32; 2], seed: u64, form: Form) -> (Vec<bf16>, Report) {
     let (a, b) = (values(rows * DEPTH), values(DEPTH * DEPTH));
     let mut c = vec![bf16::ONE; (rows * columns) as usize];
     let given = [
-        Arg::read(&a).tensor_map(matrix(rows, DEPTH, ROWS)),
-        Arg::read(&b).tensor_map(matrix(DEPTH, columns.min(DEPTH), COLUMNS)),
+        Arg::read(&a).tensor_map(form.matrix(rows, DEPTH, ROWS)),
+        Arg::read(&b).tensor_map(form.matrix(DEPTH, columns, COLUMNS)),
         Arg::write(&mut c).tensor_map(matrix(rows, columns, ROWS)),
     ];
-    let report = launch(&shape(seed), &|arguments| gemm(arguments, &multiply), &given).unwrap();
+    let report = launch(&shape(seed), &|arguments| gemm(arguments, form), &given).unwrap();
     (c, report)
+}
+
+/// Compares with the definition, where `b` is an element of B: (k, column).
+fn check(extent: [u32; 2], form: Form, seed: u64, b: impl Fn(usize, usize) -> f32) -> Report {
+    let (c, report) = run(extent, seed, form);
+    let columns = extent[1] as usize;
+    for (i, c) in c.iter().enumerate() {
+        let (row, column) = (i / columns, i % columns);
+        let sum: f32 = (0..128).map(|k| value(row * 128 + k) * b(k, column)).sum();
+        assert_eq!(*c, bf16::from_f32(sum), "{form:?}, seed {seed}, row {row}, column {column}");
+    }
+    report
 }
 
 #[test]
 fn product_of_k_major_operands() {
-    for seed in 0..10 {
-        let (c, report) = run([ROWS, COLUMNS], seed, multiply_k_major);
-        assert_eq!((report.tensor_loads, report.warpgroup_products), (4, 32));
-        for (i, c) in c.iter().enumerate() {
-            let (row, column) = (i / 128, i % 128);
-            let sum: f32 = (0..128).map(|k| value(row * 128 + k) * value(column * 128 + k)).sum();
-            assert_eq!(*c, bf16::from_f32(sum), "row {row}, column {column}, seed {seed}");
+    for (swizzle, row) in SWIZZLES {
+        let form = Form { mn_major: false, swizzle, row };
+        for seed in 0..5 {
+            let b = |k, column| value(column * 128 + k);
+            let report = check([ROWS, COLUMNS], form, seed, b);
+            let loads = 2 * 256 / u64::from(row);
+            assert_eq!((report.tensor_loads, report.warpgroup_products), (loads, 32));
         }
     }
 }
 
 #[test]
 fn product_with_an_mn_major_operand_and_edges_inside_the_tile() {
-    let (rows, columns) = (40, 104);
-    for seed in 0..10 {
-        let (c, _) = run([rows, columns], seed, multiply_mn_major);
-        for (i, c) in c.iter().enumerate() {
-            let (row, column) = (i / columns as usize, i % columns as usize);
-            let b = |k: usize| value(k * columns as usize + column);
-            let sum: f32 = (0..128).map(|k| value(row * 128 + k) * b(k)).sum();
-            assert_eq!(*c, bf16::from_f32(sum), "row {row}, column {column}, seed {seed}");
+    for (swizzle, row) in SWIZZLES {
+        let form = Form { mn_major: true, swizzle, row };
+        for seed in 0..5 {
+            check([40, 104], form, seed, |k, column| value(k * 104 + column));
         }
+    }
+}
+
+/// 12 rows of 20 elements, 24 from row to row, three planes of two volumes; boxes of 16 by 4 by 2 by 2.
+const SMALL: TensorLayout = TensorLayout {
+    size: [20, 12, 3, 2],
+    stride: [48, 48 * 12, 48 * 36],
+    tile: [16, 4, 2, 2],
+    swizzle: Swizzle::None,
+};
+const SMALL_ELEMENTS: usize = 24 * 12 * 3 * 2;
+
+/// Element of the small tensor; `None`: outside.
+fn small([x, y, z, w]: [i32; 4]) -> Option<usize> {
+    let inside =
+        [x, y, z, w].iter().zip(SMALL.size).all(|(at, size)| (0..size as i32).contains(at));
+    inside.then(|| ((w * 3 + z) * 12 + y) as usize * 24 + x as usize)
+}
+
+/// Copies the box at `from` to the box at `to` of another tensor of the same shape.
+fn copy_box(from: [i32; 4], to: [i32; 4]) -> Vec<u16> {
+    let source: Vec<u16> = (1..=SMALL_ELEMENTS as u16).collect();
+    let mut target = vec![0xffffu16; SMALL_ELEMENTS];
+    let kernel = |arguments: &Arguments| {
+        let (full, place) = (shared_base(), shared_base() + 128);
+        if thread_idx() == 0 {
+            mbarrier_init(full, 1);
+            fence_mbarrier_init();
+            mbarrier_arrive_expect(full, 16 * 4 * 4 * 2);
+            tma_load(place, arguments.tensor_map(0), from.map(|at| at as u32), full);
+            mbarrier_wait(full, 0);
+            tma_store(arguments.tensor_map(1), to.map(|at| at as u32), place);
+            bulk_commit();
+            bulk_wait_read();
+        }
+    };
+    let shape = Launch { threads: 32, shared_bytes: 1024, ..shape(1) };
+    let given = [Arg::read(&source).tensor_map(SMALL), Arg::write(&mut target).tensor_map(SMALL)];
+    launch(&shape, &kernel, &given).unwrap();
+    target
+}
+
+#[test]
+fn boxes_may_reach_over_every_edge() {
+    let places = [[0, 0, 0, 0], [-3, -1, 1, 1], [8, 10, 2, -1], [13, 5, -1, 0], [-16, 0, 0, 0]];
+    for (from, to) in places.into_iter().flat_map(|from| places.map(|to| (from, to))) {
+        let target = copy_box(from, to);
+        let mut expected = vec![0xffff; SMALL_ELEMENTS];
+        for i in 0..16 * 4 * 2 * 2 {
+            let within = [i % 16, i / 16 % 4, i / 64 % 2, i / 128];
+            let place =
+                |start: [i32; 4]| small(std::array::from_fn(|axis| start[axis] + within[axis]));
+            if let Some(element) = place(to) {
+                expected[element] = place(from).map_or(0, |element| element as u16 + 1);
+            }
+        }
+        assert_eq!(target, expected, "from {from:?} to {to:?}");
     }
 }

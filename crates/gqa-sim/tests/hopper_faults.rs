@@ -139,7 +139,7 @@ fn store(base: u32, c: &[f32; 32], map: TensorMap, plant: Plant) {
         let threads = if plant == BarrierCount { 128 - warp() % 2 * 32 } else { 128 };
         named_barrier_sync(3, threads);
     }
-    if thread_idx() % 128 == 0 {
+    if thread_idx() == 128 {
         tma_store(map, [0; 4], base + A);
         bulk_commit();
         if plant == SourceOverwritten {

@@ -47,7 +47,7 @@ fn misuse<T>(block: &Block, what: String) -> Checked<T> {
 }
 
 /// A tensor of the launch.
-fn tensor<'a>(block: &'a Block, map: TensorMap) -> Checked<(&'a Buffer, TensorLayout)> {
+fn tensor(block: &Block, map: TensorMap) -> Checked<(&Buffer, TensorLayout)> {
     match block.arguments().tensor(map.argument) {
         Some(found) => Ok(found),
         None => misuse(block, format!("argument {} is no tensor map of this launch", map.argument)),

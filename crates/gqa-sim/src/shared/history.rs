@@ -332,3 +332,35 @@ impl Histories {
         self.histories = kept;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unused_histories_are_dropped_and_used_ones_kept() {
+        let mut clocks = Clocks::new(&[1], 1);
+        let mut histories = Histories::new(3);
+        let write = |thread| Touch::by(thread, Kind::Write);
+        histories.touch((0, 4), &write(3), &clocks, &mut None).unwrap();
+        histories.touch((4, 2), &write(4), &clocks, &mut None).unwrap();
+        for _ in 0..5 * SLACK {
+            histories.collect();
+            clocks.tick(0);
+            histories.touch((8, 4), &write(0), &clocks, &mut None).unwrap();
+        }
+        assert!(histories.histories.len() <= 2 * SLACK);
+        let mut read = |place| {
+            histories.touch(place, &Touch::by(9, Kind::Read), &clocks, &mut None).unwrap_err().1
+        };
+        let race = |thread| Trouble::Race {
+            hazard: Hazard::ReadAfterWrite,
+            first: Agent::Thread(thread),
+            second: Agent::Thread(9),
+        };
+        assert_eq!(read((0, 4)), race(3));
+        assert_eq!(read((4, 1)), race(4));
+        assert_eq!(read((6, 1)), Trouble::Unwritten);
+        assert_eq!(read((8, 4)), race(0));
+    }
+}

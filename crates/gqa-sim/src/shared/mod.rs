@@ -106,6 +106,9 @@ impl SharedMemory {
         receivers: [[u32; 2]; 4],
     ) -> Checked<[u32; 4]> {
         let offset = self.place(giver, address, 16)?;
+        if self.order.is_some() {
+            return self.load_row_ordered(first, offset, receivers);
+        }
         for (i, [a, b]) in receivers.into_iter().enumerate() {
             self.access_word(Who { thread: first + a, ..giver }, offset / 4 + i, Access::Read)?;
             if a != b {
@@ -160,6 +163,23 @@ impl SharedMemory {
         *self.vec((address - BASE) as usize) = value;
     }
 
+    /// Checks [`Self::load_row`] by vector clocks.
+    #[cold]
+    fn load_row_ordered(
+        &mut self,
+        first: u32,
+        offset: usize,
+        receivers: [[u32; 2]; 4],
+    ) -> Checked<[u32; 4]> {
+        for (i, lanes) in receivers.into_iter().enumerate() {
+            for lane in lanes {
+                let who = Who { thread: first + lane, ..Who::default() };
+                self.access_ordered(who, offset + 4 * i, 4, Access::Read)?;
+            }
+        }
+        Ok(*self.vec(offset))
+    }
+
     fn vec(&mut self, offset: usize) -> &mut [u32; 4] {
         let start = offset / 4;
         (&mut self.words[start..start + 4]).try_into().expect("four words")
@@ -195,6 +215,9 @@ impl SharedMemory {
 
     #[inline(always)]
     fn access(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
+        if self.order.is_some() {
+            return self.access_ordered(who, offset, bytes, access);
+        }
         if bytes < 4 {
             return self.access_bytes(who, offset, bytes, access);
         }
@@ -204,11 +227,15 @@ impl SharedMemory {
         Ok(())
     }
 
+    /// As [`Self::access`], by vector clocks.
+    #[cold]
+    fn access_ordered(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
+        let order = self.order.as_mut().expect("in use");
+        order.touch((offset, bytes), &access.touch(who), &mut None)
+    }
+
     #[inline(always)]
     fn access_word(&mut self, who: Who, word: usize, access: Access) -> Checked {
-        if let Some(order) = &mut self.order {
-            return order.touch((word * 4, 4), &access.touch(who), &mut None);
-        }
         let cell = &mut self.cells[word];
         if cell.is_split() {
             return self.access_split(who, word, access);
@@ -227,9 +254,6 @@ impl SharedMemory {
     }
 
     fn access_bytes(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
-        if let Some(order) = &mut self.order {
-            return order.touch((offset, bytes), &access.touch(who), &mut None);
-        }
         self.split(offset / 4);
         for byte in offset..offset + bytes {
             access
