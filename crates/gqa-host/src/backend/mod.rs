@@ -1,5 +1,6 @@
 //! Where a problem is computed.
 
+pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod io;

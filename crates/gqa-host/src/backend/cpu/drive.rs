@@ -1,0 +1,162 @@
+//! All of a task's rows past a range of keys, tile by tile.
+
+use super::lanes::Lanes;
+use super::panel::{KEYS, Panel, Rows};
+use crate::QkOutput;
+use pulp::{Simd, WithSimd};
+use std::ops::Range;
+
+/// A row's largest score and its sum of weights relative to that.
+#[derive(Clone, Copy)]
+pub(super) struct Softmax {
+    pub(super) max: f32,
+    pub(super) sum: f32,
+}
+
+/// What a range of keys gives a task's rows.
+pub(super) struct Partial {
+    pub(super) softmax: Vec<Softmax>,
+    /// (rows, head size): sums of weighted values.
+    pub(super) output: Vec<f32>,
+}
+
+/// Lets all rows see a range of keys.
+pub(super) struct Attend<'a> {
+    pub(super) rows: &'a dyn Rows,
+    pub(super) keys: Range<usize>,
+}
+
+impl WithSimd for Attend<'_> {
+    type Output = Partial;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Partial {
+        if self.rows.count() <= S::F32_LANES {
+            self.run::<S, 1, 8>(simd)
+        } else if S::REGISTER_COUNT >= 32 {
+            self.run::<S, 2, 8>(simd)
+        } else {
+            self.run::<S, 2, 4>(simd)
+        }
+    }
+}
+
+impl Attend<'_> {
+    #[inline(always)]
+    fn run<S: Simd, const N: usize, const BLOCK: usize>(self, simd: S) -> Partial {
+        let mut panels = panels::<S, N>(simd, self.rows);
+        let mut scores = vec![Lanes::splat(simd, 0.0); KEYS];
+        let mut buffers = buffers(self.rows);
+        for keys in tiles(self.keys) {
+            let tile = self.rows.tile(keys, &mut buffers);
+            for panel in &mut panels {
+                panel.attend::<BLOCK>(simd, tile, &mut scores);
+            }
+        }
+        partial(&panels, self.rows.problem().head_size)
+    }
+}
+
+/// Computes output_qk: the scores once more, and now the softmax is known.
+pub(super) struct Scores<'a> {
+    pub(super) rows: &'a dyn Rows,
+    pub(super) keys: Range<usize>,
+    /// Of each row.
+    pub(super) softmax: &'a [Softmax],
+    /// Takes a row, a key, and the numbers from there on.
+    pub(super) write: &'a mut dyn FnMut(usize, usize, &[f32]),
+}
+
+impl WithSimd for Scores<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let panels = panels::<S, 1>(simd, self.rows);
+        let mut scores = vec![Lanes::splat(simd, 0.0); KEYS];
+        let mut buffers = buffers(self.rows);
+        for keys in tiles(self.keys.clone()) {
+            let tile = self.rows.tile(keys, &mut buffers);
+            for panel in &panels {
+                let Some(tile) = panel.seen_part(tile) else { continue };
+                let scores = &mut scores[..tile.keys.len() / self.rows.problem().head_size];
+                panel.score::<8>(simd, tile, scores);
+                for lane in 0..panel.visible.len() {
+                    self.write_row(
+                        panel.first + lane,
+                        &panel.visible[lane],
+                        tile.first,
+                        scores,
+                        lane,
+                    );
+                }
+            }
+        }
+    }
+}
+
+impl Scores<'_> {
+    /// Writes what a row sees of the keys from `first` on.
+    fn write_row<S: Simd>(
+        &mut self,
+        row: usize,
+        visible: &Range<usize>,
+        first: usize,
+        scores: &[Lanes<S, 1>],
+        lane: usize,
+    ) {
+        let keys = visible.start.max(first)..visible.end.min(first + scores.len());
+        if keys.is_empty() {
+            return;
+        }
+        let Softmax { max, sum } = self.softmax[row];
+        let mode = self.rows.problem().output_qk;
+        let number = |score: f32| match mode {
+            QkOutput::AfterSoftmax if sum == 0.0 => 0.0,
+            QkOutput::AfterSoftmax => (score - max).exp() / sum,
+            _ => score,
+        };
+        let mut line = [0.0; KEYS];
+        let line = &mut line[..keys.len()];
+        let scores = &scores[keys.start - first..keys.end - first];
+        line.iter_mut().zip(scores).for_each(|(to, score)| *to = number(score.rows()[lane]));
+        (self.write)(row, keys.start, line);
+    }
+}
+
+/// The rows, as many side by side as fit.
+#[inline(always)]
+fn panels<S: Simd, const N: usize>(simd: S, rows: &dyn Rows) -> Vec<Panel<'_, S, N>> {
+    let first = (0..rows.count()).step_by(Lanes::<S, N>::COUNT);
+    first.map(|first| Panel::new(simd, rows, first)).collect()
+}
+
+/// Room for a tile of keys and one of values.
+fn buffers(rows: &dyn Rows) -> [Vec<f32>; 2] {
+    [(); 2].map(|()| vec![0.0; KEYS * rows.problem().head_size])
+}
+
+/// `keys`, cut at multiples of [`KEYS`].
+fn tiles(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let first = keys.start / KEYS * KEYS;
+    (first..keys.end)
+        .step_by(KEYS)
+        .map(move |tile| tile.max(keys.start)..(tile + KEYS).min(keys.end))
+}
+
+/// The state of all rows, each row's output together.
+fn partial<S: Simd, const N: usize>(panels: &[Panel<'_, S, N>], size: usize) -> Partial {
+    let mut partial = Partial { softmax: Vec::new(), output: Vec::new() };
+    for panel in panels {
+        let count = panel.visible.len();
+        let states = panel.max.rows().iter().zip(panel.sum.rows()).take(count);
+        partial.softmax.extend(states.map(|(&max, &sum)| Softmax { max, sum }));
+        let start = partial.output.len();
+        partial.output.resize(start + count * size, 0.0);
+        for (h, numbers) in panel.output.iter().enumerate() {
+            let to = partial.output[start + h..].iter_mut().step_by(size);
+            to.zip(&numbers.rows()[..count]).for_each(|(to, x)| *to = *x);
+        }
+    }
+    partial
+}

@@ -1,0 +1,335 @@
+//! Attention of a panel of query rows to tiles of keys and values: online softmax, one row per lane.
+//!
+//! Rows lie across the lanes of a vector, so keys and values are read as single numbers, straight from the cache, and
+//! everything per row (maximum, sum, mask) is one vector operation for all rows. Both products are the same loop: a block of
+//! numbers times a vector of rows, summed in registers.
+//!
+//! ```text
+//!   scores[key]  = Σ_h   K[key][h] · query[h]         for each key of the tile
+//!   weights[key] = exp(scores[key] - maximum)
+//!   output[h]    = output[h] · correction + Σ_key V[key][h] · weights[key]
+//! ```
+
+use super::lanes::{Lanes, exp, tanh};
+use super::rope::MAX_HEAD_SIZE;
+use crate::Problem;
+use pulp::Simd;
+use std::array;
+use std::ops::Range;
+
+/// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a result.
+pub(super) const KEYS: usize = 64;
+
+/// Numbers that head sizes are a multiple of.
+const CHUNK: usize = 8;
+
+/// Consecutive rows of one head's cache.
+#[derive(Clone, Copy)]
+pub(super) struct Tile<'a> {
+    /// Index of its first key.
+    pub(super) first: usize,
+    /// (keys, head size)
+    pub(super) keys: &'a [f32],
+    /// As keys.
+    pub(super) values: &'a [f32],
+}
+
+/// Query rows of one KV head, whatever their type; they count from 0.
+pub(super) trait Rows: Sync {
+    /// The call.
+    fn problem(&self) -> &Problem;
+
+    /// How many.
+    fn count(&self) -> usize;
+
+    /// Keys that a row sees.
+    fn visible(&self, row: usize) -> Range<usize>;
+
+    /// A row of the query, rotated and scaled.
+    fn query(&self, row: usize, to: &mut [f32]);
+
+    /// Keys and values, converted in `buffers` where they have to be.
+    fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t>;
+
+    /// Adds the bias of a row's keys from `first` on.
+    fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]);
+}
+
+/// Query rows and the state of their softmax.
+pub(super) struct Panel<'a, S: Simd, const N: usize> {
+    rows: &'a dyn Rows,
+    /// The row in the first lane.
+    pub(super) first: usize,
+    /// Rotated and scaled: one entry per element of the head.
+    query: Vec<Lanes<S, N>>,
+    /// Sum of weighted values, likewise.
+    pub(super) output: Vec<Lanes<S, N>>,
+    /// Largest score so far; the smallest finite number at first.
+    pub(super) max: Lanes<S, N>,
+    /// Sum of weights so far.
+    pub(super) sum: Lanes<S, N>,
+    /// Keys that each row sees; lanes without a row are not in it.
+    pub(super) visible: Vec<Range<usize>>,
+    /// The keys from the first to the last that some row sees.
+    pub(super) span: Range<usize>,
+}
+
+/// From the first key that some row sees to the last.
+pub(super) fn span(visible: &[Range<usize>]) -> Range<usize> {
+    let seen = || visible.iter().filter(|keys| !keys.is_empty());
+    let first = seen().map(|keys| keys.start).min().unwrap_or(0);
+    first..seen().map(|keys| keys.end).max().unwrap_or(0)
+}
+
+/// Keys that each row sees, counted from the first of a tile: `start <= key < end`.
+struct Mask<S: Simd, const N: usize> {
+    start: Lanes<S, N>,
+    end: Lanes<S, N>,
+}
+
+impl<S: Simd, const N: usize> Mask<S, N> {
+    /// Whether key number `key` is seen, by the rows of vector `n`.
+    #[inline(always)]
+    fn sees(&self, simd: S, key: usize, n: usize) -> S::m32s {
+        let key = simd.splat_f32s(key as f32);
+        let begun = simd.less_than_or_equal_f32s(self.start.0[n], key);
+        simd.and_m32s(begun, simd.less_than_f32s(key, self.end.0[n]))
+    }
+}
+
+impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
+    /// The rows from `first` on, as many as there are and have room.
+    pub(super) fn new(simd: S, rows: &'a dyn Rows, first: usize) -> Self {
+        let zero = Lanes::splat(simd, 0.0);
+        let mut query = vec![zero; rows.problem().head_size];
+        let count = Lanes::<S, N>::COUNT.min(rows.count() - first);
+        let mut line = [0.0; MAX_HEAD_SIZE];
+        let line = &mut line[..query.len()];
+        for lane in 0..count {
+            rows.query(first + lane, line);
+            query.iter_mut().zip(&*line).for_each(|(to, x)| to.rows_mut()[lane] = *x);
+        }
+        let visible: Vec<_> = (0..count).map(|lane| rows.visible(first + lane)).collect();
+        let (span, output) = (span(&visible), vec![zero; query.len()]);
+        Self {
+            rows,
+            first,
+            query,
+            output,
+            max: Lanes::splat(simd, f32::MIN),
+            sum: zero,
+            visible,
+            span,
+        }
+    }
+
+    /// Lets the rows see a tile. `scores` is scratch for [`KEYS`] keys.
+    #[inline(always)]
+    pub(super) fn attend<const BLOCK: usize>(
+        &mut self,
+        simd: S,
+        tile: Tile<'_>,
+        scores: &mut [Lanes<S, N>],
+    ) {
+        let Some(tile) = self.seen_part(tile) else { return };
+        let scores = &mut scores[..tile.keys.len() / self.query.len()];
+        self.score::<BLOCK>(simd, tile, scores);
+        match self.mask(simd, tile.first, scores.len()) {
+            None => {
+                let correction = self.weigh(simd, scores);
+                self.accumulate::<BLOCK>(simd, tile.values, scores, correction);
+            }
+            Some(mask) => {
+                for (key, score) in scores.iter_mut().enumerate() {
+                    for n in 0..N {
+                        let hidden = simd.splat_f32s(f32::NEG_INFINITY);
+                        score.0[n] = simd.select_f32s(mask.sees(simd, key, n), score.0[n], hidden);
+                    }
+                }
+                let correction = self.weigh(simd, scores);
+                self.accumulate_seen::<BLOCK>(simd, tile.values, scores, correction, &mask);
+            }
+        }
+    }
+
+    /// The part of a tile that some row sees.
+    pub(super) fn seen_part<'t>(&self, tile: Tile<'t>) -> Option<Tile<'t>> {
+        let size = self.query.len();
+        let first = self.span.start.max(tile.first);
+        let end = self.span.end.min(tile.first + tile.keys.len() / size);
+        let part = (first < end).then(|| (first - tile.first) * size..(end - tile.first) * size)?;
+        Some(Tile { first, keys: &tile.keys[part.clone()], values: &tile.values[part] })
+    }
+
+    /// The mask of `count` keys from `first` on; `None` where every row sees all of them.
+    fn mask(&self, simd: S, first: usize, count: usize) -> Option<Mask<S, N>> {
+        if self.visible.iter().all(|keys| keys.start <= first && first + count <= keys.end) {
+            return None;
+        }
+        let mut mask = Mask { start: Lanes::splat(simd, 0.0), end: Lanes::splat(simd, 0.0) };
+        for (row, keys) in self.visible.iter().enumerate() {
+            mask.start.rows_mut()[row] = keys.start.saturating_sub(first).min(count) as f32;
+            mask.end.rows_mut()[row] = keys.end.saturating_sub(first).min(count) as f32;
+        }
+        Some(mask)
+    }
+
+    /// Scores of all keys of a tile, not yet masked.
+    #[inline(always)]
+    pub(super) fn score<const BLOCK: usize>(
+        &self,
+        simd: S,
+        tile: Tile<'_>,
+        scores: &mut [Lanes<S, N>],
+    ) {
+        let size = self.query.len();
+        let (blocks, single) = scores.as_chunks_mut::<BLOCK>();
+        let (block_keys, single_keys) = tile.keys.split_at(blocks.len() * BLOCK * size);
+        for (scores, keys) in blocks.iter_mut().zip(block_keys.chunks_exact(BLOCK * size)) {
+            self.dot(simd, keys, scores);
+        }
+        for (score, key) in single.iter_mut().zip(single_keys.chunks_exact(size)) {
+            self.dot(simd, key, array::from_mut(score));
+        }
+        if let Some(cap) = self.rows.problem().softcap {
+            let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
+            for score in scores.iter_mut() {
+                for n in 0..N {
+                    score.0[n] = simd.mul_f32s(cap, tanh(simd, simd.mul_f32s(score.0[n], inverse)));
+                }
+            }
+        }
+        if self.rows.problem().bias.is_some() {
+            self.add_bias(tile.first, scores);
+        }
+    }
+
+    /// Adds each row's bias from key `first` on.
+    fn add_bias(&self, first: usize, scores: &mut [Lanes<S, N>]) {
+        let mut line = [0.0; KEYS];
+        let line = &mut line[..scores.len()];
+        for lane in 0..self.visible.len() {
+            line.iter_mut().zip(&*scores).for_each(|(x, score)| *x = score.rows()[lane]);
+            self.rows.add_bias(self.first + lane, first, line);
+            line.iter().zip(&mut *scores).for_each(|(x, score)| score.rows_mut()[lane] = *x);
+        }
+    }
+
+    /// `BLOCK` keys times all queries.
+    #[inline(always)]
+    fn dot<const BLOCK: usize>(&self, simd: S, keys: &[f32], scores: &mut [Lanes<S, N>; BLOCK]) {
+        let size = self.query.len();
+        let keys: [&[[f32; CHUNK]]; BLOCK] =
+            array::from_fn(|i| keys[i * size..][..size].as_chunks().0);
+        let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
+        for (c, query) in self.query.as_chunks::<CHUNK>().0.iter().enumerate() {
+            let keys: [&[f32; CHUNK]; BLOCK] = array::from_fn(|i| &keys[i][c]);
+            for h in 0..CHUNK {
+                for i in 0..BLOCK {
+                    let key = simd.splat_f32s(keys[i][h]);
+                    for n in 0..N {
+                        sums[i][n] = simd.mul_add_e_f32s(key, query[h].0[n], sums[i][n]);
+                    }
+                }
+            }
+        }
+        for i in 0..BLOCK {
+            scores[i].0 = sums[i];
+        }
+    }
+
+    /// Turns scores into weights relative to the largest score so far. Returns what everything summed before is multiplied by.
+    #[inline(always)]
+    fn weigh(&mut self, simd: S, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
+        let mut correction = self.max;
+        for n in 0..N {
+            let mut max = self.max.0[n];
+            for score in scores.iter() {
+                max = simd.max_f32s(max, score.0[n]);
+            }
+            correction.0[n] = exp(simd, simd.sub_f32s(self.max.0[n], max));
+            let mut sum = simd.mul_f32s(self.sum.0[n], correction.0[n]);
+            for score in scores.iter_mut() {
+                score.0[n] = exp(simd, simd.sub_f32s(score.0[n], max));
+                sum = simd.add_f32s(sum, score.0[n]);
+            }
+            (self.max.0[n], self.sum.0[n]) = (max, sum);
+        }
+        correction
+    }
+
+    /// Adds the values, each times its weights.
+    #[inline(always)]
+    fn accumulate<const BLOCK: usize>(
+        &mut self,
+        simd: S,
+        values: &[f32],
+        weights: &[Lanes<S, N>],
+        correction: Lanes<S, N>,
+    ) {
+        let stride = self.query.len() / BLOCK;
+        let values = values.as_chunks::<BLOCK>().0;
+        for (c, output) in self.output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let mut sums = corrected(simd, output, correction);
+            for (key, weight) in weights.iter().enumerate() {
+                let value = &values[key * stride + c];
+                for i in 0..BLOCK {
+                    let value = simd.splat_f32s(value[i]);
+                    for n in 0..N {
+                        sums[i][n] = simd.mul_add_e_f32s(value, weight.0[n], sums[i][n]);
+                    }
+                }
+            }
+            for i in 0..BLOCK {
+                output[i].0 = sums[i];
+            }
+        }
+    }
+
+    /// The same where a row must not take what it does not see: a weight of 0 does not make NaN harmless.
+    #[inline(always)]
+    fn accumulate_seen<const BLOCK: usize>(
+        &mut self,
+        simd: S,
+        values: &[f32],
+        weights: &[Lanes<S, N>],
+        correction: Lanes<S, N>,
+        mask: &Mask<S, N>,
+    ) {
+        let stride = self.query.len() / BLOCK;
+        let values = values.as_chunks::<BLOCK>().0;
+        for (c, output) in self.output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let mut sums = corrected(simd, output, correction);
+            for (key, weight) in weights.iter().enumerate() {
+                let value = &values[key * stride + c];
+                for n in 0..N {
+                    let seen = mask.sees(simd, key, n);
+                    for i in 0..BLOCK {
+                        let more =
+                            simd.mul_add_e_f32s(simd.splat_f32s(value[i]), weight.0[n], sums[i][n]);
+                        sums[i][n] = simd.select_f32s(seen, more, sums[i][n]);
+                    }
+                }
+            }
+            for i in 0..BLOCK {
+                output[i].0 = sums[i];
+            }
+        }
+    }
+}
+
+/// `output` relative to a new maximum.
+#[inline(always)]
+fn corrected<S: Simd, const N: usize, const BLOCK: usize>(
+    simd: S,
+    output: &[Lanes<S, N>; BLOCK],
+    correction: Lanes<S, N>,
+) -> [[S::f32s; N]; BLOCK] {
+    let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
+    for i in 0..BLOCK {
+        for n in 0..N {
+            sums[i][n] = simd.mul_f32s(output[i].0[n], correction.0[n]);
+        }
+    }
+    sums
+}
