@@ -1,5 +1,6 @@
 //! Random attention calls in 16-bit types, run on the simulator and compared with attention as it is defined.
 
+use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{AttentionParams, Strides, sink};
 use gqa_kernels::registry::{Entry, entries};
@@ -146,7 +147,7 @@ impl Case {
             splits,
             scale: self.scale,
             softcap: self.softcap,
-            section: 0,
+            ..Zeroable::zeroed()
         }
     }
 
