@@ -172,8 +172,12 @@ impl Problem {
     fn rows_layout(&self, heads: usize, rows: usize) -> RowLayout {
         let h = self.head_size;
         match self.layout {
-            Layout::Bsnh => RowLayout { offset: 0, batch: rows * heads * h, head: h, row: heads * h },
-            Layout::Bnsh => RowLayout { offset: 0, batch: heads * rows * h, head: rows * h, row: h },
+            Layout::Bsnh => {
+                RowLayout { offset: 0, batch: rows * heads * h, head: h, row: heads * h }
+            }
+            Layout::Bnsh => {
+                RowLayout { offset: 0, batch: heads * rows * h, head: rows * h, row: h }
+            }
         }
     }
 
