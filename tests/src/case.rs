@@ -248,3 +248,22 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         seed,
     }
 }
+
+/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no bias, no score output. Few heads,
+/// because the simulator multiplies whole tiles.
+pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
+    (case(crate::half_dtype(), heads_up_to(max_head_size), max_rows), 64..=max_rows)
+        .prop_filter_map("one row", |(case, rows)| {
+            (case.q_len > 1).then(|| Case {
+                q_len: rows,
+                past: case.past.iter().map(|past| past % rows).collect(),
+                kv_heads: 1 + case.kv_heads % 2,
+                group: 1 + case.group % 2,
+                scale: case.scale.abs(),
+                window: if case.causal { case.window } else { -1 },
+                bias: None,
+                qk_output: 0,
+                ..case
+            })
+        })
+}

@@ -2,7 +2,7 @@
 
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
-use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity};
+use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity, prompts};
 use proptest::prelude::*;
 
 fn cuda(switches: Switches) -> Option<Cuda> {
@@ -28,12 +28,18 @@ fn run(
 
 #[test]
 fn as_planned() {
-    run("cuda", 2500, case(any_dtype(), heads_up_to(256), 160), Switches::default());
+    run("cuda", 3000, case(any_dtype(), heads_up_to(256), 80), Switches::default());
 }
 
 #[test]
 fn long_sequences() {
-    run("cuda, long", 200, case(half_dtype(), heads_up_to(128), 1500), Switches::default());
+    run("cuda, long", 150, case(half_dtype(), heads_up_to(128), 1500), Switches::default());
+}
+
+/// Prompts and chunks long enough for the Hopper family, where the GPU is one.
+#[test]
+fn prompts_as_planned() {
+    run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
 }
 
 #[test]

@@ -10,6 +10,7 @@ use core::mem::{transmute, transmute_copy};
 mod copy_engine;
 mod mbarrier;
 mod warpgroup;
+#[cfg(feature = "family-hopper")]
 pub(crate) use copy_engine::tensor_map_param;
 pub use copy_engine::*;
 pub use mbarrier::*;

@@ -7,24 +7,24 @@
 
 mod append;
 mod attend;
-mod drive;
 mod element;
 mod lanes;
 mod panel;
 mod rope;
 mod rows;
 mod sequence;
+mod task;
 
 use super::{Backend, Io};
 use crate::{DType, Problem, Result, Tensor};
 use append::Append;
-use attend::{Call, TASK_ROWS, Task};
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use rope::Rope;
 use rows::{OutputRow, output_rows};
 use sequence::Sequence;
+use task::{Call, TASK_ROWS, Task};
 
 /// Computes on the CPU.
 #[derive(Clone, Copy, Debug, Default)]

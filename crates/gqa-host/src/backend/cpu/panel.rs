@@ -95,6 +95,17 @@ impl<S: Simd, const N: usize> Mask<S, N> {
         let begun = simd.less_than_or_equal_f32s(self.start.0[n], key);
         simd.and_m32s(begun, simd.less_than_f32s(key, self.end.0[n]))
     }
+
+    /// Scores that a row does not see become -inf.
+    #[inline(always)]
+    fn hide(&self, simd: S, scores: &mut [Lanes<S, N>]) {
+        let hidden = simd.splat_f32s(f32::NEG_INFINITY);
+        for (key, score) in scores.iter_mut().enumerate() {
+            for n in 0..N {
+                score.0[n] = simd.select_f32s(self.sees(simd, key, n), score.0[n], hidden);
+            }
+        }
+    }
 }
 
 impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
@@ -134,21 +145,14 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         let Some(tile) = self.seen_part(tile) else { return };
         let scores = &mut scores[..tile.keys.len() / self.query.len()];
         self.score::<BLOCK>(simd, tile, scores);
-        match self.mask(simd, tile.first, scores.len()) {
-            None => {
-                let correction = self.weigh(simd, scores);
-                self.accumulate::<BLOCK>(simd, tile.values, scores, correction);
-            }
-            Some(mask) => {
-                for (key, score) in scores.iter_mut().enumerate() {
-                    for n in 0..N {
-                        let hidden = simd.splat_f32s(f32::NEG_INFINITY);
-                        score.0[n] = simd.select_f32s(mask.sees(simd, key, n), score.0[n], hidden);
-                    }
-                }
-                let correction = self.weigh(simd, scores);
-                self.accumulate_seen::<BLOCK>(simd, tile.values, scores, correction, &mask);
-            }
+        let mask = self.mask(simd, tile.first, scores.len());
+        if let Some(mask) = &mask {
+            mask.hide(simd, scores);
+        }
+        let correction = self.weigh(simd, scores);
+        match &mask {
+            None => self.accumulate::<BLOCK>(simd, tile.values, scores, correction, None),
+            mask => self.accumulate::<BLOCK>(simd, tile.values, scores, correction, mask.as_ref()),
         }
     }
 
@@ -258,7 +262,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         correction
     }
 
-    /// Adds the values, each times its weights.
+    /// Adds the values, each times its weights. A row takes nothing from a key that it does not see: a weight of 0 would not make
+    /// NaN harmless.
     #[inline(always)]
     fn accumulate<const BLOCK: usize>(
         &mut self,
@@ -266,6 +271,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         values: &[f32],
         weights: &[Lanes<S, N>],
         correction: Lanes<S, N>,
+        mask: Option<&Mask<S, N>>,
     ) {
         let stride = self.query.len() / BLOCK;
         let values = values.as_chunks::<BLOCK>().0;
@@ -276,38 +282,13 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
                 for i in 0..BLOCK {
                     let value = simd.splat_f32s(value[i]);
                     for n in 0..N {
-                        sums[i][n] = simd.mul_add_e_f32s(value, weight.0[n], sums[i][n]);
-                    }
-                }
-            }
-            for i in 0..BLOCK {
-                output[i].0 = sums[i];
-            }
-        }
-    }
-
-    /// The same where a row must not take what it does not see: a weight of 0 does not make NaN harmless.
-    #[inline(always)]
-    fn accumulate_seen<const BLOCK: usize>(
-        &mut self,
-        simd: S,
-        values: &[f32],
-        weights: &[Lanes<S, N>],
-        correction: Lanes<S, N>,
-        mask: &Mask<S, N>,
-    ) {
-        let stride = self.query.len() / BLOCK;
-        let values = values.as_chunks::<BLOCK>().0;
-        for (c, output) in self.output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-            let mut sums = corrected(simd, output, correction);
-            for (key, weight) in weights.iter().enumerate() {
-                let value = &values[key * stride + c];
-                for n in 0..N {
-                    let seen = mask.sees(simd, key, n);
-                    for i in 0..BLOCK {
-                        let more =
-                            simd.mul_add_e_f32s(simd.splat_f32s(value[i]), weight.0[n], sums[i][n]);
-                        sums[i][n] = simd.select_f32s(seen, more, sums[i][n]);
+                        let more = simd.mul_add_e_f32s(value, weight.0[n], sums[i][n]);
+                        sums[i][n] = match mask {
+                            None => more,
+                            Some(mask) => {
+                                simd.select_f32s(mask.sees(simd, key, n), more, sums[i][n])
+                            }
+                        };
                     }
                 }
             }
