@@ -11,6 +11,7 @@
     feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics, repr_simd, stdarch_nvptx),
     allow(internal_features)
 )]
+#![allow(clippy::too_many_arguments, reason = "a kernel's pointers are separate parameters")]
 
 pub mod attention;
 pub mod concept;

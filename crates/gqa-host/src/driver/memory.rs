@@ -33,9 +33,10 @@ impl DeviceTensor {
         DeviceView { pointer: self.pointer, dtype: self.dtype, shape: &self.shape }
     }
 
-    /// Copies a host tensor of the same type and shape and waits until it is there.
+    /// Copies a host tensor of the same type and number of elements and waits until it is there.
     pub fn upload(&self, tensor: &Tensor, stream: &Stream) -> Result<()> {
-        if tensor.dtype() != self.dtype || tensor.shape() != self.shape {
+        let elements = self.shape.iter().product::<usize>();
+        if tensor.dtype() != self.dtype || tensor.len() != elements {
             let got = format!("{} {:?}", tensor.dtype(), tensor.shape());
             return Err(Error::invalid("upload", got, format!("{} {:?}", self.dtype, self.shape)));
         }

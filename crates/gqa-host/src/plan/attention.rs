@@ -196,19 +196,11 @@ fn splits(
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
     let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
-    let splits = split_kv::splits(&params, keys, device.multiprocessors * resident(entry, device));
+    let splits = split_kv::splits(&params, keys, device.multiprocessors);
     if splits == 1 && rows > entry.rows as usize && !forced {
         return Err(Rejection::OneSplit);
     }
     Ok(splits)
-}
-
-/// Blocks of a kernel that a multiprocessor holds at a time: as many as the kernel is compiled for, if its shared memory, which
-/// reserves 1 KiB for each, has room for them.
-fn resident(entry: &Entry, device: &DeviceInfo) -> u32 {
-    const RESERVED: u32 = 1024;
-    let by_shared = (device.shared_bytes + RESERVED) / (entry.shared_bytes + RESERVED);
-    by_shared.clamp(1, entry.min_blocks.max(1))
 }
 
 /// Blocks of the merge per multiprocessor: more only wait.

@@ -18,19 +18,19 @@
 //! **A tile of keys.** K, and then V, passes through one buffer in shared memory, [`CHUNK`] columns at a time, as f32. For scores a
 //! lane is a key: it sums q·k for its warp's four rows, so one load of K serves four products. The weights go to shared memory,
 //! and for the output a lane is a column, `lane + 32c`: accumulators stay in registers because every loop over `c` has a constant
-//! count. The online softmax ([`SoftmaxState`]) keeps the row's maximum in all lanes and the lane's own share of the sum.
+//! count. The online softmax ([`PlainState`]) keeps the row's maximum in all lanes and the lane's own share of the sum.
 //!
 //! **Barriers.** Each staged chunk lies between two block barriers: one after it is written, one after it is read. The first of them
 //! also orders the staged queries, which only their own warp reads. The weights are a warp's own, ordered by a warp barrier.
 //!
 //! **Numerics.** Everything in f32, one rounding at the end. A weight meets a value only where the row sees the key: behind a row's
-//! range there may be NaN, and 0·NaN is not 0. Scores enter the log2 domain saturated, so that the lowest finite number as a mask
-//! stays finite, as in exact arithmetic; -inf hides a key.
+//! range there may be NaN, and 0·NaN is not 0. Weights come from differences of scores ([`PlainState`]), so that a bias of any
+//! size, the lowest number included, costs no precision; -inf hides a key.
 
 use crate::concept::heads::Group;
 use crate::concept::mask::{Mask, Visible};
 use crate::concept::seqlen::Seqlen;
-use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::concept::softmax::PlainState;
 use crate::num::{Element, tanh, unpack};
 use crate::params::{AttentionParams, qk_output, sink};
 use crate::simt::{
@@ -226,7 +226,7 @@ impl<T: Element> Call<'_, T> {
     #[inline(always)]
     fn attend(&self, tile: &Tile) {
         let (rows, keys) = (tile.rows(), tile.keys());
-        let mut states = [SoftmaxState::EMPTY; WARP_ROWS];
+        let mut states = [PlainState::EMPTY; WARP_ROWS];
         let mut accumulators = [[0.0; LANE_COLUMNS]; WARP_ROWS];
         self.stage_queries(tile, &rows);
         let mut begin = keys.first;
@@ -235,7 +235,7 @@ impl<T: Element> Call<'_, T> {
             let dots = self.dots(tile, &rows, sees, begin, keys.end);
             for r in 0..WARP_ROWS {
                 if sees[r] != 0 {
-                    let score = self.log2_score(tile, &rows[r], sees[r], begin, dots[r]);
+                    let score = self.masked_score(tile, &rows[r], sees[r], begin, dots[r]);
                     weigh(&mut states[r], &mut accumulators[r], rows[r].place, score);
                 }
             }
@@ -327,13 +327,13 @@ impl<T: Element> Call<'_, T> {
         score
     }
 
-    /// The same times log2(e); -inf where the row does not see the key.
+    /// The same; -inf where the row does not see the key.
     #[inline(always)]
-    fn log2_score(&self, tile: &Tile, row: &Row, sees: u32, begin: u32, dot: f32) -> f32 {
+    fn masked_score(&self, tile: &Tile, row: &Row, sees: u32, begin: u32, dot: f32) -> f32 {
         if sees >> lane() & 1 == 0 {
             return f32::NEG_INFINITY;
         }
-        to_log2(self.score(tile, row, begin + lane(), dot))
+        self.score(tile, row, begin + lane(), dot)
     }
 
     /// Adds the tile's values, times their weights, to the accumulators.
@@ -366,7 +366,7 @@ impl<T: Element> Call<'_, T> {
         &self,
         tile: &Tile,
         row: &Row,
-        state: &mut SoftmaxState,
+        state: &mut PlainState,
         accumulators: &[f32; LANE_COLUMNS],
     ) {
         state.sum = warp_sum(state.sum);
@@ -387,11 +387,11 @@ impl<T: Element> Call<'_, T> {
         }
     }
 
-    /// Sink logit of a query head, times log2(e).
+    /// Sink logit of a query head.
     #[inline(always)]
     fn sink(&self, head: u32) -> f32 {
         match self.p.sink {
-            sink::PER_HEAD => to_log2(self.head_sink.load(head as usize).to_f32()),
+            sink::PER_HEAD => self.head_sink.load(head as usize).to_f32(),
             _ => 0.0,
         }
     }
@@ -410,7 +410,7 @@ impl<T: Element> Call<'_, T> {
         tile: &Tile,
         rows: &[Row; WARP_ROWS],
         keys: Visible,
-        states: &[SoftmaxState; WARP_ROWS],
+        states: &[PlainState; WARP_ROWS],
     ) {
         let mut begin = 0;
         while begin < self.p.qk_columns {
@@ -436,14 +436,14 @@ impl<T: Element> Call<'_, T> {
         sees: u32,
         begin: u32,
         dot: f32,
-        state: &SoftmaxState,
+        state: &PlainState,
     ) {
         let key = begin + lane();
         let mut value = 0.0;
         if sees >> lane() & 1 != 0 {
             let score = self.score(tile, row, key, dot);
             value = match self.p.qk_output {
-                qk_output::AFTER_SOFTMAX => state.weight(to_log2(score)) * state.normaliser(),
+                qk_output::AFTER_SOFTMAX => state.weight(score) * state.normaliser(),
                 _ => score,
             };
         }
@@ -454,7 +454,7 @@ impl<T: Element> Call<'_, T> {
 
 /// The tile's scores meet a row's softmax; their weights go to shared memory.
 #[inline(always)]
-fn weigh(state: &mut SoftmaxState, accumulators: &mut [f32; LANE_COLUMNS], place: u32, score: f32) {
+fn weigh(state: &mut PlainState, accumulators: &mut [f32; LANE_COLUMNS], place: u32, score: f32) {
     let factor = state.raise(warp_max(score));
     let weight = state.weight(score);
     state.sum += weight;
@@ -534,13 +534,6 @@ fn store_f32<T: Element>(to: Shared<f32>, words: [u32; 4]) {
     if T::PER_VEC == 8 {
         to.store_vec(4, [e, f, g, h]);
     }
-}
-
-/// A score times log2(e); a finite one stays finite.
-#[inline(always)]
-fn to_log2(score: f32) -> f32 {
-    let scaled = score * LOG2_E;
-    if scaled.is_infinite() && !score.is_infinite() { f32::MAX.copysign(score) } else { scaled }
 }
 
 #[inline(always)]

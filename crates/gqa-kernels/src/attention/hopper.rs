@@ -105,7 +105,6 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
 
     /// The kernel.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments, reason = "a kernel's pointers are separate parameters")]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,

@@ -424,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_block_fits_small_multiprocessors() {
-        assert!(D160::SHARED_BYTES <= 99 * 1024 && D256::SHARED_BYTES <= 99 * 1024);
+        const { assert!(D160::SHARED_BYTES <= 99 * 1024 && D256::SHARED_BYTES <= 99 * 1024) };
     }
 
     #[test]

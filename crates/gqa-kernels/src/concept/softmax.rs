@@ -68,3 +68,54 @@ impl SoftmaxState {
         if max == f32::NEG_INFINITY { 0.0 } else { max }
     }
 }
+
+/// The same state on scores as they are. The factor log2(e) is applied to differences only, so scores of any size, a bias of
+/// -10000 or of the lowest number among them, lose nothing; it costs a subtraction and a multiplication per score.
+#[derive(Clone, Copy, Debug)]
+pub struct PlainState {
+    /// Largest score so far; -inf where none was seen.
+    pub max: f32,
+    /// Sum of `exp(score - max)`.
+    pub sum: f32,
+}
+
+impl PlainState {
+    /// No scores yet.
+    pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
+
+    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must be multiplied by.
+    #[inline(always)]
+    pub fn raise(&mut self, new_max: f32) -> f32 {
+        let max = max(self.max, new_max);
+        let factor = exp2((self.max - SoftmaxState::finite(max)) * LOG2_E);
+        self.max = max;
+        self.sum *= factor;
+        factor
+    }
+
+    /// Weight of a score against the current maximum.
+    #[inline(always)]
+    pub fn weight(&self, score: f32) -> f32 {
+        exp2((score - SoftmaxState::finite(self.max)) * LOG2_E)
+    }
+
+    /// A sink logit joins the denominator; returns the factor for what was accumulated.
+    #[inline(always)]
+    pub fn join_sink(&mut self, sink: f32) -> f32 {
+        let factor = self.raise(sink);
+        self.sum += self.weight(sink);
+        factor
+    }
+
+    /// As [`SoftmaxState::normaliser`].
+    #[inline(always)]
+    pub fn normaliser(&self) -> f32 {
+        SoftmaxState { max: 0.0, sum: self.sum }.normaliser()
+    }
+
+    /// As [`SoftmaxState::log_sum_exp`].
+    #[inline(always)]
+    pub fn log_sum_exp(&self) -> f32 {
+        if self.sum == 0.0 { f32::NEG_INFINITY } else { self.max + log2(self.sum) * LN_2 }
+    }
+}

@@ -158,10 +158,10 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         target: impl Fn(u32) -> Option<usize>,
     ) {
         self.each(rows, |row, column| {
-            if column < width {
-                if let Some(start) = target(row) {
-                    tensor.store_vec(start + column as usize, tile.place(row, column).load_vec(0));
-                }
+            if column < width
+                && let Some(start) = target(row)
+            {
+                tensor.store_vec(start + column as usize, tile.place(row, column).load_vec(0));
             }
         });
     }

@@ -73,7 +73,7 @@ impl WithSimd for Scores<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
         let panels = panels::<S, 1>(simd, self.rows);
-        let mut scores = vec![Lanes::splat(simd, 0.0); KEYS];
+        let mut scores = [Lanes::splat(simd, 0.0); KEYS];
         let mut buffers = buffers(self.rows);
         for keys in tiles(self.keys.clone()) {
             let tile = self.rows.tile(keys, &mut buffers);
