@@ -3,7 +3,7 @@
 //! An operator call ([`op::GroupQueryAttention`] and its [`op::Inputs`]) becomes a validated [`Problem`]; a problem becomes a
 //! [`plan::Plan`], a list of kernel launches that says why each kernel was chosen; and a plan runs on a [`backend`]: a GPU
 //! through CUDA, or the same kernels on a simulated GPU. Two back ends take the problem directly: a fast CPU implementation
-//! and the f64 [`reference`] that all others are compared with.
+//! and the f64 [`mod@reference`] that all others are compared with.
 
 pub mod backend;
 #[cfg(feature = "cuda")]

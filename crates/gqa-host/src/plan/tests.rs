@@ -74,20 +74,20 @@ fn rejection(problem: &Problem, name: &str, switches: &Switches, candidate: Cand
 fn flash_attention_wherever_it_can() {
     let off = Switches::default();
     for (what, problem, device, want) in [
-        ("prompt", llama(4096, 0), "h200", Family::Tiled),
+        ("prompt", llama(4096, 0), "h200", Family::Hopper),
         ("prompt", llama(4096, 0), "a100", Family::Tiled),
         ("prompt", llama(4096, 0), "rtx4090", Family::Tiled),
         ("prompt", llama(4096, 0), "v100", Family::General),
         ("prompt", llama(4096, 0), "t4", Family::General),
-        ("chunk", llama(512, 2048), "h200", Family::Tiled),
+        ("chunk", llama(512, 2048), "h200", Family::Hopper),
         ("token", llama(1, 4096), "h200", Family::SplitKv),
         ("token", llama(1, 4096), "v100", Family::General),
         ("speculative tokens", llama(4, 4096), "h200", Family::SplitKv),
-        ("bfloat16", with(llama(64, 0), |p| p.dtype = DType::BF16), "h200", Family::Tiled),
+        ("bfloat16", with(llama(64, 0), |p| p.dtype = DType::BF16), "h200", Family::Hopper),
         ("float32", with(llama(64, 0), |p| p.dtype = DType::F32), "h200", Family::General),
         ("float32 token", with(llama(1, 64), |p| p.dtype = DType::F32), "h200", Family::General),
-        ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Tiled),
-        ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Tiled),
+        ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Hopper),
+        ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Hopper),
         ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::General),
         (
             "bias",
@@ -107,9 +107,12 @@ fn flash_attention_wherever_it_can() {
                 (p.window, p.softcap, p.sink) = (Some(128), Some(30.0), Sink::PerHead);
             }),
             "h200",
-            Family::Tiled,
+            Family::Hopper,
         ),
-        ("not causal", with(llama(512, 0), |p| p.causal = false), "h200", Family::Tiled),
+        ("few rows", llama(63, 0), "h200", Family::Tiled),
+        ("negative scale", with(llama(512, 0), |p| p.scale = -0.1), "h200", Family::Tiled),
+        ("a prompt on Blackwell", llama(512, 0), "b200", Family::Tiled),
+        ("not causal", with(llama(512, 0), |p| p.causal = false), "h200", Family::Hopper),
     ] {
         assert_eq!(attention(&problem, device, &off), want, "{what} on {device}");
     }
@@ -330,6 +333,7 @@ fn with_everything_switched_off_the_error_says_so() {
     assert_eq!(
         error,
         "no kernel takes this call: split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION"
     );
@@ -488,7 +492,7 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
     let all = (p.batch * p.q_heads * p.q_len) as usize;
     match name {
         "q" => rows(p.q, p.q_heads, p.q_len),
-        "out" => rows(p.out, p.q_heads, p.q_len),
+        "out" | "out_rows" => rows(p.out, p.q_heads, p.q_len),
         "k" | "v" => rows(p.k, p.kv_heads, p.capacity),
         "bias" => reach(p.bias, [p.batch, p.q_heads, p.q_len], p.qk_columns) * element,
         "head_sink" => p.q_heads as usize * element,

@@ -15,7 +15,7 @@
 //! [`ROWS`] packed rows of one KV head, four rows per warp, and walks the keys that any of them sees in tiles of [`KEYS`]. The grid
 //! is one-dimensional and strides, so its size is a matter of speed only ([`grid`]).
 //!
-//! **A tile of keys.** K, and then V, passes through one buffer in shared memory, [`CHUNK`] columns at a time, as f32. For scores a
+//! **A tile of keys.** K, and then V, passes through one buffer in shared memory, `CHUNK` columns at a time, as f32. For scores a
 //! lane is a key: it sums q·k for its warp's four rows, so one load of K serves four products. The weights go to shared memory,
 //! and for the output a lane is a column, `lane + 32c`: accumulators stay in registers because every loop over `c` has a constant
 //! count. The online softmax ([`PlainState`]) keeps the row's maximum in all lanes and the lane's own share of the sum.

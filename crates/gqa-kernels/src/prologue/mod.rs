@@ -7,7 +7,7 @@
 //! | kernel | does | where |
 //! |---|---|---|
 //! | `concat_kv_in_place` | appends K and V to a shared cache | [`append`] |
-//! | `concat_new_to_past_kv` | past and new K and V into a separate cache | [`concat`] |
+//! | `concat_new_to_past_kv` | past and new K and V into a separate cache | [`mod@concat`] |
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
