@@ -49,6 +49,7 @@ positions: implicit, past + row
 
 attention
   split_kv  refused: does not take float32
+  hopper    refused: does not take float32
   tiled     refused: does not take float32
   general   chosen: gqa_general_f32
 ";
