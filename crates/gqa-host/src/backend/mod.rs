@@ -3,6 +3,7 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod dump;
 mod io;
 pub mod sim;
 

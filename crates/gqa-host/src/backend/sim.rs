@@ -52,7 +52,7 @@ impl Sim {
             entry = entry.name,
             ?grid,
             threads = entry.threads,
-            shared = entry.shared_bytes,
+            shared_bytes = entry.shared_bytes,
             "simulate"
         );
         let mut arguments: Vec<_> = args.iter().map(|arg| memory.bind(*arg)).collect();

@@ -60,14 +60,27 @@ impl Call {
 
     /// Puts the call into the stream; does not wait.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
-        let views = self
-            .tensors
-            .iter()
-            .fold(Views::new(), |views, (id, tensor)| views.bind(*id, tensor.view()));
-        let workspace =
-            Workspace { pointer: self.workspace.view().pointer, bytes: self.workspace.bytes() };
         // SAFETY: all memory belongs to this call and is freed, which waits for its kernels, when the call goes.
-        unsafe { self.device.enqueue(&self.plan, &views, workspace, stream.raw()) }
+        unsafe { self.device.enqueue(&self.plan, &self.views(), self.scratch(), stream.raw()) }
+    }
+
+    /// Puts one launch of the plan into the stream, by its number; does not wait. For timing it alone: a launch gives the same result
+    /// as often as it runs.
+    pub fn enqueue_launch(&self, number: usize, stream: &Stream) -> Result<()> {
+        let (views, part) = (self.views(), number..number.saturating_add(1));
+        // SAFETY: as in `enqueue`.
+        unsafe {
+            self.device.enqueue_launches(&self.plan, part, &views, self.scratch(), stream.raw())
+        }
+    }
+
+    fn views(&self) -> Views<'_> {
+        let tensors = self.tensors.iter();
+        tensors.fold(Views::new(), |views, (id, tensor)| views.bind(*id, tensor.view()))
+    }
+
+    fn scratch(&self) -> Workspace {
+        Workspace { pointer: self.workspace.view().pointer, bytes: self.workspace.bytes() }
     }
 
     fn expect(&self, id: TensorId) -> Result<&DeviceTensor> {
@@ -93,11 +106,24 @@ unsafe impl Sync for Graph {}
 impl Graph {
     /// Captures the calls, in order, without running them.
     pub fn capture(stream: &Stream, calls: &[Arc<Call>]) -> Result<Self> {
+        Self::capture_with(stream, calls, |call| call.enqueue(stream))
+    }
+
+    /// Captures one launch of each call, by its number, without running it.
+    pub fn capture_launch(stream: &Stream, calls: &[Arc<Call>], number: usize) -> Result<Self> {
+        Self::capture_with(stream, calls, |call| call.enqueue_launch(number, stream))
+    }
+
+    fn capture_with(
+        stream: &Stream,
+        calls: &[Arc<Call>],
+        enqueue: impl Fn(&Call) -> Result<()>,
+    ) -> Result<Self> {
         stream.with(|| {
             // SAFETY: the stream lives.
             unsafe { cust::begin_capture(stream.raw()) }
         })?;
-        let enqueued = calls.iter().try_for_each(|call| call.enqueue(stream));
+        let enqueued = calls.iter().try_for_each(|call| enqueue(call));
         let captured = stream.with(|| {
             // SAFETY: the capture began above.
             unsafe { cust::end_capture(stream.raw()) }

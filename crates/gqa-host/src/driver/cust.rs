@@ -285,6 +285,18 @@ pub(super) unsafe fn copy_to_host(
 }
 
 /// # Safety
+/// Both have `bytes` bytes and stay until the stream has reached the copy.
+pub(super) unsafe fn copy(
+    destination: u64,
+    source: u64,
+    bytes: usize,
+    stream: RawStream,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's.
+    unsafe { call!(cuMemcpyDtoDAsync_v2(destination, source, bytes, stream)) }
+}
+
+/// # Safety
 /// `pointer` has `bytes` bytes.
 pub(super) unsafe fn fill(
     pointer: u64,

@@ -122,10 +122,32 @@ impl Device {
         workspace: Workspace,
         stream: RawStream,
     ) -> Result<()> {
+        let _range = super::range::open("GroupQueryAttention");
+        tracing::debug!(call = %plan.problem, "enqueue");
+        // SAFETY: the caller's.
+        unsafe { self.enqueue_launches(plan, 0..plan.launches.len(), tensors, workspace, stream) }
+    }
+
+    /// As [`enqueue`](Self::enqueue), for a part of the plan's launches.
+    ///
+    /// # Safety
+    /// As [`enqueue`](Self::enqueue).
+    pub(super) unsafe fn enqueue_launches(
+        &self,
+        plan: &Plan,
+        launches: std::ops::Range<usize>,
+        tensors: &Views<'_>,
+        workspace: Workspace,
+        stream: RawStream,
+    ) -> Result<()> {
         tensors.check(plan)?;
         workspace.check(plan)?;
         let _entered = self.enter().map_err(DriverError::from)?;
-        for launch in &plan.launches {
+        let chosen = plan.launches.get(launches.clone()).ok_or_else(|| {
+            let allowed = format!("numbers below {}", plan.launches.len());
+            Error::invalid("launches", format!("{launches:?}"), allowed)
+        })?;
+        for launch in chosen {
             // SAFETY: the planner bounds every argument by the tensors and the workspace, whose sizes were just checked.
             unsafe { self.launch(launch, tensors, workspace, stream) }?;
         }
@@ -167,9 +189,10 @@ impl Device {
             entry = entry.name,
             ?grid,
             threads = entry.threads,
-            shared = entry.shared_bytes,
+            shared_bytes = entry.shared_bytes,
             "launch"
         );
+        let _range = super::range::open(entry.name);
         let function = self.function(entry)?;
         let mut pointers = [0u64; MAX_ARGUMENTS];
         let mut maps = [Encoded::default(); MAX_TENSOR_MAPS];

@@ -75,6 +75,21 @@ impl DeviceTensor {
         stream.synchronize()
     }
 
+    /// Copies another tensor of the same size in bytes, in the stream's order; does not wait.
+    pub fn copy_from(&self, source: &Self, stream: &Stream) -> Result<()> {
+        if source.bytes() != self.bytes() {
+            let allowed = format!("{} bytes", self.bytes());
+            return Err(Error::invalid("copy", format!("{} bytes", source.bytes()), allowed));
+        }
+        if self.bytes() > 0 {
+            let _entered = self.device.enter().map_err(DriverError::from)?;
+            // SAFETY: both have that many bytes and are freed only after the copy, because freeing waits.
+            unsafe { cust::copy(self.pointer, source.pointer, self.bytes(), stream.raw()) }
+                .map_err(DriverError::from)?;
+        }
+        Ok(())
+    }
+
     /// Sets every byte, in the stream's order.
     pub fn fill(&self, byte: u8, stream: &Stream) -> Result<()> {
         if self.bytes() > 0 {

@@ -28,6 +28,7 @@ mod error;
 mod lazy;
 mod memory;
 mod modules;
+mod range;
 mod stream;
 mod tensor_map;
 

@@ -1,6 +1,6 @@
 //! `com.microsoft.GroupQueryAttention`.
 
-use crate::backend::{Backend, Io};
+use crate::backend::{Backend, Io, dump};
 use crate::{CacheBinding, Layout, Problem, QkOutput, Result, Sink, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
@@ -99,7 +99,7 @@ impl GroupQueryAttention {
     pub fn run(&self, inputs: &Inputs<'_>, backend: &dyn Backend) -> Result<Outputs> {
         let problem = self.problem(inputs, CacheBinding::Separate)?;
         let mut outputs = Outputs::new(&problem);
-        backend.run(&problem, &mut outputs.io(inputs))?;
+        dump::run(backend, &problem, &mut outputs.io(inputs))?;
         Ok(outputs)
     }
 
@@ -116,7 +116,7 @@ impl GroupQueryAttention {
         let mut io = outputs.io(inputs);
         io.present_key = &mut cache.key;
         io.present_value = &mut cache.value;
-        backend.run(&problem, &mut io)?;
+        dump::run(backend, &problem, &mut io)?;
         Ok(outputs)
     }
 }

@@ -139,6 +139,13 @@ fn describe_decision(decision: &Decision) -> (String, String) {
     (decision.candidate.name().to_owned(), outcome)
 }
 
+/// The call in one line, as logs have it.
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&describe(self).join("; "))
+    }
+}
+
 /// The call in words.
 fn describe(p: &Problem) -> Vec<String> {
     let phase = match p.phase {

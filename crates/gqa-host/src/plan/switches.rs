@@ -23,7 +23,7 @@ pub static TABLE: [Switch; 6] = [
         name: "GQA_DISABLE_FLASH_ATTENTION",
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: neither `tiled` nor `split_kv` is considered",
+        meaning: "1: none of `split_kv`, `hopper` and `tiled` is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
     Switch {
@@ -67,6 +67,20 @@ pub static TABLE: [Switch; 6] = [
             Some(())
         },
     },
+];
+
+/// Variables that help to find mistakes and decide nothing: name, values, meaning.
+pub static AIDS: [(&str, &str, &str); 2] = [
+    (
+        crate::backend::dump::VARIABLE,
+        "a folder, made if it is not there",
+        "every call of the operator writes its tensors there as `.npy`",
+    ),
+    (
+        "GQA_LOG",
+        "`error`, `warn`, `info`, `debug` or `trace`",
+        "the program `gqa` logs to stderr; `debug` names each call, and entry, grid, block and shared bytes before each launch",
+    ),
 ];
 
 /// Choices that a person makes against the planner's.
@@ -120,20 +134,24 @@ impl Switches {
     }
 }
 
-/// The table as Markdown, for the documentation.
+/// Both tables as Markdown, for the documentation.
 pub fn markdown() -> String {
     let rows = TABLE.iter().map(|s| {
         let alias = s.alias.map(|a| format!("`{a}`")).unwrap_or_default();
         format!("| `{}` | {alias} | {} | {} |\n", s.name, s.values, s.meaning)
     });
+    let aids = AIDS
+        .iter()
+        .map(|(name, values, meaning)| format!("| `{name}` | | {values} | {meaning} |\n"));
     format!(
         "| variable | alias | values | meaning |\n|---|---|---|---|\n{}",
-        rows.collect::<String>()
+        rows.chain(aids).collect::<String>()
     )
 }
 
 fn unknown(name: &str) -> bool {
-    name.starts_with("GQA_") && TABLE.iter().all(|switch| switch.name != name)
+    let known = TABLE.iter().map(|switch| switch.name).chain(AIDS.map(|(name, ..)| name));
+    name.starts_with("GQA_") && known.into_iter().all(|known| known != name)
 }
 
 fn flag(switch: &mut bool, value: &str) -> Option<()> {
@@ -187,5 +205,6 @@ mod tests {
     fn unknown_names_have_no_effect() {
         assert_eq!(read(&[("GQA_TURBO", "1")]).unwrap(), Switches::default());
         assert!(unknown("GQA_TURBO") && !unknown("GQA_SPLITS") && !unknown("HOME"));
+        assert!(!unknown("GQA_DUMP") && !unknown("GQA_LOG"));
     }
 }

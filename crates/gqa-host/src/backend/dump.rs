@@ -1,0 +1,102 @@
+//! Calls on files: every tensor as a NumPy `.npy`, to look at them elsewhere.
+
+use super::{Backend, Io};
+use crate::plan::TensorId;
+use crate::{DType, Error, Problem, Result, Tensor};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The variable that names the folder.
+pub const VARIABLE: &str = "GQA_DUMP";
+
+/// Runs `problem` on `backend`, as [`GroupQueryAttention`](crate::op::GroupQueryAttention) does: with a log line, and with the tensors
+/// written to the folder that `GQA_DUMP` names, if it names one.
+pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    tracing::debug!(backend = backend.name(), call = %problem, "run");
+    let Some(folder) = FOLDER.get_or_init(|| std::env::var_os(VARIABLE).map(PathBuf::from)) else {
+        return backend.run(problem, io);
+    };
+    let number = CALLS.fetch_add(1, Ordering::Relaxed);
+    dumped(&folder.join(format!("{number:06}-{}", backend.name())), backend, problem, io)
+}
+
+/// Runs `problem` and leaves in `folder` the call in words (`call.txt`), the inputs as they were before (`query.npy`, …; a shared cache
+/// as `past_key.npy` and `past_value.npy`), and the outputs as they are after. NumPy has no bfloat16: such tensors are stored as the
+/// 16-bit integers of their bits, for `.view(ml_dtypes.bfloat16)`.
+///
+/// Fails where the folder cannot be written.
+pub fn dumped(
+    folder: &Path,
+    backend: &dyn Backend,
+    problem: &Problem,
+    io: &mut Io<'_>,
+) -> Result<()> {
+    let write = |name: &str, tensor: &Tensor| {
+        write_npy(&folder.join(name).with_extension("npy"), tensor).map_err(unwritable)
+    };
+    std::fs::create_dir_all(folder).map_err(unwritable)?;
+    std::fs::write(folder.join("call.txt"), format!("{problem}\n")).map_err(unwritable)?;
+    for id in TensorId::ALL {
+        io.input(id).map_or(Ok(()), |tensor| write(id.name(), tensor))?;
+    }
+    if problem.cache == crate::CacheBinding::Shared {
+        write("past_key", io.present_key)?;
+        write("past_value", io.present_value)?;
+    }
+    backend.run(problem, io)?;
+    let mut outputs = io.outputs();
+    outputs.try_for_each(|(id, tensor)| write(id.name(), tensor))
+}
+
+fn unwritable(error: std::io::Error) -> Error {
+    Error::invalid(VARIABLE, error, "a folder that can be written")
+}
+
+/// Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes, the elements.
+fn write_npy(path: &Path, tensor: &Tensor) -> std::io::Result<()> {
+    let descr = match tensor.dtype() {
+        DType::F32 => "<f4",
+        DType::F16 => "<f2",
+        DType::BF16 => "<u2",
+        DType::I32 => "<i4",
+        DType::I64 => "<i8",
+    };
+    let shape: String = tensor.shape().iter().map(|size| format!("{size},")).collect();
+    let mut header =
+        format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}), }}");
+    const PREFIX: usize = 10;
+    let padded = (PREFIX + header.len() + 1).next_multiple_of(64) - PREFIX;
+    header = format!("{header:<width$}\n", width = padded - 1);
+    let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
+    file.write_all(b"\x93NUMPY\x01\x00")?;
+    file.write_all(&(padded as u16).to_le_bytes())?;
+    file.write_all(header.as_bytes())?;
+    file.write_all(tensor.bytes())?;
+    file.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::array;
+
+    #[test]
+    fn files_have_the_layout_that_numpy_documents() {
+        let path = std::env::temp_dir().join(format!("gqa-{}.npy", std::process::id()));
+        write_npy(&path, &array![[1.0f32, 2.0, 3.0], [4.0, 5.0, 6.0]].into()).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let length = usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+        assert_eq!(&bytes[..8], b"\x93NUMPY\x01\x00");
+        assert_eq!((10 + length) % 64, 0);
+        let header = std::str::from_utf8(&bytes[10..10 + length]).unwrap();
+        assert!(header.starts_with("{'descr': '<f4', 'fortran_order': False, 'shape': (2,3,), }"));
+        assert!(header.ends_with(" \n"));
+        assert_eq!(&bytes[10 + length..14 + length], 1.0f32.to_le_bytes());
+        assert_eq!(bytes.len(), 10 + length + 24);
+    }
+}
