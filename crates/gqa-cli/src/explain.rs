@@ -5,10 +5,11 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use gqa_host::Problem;
-use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_host::plan::{DeviceInfo, Explanation, Switches, plan};
 use gqa_onnx::Model;
+use serde_json::{Map, Value, json};
 
-use crate::shape::{Layer, Shape, count};
+use crate::shape::{Layer, Sizes};
 use crate::{Usage, input};
 
 /// Arguments of `gqa explain`.
@@ -23,27 +24,16 @@ pub struct Args {
     /// GPU to plan for, by name.
     #[arg(long, default_value = "h200")]
     device: String,
+    /// Past and present are different tensors, as in a model that is not told to share them.
+    #[arg(long, conflicts_with = "model")]
+    separate_cache: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     sizes: Sizes,
     #[command(flatten)]
     layer: Layer,
-}
-
-/// Sizes of a call.
-#[derive(clap::Args)]
-struct Sizes {
-    /// Sequences.
-    #[arg(long, default_value_t = 1, value_parser = count(1 << 24))]
-    batch: u64,
-    /// New rows of each sequence.
-    #[arg(long, default_value_t = 1, value_parser = count(1 << 31))]
-    query_length: u64,
-    /// Rows in the cache before.
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..1 << 31))]
-    past_length: u64,
-    /// Past and present are different tensors, as in a model that is not told to share them.
-    #[arg(long)]
-    separate_cache: bool,
 }
 
 /// Prints the plan.
@@ -54,9 +44,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     })?;
     let problem = match &args.model {
         Some(model) => from_model(model, args.data.as_deref())?,
-        None => from_sizes(&args.sizes, args.layer)?,
+        None if args.separate_cache => args.sizes.shape(args.layer).separate_problem()?,
+        None => args.sizes.shape(args.layer).problem()?,
     };
-    say!("{}", plan(&problem, &device, &Switches::from_env()?)?.explain());
+    let explanation = plan(&problem, &device, &Switches::from_env()?)?.explain();
+    if args.json {
+        say!("{}", serde_json::to_string_pretty(&json(&explanation))?);
+    } else {
+        say!("{explanation}");
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -74,9 +70,35 @@ fn from_model(path: &std::path::Path, data: Option<&std::path::Path>) -> Result<
     Ok(model.call(&data)?.problem()?)
 }
 
-fn from_sizes(sizes: &Sizes, layer: Layer) -> Result<Problem> {
-    let [batch, query, past] =
-        [sizes.batch, sizes.query_length, sizes.past_length].map(|n| n as usize);
-    let shape = Shape::new(layer, batch, query, past);
-    if sizes.separate_cache { shape.separate_problem() } else { shape.problem() }
+/// The explanation's fields under their names; `bound` is memory or arithmetic.
+fn json(explanation: &Explanation) -> Value {
+    let launches = explanation.launches.iter().map(|launch| {
+        let arguments: Map<_, _> = launch
+            .arguments
+            .iter()
+            .map(|(name, bound)| ((*name).to_owned(), json!(bound)))
+            .collect();
+        json!({
+            "entry": launch.entry,
+            "grid": launch.grid,
+            "threads": launch.threads,
+            "shared_bytes": launch.shared_bytes,
+            "arguments": arguments,
+        })
+    });
+    let decisions = explanation.decisions.iter();
+    let decisions =
+        decisions.map(|(name, outcome)| json!({ "candidate": name, "outcome": outcome }));
+    json!({
+        "problem": explanation.problem,
+        "device": explanation.device,
+        "positions": explanation.positions,
+        "decisions": decisions.collect::<Vec<_>>(),
+        "launches": launches.collect::<Vec<_>>(),
+        "workspace_bytes": explanation.workspace_bytes,
+        "flops": explanation.cost.flops,
+        "bytes": explanation.cost.bytes,
+        "roofline_us": explanation.roofline_seconds * 1e6,
+        "bound": if explanation.memory_bound { "memory" } else { "arithmetic" },
+    })
 }

@@ -17,6 +17,7 @@ mod explain;
 mod gpu;
 mod input;
 mod oracle;
+mod profile;
 mod run;
 mod shape;
 
@@ -46,6 +47,8 @@ enum Command {
     /// Measure.
     #[command(subcommand)]
     Bench(bench::Mode),
+    /// Time each launch of a call on the GPU, and print the command lines of NVIDIA's profilers.
+    Profile(profile::Args),
     /// Report driver, devices and kernels, and what will be used.
     Doctor,
     /// A prompt and some tokens through a layer of the shape of Llama 3 8B.
@@ -69,14 +72,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report_usage(&error),
     };
-    let result = match cli.command.unwrap_or_else(|| Command::Demo(demo::Args::default())) {
-        Command::Check(args) => check::run(&args),
-        Command::Run(args) => run::run(&args),
-        Command::Explain(args) => explain::run(&args),
-        Command::Bench(mode) => bench::run(&mode),
-        Command::Doctor => doctor::run(),
-        Command::Demo(args) => demo::run(&args),
-    };
+    let result = log().and_then(|()| run(cli.command));
     match result {
         Ok(code) => code,
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
@@ -85,6 +81,29 @@ fn main() -> ExitCode {
             ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
         }
     }
+}
+
+fn run(command: Option<Command>) -> anyhow::Result<ExitCode> {
+    match command.unwrap_or_else(|| Command::Demo(demo::Args::default())) {
+        Command::Check(args) => check::run(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Bench(mode) => bench::run(&mode),
+        Command::Profile(args) => profile::run(&args),
+        Command::Doctor => doctor::run(),
+        Command::Demo(args) => demo::run(&args),
+    }
+}
+
+/// Log lines go to stderr: warnings, or what GQA_LOG asks for.
+fn log() -> anyhow::Result<()> {
+    let wanted = std::env::var("GQA_LOG").unwrap_or_else(|_| "warn".to_owned());
+    let level: tracing::Level = wanted.parse().map_err(|_| {
+        Usage(format!("GQA_LOG: got {wanted:?}; allowed: error, warn, info, debug, trace"))
+    })?;
+    let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level);
+    lines.without_time().init();
+    Ok(())
 }
 
 /// Help goes to stdout as it is; a mistake becomes one line.

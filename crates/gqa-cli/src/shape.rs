@@ -54,7 +54,7 @@ pub struct Layer {
     #[arg(long, default_value_t = 128, value_parser = count(4096))]
     pub head_size: u64,
     /// Element type.
-    #[arg(long, value_enum, default_value_t = Element::Bf16)]
+    #[arg(skip = Element::Bf16)]
     pub dtype: Element,
     /// Query, key and value are one tensor.
     #[arg(long)]
@@ -152,6 +152,32 @@ impl Layer {
             table.context("cos_cache and sin_cache of an integer type")
         };
         Ok(Some((table(f64::cos)?, table(f64::sin)?)))
+    }
+}
+
+/// Sizes of a call.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Sizes {
+    /// Sequences.
+    #[arg(long, default_value_t = 1, value_parser = count(1 << 24))]
+    batch: u64,
+    /// Element type.
+    #[arg(long, value_enum, default_value_t = Element::Bf16)]
+    dtype: Element,
+    /// New rows of each sequence.
+    #[arg(long, default_value_t = 1, value_parser = count(1 << 31))]
+    query_length: u64,
+    /// Rows in the cache before.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..1 << 31))]
+    past_length: u64,
+}
+
+impl Sizes {
+    /// The call of these sizes through a layer of this element type.
+    pub fn shape(&self, layer: Layer) -> Shape {
+        let [batch, query, past] =
+            [self.batch, self.query_length, self.past_length].map(|n| n as usize);
+        Shape::new(Layer { dtype: self.dtype, ..layer }, batch, query, past)
     }
 }
 

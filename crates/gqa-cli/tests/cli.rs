@@ -58,7 +58,10 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("explain --device voodoo2")?, 2, &["--device", "voodoo2", "h200"]);
     refused(&words("explain --head-size 0")?, 2, &["--head-size", "0"]);
     refused(&words("bench prompt --size 3by4")?, 2, &["--size", "3by4", "BATCHxLENGTH"]);
-    refused(&words("bench token --backend sim")?, 2, &["--backend", "sim"]);
+    refused(&words("bench token --length 64..8")?, 2, &["--length", "64..8", "FIRST..LAST"]);
+    refused(&words("bench token --model gpt-2")?, 2, &["--model", "gpt-2", "llama3-8b"]);
+    refused(&words("bench token --model llama3-8b --heads 8")?, 2, &["--model", "--heads"]);
+    refused(&words("bench prompt --against /no/such/file")?, 1, &["--against", "/no/such/file"]);
     Ok(())
 }
 
@@ -298,6 +301,199 @@ fn bench_prints_json_and_checks_its_results() -> Result {
             assert_eq!(result["elements_out_of_tolerance"], 0);
             assert_eq!(result["checked_rows"], 32);
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn bench_runs_on_every_back_end() -> Result {
+    for (backend, launches) in [("cpu", 0), ("reference", 0), ("sim", 2)] {
+        let run = words(&format!(
+            "bench prompt --backend {backend} --heads 2 --kv-heads 1 --head-size 32 --size 1x70 --runs 1 --json"
+        ))?;
+        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        let report: serde_json::Value = serde_json::from_str(&run.stdout)?;
+        let result = &report["results"][0];
+        assert_eq!(
+            (&result["launches"], &result["elements_out_of_tolerance"]),
+            (&launches.into(), &0.into())
+        );
+        assert_eq!(report["ceilings"].is_null(), backend != "cpu");
+        for known in ["device", "commit", "command", "date", "cpu"] {
+            assert!(
+                report["provenance"][known].as_str().is_some_and(|text| !text.is_empty()),
+                "{known}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Names of the files in a folder, in order.
+fn names_in(folder: &Path) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(folder)?;
+    let names =
+        entries.map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()));
+    let mut names = names.collect::<std::io::Result<Vec<_>>>()?;
+    names.sort();
+    Ok(names)
+}
+
+#[test]
+fn bench_writes_tables_and_figures_of_a_sweep_beside_peers() -> Result {
+    let folder = tempfile::tempdir()?;
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let timing = |query_length| {
+        serde_json::json!({"peer": "Nobody <1>", "dtype": "float32", "batch": 1, "query_length": query_length, "past_length": 0,
+            "heads": 2, "kv_heads": 1, "head_size": 32, "causal": true, "window": -1, "median_us": 1e9})
+    };
+    let peers = serde_json::json!({"provenance": {"device": "none"}, "results": [timing(16), timing(32), timing(999)]});
+    std::fs::write(path("peers.json"), peers.to_string())?;
+    let run = words(&format!(
+        "bench prompt --backend cpu --heads 2 --kv-heads 1 --head-size 32 --dtype f32,bf16 --batch 1,2 --length 16..32 --runs 1 \
+         --against {} --csv {} --report {} --plots {}",
+        path("peers.json"),
+        path("t.csv"),
+        path("r.html"),
+        path("plots")
+    ))?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert_eq!(run.stdout.matches("2/1 x 32").count(), 8, "{}", run.stdout);
+    assert_eq!(run.stdout.matches("1000000000.0 (").count(), 2, "{}", run.stdout);
+
+    let csv = std::fs::read_to_string(path("t.csv"))?;
+    assert_eq!(csv.lines().count(), 9);
+    assert_eq!(csv.matches("Nobody <1>=1000000000.000").count(), 2, "{csv}");
+
+    let html = std::fs::read_to_string(path("r.html"))?;
+    assert_eq!(html.matches("<figure>").count(), 4, "time, rate, roofline, ratio");
+    assert!(html.contains("Nobody &lt;1&gt;") && !html.contains("Nobody <1>"));
+    assert!(!html.contains("src=") && !html.contains("href="), "the file refers to no other");
+
+    let plots = names_in(&folder.path().join("plots"))?;
+    let names = ["latency", "rate", "ratio", "roofline"]
+        .map(|name| [format!("{name}.png"), format!("{name}.svg")]);
+    assert_eq!(plots, names.concat());
+    Ok(())
+}
+
+#[test]
+fn models_give_heads_and_longest_sequence() -> Result {
+    let run = words(
+        "bench token --backend cpu --model phi3-mini,llama3-8b --length 8,9000 --runs 1 --checked-rows 2 --json",
+    )?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let report: serde_json::Value = serde_json::from_str(&run.stdout)?;
+    let results = report["results"].as_array().ok_or("results")?;
+    let got: Vec<_> = results
+        .iter()
+        .map(|r| {
+            (
+                r["model"].as_str(),
+                r["past_length"].as_u64(),
+                r["heads"].as_u64(),
+                r["head_size"].as_u64(),
+            )
+        })
+        .collect();
+    let phi = |length| (Some("phi3-mini"), Some(length), Some(32), Some(96));
+    assert_eq!(got, [phi(8), phi(9000), (Some("llama3-8b"), Some(8), Some(32), Some(128))]);
+    Ok(())
+}
+
+#[test]
+fn profile_needs_a_gpu_and_says_so() -> Result {
+    let run = words("profile --query-length 1 --past-length 100 --runs 2")?;
+    match run.code {
+        Some(0) => assert!(
+            run.stdout.contains("gqa_split_kv") && run.stdout.contains("ncu "),
+            "{}",
+            run.stdout
+        ),
+        _ => refused(&run, 1, &["gqa profile", "GPU"]),
+    }
+    Ok(())
+}
+
+#[test]
+fn explanations_are_json_too() -> Result {
+    let run = words("explain --query-length 4096 --json")?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let explained: serde_json::Value = serde_json::from_str(&run.stdout)?;
+    let launches = explained["launches"].as_array().ok_or("launches")?;
+    assert_eq!(
+        launches.last().map(|launch| &launch["arguments"]["seqlens_k"]),
+        Some(&"seqlens_k".into())
+    );
+    assert_eq!(explained["decisions"].as_array().map(Vec::len), Some(4));
+    assert_eq!(explained["bound"], "arithmetic");
+    Ok(())
+}
+
+/// The program on a stored case, with one environment variable.
+fn with_variable(name: &str, value: &std::ffi::OsStr, backend: &str) -> Result<Run> {
+    let out = tempfile::tempdir()?;
+    let case = cases("gqa").join("decode_static_ragged");
+    let output = Command::new(env!("CARGO_BIN_EXE_gqa"))
+        .env(name, value)
+        .args([
+            "run".as_ref(),
+            case.join("model.onnx").as_os_str(),
+            "--data".as_ref(),
+            case.as_os_str(),
+        ])
+        .args(["--out".as_ref(), out.path().as_os_str(), "--backend".as_ref(), backend.as_ref()])
+        .output()?;
+    let text = |bytes| String::from_utf8(bytes);
+    Ok(Run {
+        code: output.status.code(),
+        stdout: text(output.stdout)?,
+        stderr: text(output.stderr)?,
+    })
+}
+
+#[test]
+fn the_log_names_call_and_launches() -> Result {
+    let run = with_variable("GQA_LOG", "debug".as_ref(), "sim")?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    for word in
+        ["call=GroupQueryAttention float32", "entry=\"gqa_", "grid=[", "threads=", "shared_bytes="]
+    {
+        assert!(run.stderr.contains(word), "{word} in {}", run.stderr);
+    }
+    refused(&with_variable("GQA_LOG", "loud".as_ref(), "cpu")?, 2, &["GQA_LOG", "loud", "debug"]);
+    Ok(())
+}
+
+#[test]
+fn a_dump_has_every_tensor_of_the_call() -> Result {
+    let folder = tempfile::tempdir()?;
+    let run = with_variable("GQA_DUMP", folder.path().as_os_str(), "cpu")?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let call = folder.path().join("000000-cpu");
+    let names = names_in(&call)?;
+    let npy = [
+        "key",
+        "output",
+        "past_key",
+        "past_value",
+        "present_key",
+        "present_value",
+        "query",
+        "seqlens_k",
+        "value",
+    ];
+    let want: Vec<_> =
+        ["call.txt".to_owned()].into_iter().chain(npy.map(|name| format!("{name}.npy"))).collect();
+    assert_eq!(names, want);
+    assert!(
+        std::fs::read_to_string(call.join("call.txt"))?
+            .starts_with("GroupQueryAttention float32: batch ")
+    );
+    for name in npy {
+        assert!(
+            std::fs::read(call.join(name).with_extension("npy"))?.starts_with(b"\x93NUMPY\x01\x00")
+        );
     }
     Ok(())
 }

@@ -1,12 +1,14 @@
 //! Timing.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
+use cpu_time::{ProcessTime, ThreadTime};
 use gqa_host::Problem;
 use gqa_host::backend::Backend;
-use gqa_host::driver::Graph;
-use gqa_host::plan::TensorId;
+use gqa_host::driver::{Call, Graph};
+use gqa_host::plan::{DeviceInfo, Plan, Switches, TensorId, plan};
 
 use crate::backend::Machine;
 use crate::gpu::Gpu;
@@ -16,12 +18,12 @@ use crate::shape::Tensors;
 pub struct Measured {
     /// Of one call, ascending.
     pub seconds: Vec<f64>,
+    /// Of processors, for one call: on a GPU, to put it into the stream.
+    pub cpu_seconds: f64,
     /// Sets of buffers that the calls walk over.
     pub sets: usize,
-    /// Kernels of a call, in order.
+    /// Kernels of a call, in order; none where a back end has no kernels.
     pub kernels: Vec<&'static str>,
-    /// What the hardware needs at least; known for GPUs.
-    pub roofline_seconds: Option<f64>,
 }
 
 /// Times `runs` runs; `tensors` hold the results afterwards.
@@ -52,6 +54,7 @@ fn on_host(
 ) -> Result<Measured> {
     tensors.with_io(|io| backend.run(problem, io))?;
     let mut seconds = Vec::with_capacity(runs);
+    let cpu = ProcessTime::now();
     while seconds.len() < runs
         && (seconds.len() < FEW_RUNS || seconds.iter().sum::<f64>() < HOST_SECONDS)
     {
@@ -59,7 +62,17 @@ fn on_host(
         tensors.with_io(|io| backend.run(problem, io))?;
         seconds.push(start.elapsed().as_secs_f64());
     }
-    Ok(Measured { seconds, sets: 1, kernels: vec![backend.name()], roofline_seconds: None })
+    let cpu_seconds = cpu.elapsed().as_secs_f64() / seconds.len() as f64;
+    let kernels = if backend.name() == "sim" {
+        kernels(&plan(problem, &DeviceInfo::h200(), &Switches::from_env()?)?)
+    } else {
+        Vec::new()
+    };
+    Ok(Measured { seconds, cpu_seconds, sets: 1, kernels })
+}
+
+fn kernels(plan: &Plan) -> Vec<&'static str> {
+    plan.launches.iter().map(|launch| launch.entry.name).collect()
 }
 
 /// Calls in a graph at least, where a call is short: the time of one call is their mean.
@@ -71,28 +84,52 @@ const MEMORY_SHARE: f64 = 0.6;
 
 fn on_gpu(gpu: &Gpu, problem: &Problem, tensors: &mut Tensors, runs: usize) -> Result<Measured> {
     let plan = gpu.plan(problem)?;
-    let info = gpu.device.info();
-    let roofline = plan.cost.roofline_seconds(problem.dtype, info);
-    let bytes: usize =
-        TensorId::ALL.iter().filter_map(|id| id.spec(problem)).map(|spec| spec.bytes()).sum();
-    let cold = (4.0 * info.l2_bytes as f64 / bytes as f64).ceil();
-    let fits = (MEMORY_SHARE * gpu.device.memory_bytes() as f64
-        / (bytes + plan.workspace_bytes) as f64)
-        .floor();
-    let sets = cold.clamp(2.0, 64.0).min(fits).max(1.0) as usize;
-    let calls = (0..sets).map(|_| gpu.call(&plan, tensors)).collect::<Result<Vec<_>>>()?;
-    let rounds = if roofline < LONG_SECONDS { SHORT_CALLS.div_ceil(sets) } else { 1 };
-    let sequence: Vec<_> = (0..rounds).flat_map(|_| calls.iter().cloned()).collect();
+    let calls = cold_calls(gpu, &plan, tensors)?;
+    let sequence = short_calls_repeated(gpu, &plan, &calls);
     let graph = Graph::capture(&gpu.stream, &sequence)?;
+    let seconds = replays(gpu, &graph, runs)?;
+    let cpu_seconds = enqueued(gpu, &calls)?;
+    gpu.download(&calls[calls.len() - 1], tensors)?;
+    Ok(Measured { seconds, cpu_seconds, sets: calls.len(), kernels: kernels(&plan) })
+}
+
+/// The call on so many sets of buffers that none finds its inputs in the second-level cache.
+pub fn cold_calls(gpu: &Gpu, plan: &Plan, tensors: &Tensors) -> Result<Vec<Arc<Call>>> {
+    let specs = TensorId::ALL.iter().filter_map(|id| id.spec(&plan.problem));
+    let bytes: usize = specs.map(|spec| spec.bytes()).sum();
+    let cold = (4.0 * gpu.device.info().l2_bytes as f64 / bytes as f64).ceil();
+    let memory = MEMORY_SHARE * gpu.device.memory_bytes() as f64;
+    let fits = (memory / (bytes + plan.workspace_bytes) as f64).floor();
+    let sets = cold.clamp(2.0, 64.0).min(fits).max(1.0) as usize;
+    (0..sets).map(|_| gpu.call(plan, tensors)).collect()
+}
+
+/// The calls again and again until there are enough for a clock.
+pub fn short_calls_repeated(gpu: &Gpu, plan: &Plan, calls: &[Arc<Call>]) -> Vec<Arc<Call>> {
+    let least = plan.cost.roofline_seconds(plan.problem.dtype, gpu.device.info());
+    let rounds = if least < LONG_SECONDS { SHORT_CALLS.div_ceil(calls.len()) } else { 1 };
+    (0..rounds).flat_map(|_| calls.iter().cloned()).collect()
+}
+
+/// Seconds of one captured call, of each replay.
+pub fn replays(gpu: &Gpu, graph: &Graph, runs: usize) -> Result<Vec<f64>> {
     for _ in 0..3 {
         graph.replay(&gpu.stream)?;
     }
     gpu.stream.synchronize()?;
-    let mut seconds = Vec::with_capacity(runs);
-    for _ in 0..runs {
-        seconds.push(gpu.stream.timed(|| graph.replay(&gpu.stream))? / sequence.len() as f64);
-    }
-    gpu.download(&calls[sets - 1], tensors)?;
-    let kernels = plan.launches.iter().map(|launch| launch.entry.name).collect();
-    Ok(Measured { seconds, sets, kernels, roofline_seconds: Some(roofline) })
+    let calls = graph.calls().len() as f64;
+    (0..runs).map(|_| Ok(gpu.stream.timed(|| graph.replay(&gpu.stream))? / calls)).collect()
+}
+
+/// Calls that are put into the stream one by one: fewer than fill the driver's queue.
+const ENQUEUED_CALLS: usize = 128;
+
+/// Processor seconds to put one call into the stream without a graph.
+fn enqueued(gpu: &Gpu, calls: &[Arc<Call>]) -> Result<f64> {
+    gpu.stream.synchronize()?;
+    let start = ThreadTime::now();
+    calls.iter().cycle().take(ENQUEUED_CALLS).try_for_each(|call| call.enqueue(&gpu.stream))?;
+    let seconds = start.elapsed().as_secs_f64() / ENQUEUED_CALLS as f64;
+    gpu.stream.synchronize()?;
+    Ok(seconds)
 }

@@ -3,21 +3,35 @@
 //! On a GPU the calls are captured in a CUDA graph that walks over several sets of buffers, so that no call finds its inputs in the
 //! second-level cache, and the graph is replayed. Elsewhere each run is timed by the wall clock.
 
-mod measure;
+mod ceiling;
+mod figures;
+mod html;
+pub mod measure;
+mod model;
+mod peers;
+mod plot;
+mod provenance;
+mod record;
 mod report;
+mod sizes;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::str::FromStr;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::Usage;
 use crate::backend::{Choice, Machine};
 use crate::input::Noise;
 use crate::oracle::Computed;
 use crate::shape::{Layer, Shape, count};
+use ceiling::Ceilings;
 use measure::measure;
-use report::{Record, Report};
+use peers::Peers;
+use provenance::Provenance;
+use record::Record;
+use report::{Failed, Report, table};
+use sizes::{Row, Selection, Size};
 
 /// What is measured.
 #[derive(clap::Subcommand)]
@@ -58,7 +72,7 @@ pub struct Token {
 /// What both modes take.
 #[derive(clap::Args)]
 struct Common {
-    /// cuda, cpu, or auto: the GPU if there is a usable one, else the CPU.
+    /// Where to compute; auto is the GPU if there is a usable one, else the CPU.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     backend: Choice,
     /// Timed runs of each size; on a CPU fewer if they take longer than ten seconds.
@@ -67,83 +81,175 @@ struct Common {
     /// Rows compared with the reference after the runs.
     #[arg(long, default_value_t = 32, value_parser = count(100_000))]
     checked_rows: u64,
-    /// Print one JSON document instead of lines.
+    /// Print one JSON document, with where the numbers come from, instead of a table.
     #[arg(long)]
     json: bool,
+    /// Write a CSV file.
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Write tables and figures as one HTML file.
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Write the figures as SVG and PNG into this folder.
+    #[arg(long, value_name = "FOLDER")]
+    plots: Option<PathBuf>,
+    /// Compare with a file that bench/peers.py wrote.
+    #[arg(long, value_name = "FILE")]
+    against: Option<PathBuf>,
     #[command(flatten)]
-    layer: Layer,
+    selection: Selection,
 }
 
-/// `BATCHxLENGTH`.
-#[derive(Clone, Copy, Debug)]
-struct Size {
-    batch: usize,
-    length: usize,
-}
+impl Mode {
+    fn common(&self) -> &Common {
+        match self {
+            Self::Prompt(prompt) => &prompt.common,
+            Self::Token(token) => &token.common,
+        }
+    }
 
-impl FromStr for Size {
-    type Err = String;
+    fn kind(&self) -> report::Mode {
+        match self {
+            Self::Prompt(_) => report::Mode::Prompt,
+            Self::Token(_) => report::Mode::Token,
+        }
+    }
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let allowed = || "a size is BATCHxLENGTH, such as 8x2048, both at least 1".to_owned();
-        let (batch, length) = text.split_once('x').ok_or_else(allowed)?;
-        let number = |text: &str| text.parse::<u32>().ok().filter(|&n| n > 0).map(|n| n as usize);
-        number(batch)
-            .zip(number(length))
-            .map(|(batch, length)| Self { batch, length })
-            .ok_or_else(allowed)
+    /// The calls to be measured.
+    fn rows(&self, machine: &Machine) -> Vec<Row> {
+        let shape = |layer: Layer, size: Size| match self {
+            Self::Prompt(prompt) => {
+                Shape::new(layer, size.batch, size.length, prompt.past_length as usize)
+            }
+            Self::Token(token) => {
+                Shape::new(layer, size.batch, token.query_length as usize, size.length)
+            }
+        };
+        let given = match self {
+            Self::Prompt(prompt) => &prompt.size,
+            Self::Token(token) => &token.size,
+        };
+        let sizes = if given.is_empty() { self.defaults(machine) } else { given.clone() };
+        self.common().selection.rows(&sizes, shape)
+    }
+
+    /// Sizes that are telling on a GPU, or done in seconds elsewhere.
+    fn defaults(&self, machine: &Machine) -> Vec<Size> {
+        let sizes: &[(usize, usize)] = match (self, machine) {
+            (Self::Prompt(_), Machine::Gpu(_)) => &[(32, 512), (8, 2048), (2, 8192), (1, 16384)],
+            (Self::Prompt(_), Machine::Host(_)) => &[(1, 128), (1, 512)],
+            (Self::Token(_), Machine::Gpu(_)) => {
+                &[(1, 1024), (1, 8192), (8, 8192), (32, 2048), (32, 8192)]
+            }
+            (Self::Token(_), Machine::Host(_)) => &[(1, 512), (1, 4096)],
+        };
+        sizes.iter().map(|&(batch, length)| Size { batch, length }).collect()
     }
 }
 
 /// Measures every size.
 pub fn run(mode: &Mode) -> Result<ExitCode> {
-    let (name, common, sizes) = match mode {
-        Mode::Prompt(prompt) => ("prompt", &prompt.common, &prompt.size),
-        Mode::Token(token) => ("token", &token.common, &token.size),
-    };
-    if matches!(common.backend, Choice::Sim | Choice::Reference) {
-        return Err(Usage(
-            format!("--backend: got {:?}; allowed: auto, cuda, cpu", common.backend).to_lowercase(),
-        )
-        .into());
-    }
+    let common = mode.common();
+    let peers = common.against.as_deref().map(Peers::read).transpose()?;
     let (machine, device) = Machine::select(common.backend)?;
-    let mut report = Report::new(name, device, common.json)?;
-    for size in if sizes.is_empty() { defaults(mode, &machine) } else { sizes.clone() } {
-        let shape = match mode {
-            Mode::Prompt(prompt) => {
-                Shape::new(common.layer, size.batch, size.length, prompt.past_length as usize)
-            }
-            Mode::Token(token) => {
-                Shape::new(common.layer, size.batch, token.query_length as usize, size.length)
-            }
-        };
-        report.add(one(&machine, &shape, common)?)?;
-    }
-    report.finish()
-}
-
-/// Sizes that are telling on a GPU, or done in seconds on a CPU.
-fn defaults(mode: &Mode, machine: &Machine) -> Vec<Size> {
-    let sizes: &[(usize, usize)] = match (mode, machine) {
-        (Mode::Prompt(_), Machine::Gpu(_)) => &[(32, 512), (8, 2048), (2, 8192), (1, 16384)],
-        (Mode::Prompt(_), Machine::Host(_)) => &[(1, 128), (1, 512)],
-        (Mode::Token(_), Machine::Gpu(_)) => {
-            &[(1, 1024), (1, 8192), (8, 8192), (32, 2048), (32, 8192)]
-        }
-        (Mode::Token(_), Machine::Host(_)) => &[(1, 512), (1, 4096)],
+    let mut report = Report {
+        mode: mode.kind(),
+        provenance: Provenance::new(&machine, device),
+        ceilings: ceilings(&machine)?,
+        results: Vec::new(),
+        failed: Vec::new(),
+        peers: peers.as_ref().map(|peers| peers.provenance.clone()).unwrap_or_default(),
     };
-    sizes.iter().map(|&(batch, length)| Size { batch, length }).collect()
+    measure_all(mode, &machine, &mut report);
+    report.provenance.finish();
+    if let Some(peers) = &peers {
+        report.results.iter_mut().for_each(|record| peers.join(record));
+    }
+    print(&report, common.json)?;
+    write(&report, common)?;
+    Ok(report.exit_code())
 }
 
-/// One size: measured, then checked.
-fn one(machine: &Machine, shape: &Shape, common: &Common) -> Result<Record> {
-    let mut noise = Noise::new(1);
+/// A back end that plays or defines has no roofline.
+fn ceilings(machine: &Machine) -> Result<Option<Ceilings>> {
+    Ok(match machine {
+        Machine::Gpu(gpu) => Some(Ceilings::of_gpu(gpu)?),
+        Machine::Host(backend) => (backend.name() == "cpu").then(Ceilings::of_cpu),
+    })
+}
+
+/// A call that cannot be measured does not keep the others from being measured.
+fn measure_all(mode: &Mode, machine: &Machine, report: &mut Report) {
+    let rows = mode.rows(machine);
+    let bar = ProgressBar::new(rows.len() as u64);
+    if let Ok(style) = ProgressStyle::with_template("{bar:32} {pos}/{len} {msg} {elapsed}") {
+        bar.set_style(style);
+    }
+    for row in rows {
+        let Shape { batch, query_length, past_length, .. } = row.shape;
+        let call =
+            format!("{} {batch} x {query_length} past {past_length}", row.model.unwrap_or("free"));
+        bar.set_message(call.clone());
+        match one(machine, &row, mode.common(), report.ceilings.as_ref()) {
+            Ok(record) => report.results.push(record),
+            Err(reason) => report.failed.push(Failed { call, reason: format!("{reason:#}") }),
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+}
+
+/// One call: measured, then checked.
+fn one(
+    machine: &Machine,
+    row: &Row,
+    common: &Common,
+    ceilings: Option<&Ceilings>,
+) -> Result<Record> {
+    let (shape, mut noise) = (&row.shape, Noise::new(1));
     let problem = shape.problem()?;
     let mut tensors = shape.tensors(&problem, &mut noise)?;
     let measured = measure(machine, &problem, &mut tensors, common.runs as usize)?;
     let computed =
         Computed { shape, problem: &problem, tensors: &tensors, past_length: shape.past_length };
     let sampled = computed.sample(common.checked_rows as usize, &mut noise)?;
-    Ok(Record::new(shape, &problem, measured, sampled))
+    Ok(Record::new(row, &problem, ceilings, measured, sampled))
+}
+
+fn print(report: &Report, json: bool) -> Result<()> {
+    if json {
+        say!("{}", serde_json::to_string_pretty(report)?);
+        return Ok(());
+    }
+    for (name, value) in report.provenance.lines() {
+        say!("{name:<21} {value}");
+    }
+    if let Some(Ceilings { memory, half, single }) = &report.ceilings {
+        say!("{:<21} {:.0} GB/s ({})", "Memory", memory.per_second * 1e-9, memory.source);
+        for (name, rate) in [("Arithmetic, 16-bit", half), ("Arithmetic, float32", single)] {
+            say!("{name:<21} {:.2} TFLOP/s ({})", rate.per_second * 1e-12, rate.source);
+        }
+    }
+    say!("");
+    for line in table(report.mode, &report.results) {
+        say!("{line}");
+    }
+    for failed in &report.failed {
+        say!("not measured: {}: {}", failed.call, crate::one_line(&failed.reason));
+    }
+    Ok(())
+}
+
+fn write(report: &Report, common: &Common) -> Result<()> {
+    if let Some(path) = &common.csv {
+        report.write_csv(path)?;
+    }
+    if let Some(folder) = &common.plots {
+        report.write_plots(folder)?;
+    }
+    if let Some(path) = &common.report {
+        let page = html::page(report)?;
+        std::fs::write(path, page).with_context(|| format!("--report {}", path.display()))?;
+    }
+    Ok(())
 }

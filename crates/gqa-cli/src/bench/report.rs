@@ -1,139 +1,209 @@
-//! Lines, or JSON.
+//! Results as lines, JSON, CSV and figures.
 
+use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Result;
-use gqa_host::Problem;
-use gqa_host::plan::Cost;
-use serde::Serialize;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
 
-use super::measure::Measured;
-use crate::oracle::Sampled;
-use crate::shape::Shape;
+use super::ceiling::Ceilings;
+use super::figures::figures;
+use super::provenance::Provenance;
+use super::record::Record;
 
-/// One size.
-#[derive(Serialize)]
-pub struct Record {
-    dtype: String,
-    batch: usize,
-    query_length: usize,
-    past_length: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_size: usize,
-    features: String,
-    kernels: Vec<&'static str>,
-    runs: usize,
-    buffer_sets: usize,
-    median_us: f64,
-    p10_us: f64,
-    p90_us: f64,
-    tflop_per_s: f64,
-    gb_per_s: f64,
-    /// Time that the hardware needs at least over the median.
-    roofline_fraction: Option<f64>,
-    checked_rows: usize,
-    max_abs_error: f64,
-    elements_out_of_tolerance: usize,
+/// What is measured.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Many query rows.
+    Prompt,
+    /// Few query rows against a long cache.
+    Token,
+}
+
+/// A call that could not be measured.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Failed {
+    /// Which.
+    pub call: String,
+    /// Why.
+    pub reason: String,
 }
 
 /// What the numbers were measured on, and the numbers.
-#[derive(Serialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Report {
-    mode: &'static str,
-    version: &'static str,
-    device: String,
-    results: Vec<Record>,
-    #[serde(skip)]
-    json: bool,
+    /// Prompt or token.
+    pub mode: Mode,
+    /// Where the numbers come from.
+    pub provenance: Provenance,
+    /// The roofline; none where nothing sensible could be measured.
+    pub ceilings: Option<Ceilings>,
+    /// Calls.
+    pub results: Vec<Record>,
+    /// Calls that could not be measured.
+    pub failed: Vec<Failed>,
+    /// Where the others' numbers come from.
+    #[serde(default)]
+    pub peers: std::collections::BTreeMap<String, String>,
 }
 
-impl Record {
-    /// Works out rates.
-    pub fn new(shape: &Shape, problem: &Problem, measured: Measured, sampled: Sampled) -> Self {
-        let at = |share: f64| {
-            measured.seconds[((measured.seconds.len() - 1) as f64 * share).round() as usize]
-        };
-        let (median, cost) = (at(0.5), Cost::of(problem));
-        Self {
-            dtype: problem.dtype.to_string(),
-            batch: problem.batch,
-            query_length: problem.q_len,
-            past_length: shape.past_length,
-            heads: problem.q_heads,
-            kv_heads: problem.kv_heads,
-            head_size: problem.head_size,
-            features: shape.layer.features(),
-            runs: measured.seconds.len(),
-            buffer_sets: measured.sets,
-            median_us: median * 1e6,
-            p10_us: at(0.1) * 1e6,
-            p90_us: at(0.9) * 1e6,
-            tflop_per_s: cost.flops / median * 1e-12,
-            gb_per_s: cost.bytes / median * 1e-9,
-            roofline_fraction: measured.roofline_seconds.map(|least| least / median),
-            kernels: measured.kernels,
-            checked_rows: sampled.rows,
-            max_abs_error: sampled.max_abs,
-            elements_out_of_tolerance: sampled.failed,
+/// Name of a column, its value in a record, and whether it is a number.
+pub type Column = (&'static str, fn(&Record) -> String, bool);
+
+/// Columns of the CSV file.
+static COLUMNS: &[Column] = &[
+    ("model", |r| r.model.clone().unwrap_or_default(), false),
+    ("dtype", |r| r.call.dtype.clone(), false),
+    ("batch", |r| r.call.batch.to_string(), true),
+    ("query_length", |r| r.call.query_length.to_string(), true),
+    ("past_length", |r| r.call.past_length.to_string(), true),
+    ("heads", |r| r.call.heads.to_string(), true),
+    ("kv_heads", |r| r.call.kv_heads.to_string(), true),
+    ("head_size", |r| r.call.head_size.to_string(), true),
+    ("causal", |r| r.call.causal.to_string(), false),
+    ("window", |r| r.call.window.to_string(), true),
+    ("features", |r| r.features.clone(), false),
+    ("kernels", |r| r.kernels.join(" "), false),
+    ("launches", |r| r.launches.to_string(), true),
+    ("runs", |r| r.runs.to_string(), true),
+    ("buffer_sets", |r| r.buffer_sets.to_string(), true),
+    ("median_us", |r| format!("{:.3}", r.median_us), true),
+    ("p10_us", |r| format!("{:.3}", r.p10_us), true),
+    ("p90_us", |r| format!("{:.3}", r.p90_us), true),
+    ("cpu_us", |r| format!("{:.3}", r.cpu_us), true),
+    ("tflop_per_s", |r| format!("{:.4}", r.tflop_per_s), true),
+    ("gb_per_s", |r| format!("{:.2}", r.gb_per_s), true),
+    ("roofline_us", |r| r.roofline_us.map_or(String::new(), |us| format!("{us:.3}")), true),
+    (
+        "roofline_fraction",
+        |r| r.roofline_fraction.map_or(String::new(), |f| format!("{f:.4}")),
+        true,
+    ),
+    ("checked_rows", |r| r.checked_rows.to_string(), true),
+    ("max_abs_error", |r| format!("{:e}", r.max_abs_error), true),
+    ("elements_out_of_tolerance", |r| r.elements_out_of_tolerance.to_string(), true),
+    (
+        "peers_us",
+        |r| {
+            r.peers
+                .iter()
+                .map(|p| format!("{}={:.3}", p.name, p.median_us))
+                .collect::<Vec<_>>()
+                .join("; ")
+        },
+        false,
+    ),
+];
+
+/// Columns that people read; peers follow them.
+pub fn columns(mode: Mode) -> Vec<Column> {
+    let rate: Column = match mode {
+        Mode::Prompt => ("TFLOP/s", |r| format!("{:.3}", r.tflop_per_s), true),
+        Mode::Token => ("GB/s", |r| format!("{:.1}", r.gb_per_s), true),
+    };
+    vec![
+        ("layer", |r| r.model.clone().unwrap_or_else(|| r.heads()), false),
+        ("type", |r| r.call.dtype.clone(), false),
+        ("batch", |r| r.call.batch.to_string(), true),
+        ("rows", |r| r.call.query_length.to_string(), true),
+        ("past", |r| r.call.past_length.to_string(), true),
+        ("median us", |r| format!("{:.1}", r.median_us), true),
+        ("p10 to p90", |r| format!("{:.1} to {:.1}", r.p10_us, r.p90_us), true),
+        rate,
+        (
+            "roofline",
+            |r| r.roofline_fraction.map_or("-".to_owned(), |f| format!("{:.1}%", f * 100.0)),
+            true,
+        ),
+        ("CPU us", |r| format!("{:.1}", r.cpu_us), true),
+        ("launches", launches, true),
+        ("check", Record::verdict, false),
+    ]
+}
+
+/// A back end without kernels launches none.
+fn launches(record: &Record) -> String {
+    if record.kernels.is_empty() { "-".to_owned() } else { record.launches.to_string() }
+}
+
+/// Names of all peers, in the order in which they come.
+pub fn peer_names(records: &[Record]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    for peer in records.iter().flat_map(|record| &record.peers) {
+        if !names.contains(&peer.name) {
+            names.push(peer.name.clone());
         }
     }
+    names
+}
 
-    fn line(&self) -> String {
-        let roofline = self
-            .roofline_fraction
-            .map_or(String::new(), |f| format!("  {:5.1}% of roofline", f * 100.0));
-        let verdict = match self.elements_out_of_tolerance {
-            0 => "ok".to_owned(),
-            n => format!("WRONG: {n} elements out of tolerance"),
-        };
-        format!(
-            "{:<8} {:>3} x {:<6} past {:<6} {:>3}/{:<3} x {:<3} {:>10.1} us ({:.1} to {:.1})  {:8.3} TFLOP/s  {:7.1} GB/s{roofline}  \
-             max error {:.1e} in {} rows: {verdict}  [{}]{}",
-            self.dtype,
-            self.batch,
-            self.query_length,
-            self.past_length,
-            self.heads,
-            self.kv_heads,
-            self.head_size,
-            self.median_us,
-            self.p10_us,
-            self.p90_us,
-            self.tflop_per_s,
-            self.gb_per_s,
-            self.max_abs_error,
-            self.checked_rows,
-            self.kernels.join(", "),
-            self.features,
-        )
+/// A record's time of that peer: microseconds and the ratio.
+pub fn peer_cell(record: &Record, name: &str) -> String {
+    let peer = record.peers.iter().find(|peer| peer.name == name);
+    peer.map_or("-".to_owned(), |peer| format!("{:.1} ({:.2}x)", peer.median_us, peer.ratio))
+}
+
+/// A table with a header, aligned.
+pub fn table(mode: Mode, records: &[Record]) -> Vec<String> {
+    let (columns, peers) = (columns(mode), peer_names(records));
+    let mut rows: Vec<Vec<String>> =
+        vec![columns.iter().map(|column| column.0.to_owned()).collect()];
+    rows[0].extend(peers.iter().map(|name| format!("{name} us")));
+    rows[0].push("kernels, features".to_owned());
+    for record in records {
+        let mut row: Vec<_> = columns.iter().map(|column| column.1(record)).collect();
+        row.extend(peers.iter().map(|name| peer_cell(record, name)));
+        row.push(format!("{} {}", record.kernels.join(" "), record.features).trim().to_owned());
+        rows.push(row);
     }
+    let numbers: Vec<bool> =
+        columns.iter().map(|column| column.2).chain(peers.iter().map(|_| true)).collect();
+    aligned(&rows, &numbers)
+}
+
+fn aligned(rows: &[Vec<String>], numbers: &[bool]) -> Vec<String> {
+    let width =
+        |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<_> = (0..numbers.len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().enumerate().map(|(i, cell)| match numbers.get(i) {
+            Some(true) => format!("{cell:>width$}", width = widths[i]),
+            Some(false) => format!("{cell:<width$}", width = widths[i]),
+            None => cell.clone(),
+        });
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
 }
 
 impl Report {
-    /// An empty report.
-    pub fn new(mode: &'static str, device: String, json: bool) -> Result<Self> {
-        if !json {
-            say!("{mode} on {device}");
+    /// Writes the results as CSV.
+    pub fn write_csv(&self, path: &Path) -> Result<()> {
+        let name = || format!("--csv {}", path.display());
+        let mut writer = csv::Writer::from_path(path).with_context(name)?;
+        writer.write_record(COLUMNS.iter().map(|column| column.0))?;
+        for record in &self.results {
+            writer.write_record(COLUMNS.iter().map(|column| column.1(record)))?;
         }
-        Ok(Self { mode, version: env!("CARGO_PKG_VERSION"), device, results: Vec::new(), json })
+        writer.flush().with_context(name)
     }
 
-    /// Adds a size, and prints it unless JSON is wanted.
-    pub fn add(&mut self, record: Record) -> Result<()> {
-        if !self.json {
-            say!("{}", record.line());
+    /// Writes every figure as SVG and PNG.
+    pub fn write_plots(&self, folder: &Path) -> Result<()> {
+        let name = || format!("--plots {}", folder.display());
+        std::fs::create_dir_all(folder).with_context(name)?;
+        for figure in figures(self) {
+            let path = |ending| folder.join(format!("{}.{ending}", figure.name));
+            std::fs::write(path("svg"), figure.svg()?).with_context(name)?;
+            std::fs::write(path("png"), figure.png()?).with_context(name)?;
         }
-        self.results.push(record);
         Ok(())
     }
 
-    /// Prints the JSON if it is wanted. Wrong results are a failure.
-    pub fn finish(&self) -> Result<ExitCode> {
-        if self.json {
-            say!("{}", serde_json::to_string_pretty(self)?);
-        }
+    /// Success, if everything was measured and right.
+    pub fn exit_code(&self) -> ExitCode {
         let wrong = self.results.iter().any(|record| record.elements_out_of_tolerance > 0);
-        Ok(if wrong { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+        if wrong || !self.failed.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
     }
 }

@@ -1,0 +1,104 @@
+"""Times this project's CPU back end beside ONNX Runtime's CPU GroupQueryAttention: float32, rotary, shared cache, same threads, same run.
+
+    python3 bench/ort_cpu.py target/release/gqa [--threads N] [--rounds 3] [--json FILE]
+
+Needs the wheels onnxruntime, onnx and numpy. The two take turns; each figure is the median of the rounds' medians. Run it on a machine
+that does nothing else.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+# New rows, rows in the cache before.
+CALLS = [(512, 0), (2048, 0), (1, 2048), (1, 8192)]
+
+
+def model():
+    names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"]
+    outputs = ["output", "present_key", "present_value"]
+    node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", num_heads=HEADS,
+                            kv_num_heads=KV_HEADS, do_rotary=1)
+    types = [TensorProto.FLOAT] * 5 + [TensorProto.INT32] * 2 + [TensorProto.FLOAT] * 2
+    value = lambda name, kind, rank: helper.make_tensor_value_info(name, kind, [f"{name}{i}" for i in range(rank)])
+    inputs = [value(*x) for x in zip(names, types, [3, 3, 3, 4, 4, 1, 1, 2, 2])]
+    results = [value(name, TensorProto.FLOAT, rank) for name, rank in zip(outputs, [3, 4, 4])]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "gqa", inputs, results)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def binding(session, rows, past):
+    """A call whose cache is full afterwards; past and present are one buffer."""
+    total, random = rows + past, np.random.default_rng(0)
+    noise = lambda *shape: random.standard_normal(shape, dtype=np.float32)
+    angle = np.outer(np.arange(total), 500_000.0 ** (-np.arange(SIZE // 2) / (SIZE // 2))).astype(np.float32)
+    feed = {"query": noise(1, rows, HEADS * SIZE), "key": noise(1, rows, KV_HEADS * SIZE), "value": noise(1, rows, KV_HEADS * SIZE),
+            "past_key": noise(1, KV_HEADS, total, SIZE), "past_value": noise(1, KV_HEADS, total, SIZE),
+            "seqlens_k": np.array([total - 1], np.int32), "total_sequence_length": np.array([total], np.int32),
+            "cos_cache": np.cos(angle), "sin_cache": np.sin(angle)}
+    bound = session.io_binding()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in feed.items()}
+    for name, value in values.items():
+        bound.bind_ortvalue_input(name, value)
+    bound.bind_output("output")
+    bound.bind_ortvalue_output("present_key", values["past_key"])
+    bound.bind_ortvalue_output("present_value", values["past_value"])
+    return bound
+
+
+def theirs(session, bound):
+    """Median milliseconds."""
+    session.run_with_iobinding(bound)
+    samples = []
+    while len(samples) < 30 and (len(samples) < 5 or sum(samples) < 3000):
+        start = time.perf_counter()
+        session.run_with_iobinding(bound)
+        samples.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(samples)
+
+
+def ours(program, threads, rows, past):
+    """Median milliseconds."""
+    size = ["token", "--size", f"1x{past}", "--query-length", str(rows)] if past else ["prompt", "--size", f"1x{rows}"]
+    command = [program, "bench", *size, "--backend", "cpu", "--dtype", "f32", "--rotary", "half", "--heads", str(HEADS),
+               "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE), "--json"]
+    done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, check=True, capture_output=True)
+    return json.loads(done.stdout)["results"][0]["median_us"] / 1e3
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gqa")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
+    session = onnxruntime.InferenceSession(model(), settings, providers=["CPUExecutionProvider"])
+    print(f"onnxruntime {onnxruntime.__version__}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")
+    rows_of_table = []
+    for rows, past in CALLS:
+        bound, pairs = binding(session, rows, past), []
+        for _ in range(options.rounds):
+            pairs.append((theirs(session, bound), ours(options.gqa, options.threads, rows, past)))
+        ort, gqa = (statistics.median(column) for column in zip(*pairs))
+        spread = max(abs(ours_ / gqa - 1) for _, ours_ in pairs)
+        print(f"{rows:5} rows, past {past:5}: gqa {gqa:8.2f} ms (rounds within {spread:.0%}), onnxruntime {ort:8.2f} ms, "
+              f"ratio {ort / gqa:.2f}", flush=True)
+        rows_of_table.append({"query_length": rows, "past_length": past, "gqa_ms": gqa, "onnxruntime_ms": ort, "rounds": pairs})
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows_of_table, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Times public attention kernels on this GPU, and this project's beside them, interleaved in one run.
+
+    python3 bench/peers.py prompt --gqa target/release/gqa --out peers.json
+    gqa bench prompt --against peers.json --report prompts.html
+
+Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) and ONNX Runtime (wheel onnxruntime-gpu, with onnx) take part where they
+are installed. Each time is the median over replays of a CUDA graph whose calls walk over buffers larger than the second-level cache
+together, and of that the median over the rounds; ONNX Runtime cannot be captured here, its time is that of back-to-back runs.
+Peers compute attention alone, ONNX Runtime and gqa the operator: they also append to the cache (and rotate with --rotary).
+"""
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+try:
+    import fa3_fwd_interface as fa3
+except ImportError:
+    fa3 = None
+try:
+    import onnxruntime
+    from onnx import TensorProto, helper
+except ImportError:
+    onnxruntime = None
+
+DTYPES = {"bf16": ("bfloat16", torch.bfloat16), "f16": ("float16", torch.float16), "f32": ("float32", torch.float32)}
+SIZES = {"prompt": "32x512,8x2048,2x8192,1x16384", "token": "1x1024,1x8192,8x8192,32x2048,32x8192"}
+
+
+@dataclass(frozen=True)
+class Call:
+    dtype: str
+    batch: int
+    query_length: int
+    past_length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    causal: bool
+    window: int
+
+    @property
+    def total(self):
+        return self.query_length + self.past_length
+
+    def key(self):
+        return {**self.__dict__, "dtype": DTYPES[self.dtype][0]}
+
+
+class Unsupported(Exception):
+    """The peer does not do this call."""
+
+
+def buffers(call):
+    """Enough sets of (query, key, value), each (batch, rows, heads, size), that none is in the cache when its turn comes."""
+    dtype = DTYPES[call.dtype][1]
+    shape = lambda rows, heads: torch.randn(call.batch, rows, heads, call.head_size, device="cuda", dtype=dtype)
+    one = lambda: (shape(call.query_length, call.heads), shape(call.total, call.kv_heads), shape(call.total, call.kv_heads))
+    first = one()
+    bytes_ = sum(t.numel() * t.element_size() for t in first)
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    count = max(2, min(64, math.ceil(4 * cache / bytes_)))
+    return [first] + [one() for _ in range(count - 1)]
+
+
+def timed(runs, replays):
+    """Median microseconds of a call: all of them in a graph, replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for run in runs:
+            run()
+    for _ in range(3):
+        graph.replay()
+    samples = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(samples)
+
+
+def flash_attention_3(call, sets, replays):
+    if fa3 is None:
+        raise Unsupported
+    window = (-1, -1) if call.window < 0 else (call.window - 1, 0)
+    if call.past_length:
+        lengths = torch.full((call.batch,), call.total, device="cuda", dtype=torch.int32)
+        run = lambda q, k, v: lambda: fa3.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lengths, causal=call.causal, window_size=window, num_splits=0)
+    else:
+        run = lambda q, k, v: lambda: fa3.flash_attn_func(q, k, v, causal=call.causal, window_size=window)
+    return timed([run(*tensors) for tensors in sets], replays)
+
+
+def scaled_dot_product(backend):
+    def peer(call, sets, replays):
+        if call.window >= 0 or (call.past_length and call.query_length > 1 and call.causal):
+            raise Unsupported
+        causal, grouped = call.causal and call.query_length > 1, call.heads != call.kv_heads
+
+        def run(q, k, v):
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            if call.query_length > 1:
+                q, k, v = (t.contiguous() for t in (q, k, v))
+
+            def attend():
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            return attend
+        return timed([run(*tensors) for tensors in sets], replays)
+    return peer
+
+
+def flex(call, sets, replays):
+    if call.query_length == 1 and call.window < 0:
+        mask = None
+    else:
+        past, window = call.past_length, call.window
+
+        def visible(b, h, q, k):
+            seen = k <= q + past if call.causal else k >= 0
+            return seen & (k > q + past - window) if window >= 0 else seen
+        mask = create_block_mask(visible, None, None, call.query_length, call.total, device="cuda")
+    compiled = torch.compile(flex_attention)
+
+    def run(q, k, v):
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+        return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=call.heads != call.kv_heads)
+    return timed([run(*tensors) for tensors in sets], replays)
+
+
+def onnx_model(call):
+    element = {"bf16": TensorProto.BFLOAT16, "f16": TensorProto.FLOAT16, "f32": TensorProto.FLOAT}[call.dtype]
+    names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"]
+    outputs = ["output", "present_key", "present_value"]
+    node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", num_heads=call.heads,
+                            kv_num_heads=call.kv_heads, local_window_size=call.window)
+    types = [element] * 5 + [TensorProto.INT32] * 2
+    ranks = [3, 3, 3, 4, 4, 1, 1]
+    info = [helper.make_tensor_value_info(n, t, [f"{n}{i}" for i in range(r)]) for n, t, r in zip(names, types, ranks)]
+    out = [helper.make_tensor_value_info(n, element, [f"{n}{i}" for i in range(r)]) for n, r in zip(outputs, [3, 4, 4])]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "gqa", info, out)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10), element
+
+
+def onnx_runtime(call, sets, replays):
+    if onnxruntime is None or "CUDAExecutionProvider" not in onnxruntime.get_available_providers() or not call.causal:
+        raise Unsupported
+    model, element = onnx_model(call)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CUDAExecutionProvider"])
+    query, key, value = sets[0]
+    rows = lambda t: t[:, -call.query_length:].reshape(call.batch, call.query_length, -1).contiguous()
+    cache = lambda t: t.transpose(1, 2).contiguous()
+    seqlens = torch.full((call.batch,), call.total - 1, dtype=torch.int32, device="cuda")
+    total = torch.tensor([call.total], dtype=torch.int32)
+    tensors = {"query": rows(query), "key": rows(key), "value": rows(value), "past_key": cache(key), "past_value": cache(value),
+               "seqlens_k": seqlens, "total_sequence_length": total}
+    output = torch.empty_like(tensors["query"])
+    binding = session.io_binding()
+    place = lambda t, name: (name, t.device.type, 0, TensorProto.INT32 if t.dtype == torch.int32 else element, tuple(t.shape), t.data_ptr())
+    for name, tensor in tensors.items():
+        binding.bind_input(*place(tensor, name))
+    for name, tensor in (("output", output), ("present_key", tensors["past_key"]), ("present_value", tensors["past_value"])):
+        binding.bind_output(*place(tensor, name))
+    samples = []
+    for warm in [True] + [False] * replays:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(8):
+            session.run_with_iobinding(binding)
+        torch.cuda.synchronize()
+        if not warm:
+            samples.append((time.perf_counter() - start) * 1e6 / 8)
+    return statistics.median(samples)
+
+
+PEERS = {
+    "FlashAttention-3": flash_attention_3,
+    "cuDNN": scaled_dot_product(SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-2": scaled_dot_product(SDPBackend.FLASH_ATTENTION),
+    "memory-efficient": scaled_dot_product(SDPBackend.EFFICIENT_ATTENTION),
+    "FlexAttention": flex,
+    "ONNX Runtime (operator, wall)": onnx_runtime,
+}
+
+
+def ours(program, call, extra):
+    """One row of `gqa bench --json`, in a process of its own."""
+    mode = "token" if call.past_length else "prompt"
+    size = ["--size", f"{call.batch}x{call.past_length}", "--query-length", str(call.query_length)] if call.past_length else [
+        "--size", f"{call.batch}x{call.query_length}"]
+    layer = ["--heads", str(call.heads), "--kv-heads", str(call.kv_heads), "--head-size", str(call.head_size), "--window",
+             str(call.window), "--dtype", call.dtype] + ([] if call.causal else ["--bidirectional"])
+    command = [program, "bench", mode, "--backend", "cuda", "--json", *size, *layer, *extra]
+    done = subprocess.run(command, capture_output=True, text=True)
+    report = json.loads(done.stdout) if done.stdout else {"results": []}
+    if done.returncode != 0 or not report["results"]:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or report.get('failed')}")
+    return report["results"][0]
+
+
+def ceilings():
+    """What this GPU can do, in this run."""
+    bf16 = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    big = torch.empty(2 << 30, device="cuda", dtype=torch.uint8)
+    other = torch.empty_like(big)
+    copied = 2 * big.numel() / timed([lambda: other.copy_(big)] * 2, 10) / 1e3
+    del big, other
+    values = bf16(1 << 30)
+    read = values.numel() * 2 / timed([lambda: values.sum()] * 2, 10) / 1e3
+    del values
+    a, b = bf16(8192, 8192), bf16(8192, 8192)
+    product = 2 * 8192 ** 3 / timed([lambda: a @ b] * 4, 10) / 1e6
+    return {"copy": f"{copied:.0f} GB/s read and written", "read": f"{read:.0f} GB/s (sum of 2 GiB)",
+            "matrix product": f"{product:.0f} TFLOP/s (bfloat16, 8192 x 8192 x 8192)"}
+
+
+def provenance():
+    found = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": str(torch.version.cuda),
+             "cudnn": str(torch.backends.cudnn.version()), "python": platform.python_version(), "command": " ".join(sys.argv),
+             "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
+    if onnxruntime:
+        found["onnxruntime"] = onnxruntime.__version__
+    return {**found, **ceilings()}
+
+
+def calls(options):
+    for heads in options.heads.split(","):
+        query, rest = heads.split("/")
+        kv, size = rest.split("x")
+        for dtype in options.dtype.split(","):
+            for text in (options.size or SIZES[options.mode]).split(","):
+                batch, length = map(int, text.split("x"))
+                rows, past = (length, 0) if options.mode == "prompt" else (1, length)
+                causal = not options.bidirectional
+                yield Call(dtype, batch, rows, past, int(query), int(kv), int(size), causal, options.window)
+
+
+def measure(call, options, peers):
+    """Median microseconds by name; rounds are interleaved."""
+    sets, times, ours_last = buffers(call), {}, None
+    for number in range(options.rounds):
+        for name, peer in list(peers.items()):
+            try:
+                times.setdefault(name, []).append(peer(call, sets, options.replays))
+            except Unsupported:
+                peers.pop(name)
+            except Exception as reason:
+                print(f"  {name}: {str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__}", file=sys.stderr)
+                peers.pop(name)
+        if options.gqa:
+            torch.cuda.empty_cache()
+            ours_last = ours(options.gqa, call, ["--rotary", "half"] if options.rotary else [])
+            times.setdefault("gqa", []).append(ours_last["median_us"])
+    return {name: statistics.median(samples) for name, samples in times.items()}, ours_last
+
+
+def show(call, times):
+    rate = 4 * call.batch * call.heads * call.head_size * call.query_length * (
+        call.past_length + call.query_length / (2 if call.causal else 1))
+    kv = 2 * call.batch * call.kv_heads * call.total * call.head_size * torch.finfo(DTYPES[call.dtype][1]).bits / 8
+    per = lambda us: f"{kv / us / 1e3:.0f} GB/s" if call.past_length else f"{rate / us / 1e6:.0f} TFLOP/s"
+    own = times.get("gqa")
+    print(f"{call.dtype} {call.batch} x {call.query_length} past {call.past_length}, {call.heads}/{call.kv_heads} x {call.head_size}")
+    for name, us in sorted(times.items(), key=lambda item: item[1]):
+        ratio = f"{us / own:6.2f} of ours" if own else ""
+        print(f"  {name:30} {us:10.1f} us  {per(us):>13}  {ratio}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["prompt", "token"])
+    parser.add_argument("--size", help="BATCHxLENGTH, several separated by commas, as gqa bench takes them")
+    parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE, several separated by commas")
+    parser.add_argument("--dtype", default="bf16", help="bf16, f16, f32, several separated by commas")
+    parser.add_argument("--window", type=int, default=-1)
+    parser.add_argument("--bidirectional", action="store_true")
+    parser.add_argument("--rotary", action="store_true", help="gqa rotates too")
+    parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--gqa", help="this project's program, to be timed in the same rounds")
+    parser.add_argument("--out", default="peers.json")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    wanted = options.peers.split(";") if options.peers else PEERS
+    chosen = {name.strip(): PEERS[name.strip()] for name in wanted}
+    written = {"provenance": provenance(), "results": [], "gqa": []}
+    for name, value in written["provenance"].items():
+        print(f"{name:16} {value}")
+    for call in calls(options):
+        times, record = measure(call, options, dict(chosen))
+        show(call, times)
+        written["results"] += [{"peer": name, **call.key(), "median_us": us} for name, us in times.items() if name != "gqa"]
+        if record:
+            written["gqa"].append({**record, "median_us": times["gqa"]})
+        with open(options.out + ".part", "w") as file:
+            json.dump(written, file, indent=1)
+        os.replace(options.out + ".part", options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+//! What others need for the same attention: the file that `bench/peers.py` writes.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use super::record::{CallKey, Peer, Record};
+
+/// The file.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Peers {
+    /// Where the numbers come from: name and value.
+    #[serde(default)]
+    pub provenance: std::collections::BTreeMap<String, String>,
+    results: Vec<Timing>,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+struct Timing {
+    peer: String,
+    #[serde(flatten)]
+    call: CallKey,
+    median_us: f64,
+}
+
+impl Peers {
+    /// Reads the file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let name = || format!("--against {}", path.display());
+        let text = std::fs::read_to_string(path).with_context(name)?;
+        serde_json::from_str(&text).with_context(name)
+    }
+
+    /// Adds to the record what the file has of the same call. A call that computes other scores has no peers.
+    pub fn join(&self, record: &mut Record) {
+        if ["softcap", "scale", "smooth"].iter().any(|feature| record.features.contains(feature)) {
+            return;
+        }
+        let same = self
+            .results
+            .iter()
+            .filter(|timing| timing.call == record.call && timing.median_us > 0.0);
+        record.peers = same
+            .map(|timing| Peer {
+                name: timing.peer.clone(),
+                median_us: timing.median_us,
+                ratio: timing.median_us / record.median_us,
+            })
+            .collect();
+    }
+}
