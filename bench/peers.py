@@ -101,13 +101,13 @@ def timed(runs, replays):
 def flash_attention_3(call, sets, replays):
     if fa3 is None:
         raise Unsupported
-    window = (-1, -1) if call.window < 0 else (call.window - 1, 0)
+    window = {} if call.window < 0 else {"window_size": (call.window - 1, 0)}
     if call.past_length:
         lengths = torch.full((call.batch,), call.total, device="cuda", dtype=torch.int32)
         run = lambda q, k, v: lambda: fa3.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=lengths, causal=call.causal, window_size=window, num_splits=0)
+            q, k, v, cache_seqlens=lengths, causal=call.causal, num_splits=0, **window)
     else:
-        run = lambda q, k, v: lambda: fa3.flash_attn_func(q, k, v, causal=call.causal, window_size=window)
+        run = lambda q, k, v: lambda: fa3.flash_attn_func(q, k, v, causal=call.causal, **window)
     return timed([run(*tensors) for tensors in sets], replays)
 
 
@@ -233,8 +233,9 @@ def ceilings():
     del values
     a, b = bf16(8192, 8192), bf16(8192, 8192)
     product = 2 * 8192 ** 3 / timed([lambda: a @ b] * 4, 10) / 1e6
-    return {"copy": f"{copied:.0f} GB/s read and written", "read": f"{read:.0f} GB/s (sum of 2 GiB)",
-            "matrix product": f"{product:.0f} TFLOP/s (bfloat16, 8192 x 8192 x 8192)"}
+    memory = f"measured by bench/peers.py: {'copy' if copied > read else 'sum'} of 2 GiB"
+    return {"memory": {"per_second": max(copied, read) * 1e9, "source": memory},
+            "half": {"per_second": product * 1e12, "source": "measured by bench/peers.py: bfloat16 product 8192 x 8192 x 8192"}}
 
 
 def provenance():
@@ -243,7 +244,7 @@ def provenance():
              "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
     if onnxruntime:
         found["onnxruntime"] = onnxruntime.__version__
-    return {**found, **ceilings()}
+    return found
 
 
 def calls(options):
@@ -272,8 +273,11 @@ def measure(call, options, peers):
                 peers.pop(name)
         if options.gqa:
             torch.cuda.empty_cache()
-            ours_last = ours(options.gqa, call, ["--rotary", "half"] if options.rotary else [])
-            times.setdefault("gqa", []).append(ours_last["median_us"])
+            try:
+                ours_last = ours(options.gqa, call, ["--rotary", "half"] if options.rotary else [])
+                times.setdefault("gqa", []).append(ours_last["median_us"])
+            except (RuntimeError, OSError, ValueError) as reason:
+                print(f"  gqa: {reason}", file=sys.stderr)
     return {name: statistics.median(samples) for name, samples in times.items()}, ours_last
 
 
@@ -307,9 +311,11 @@ def main():
     torch.manual_seed(0)
     wanted = options.peers.split(";") if options.peers else PEERS
     chosen = {name.strip(): PEERS[name.strip()] for name in wanted}
-    written = {"provenance": provenance(), "results": [], "gqa": []}
+    written = {"provenance": provenance(), "ceilings": ceilings(), "results": [], "gqa": []}
     for name, value in written["provenance"].items():
         print(f"{name:16} {value}")
+    for name, rate in written["ceilings"].items():
+        print(f"{name:16} {rate['per_second']:.3e}/s, {rate['source']}")
     for call in calls(options):
         times, record = measure(call, options, dict(chosen))
         show(call, times)

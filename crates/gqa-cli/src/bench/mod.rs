@@ -155,7 +155,7 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     let mut report = Report {
         mode: mode.kind(),
         provenance: Provenance::new(&machine, device),
-        ceilings: ceilings(&machine)?,
+        ceilings: ceilings(&machine, peers.as_ref())?,
         results: Vec::new(),
         failed: Vec::new(),
         peers: peers.as_ref().map(|peers| peers.provenance.clone()).unwrap_or_default(),
@@ -170,12 +170,17 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     Ok(report.exit_code())
 }
 
-/// A back end that plays or defines has no roofline.
-fn ceilings(machine: &Machine) -> Result<Option<Ceilings>> {
-    Ok(match machine {
-        Machine::Gpu(gpu) => Some(Ceilings::of_gpu(gpu)?),
-        Machine::Host(backend) => (backend.name() == "cpu").then(Ceilings::of_cpu),
-    })
+/// Of a GPU, with what the peers' run measured, or of the CPU. A back end that plays or defines has no roofline.
+fn ceilings(machine: &Machine, peers: Option<&Peers>) -> Result<Option<Ceilings>> {
+    let mut ceilings = match machine {
+        Machine::Gpu(gpu) => Ceilings::of_gpu(gpu)?,
+        Machine::Host(backend) if backend.name() == "cpu" => return Ok(Some(Ceilings::of_cpu())),
+        Machine::Host(_) => return Ok(None),
+    };
+    if let Some(peers) = peers {
+        peers.raise(&mut ceilings);
+    }
+    Ok(Some(ceilings))
 }
 
 /// A call that cannot be measured does not keep the others from being measured.

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
+use super::ceiling::{Ceilings, Rate};
 use super::record::{CallKey, Peer, Record};
 
 /// The file.
@@ -13,7 +14,16 @@ pub struct Peers {
     /// Where the numbers come from: name and value.
     #[serde(default)]
     pub provenance: std::collections::BTreeMap<String, String>,
+    #[serde(default)]
+    ceilings: Measured,
     results: Vec<Timing>,
+}
+
+/// Ceilings measured in the same run.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+struct Measured {
+    memory: Option<Rate>,
+    half: Option<Rate>,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -30,6 +40,17 @@ impl Peers {
         let name = || format!("--against {}", path.display());
         let text = std::fs::read_to_string(path).with_context(name)?;
         serde_json::from_str(&text).with_context(name)
+    }
+
+    /// Ceilings that the file has take the place of vendors' figures, and of slower ones.
+    pub fn raise(&self, ceilings: &mut Ceilings) {
+        if let Some(half) = &self.ceilings.half {
+            ceilings.half = half.clone();
+        }
+        let memory = self.ceilings.memory.as_ref();
+        if let Some(faster) = memory.filter(|rate| rate.per_second > ceilings.memory.per_second) {
+            ceilings.memory = faster.clone();
+        }
     }
 
     /// Adds to the record what the file has of the same call. A call that computes other scores has no peers.

@@ -1,0 +1,202 @@
+//! docs/env.md and docs/support.md say what the switches, the registry and the planner say.
+//!
+//! `BLESS=1 cargo test -p gqa-host --test docs` writes them.
+
+use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::plan::{DeviceInfo, Plan, Switches, plan, switches};
+use gqa_host::{CacheBinding, DType, TensorDesc};
+use gqa_kernels::registry::{Entry, Family, entries};
+use std::fmt::Write;
+use std::path::Path;
+
+/// The file is `text`; with BLESS set it is made so.
+fn check(name: &str, text: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
+    if std::env::var_os("BLESS").is_some() {
+        std::fs::write(&path, text).unwrap();
+    }
+    let stored = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        stored == text,
+        "docs/{name} is out of date: BLESS=1 cargo test -p gqa-host --test docs"
+    );
+}
+
+#[test]
+fn environment_variables_are_documented() {
+    let text = format!(
+        "# Environment variables\n\n\
+         <!-- Written by crates/gqa-host/tests/docs.rs. -->\n\n\
+         An alias, ONNX Runtime's name for the same thing, counts where the variable itself is not set. A value that a variable does \
+         not take is an error; a `GQA_*` name that is not in the table is a warning in the log.\n\n{}\n\
+         `gqa doctor` lists those that are set. A variable changes plans that are made after it was read: the program reads them \
+         when it starts, the library in `Switches::from_env`.\n",
+        switches::markdown()
+    );
+    check("env.md", &text);
+}
+
+/// A call for the table of what the planner chooses.
+struct Call {
+    name: &'static str,
+    rows: usize,
+    past: usize,
+    dtype: DType,
+    head_size: usize,
+    op: fn(GroupQueryAttention) -> GroupQueryAttention,
+    bias: bool,
+    sink: bool,
+}
+
+impl Call {
+    const fn new(name: &'static str, rows: usize, past: usize) -> Self {
+        Self {
+            name,
+            rows,
+            past,
+            dtype: DType::BF16,
+            head_size: 128,
+            op: |op| op,
+            bias: false,
+            sink: false,
+        }
+    }
+
+    /// 32 query heads over 8 KV heads, two sequences, a shared cache that is full afterwards.
+    fn plan(&self, device: &DeviceInfo) -> Plan {
+        let (total, size) = (self.rows + self.past, self.head_size);
+        let desc = |shape| TensorDesc { dtype: self.dtype, shape };
+        let (query, new) = ([2, self.rows, 32 * size], [2, self.rows, 8 * size]);
+        let (cache, bias, sink) = ([2, 8, total, size], [1, 1, self.rows, total], [32]);
+        let shapes = Shapes {
+            key: Some(desc(&new)),
+            value: Some(desc(&new)),
+            past_key: Some(desc(&cache)),
+            past_value: Some(desc(&cache)),
+            attention_bias: self.bias.then_some(desc(&bias)),
+            head_sink: self.sink.then_some(desc(&sink)),
+            ..Shapes::new(desc(&query), TensorDesc { dtype: DType::I32, shape: &[2] }, total)
+        };
+        let op = (self.op)(GroupQueryAttention::new(32, 8));
+        let problem = op.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
+        plan(&problem, device, &Switches::default()).unwrap()
+    }
+
+    /// The chosen way to compute attention.
+    fn chosen(&self, device: &str) -> &'static str {
+        let plan = self.plan(&DeviceInfo::known(device).unwrap());
+        let chosen = plan.decisions.iter().find(|decision| decision.outcome.is_ok());
+        chosen.unwrap().candidate.name()
+    }
+}
+
+const DEVICES: [&str; 5] = ["h200", "b200", "a100", "rtx4090", "v100"];
+
+fn calls() -> Vec<Call> {
+    let (prompt, token) = (|name| Call::new(name, 2048, 0), |name| Call::new(name, 1, 8191));
+    vec![
+        prompt("a prompt of 2048 rows"),
+        Call::new("a chunk of 128 rows after 8064", 128, 8064),
+        Call::new("16 rows after 8176 (speculative decoding)", 16, 8176),
+        token("a token after 8191"),
+        Call { dtype: DType::F16, ..prompt("a prompt, float16") },
+        Call { dtype: DType::F32, ..prompt("a prompt, float32") },
+        Call { dtype: DType::F32, ..token("a token, float32") },
+        Call { op: |op| op.local_window_size(512), ..prompt("a prompt, window 512") },
+        Call { op: |op| op.softcap(30.0), ..prompt("a prompt, softcap") },
+        Call { sink: true, ..prompt("a prompt, head_sink") },
+        Call { op: |op| op.do_rotary(false).causal(0), ..prompt("a prompt, not causal") },
+        Call { op: |op| op.scale(-1.0), ..prompt("a prompt, negative scale") },
+        Call { bias: true, ..prompt("a prompt, attention_bias") },
+        Call { op: |op| op.qk_output(2), ..prompt("a prompt, output_qk") },
+        Call { head_size: 64, ..prompt("a prompt, head size 64") },
+        Call { head_size: 72, ..token("a token, head size 72") },
+        Call { head_size: 256, ..prompt("a prompt, head size 256") },
+        Call { head_size: 512, ..prompt("a prompt, head size 512") },
+    ]
+}
+
+/// The kernel's name without its head size.
+fn stem(entry: &Entry) -> String {
+    let kernel = entry.kernel();
+    let size = kernel.rfind("_d").filter(|at| kernel[at + 2..].bytes().all(|b| b.is_ascii_digit()));
+    let plain = size.map_or(kernel, |at| &kernel[..at]);
+    plain.trim_end_matches("_bf16").trim_end_matches("_f16").to_owned()
+}
+
+fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
+    let mut rows: Vec<(String, String)> = Vec::new();
+    for entry in entries().filter(|entry| entry.family == family) {
+        let tile = if entry.rows > 0 {
+            format!("{} x {}", entry.rows, entry.keys)
+        } else {
+            "-".to_owned()
+        };
+        let size = if entry.head_size > 0 { entry.head_size.to_string() } else { "any".to_owned() };
+        let shape = format!(
+            "{size} | {tile} | {} | {} | {}.{}",
+            entry.threads,
+            entry.shared_bytes,
+            entry.min_sm / 10,
+            entry.min_sm % 10
+        );
+        let integers = ["sequence_lengths", "seqlens_to_pos_ids"].contains(&entry.kernel());
+        let dtype = if integers {
+            "integers".to_owned()
+        } else {
+            format!("{:?}", entry.dtype).to_lowercase()
+        };
+        match rows.iter_mut().find(|(have, types)| {
+            *have == format!("`{}` | {{}} | {shape}", stem(entry)) && !types.contains(&dtype)
+        }) {
+            Some((_, types)) => write!(types, ", {dtype}")?,
+            None => rows.push((format!("`{}` | {{}} | {shape}", stem(entry)), dtype)),
+        }
+    }
+    for (row, types) in rows {
+        writeln!(text, "| {} |", row.replace("{}", &types))?;
+    }
+    Ok(())
+}
+
+fn support() -> Result<String, std::fmt::Error> {
+    let mut text = String::from(
+        "# Support\n\n\
+         <!-- Written by crates/gqa-host/tests/docs.rs. -->\n\n\
+         ## What the planner takes for attention\n\n\
+         bfloat16, 2 sequences, 32 query heads over 8 KV heads of 128 and a shared cache where a row does not say otherwise. \
+         `cargo gqa explain` says for any call what is taken and why the others are not.\n\n| call |",
+    );
+    for device in DEVICES {
+        write!(text, " {device} |")?;
+    }
+    writeln!(text, "\n|---|{}", "---|".repeat(DEVICES.len()))?;
+    for call in calls() {
+        write!(text, "| {} |", call.name)?;
+        for device in DEVICES {
+            write!(text, " `{}` |", call.chosen(device))?;
+        }
+        writeln!(text)?;
+    }
+    writeln!(
+        text,
+        "\n## Kernels\n\nThe registry, `crates/gqa-kernels/src/registry.rs`. A head size takes the smallest tile that holds it. Shared \
+         memory in bytes of a block; compute capability: the oldest. PTX is shipped for the targets named."
+    )?;
+    for family in Family::ALL {
+        let name = family.feature().trim_start_matches("family-").replace('-', "_");
+        writeln!(text, "\n### {name}: {}\n", family.archs().join(", "))?;
+        writeln!(
+            text,
+            "| kernel | types | head size | rows x keys | threads | shared | compute capability |"
+        )?;
+        writeln!(text, "|---|---|---|---|---|---|---|")?;
+        kernels(&mut text, family)?;
+    }
+    Ok(text)
+}
+
+#[test]
+fn kernels_and_choices_are_documented() {
+    check("support.md", &support().unwrap());
+}
