@@ -31,7 +31,8 @@ use {
     crate::simt::Global,
 };
 
-/// Rows of one argument list. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`.
+/// Rows of one argument list. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`;
+/// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows have in common may come before them:
 /// `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
@@ -78,7 +79,8 @@ macro_rules! host_entry {
         host_entry!($name, $body, $t = $ty, $family, ([] $($arg: $aty),* ; $p: $pty), $spec)
     };
     ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
-     { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr }) => {
+     { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
+       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? }) => {
         Entry {
             name: stringify!($name),
             family: Family::$family,
@@ -91,6 +93,8 @@ macro_rules! host_entry {
             shared_bytes: $shared,
             hot: $hot,
             min_sm: $sm,
+            max_cluster: optional!(1 $(, $cluster)?),
+            communicates: optional!(false $(, $communicates)?),
             arguments: &[$(stringify!($map),)* $(stringify!($arg)),*],
             tensor_maps: { const MAPS: &[usize] = &[$($i),*]; MAPS.len() },
             params_bytes: size_of::<$pty>(),
@@ -106,6 +110,17 @@ macro_rules! host_entry {
                 }
             },
         }
+    };
+}
+
+/// What a row says, or else what most rows mean.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! optional {
+    ($default:expr) => {
+        $default
+    };
+    ($default:expr, $given:expr) => {
+        $given
     };
 }
 

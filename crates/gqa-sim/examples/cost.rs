@@ -24,10 +24,10 @@ fn cost<R>(share: u32, instruction: impl Fn(&Arguments) -> R + Sync) -> f64 {
         (vec![[0u32; 4]; THREADS as usize], vec![[0u32; 4]; THREADS as usize]);
     let shape = Launch {
         name: "cost",
-        grid: [1, 1, 1],
         threads: THREADS,
         shared_bytes: 16 * THREADS,
         seed: 1,
+        ..Launch::default()
     };
     let mut seconds = |repeats: u32| {
         let kernel = |arguments: &Arguments| {
@@ -46,7 +46,14 @@ fn cost<R>(share: u32, instruction: impl Fn(&Arguments) -> R + Sync) -> f64 {
 }
 
 fn launch_cost(threads: u32, shared_bytes: u32) -> f64 {
-    let shape = Launch { name: "empty", grid: [1, 1, 1], threads, shared_bytes, seed: 1 };
+    let shape = Launch {
+        name: "empty",
+        grid: [1, 1, 1],
+        threads,
+        shared_bytes,
+        seed: 1,
+        ..Launch::default()
+    };
     fastest(|| {
         launch(&shape, &|_| {}, &[]).expect("an empty kernel");
     }) * 1e9

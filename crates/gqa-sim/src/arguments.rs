@@ -13,6 +13,7 @@ use std::marker::PhantomData;
 #[derive(Debug)]
 pub struct Arg<'a> {
     given: Given,
+    early: bool,
     memory: PhantomData<&'a mut ()>,
 }
 
@@ -49,12 +50,17 @@ impl<'a> Arg<'a> {
         let Given::Memory { pointer, bytes, writable } = self.given else {
             panic!("a tensor map is of memory");
         };
-        Self { given: Given::Tensor { pointer, bytes, writable, layout }, memory: PhantomData }
+        Self { given: Given::Tensor { pointer, bytes, writable, layout }, ..self }
+    }
+
+    /// Memory that the grids before this one do not write: a [programmatic](crate::Launch::programmatic) launch may read it at once.
+    pub fn early(self) -> Self {
+        Self { early: true, ..self }
     }
 
     /// A null pointer.
     pub fn null() -> Self {
-        Self { given: Given::Null, memory: PhantomData }
+        Self::of(Given::Null)
     }
 
     /// A struct passed by value.
@@ -64,11 +70,15 @@ impl<'a> Arg<'a> {
 
     /// The bytes of a struct passed by value.
     pub fn params_bytes(bytes: &[u8]) -> Self {
-        Self { given: Given::Params(bytes.into()), memory: PhantomData }
+        Self::of(Given::Params(bytes.into()))
     }
 
     fn memory(pointer: *mut u8, bytes: usize, writable: bool) -> Self {
-        Self { given: Given::Memory { pointer, bytes, writable }, memory: PhantomData }
+        Self::of(Given::Memory { pointer, bytes, writable })
+    }
+
+    fn of(given: Given) -> Self {
+        Self { given, early: false, memory: PhantomData }
     }
 }
 
@@ -88,20 +98,41 @@ impl Arguments {
     /// # Safety
     /// The result must not outlive the memory that `given` borrows, nor be used while that memory is used otherwise.
     pub(crate) unsafe fn bind(given: &[Arg<'_>], blocks: u32) -> Self {
+        let buffer = |pointer, bytes, writable, early| {
+            // SAFETY: the caller's promise.
+            let mut buffer = unsafe { Buffer::new(pointer, bytes, writable, blocks) };
+            buffer.early = early;
+            buffer
+        };
         let bind = |arg: &Arg<'_>| match &arg.given {
             &Given::Memory { pointer, bytes, writable } => {
-                // SAFETY: the caller's promise.
-                Bound::Memory(unsafe { Buffer::new(pointer, bytes, writable, blocks) })
+                Bound::Memory(buffer(pointer, bytes, writable, arg.early))
             }
             &Given::Tensor { pointer, bytes, writable, layout } => {
-                // SAFETY: the caller's promise.
-                let buffer = unsafe { Buffer::new(pointer, bytes, writable, blocks) };
-                Bound::Tensor(buffer, layout)
+                Bound::Tensor(buffer(pointer, bytes, writable, arg.early), layout)
             }
             Given::Null => Bound::Null,
             Given::Params(bytes) => Bound::Params(bytes.clone()),
         };
         Self(given.iter().map(bind).collect())
+    }
+
+    /// Makes writable arguments that overlap one region, and tells each where it is; returns the regions' sizes.
+    pub(crate) fn join_regions(&mut self) -> Vec<usize> {
+        let mut buffers: Vec<_> = self.0.iter_mut().filter_map(Bound::memory_mut).collect();
+        buffers.retain(|buffer| !buffer.range().is_empty());
+        buffers.sort_by_key(|buffer| buffer.range().start);
+        let mut regions: Vec<std::ops::Range<usize>> = Vec::new();
+        for buffer in buffers.into_iter().filter(|buffer| buffer.is_writable()) {
+            let range = buffer.range();
+            match regions.last_mut() {
+                Some(last) if range.start < last.end => last.end = last.end.max(range.end),
+                _ => regions.push(range.clone()),
+            }
+            let start = regions[regions.len() - 1].start;
+            buffer.region = Some((regions.len() - 1, range.start - start));
+        }
+        regions.into_iter().map(|region| region.len()).collect()
     }
 
     /// Parameter `i`, a pointer to elements of `T`, which may be null.
@@ -154,6 +185,14 @@ impl Arguments {
         }
     }
 
+    /// The memory of argument `i`, a pointer or a tensor map.
+    pub(crate) fn memory(&self, i: u32) -> Option<&Buffer> {
+        match self.0.get(i as usize) {
+            Some(Bound::Memory(buffer) | Bound::Tensor(buffer, _)) => Some(buffer),
+            _ => None,
+        }
+    }
+
     #[inline(always)]
     pub(crate) fn buffer(&self, i: u32) -> Option<&Buffer> {
         match self.0.get(i as usize) {
@@ -175,6 +214,13 @@ impl Arguments {
 }
 
 impl Bound {
+    fn memory_mut(&mut self) -> Option<&mut Buffer> {
+        match self {
+            Self::Memory(buffer) | Self::Tensor(buffer, _) => Some(buffer),
+            Self::Null | Self::Params(_) => None,
+        }
+    }
+
     fn kind(&self) -> String {
         match self {
             Self::Memory(_) | Self::Null => "a pointer".to_owned(),

@@ -1,11 +1,13 @@
 //! A running block, as the device functions see it.
 
 use crate::arguments::Arguments;
+use crate::cluster::Membership;
 use crate::collective::Collective;
+use crate::communicate::Watch;
 use crate::copy::Copies;
 use crate::fault::FaultKind;
 use crate::hopper::{Hopper, has_passed};
-use crate::shared::{Checked, Clocks, SharedMemory, Who};
+use crate::shared::{Checked, Clocks, SharedMemory, Stamp, Who};
 use corosensei::Yielder;
 use std::cell::Cell;
 use std::panic::Location;
@@ -29,6 +31,9 @@ pub(crate) struct Block {
     /// Something happened that held warps may have waited for.
     pub(crate) woken: bool,
     pub(crate) hopper: Hopper,
+    pub(crate) membership: Membership,
+    /// Checks of global memory beyond each access's own.
+    pub(crate) watch: Option<Watch>,
     pub(crate) fault: Option<FaultKind>,
     arguments: NonNull<Arguments>,
 }
@@ -88,6 +93,8 @@ impl Block {
             holds: vec![Hold::No; threads as usize / 32],
             woken: false,
             hopper: Hopper::new(threads),
+            membership: Membership::new(threads as usize / 32),
+            watch: None,
             fault: None,
             arguments: NonNull::from(arguments),
         }
@@ -101,8 +108,25 @@ impl Block {
 
     /// Vector clocks, in use from now on.
     pub(crate) fn vector_clocks(&mut self) -> &mut Clocks {
-        self.shared.refine(&self.clocks, self.block_time);
+        self.shared.refine(self.number, &self.clocks, self.block_time);
         self.shared.clocks().expect("just begun")
+    }
+
+    /// The running thread's accesses now.
+    pub(crate) fn now(&mut self) -> Stamp {
+        let Who { thread, time, .. } = self.who;
+        let block = self.number;
+        self.shared.clocks().map_or(Stamp { block, agent: thread, time }, |c| c.now(thread))
+    }
+
+    /// Whether that access of a thread of the block is ordered before the running thread's next one.
+    pub(crate) fn sees(&mut self, stamp: Stamp) -> bool {
+        let Who { thread, time, block_time } = self.who;
+        if let Some(clocks) = self.shared.clocks() {
+            return clocks.sees(thread, stamp);
+        }
+        let before = if stamp.agent / 32 == thread / 32 { time } else { block_time };
+        stamp.agent == thread || stamp.time < before
     }
 
     /// All threads have met.

@@ -1,6 +1,7 @@
 //! Instructions that a warp executes together: every lane brings its operands, the last one's arrival executes it for all.
 
 use crate::block::{self, Block, Lane, Waiting};
+use crate::cluster;
 use crate::hopper::{self, Change, Wgmma};
 use crate::matrix::{self, Matrices, Product};
 use crate::shared::Checked;
@@ -21,6 +22,8 @@ pub(crate) enum Collective {
     WgmmaFence,
     WgmmaCommit,
     WgmmaWait(u64),
+    ClusterArrive { relaxed: bool },
+    ClusterWait,
 }
 
 impl Collective {
@@ -39,6 +42,9 @@ impl Collective {
             Self::WgmmaFence => "wgmma_fence",
             Self::WgmmaCommit => "wgmma_commit",
             Self::WgmmaWait(_) => "wgmma_wait",
+            Self::ClusterArrive { relaxed: false } => "cluster_arrive",
+            Self::ClusterArrive { relaxed: true } => "cluster_arrive_relaxed",
+            Self::ClusterWait => "cluster_wait",
         }
     }
 
@@ -70,6 +76,8 @@ impl Collective {
             Self::WgmmaFence => hopper::fence(block, first),
             Self::WgmmaCommit => hopper::commit(block, first),
             Self::WgmmaWait(newest) => hopper::wait(block, first, newest),
+            Self::ClusterArrive { relaxed } => return cluster::arrive(block, first, relaxed),
+            Self::ClusterWait => return cluster::wait(block, first),
         }
         Ok(())
     }

@@ -8,15 +8,22 @@ use bytemuck::Pod;
 pub use crate::arithmetic::{
     exp2, f16_to_f32, f32_to_f16, f32x2_to_bf16x2, f32x2_to_f16x2, fma, log2, max, rcp,
 };
+pub use crate::cluster::{
+    cluster_arrive, cluster_arrive_relaxed, cluster_rank, cluster_size, cluster_wait, ld_peer,
+    ld_peer_vec, peer_address, st_peer, st_peer_vec,
+};
 pub use crate::collective::{
     any_sync, shfl_idx_f32, shfl_idx_u32, shfl_xor_f32, shfl_xor_u32, sync_threads, sync_warp,
 };
+pub use crate::communicate::{fence_gpu, grid_dependency_wait, launch_dependents};
 pub use crate::copy::{cp_async_16, cp_async_commit, cp_async_wait};
 pub use crate::global::Global;
 pub use crate::hopper::{
-    TensorMap, bulk_commit, bulk_wait_read, fence_mbarrier_init, fence_proxy_async,
-    mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait, named_barrier_arrive,
-    named_barrier_sync, prefetch_tensor_map, registers_lower, registers_raise, tma_load, tma_store,
+    CachePolicy, TensorMap, bulk_commit, bulk_load, bulk_load_hinted, bulk_wait_read, evict_first,
+    evict_last, fence_mbarrier_init, fence_proxy_async, mbarrier_arrive, mbarrier_arrive_expect,
+    mbarrier_arrive_expect_peer, mbarrier_arrive_peer, mbarrier_init, mbarrier_wait,
+    mbarrier_wait_cluster, named_barrier_arrive, named_barrier_sync, prefetch_tensor_map,
+    registers_lower, registers_raise, st_async, st_async_vec, st_async_vec2, tma_load, tma_store,
     wgmma_add_bf16, wgmma_add_f16, wgmma_add_registers_bf16, wgmma_add_registers_f16, wgmma_bf16,
     wgmma_commit, wgmma_f16, wgmma_fence, wgmma_wait,
 };

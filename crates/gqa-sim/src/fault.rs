@@ -185,6 +185,38 @@ pub enum FaultKind {
         /// Where, from the start of the argument.
         offset: i64,
     },
+    /// Two accesses to global memory by threads of a launch whose blocks communicate, one of them writing, that nothing orders.
+    #[error(
+        "race on global memory at byte {offset} of argument {argument}: {hazard}, thread {second} after {first} and nothing orders them"
+    )]
+    GlobalRace {
+        /// Position of the argument.
+        argument: u32,
+        /// Where, from the start of the argument.
+        offset: i64,
+        /// Which two accesses.
+        hazard: Hazard,
+        /// Whose access was simulated first.
+        first: Agent,
+        /// Thread of the other access.
+        second: u32,
+    },
+    /// Blocks pass data to each other in a way that the launch does not allow.
+    #[error("thread {thread}, global memory: {what}")]
+    Communication {
+        /// Who.
+        thread: u32,
+        /// Which rule.
+        what: String,
+    },
+    /// A rule of clusters was broken.
+    #[error("thread {thread}, cluster: {what}")]
+    Cluster {
+        /// Who.
+        thread: u32,
+        /// Which rule.
+        what: String,
+    },
     /// Two blocks of one launch write the same element.
     #[error("blocks {} and {} both write byte {offset} of argument {argument}", blocks[0], blocks[1])]
     WriteConflict {
@@ -259,14 +291,38 @@ pub enum FaultKind {
     },
 }
 
-/// Who accesses shared memory.
+impl FaultKind {
+    /// A race of two accesses to shared memory.
+    pub(crate) fn race(address: u32, hazard: Hazard, first: Agent, second: Agent) -> Self {
+        match (first, second) {
+            (Agent::Thread(first), Agent::Thread(second)) => {
+                Self::Race { address, hazard, first, second }
+            }
+            _ => Self::AsyncRace { address, hazard, first, second },
+        }
+    }
+}
+
+/// Who accesses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Agent {
     /// A thread.
     Thread(u32),
+    /// A thread of another block.
+    Peer {
+        /// Number of the block, counted in x, then y, then z.
+        block: u32,
+        /// The thread.
+        thread: u32,
+    },
+    /// A unit that works for threads of another block.
+    PeerUnit {
+        /// Number of the block, counted in x, then y, then z.
+        block: u32,
+    },
     /// Threads that cannot be told apart any more.
     Everyone,
-    /// The copy engine, for copies that complete on the mbarrier at that address.
+    /// The copy engine, or peers' `st_async`, for what completes on the mbarrier at that address.
     Load {
         /// Address of the mbarrier.
         mbarrier: u32,
@@ -287,8 +343,10 @@ impl fmt::Display for Agent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Thread(thread) => write!(f, "thread {thread}"),
+            Self::Peer { block, thread } => write!(f, "thread {thread} of block {block}"),
+            Self::PeerUnit { block } => write!(f, "a copy or product of block {block}"),
             Self::Everyone => f.write_str("some thread"),
-            Self::Load { mbarrier } => write!(f, "tma_load onto the mbarrier at {mbarrier}"),
+            Self::Load { mbarrier } => write!(f, "a copy onto the mbarrier at {mbarrier}"),
             Self::Store { thread } => write!(f, "tma_store of thread {thread}"),
             Self::Wgmma { warp } => write!(f, "wgmma of warp {warp}"),
         }
@@ -357,6 +415,13 @@ pub enum Place {
     Barrier(&'static Location<'static>),
     /// It waits for its warp at an instruction of that name.
     Warp(&'static str, &'static Location<'static>),
+    /// It waits for its cluster.
+    Cluster {
+        /// Threads of the cluster that have not arrived.
+        missing: u32,
+        /// Where in the kernel.
+        site: &'static Location<'static>,
+    },
     /// It waits for a phase of an mbarrier.
     Phase {
         /// Address of the barrier.
@@ -379,6 +444,9 @@ impl fmt::Display for Place {
             Self::Exited => f.write_str("have exited"),
             Self::Barrier(site) => write!(f, "wait at sync_threads ({site})"),
             Self::Warp(name, site) => write!(f, "wait at {name} ({site})"),
+            Self::Cluster { missing, site } => {
+                write!(f, "wait at cluster_wait, which misses {missing} threads ({site})")
+            }
             Self::Phase { address, parity, arrivals, bytes, site } => write!(
                 f,
                 "wait for parity {parity} of the mbarrier at {address}, whose phase misses {arrivals} arrivals and {bytes} bytes ({site})"

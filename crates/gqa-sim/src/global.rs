@@ -1,6 +1,7 @@
 //! A kernel's view of global memory.
 
 use crate::block;
+use crate::communicate::{self, Access};
 use crate::fault::FaultKind;
 use crate::memory::{Buffer, Refusal, Word};
 use bytemuck::Pod;
@@ -89,13 +90,13 @@ impl<T: Pod> Global<T> {
     #[inline(always)]
     fn load_words<W: Word, const N: usize>(self, i: usize) -> [W; N] {
         let place = self.offset(i);
-        place.checked::<W, N, _>(|buffer, _| buffer.load(place.start))
+        place.checked::<W, N, _>(Access::Read, |buffer, _| buffer.load(place.start))
     }
 
     #[inline(always)]
     fn store_words<W: Word, const N: usize>(self, i: usize, value: [W; N]) {
         let place = self.offset(i);
-        place.checked::<W, N, _>(|buffer, block| {
+        place.checked::<W, N, _>(Access::Write, |buffer, block| {
             buffer.store(place.start, value, size_of::<T>(), block)
         });
     }
@@ -104,16 +105,35 @@ impl<T: Pod> Global<T> {
     #[inline(always)]
     fn checked<W, const N: usize, R>(
         self,
+        kind: Access,
         access: impl FnOnce(&Buffer, u32) -> Result<R, Refusal>,
     ) -> R {
+        let mut watched = false;
         let outcome = block::with(|block| {
             let buffer = block.arguments().buffer(self.argument)?;
+            watched = block.watch.is_some();
             Some(access(buffer, block.number))
         });
         match outcome {
-            Some(Ok(result)) => result,
+            Some(Ok(result)) => {
+                if watched {
+                    self.watch((size_of::<W>() * N) as u32, kind);
+                }
+                result
+            }
             refused => self.refuse(refused.and_then(Result::err), (size_of::<W>() * N) as u32),
         }
+    }
+
+    /// What the launch wants to know besides of an access that is inside.
+    #[cold]
+    fn watch(self, bytes: u32, kind: Access) {
+        block::checked(|block| communicate::watch(block, self.argument, self.start, bytes, kind));
+    }
+
+    /// The argument and the byte at which element `i` starts.
+    pub(crate) fn locate(self, i: usize) -> (u32, i64) {
+        (self.argument, self.offset(i).start)
     }
 
     #[cold]
@@ -122,13 +142,7 @@ impl<T: Pod> Global<T> {
             (block::with(|block| block.who.thread), self.argument, self.start);
         block::fail(match refusal {
             None => FaultKind::NullPointer { thread, argument },
-            Some(Refusal::Bounds { limit }) => {
-                FaultKind::GlobalBounds { thread, argument, offset, bytes, limit }
-            }
-            Some(Refusal::Alignment) => {
-                FaultKind::GlobalAlignment { thread, argument, offset, bytes }
-            }
-            Some(Refusal::ReadOnly) => FaultKind::ReadOnly { thread, argument, offset },
+            Some(refusal) => refusal.fault(thread, argument, offset, bytes),
         })
     }
 }

@@ -2,10 +2,12 @@
 
 use crate::arguments::{self, Arg, Arguments};
 use crate::block::index;
+use crate::cluster::MAX_CLUSTER;
 use crate::collective::Collective;
+use crate::communicate::GlobalOrder;
 use crate::fault::{Fault, FaultKind};
 use crate::panics;
-use crate::schedule::{self, Kernel};
+use crate::schedule::{self, Kernel, Machine, Random};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
@@ -25,6 +27,30 @@ pub struct Launch<'a> {
     pub shared_bytes: u32,
     /// Decides the order in which threads run. What a launch does, faults included, depends on nothing else.
     pub seed: u64,
+    /// Blocks of a cluster, neighbours in x; 1: no clusters. At most 16.
+    pub cluster: u32,
+    /// Blocks pass data to each other through global memory: atomic operations are allowed, and accesses to writable global
+    /// memory checked. Blocks then run on one core, in an order that the seed decides.
+    pub communicates: bool,
+    /// The launch may start before the grids before it have ended: until `grid_dependency_wait` it may only read, and only
+    /// [early](Arg::early) arguments.
+    pub programmatic: bool,
+}
+
+impl Default for Launch<'_> {
+    /// One block of one warp without shared memory.
+    fn default() -> Self {
+        Self {
+            name: "kernel",
+            grid: [1, 1, 1],
+            threads: 32,
+            shared_bytes: 0,
+            seed: 0,
+            cluster: 1,
+            communicates: false,
+            programmatic: false,
+        }
+    }
 }
 
 /// What a launch did.
@@ -58,7 +84,7 @@ impl Report {
         } += 1;
     }
 
-    fn plus(self, other: Self) -> Self {
+    pub(crate) fn plus(self, other: Self) -> Self {
         Self {
             blocks: self.blocks + other.blocks,
             turns: self.turns + other.turns,
@@ -87,9 +113,15 @@ pub fn launch(
         .map_err(|why| fault(None, FaultKind::Launch(why)))?;
     panics::install_hook();
     // SAFETY: dropped before this function returns; meanwhile `arguments` holds the borrows of the memory.
-    let arguments = unsafe { Arguments::bind(arguments, blocks) };
-    let report = run_blocks(launch, kernel, &arguments, blocks)
-        .map_err(|(number, kind)| fault(Some(index(number, launch.grid)), kind))?;
+    let mut arguments = unsafe { Arguments::bind(arguments, written_by(launch, blocks)) };
+    let order = launch.communicates.then(|| GlobalOrder::new(&arguments.join_regions()));
+    let machine = Machine { launch, kernel, arguments: &arguments };
+    let clusters = blocks / launch.cluster;
+    let report = match order {
+        Some(order) => run_in_turns(machine, clusters, order),
+        None => run_apart(machine, clusters),
+    };
+    let report = report.map_err(|(number, kind)| fault(Some(index(number, launch.grid)), kind))?;
     match arguments.write_conflict() {
         Some(kind) => Err(fault(None, kind)),
         None => Ok(report),
@@ -116,6 +148,12 @@ fn blocks(launch: &Launch<'_>) -> Result<u32, String> {
             "grid {x} x {y} x {z}; each is at least 1, the last two at most 65535"
         ));
     }
+    if !(1..=MAX_CLUSTER).contains(&launch.cluster) || !x.is_multiple_of(launch.cluster) {
+        return Err(format!(
+            "clusters of {} blocks in a grid of {x} in x; 1 to {MAX_CLUSTER}, and the grid has whole ones",
+            launch.cluster
+        ));
+    }
     let blocks = x as u64 * y as u64 * z as u64;
     u32::try_from(blocks)
         .ok()
@@ -123,30 +161,43 @@ fn blocks(launch: &Launch<'_>) -> Result<u32, String> {
         .ok_or_else(|| format!("{blocks} blocks do not fit 32 bits"))
 }
 
-/// Blocks run in parallel. After a fault only lower blocks still start, so that the lowest fault is always the one found.
-fn run_blocks(
-    launch: &Launch<'_>,
-    kernel: Kernel<'_>,
-    arguments: &Arguments,
-    blocks: u32,
-) -> Result<Report, (u32, FaultKind)> {
+/// Blocks whose writes must not meet; those of blocks that communicate are ordered otherwise.
+fn written_by(launch: &Launch<'_>, blocks: u32) -> u32 {
+    if launch.communicates { 1 } else { blocks }
+}
+
+type Outcome = Result<Report, (u32, FaultKind)>;
+
+/// Clusters run in parallel. After a fault only lower ones still start, so that the lowest fault is always the one found.
+fn run_apart(machine: Machine<'_>, clusters: u32) -> Outcome {
     let lowest_fault = AtomicU32::new(u32::MAX);
     let run = |number| {
         if number > lowest_fault.load(Relaxed) {
             return Ok(Report::default());
         }
-        schedule::run(launch, kernel, arguments, number).map_err(|kind| {
-            lowest_fault.fetch_min(number, Relaxed);
-            (number, kind)
-        })
+        schedule::run(machine, [number], 1, None)
+            .inspect_err(|_| _ = lowest_fault.fetch_min(number, Relaxed))
     };
-    let join = |a: Result<Report, (u32, FaultKind)>, b| match (a, b) {
+    let join = |a: Outcome, b: Outcome| match (a, b) {
         (Ok(a), Ok(b)) => Ok(a.plus(b)),
         (Err(a), Err(b)) => Err(if a.0 < b.0 { a } else { b }),
         (Err(fault), _) | (_, Err(fault)) => Err(fault),
     };
-    match blocks {
+    match clusters {
         1 => run(0),
-        _ => (0..blocks).into_par_iter().map(run).reduce(|| Ok(Report::default()), join),
+        _ => (0..clusters).into_par_iter().map(run).reduce(|| Ok(Report::default()), join),
     }
+}
+
+/// Clusters that take turns in a launch whose blocks communicate.
+const RESIDENT: usize = 4;
+
+/// Clusters start in an order that the seed decides, and a few of them take turns.
+fn run_in_turns(machine: Machine<'_>, clusters: u32, order: GlobalOrder) -> Outcome {
+    let mut random = Random::new(machine.launch.seed, u32::MAX - 1);
+    let mut numbers: Vec<u32> = (0..clusters).collect();
+    for last in (1..numbers.len()).rev() {
+        numbers.swap(last, random.below(last + 1));
+    }
+    schedule::run(machine, numbers, RESIDENT, Some(order))
 }

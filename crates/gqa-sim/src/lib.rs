@@ -9,7 +9,7 @@
 //! use gqa_sim::{Arg, Launch, device, launch};
 //!
 //! let (input, mut output) = ([1.0f32; 64], [0.0f32; 1]);
-//! let shape = Launch { name: "sum", grid: [1, 1, 1], threads: 64, shared_bytes: 8, seed: 7 };
+//! let shape = Launch { name: "sum", threads: 64, shared_bytes: 8, seed: 7, ..Launch::default() };
 //! let report = launch(&shape, &|arguments| {
 //!     let mut sum = arguments.global::<f32>(0).load(device::thread_idx() as usize);
 //!     for mask in [16, 8, 4, 2, 1] {
@@ -32,7 +32,9 @@
 mod arguments;
 mod arithmetic;
 mod block;
+mod cluster;
 mod collective;
+mod communicate;
 mod copy;
 pub mod device;
 mod fault;

@@ -1,5 +1,6 @@
 //! Global memory: what a launch bound, and which block wrote which element of it.
 
+use crate::fault::FaultKind;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
@@ -8,7 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 pub(crate) struct Buffer {
     pointer: *mut u8,
     bytes: usize,
-    writers: Option<Writers>,
+    writable: bool,
+    writers: Writers,
+    /// Where it is in the memory whose accesses a launch with communicating blocks orders: region and offset.
+    pub(crate) region: Option<(usize, usize)>,
+    /// May be read before the grids before this one have ended.
+    pub(crate) early: bool,
 }
 
 // SAFETY: the memory is reached through atomic operations only, and whoever made the buffer lets nobody else use it.
@@ -24,12 +30,26 @@ pub(crate) enum Refusal {
     ReadOnly,
 }
 
+impl Refusal {
+    /// The fault of an access of `bytes` bytes at byte `offset` of an argument.
+    pub(crate) fn fault(self, thread: u32, argument: u32, offset: i64, bytes: u32) -> FaultKind {
+        match self {
+            Self::Bounds { limit } => {
+                FaultKind::GlobalBounds { thread, argument, offset, bytes, limit }
+            }
+            Self::Alignment => FaultKind::GlobalAlignment { thread, argument, offset, bytes },
+            Self::ReadOnly => FaultKind::ReadOnly { thread, argument, offset },
+        }
+    }
+}
+
 impl Buffer {
     /// # Safety
     /// `pointer` must lead to `bytes` initialised bytes that nobody else uses as long as the result exists, other buffers
     /// excepted; they must be writable where `writable` says so.
     pub(crate) unsafe fn new(pointer: *mut u8, bytes: usize, writable: bool, blocks: u32) -> Self {
-        Self { pointer, bytes, writers: writable.then(|| Writers::new(bytes, blocks)) }
+        let writers = Writers::new(if writable { bytes } else { 0 }, blocks);
+        Self { pointer, bytes, writable, writers, region: None, early: false }
     }
 
     /// The first of `bytes` bytes at `offset`: all inside, and aligned to their number.
@@ -64,17 +84,28 @@ impl Buffer {
     ) -> Result<(), Refusal> {
         let bytes = size_of::<W>() * N;
         let place = self.place(offset, bytes)?;
-        let Some(writers) = &self.writers else { return Err(Refusal::ReadOnly) };
-        writers.note(offset as usize, bytes, element, block);
+        if !self.writable {
+            return Err(Refusal::ReadOnly);
+        }
+        self.writers.note(offset as usize, bytes, element, block);
         for (i, word) in value.into_iter().enumerate() {
-            // SAFETY: inside the memory, aligned, and writable as there are writers.
+            // SAFETY: inside the memory, aligned, and writable.
             unsafe { W::store(place.cast::<W>().add(i), word) }
         }
         Ok(())
     }
 
+    pub(crate) fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Addresses.
+    pub(crate) fn range(&self) -> std::ops::Range<usize> {
+        self.pointer.addr()..self.pointer.addr() + self.bytes
+    }
+
     pub(crate) fn write_conflict(&self) -> Option<(usize, [u32; 2])> {
-        self.writers.as_ref()?.conflict()
+        self.writers.conflict()
     }
 }
 

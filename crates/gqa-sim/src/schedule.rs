@@ -1,47 +1,188 @@
-//! Runs the threads of a block: each is a coroutine, a warp runs until all its lanes wait, and the seed decides who is next.
+//! Runs the threads of blocks: each is a coroutine, a warp runs until all its lanes wait, and the seed decides who is next.
 
 use crate::arguments::Arguments;
 use crate::block::{self, Block, Entered, Hold, Lane, Waiting};
+use crate::cluster::{self, Cluster};
+use crate::collective::Collective;
+use crate::communicate::{GlobalOrder, Watch};
 use crate::fault::{FaultKind, Place, Standstill, Threads};
 use crate::hopper;
 use crate::launch::{Launch, Report};
 use crate::panics;
 use crate::stack::ThreadStack;
 use corosensei::Coroutine;
+use std::cell::RefCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
+use std::rc::Rc;
 
 /// A kernel: the body of one thread.
 pub type Kernel<'a> = &'a (dyn Fn(&Arguments) + Sync);
 
-/// Runs block `number` of a launch.
-pub(crate) fn run(
-    launch: &Launch<'_>,
-    kernel: Kernel<'_>,
-    arguments: &Arguments,
-    number: u32,
-) -> Result<Report, FaultKind> {
-    let mut block = Block::new(arguments, number, launch.grid, launch.threads);
-    block.shared.reset(launch.shared_bytes);
-    // SAFETY: the block outlives the guard, and until then is used through the current block only.
-    let entered = unsafe { Entered::new(&raw mut block) };
-    let mut schedule = Schedule::new(launch, kernel, arguments, number);
-    let outcome = catch_unwind(AssertUnwindSafe(|| schedule.run()));
-    let outcome = outcome.unwrap_or_else(|payload| {
-        let thread = block::with(|block| block.who.thread);
-        Err(FaultKind::Panic { thread, message: panics::take_message(payload) })
-    });
-    let report = schedule.finish();
-    drop(entered);
-    outcome.map(|()| report)
+/// What all blocks of a launch have in common.
+#[derive(Clone, Copy)]
+pub(crate) struct Machine<'a> {
+    pub(crate) launch: &'a Launch<'a>,
+    pub(crate) kernel: Kernel<'a>,
+    pub(crate) arguments: &'a Arguments,
 }
 
-struct Schedule {
+/// Runs clusters, given by their numbers; at most `resident` of them take turns. A fault comes with the number of its block.
+pub(crate) fn run(
+    machine: Machine<'_>,
+    clusters: impl IntoIterator<Item = u32>,
+    resident: usize,
+    order: Option<GlobalOrder>,
+) -> Result<Report, (u32, FaultKind)> {
+    let mut gang = Gang {
+        machine,
+        order: order.map(|order| Rc::new(RefCell::new(order))),
+        random: Random::new(machine.launch.seed, u32::MAX),
+        teams: Vec::new(),
+        turn: (0, 0),
+        report: Report::default(),
+    };
+    let outcome = catch_unwind(AssertUnwindSafe(|| gang.run(&mut clusters.into_iter(), resident)));
+    outcome.unwrap_or_else(|payload| {
+        let (number, thread) = gang.running();
+        Err((number, FaultKind::Panic { thread, message: panics::take_message(payload) }))
+    })?;
+    Ok(gang.report)
+}
+
+/// Clusters that take turns.
+struct Gang<'a> {
+    machine: Machine<'a>,
+    order: Option<Rc<RefCell<GlobalOrder>>>,
+    random: Random,
+    teams: Vec<Team>,
+    /// Which team's which block runs.
+    turn: (usize, usize),
+    report: Report,
+}
+
+/// The blocks of a cluster.
+struct Team {
+    cluster: Rc<Cluster>,
+    runs: Vec<Run>,
+    /// Blocks that may go on.
+    active: Vec<usize>,
+    /// Blocks that may go on once others have done something.
+    stuck: Vec<usize>,
+}
+
+impl Gang<'_> {
+    fn run(
+        &mut self,
+        clusters: &mut dyn Iterator<Item = u32>,
+        resident: usize,
+    ) -> Result<(), (u32, FaultKind)> {
+        loop {
+            while self.teams.len() < resident
+                && let Some(number) = clusters.next()
+            {
+                self.teams.push(Team::new(self.machine, number, &self.order));
+            }
+            let active: usize = self.teams.iter().map(|team| team.active.len()).sum();
+            if active == 0 {
+                return self.teams.first().map_or(Ok(()), |team| Err(team.deadlock()));
+            }
+            self.turn(active)?;
+        }
+    }
+
+    /// One of the active blocks does something; on its own, it runs until it cannot.
+    fn turn(&mut self, active: usize) -> Result<(), (u32, FaultKind)> {
+        let mut choice = self.random.below(active);
+        let mut team = 0;
+        while choice >= self.teams[team].active.len() {
+            choice -= self.teams[team].active.len();
+            team += 1;
+        }
+        self.turn = (team, choice);
+        let team = &mut self.teams[team];
+        let number = team.active[choice];
+        let alone = active + team.stuck.len() == 1;
+        match team.runs[number].run(alone).map_err(|kind| (team.runs[number].number(), kind))? {
+            Progress::Ran => {}
+            Progress::Stuck => team.stuck.push(team.active.swap_remove(choice)),
+            Progress::Done => _ = team.active.swap_remove(choice),
+        }
+        team.wake();
+        if team.active.is_empty() && team.stuck.is_empty() {
+            let team = self.teams.swap_remove(self.turn.0);
+            self.report = team.runs.iter().fold(self.report, |sum, run| sum.plus(run.report));
+        }
+        Ok(())
+    }
+
+    /// Block and thread that were running.
+    fn running(&self) -> (u32, u32) {
+        let team = &self.teams[self.turn.0];
+        let run = &team.runs[team.active[self.turn.1]];
+        // SAFETY: the block lives, and nobody else uses it.
+        let block = unsafe { run.block.as_ref() };
+        (block.number, block.who.thread)
+    }
+}
+
+impl Team {
+    fn new(machine: Machine<'_>, number: u32, order: &Option<Rc<RefCell<GlobalOrder>>>) -> Self {
+        let size = machine.launch.cluster;
+        let numbers = number * size..number * size + size;
+        let runs: Vec<_> = numbers.map(|block| Run::new(machine, block, order)).collect();
+        // SAFETY: the team's blocks live as long as each other, and are lent as the running block only.
+        let cluster = Rc::new(unsafe { Cluster::new(runs.iter().map(|run| run.block).collect()) });
+        for (rank, run) in runs.iter().enumerate() {
+            let mut block = run.block;
+            // SAFETY: nobody else uses the block yet.
+            let membership = unsafe { &mut block.as_mut().membership };
+            membership.cluster = cluster.clone();
+            membership.rank = rank as u32;
+        }
+        Self { cluster, active: (0..runs.len()).collect(), stuck: Vec::new(), runs }
+    }
+
+    /// Lets blocks go on for which others have done something.
+    fn wake(&mut self) {
+        if self.cluster.woken.take() {
+            let woken = self.stuck.extract_if(.., |number| self.runs[*number].is_woken());
+            self.active.extend(woken);
+        }
+    }
+
+    /// Nobody can run and somebody waits.
+    fn deadlock(&self) -> (u32, FaultKind) {
+        let first = self.stuck.iter().min().expect("a team without active blocks waits");
+        let run = &self.runs[*first];
+        // SAFETY: the block lives, and nobody else uses it.
+        (run.number(), unsafe { deadlock(&mut *run.block.as_ptr()) })
+    }
+}
+
+/// A block and its threads.
+struct Run {
+    block: NonNull<Block>,
     coroutines: Vec<Coroutine<(), (), (), ThreadStack>>,
-    warps: usize,
+    /// Warps that may run.
+    ready: Vec<usize>,
+    /// Warps that may go on once others have done something.
+    held: Vec<usize>,
+    /// Warps that wait for the block.
+    waiting: u32,
+    exited: u32,
     random: Random,
     report: Report,
+}
+
+/// What became of a block.
+enum Progress {
+    Ran,
+    /// None of its warps can run.
+    Stuck,
+    /// All its threads have exited.
+    Done,
 }
 
 /// How a warp's turn ended.
@@ -54,55 +195,86 @@ enum Turn {
     Exited,
 }
 
-impl Schedule {
-    fn new(launch: &Launch<'_>, kernel: Kernel<'_>, arguments: &Arguments, number: u32) -> Self {
+impl Run {
+    fn new(machine: Machine<'_>, number: u32, order: &Option<Rc<RefCell<GlobalOrder>>>) -> Self {
+        let Machine { launch, kernel, arguments } = machine;
+        let mut block = Block::new(arguments, number, launch.grid, launch.threads);
+        block.shared.reset(launch.shared_bytes);
+        block.watch = Watch::new(order.clone(), launch.programmatic);
         Self {
+            block: NonNull::from(Box::leak(Box::new(block))),
             coroutines: (0..launch.threads).map(|_| coroutine(kernel, arguments)).collect(),
-            warps: launch.threads as usize / 32,
+            ready: (0..launch.threads as usize / 32).collect(),
+            held: Vec::new(),
+            waiting: 0,
+            exited: 0,
             random: Random::new(launch.seed, number),
             report: Report { blocks: 1, ..Report::default() },
         }
     }
 
-    fn run(&mut self) -> Result<(), FaultKind> {
+    fn number(&self) -> u32 {
+        // SAFETY: the block lives, and nobody else uses it.
+        unsafe { self.block.as_ref() }.number
+    }
+
+    fn is_woken(&self) -> bool {
+        // SAFETY: as above.
+        unsafe { self.block.as_ref() }.woken
+    }
+
+    /// Does something; alone, until it can do nothing more.
+    fn run(&mut self, alone: bool) -> Result<Progress, FaultKind> {
+        // SAFETY: the block outlives the guard, and until then is used through the current block only.
+        let _entered = unsafe { Entered::new(self.block.as_ptr()) };
         loop {
-            let (waiting, exited) = self.run_to_barrier()?;
-            match (waiting, exited) {
-                (0, _) => return block::with(hopper::end).map_err(|kind| *kind),
-                (_, 0) => self.pass_barrier(),
-                _ => {
-                    return Err(FaultKind::PartialBarrier(block::with(|block| {
-                        standstill(block, 0..block.lanes.len())
-                    })));
-                }
+            match self.step()? {
+                Progress::Ran if alone => {}
+                progress => return Ok(progress),
             }
         }
     }
 
-    /// Runs all warps until each waits for the block or has exited; returns how many of each.
-    fn run_to_barrier(&mut self) -> Result<(u32, u32), FaultKind> {
-        let mut ready: Vec<usize> = (0..self.warps).collect();
-        let mut held = Vec::new();
-        let (mut waiting, mut exited) = (0, 0);
-        loop {
-            let loads = block::with(|block| wake(block, &mut ready, &mut held));
-            if ready.len() + loads == 0 {
-                break;
-            }
-            let choice = self.random.below(ready.len() + loads);
-            if choice >= ready.len() {
-                self.land(choice - ready.len())?;
-                continue;
-            }
-            match self.turn(ready[choice])? {
-                Turn::Ready => continue,
-                Turn::Held => held.push(ready[choice]),
-                Turn::Barrier => waiting += 1,
-                Turn::Exited => exited += 1,
-            }
-            ready.swap_remove(choice);
+    /// A turn of a warp, or the arrival of a copy, or the block's barrier.
+    fn step(&mut self) -> Result<Progress, FaultKind> {
+        let loads = block::with(|block| wake(block, &mut self.ready, &mut self.held));
+        if self.ready.len() + loads == 0 {
+            return self.rest();
         }
-        if held.is_empty() { Ok((waiting, exited)) } else { Err(block::with(deadlock)) }
+        let choice = self.random.below(self.ready.len() + loads);
+        if choice >= self.ready.len() {
+            self.land(choice - self.ready.len())?;
+            return Ok(Progress::Ran);
+        }
+        match self.turn(self.ready[choice])? {
+            Turn::Ready => return Ok(Progress::Ran),
+            Turn::Held => self.held.push(self.ready[choice]),
+            Turn::Barrier => self.waiting += 1,
+            Turn::Exited => self.exited += 1,
+        }
+        self.ready.swap_remove(choice);
+        Ok(Progress::Ran)
+    }
+
+    /// No warp can run, and no copy is under way.
+    fn rest(&mut self) -> Result<Progress, FaultKind> {
+        if !self.held.is_empty() {
+            return Ok(Progress::Stuck);
+        }
+        match (self.waiting, self.exited) {
+            (0, _) => {
+                block::with(|block| hopper::end(block).and_then(|()| cluster::end(block)))
+                    .map_err(|kind| *kind)?;
+                Ok(Progress::Done)
+            }
+            (_, 0) => {
+                self.pass_barrier();
+                Ok(Progress::Ran)
+            }
+            _ => Err(FaultKind::PartialBarrier(block::with(|block| {
+                standstill(block, 0..block.lanes.len())
+            }))),
+        }
     }
 
     /// Delivers one of the copies in flight.
@@ -114,6 +286,7 @@ impl Schedule {
     fn pass_barrier(&mut self) {
         block::with(Block::synchronise);
         self.report.barriers += 1;
+        self.ready.extend(0..std::mem::take(&mut self.waiting) as usize);
     }
 
     /// Runs each lane of a warp until it waits, then what they wait for if it concerns the warp only.
@@ -172,22 +345,28 @@ impl Schedule {
             }
         }
     }
+}
 
+impl Drop for Run {
     /// Unwinds what a fault left suspended and keeps the stacks for later blocks.
-    fn finish(self) -> Report {
-        for mut coroutine in self.coroutines {
+    fn drop(&mut self) {
+        // SAFETY: as in `run`; the guard is dropped before the block.
+        let entered = unsafe { Entered::new(self.block.as_ptr()) };
+        for mut coroutine in self.coroutines.drain(..) {
             // A destructor that panics while its kernel is taken down has nothing to add to the fault.
             let unwound = catch_unwind(AssertUnwindSafe(|| coroutine.force_unwind()));
             drop(unwound);
             coroutine.into_stack().give_back();
         }
-        self.report
+        drop(entered);
+        // SAFETY: leaked by `new`, and no longer the running block.
+        drop(unsafe { Box::from_raw(self.block.as_ptr()) });
     }
 }
 
 /// A thread that has not started. It must not outlive `kernel` and `arguments`.
 fn coroutine(kernel: Kernel<'_>, arguments: &Arguments) -> Coroutine<(), (), (), ThreadStack> {
-    // SAFETY: `run` finishes its coroutines before it returns, and it borrows kernel and arguments for longer.
+    // SAFETY: the block's `Run` drops its coroutines, and `run` borrows kernel and arguments for longer.
     unsafe {
         Coroutine::with_stack_unchecked(ThreadStack::take(), move |yielder, ()| {
             block::with(|block| block.lane().yielder = Some(NonNull::from(yielder)));
@@ -211,6 +390,10 @@ impl Waiting {
         match self {
             Self::No => Place::Ready,
             Self::Block(site) => Place::Barrier(site),
+            Self::Warp(Collective::ClusterWait, site) => {
+                let missing = block.membership.cluster.missing(block.lanes.len() as u32);
+                Place::Cluster { missing, site }
+            }
             Self::Warp(instruction, site) => Place::Warp(instruction.name(), site),
             Self::Phase { address, parity, site } => {
                 let (arrivals, bytes) = hopper::missing(block, address);
@@ -275,12 +458,12 @@ fn disagreement(standstill: Standstill) -> FaultKind {
 }
 
 /// SplitMix64.
-struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
     const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-    fn new(seed: u64, block: u32) -> Self {
+    pub(crate) fn new(seed: u64, block: u32) -> Self {
         Self(seed ^ (block as u64 + 1).wrapping_mul(0xd134_2543_de82_ef95))
     }
 
@@ -291,7 +474,7 @@ impl Random {
         z ^ z >> 31
     }
 
-    fn below(&mut self, limit: usize) -> usize {
+    pub(crate) fn below(&mut self, limit: usize) -> usize {
         if limit == 1 { 0 } else { (self.next() % limit as u64) as usize }
     }
 

@@ -4,7 +4,14 @@ use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, FaultKind, Hazard, Launch, Place, Report, launch};
 
 fn block(threads: u32) -> Launch<'static> {
-    Launch { name: "kernel", grid: [1, 1, 1], threads, shared_bytes: 1024, seed: 1 }
+    Launch {
+        name: "kernel",
+        grid: [1, 1, 1],
+        threads,
+        shared_bytes: 1024,
+        seed: 1,
+        ..Launch::default()
+    }
 }
 
 fn run(threads: u32, kernel: impl Fn() + Sync) -> Result<Report, Fault> {

@@ -14,7 +14,14 @@ const BARRIERS: u32 = C + ROWS * COLUMNS * 2;
 
 /// A producer warp and a consumer warpgroup.
 fn shape(seed: u64) -> Launch<'static> {
-    Launch { name: "gemm", grid: [1, 1, 1], threads: 256, shared_bytes: BARRIERS + 64, seed }
+    Launch {
+        name: "gemm",
+        grid: [1, 1, 1],
+        threads: 256,
+        shared_bytes: BARRIERS + 64,
+        seed,
+        ..Launch::default()
+    }
 }
 
 fn value(i: usize) -> f32 {

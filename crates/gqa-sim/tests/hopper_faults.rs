@@ -44,7 +44,14 @@ enum Plant {
 use Plant::*;
 
 fn shape(seed: u64) -> Launch<'static> {
-    Launch { name: "pipeline", grid: [1, 1, 1], threads: 384, shared_bytes: SHARED_BYTES, seed }
+    Launch {
+        name: "pipeline",
+        grid: [1, 1, 1],
+        threads: 384,
+        shared_bytes: SHARED_BYTES,
+        seed,
+        ..Launch::default()
+    }
 }
 
 fn descriptor(address: u32, plant: Plant) -> u64 {

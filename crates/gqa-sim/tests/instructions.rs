@@ -5,8 +5,16 @@ use gqa_sim::{Arg, Arguments, Launch, launch};
 use half::{bf16, f16};
 use std::cell::Cell;
 
-const WARP: Launch<'static> =
-    Launch { name: "kernel", grid: [1, 1, 1], threads: 32, shared_bytes: 4096, seed: 3 };
+const WARP: Launch<'static> = Launch {
+    name: "kernel",
+    grid: [1, 1, 1],
+    threads: 32,
+    shared_bytes: 4096,
+    seed: 3,
+    cluster: 1,
+    communicates: false,
+    programmatic: false,
+};
 
 /// What each lane of a warp returns.
 fn lanes<T: bytemuck::Pod + Default, const N: usize>(

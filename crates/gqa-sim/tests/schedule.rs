@@ -5,7 +5,14 @@ use gqa_sim::{Arg, Arguments, Fault, Launch, launch};
 use std::sync::Mutex;
 
 fn shape(seed: u64) -> Launch<'static> {
-    Launch { name: "kernel", grid: [1, 1, 1], threads: 128, shared_bytes: 512, seed }
+    Launch {
+        name: "kernel",
+        grid: [1, 1, 1],
+        threads: 128,
+        shared_bytes: 512,
+        seed,
+        ..Launch::default()
+    }
 }
 
 /// Threads in the order in which they get to run, between two barriers.

@@ -47,15 +47,21 @@ impl Sim {
     }
 
     fn launch(&self, launch: &Launch, memory: &Memory<'_>) -> Result<()> {
-        let Launch { entry, grid, args, params } = launch;
+        let Launch { entry, grid, cluster, programmatic, args, params } = launch;
         tracing::debug!(
             entry = entry.name,
             ?grid,
+            cluster,
+            programmatic,
             threads = entry.threads,
             shared_bytes = entry.shared_bytes,
             "simulate"
         );
-        let mut arguments: Vec<_> = args.iter().map(|arg| memory.bind(*arg)).collect();
+        let bind = |arg: &Arg| {
+            let bound = memory.bind(*arg);
+            if is_early(arg) { bound.early() } else { bound }
+        };
+        let mut arguments: Vec<_> = args.iter().map(bind).collect();
         arguments.push(gqa_sim::Arg::params_bytes(params));
         let shape = gqa_sim::Launch {
             name: entry.name,
@@ -63,6 +69,9 @@ impl Sim {
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
             seed: self.seed,
+            cluster: *cluster,
+            communicates: entry.communicates,
+            programmatic: *programmatic,
         };
         gqa_sim::launch(&shape, &entry.simulate, &arguments)?;
         Ok(())
@@ -77,6 +86,15 @@ impl Backend for Sim {
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         self.execute(&plan(problem, &self.device, &self.switches)?, io)
     }
+}
+
+/// Whether the kernel before a call does not write that: it makes the new rows, while caches, lengths and weights are older.
+fn is_early(arg: &Arg) -> bool {
+    let (Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. })) = arg else {
+        return false;
+    };
+    let new = [TensorId::Query, TensorId::Key, TensorId::Value, TensorId::Output];
+    !new.contains(id)
 }
 
 /// What kernels see of the host's memory.

@@ -453,7 +453,10 @@ pub(super) unsafe fn unload_module(module: RawModule) -> Result<(), Failure> {
     unsafe { call!(cuModuleUnload(module)) }
 }
 
-/// A kernel of a module, allowed `shared_bytes` bytes of dynamic shared memory.
+/// Largest cluster that every GPU with clusters runs; a kernel must be allowed larger ones.
+const PORTABLE_CLUSTER: u32 = 8;
+
+/// A kernel of a module, allowed `shared_bytes` bytes of dynamic shared memory and clusters of `cluster` blocks.
 ///
 /// # Safety
 /// `module` exists.
@@ -461,6 +464,7 @@ pub(super) unsafe fn function(
     module: RawModule,
     name: &CStr,
     shared_bytes: u32,
+    cluster: u32,
 ) -> Result<RawFunction, Failure> {
     let mut function: RawFunction = null_mut();
     // SAFETY: the caller's; the driver stores one handle.
@@ -470,7 +474,30 @@ pub(super) unsafe fn function(
         // SAFETY: the function was just found.
         unsafe { call!(cuFuncSetAttribute(function, attribute, shared_bytes as c_int)) }?;
     }
+    if cluster > PORTABLE_CLUSTER {
+        // SAFETY: the function was just found.
+        unsafe { allow_large_clusters(function) }?;
+    }
     Ok(function)
+}
+
+/// # Safety
+/// `function` exists.
+unsafe fn allow_large_clusters(function: RawFunction) -> Result<(), Failure> {
+    /// CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, which cust's enumeration lacks.
+    const ATTRIBUTE: i32 = 14;
+    // SAFETY: only the type of the second argument changes, from an enumeration to its integer.
+    let set = unsafe {
+        std::mem::transmute::<
+            unsafe extern "C" fn(RawFunction, sys::CUfunction_attribute, c_int) -> sys::CUresult,
+            unsafe extern "C" fn(RawFunction, i32, c_int) -> i32,
+        >(sys::cuFuncSetAttribute)
+    };
+    // SAFETY: the caller's.
+    match unsafe { set(function, ATTRIBUTE, 1) } {
+        0 => Ok(()),
+        code => Err(Failure { call: "cuFuncSetAttribute", code: Code(code) }),
+    }
 }
 
 /// How a kernel is launched.
@@ -478,9 +505,11 @@ pub(super) struct Shape {
     pub(super) grid: [u32; 3],
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
+    pub(super) cluster: u32,
+    pub(super) programmatic: bool,
 }
 
-/// Puts a kernel into a stream. The driver copies the arguments before this returns.
+/// Puts a kernel into a stream, without launch attributes. The driver copies the arguments before this returns.
 ///
 /// # Safety
 /// `arguments` points at one value for each parameter of the kernel, and these values are what the kernel may be given.

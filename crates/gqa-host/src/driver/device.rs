@@ -1,7 +1,8 @@
 //! A GPU: its primary context and the modules loaded into it.
 
-use super::cust::{self, Context, Entered, Failure, Properties, RawFunction};
+use super::cust::{self, Context, Entered, Failure, Properties, RawFunction, Shape};
 use super::error::{CudaVersion, DriverError};
+use super::launch;
 use super::modules::Modules;
 use crate::plan::DeviceInfo;
 use gqa_kernels::registry::Entry;
@@ -97,6 +98,17 @@ impl Device {
     /// The kernel, from its module, which is loaded when it is first asked for. The context must be entered.
     pub(super) fn function(&self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
         self.0.modules.lock().unwrap_or_else(PoisonError::into_inner).function(entry)
+    }
+
+    /// How many clusters of `cluster` blocks of the kernel the GPU runs at once; loads the kernel.
+    pub fn active_clusters(&self, entry: &'static Entry, cluster: u32) -> Result<u32, DriverError> {
+        let _entered = self.enter()?;
+        let function = self.function(entry)?;
+        let (threads, shared_bytes) = (entry.threads, entry.shared_bytes);
+        let shape =
+            Shape { grid: [cluster, 1, 1], threads, shared_bytes, cluster, programmatic: false };
+        // SAFETY: the function was just found.
+        Ok(unsafe { launch::active_clusters(function, &shape) }?)
     }
 }
 

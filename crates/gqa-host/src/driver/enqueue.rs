@@ -3,6 +3,7 @@
 use super::cust::{self, RawStream, Shape};
 use super::device::Device;
 use super::error::DriverError;
+use super::launch;
 use super::tensor_map::Encoded;
 use crate::plan::{Arg, Launch, Plan, TensorId, TensorMap};
 use crate::{DType, Error, Result};
@@ -172,7 +173,7 @@ impl Device {
         workspace: Workspace,
         stream: RawStream,
     ) -> Result<()> {
-        let Launch { entry, grid, args, params } = launch;
+        let Launch { entry, grid, cluster, programmatic, args, params } = launch;
         let is_map = |arg: &Arg| matches!(arg, Arg::Map(_));
         if args.len() > MAX_ARGUMENTS
             || entry.tensor_maps > MAX_TENSOR_MAPS
@@ -188,6 +189,8 @@ impl Device {
         tracing::debug!(
             entry = entry.name,
             ?grid,
+            cluster,
+            programmatic,
             threads = entry.threads,
             shared_bytes = entry.shared_bytes,
             "launch"
@@ -207,10 +210,17 @@ impl Device {
             }
         }
         arguments[args.len()] = params.as_ptr().cast_mut().cast();
-        let shape = Shape { grid: *grid, threads: entry.threads, shared_bytes: entry.shared_bytes };
+        let shape = Shape {
+            grid: *grid,
+            threads: entry.threads,
+            shared_bytes: entry.shared_bytes,
+            cluster: *cluster,
+            programmatic: *programmatic,
+        };
+        let plain = *cluster == 1 && !programmatic;
+        let start = if plain { cust::launch } else { launch::launch };
         // SAFETY: one value per argument, then the parameters, of the sizes that the entry has.
-        let launched =
-            unsafe { cust::launch(function, &shape, &mut arguments[..=args.len()], stream) };
+        let launched = unsafe { start(function, &shape, &mut arguments[..=args.len()], stream) };
         launched.map_err(|failure| {
             DriverError::LaunchFailed { kernel: entry.name.to_owned(), code: failure.code }.into()
         })

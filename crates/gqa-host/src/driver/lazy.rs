@@ -120,7 +120,8 @@ delay_load! {
     cuStreamDestroy_v2 cuStreamEndCapture cuStreamGetFlags cuStreamGetPriority cuStreamSynchronize
     cuStreamWaitEvent cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc
     cuTexObjectCreate cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
-    cuTensorMapEncodeTiled cuThreadExchangeStreamCaptureMode
+    cuTensorMapEncodeTiled cuThreadExchangeStreamCaptureMode cuLaunchKernelEx
+    cuOccupancyMaxActiveClusters
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ mod cust;
 mod device;
 mod enqueue;
 mod error;
+mod launch;
 mod lazy;
 mod memory;
 mod modules;

@@ -113,12 +113,11 @@ impl Modules {
         let module = self.module(shipped)?;
         // SAFETY: the module is loaded.
         let function =
-            unsafe { cust::function(module, &name, entry.shared_bytes) }.map_err(|failure| {
-                match failure.code {
+            unsafe { cust::function(module, &name, entry.shared_bytes, entry.max_cluster) }
+                .map_err(|failure| match failure.code {
                     Code::NOT_FOUND => missing(),
                     _ => failure.into(),
-                }
-            })?;
+                })?;
         self.functions.insert(entry.name, function);
         Ok(function)
     }

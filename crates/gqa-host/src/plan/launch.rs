@@ -79,7 +79,8 @@ pub(super) fn launch(
         )));
     }
     let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
-    Ok(Launch { entry, grid, args, params: bytemuck::bytes_of(params).to_vec() })
+    let params = bytemuck::bytes_of(params).to_vec();
+    Ok(Launch { entry, grid, cluster: 1, programmatic: false, args, params })
 }
 
 /// A number that the device takes as 32 bits.

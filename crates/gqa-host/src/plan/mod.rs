@@ -129,6 +129,10 @@ pub struct Launch {
     pub entry: &'static Entry,
     /// Blocks.
     pub grid: [u32; 3],
+    /// Blocks of a cluster, neighbours in x; 1: no clusters.
+    pub cluster: u32,
+    /// The launch may start before the one before it in the stream has ended; its kernel waits for that by itself.
+    pub programmatic: bool,
     /// In the order of [`Entry::arguments`].
     pub args: Vec<Arg>,
     /// Bytes of the parameter struct.

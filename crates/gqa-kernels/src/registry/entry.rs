@@ -67,6 +67,10 @@ pub struct Entry {
     pub hot: bool,
     /// Oldest compute capability, times ten.
     pub min_sm: u32,
+    /// Most blocks of a cluster; 1: it has none.
+    pub max_cluster: u32,
+    /// Blocks pass data to each other through global memory.
+    pub communicates: bool,
     /// Names of the tensor maps and then of the pointer arguments, in order; the parameter struct follows them.
     pub arguments: &'static [&'static str],
     /// How many of the arguments are tensor maps.

@@ -17,6 +17,10 @@
 //! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80) |
 //! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
 //! | copy engine | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
+//! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90) |
+//! | bulk copy | `bulk_load(shared address, Global<T>, element index, bytes, mbarrier)`, `bulk_load_hinted(.., CachePolicy)`, `evict_first()`, `evict_last()` (SM 90) |
+//! | between blocks | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
+//! | between grids | `grid_dependency_wait()`, `launch_dependents()` (SM 90) |
 //! | warpgroup | `wgmma_{f16,bf16}`, `wgmma_add_*`, `wgmma_add_registers_*`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
 //! | optimiser | `opaque(u32)`: the same value, of unknown origin |
 //! | abort | `trap()` |
@@ -25,7 +29,7 @@
 //! the planner, and the simulator faults on every access outside a view. Nothing here may be called outside a kernel.
 
 mod shared;
-pub use shared::Shared;
+pub use shared::{Peer, Shared};
 
 #[cfg(target_arch = "nvptx64")]
 mod nvptx;
@@ -34,3 +38,11 @@ pub use nvptx::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use gqa_sim::device::*;
+
+/// Waits for all threads of the cluster and orders their memory accesses. SM 90.
+#[track_caller]
+#[inline(always)]
+pub fn sync_cluster() {
+    cluster_arrive();
+    cluster_wait();
+}

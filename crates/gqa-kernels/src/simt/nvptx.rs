@@ -7,9 +7,13 @@ use bytemuck::Pod;
 use core::arch::{asm, global_asm, nvptx};
 use core::mem::{transmute, transmute_copy};
 
+mod cluster;
+mod communicate;
 mod copy_engine;
 mod mbarrier;
 mod warpgroup;
+pub use cluster::*;
+pub use communicate::*;
 #[cfg(feature = "family-hopper")]
 pub(crate) use copy_engine::tensor_map_param;
 pub use copy_engine::*;

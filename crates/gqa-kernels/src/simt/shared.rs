@@ -1,6 +1,9 @@
-//! A typed place in the block's dynamic shared memory.
+//! Typed places in the block's dynamic shared memory and in that of its cluster's other blocks.
 
-use super::{ld_shared, ld_shared_vec, shared_base, st_shared, st_shared_vec};
+use super::{
+    ld_peer, ld_peer_vec, ld_shared, ld_shared_vec, peer_address, shared_base, st_async,
+    st_async_vec, st_peer, st_peer_vec, st_shared, st_shared_vec,
+};
 use bytemuck::Pod;
 use core::marker::PhantomData;
 
@@ -60,5 +63,75 @@ impl<T: Pod> Shared<T> {
     #[inline(always)]
     pub fn store_vec(self, i: u32, value: [u32; 4]) {
         st_shared_vec(self.offset(i).address, value);
+    }
+    /// The same place in the block of that rank of the cluster. SM 90.
+    #[inline(always)]
+    pub fn on(self, rank: u32) -> Peer<T> {
+        Peer { address: peer_address(self.address, rank), element: PhantomData }
+    }
+}
+
+/// `T` values in the shared memory of a block of the cluster; indices and offsets count elements. SM 90.
+pub struct Peer<T> {
+    address: u32,
+    element: PhantomData<T>,
+}
+
+impl<T> Clone for Peer<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Peer<T> {}
+
+impl<T: Pod> Peer<T> {
+    /// The place `elements` further on.
+    #[inline(always)]
+    pub fn offset(self, elements: u32) -> Self {
+        let bytes = elements * size_of::<T>() as u32;
+        Self { address: self.address + bytes, element: PhantomData }
+    }
+
+    /// Byte address in the cluster's window.
+    #[inline(always)]
+    pub fn address(self) -> u32 {
+        self.address
+    }
+
+    /// Element `i`, of 4 or 8 bytes.
+    #[inline(always)]
+    pub fn load(self, i: u32) -> T {
+        ld_peer(self.offset(i).address)
+    }
+
+    /// Writes element `i`, of 4 or 8 bytes.
+    #[inline(always)]
+    pub fn store(self, i: u32, value: T) {
+        st_peer(self.offset(i).address, value);
+    }
+
+    /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    #[inline(always)]
+    pub fn load_vec(self, i: u32) -> [u32; 4] {
+        ld_peer_vec(self.offset(i).address)
+    }
+
+    /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    #[inline(always)]
+    pub fn store_vec(self, i: u32, value: [u32; 4]) {
+        st_peer_vec(self.offset(i).address, value);
+    }
+
+    /// Writes element `i`, of 4 bytes, without waiting; the mbarrier at `barrier`, of the same block, gets its bytes.
+    #[inline(always)]
+    pub fn store_async(self, i: u32, value: T, barrier: u32) {
+        const { assert!(size_of::<T>() == 4) };
+        st_async(self.offset(i).address, bytemuck::cast(value), barrier);
+    }
+
+    /// As [`store_async`](Self::store_async), the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    #[inline(always)]
+    pub fn store_async_vec(self, i: u32, value: [u32; 4], barrier: u32) {
+        st_async_vec(self.offset(i).address, value, barrier);
     }
 }

@@ -236,7 +236,7 @@ pub fn start(
     arguments: &[Arg<'_>],
 ) -> Result<Report, TestCaseError> {
     let Entry { name, threads, shared_bytes, .. } = *entry;
-    let shape = Launch { name, grid, threads, shared_bytes, seed: case.seed };
+    let shape = Launch { name, grid, threads, shared_bytes, seed: case.seed, ..Launch::default() };
     launch(&shape, &entry.simulate, arguments)
         .map_err(|fault| TestCaseError::fail(fault.to_string()))
 }

@@ -126,7 +126,8 @@ pub fn start(
     arguments: &[Arg<'_>],
 ) -> Result<(), TestCaseError> {
     let Entry { name, threads, shared_bytes, .. } = *entry;
-    let shape = Launch { name, grid: [blocks, 1, 1], threads, shared_bytes, seed };
+    let shape =
+        Launch { name, grid: [blocks, 1, 1], threads, shared_bytes, seed, ..Launch::default() };
     let fault = |fault: gqa_sim::Fault| TestCaseError::fail(fault.to_string());
     launch(&shape, &entry.simulate, arguments).map(|_| ()).map_err(fault)
 }

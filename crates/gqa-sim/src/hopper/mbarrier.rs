@@ -1,9 +1,12 @@
 //! Transaction barriers: a phase completes when its arrivals have come and its bytes have landed.
 
 use crate::block::{self, Block, Waiting};
+use crate::cluster::{self, Reached};
 use crate::fault::{Agent, FaultKind, Hazard};
-use crate::shared::{Checked, Stamp, View, raise};
+use crate::shared::{Checked, Clocks, Stamp, View};
+use std::ops::Range;
 use std::panic::Location;
+use std::rc::Rc;
 
 /// A barrier in shared memory.
 pub(super) struct Mbarrier {
@@ -16,7 +19,7 @@ pub(super) struct Mbarrier {
     /// Phases completed.
     phases: u32,
     initialised: Stamp,
-    /// Since when the copy engine may know of the barrier.
+    /// Whoever sees this may take the barrier for initialised, as may the copy engine.
     fenced: Option<Stamp>,
     /// The copy engine's writes that complete here, for the vector clocks: those of phase n have time n.
     agent: u32,
@@ -28,10 +31,15 @@ pub(super) struct Mbarrier {
     loaded: u32,
     /// Phases that somebody has waited for.
     waited: u32,
+    /// Whether peers have arrived or stored in the running phase, and in the last one that completed.
+    peers: [bool; 2],
 }
 
 fn misuse<T>(block: &Block, address: u32, what: impl Into<String>) -> Checked<T> {
-    let thread = block.who.thread;
+    refuse(block.who.thread, address, what)
+}
+
+fn refuse<T>(thread: u32, address: u32, what: impl Into<String>) -> Checked<T> {
     Err(Box::new(FaultKind::Mbarrier { thread, address, what: what.into() }))
 }
 
@@ -54,10 +62,11 @@ fn initialise(block: &mut Block, address: u32, arrivals: u32) -> Checked {
         initialised,
         fenced: None,
         agent,
-        arrived: View::new(),
-        completed: View::new(),
+        arrived: View::default(),
+        completed: View::default(),
         loaded: 0,
         waited: 0,
+        peers: [false; 2],
     };
     block.hopper.mbarriers.insert(address, fresh);
     Ok(())
@@ -71,65 +80,160 @@ fn get(block: &mut Block, address: u32) -> Checked<&mut Mbarrier> {
     Ok(block.hopper.mbarriers.get_mut(&address).expect("just seen"))
 }
 
+impl Mbarrier {
+    /// Faults unless the thread with these clocks knows that the barrier is initialised.
+    fn check_known(&self, clocks: &Clocks, second: u32, address: u32) -> Checked {
+        if clocks.sees(second, self.initialised) || self.is_fenced(clocks, second) {
+            return Ok(());
+        }
+        let hazard = Hazard::ReadAfterWrite;
+        let (first, second) = (clocks.name(self.initialised), Agent::Thread(second));
+        Err(Box::new(FaultKind::race(address, hazard, first, second)))
+    }
+
+    /// Whether the thread knows that the initialisation was fenced.
+    fn is_fenced(&self, clocks: &Clocks, thread: u32) -> bool {
+        self.fenced.is_some_and(|fence| clocks.sees(thread, fence))
+    }
+
+    /// A copy or store of the running phase: whose write it is and when.
+    fn expect(&mut self) -> Stamp {
+        self.loaded = self.phases + 1;
+        Stamp { agent: self.agent, time: self.phases, ..self.initialised }
+    }
+}
+
 /// As [`get`], for the running thread, which must know that the barrier is initialised.
 fn find(block: &mut Block, address: u32) -> Checked<&mut Mbarrier> {
-    let second = block.who.thread;
-    let stamp = get(block, address)?.initialised;
-    if !block.vector_clocks().sees(second, stamp) {
-        let (hazard, first) = (Hazard::ReadAfterWrite, stamp.agent);
-        return Err(Box::new(FaultKind::Race { address, hazard, first, second }));
-    }
-    get(block, address)
+    get(block, address)?;
+    let thread = block.who.thread;
+    let clocks = block.shared.clocks().expect("mbarriers need vector clocks");
+    let barrier = block.hopper.mbarriers.get_mut(&address).expect("just seen");
+    barrier.check_known(clocks, thread, address)?;
+    Ok(barrier)
+}
+
+/// As [`find`], a barrier of a peer, for the running thread, whose clocks these are.
+fn find_in<'a>(
+    other: &'a mut Block,
+    clocks: &Clocks,
+    thread: u32,
+    address: u32,
+) -> Checked<&'a mut Mbarrier> {
+    let Some(barrier) = other.hopper.mbarriers.get_mut(&address) else {
+        return refuse(thread, address, "not initialised in that block");
+    };
+    barrier.check_known(clocks, thread, address)?;
+    barrier.peers[0] = true;
+    Ok(barrier)
 }
 
 /// Expects a copy of the running thread onto the barrier; returns whose write it is and when.
 pub(super) fn begin_load(block: &mut Block, address: u32) -> Checked<Stamp> {
     let thread = block.who.thread;
-    let barrier = find(block, address)?;
-    let (fenced, writer) = (barrier.fenced, barrier.initialised.agent);
-    let write = Stamp { agent: barrier.agent, time: barrier.phases };
-    barrier.loaded = barrier.phases + 1;
-    if !fenced.is_some_and(|fence| block.vector_clocks().sees(thread, fence)) {
-        let what = format!("tma_load without a fence_mbarrier_init of thread {writer} before");
+    find(block, address)?;
+    let clocks = block.shared.clocks().expect("mbarriers need vector clocks");
+    let barrier = block.hopper.mbarriers.get_mut(&address).expect("just seen");
+    if !barrier.is_fenced(clocks, thread) {
+        let writer = barrier.initialised.agent;
+        let what = format!("a copy without a fence_mbarrier_init of thread {writer} before");
         return misuse(block, address, what);
     }
-    Ok(write)
+    Ok(barrier.expect())
+}
+
+/// As [`begin_load`], for a store onto the barrier of a peer by a thread with these clocks.
+pub(super) fn begin_store(
+    other: &mut Block,
+    clocks: &Clocks,
+    thread: u32,
+    address: u32,
+) -> Checked<Stamp> {
+    let barrier = find_in(other, clocks, thread, address)?;
+    if !barrier.is_fenced(clocks, thread) {
+        return refuse(thread, address, "st_async without a fence_mbarrier_init before");
+    }
+    let earlier = barrier.phases.checked_sub(1);
+    let earlier = earlier.map(|time| Stamp { agent: barrier.agent, time, ..barrier.initialised });
+    if earlier.is_some_and(|phase| !clocks.sees(thread, phase)) {
+        let what = "st_async without having seen that the phase before has completed";
+        return refuse(thread, address, what);
+    }
+    Ok(barrier.expect())
+}
+
+/// Lets `view` know of the barriers that these threads have initialised and fenced.
+pub(crate) fn release_initialised(block: &Block, threads: Range<u32>, view: &mut View) {
+    let barriers = block.hopper.mbarriers.values();
+    for barrier in barriers.filter(|barrier| threads.contains(&barrier.initialised.agent)) {
+        if let Some(fence) = barrier.fenced {
+            view.raise(fence.agent, fence.time + 1);
+        }
+    }
 }
 
 fn fence(block: &mut Block) {
     let thread = block.who.thread;
-    let now = block.vector_clocks().now(thread);
-    for barrier in block.hopper.mbarriers.values_mut() {
-        if barrier.initialised.agent == thread {
-            barrier.fenced.get_or_insert(now);
-        }
+    let is_new =
+        |barrier: &&mut Mbarrier| barrier.initialised.agent == thread && barrier.fenced.is_none();
+    let fence = block.vector_clocks().add(Agent::Thread(thread));
+    let fence = block.vector_clocks().stamp(fence, 0);
+    for barrier in block.hopper.mbarriers.values_mut().filter(is_new) {
+        barrier.fenced = Some(fence);
     }
-    block.vector_clocks().tick(thread);
+    block.vector_clocks().advance(thread, fence.agent, 1);
 }
 
 fn arrive(block: &mut Block, address: u32, bytes: u32) -> Checked {
-    let barrier = find(block, address)?;
-    let Some(arrivals) = barrier.arrivals.checked_sub(1) else {
-        let count = barrier.count;
-        return misuse(block, address, format!("more than {count} arrivals in a phase"));
-    };
-    barrier.arrivals = arrivals;
-    barrier.bytes += bytes as i64;
-    let mut arrived = std::mem::take(&mut barrier.arrived);
     let thread = block.who.thread;
-    block.vector_clocks().release(thread, &mut arrived);
-    get(block, address)?.arrived = arrived;
-    settle(block, address)
+    find(block, address)?.count_arrival(thread, address, bytes)?;
+    let clocks = block.shared.clocks().expect("mbarriers need vector clocks");
+    let barrier = block.hopper.mbarriers.get_mut(&address).expect("just found");
+    clocks.release(thread, &mut barrier.arrived);
+    settle(block, thread, address)
 }
 
-/// Bytes of a copy have landed.
-pub(super) fn receive(block: &mut Block, address: u32, bytes: u32) -> Checked {
+/// As [`arrive`], at an address of the cluster's window.
+fn arrive_peer(block: &mut Block, address: u32, bytes: u32) -> Checked {
+    let thread = block.who.thread;
+    let cluster = block.membership.cluster.clone();
+    match cluster::visit_address(block, address)? {
+        Reached::Own(block, address) => arrive(block, address, bytes),
+        Reached::Other { clocks, other, address } => {
+            let home = other.number;
+            let barrier = find_in(other, clocks, thread, address)?;
+            barrier.count_arrival(thread, address, bytes)?;
+            barrier.arrived.join_known(home, &Rc::new(clocks.publish(thread)));
+            settle(other, thread, address)?;
+            cluster.woken.set(cluster.woken.get() | other.woken);
+            Ok(())
+        }
+    }
+}
+
+impl Mbarrier {
+    fn count_arrival(&mut self, thread: u32, address: u32, bytes: u32) -> Checked {
+        let Some(arrivals) = self.arrivals.checked_sub(1) else {
+            return refuse(
+                thread,
+                address,
+                format!("more than {} arrivals in a phase", self.count),
+            );
+        };
+        self.arrivals = arrivals;
+        self.bytes += bytes as i64;
+        Ok(())
+    }
+}
+
+/// Bytes of a copy of that thread have landed.
+pub(super) fn receive(block: &mut Block, thread: u32, address: u32, bytes: u32) -> Checked {
     get(block, address)?.bytes -= bytes as i64;
-    settle(block, address)
+    settle(block, thread, address)
 }
 
-/// Completes the phase if nothing is missing.
-fn settle(block: &mut Block, address: u32) -> Checked {
+/// Completes the phase if nothing is missing; the thread has contributed last.
+fn settle(block: &mut Block, thread: u32, address: u32) -> Checked {
     let underway = block.hopper.loads.iter().filter(|load| load.barrier == address).count();
     let barrier = get(block, address)?;
     if barrier.arrivals > 0 || barrier.bytes > 0 {
@@ -137,16 +241,17 @@ fn settle(block: &mut Block, address: u32) -> Checked {
     }
     if barrier.bytes == 0 && underway > 0 {
         let what = format!("its phase completes while {underway} copies to it are under way");
-        return misuse(block, address, what);
+        return refuse(thread, address, what);
     }
     if barrier.bytes < 0 {
         let excess = -barrier.bytes;
-        return misuse(block, address, format!("{excess} bytes more than expected have landed"));
+        return refuse(thread, address, format!("{excess} bytes more than expected have landed"));
     }
     barrier.arrivals = barrier.count;
     barrier.phases += 1;
+    barrier.peers = [false, barrier.peers[0]];
     barrier.completed.clone_from(&barrier.arrived);
-    raise(&mut barrier.completed, barrier.agent, barrier.phases);
+    barrier.completed.raise(barrier.agent, barrier.phases);
     block.woken = true;
     Ok(())
 }
@@ -156,13 +261,20 @@ pub(crate) fn has_passed(block: &Block, address: u32, parity: u32) -> bool {
     block.hopper.mbarriers.get(&address).is_some_and(|barrier| barrier.phases % 2 != parity)
 }
 
+/// Whose contributions a wait makes visible.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scope {
+    Block,
+    Cluster,
+}
+
 /// What the running phase still waits for: arrivals and bytes.
 pub(crate) fn missing(block: &Block, address: u32) -> (u32, i64) {
     let barrier = block.hopper.mbarriers.get(&address);
     barrier.map_or((0, 0), |barrier| (barrier.arrivals, barrier.bytes))
 }
 
-fn try_wait(block: &mut Block, address: u32, parity: u32) -> Checked<bool> {
+fn try_wait(block: &mut Block, address: u32, parity: u32, scope: Scope) -> Checked<bool> {
     find(block, address)?;
     if parity > 1 {
         return misuse(block, address, format!("parity {parity}"));
@@ -170,12 +282,15 @@ fn try_wait(block: &mut Block, address: u32, parity: u32) -> Checked<bool> {
     if !has_passed(block, address, parity) {
         return Ok(false);
     }
-    let barrier = get(block, address)?;
-    barrier.waited = barrier.phases;
-    let completed = std::mem::take(&mut barrier.completed);
     let thread = block.who.thread;
-    block.vector_clocks().acquire(thread, &completed);
-    get(block, address)?.completed = completed;
+    let barrier = block.hopper.mbarriers.get_mut(&address).expect("just found");
+    if barrier.peers[1] && scope == Scope::Block {
+        let what = "peers take part in its phase: wait with mbarrier_wait_cluster";
+        return refuse(thread, address, what);
+    }
+    barrier.waited = barrier.phases;
+    let clocks = block.shared.clocks().expect("mbarriers need vector clocks");
+    clocks.acquire(thread, &barrier.completed);
     Ok(true)
 }
 
@@ -211,12 +326,33 @@ pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
     block::checked(|block| arrive(block, address, bytes));
 }
 
+/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait there.
+pub fn mbarrier_arrive_peer(address: u32) {
+    block::checked(|block| arrive_peer(block, address, 0));
+}
+
+/// As [`mbarrier_arrive_peer`], and adds `bytes` to what the phase waits for.
+pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {
+    block::checked(|block| arrive_peer(block, address, bytes));
+}
+
 /// Waits until the phase of that parity has completed.
 #[track_caller]
 #[inline]
 pub fn mbarrier_wait(address: u32, parity: u32) {
-    let site = Location::caller();
-    while !block::checked(|block| try_wait(block, address, parity)) {
+    wait(address, parity, Scope::Block, Location::caller());
+}
+
+/// Waits until the phase of that parity has completed, and sees what peers have done before they arrived there.
+#[track_caller]
+#[inline]
+pub fn mbarrier_wait_cluster(address: u32, parity: u32) {
+    wait(address, parity, Scope::Cluster, Location::caller());
+}
+
+#[inline(always)]
+fn wait(address: u32, parity: u32, scope: Scope, site: &'static Location<'static>) {
+    while !block::checked(|block| try_wait(block, address, parity, scope)) {
         block::with(|block| block.lane().waiting = Waiting::Phase { address, parity, site });
         block::suspend();
     }

@@ -10,11 +10,13 @@ mod tensor;
 mod warpgroup;
 
 pub use copy_engine::{
-    TensorMap, bulk_commit, bulk_wait_read, fence_proxy_async, prefetch_tensor_map, tma_load,
-    tma_store,
+    CachePolicy, TensorMap, bulk_commit, bulk_load, bulk_load_hinted, bulk_wait_read, evict_first,
+    evict_last, fence_proxy_async, prefetch_tensor_map, st_async, st_async_vec, st_async_vec2,
+    tma_load, tma_store,
 };
 pub use mbarrier::{
-    fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait,
+    fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_arrive_expect_peer,
+    mbarrier_arrive_peer, mbarrier_init, mbarrier_wait, mbarrier_wait_cluster,
 };
 pub use named_barrier::{named_barrier_arrive, named_barrier_sync};
 pub use registers::{registers_lower, registers_raise};
@@ -25,7 +27,7 @@ pub use warpgroup::{
 };
 
 pub(crate) use copy_engine::land;
-pub(crate) use mbarrier::{has_passed, missing};
+pub(crate) use mbarrier::{has_passed, missing, release_initialised};
 pub(crate) use named_barrier::arrive as arrive_named;
 pub(crate) use registers::{Change, shortage as register_shortage};
 pub(crate) use warpgroup::{Wgmma, arrive as arrive_warpgroup, commit, fence, wait};

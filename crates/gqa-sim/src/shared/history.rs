@@ -73,7 +73,9 @@ impl Touch {
 
     fn agent(&self, clocks: &Clocks) -> Agent {
         match self.kind {
-            Kind::Load(stamp) | Kind::Store(stamp) => clocks.name(stamp.agent),
+            // A copy into another block is a store of this thread's.
+            Kind::Load(stamp) if !clocks.owns(stamp) => Agent::Thread(self.issuers.start),
+            Kind::Load(stamp) | Kind::Store(stamp) => clocks.name(stamp),
             Kind::Multiply(_) => Agent::Wgmma { warp: self.issuers.start / 32 },
             _ => Agent::Thread(self.issuers.start),
         }
@@ -108,7 +110,8 @@ impl Touch {
         }
         let mut next = history.clone();
         next.reads.retain(|old| {
-            !self.all_see(*old, clocks) && reads.iter().all(|read| read.agent != old.agent)
+            !self.all_see(*old, clocks)
+                && reads.iter().all(|read| (read.block, read.agent) != (old.block, old.agent))
         });
         next.reads.extend(reads);
         Ok(Some(next))
@@ -128,11 +131,7 @@ impl Touch {
 
     fn check_overwrite(&self, history: &History, clocks: &Clocks) -> Result<(), Trouble> {
         let race = |hazard, first: Stamp| {
-            Err(Trouble::Race {
-                hazard,
-                first: clocks.name(first.agent),
-                second: self.agent(clocks),
-            })
+            Err(Trouble::Race { hazard, first: clocks.name(first), second: self.agent(clocks) })
         };
         match history.written {
             Written::Never => {}
@@ -156,7 +155,7 @@ impl Touch {
             return Err(Trouble::Mbarrier);
         };
         if !self.all_see(stamp, clocks) {
-            let (first, second) = (clocks.name(stamp.agent), self.agent(clocks));
+            let (first, second) = (clocks.name(stamp), self.agent(clocks));
             return Err(Trouble::Race { hazard, first, second });
         }
         let fenced = || self.issuers.clone().all(|thread| clocks.sees_fence(thread, stamp));
@@ -339,7 +338,7 @@ mod tests {
 
     #[test]
     fn unused_histories_are_dropped_and_used_ones_kept() {
-        let mut clocks = Clocks::new(&[1], 1);
+        let mut clocks = Clocks::new(0, &[1], 1);
         let mut histories = Histories::new(3);
         let write = |thread| Touch::by(thread, Kind::Write);
         histories.touch((0, 4), &write(3), &clocks, &mut None).unwrap();

@@ -7,7 +7,7 @@ mod shadow;
 
 use crate::fault::FaultKind;
 use bytemuck::Pod;
-pub(crate) use clocks::{Clocks, Stamp, View, raise};
+pub(crate) use clocks::{Clocks, Known, Stamp, View, join_known};
 pub(crate) use history::{Kind, Touch};
 use order::Order;
 pub(crate) use shadow::Who;
@@ -49,14 +49,14 @@ impl SharedMemory {
     }
 
     pub(crate) fn load<T: Pod>(&mut self, who: Who, address: u32) -> Checked<T> {
-        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8 | 16)) };
         let offset = self.place(who, address, size_of::<T>() as u32)?;
         self.access(who, offset, size_of::<T>(), Access::Read)?;
         Ok(bytemuck::pod_read_unaligned(&self.bytes()[offset..][..size_of::<T>()]))
     }
 
     pub(crate) fn store<T: Pod>(&mut self, who: Who, address: u32, value: T) -> Checked {
-        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
+        const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8 | 16)) };
         let offset = self.place(who, address, size_of::<T>() as u32)?;
         self.access(who, offset, size_of::<T>(), Access::Write)?;
         self.bytes_mut()[offset..][..size_of::<T>()].copy_from_slice(bytemuck::bytes_of(&value));
@@ -119,14 +119,68 @@ impl SharedMemory {
     }
 
     /// Checks every access from here on by vector clocks, which begin with what these clocks of the warps say.
-    pub(crate) fn refine(&mut self, warp_times: &[u32], block_time: u32) {
-        let begin = || Box::new(Order::new(warp_times, block_time, &self.cells, &self.byte_cells));
+    pub(crate) fn refine(&mut self, block: u32, warp_times: &[u32], block_time: u32) {
+        let begin =
+            || Box::new(Order::new(block, warp_times, block_time, &self.cells, &self.byte_cells));
         self.order.get_or_insert_with(begin);
     }
 
     /// The vector clocks, if they are in use.
     pub(crate) fn clocks(&mut self) -> Option<&mut Clocks> {
         self.order.as_mut().map(|order| &mut order.clocks)
+    }
+
+    /// Checks an access of `bytes` bytes; vector clocks are in use.
+    pub(crate) fn touch_own(&mut self, (address, bytes): (u32, u32), touch: &Touch) -> Checked {
+        let who = Who { thread: touch.issuers.start, ..Who::default() };
+        let offset = self.place(who, address, bytes)?;
+        let order = self.order.as_mut().expect("vector clocks are in use");
+        order.touch((offset, bytes as usize), touch, &mut None)
+    }
+
+    /// Checks an access of `bytes` bytes by a thread of another block, whose clocks these are; both blocks use vector clocks.
+    /// Returns the offset.
+    pub(crate) fn touch_peer(
+        &mut self,
+        clocks: &Clocks,
+        (address, bytes): (u32, u32),
+        touch: &Touch,
+    ) -> Checked<usize> {
+        let who = Who { thread: touch.issuers.start, ..Who::default() };
+        let offset = self.place(who, address, bytes)?;
+        let order = self.order.as_mut().expect("peers use vector clocks");
+        order.touch_by(clocks, (offset, bytes as usize), touch)?;
+        Ok(offset)
+    }
+
+    pub(crate) fn load_peer<T: Pod>(
+        &mut self,
+        clocks: &Clocks,
+        thread: u32,
+        address: u32,
+    ) -> Checked<T> {
+        let place = (address, size_of::<T>() as u32);
+        let offset = self.touch_peer(clocks, place, &Touch::by(thread, Kind::Read))?;
+        Ok(bytemuck::pod_read_unaligned(&self.bytes()[offset..][..size_of::<T>()]))
+    }
+
+    pub(crate) fn store_peer<T: Pod>(
+        &mut self,
+        clocks: &Clocks,
+        thread: u32,
+        address: u32,
+        value: T,
+    ) -> Checked {
+        let place = (address, size_of::<T>() as u32);
+        let offset = self.touch_peer(clocks, place, &Touch::by(thread, Kind::Write))?;
+        self.bytes_mut()[offset..][..size_of::<T>()].copy_from_slice(bytemuck::bytes_of(&value));
+        Ok(())
+    }
+
+    /// Replaces words from an address that has been checked.
+    pub(crate) fn put_words(&mut self, address: u32, words: &[u32]) {
+        let start = ((address - BASE) / 4) as usize;
+        self.words[start..start + words.len()].copy_from_slice(words);
     }
 
     /// Checks an access to units of 16 bytes at these addresses.

@@ -4,7 +4,7 @@ use super::clocks::{Clocks, Stamp};
 use super::history::{Histories, Kind, Last, Past, Touch, Trouble};
 use super::shadow::Cell;
 use super::{BASE, Checked, fault};
-use crate::fault::{Agent, FaultKind};
+use crate::fault::FaultKind;
 
 /// Clocks of the threads and histories of the places.
 pub(crate) struct Order {
@@ -15,12 +15,13 @@ pub(crate) struct Order {
 impl Order {
     /// Takes over from the warps' clocks.
     pub(super) fn new(
+        block: u32,
         warp_times: &[u32],
         block_time: u32,
         cells: &[Cell],
         byte_cells: &[Cell],
     ) -> Self {
-        let clocks = Clocks::new(warp_times, block_time);
+        let clocks = Clocks::new(block, warp_times, block_time);
         let mut histories = Histories::new(cells.len());
         let past = |cell: &Cell| cell.past(block_time, clocks.everyone());
         for (word, cell) in cells.iter().enumerate().filter(|(_, cell)| !cell.is_unwritten()) {
@@ -43,12 +44,17 @@ impl Order {
         touch: &Touch,
         last: &mut Last,
     ) -> Checked {
-        if last.is_none() {
-            self.histories.collect();
-        }
-        self.histories
-            .touch(place, touch, &self.clocks, last)
-            .or_else(|(offset, trouble)| refuse(trouble, touch.issuers.start, offset))
+        touch_histories(&mut self.histories, place, touch, &self.clocks, last)
+    }
+
+    /// As [`Self::touch`], by a thread of another block, whose clocks these are.
+    pub(super) fn touch_by(
+        &mut self,
+        clocks: &Clocks,
+        place: (usize, usize),
+        touch: &Touch,
+    ) -> Checked {
+        touch_histories(&mut self.histories, place, touch, clocks, &mut None)
     }
 
     /// A thread's asynchronous copy of 16 bytes has arrived and been waited for.
@@ -58,14 +64,30 @@ impl Order {
     }
 }
 
+#[inline]
+fn touch_histories(
+    histories: &mut Histories,
+    place: (usize, usize),
+    touch: &Touch,
+    clocks: &Clocks,
+    last: &mut Last,
+) -> Checked {
+    if last.is_none() {
+        histories.collect();
+    }
+    histories
+        .touch(place, touch, clocks, last)
+        .or_else(|(offset, trouble)| refuse(trouble, touch.issuers.start, offset))
+}
+
 impl Cell {
     /// What it knows; readers that it has left out are stood for by `everyone`.
     fn past(&self, block_time: u32, everyone: Stamp) -> Past {
-        let (mut readers, complete) = self.readers(block_time);
+        let (mut readers, complete) = self.readers(everyone.block, block_time);
         if !complete {
             readers.push(everyone);
         }
-        Past { writer: self.writer(), readers }
+        Past { writer: self.writer(everyone.block), readers }
     }
 }
 
@@ -82,11 +104,6 @@ fn refuse(trouble: Trouble, thread: u32, offset: usize) -> Checked {
         Trouble::MissingFence { writer, reader } => {
             FaultKind::MissingProxyFence { address, writer, reader }
         }
-        Trouble::Race { hazard, first: Agent::Thread(first), second: Agent::Thread(second) } => {
-            FaultKind::Race { address, hazard, first, second }
-        }
-        Trouble::Race { hazard, first, second } => {
-            FaultKind::AsyncRace { address, hazard, first, second }
-        }
+        Trouble::Race { hazard, first, second } => FaultKind::race(address, hazard, first, second),
     })
 }

@@ -104,14 +104,14 @@ impl Cell {
     }
 
     /// Last writer, and whether that was a copy that has not arrived.
-    pub(super) fn writer(self) -> Option<(Stamp, bool)> {
-        let stamp = Stamp { agent: self.writer.a(), time: self.writer.time() };
+    pub(super) fn writer(self, block: u32) -> Option<(Stamp, bool)> {
+        let stamp = Stamp { block, agent: self.writer.a(), time: self.writer.time() };
         (!self.is_unwritten()).then_some((stamp, self.writer.has(Tag::IN_FLIGHT)))
     }
 
     /// Readers since the last write and the last block barrier, and whether these are all. Where two lanes of a warp are known, any
     /// lane may have read.
-    pub(super) fn readers(self, block_time: u32) -> (Vec<Stamp>, bool) {
+    pub(super) fn readers(self, block: u32, block_time: u32) -> (Vec<Stamp>, bool) {
         let (reader, time) = (self.reader, self.reader.time());
         if time < block_time {
             return (Vec::new(), true);
@@ -121,7 +121,7 @@ impl Cell {
         } else {
             reader.warp() * 32..reader.warp() * 32 + 32
         };
-        (lanes.map(|agent| Stamp { agent, time }).collect(), !reader.has(Tag::WARPS))
+        (lanes.map(|agent| Stamp { block, agent, time }).collect(), !reader.has(Tag::WARPS))
     }
 
     #[inline(always)]

@@ -1,5 +1,7 @@
-//! Copies of tensor boxes between global and shared memory, done by the copy engine (TMA). SM 90.
+//! Copies between global and shared memory that the copy engine (TMA) does: boxes of tensors, and bytes in a row. SM 90.
 
+use super::Global;
+use bytemuck::Pod;
 use core::arch::asm;
 
 /// A tensor map: what the copy engine knows of a tensor and its boxes.
@@ -58,6 +60,61 @@ pub fn tma_store(map: TensorMap, coordinates: [u32; 4], source: u32) {
     unsafe {
         asm!("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [{}, {{{}, {}, {}, {}}}], [{}];",
             in(reg64) map.0, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) w, in(reg32) source, options(nostack))
+    }
+}
+
+/// What the second-level cache is to do with what a copy reads.
+#[derive(Clone, Copy)]
+pub struct CachePolicy(u64);
+
+macro_rules! cache_policies {
+    ($($(#[$doc:meta])* $name:ident = $policy:literal;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        pub fn $name() -> CachePolicy {
+            let policy;
+            // SAFETY: registers only.
+            unsafe {
+                asm!(concat!("createpolicy.fractional.L2::", $policy, ".b64 {}, 1.0;"), out(reg64) policy,
+                    options(pure, nomem, nostack))
+            };
+            CachePolicy(policy)
+        }
+    )*};
+}
+cache_policies! {
+    /// Drop it first: nobody reads it again.
+    evict_first = "evict_first";
+    /// Keep it: others read it soon.
+    evict_last = "evict_last";
+}
+
+/// Copies `bytes` bytes from element `i` of `source` on to shared memory and completes on the barrier with them. Both places lie
+/// on 16-byte boundaries; `bytes` is a multiple of 16.
+#[inline(always)]
+pub fn bulk_load<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u32, barrier: u32) {
+    // SAFETY: the bytes are bound and fit at the destination; the barrier expects them.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}], {}, [{}];",
+            in(reg32) destination, in(reg64) source.offset(i).0, in(reg32) bytes, in(reg32) barrier, options(nostack))
+    }
+}
+
+/// As [`bulk_load`], with a hint for the second-level cache.
+#[inline(always)]
+pub fn bulk_load_hinted<T: Pod>(
+    destination: u32,
+    source: Global<T>,
+    i: usize,
+    bytes: u32,
+    barrier: u32,
+    policy: CachePolicy,
+) {
+    // SAFETY: as above.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{}], [{}], {}, [{}], {};",
+            in(reg32) destination, in(reg64) source.offset(i).0, in(reg32) bytes, in(reg32) barrier, in(reg64) policy.0,
+            options(nostack))
     }
 }
 

@@ -45,3 +45,33 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
             in(reg32) address, in(reg32) parity, options(nostack))
     }
 }
+
+/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait there.
+#[inline(always)]
+pub fn mbarrier_arrive_peer(address: u32) {
+    // SAFETY: an initialised barrier of a block that has started and has not exited.
+    unsafe {
+        asm!("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{}];", in(reg32) address, options(nostack))
+    }
+}
+
+/// As [`mbarrier_arrive_peer`], and adds `bytes` to what the phase waits for.
+#[inline(always)]
+pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {
+    // SAFETY: as above.
+    unsafe {
+        asm!("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{}], {};",
+            in(reg32) address, in(reg32) bytes, options(nostack))
+    }
+}
+
+/// Waits until the phase of that parity has completed, and sees what peers have done before they arrived there.
+#[inline(always)]
+#[allow(named_asm_labels)]
+pub fn mbarrier_wait_cluster(address: u32, parity: u32) {
+    // SAFETY: an initialised barrier of this block; the label is local to the braces.
+    unsafe {
+        asm!("{{ .reg .pred done; WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{}], {}; @!done bra WAIT; }}",
+            in(reg32) address, in(reg32) parity, options(nostack))
+    }
+}

@@ -1,0 +1,146 @@
+//! Launches with attributes: clusters, and grids that start before the one before them has ended. cust knows CUDA 11.4, which has
+//! neither, so the functions needed are declared here, beside [`lazy`](super::lazy), which finds them.
+
+use super::cust::{Failure, RawFunction, RawStream, Shape};
+use super::error::Code;
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+#[repr(C)]
+struct Config {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    stream: RawStream,
+    attributes: *mut Attribute,
+    count: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Attribute {
+    id: i32,
+    padding: u32,
+    value: [u32; 16],
+}
+
+unsafe extern "C" {
+    fn cuLaunchKernelEx(
+        config: *const Config,
+        function: RawFunction,
+        arguments: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> i32;
+    fn cuOccupancyMaxActiveClusters(
+        clusters: *mut i32,
+        function: RawFunction,
+        config: *const Config,
+    ) -> i32;
+}
+
+const CLUSTER_DIMENSION: i32 = 4;
+const PROGRAMMATIC_STREAM_SERIALIZATION: i32 = 6;
+
+impl Attribute {
+    fn new(id: i32, given: [u32; 3]) -> Self {
+        let mut value = [0; 16];
+        value[..3].copy_from_slice(&given);
+        Self { id, padding: 0, value }
+    }
+}
+
+/// Calls `f` with the shape as the driver takes it.
+fn configure<R>(shape: &Shape, stream: RawStream, f: impl FnOnce(&Config) -> R) -> R {
+    let mut attributes = [Attribute::new(0, [0; 3]); 2];
+    let mut count = 0;
+    let mut add = |id, value| {
+        attributes[count] = Attribute::new(id, value);
+        count += 1;
+    };
+    if shape.cluster > 1 {
+        add(CLUSTER_DIMENSION, [shape.cluster, 1, 1]);
+    }
+    if shape.programmatic {
+        add(PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
+    }
+    f(&Config {
+        grid: shape.grid,
+        block: [shape.threads, 1, 1],
+        shared_bytes: shape.shared_bytes,
+        stream,
+        attributes: attributes.as_mut_ptr(),
+        count: count as u32,
+    })
+}
+
+/// Puts a kernel with launch attributes into a stream. The driver copies the arguments before this returns.
+///
+/// # Safety
+/// `arguments` points at one value for each parameter of the kernel, and these values are what the kernel may be given.
+pub(super) unsafe fn launch(
+    function: RawFunction,
+    shape: &Shape,
+    arguments: &mut [*mut c_void],
+    stream: RawStream,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's; the driver only reads the configuration, which lives until it returns.
+    let code = configure(shape, stream, |config| unsafe {
+        cuLaunchKernelEx(config, function, arguments.as_mut_ptr(), null_mut())
+    });
+    done("cuLaunchKernelEx", code)
+}
+
+/// How many clusters of that shape the GPU runs at once.
+///
+/// # Safety
+/// The function exists.
+pub(super) unsafe fn active_clusters(function: RawFunction, shape: &Shape) -> Result<u32, Failure> {
+    let mut clusters = 0;
+    // SAFETY: the caller's; the driver stores one integer.
+    let code = configure(shape, null_mut(), |config| unsafe {
+        cuOccupancyMaxActiveClusters(&raw mut clusters, function, config)
+    });
+    done("cuOccupancyMaxActiveClusters", code)?;
+    Ok(clusters.max(0).unsigned_abs())
+}
+
+fn done(call: &'static str, code: i32) -> Result<(), Failure> {
+    if code == 0 { Ok(()) } else { Err(Failure { call, code: Code(code) }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    fn shape(cluster: u32, programmatic: bool) -> Shape {
+        Shape { grid: [16, 2, 3], threads: 64, shared_bytes: 512, cluster, programmatic }
+    }
+
+    /// As `CUlaunchConfig` and `CUlaunchAttribute` of cuda.h lie in memory.
+    #[test]
+    fn structures_lie_as_the_driver_expects_them() {
+        assert_eq!([offset_of!(Config, stream), offset_of!(Config, attributes)], [32, 40]);
+        assert_eq!([offset_of!(Config, count), size_of::<Config>()], [48, 56]);
+        assert_eq!([offset_of!(Attribute, value), size_of::<Attribute>()], [8, 72]);
+    }
+
+    #[test]
+    fn only_what_is_asked_for_becomes_an_attribute() {
+        let attributes = |cluster, programmatic| {
+            configure(&shape(cluster, programmatic), null_mut(), |config| {
+                // SAFETY: the configuration lives, with so many attributes.
+                let list =
+                    unsafe { std::slice::from_raw_parts(config.attributes, config.count as usize) };
+                list.iter()
+                    .map(|a| (a.id, [a.value[0], a.value[1], a.value[2]]))
+                    .collect::<Vec<_>>()
+            })
+        };
+        assert_eq!(attributes(1, false), []);
+        assert_eq!(attributes(8, false), [(CLUSTER_DIMENSION, [8, 1, 1])]);
+        let serialization = (PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
+        assert_eq!(attributes(1, true), [serialization]);
+        assert_eq!(attributes(2, true), [(CLUSTER_DIMENSION, [2, 1, 1]), serialization]);
+    }
+}

@@ -1,0 +1,355 @@
+//! Blocks of a cluster: their barrier, and each other's shared memory.
+
+use crate::block::{self, Block, Hold};
+use crate::collective::{Collective, meet};
+use crate::fault::FaultKind;
+use crate::shared::{Checked, Clocks, Known, Stamp, View, join_known};
+use bytemuck::Pod;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+/// Most blocks of a cluster, where a kernel is allowed that many.
+pub(crate) const MAX_CLUSTER: u32 = 16;
+/// Bits of an address within a block; the rank, plus 1, is above them.
+pub(crate) const RANK_SHIFT: u32 = 24;
+
+/// What the blocks of a cluster share.
+#[derive(Default)]
+pub(crate) struct Cluster {
+    /// By rank.
+    blocks: Box<[NonNull<Block>]>,
+    barrier: RefCell<Barrier>,
+    /// Something happened that blocks may have waited for.
+    pub(crate) woken: Cell<bool>,
+}
+
+/// The barrier among all threads of a cluster.
+#[derive(Default)]
+struct Barrier {
+    /// Threads that have arrived in the running phase.
+    arrived: u32,
+    /// Phases completed.
+    phases: u32,
+    /// Whether somebody has arrived without releasing.
+    relaxed: bool,
+    /// What those who have arrived have released.
+    released: Rc<Known>,
+    /// As it was when the last phase completed.
+    completed: Rc<Known>,
+}
+
+/// A block's side of the cluster.
+#[derive(Default)]
+pub(crate) struct Membership {
+    pub(crate) cluster: Rc<Cluster>,
+    pub(crate) rank: u32,
+    /// For each warp the phase in which it has arrived and not waited.
+    arrived: Vec<Option<u32>>,
+    /// Warps that wait.
+    waiting: Vec<usize>,
+    /// The last access of each foreign thread (block, thread) to the block's shared memory.
+    visits: BTreeMap<(u32, u32), u32>,
+    /// All threads have exited.
+    pub(crate) ended: bool,
+}
+
+impl Membership {
+    pub(crate) fn new(warps: usize) -> Self {
+        Self { arrived: vec![None; warps], ..Self::default() }
+    }
+}
+
+impl Cluster {
+    /// # Safety
+    /// The blocks must live as long as the cluster and be lent, one at a time, through [`block::with`] only.
+    pub(crate) unsafe fn new(blocks: Box<[NonNull<Block>]>) -> Self {
+        Self { blocks, ..Self::default() }
+    }
+
+    pub(crate) fn size(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Threads that the running phase of the barrier misses.
+    pub(crate) fn missing(&self, threads: u32) -> u32 {
+        self.size() * threads - self.barrier.borrow().arrived
+    }
+}
+
+fn misuse<T>(block: &Block, what: String) -> Checked<T> {
+    Err(Box::new(FaultKind::Cluster { thread: block.who.thread, what }))
+}
+
+/// The running block and another one of its cluster.
+fn pair(block: &mut Block, rank: u32) -> (&mut Block, &mut Block) {
+    assert_ne!(rank, block.membership.rank, "a block is not its own peer");
+    let mut other = block.membership.cluster.blocks[rank as usize];
+    // SAFETY: it lives as long as the cluster; only the running block is lent, and this is another one.
+    (block, unsafe { other.as_mut() })
+}
+
+/// The warp whose first thread is `first` arrives.
+pub(crate) fn arrive(block: &mut Block, first: usize, relaxed: bool) -> Checked {
+    let warp = first / 32;
+    if block.membership.arrived[warp].is_some() {
+        return misuse(block, "cluster_arrive twice without cluster_wait between".to_owned());
+    }
+    let mut view = View::default();
+    let lanes = first as u32..first as u32 + 32;
+    block.vector_clocks();
+    if relaxed {
+        crate::hopper::release_initialised(block, lanes, &mut view);
+    } else {
+        let clocks = block.vector_clocks();
+        lanes.for_each(|thread| clocks.release(thread, &mut view));
+    }
+    let cluster = block.membership.cluster.clone();
+    let mut barrier = cluster.barrier.borrow_mut();
+    block.membership.arrived[warp] = Some(barrier.phases);
+    barrier.arrived += 32;
+    barrier.relaxed |= relaxed;
+    join_known(&mut barrier.released, &Rc::new(view.publish(block.number)));
+    if barrier.arrived == cluster.size() * block.lanes.len() as u32 {
+        complete(block, &mut barrier, &cluster);
+    }
+    Ok(())
+}
+
+/// All threads of the cluster have arrived.
+fn complete(block: &mut Block, barrier: &mut Barrier, cluster: &Cluster) {
+    barrier.arrived = 0;
+    barrier.phases += 1;
+    barrier.completed = std::mem::take(&mut barrier.released);
+    let all_released = !std::mem::take(&mut barrier.relaxed);
+    let everyone = block.vector_clocks().everyone();
+    if all_released {
+        let members = block.number - block.membership.rank..;
+        let known = Rc::make_mut(&mut barrier.completed);
+        members.take(cluster.blocks.len()).for_each(|member| raise(known, member, everyone.agent));
+    }
+    for rank in 0..cluster.size() {
+        let is_other = rank != block.membership.rank;
+        let member = if is_other { pair(block, rank).1 } else { &mut *block };
+        for warp in std::mem::take(&mut member.membership.waiting) {
+            member.holds[warp] = Hold::No;
+            pass(member, warp, &barrier.completed);
+        }
+        member.woken = true;
+    }
+    cluster.woken.set(true);
+}
+
+/// Sees that agent's first accesses.
+fn raise(known: &mut Known, block: u32, agent: u32) {
+    if let Some(seen) = known.get_mut(&block) {
+        let mut raised = seen.to_vec();
+        raised[agent as usize] = 1;
+        *seen = raised.into();
+    }
+}
+
+/// The warp goes on behind the barrier.
+fn pass(block: &mut Block, warp: usize, completed: &Rc<Known>) {
+    block.membership.arrived[warp] = None;
+    let clocks = block.vector_clocks();
+    for thread in warp as u32 * 32..warp as u32 * 32 + 32 {
+        clocks.acquire_known(thread, completed);
+    }
+}
+
+/// The warp whose first thread is `first` waits for the phase in which it has arrived.
+pub(crate) fn wait(block: &mut Block, first: usize) -> Checked {
+    let warp = first / 32;
+    let Some(phase) = block.membership.arrived[warp] else {
+        return misuse(block, "cluster_wait without cluster_arrive before".to_owned());
+    };
+    let cluster = block.membership.cluster.clone();
+    let barrier = cluster.barrier.borrow();
+    if barrier.phases > phase {
+        pass(block, warp, &barrier.completed);
+    } else {
+        block.membership.waiting.push(warp);
+        block.holds[warp] = Hold::Warp;
+    }
+    Ok(())
+}
+
+/// An address of the cluster's window: the rank, if it is another block's, and the address there.
+fn locate(block: &Block, address: u32) -> Checked<(Option<u32>, u32)> {
+    let (above, within) = (address >> RANK_SHIFT, address % (1 << RANK_SHIFT));
+    match above.checked_sub(1) {
+        None => Ok((None, within)),
+        Some(rank) if rank == block.membership.rank => Ok((None, within)),
+        Some(rank) if rank < block.membership.cluster.size() => Ok((Some(rank), within)),
+        Some(_) => misuse(block, format!("{address:#x} is no address of the cluster's window")),
+    }
+}
+
+/// The running block's clocks and the block of that rank, which the running thread may access now.
+fn reach(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
+    block.vector_clocks();
+    let thread = block.who.thread;
+    let (block, other) = pair(block, rank);
+    let clocks = block.shared.clocks().expect("just begun");
+    if !clocks.knows(thread, other.number) {
+        let what = format!(
+            "it accesses rank {rank} and cannot know that it has started: no cluster barrier before"
+        );
+        return Err(Box::new(FaultKind::Cluster { thread, what }));
+    }
+    if other.membership.ended {
+        let what = format!("it accesses rank {rank}, which has exited");
+        return Err(Box::new(FaultKind::Cluster { thread, what }));
+    }
+    other.vector_clocks();
+    Ok((clocks, other))
+}
+
+/// As [`reach`], and remembers the access: the other block must not exit before it has seen it.
+pub(crate) fn visit(block: &mut Block, rank: u32) -> Checked<(&mut Clocks, &mut Block)> {
+    let thread = block.who.thread;
+    let (clocks, other) = reach(block, rank)?;
+    let now = clocks.now(thread);
+    other.membership.visits.insert((now.block, now.agent), now.time);
+    Ok((clocks, other))
+}
+
+/// A place in the cluster's window, as the running thread may use it.
+pub(crate) enum Reached<'a> {
+    /// In its own block.
+    Own(&'a mut Block, u32),
+    /// In another one; the clocks are those of its own.
+    Other { clocks: &'a mut Clocks, other: &'a mut Block, address: u32 },
+}
+
+/// Where a store that returns at once goes. The barrier that it completes on tells the other block of it.
+pub(crate) fn reach_address(block: &mut Block, address: u32) -> Checked<Reached<'_>> {
+    find(block, address, reach)
+}
+
+/// Where an access goes.
+pub(crate) fn visit_address(block: &mut Block, address: u32) -> Checked<Reached<'_>> {
+    find(block, address, visit)
+}
+
+fn find<'a>(
+    block: &'a mut Block,
+    address: u32,
+    reach: impl FnOnce(&'a mut Block, u32) -> Checked<(&'a mut Clocks, &'a mut Block)>,
+) -> Checked<Reached<'a>> {
+    let (rank, address) = locate(block, address)?;
+    let Some(rank) = rank else { return Ok(Reached::Own(block, address)) };
+    let (clocks, other) = reach(block, rank)?;
+    Ok(Reached::Other { clocks, other, address })
+}
+
+/// The block's threads have all exited. Faults if a peer's access to its memory may come later than that.
+pub(crate) fn end(block: &mut Block) -> Checked {
+    block.membership.ended = true;
+    let Some(clocks) = block.shared.clocks() else { return Ok(()) };
+    let visits = block.membership.visits.iter();
+    let stamps = visits.map(|(&(block, agent), &time)| Stamp { block, agent, time });
+    match stamps.filter(|stamp| !clocks.anyone_sees(*stamp)).map(|stamp| clocks.name(stamp)).next()
+    {
+        Some(visitor) => {
+            let what = format!(
+                "its block exits and has not seen the accesses of {visitor} to its shared memory"
+            );
+            misuse(block, what)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Block within the cluster.
+#[inline]
+pub fn cluster_rank() -> u32 {
+    block::with(|block| block.membership.rank)
+}
+
+/// Blocks of the cluster.
+#[inline]
+pub fn cluster_size() -> u32 {
+    block::with(|block| block.membership.cluster.size())
+}
+
+/// Arrives at the cluster's barrier and makes this thread's accesses known there.
+#[track_caller]
+#[inline]
+pub fn cluster_arrive() {
+    let [] = meet(Collective::ClusterArrive { relaxed: false }, []);
+}
+
+/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and the mbarriers whose
+/// initialisation this thread has fenced.
+#[track_caller]
+#[inline]
+pub fn cluster_arrive_relaxed() {
+    let [] = meet(Collective::ClusterArrive { relaxed: true }, []);
+}
+
+/// Waits until all threads of the cluster have arrived.
+#[track_caller]
+#[inline]
+pub fn cluster_wait() {
+    let [] = meet(Collective::ClusterWait, []);
+}
+
+/// Where that place of the own shared memory is in the block of that rank: an address of the cluster's window.
+pub fn peer_address(address: u32, rank: u32) -> u32 {
+    block::checked(|block| {
+        let size = block.membership.cluster.size();
+        if rank >= size {
+            return misuse(block, format!("rank {rank} of a cluster of {size}"));
+        }
+        Ok((rank + 1) << RANK_SHIFT | address)
+    })
+}
+
+/// Loads a value of 4 or 8 bytes, aligned to its size, from a peer.
+pub fn ld_peer<T: Pod>(address: u32) -> T {
+    const { assert!(matches!(size_of::<T>(), 4 | 8)) };
+    load(address)
+}
+
+/// Stores a value of 4 or 8 bytes, aligned to its size, in a peer.
+pub fn st_peer<T: Pod>(address: u32, value: T) {
+    const { assert!(matches!(size_of::<T>(), 4 | 8)) };
+    store(address, value);
+}
+
+/// Loads 16 bytes from a 16-byte boundary of a peer.
+pub fn ld_peer_vec(address: u32) -> [u32; 4] {
+    load(address)
+}
+
+/// Stores 16 bytes to a 16-byte boundary of a peer.
+pub fn st_peer_vec(address: u32, value: [u32; 4]) {
+    store(address, value);
+}
+
+fn load<T: Pod>(address: u32) -> T {
+    block::checked(|block| {
+        let thread = block.who.thread;
+        match visit_address(block, address)? {
+            Reached::Own(block, address) => block.shared.load(block.who, address),
+            Reached::Other { clocks, other, address } => {
+                other.shared.load_peer(clocks, thread, address)
+            }
+        }
+    })
+}
+
+fn store<T: Pod>(address: u32, value: T) {
+    block::checked(|block| {
+        let thread = block.who.thread;
+        match visit_address(block, address)? {
+            Reached::Own(block, address) => block.shared.store(block.who, address, value),
+            Reached::Other { clocks, other, address } => {
+                other.shared.store_peer(clocks, thread, address, value)
+            }
+        }
+    });
+}
