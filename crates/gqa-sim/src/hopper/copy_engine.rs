@@ -202,13 +202,13 @@ fn start_store(block: &mut Block, address: u32, words: &[u32], barrier: u32) -> 
     match cluster::reach_address(block, address)? {
         Reached::Own(block, destination) => {
             let write = mbarrier::begin_load(block, barrier)?;
-            let touch = Touch::by(thread, Kind::Load(write));
+            let touch = Touch::by(thread, Kind::Deliver(write));
             block.shared.touch_own((destination, 4 * count), &touch)?;
             block.hopper.loads.push(Load { thread, destination, source, barrier });
         }
         Reached::Other { clocks, other, address: destination } => {
             let write = mbarrier::begin_store(other, clocks, thread, barrier)?;
-            let touch = Touch::by(thread, Kind::Load(write));
+            let touch = Touch::by(thread, Kind::Deliver(write));
             other.shared.touch_peer(clocks, (destination, 4 * count), &touch)?;
             other.hopper.loads.push(Load { thread, destination, source, barrier });
             other.woken = true;

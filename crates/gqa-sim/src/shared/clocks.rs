@@ -165,11 +165,6 @@ impl Clocks {
         Stamp { block: self.block, agent, time }
     }
 
-    /// Whether the agent is one of this block.
-    pub(super) fn owns(&self, stamp: Stamp) -> bool {
-        stamp.block == self.block
-    }
-
     fn wgmmas(&self, warp: u32) -> u32 {
         2 * self.threads + warp
     }

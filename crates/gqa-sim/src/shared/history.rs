@@ -28,6 +28,8 @@ pub(crate) enum Kind {
     Initialise,
     /// The copy engine writes a box.
     Load(Stamp),
+    /// A store without waiting, which an mbarrier reports, arrives.
+    Deliver(Stamp),
     /// The copy engine reads a box.
     Store(Stamp),
     /// The tensor cores read for that group of the issuing warps.
@@ -73,8 +75,6 @@ impl Touch {
 
     fn agent(&self, clocks: &Clocks) -> Agent {
         match self.kind {
-            // A copy into another block is a store of this thread's.
-            Kind::Load(stamp) if !clocks.owns(stamp) => Agent::Thread(self.issuers.start),
             Kind::Load(stamp) | Kind::Store(stamp) => clocks.name(stamp),
             Kind::Multiply(_) => Agent::Wgmma { warp: self.issuers.start / 32 },
             _ => Agent::Thread(self.issuers.start),
@@ -90,7 +90,7 @@ impl Touch {
             Kind::Write => Written::Thread(now()),
             Kind::BeginCopy => Written::InFlight(now()),
             Kind::Initialise => Written::Mbarrier,
-            Kind::Load(stamp) => Written::Loaded(stamp),
+            Kind::Load(stamp) | Kind::Deliver(stamp) => Written::Loaded(stamp),
         };
         if !matches!(self.kind, Kind::LandCopy) {
             self.check_overwrite(history, clocks)?;
