@@ -358,7 +358,7 @@ fn bench_writes_tables_and_figures_of_a_sweep_beside_peers() -> Result {
         path("plots")
     ))?;
     assert_eq!(run.code, Some(0), "{}", run.stderr);
-    assert_eq!(run.stdout.matches("2/1 x 32").count(), 8, "{}", run.stdout);
+    assert_eq!(run.stdout.matches("2/1 x 32").count(), 10, "{}", run.stdout);
     assert_eq!(run.stdout.matches("1000000000.0 (").count(), 2, "{}", run.stdout);
 
     let csv = std::fs::read_to_string(path("t.csv"))?;

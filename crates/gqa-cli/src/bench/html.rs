@@ -6,8 +6,7 @@ use anyhow::Result;
 
 use super::figures::figures;
 use super::plot::{AXIS, INK, MESH, PAGE};
-use super::record::Record;
-use super::report::{Mode, Report, columns, peer_cell, peer_names};
+use super::report::{Failed, Mode, Report, Table};
 use plotters::style::RGBColor;
 
 /// The whole file.
@@ -41,55 +40,44 @@ pub fn page(report: &Report) -> Result<String> {
     Ok(html)
 }
 
-/// The table of results, and what could not be measured.
+/// The results, the same beside others, and what could not be measured.
 fn results(html: &mut String, report: &Report) -> Result<()> {
-    let (columns, peers) = (columns(report.mode), peer_names(&report.results));
-    let class = |number: bool| if number { " class=\"number\"" } else { "" };
-    html.push_str("<div class=\"scroll\"><table>\n<thead><tr>");
-    for (name, _, number) in &columns {
-        write!(html, "<th{}>{name}</th>", class(*number))?;
+    table(html, &Table::results(report.mode, &report.results))?;
+    for kernels in report.kernels() {
+        writeln!(html, "<p class=\"detail\">{}</p>", escape(&kernels))?;
     }
-    for name in &peers {
-        write!(html, "<th class=\"number\">{} us (ratio)</th>", escape(name))?;
+    if let Some(beside) = Table::side_by_side(report.mode, &report.results) {
+        html.push_str("<h2>Beside others</h2>\n");
+        table(html, &beside)?;
     }
-    html.push_str("<th>features</th></tr></thead>\n<tbody>\n");
-    for (number, record) in report.results.iter().enumerate() {
-        html.push_str("<tr>");
-        for (_, cell, number) in &columns {
-            write!(html, "<td{}>{}</td>", class(*number), escape(&cell(record)))?;
-        }
-        for name in &peers {
-            write!(html, "<td class=\"number\">{}</td>", escape(&peer_cell(record, name)))?;
-        }
-        writeln!(html, "<td>{}</td></tr>", escape(&record.features))?;
-        // Kernels once for all rows that have the same.
-        let next = report.results.get(number + 1).map(kernels);
-        let detail = kernels(record);
-        if !detail.is_empty() && next.as_ref() != Some(&detail) {
-            let span = columns.len() + peers.len() + 1;
-            writeln!(
-                html,
-                "<tr class=\"detail\"><td colspan=\"{span}\">{}</td></tr>",
-                escape(&detail)
-            )?;
-        }
-    }
-    html.push_str("</tbody></table></div>\n");
-    for failed in &report.failed {
+    for Failed { call, reason } in &report.failed {
         writeln!(
             html,
             "<p class=\"failed\">Not measured: {}: {}</p>",
-            escape(&failed.call),
-            escape(&failed.reason)
+            escape(call),
+            escape(reason)
         )?;
     }
     html.push_str(NOTES);
     Ok(())
 }
 
-/// The kernels of a call, as a line of their own.
-fn kernels(record: &Record) -> String {
-    record.kernels.join(", ")
+fn table(html: &mut String, table: &Table) -> Result<()> {
+    html.push_str("<div class=\"scroll\"><table>\n");
+    for (number, row) in table.rows.iter().enumerate() {
+        let (open, cell, close) = match number {
+            0 => ("<thead><tr>", "th", "</tr></thead>\n<tbody>"),
+            _ => ("<tr>", "td", "</tr>"),
+        };
+        html.push_str(open);
+        for (text, number) in row.iter().zip(&table.numbers) {
+            let class = if *number { " class=\"number\"" } else { "" };
+            write!(html, "<{cell}{class}>{}</{cell}>", escape(text))?;
+        }
+        writeln!(html, "{close}")?;
+    }
+    html.push_str("</tbody></table></div>\n");
+    Ok(())
 }
 
 const NOTES: &str = "<p class=\"note\">Median over the timed runs, with the tenth and the ninetieth percentile. On a GPU calls are replayed \

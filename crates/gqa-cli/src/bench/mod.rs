@@ -30,7 +30,7 @@ use measure::measure;
 use peers::Peers;
 use provenance::Provenance;
 use record::Record;
-use report::{Failed, Report, table};
+use report::{Failed, Report, Table};
 use sizes::{Row, Selection, Size};
 
 /// What is measured.
@@ -236,8 +236,15 @@ fn print(report: &Report, json: bool) -> Result<()> {
         }
     }
     say!("");
-    for line in table(report.mode, &report.results) {
+    for line in Table::results(report.mode, &report.results).lines() {
         say!("{line}");
+    }
+    for kernels in report.kernels() {
+        say!("kernels: {kernels}");
+    }
+    if let Some(table) = Table::side_by_side(report.mode, &report.results) {
+        say!("");
+        table.lines().iter().try_for_each(|line| -> Result<()> { Ok(say!("{line}")) })?;
     }
     for failed in &report.failed {
         say!("not measured: {}: {}", failed.call, crate::one_line(&failed.reason));

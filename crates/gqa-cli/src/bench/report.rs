@@ -99,8 +99,8 @@ static COLUMNS: &[Column] = &[
 /// Columns that people read; peers follow them.
 pub fn columns(mode: Mode) -> Vec<Column> {
     let rate: Column = match mode {
-        Mode::Prompt => ("TFLOP/s", |r| format!("{:.3}", r.tflop_per_s), true),
-        Mode::Token => ("GB/s", |r| format!("{:.1}", r.gb_per_s), true),
+        Mode::Prompt => ("TFLOP/s", |r| digits(r.tflop_per_s), true),
+        Mode::Token => ("GB/s", |r| digits(r.gb_per_s), true),
     };
     vec![
         ("layer", |r| r.model.clone().unwrap_or_else(|| r.heads()), false),
@@ -119,6 +119,7 @@ pub fn columns(mode: Mode) -> Vec<Column> {
         ("CPU us", |r| format!("{:.1}", r.cpu_us), true),
         ("launches", launches, true),
         ("check", Record::verdict, false),
+        ("features", |r| r.features.clone(), false),
     ]
 }
 
@@ -144,22 +145,60 @@ pub fn peer_cell(record: &Record, name: &str) -> String {
     peer.map_or("-".to_owned(), |peer| format!("{:.1} ({:.2}x)", peer.median_us, peer.ratio))
 }
 
-/// A table with a header, aligned.
-pub fn table(mode: Mode, records: &[Record]) -> Vec<String> {
-    let (columns, peers) = (columns(mode), peer_names(records));
-    let mut rows: Vec<Vec<String>> =
-        vec![columns.iter().map(|column| column.0.to_owned()).collect()];
-    rows[0].extend(peers.iter().map(|name| format!("{name} us")));
-    rows[0].push("kernels, features".to_owned());
-    for record in records {
-        let mut row: Vec<_> = columns.iter().map(|column| column.1(record)).collect();
-        row.extend(peers.iter().map(|name| peer_cell(record, name)));
-        row.push(format!("{} {}", record.kernels.join(" "), record.features).trim().to_owned());
-        rows.push(row);
+/// At least three digits.
+fn digits(value: f64) -> String {
+    let decimals = match value {
+        large if large >= 100.0 => 0,
+        middle if middle >= 10.0 => 1,
+        small if small >= 1.0 => 2,
+        tiny if tiny > 0.0 => 2 - tiny.log10().floor().max(-9.0) as i32,
+        _ => 0,
+    };
+    format!("{value:.*}", decimals as usize)
+}
+
+/// A table as rows of cells, the first of them names, and which columns are numbers.
+pub struct Table {
+    /// Cells.
+    pub rows: Vec<Vec<String>>,
+    /// Of each column.
+    pub numbers: Vec<bool>,
+}
+
+impl Table {
+    /// Of those columns of the records.
+    fn of(columns: &[Column], records: &[Record]) -> Self {
+        let names = columns.iter().map(|column| column.0.to_owned()).collect();
+        let cells = |record: &Record| columns.iter().map(|column| column.1(record)).collect();
+        let rows = std::iter::once(names).chain(records.iter().map(cells)).collect();
+        Self { rows, numbers: columns.iter().map(|column| column.2).collect() }
     }
-    let numbers: Vec<bool> =
-        columns.iter().map(|column| column.2).chain(peers.iter().map(|_| true)).collect();
-    aligned(&rows, &numbers)
+
+    /// Results.
+    pub fn results(mode: Mode, records: &[Record]) -> Self {
+        Self::of(&columns(mode), records)
+    }
+
+    /// Results beside others; none where there are no others.
+    pub fn side_by_side(mode: Mode, records: &[Record]) -> Option<Self> {
+        let names = peer_names(records);
+        let records: Vec<_> =
+            records.iter().filter(|record| !record.peers.is_empty()).cloned().collect();
+        // Layer, type, batch, rows, past and median.
+        let mut table = Self::of(&columns(mode)[..6], &records);
+        for (row, record) in table.rows.iter_mut().skip(1).zip(&records) {
+            row.extend(names.iter().map(|name| peer_cell(record, name)));
+        }
+        table.rows[0][5] = "ours us".to_owned();
+        table.numbers.extend(names.iter().map(|_| true));
+        table.rows[0].extend(names.iter().map(|name| format!("{name} us (ratio)")));
+        (!names.is_empty()).then_some(table)
+    }
+
+    /// Aligned text.
+    pub fn lines(&self) -> Vec<String> {
+        aligned(&self.rows, &self.numbers)
+    }
 }
 
 fn aligned(rows: &[Vec<String>], numbers: &[bool]) -> Vec<String> {
@@ -178,6 +217,18 @@ fn aligned(rows: &[Vec<String>], numbers: &[bool]) -> Vec<String> {
 }
 
 impl Report {
+    /// Which kernels the calls are made of, each list once.
+    pub fn kernels(&self) -> Vec<String> {
+        let mut lists: Vec<String> = Vec::new();
+        for record in self.results.iter().filter(|record| !record.kernels.is_empty()) {
+            let list = record.kernels.join(", ");
+            if !lists.contains(&list) {
+                lists.push(list);
+            }
+        }
+        lists
+    }
+
     /// Writes the results as CSV.
     pub fn write_csv(&self, path: &Path) -> Result<()> {
         let name = || format!("--csv {}", path.display());
