@@ -265,7 +265,8 @@ def measure(call, options, peers):
     for number in range(options.rounds):
         for name, peer in list(peers.items()):
             try:
-                times.setdefault(name, []).append(peer(call, sets, options.replays))
+                us = peer(call, sets, options.replays)
+                times.setdefault(name, []).append(us)
             except Unsupported:
                 peers.pop(name)
             except Exception as reason:
