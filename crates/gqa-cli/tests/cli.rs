@@ -364,6 +364,7 @@ fn bench_writes_tables_and_figures_of_a_sweep_beside_peers() -> Result {
     let csv = std::fs::read_to_string(path("t.csv"))?;
     assert_eq!(csv.lines().count(), 9);
     assert_eq!(csv.matches("Nobody <1>=1000000000.000").count(), 2, "{csv}");
+    assert_eq!(csv.matches("gqa bench prompt --backend cpu").count(), 8, "{csv}");
 
     let html = std::fs::read_to_string(path("r.html"))?;
     assert_eq!(html.matches("<figure>").count(), 4, "time, rate, roofline, ratio");

@@ -97,6 +97,46 @@ fn a_graph_captured_once_follows_the_lengths() {
 }
 
 #[test]
+fn launches_one_by_one_are_the_call() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    for (rows, lengths, total) in [(1, [211, 90], 211), (70, [70, 33], 70)] {
+        let step = Step::new(DType::F16, rows, &lengths, total);
+        let plan = plan(&step.problem(), device.info(), &Switches::default()).unwrap();
+        let launches = plan.launches.len();
+        let call = Arc::new(Call::new(&device, plan).unwrap());
+        call.poison(&stream).unwrap();
+        upload(&step, &call, &stream);
+        for number in 0..launches {
+            let graph =
+                Graph::capture_launch(&stream, std::slice::from_ref(&call), number).unwrap();
+            // As often as it runs, a launch does the same.
+            graph.replay(&stream).unwrap();
+            graph.replay(&stream).unwrap();
+        }
+        let (want, _) = step.run(&Reference);
+        let what = format!("{rows} rows");
+        assert_close(&call.download(TensorId::Output, &stream).unwrap(), &want, 2e-3, &what);
+        let error = call.enqueue_launch(launches, &stream).unwrap_err().to_string();
+        assert!(error.starts_with("launches: got "), "{error}");
+    }
+}
+
+#[test]
+fn tensors_are_copied_on_the_gpu() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let tensor = |shape| gqa_host::driver::DeviceTensor::new(&device, DType::F32, shape).unwrap();
+    let (from, to) = (tensor(&[3, 5]), tensor(&[15]));
+    from.upload(&random(DType::F32, &[3, 5], 1), &stream).unwrap();
+    to.copy_from(&from, &stream).unwrap();
+    let (want, got) = (from.download(&stream).unwrap(), to.download(&stream).unwrap());
+    assert_eq!(got.bytes(), want.bytes());
+    let error = tensor(&[14]).copy_from(&from, &stream).unwrap_err().to_string();
+    assert_eq!(error, "copy: got 60 bytes; allowed: 56 bytes");
+}
+
+#[test]
 fn views_that_do_not_fit_are_refused_before_any_launch() {
     let Some(device) = device() else { return };
     let stream = Stream::new(&device).unwrap();

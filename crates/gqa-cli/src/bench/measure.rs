@@ -41,10 +41,21 @@ pub fn measure(
     Ok(measured)
 }
 
-/// On a host, runs stop after that time, but not before there are a few.
-const HOST_SECONDS: f64 = 10.0;
+/// Runs stop after that time, but not before there are a few.
+const MOST_SECONDS: f64 = 10.0;
 /// Enough for a median.
 const FEW_RUNS: usize = 5;
+
+/// Times `run` that often, or until it has taken long enough.
+fn repeated(runs: usize, mut run: impl FnMut() -> Result<f64>) -> Result<Vec<f64>> {
+    let (mut seconds, mut sum) = (Vec::with_capacity(runs), 0.0);
+    while seconds.len() < runs && (seconds.len() < FEW_RUNS || sum < MOST_SECONDS) {
+        let taken = run()?;
+        seconds.push(taken);
+        sum += taken;
+    }
+    Ok(seconds)
+}
 
 fn on_host(
     backend: &dyn Backend,
@@ -53,15 +64,12 @@ fn on_host(
     runs: usize,
 ) -> Result<Measured> {
     tensors.with_io(|io| backend.run(problem, io))?;
-    let mut seconds = Vec::with_capacity(runs);
     let cpu = ProcessTime::now();
-    while seconds.len() < runs
-        && (seconds.len() < FEW_RUNS || seconds.iter().sum::<f64>() < HOST_SECONDS)
-    {
+    let seconds = repeated(runs, || {
         let start = Instant::now();
         tensors.with_io(|io| backend.run(problem, io))?;
-        seconds.push(start.elapsed().as_secs_f64());
-    }
+        Ok(start.elapsed().as_secs_f64())
+    })?;
     let cpu_seconds = cpu.elapsed().as_secs_f64() / seconds.len() as f64;
     let kernels = if backend.name() == "sim" {
         kernels(&plan(problem, &DeviceInfo::h200(), &Switches::from_env()?)?)
@@ -118,7 +126,8 @@ pub fn replays(gpu: &Gpu, graph: &Graph, runs: usize) -> Result<Vec<f64>> {
     }
     gpu.stream.synchronize()?;
     let calls = graph.calls().len() as f64;
-    (0..runs).map(|_| Ok(gpu.stream.timed(|| graph.replay(&gpu.stream))? / calls)).collect()
+    let seconds = repeated(runs, || Ok(gpu.stream.timed(|| graph.replay(&gpu.stream))?))?;
+    Ok(seconds.into_iter().map(|seconds| seconds / calls).collect())
 }
 
 /// Calls that are put into the stream one by one: fewer than fill the driver's queue.

@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
+use gqa_host::DType;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::backend::{Choice, Machine};
@@ -75,7 +76,7 @@ struct Common {
     /// Where to compute; auto is the GPU if there is a usable one, else the CPU.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     backend: Choice,
-    /// Timed runs of each size; on a CPU fewer if they take longer than ten seconds.
+    /// Timed runs of each size; fewer if they take longer than ten seconds.
     #[arg(long, default_value_t = 30, value_parser = count(100_000))]
     runs: u64,
     /// Rows compared with the reference after the runs.
@@ -192,16 +193,30 @@ fn measure_all(mode: &Mode, machine: &Machine, report: &mut Report) {
     }
     for row in rows {
         let Shape { batch, query_length, past_length, .. } = row.shape;
-        let call =
-            format!("{} {batch} x {query_length} past {past_length}", row.model.unwrap_or("free"));
+        let (model, dtype) = (row.model.unwrap_or("layer"), DType::from(row.shape.layer.dtype));
+        let call = format!("{model} {dtype} {batch} x {query_length} past {past_length}");
         bar.set_message(call.clone());
         match one(machine, &row, mode.common(), report.ceilings.as_ref()) {
-            Ok(record) => report.results.push(record),
-            Err(reason) => report.failed.push(Failed { call, reason: format!("{reason:#}") }),
+            Ok(record) => {
+                log(&bar, &format!("{call}: {:.1} us, {}", record.median_us, record.verdict()));
+                report.results.push(record);
+            }
+            Err(reason) => {
+                let reason = format!("{reason:#}");
+                log(&bar, &format!("{call}: {reason}"));
+                report.failed.push(Failed { call, reason });
+            }
         }
         bar.inc(1);
     }
     bar.finish_and_clear();
+}
+
+/// Where no bar is shown, such as in a file, a line for each call.
+fn log(bar: &ProgressBar, line: &str) {
+    if bar.is_hidden() {
+        eprintln!("{}", crate::one_line(line));
+    }
 }
 
 /// One call: measured, then checked.
@@ -244,7 +259,9 @@ fn print(report: &Report, json: bool) -> Result<()> {
     }
     if let Some(table) = Table::side_by_side(report.mode, &report.results) {
         say!("");
-        table.lines().iter().try_for_each(|line| -> Result<()> { Ok(say!("{line}")) })?;
+        for line in table.lines() {
+            say!("{line}");
+        }
     }
     for failed in &report.failed {
         say!("not measured: {}: {}", failed.call, crate::one_line(&failed.reason));

@@ -229,13 +229,18 @@ impl Report {
         lists
     }
 
-    /// Writes the results as CSV.
+    /// Writes the results as CSV; every row says where it comes from.
     pub fn write_csv(&self, path: &Path) -> Result<()> {
         let name = || format!("--csv {}", path.display());
         let mut writer = csv::Writer::from_path(path).with_context(name)?;
-        writer.write_record(COLUMNS.iter().map(|column| column.0))?;
+        let Provenance { device, driver, commit, date, command, .. } = &self.provenance;
+        let driver = driver.as_deref().unwrap_or_default();
+        let origin = ["device", "driver", "commit", "date", "command"];
+        writer.write_record(COLUMNS.iter().map(|column| column.0).chain(origin))?;
         for record in &self.results {
-            writer.write_record(COLUMNS.iter().map(|column| column.1(record)))?;
+            let cells = COLUMNS.iter().map(|column| column.1(record));
+            let origin = [device, driver, commit, date, command].map(str::to_owned);
+            writer.write_record(cells.chain(origin))?;
         }
         writer.flush().with_context(name)
     }

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
+# Parts: tokens prompts chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
+# leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch; ncu is used where it is installed.
+set -u
+gqa=$(realpath "$1"); out=$2; shift 2
+mkdir -p "$out"; out=$(realpath "$out"); here=$(dirname "$(realpath "$0")")
+failed=0
+
+# part SECONDS NAME COMMAND…: with its output in NAME.log and its last lines shown
+part() {
+  local seconds=$1 name=$2; shift 2
+  echo "== $name: $*"
+  timeout "$seconds" "$@" >"$out/$name.log" 2>&1 || { failed=$((failed + 1)); echo "FAILED: $name"; }
+  tail -n 20 "$out/$name.log"
+}
+
+# compared MODE NAME HEADS/KVxSIZE SIZES: peers and gqa in turn, then tables and figures beside them
+compared() {
+  local heads=${3%%/*} rest=${3#*/}
+  part 170 "$2-peers" python3 "$here/peers.py" "$1" --heads "$3" --size "$4" --gqa "$gqa" --out "$out/$2-peers.json" \
+    --peers "FlashAttention-3; cuDNN; FlashAttention-2"
+  part 90 "$2" "$gqa" bench "$1" --heads "$heads" --kv-heads "${rest%x*}" --head-size "${rest#*x}" --size "$4" \
+    --against "$out/$2-peers.json" --csv "$out/$2.csv" --plots "$out/$2" --report "$out/$2.html"
+}
+
+tokens() { compared token tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
+prompts() { compared prompt prompts 32/8x128 32x512,8x2048,2x8192,1x16384; }
+chunks() { part 60 chunks "$gqa" bench prompt --past-length 7680 --size 1x512,4x512 --rotary half --csv "$out/chunks.csv"; }
+models() {
+  local all=llama3-8b,llama3-70b,qwen3-14b,mistral-7b,mixtral-8x22b,phi3-mini,phi3-small,phi3-medium,gemma4-global,gemma4-local
+  part 170 models-token "$gqa" bench token --model $all --batch 1,4 --length 1024..4096,8191 --runs 10 --checked-rows 4 \
+    --csv "$out/models-token.csv" --report "$out/models-token.html"
+  part 170 models-prompt "$gqa" bench prompt --model $all --length 512..8192 --runs 10 --checked-rows 4 \
+    --csv "$out/models-prompt.csv" --report "$out/models-prompt.html"
+}
+
+# Calls whose launches are timed and counted: a prompt, a chunk, a token of one sequence and of many.
+calls=("prompt --batch 2 --query-length 8192" "chunk --query-length 512 --past-length 7680"
+  "token --past-length 8191 --packed --rotary half" "tokens --batch 32 --past-length 8191 --packed --rotary half")
+profile() { for call in "${calls[@]}"; do part 60 "profile-${call%% *}" "$gqa" profile ${call#* }; done; }
+counters() {
+  for call in "${calls[@]}"; do
+    local line
+    line=$("$gqa" profile ${call#* } --runs 1 --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["ncu"])')
+    part 90 "counters-${call%% *}" bash -c "$line"
+  done
+}
+
+nvidia-smi >"$out/nvidia-smi.log" 2>&1
+for name in "${@:-tokens prompts chunks models profile counters}"; do for each in $name; do "$each"; done; done
+echo "$failed parts failed"
+exit "$failed"
