@@ -18,42 +18,63 @@ fn fastest(mut run: impl FnMut()) -> f64 {
     times.fold(f64::INFINITY, f64::min)
 }
 
+/// A block whose accesses the warps' clocks order.
+const PLAIN: Launch<'static> = Launch {
+    name: "cost",
+    grid: [1, 1, 1],
+    threads: THREADS,
+    shared_bytes: 16 * THREADS + 16,
+    seed: 1,
+    cluster: 1,
+    communicates: false,
+    programmatic: false,
+};
+
 /// Nanoseconds that one more `instruction` adds, for each group of `share` threads.
 fn cost<R>(share: u32, instruction: impl Fn(&Arguments) -> R + Sync) -> f64 {
+    cost_in(&PLAIN, false, share, instruction)
+}
+
+/// The same in a launch of that shape, with an mbarrier or without: one makes the block use vector clocks.
+fn cost_in<R>(
+    shape: &Launch<'_>,
+    mbarrier: bool,
+    share: u32,
+    instruction: impl Fn(&Arguments) -> R + Sync,
+) -> f64 {
     let (input, mut output) =
         (vec![[0u32; 4]; THREADS as usize], vec![[0u32; 4]; THREADS as usize]);
-    let shape = Launch {
-        name: "cost",
-        threads: THREADS,
-        shared_bytes: 16 * THREADS,
-        seed: 1,
-        ..Launch::default()
-    };
     let mut seconds = |repeats: u32| {
         let kernel = |arguments: &Arguments| {
             st_shared_vec(shared_base() + 16 * thread_idx(), [0; 4]);
+            if mbarrier && thread_idx() == 0 {
+                mbarrier_init(shared_base() + 16 * THREADS, 1);
+                fence_mbarrier_init();
+            }
             sync_threads();
+            if shape.cluster > 1 {
+                cluster_arrive();
+                cluster_wait();
+            }
             for _ in 0..repeats {
                 black_box(instruction(arguments));
             }
+            if shape.cluster > 1 {
+                cluster_arrive();
+                cluster_wait();
+            }
         };
         fastest(|| {
-            launch(&shape, &kernel, &[Arg::read(&input), Arg::write(&mut output)])
+            launch(shape, &kernel, &[Arg::read(&input), Arg::write(&mut output)])
                 .expect("a correct kernel");
         })
     };
-    (seconds(REPEATS + 1) - seconds(1)) * 1e9 / f64::from(REPEATS * THREADS / share)
+    let threads = shape.threads * shape.grid[0];
+    (seconds(REPEATS + 1) - seconds(1)) * 1e9 / f64::from(REPEATS * threads / share)
 }
 
 fn launch_cost(threads: u32, shared_bytes: u32) -> f64 {
-    let shape = Launch {
-        name: "empty",
-        grid: [1, 1, 1],
-        threads,
-        shared_bytes,
-        seed: 1,
-        ..Launch::default()
-    };
+    let shape = Launch { name: "empty", threads, shared_bytes, ..Launch::default() };
     fastest(|| {
         launch(&shape, &|_| {}, &[]).expect("an empty kernel");
     }) * 1e9
@@ -90,4 +111,36 @@ fn main() {
     print("sync_threads, 128 threads", cost(THREADS, |_| sync_threads()));
     print("launch, 128 threads, 48 KiB shared", launch_cost(128, 48 * 1024));
     print("launch, 1024 threads", launch_cost(1024, 0));
+    let ordered = |share, instruction: fn()| cost_in(&PLAIN, true, share, |_| instruction());
+    println!("with vector clocks");
+    print("ld_shared u32", ordered(1, || _ = ld_shared::<u32>(shared_base() + 16 * thread_idx())));
+    print("ld_shared_vec", ordered(1, || _ = ld_shared_vec(shared_base() + 16 * thread_idx())));
+    print("st_shared_vec", ordered(1, || st_shared_vec(shared_base() + 16 * thread_idx(), [1; 4])));
+    print(
+        "ldmatrix_x4, per warp",
+        ordered(32, || _ = ldmatrix_x4(shared_base() + 16 * thread_idx())),
+    );
+    print("sync_warp", ordered(32, sync_warp));
+    print("sync_threads, 128 threads", ordered(THREADS, sync_threads));
+    println!("in clusters of 8");
+    let shape = Launch { cluster: 8, grid: [8, 1, 1], ..PLAIN };
+    let peer = || peer_address(shared_base() + 16 * thread_idx(), (cluster_rank() + 1) % 8);
+    print("ld_peer_vec", cost_in(&shape, false, 1, |_| ld_peer_vec(peer())));
+    print("sync_warp", cost_in(&shape, false, 32, |_| sync_warp()));
+    let sync = |_: &Arguments| {
+        cluster_arrive();
+        cluster_wait();
+    };
+    print("cluster barrier, 1024 threads", cost_in(&shape, false, 8 * THREADS, sync));
+    println!("where blocks communicate");
+    let shape = Launch { communicates: true, ..PLAIN };
+    let place = || 4 * thread_idx() as usize;
+    let load = |a: &Arguments| a.global::<u32>(0).load_vec(place());
+    print("global load_vec, read-only", cost_in(&shape, true, 1, load));
+    let load = |a: &Arguments| a.global::<u32>(1).load_vec(place());
+    print("global load_vec, writable", cost_in(&shape, true, 1, load));
+    let store = |a: &Arguments| a.global::<u32>(1).store_vec(place(), [1; 4]);
+    print("global store_vec", cost_in(&shape, true, 1, store));
+    let add = |a: &Arguments| a.global::<u32>(1).atomic_add_acq_rel(place(), 1);
+    print("atomic_add_acq_rel", cost_in(&shape, true, 1, add));
 }

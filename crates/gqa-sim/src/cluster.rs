@@ -3,7 +3,7 @@
 use crate::block::{self, Block, Hold};
 use crate::collective::{Collective, meet};
 use crate::fault::FaultKind;
-use crate::shared::{Checked, Clocks, Known, Stamp, View, join_known};
+use crate::shared::{Checked, Clocks, Known, Stamp, View, join_known, raise};
 use bytemuck::Pod;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -103,7 +103,7 @@ pub(crate) fn arrive(block: &mut Block, first: usize, relaxed: bool) -> Checked 
         crate::hopper::release_initialised(block, lanes, &mut view);
     } else {
         let clocks = block.vector_clocks();
-        lanes.for_each(|thread| clocks.release(thread, &mut view));
+        clocks.release_all(lanes, &mut view);
     }
     let cluster = block.membership.cluster.clone();
     let mut barrier = cluster.barrier.borrow_mut();
@@ -125,9 +125,12 @@ fn complete(block: &mut Block, barrier: &mut Barrier, cluster: &Cluster) {
     let all_released = !std::mem::take(&mut barrier.relaxed);
     let everyone = block.vector_clocks().everyone();
     if all_released {
-        let members = block.number - block.membership.rank..;
+        let first = block.number - block.membership.rank;
+        let members = first..first + cluster.size();
         let known = Rc::make_mut(&mut barrier.completed);
-        members.take(cluster.blocks.len()).for_each(|member| raise(known, member, everyone.agent));
+        for (_, seen) in known.iter_mut().filter(|(number, _)| members.contains(number)) {
+            raise(seen, everyone.agent, 1);
+        }
     }
     for rank in 0..cluster.size() {
         let is_other = rank != block.membership.rank;
@@ -139,15 +142,6 @@ fn complete(block: &mut Block, barrier: &mut Barrier, cluster: &Cluster) {
         member.woken = true;
     }
     cluster.woken.set(true);
-}
-
-/// Sees that agent's first accesses.
-fn raise(known: &mut Known, block: u32, agent: u32) {
-    if let Some(seen) = known.get_mut(&block) {
-        let mut raised = seen.to_vec();
-        raised[agent as usize] = 1;
-        *seen = raised.into();
-    }
 }
 
 /// The warp goes on behind the barrier.

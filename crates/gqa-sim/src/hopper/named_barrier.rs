@@ -37,9 +37,7 @@ pub(crate) fn arrive(
         return misuse(format!("{threads} threads, though others said {}", barrier.threads));
     }
     let clocks = block.shared.clocks().expect("in use");
-    for thread in lanes(warp) {
-        clocks.release(thread, &mut barrier.view);
-    }
+    clocks.release_all(lanes(warp), &mut barrier.view);
     barrier.threads = threads;
     barrier.arrived += 32;
     if waits {

@@ -5,7 +5,7 @@
 //! each agent, the number below which all accesses are ordered before the thread's next one. Releasing joins a view into a barrier,
 //! acquiring joins a barrier into a view.
 //!
-//! A view of another block's agents changes only when blocks meet, and then for many threads alike, so threads share it.
+//! Threads that have met share what they have seen, so that it costs little when they meet again.
 
 use crate::fault::Agent;
 use std::collections::BTreeMap;
@@ -21,15 +21,17 @@ pub(crate) struct Stamp {
     pub(crate) time: u32,
 }
 
-/// What is seen of blocks, by their numbers: for each agent the number below which its accesses are seen. A block that is there
-/// has started.
-pub(crate) type Known = BTreeMap<u32, Rc<[u32]>>;
+/// What is seen of a block: for each agent the number below which its accesses are seen; missing: 0.
+type Seen = Rc<Vec<u32>>;
+
+/// What is seen of blocks, by their numbers. A block that is there has started.
+pub(crate) type Known = BTreeMap<u32, Seen>;
 
 /// What a thread, or a barrier of its block, has seen.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct View {
-    /// Of the block's own agents; missing: 0.
-    own: Vec<u32>,
+    /// Of the block's own agents. What a thread's view says of the thread itself is old.
+    own: Seen,
     /// Of other blocks' agents. What it says of the own block is old.
     others: Option<Rc<Known>>,
 }
@@ -44,91 +46,137 @@ impl View {
         of_block.and_then(|seen| seen.get(agent as usize)).copied().unwrap_or(0)
     }
 
+    fn is_shared_with(&self, other: &Self) -> bool {
+        let pointer = |view: &Self| view.others.as_ref().map(Rc::as_ptr);
+        Rc::ptr_eq(&self.own, &other.own) && pointer(self) == pointer(other)
+    }
+
     /// Sees whatever either sees.
-    pub(crate) fn join(&mut self, other: &Self) {
-        join(&mut self.own, &other.own);
+    fn join(&mut self, other: &Self) {
+        join_seen(&mut self.own, &other.own);
         if let Some(others) = &other.others {
-            self.join_others(others);
+            join_known(self.others.get_or_insert_with(|| others.clone()), others);
         }
     }
 
     /// The same for what another block, or the cluster, has handed out; this is a view of block `block`.
     pub(crate) fn join_known(&mut self, block: u32, known: &Rc<Known>) {
         if let Some(own) = known.get(&block) {
-            join(&mut self.own, own);
+            join_seen(&mut self.own, own);
         }
-        self.join_others(known);
-    }
-
-    fn join_others(&mut self, known: &Rc<Known>) {
-        match &mut self.others {
-            None => self.others = Some(known.clone()),
-            Some(others) if Rc::ptr_eq(others, known) => {}
-            Some(others) => join_known(others, known),
-        }
+        join_known(self.others.get_or_insert_with(|| known.clone()), known);
     }
 
     /// Sees an agent's accesses before `time`.
     pub(crate) fn raise(&mut self, agent: u32, time: u32) {
-        let agent = agent as usize;
-        if self.own.len() <= agent {
-            self.own.resize(agent + 1, 0);
-        }
-        self.own[agent] = self.own[agent].max(time);
+        raise(&mut self.own, agent, time);
     }
 
     /// As other blocks may be told of it.
     pub(crate) fn publish(&self, block: u32) -> Known {
         let mut known = self.others.as_deref().cloned().unwrap_or_default();
-        known.insert(block, self.own.as_slice().into());
+        known.insert(block, self.own.clone());
         known
     }
 }
 
-fn join(mine: &mut Vec<u32>, theirs: &[u32]) {
-    if mine.len() < theirs.len() {
-        mine.resize(theirs.len(), 0);
+/// Sees an agent's accesses before `time`.
+pub(crate) fn raise(seen: &mut Seen, agent: u32, time: u32) {
+    let (seen, agent) = (Rc::make_mut(seen), agent as usize);
+    if seen.len() <= agent {
+        seen.resize(agent + 1, 0);
     }
-    for (mine, theirs) in mine.iter_mut().zip(theirs) {
-        *mine = (*mine).max(*theirs);
-    }
+    seen[agent] = seen[agent].max(time);
 }
 
 /// Sees whatever either sees; where one sees it all, that one is shared.
-pub(crate) fn join_known(mine: &mut Rc<Known>, theirs: &Rc<Known>) {
-    if includes(theirs, mine) {
+fn join_seen(mine: &mut Seen, theirs: &Seen) {
+    if covers(theirs, mine) {
         *mine = theirs.clone();
-    } else if !includes(mine, theirs) {
-        let joined = Rc::make_mut(mine);
-        for (block, seen) in theirs.iter() {
-            joined
-                .entry(*block)
-                .and_modify(|mine| join_shared(mine, seen))
-                .or_insert_with(|| seen.clone());
+    } else if !covers(mine, theirs) {
+        let mine = Rc::make_mut(mine);
+        mine.resize(mine.len().max(theirs.len()), 0);
+        for (mine, theirs) in mine.iter_mut().zip(theirs.iter()) {
+            *mine = (*mine).max(*theirs);
         }
     }
 }
 
-fn join_shared(mine: &mut Rc<[u32]>, theirs: &Rc<[u32]>) {
-    if covers(theirs, mine) {
+/// The same for what is seen of several blocks.
+pub(crate) fn join_known(mine: &mut Rc<Known>, theirs: &Rc<Known>) {
+    if Rc::ptr_eq(mine, theirs) {
+    } else if includes(theirs, mine) {
         *mine = theirs.clone();
-    } else if !covers(mine, theirs) {
-        let mut joined = mine.to_vec();
-        join(&mut joined, theirs);
-        *mine = joined.into();
+    } else if !includes(mine, theirs) {
+        let joined = Rc::make_mut(mine);
+        for (block, seen) in theirs.iter() {
+            join_seen(joined.entry(*block).or_insert_with(|| seen.clone()), seen);
+        }
     }
 }
 
 fn includes(all: &Known, part: &Known) -> bool {
-    part.iter().all(|(block, seen)| {
-        all.get(block).is_some_and(|more| Rc::ptr_eq(more, seen) || covers(more, seen))
-    })
+    part.iter().all(|(block, seen)| all.get(block).is_some_and(|more| covers(more, seen)))
 }
 
-fn covers(all: &[u32], part: &[u32]) -> bool {
+fn covers(all: &Seen, part: &Seen) -> bool {
+    if Rc::ptr_eq(all, part) {
+        return true;
+    }
     let common = all.len().min(part.len());
-    all[..common].iter().zip(part).all(|(more, less)| more >= less)
+    // To the end, whatever comes: that is a vector instruction for many.
+    let exceeds = |any: bool, (more, less): (&u32, &u32)| any | (less > more);
+    !all.iter().zip(part.iter()).fold(false, exceeds)
         && part[common..].iter().all(|time| *time == 0)
+}
+
+/// The last joins. Threads that share what they have seen mostly acquire the same, one after the other, and then share it again.
+#[derive(Default)]
+struct Joins {
+    /// Mine, theirs, both.
+    own: Option<[Seen; 3]>,
+    others: Option<[Rc<Known>; 3]>,
+}
+
+impl Joins {
+    fn join(&mut self, mine: &mut View, theirs: &View) {
+        self.join_own(&mut mine.own, &theirs.own);
+        if let Some(others) = &theirs.others {
+            self.join_others(&mut mine.others, others);
+        }
+    }
+
+    fn join_own(&mut self, mine: &mut Seen, theirs: &Seen) {
+        remember(&mut self.own, mine, theirs, join_seen);
+    }
+
+    fn join_others(&mut self, mine: &mut Option<Rc<Known>>, theirs: &Rc<Known>) {
+        match mine {
+            None => *mine = Some(theirs.clone()),
+            Some(mine) => remember(&mut self.others, mine, theirs, join_known),
+        }
+    }
+}
+
+fn remember<T>(
+    last: &mut Option<[Rc<T>; 3]>,
+    mine: &mut Rc<T>,
+    theirs: &Rc<T>,
+    join: fn(&mut Rc<T>, &Rc<T>),
+) {
+    if Rc::ptr_eq(mine, theirs) {
+        return;
+    }
+    if let Some([before, joined, both]) = last
+        && Rc::ptr_eq(before, mine)
+        && Rc::ptr_eq(joined, theirs)
+    {
+        *mine = both.clone();
+        return;
+    }
+    let before = mine.clone();
+    join(mine, theirs);
+    *last = Some([before, theirs.clone(), mine.clone()]);
 }
 
 /// The views of a block's threads. Agents are numbered: threads, then their proxy fences, then the warps' wgmmas, then everyone's
@@ -136,23 +184,33 @@ fn covers(all: &[u32], part: &[u32]) -> bool {
 pub(crate) struct Clocks {
     block: u32,
     threads: u32,
+    /// Each thread's own time.
+    times: Vec<u32>,
     views: Vec<View>,
     /// Agents that came later.
     late: Vec<Agent>,
+    joins: Joins,
 }
 
 impl Clocks {
     /// Knows what threads knew by the warps' clocks.
     pub(super) fn new(block: u32, warp_times: &[u32], block_time: u32) -> Self {
         let threads = warp_times.len() as u32 * 32;
-        let view = |thread: u32| {
+        let view = |warp: usize| {
             let mut own = vec![0; 2 * threads as usize + warp_times.len() + 1];
             own[..threads as usize].fill(block_time);
-            let warp = thread as usize / 32;
             own[warp * 32..][..32].fill(warp_times[warp]);
-            View { own, others: None }
+            View { own: Rc::new(own), others: None }
         };
-        Self { block, threads, views: (0..threads).map(view).collect(), late: Vec::new() }
+        let warps: Vec<_> = (0..warp_times.len()).map(view).collect();
+        Self {
+            block,
+            threads,
+            times: warp_times.iter().flat_map(|time| [*time; 32]).collect(),
+            views: warps.into_iter().flat_map(|view| std::iter::repeat_n(view, 32)).collect(),
+            late: Vec::new(),
+            joins: Joins::default(),
+        }
     }
 
     /// Everyone's accesses before the last block barrier.
@@ -203,7 +261,7 @@ impl Clocks {
 
     /// The thread's accesses now.
     pub(crate) fn now(&self, thread: u32) -> Stamp {
-        self.stamp(thread, self.views[thread as usize].own[thread as usize])
+        self.stamp(thread, self.times[thread as usize])
     }
 
     /// Whether that access is ordered before the thread's next one.
@@ -240,55 +298,85 @@ impl Clocks {
 
     /// Starts a new time of the thread; what it did so far can be told from what it will do.
     pub(crate) fn tick(&mut self, thread: u32) {
-        self.views[thread as usize].own[thread as usize] += 1;
+        self.times[thread as usize] += 1;
     }
 
     /// Puts what the thread has done and seen into `view`.
     pub(crate) fn release(&mut self, thread: u32, view: &mut View) {
-        self.tick(thread);
-        view.join(&self.views[thread as usize]);
+        self.release_all(thread..thread + 1, view);
+    }
+
+    /// The same for several threads.
+    pub(crate) fn release_all(&mut self, threads: Range<u32>, view: &mut View) {
+        let threads = threads.start as usize..threads.end as usize;
+        let views = &self.views[threads.clone()];
+        for (i, mine) in views.iter().enumerate() {
+            if i == 0 || !mine.is_shared_with(&views[i - 1]) {
+                view.join(mine);
+            }
+        }
+        let times = &mut self.times[threads.clone()];
+        times.iter_mut().for_each(|time| *time += 1);
+        for (seen, time) in Rc::make_mut(&mut view.own)[threads].iter_mut().zip(times) {
+            *seen = (*seen).max(*time);
+        }
     }
 
     /// Lets the thread see what `view` holds.
     pub(crate) fn acquire(&mut self, thread: u32, view: &View) {
-        self.views[thread as usize].join(view);
+        self.joins.join(&mut self.views[thread as usize], view);
     }
 
     /// What the thread has done and seen, as other blocks may be told of it.
     pub(crate) fn publish(&mut self, thread: u32) -> Known {
-        self.tick(thread);
-        self.views[thread as usize].publish(self.block)
+        let mut view = View::default();
+        self.release(thread, &mut view);
+        view.publish(self.block)
     }
 
     /// Lets the thread see what other blocks have handed out.
     pub(crate) fn acquire_known(&mut self, thread: u32, known: &Rc<Known>) {
-        self.views[thread as usize].join_known(self.block, known);
+        let view = &mut self.views[thread as usize];
+        if let Some(own) = known.get(&self.block) {
+            self.joins.join_own(&mut view.own, own);
+        }
+        self.joins.join_others(&mut view.others, known);
     }
 
     /// Lets the thread see an agent's accesses before `time`.
     pub(crate) fn advance(&mut self, thread: u32, agent: u32, time: u32) {
-        self.views[thread as usize].raise(agent, time);
+        self.advance_all(thread..thread + 1, agent, time);
+    }
+
+    fn advance_all(&mut self, threads: Range<u32>, agent: u32, time: u32) {
+        let mut last: Option<[Seen; 2]> = None;
+        for view in &mut self.views[threads.start as usize..threads.end as usize] {
+            match &last {
+                Some([before, after]) if Rc::ptr_eq(before, &view.own) => view.own = after.clone(),
+                _ => {
+                    let before = view.own.clone();
+                    view.raise(agent, time);
+                    last = Some([before, view.own.clone()]);
+                }
+            }
+        }
     }
 
     /// The warp has waited for its groups of wgmmas before `group`.
     pub(crate) fn retire_wgmmas(&mut self, warp: u32, group: u32) {
-        for thread in warp * 32..warp * 32 + 32 {
-            self.advance(thread, self.wgmmas(warp), group);
-        }
+        self.advance_all(warp * 32..warp * 32 + 32, self.wgmmas(warp), group);
     }
 
     /// The thread's writes so far are fenced for the asynchronous units.
     pub(crate) fn fence(&mut self, thread: u32) {
         self.tick(thread);
-        self.advance(thread, self.threads + thread, self.now(thread).time);
+        self.views[thread as usize].raise(self.threads + thread, self.times[thread as usize]);
     }
 
     /// These threads see all that each has done.
     pub(crate) fn synchronise(&mut self, threads: Range<u32>) {
         let mut view = View::default();
-        for thread in threads.clone() {
-            self.release(thread, &mut view);
-        }
+        self.release_all(threads.clone(), &mut view);
         if threads.len() == self.threads as usize {
             view.raise(self.everyone().agent, 1);
         }

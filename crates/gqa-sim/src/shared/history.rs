@@ -46,7 +46,7 @@ pub(super) enum Trouble {
     Mbarrier,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Written {
     Never,
     Thread(Stamp),
@@ -67,6 +67,20 @@ struct History {
 impl Touch {
     pub(crate) fn by(thread: u32, kind: Kind) -> Self {
         Self { issuers: thread..thread + 1, kind }
+    }
+
+    /// What tells it from touches of other threads, other kinds and other times; `None` where more than that matters.
+    #[inline]
+    fn key(&self, clocks: &Clocks) -> Option<(u32, u32)> {
+        let kind = match self.kind {
+            Kind::Read => 0,
+            Kind::Write => 1,
+            Kind::BeginCopy => 2,
+            Kind::LandCopy => 3,
+            _ => return None,
+        };
+        let now = clocks.now(self.issuers.start);
+        Some((now.block << 13 | now.agent << 2 | kind, now.time))
     }
 
     fn is_async(&self) -> bool {
@@ -95,7 +109,8 @@ impl Touch {
         if !matches!(self.kind, Kind::LandCopy) {
             self.check_overwrite(history, clocks)?;
         }
-        Ok(Some(History { written, reads: Vec::new() }))
+        let is_same = history.written == written && history.reads.is_empty();
+        Ok((!is_same).then(|| History { written, reads: Vec::new() }))
     }
 
     fn read(&self, history: &History, clocks: &Clocks) -> Result<Option<History>, Trouble> {
@@ -178,8 +193,37 @@ pub(super) struct Histories {
     /// Histories of the bytes of words that are split.
     bytes: HashMap<usize, [u32; 4]>,
     histories: Vec<History>,
+    steps: Steps,
     /// So many histories and the unused are dropped.
     limit: usize,
+}
+
+/// What touches by single threads have made of histories, as far as it is remembered. A touch that was in order stays so: views only
+/// grow.
+struct Steps(Box<[Step]>);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Step {
+    from: u32,
+    to: u32,
+    who: u32,
+    time: u32,
+}
+
+impl Steps {
+    const COUNT: usize = 1 << 12;
+    const NONE: Step = Step { from: SPLIT, to: SPLIT, who: 0, time: 0 };
+
+    fn new() -> Self {
+        Self(vec![Self::NONE; Self::COUNT].into())
+    }
+
+    /// Where the step from a history by a touch of that kind is or will be.
+    #[inline]
+    fn place(&mut self, from: u32, (who, time): (u32, u32)) -> &mut Step {
+        let hash = from.wrapping_mul(0x9e37_79b9) ^ who.wrapping_mul(0x85eb_ca6b) ^ time;
+        &mut self.0[(hash ^ hash >> 15) as usize % Self::COUNT]
+    }
 }
 
 /// History of places that nobody has touched.
@@ -206,6 +250,7 @@ impl Histories {
             words: vec![UNTOUCHED; words],
             bytes: HashMap::new(),
             histories: vec![untouched],
+            steps: Steps::new(),
             limit: SLACK,
         }
     }
@@ -297,12 +342,28 @@ impl Histories {
         {
             return Ok(to);
         }
-        let next = match touch.apply(&self.histories[id as usize], clocks)? {
-            None => id,
-            Some(history) => self.push(history),
+        let next = match touch.key(clocks) {
+            None => self.apply(id, touch, clocks)?,
+            Some(key) => {
+                let step = *self.steps.place(id, key);
+                if (step.from, step.who, step.time) == (id, key.0, key.1) {
+                    step.to
+                } else {
+                    let to = self.apply(id, touch, clocks)?;
+                    *self.steps.place(id, key) = Step { from: id, to, who: key.0, time: key.1 };
+                    to
+                }
+            }
         };
         *last = Some((id, next));
         Ok(next)
+    }
+
+    fn apply(&mut self, id: u32, touch: &Touch, clocks: &Clocks) -> Result<u32, Trouble> {
+        Ok(match touch.apply(&self.histories[id as usize], clocks)? {
+            None => id,
+            Some(history) => self.push(history),
+        })
     }
 
     fn push(&mut self, history: History) -> u32 {
@@ -327,6 +388,7 @@ impl Histories {
             }
             *id = *place;
         }
+        self.steps = Steps::new();
         self.limit = 2 * kept.len() + SLACK;
         self.histories = kept;
     }

@@ -7,7 +7,7 @@ mod shadow;
 
 use crate::fault::FaultKind;
 use bytemuck::Pod;
-pub(crate) use clocks::{Clocks, Known, Stamp, View, join_known};
+pub(crate) use clocks::{Clocks, Known, Stamp, View, join_known, raise};
 pub(crate) use history::{Kind, Touch};
 use order::Order;
 pub(crate) use shadow::Who;
@@ -225,10 +225,14 @@ impl SharedMemory {
         offset: usize,
         receivers: [[u32; 2]; 4],
     ) -> Checked<[u32; 4]> {
-        for (i, lanes) in receivers.into_iter().enumerate() {
-            for lane in lanes {
+        for (i, [a, b]) in receivers.into_iter().enumerate() {
+            let mut read = |lane| {
                 let who = Who { thread: first + lane, ..Who::default() };
-                self.access_ordered(who, offset + 4 * i, 4, Access::Read)?;
+                self.access_ordered(who, offset + 4 * i, 4, Access::Read)
+            };
+            read(a)?;
+            if a != b {
+                read(b)?;
             }
         }
         Ok(*self.vec(offset))
