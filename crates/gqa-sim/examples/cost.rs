@@ -111,17 +111,13 @@ fn main() {
     print("sync_threads, 128 threads", cost(THREADS, |_| sync_threads()));
     print("launch, 128 threads, 48 KiB shared", launch_cost(128, 48 * 1024));
     print("launch, 1024 threads", launch_cost(1024, 0));
-    let ordered = |share, instruction: fn()| cost_in(&PLAIN, true, share, |_| instruction());
     println!("with vector clocks");
-    print("ld_shared u32", ordered(1, || _ = ld_shared::<u32>(shared_base() + 16 * thread_idx())));
-    print("ld_shared_vec", ordered(1, || _ = ld_shared_vec(shared_base() + 16 * thread_idx())));
-    print("st_shared_vec", ordered(1, || st_shared_vec(shared_base() + 16 * thread_idx(), [1; 4])));
-    print(
-        "ldmatrix_x4, per warp",
-        ordered(32, || _ = ldmatrix_x4(shared_base() + 16 * thread_idx())),
-    );
-    print("sync_warp", ordered(32, sync_warp));
-    print("sync_threads, 128 threads", ordered(THREADS, sync_threads));
+    print("ld_shared u32", cost_in(&PLAIN, true, 1, |_| ld_shared::<u32>(row())));
+    print("ld_shared_vec", cost_in(&PLAIN, true, 1, |_| ld_shared_vec(row())));
+    print("st_shared_vec", cost_in(&PLAIN, true, 1, |_| st_shared_vec(row(), [1; 4])));
+    print("ldmatrix_x4, per warp", cost_in(&PLAIN, true, 32, |_| ldmatrix_x4(row())));
+    print("sync_warp", cost_in(&PLAIN, true, 32, |_| sync_warp()));
+    print("sync_threads, 128 threads", cost_in(&PLAIN, true, THREADS, |_| sync_threads()));
     println!("in clusters of 8");
     let shape = Launch { cluster: 8, grid: [8, 1, 1], ..PLAIN };
     let peer = || peer_address(shared_base() + 16 * thread_idx(), (cluster_rank() + 1) % 8);
