@@ -15,13 +15,14 @@ part() {
   tail -n 20 "$out/$name.log"
 }
 
-# compared MODE NAME HEADS/KVxSIZE SIZES: peers and gqa in turn, then tables and figures beside them
+# compared MODE NAME HEADS/KVxSIZE SIZES: peers and gqa in turn, then tables and figures beside them; alone where there are none
 compared() {
-  local heads=${3%%/*} rest=${3#*/}
+  local heads=${3%%/*} rest=${3#*/} against=()
   part 170 "$2-peers" python3 "$here/peers.py" "$1" --heads "$3" --size "$4" --gqa "$gqa" --out "$out/$2-peers.json" \
     --peers "FlashAttention-3; cuDNN; FlashAttention-2"
+  [ -s "$out/$2-peers.json" ] && against=(--against "$out/$2-peers.json")
   part 90 "$2" "$gqa" bench "$1" --heads "$heads" --kv-heads "${rest%x*}" --head-size "${rest#*x}" --size "$4" \
-    --against "$out/$2-peers.json" --csv "$out/$2.csv" --plots "$out/$2" --report "$out/$2.html"
+    "${against[@]}" --csv "$out/$2.csv" --plots "$out/$2" --report "$out/$2.html"
 }
 
 tokens() { compared token tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
