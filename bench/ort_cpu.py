@@ -1,9 +1,9 @@
 """Times this project's CPU back end beside ONNX Runtime's CPU GroupQueryAttention: float32, rotary, shared cache, same threads, same run.
 
-    python3 bench/ort_cpu.py target/release/gqa [--threads N] [--rounds 3] [--json FILE]
+    python3 bench/ort_cpu.py target/release/gqa [--threads N] [--rounds 3] [--out FILE]
 
 Needs the wheels onnxruntime, onnx and numpy. The two take turns; each figure is the median of the rounds' medians. Run it on a machine
-that does nothing else.
+that does nothing else. FILE is for `gqa bench --backend cpu --dtype f32 --rotary half … --against FILE`.
 """
 import argparse
 import json
@@ -79,13 +79,13 @@ def main():
     parser.add_argument("gqa")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json")
+    parser.add_argument("--out", default="ort_cpu.json")
     options = parser.parse_args()
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
     session = onnxruntime.InferenceSession(model(), settings, providers=["CPUExecutionProvider"])
     print(f"onnxruntime {onnxruntime.__version__}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")
-    rows_of_table = []
+    written = {"provenance": {"onnxruntime": onnxruntime.__version__, "threads": str(options.threads)}, "results": [], "gqa": []}
     for rows, past in CALLS:
         bound, pairs = binding(session, rows, past), []
         for _ in range(options.rounds):
@@ -94,10 +94,12 @@ def main():
         spread = max(abs(ours_ / gqa - 1) for _, ours_ in pairs)
         print(f"{rows:5} rows, past {past:5}: gqa {gqa:8.2f} ms (rounds within {spread:.0%}), onnxruntime {ort:8.2f} ms, "
               f"ratio {ort / gqa:.2f}", flush=True)
-        rows_of_table.append({"query_length": rows, "past_length": past, "gqa_ms": gqa, "onnxruntime_ms": ort, "rounds": pairs})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows_of_table, file, indent=1)
+        call = {"dtype": "float32", "batch": 1, "query_length": rows, "past_length": past, "heads": HEADS, "kv_heads": KV_HEADS,
+                "head_size": SIZE, "causal": True, "window": -1}
+        written["results"].append({"peer": "ONNX Runtime CPU", **call, "median_us": ort * 1e3})
+        written["gqa"].append({**call, "median_us": gqa * 1e3, "rounds_ms": pairs})
+    with open(options.out, "w") as file:
+        json.dump(written, file, indent=1)
 
 
 if __name__ == "__main__":
