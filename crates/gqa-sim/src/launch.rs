@@ -189,8 +189,11 @@ fn run_apart(machine: Machine<'_>, clusters: u32) -> Outcome {
     }
 }
 
-/// Clusters that take turns in a launch whose blocks communicate.
-const RESIDENT: usize = 4;
+/// Clusters that take turns in a launch whose blocks communicate: a few, of up to so many blocks together.
+fn resident(cluster: u32) -> usize {
+    const BLOCKS: u32 = 16;
+    (BLOCKS / cluster).clamp(2, 4) as usize
+}
 
 /// Clusters start in an order that the seed decides, and a few of them take turns.
 fn run_in_turns(machine: Machine<'_>, clusters: u32, order: GlobalOrder) -> Outcome {
@@ -199,5 +202,5 @@ fn run_in_turns(machine: Machine<'_>, clusters: u32, order: GlobalOrder) -> Outc
     for last in (1..numbers.len()).rev() {
         numbers.swap(last, random.below(last + 1));
     }
-    schedule::run(machine, numbers, RESIDENT, Some(order))
+    schedule::run(machine, numbers, resident(machine.launch.cluster), Some(order))
 }

@@ -9,7 +9,7 @@ use crate::fault::{FaultKind, Place, Standstill, Threads};
 use crate::hopper;
 use crate::launch::{Launch, Report};
 use crate::panics;
-use crate::stack::ThreadStack;
+use crate::stack::{Reserved, ThreadStack};
 use corosensei::Coroutine;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -35,6 +35,8 @@ pub(crate) fn run(
     resident: usize,
     order: Option<GlobalOrder>,
 ) -> Result<Report, (u32, FaultKind)> {
+    let blocks = resident * machine.launch.cluster as usize;
+    let stacks = (blocks > 1).then(|| Reserved::new(blocks * machine.launch.threads as usize));
     let mut gang = Gang {
         machine,
         order: order.map(|order| Rc::new(RefCell::new(order))),
@@ -42,6 +44,7 @@ pub(crate) fn run(
         teams: Vec::new(),
         turn: (0, 0),
         report: Report::default(),
+        stacks,
     };
     let outcome = catch_unwind(AssertUnwindSafe(|| gang.run(&mut clusters.into_iter(), resident)));
     outcome.unwrap_or_else(|payload| {
@@ -60,6 +63,8 @@ struct Gang<'a> {
     /// Which team's which block runs.
     turn: (usize, usize),
     report: Report,
+    /// Where more than one block is resident. Dropped after the blocks.
+    stacks: Option<Reserved>,
 }
 
 /// The blocks of a cluster.
@@ -82,7 +87,8 @@ impl Gang<'_> {
             while self.teams.len() < resident
                 && let Some(number) = clusters.next()
             {
-                self.teams.push(Team::new(self.machine, number, &self.order));
+                let team = Team::new(self.machine, number, &self.order, self.stacks.as_ref());
+                self.teams.push(team);
             }
             let active: usize = self.teams.iter().map(|team| team.active.len()).sum();
             if active == 0 {
@@ -128,10 +134,15 @@ impl Gang<'_> {
 }
 
 impl Team {
-    fn new(machine: Machine<'_>, number: u32, order: &Option<Rc<RefCell<GlobalOrder>>>) -> Self {
+    fn new(
+        machine: Machine<'_>,
+        number: u32,
+        order: &Option<Rc<RefCell<GlobalOrder>>>,
+        stacks: Option<&Reserved>,
+    ) -> Self {
         let size = machine.launch.cluster;
         let numbers = number * size..number * size + size;
-        let runs: Vec<_> = numbers.map(|block| Run::new(machine, block, order)).collect();
+        let runs: Vec<_> = numbers.map(|block| Run::new(machine, block, order, stacks)).collect();
         // SAFETY: the team's blocks live as long as each other, and are lent as the running block only.
         let cluster = Rc::new(unsafe { Cluster::new(runs.iter().map(|run| run.block).collect()) });
         for (rank, run) in runs.iter().enumerate() {
@@ -196,14 +207,22 @@ enum Turn {
 }
 
 impl Run {
-    fn new(machine: Machine<'_>, number: u32, order: &Option<Rc<RefCell<GlobalOrder>>>) -> Self {
+    fn new(
+        machine: Machine<'_>,
+        number: u32,
+        order: &Option<Rc<RefCell<GlobalOrder>>>,
+        stacks: Option<&Reserved>,
+    ) -> Self {
+        let stack = || stacks.map_or_else(ThreadStack::take, Reserved::take);
         let Machine { launch, kernel, arguments } = machine;
         let mut block = Block::new(arguments, number, launch.grid, launch.threads);
         block.shared.reset(launch.shared_bytes);
         block.watch = Watch::new(order.clone(), launch.programmatic);
         Self {
             block: NonNull::from(Box::leak(Box::new(block))),
-            coroutines: (0..launch.threads).map(|_| coroutine(kernel, arguments)).collect(),
+            coroutines: (0..launch.threads)
+                .map(|_| coroutine(kernel, arguments, stack()))
+                .collect(),
             ready: (0..launch.threads as usize / 32).collect(),
             held: Vec::new(),
             waiting: 0,
@@ -365,10 +384,14 @@ impl Drop for Run {
 }
 
 /// A thread that has not started. It must not outlive `kernel` and `arguments`.
-fn coroutine(kernel: Kernel<'_>, arguments: &Arguments) -> Coroutine<(), (), (), ThreadStack> {
+fn coroutine(
+    kernel: Kernel<'_>,
+    arguments: &Arguments,
+    stack: ThreadStack,
+) -> Coroutine<(), (), (), ThreadStack> {
     // SAFETY: the block's `Run` drops its coroutines, and `run` borrows kernel and arguments for longer.
     unsafe {
-        Coroutine::with_stack_unchecked(ThreadStack::take(), move |yielder, ()| {
+        Coroutine::with_stack_unchecked(stack, move |yielder, ()| {
             block::with(|block| block.lane().yielder = Some(NonNull::from(yielder)));
             kernel(arguments);
         })

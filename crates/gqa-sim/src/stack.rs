@@ -2,6 +2,7 @@
 
 use corosensei::stack::{DefaultStack, Stack, StackPointer};
 use std::cell::{Cell, RefCell};
+use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Room for a kernel compiled without optimisation; the system provides only what is touched.
 const BYTES: usize = 256 * 1024;
@@ -15,6 +16,8 @@ const COLOURS: usize = 64;
 pub(crate) struct ThreadStack {
     memory: DefaultStack,
     skipped: usize,
+    /// Of the stock that all threads of the host share.
+    shared: bool,
 }
 
 thread_local! {
@@ -22,21 +25,65 @@ thread_local! {
     static MADE: Cell<usize> = const { Cell::new(0) };
 }
 
-impl ThreadStack {
+/// Stacks of blocks that take turns. A host that ran clusters of thousands of threads on each of many cores would run out of mappings.
+struct Stock {
+    idle: Vec<ThreadStack>,
+    /// Stacks that are reserved.
+    reserved: usize,
+}
+
+static STOCK: Mutex<Stock> = Mutex::new(Stock { idle: Vec::new(), reserved: 0 });
+static RETURNED: Condvar = Condvar::new();
+/// Stacks that are reserved together, unless one launch needs more.
+const STOCKED: usize = 8192;
+
+/// The right to take so many stacks of the stock.
+pub(crate) struct Reserved(usize);
+
+impl Reserved {
+    /// Waits until there are so many. Whoever has some must not ask for more.
+    pub(crate) fn new(count: usize) -> Self {
+        let stock = STOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_short = |stock: &mut Stock| stock.reserved > 0 && stock.reserved + count > STOCKED;
+        let mut stock =
+            RETURNED.wait_while(stock, is_short).unwrap_or_else(PoisonError::into_inner);
+        stock.reserved += count;
+        Self(count)
+    }
+
     /// One that is not in use, or a new one.
+    pub(crate) fn take(&self) -> ThreadStack {
+        let idle = STOCK.lock().unwrap_or_else(PoisonError::into_inner).idle.pop();
+        idle.unwrap_or_else(|| ThreadStack::new(true))
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        STOCK.lock().unwrap_or_else(PoisonError::into_inner).reserved -= self.0;
+        RETURNED.notify_all();
+    }
+}
+
+impl ThreadStack {
+    /// One of this thread of the host that is not in use, or a new one.
     pub(crate) fn take() -> Self {
-        IDLE.with_borrow_mut(Vec::pop).unwrap_or_else(Self::new)
+        IDLE.with_borrow_mut(Vec::pop).unwrap_or_else(|| Self::new(false))
     }
 
-    /// Keeps it for the next [`Self::take`] on this thread of the host.
+    /// Keeps it for later, where it was taken.
     pub(crate) fn give_back(self) {
-        IDLE.with_borrow_mut(|idle| idle.push(self));
+        if self.shared {
+            STOCK.lock().unwrap_or_else(PoisonError::into_inner).idle.push(self);
+        } else {
+            IDLE.with_borrow_mut(|idle| idle.push(self));
+        }
     }
 
-    fn new() -> Self {
+    fn new(shared: bool) -> Self {
         let number = MADE.replace(MADE.get() + 1);
         let memory = DefaultStack::new(BYTES).expect("memory for a thread's stack");
-        Self { memory, skipped: number % COLOURS * STEP * CACHE_LINE }
+        Self { memory, skipped: number % COLOURS * STEP * CACHE_LINE, shared }
     }
 }
 

@@ -255,3 +255,14 @@ fn barriers_of_the_cluster_order_what_block_barriers_and_warps_did() {
         .unwrap();
     }
 }
+
+/// More threads at once than one process gets stacks for, were all of them to have their own.
+#[test]
+fn large_clusters_run_side_by_side() {
+    let shape = Launch { grid: [64, 1, 1], threads: 512, cluster: 16, ..shape(1) };
+    let run = || {
+        let report = launch(&shape, &|_: &Arguments| sync_cluster(), &[]).unwrap();
+        assert_eq!(report.blocks, 64);
+    };
+    std::thread::scope(|scope| (0..3).for_each(|_| _ = scope.spawn(run)));
+}

@@ -48,6 +48,7 @@ impl Sim {
 
     fn launch(&self, launch: &Launch, memory: &Memory<'_>) -> Result<()> {
         let Launch { entry, grid, cluster, programmatic, args, params } = launch;
+        launch.check_cluster()?;
         tracing::debug!(
             entry = entry.name,
             ?grid,
@@ -93,8 +94,7 @@ fn is_early(arg: &Arg) -> bool {
     let (Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. })) = arg else {
         return false;
     };
-    let new = [TensorId::Query, TensorId::Key, TensorId::Value, TensorId::Output];
-    !new.contains(id)
+    !matches!(id, TensorId::Query | TensorId::Key | TensorId::Value)
 }
 
 /// What kernels see of the host's memory.

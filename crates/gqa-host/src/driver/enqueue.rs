@@ -186,6 +186,7 @@ impl Device {
                 entry.name
             )));
         }
+        launch.check_cluster()?;
         tracing::debug!(
             entry = entry.name,
             ?grid,

@@ -139,6 +139,20 @@ pub struct Launch {
     pub params: Vec<u8>,
 }
 
+impl Launch {
+    /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole ones.
+    pub(crate) fn check_cluster(&self) -> Result<()> {
+        let (entry, cluster, blocks) = (self.entry, self.cluster, self.grid[0]);
+        if (1..=entry.max_cluster).contains(&cluster) && blocks.is_multiple_of(cluster) {
+            return Ok(());
+        }
+        Err(Error::NoKernel(format!(
+            "{} is launched in clusters of {cluster} of {blocks} blocks in x; it takes 1 to {}, and whole ones",
+            entry.name, entry.max_cluster
+        )))
+    }
+}
+
 /// A problem's launches on a device, and why these.
 #[derive(Clone, Debug)]
 pub struct Plan {
