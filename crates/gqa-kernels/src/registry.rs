@@ -239,7 +239,7 @@ kernels_by_head_size!(TILED, Tiled, "family-tiled",
 });
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
-    ([q 0, k 1, v 2, out 3] seqlens_k: i32, head_sink: T, out_rows: T, lse: f32; p: AttentionParams), {
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128, 1;
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;

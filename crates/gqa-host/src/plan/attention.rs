@@ -261,7 +261,7 @@ fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
     ]
 }
 
-/// Everything `hopper` asks for: tensor maps of what it reads and writes by tiles.
+/// Everything `hopper` asks for: tensor maps of what it reads by tiles.
 fn hopper_arguments(
     p: &Problem,
     params: &AttentionParams,
@@ -273,17 +273,14 @@ fn hopper_arguments(
         tensor_map(p, arg, strides, [params.head_size, rows, heads, params.batch], tile_rows)
     };
     let tensor = |id| tensor(p, id, 0);
-    // A warpgroup stores its 64 rows by itself.
-    const STORED_ROWS: u32 = 64;
     let (k, v) = (tensor(TensorId::PresentKey), tensor(TensorId::PresentValue));
     vec![
         ("q", map(query, params.q, q_len, q_heads, entry.rows)),
         ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
         ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
-        ("out", map(tensor(TensorId::Output), params.out, q_len, q_heads, STORED_ROWS)),
         ("seqlens_k", tensor(TensorId::SeqlensK)),
         ("head_sink", tensor(TensorId::HeadSink)),
-        ("out_rows", tensor(TensorId::Output)),
+        ("out", tensor(TensorId::Output)),
         ("lse", tensor(TensorId::Lse)),
     ]
 }

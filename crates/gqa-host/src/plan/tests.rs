@@ -492,7 +492,7 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
     let all = (p.batch * p.q_heads * p.q_len) as usize;
     match name {
         "q" => rows(p.q, p.q_heads, p.q_len),
-        "out" | "out_rows" => rows(p.out, p.q_heads, p.q_len),
+        "out" => rows(p.out, p.q_heads, p.q_len),
         "k" | "v" => rows(p.k, p.kv_heads, p.capacity),
         "bias" => reach(p.bias, [p.batch, p.q_heads, p.q_len], p.qk_columns) * element,
         "head_sink" => p.q_heads as usize * element,

@@ -1,0 +1,342 @@
+//! A consumer warpgroup: 64 rows of every work tile of the block.
+
+use super::output::Output;
+use super::ring::Ring;
+use super::shape::{Tile, WARPGROUP};
+use super::softmax::{RowPair, Softmax};
+use super::work::{KeyTiles, Slot};
+use crate::concept::softmax::LOG2_E;
+use crate::num::MmaElement;
+use crate::params::AttentionParams;
+use crate::simt::*;
+use core::marker::PhantomData;
+
+/// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup w's turn.
+const CLEARED: u32 = 8;
+
+/// What is not a tensor map.
+#[derive(Clone, Copy)]
+pub(super) struct Pointers<T> {
+    pub(super) head_sink: Global<T>,
+    pub(super) out: Global<T>,
+    pub(super) lse: Global<f32>,
+}
+
+/// A consumer warpgroup: `C` score, `W` packed weight and `O` output registers per thread.
+pub(super) struct Consumer<'a, T, S, const C: usize, const W: usize, const O: usize> {
+    p: &'a AttentionParams,
+    base: u32,
+    warpgroup: u32,
+    pointers: Pointers<T>,
+    softmax: Softmax<'a>,
+    /// The Q tile in use; before the first, the last of the ring.
+    q: Ring,
+    /// The next K or V tile.
+    kv: Ring,
+    /// Work tiles begun.
+    works: u32,
+    shape: PhantomData<S>,
+}
+
+/// Where a consumer is: the key tile whose weights it holds, and those still to come.
+#[derive(Clone, Copy)]
+struct Place {
+    slot: Slot,
+    keys: KeyTiles,
+    tile: u32,
+}
+
+impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
+    Consumer<'a, T, S, C, W, O>
+{
+    const BLOCK: u32 = S::WARPGROUPS * WARPGROUP;
+
+    #[inline(always)]
+    pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>) -> Self {
+        // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
+        let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
+        let factor = if p.softcap > 0.0 { LOG2_E } else { p.scale * LOG2_E };
+        let row = warpgroup * 64 + warp() % 4 * 16 + lane() / 4;
+        Self {
+            p,
+            base,
+            warpgroup,
+            pointers,
+            softmax: Softmax { p, factor, row },
+            q: Ring::START,
+            kv: Ring::START,
+            works: 0,
+            shape: PhantomData,
+        }
+    }
+
+    /// Everything, from the first work tile to the last.
+    #[inline(always)]
+    pub(super) fn run(&mut self) {
+        // The first turn is warpgroup 0's.
+        if self.warpgroup + 1 == S::WARPGROUPS {
+            self.pass_turn();
+        }
+        let mut at = self.begin();
+        if !at.keys.is_empty() {
+            self.attend(&mut at);
+        }
+        // The turn that went round comes to rest.
+        if self.warpgroup == 0 {
+            self.take_turn();
+        }
+    }
+
+    /// The next S = Q · Kᵀ is issued before the P · V of the current one, over the borders of work tiles too: the softmax of a work
+    /// tile's first scores and the way out of its output hide behind matrix products like all others.
+    #[inline(always)]
+    fn attend(&mut self, at: &mut Place) {
+        let mut o = [0.0; O];
+        let mut rows = RowPair::EMPTY;
+        self.wait_tile(self.kv);
+        self.take_turn();
+        let mut s = self.issue_scores();
+        self.pass_turn();
+        wgmma_wait::<0>();
+        self.release_tile();
+        self.release_queries(at);
+        self.cap_and_mask(&mut s, at);
+        let upper = self.softmax.raise(0, &s, &mut rows);
+        let lower = self.softmax.raise(1, &s, &mut rows);
+        self.softmax.weigh(0, &mut s, &mut rows, upper);
+        self.softmax.weigh(1, &mut s, &mut rows, lower);
+        let mut weights = pack::<T, C, W>(&s);
+        loop {
+            let from = *at;
+            let ends = at.tile == at.keys.first;
+            if ends {
+                *at = self.begin();
+                if at.keys.is_empty() {
+                    *at = from;
+                    break;
+                }
+            } else {
+                at.tile -= 1;
+            }
+            let values = self.kv.next(S::STAGES);
+            self.clear_values(&from, values);
+            self.wait_tile(self.kv);
+            self.take_turn();
+            let mut s = self.issue_scores();
+            self.wait_tile(values);
+            self.issue_output(&mut o, &weights, values);
+            self.pass_turn();
+            wgmma_wait::<1>();
+            self.release_tile();
+            self.release_queries(at);
+            let done = rows;
+            if ends {
+                rows = RowPair::EMPTY;
+            }
+            self.cap_and_mask(&mut s, at);
+            let upper = self.softmax.raise(0, &s, &mut rows);
+            let lower = self.softmax.raise(1, &s, &mut rows);
+            self.softmax.weigh(0, &mut s, &mut rows, upper);
+            self.pin(rows.sum[0]);
+            wgmma_wait::<0>();
+            scale(&mut o, if ends { [1.0; 2] } else { [upper.factor, lower.factor] });
+            self.softmax.weigh(1, &mut s, &mut rows, lower);
+            self.release_tile();
+            if ends {
+                self.finish(&mut o, &done, from.slot);
+                o = [0.0; O];
+            }
+            weights = pack::<T, C, W>(&s);
+        }
+        self.clear_values(at, self.kv);
+        self.wait_tile(self.kv);
+        self.take_turn();
+        self.issue_output(&mut o, &weights, self.kv);
+        self.pass_turn();
+        wgmma_wait::<0>();
+        self.finish(&mut o, &rows, at.slot);
+    }
+
+    /// Waits for the next work tile's description and Q.
+    #[inline(always)]
+    fn begin(&mut self) -> Place {
+        if self.works > 0 {
+            self.q = self.q.next(S::Q_STAGES);
+        }
+        mbarrier_wait(self.base + S::Q_FULL + self.q.barrier(), self.q.parity);
+        let slot = Slot::new::<S>(self.base, self.works);
+        self.works += 1;
+        let keys = slot.keys();
+        Place { slot, keys, tile: keys.end.wrapping_sub(1) }
+    }
+
+    /// Waits for the tensor cores.
+    #[inline(always)]
+    fn take_turn(&self) {
+        named_barrier_sync(1 + self.warpgroup, 2 * WARPGROUP);
+    }
+
+    /// Hands the tensor cores on.
+    #[inline(always)]
+    fn pass_turn(&self) {
+        let next = if self.warpgroup + 1 == S::WARPGROUPS { 0 } else { self.warpgroup + 1 };
+        named_barrier_arrive(1 + next, 2 * WARPGROUP);
+    }
+
+    #[inline(always)]
+    fn wait_tile(&self, at: Ring) {
+        mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
+    }
+
+    /// This warp has read the next K or V tile.
+    #[inline(always)]
+    fn release_tile(&mut self) {
+        if lane() == 0 {
+            mbarrier_arrive(self.base + S::KV_EMPTY + self.kv.barrier());
+        }
+        self.kv = self.kv.next(S::STAGES);
+    }
+
+    /// This warp has read the Q tile for the last time, if the key tile is the last.
+    #[inline(always)]
+    fn release_queries(&self, at: &Place) {
+        if at.tile == at.keys.first && lane() == 0 {
+            mbarrier_arrive(self.base + S::Q_EMPTY + self.q.barrier());
+        }
+    }
+
+    /// Issues S = Q · Kᵀ.
+    #[inline(always)]
+    fn issue_scores(&self) -> [f32; C] {
+        let q = self.base + self.q.stage * S::Q_BYTES + self.warpgroup * 64 * 128;
+        // Opaque, or the descriptors of the only stage would be kept in registers, which large heads lack.
+        let q = Descriptor::new(if S::Q_STAGES == 1 { opaque(q) } else { q }, 16);
+        let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::KV_BYTES, 16);
+        wgmma_fence();
+        let mut s = T::wgmma(q.at(0), k.at(0));
+        let mut step = 1;
+        while step < S::D / 16 {
+            let (chunk, within) = (step / 4 * 128, step % 4 * 32);
+            T::wgmma_add(&mut s, q.at(chunk * S::ROWS + within), k.at(chunk * S::N + within));
+            step += 1;
+        }
+        wgmma_commit();
+        s
+    }
+
+    /// Issues O += P · V.
+    #[inline(always)]
+    fn issue_output(&self, o: &mut [f32; O], weights: &[u32; W], at: Ring) {
+        let v = Descriptor::new(self.base + S::KV + at.stage * S::KV_BYTES, S::N * 128);
+        wgmma_fence();
+        let mut step = 0;
+        while step < W / 4 {
+            let a = [
+                weights[4 * step],
+                weights[4 * step + 1],
+                weights[4 * step + 2],
+                weights[4 * step + 3],
+            ];
+            T::wgmma_add_registers(o, a, v.at(step as u32 * 16 * 128));
+            step += 1;
+        }
+        wgmma_commit();
+    }
+
+    /// What few calls and few tiles need.
+    #[inline(always)]
+    fn cap_and_mask(&self, s: &mut [f32; C], at: &Place) {
+        if self.p.softcap > 0.0 {
+            self.softmax.cap(s);
+        }
+        if at.tile >= at.keys.full_end || at.tile < at.keys.full_first {
+            let [.., row] = at.slot.place();
+            self.softmax.mask(s, at.slot.seqlen(), row, at.tile * S::N);
+        }
+    }
+
+    /// Holds the assembler back, which would otherwise wait for P · V before it begins with the exponentials.
+    #[inline(always)]
+    fn pin(&self, sum: f32) {
+        if lane() == 0 {
+            st_shared(self.base + S::SUMS + (warp() - 4) * 4, sum);
+        }
+    }
+
+    /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0.
+    #[inline(always)]
+    fn clear_values(&self, at: &Place, values: Ring) {
+        if at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
+            return;
+        }
+        let valid = at.slot.seqlen().total - at.tile * S::N;
+        if valid >= S::N {
+            return;
+        }
+        self.wait_tile(values);
+        let thread = self.warpgroup * WARPGROUP + thread_idx() % WARPGROUP;
+        let mut vector = valid * 8 + thread;
+        while vector < S::N * 8 {
+            let mut chunk = 0;
+            while chunk < S::CHUNKS {
+                let at = S::KV + values.stage * S::KV_BYTES + chunk * S::N * 128 + vector * 16;
+                st_shared_vec(self.base + at, [0; 4]);
+                chunk += 1;
+            }
+            vector += Self::BLOCK;
+        }
+        fence_proxy_async();
+        named_barrier_sync(CLEARED, Self::BLOCK);
+    }
+
+    /// Normalises the output of a finished work tile and writes it.
+    #[inline(always)]
+    fn finish(&self, o: &mut [f32; O], rows: &RowPair, slot: Slot) {
+        let output =
+            Output { p: self.p, place: slot.place(), seqlen: slot.seqlen(), row: self.softmax.row };
+        let factors = output.normalise(rows, self.pointers.head_sink, self.pointers.lse);
+        scale(o, factors);
+        output.store(o, self.pointers.out);
+    }
+}
+
+/// Descriptor of a tile with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks of columns `chunk_bytes` apart.
+#[derive(Clone, Copy)]
+struct Descriptor(u32);
+
+impl Descriptor {
+    #[inline(always)]
+    fn new(address: u32, chunk_bytes: u32) -> Self {
+        Self(address >> 4 | (chunk_bytes >> 4) << 16)
+    }
+
+    /// Of the part that starts `bytes` further on.
+    #[inline(always)]
+    fn at(self, bytes: u32) -> u64 {
+        const SWIZZLE_128: u32 = 1 << 30;
+        const GROUP: u32 = 1024 >> 4;
+        ((SWIZZLE_128 | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
+    }
+}
+
+/// Weights as the A operand of the next multiplication: accumulator and operand layouts agree.
+#[inline(always)]
+fn pack<T: MmaElement, const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
+    let mut weights = [0; W];
+    let mut i = 0;
+    while i < W {
+        weights[i] = T::pack(s[2 * i], s[2 * i + 1]);
+        i += 1;
+    }
+    weights
+}
+
+/// Multiplies each row by its factor.
+#[inline(always)]
+fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
+    let mut i = 0;
+    while i < O {
+        o[i] *= factors[i / 2 % 2];
+        i += 1;
+    }
+}

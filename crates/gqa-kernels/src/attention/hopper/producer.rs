@@ -1,0 +1,169 @@
+//! The producer warpgroup: one thread loads K and V, one loads Q and describes the work, one warp clears what sees nothing.
+
+use super::ring::Ring;
+use super::shape::{CHUNK, Tile};
+use super::work::{Slot, Work, quotient};
+use crate::num::MmaElement;
+use crate::params::AttentionParams;
+use crate::simt::*;
+
+/// Starts copying a tile of `rows` rows: one box per chunk of columns.
+#[inline(always)]
+fn load_tile<S: Tile>(
+    rows: u32,
+    destination: u32,
+    map: TensorMap,
+    row: u32,
+    head: u32,
+    batch: u32,
+    full: u32,
+) {
+    mbarrier_arrive_expect(full, rows * S::CHUNKS * 128);
+    let mut chunk = 0;
+    while chunk < S::CHUNKS {
+        let at = [chunk * CHUNK, row, head, batch];
+        tma_load(destination + chunk * rows * 128, map, at, full);
+        chunk += 1;
+    }
+}
+
+/// The ring of K and V tiles as its producer sees it.
+struct KeyValueRing {
+    base: u32,
+    ring: Ring,
+}
+
+impl KeyValueRing {
+    /// Waits until the stage is free, fills it and moves on.
+    #[inline(always)]
+    fn load<S: Tile>(&mut self, map: TensorMap, tile: u32, head: u32, batch: u32) {
+        let barrier = self.base + self.ring.barrier();
+        mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
+        let destination = self.base + S::KV + self.ring.stage * S::KV_BYTES;
+        let full = barrier + S::KV_FULL;
+        load_tile::<S>(S::N, destination, map, tile * S::N, head, batch, full);
+        self.ring = self.ring.next(S::STAGES);
+    }
+}
+
+/// One thread: K runs one tile ahead of V, over the borders of work tiles too, as the consumers need them; tiles from the
+/// right to the left.
+#[inline(always)]
+pub(super) fn load_keys_and_values<S: Tile>(
+    base: u32,
+    k: TensorMap,
+    v: TensorMap,
+    seqlens_k: Global<i32>,
+    p: &AttentionParams,
+) {
+    let mut ring = KeyValueRing { base, ring: Ring::START };
+    let group = quotient(p.q_heads, p.kv_heads);
+    // The V tile that comes after the next K tile: tile, head, batch.
+    let mut behind: Option<[u32; 3]> = None;
+    let mut index = block_idx_x();
+    while index < Work::count::<S>(p) {
+        let work = Work::new::<S>(index, p, seqlens_k);
+        let head = quotient(work.head, group);
+        let mut tile = work.keys.end;
+        while tile > work.keys.first {
+            tile -= 1;
+            ring.load::<S>(k, tile, head, work.batch);
+            if let Some([tile, head, batch]) = behind {
+                ring.load::<S>(v, tile, head, batch);
+            }
+            behind = Some([tile, head, work.batch]);
+        }
+        index += grid_dim_x();
+    }
+    if let Some([tile, head, batch]) = behind {
+        ring.load::<S>(v, tile, head, batch);
+    }
+}
+
+/// One thread: Q tiles and descriptions of work tiles.
+#[inline(always)]
+pub(super) fn load_queries<S: Tile>(
+    base: u32,
+    q: TensorMap,
+    seqlens_k: Global<i32>,
+    p: &AttentionParams,
+) {
+    let mut ring = Ring::START;
+    let mut n = 0;
+    let mut index = block_idx_x();
+    while index < Work::count::<S>(p) {
+        let work = Work::new::<S>(index, p, seqlens_k);
+        index += grid_dim_x();
+        if !work.keys.is_empty() {
+            let barrier = base + ring.barrier();
+            mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
+            Slot::new::<S>(base, n).write(&work);
+            let destination = base + ring.stage * S::Q_BYTES;
+            load_tile::<S>(
+                S::ROWS,
+                destination,
+                q,
+                work.row,
+                work.head,
+                work.batch,
+                barrier + S::Q_FULL,
+            );
+            n += 1;
+            ring = ring.next(S::Q_STAGES);
+        }
+    }
+    let barrier = base + ring.barrier();
+    mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
+    Slot::new::<S>(base, n).write_end();
+    mbarrier_arrive(barrier + S::Q_FULL);
+}
+
+/// One warp: the rows of work tiles that see nothing, because all are padding.
+#[inline(always)]
+pub(super) fn clear_padding<T: MmaElement, S: Tile>(
+    seqlens_k: Global<i32>,
+    out: Global<T>,
+    lse: Global<f32>,
+    p: &AttentionParams,
+) {
+    let mut index = block_idx_x();
+    while index < Work::count::<S>(p) {
+        let work = Work::new::<S>(index, p, seqlens_k);
+        if work.keys.is_empty() {
+            clear::<T, S>(&work, out, lse, p);
+        }
+        index += grid_dim_x();
+    }
+}
+
+#[inline(always)]
+fn clear<T: MmaElement, S: Tile>(
+    work: &Work,
+    out: Global<T>,
+    lse: Global<f32>,
+    p: &AttentionParams,
+) {
+    let vectors = p.head_size / T::PER_VEC;
+    let rows = (p.q_len - work.row).min(S::ROWS);
+    let mut i = lane();
+    while i < rows * vectors {
+        let row = quotient(i, vectors);
+        let column = (i - row * vectors) * T::PER_VEC;
+        out.store_vec(p.out.at(work.batch, work.head, work.row + row) + column as usize, [0; 4]);
+        i += 32;
+    }
+    if lse.is_null() {
+        return;
+    }
+    let mut row = lane();
+    while row < rows {
+        lse.store(lse_index(work.batch, work.head, work.row + row, p), f32::NEG_INFINITY);
+        row += 32;
+    }
+}
+
+/// Place of a row in (batch, query head, row).
+#[inline(always)]
+pub(super) fn lse_index(batch: u32, head: u32, row: u32, p: &AttentionParams) -> usize {
+    (batch * p.q_heads + head) as usize * p.q_len as usize + row as usize
+}

@@ -1,0 +1,26 @@
+//! Rings of tiles in shared memory: the copy engine fills a stage, the consumers empty it, over and over.
+
+/// Position in a ring.
+#[derive(Clone, Copy)]
+pub(super) struct Ring {
+    pub(super) stage: u32,
+    /// Parity of the phase in which the stage is filled; the opposite is that in which it was emptied before.
+    pub(super) parity: u32,
+}
+
+impl Ring {
+    pub(super) const START: Self = Self { stage: 0, parity: 0 };
+
+    /// The next position in a ring of `stages`.
+    #[inline(always)]
+    pub(super) fn next(self, stages: u32) -> Self {
+        let wraps = self.stage + 1 == stages;
+        Self { stage: if wraps { 0 } else { self.stage + 1 }, parity: self.parity ^ wraps as u32 }
+    }
+
+    /// Byte offset of the stage's barrier among its kind.
+    #[inline(always)]
+    pub(super) fn barrier(self) -> u32 {
+        self.stage * 8
+    }
+}

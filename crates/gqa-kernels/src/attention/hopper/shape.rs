@@ -1,0 +1,71 @@
+//! Shapes of work and the shared-memory maps that follow from them.
+
+/// Columns of a swizzled chunk: 128 bytes.
+pub(super) const CHUNK: u32 = 64;
+/// Threads of a warpgroup.
+pub(super) const WARPGROUP: u32 = 128;
+/// Work tiles whose descriptions are kept: those with a Q stage, the one that is being stored, one to spare.
+pub(super) const WORK_SLOTS: u32 = 4;
+/// Bytes of a description.
+pub(super) const WORK_BYTES: u32 = 48;
+/// Shared memory of a multiprocessor that one block can have.
+const SHARED: u32 = 227 * 1024;
+/// More K and V tiles in flight hide no more latency.
+const MAX_STAGES: u32 = 8;
+
+/// Shape of a block's work, and the shared-memory map that follows from it.
+pub(super) trait Tile {
+    /// Head size in the tile, a multiple of 16.
+    const D: u32;
+    /// Keys of a tile.
+    const N: u32;
+    /// Consumer warpgroups of 64 rows.
+    const WARPGROUPS: u32;
+    const ROWS: u32 = Self::WARPGROUPS * 64;
+    const CHUNKS: u32 = Self::D.div_ceil(CHUNK);
+    const Q_BYTES: u32 = Self::ROWS * Self::CHUNKS * 128;
+    const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
+    /// Q tiles in flight: two where shared memory allows, so that the next one is there before it is needed.
+    const Q_STAGES: u32 = if Self::D <= 128 { 2 } else { 1 };
+    /// K and V tiles in flight together.
+    const STAGES: u32 = {
+        let fit = (SHARED - Self::Q_STAGES * Self::Q_BYTES - 1024) / Self::KV_BYTES;
+        if fit < MAX_STAGES { fit } else { MAX_STAGES }
+    };
+    const KV: u32 = Self::Q_STAGES * Self::Q_BYTES;
+    const Q_FULL: u32 = Self::KV + Self::STAGES * Self::KV_BYTES;
+    const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_STAGES;
+    const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_STAGES;
+    const KV_EMPTY: u32 = Self::KV_FULL + 8 * Self::STAGES;
+    const WORK: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
+    /// A word for each consumer warp.
+    const SUMS: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
+    const BYTES: u32 = Self::SUMS + Self::WARPGROUPS * 16;
+}
+
+/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread.
+pub struct Hopper<
+    const D: u32,
+    const N: u32,
+    const G: u32,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+>;
+
+/// Head sizes up to 64.
+pub type D64 = Hopper<64, 128, 3, 64, 32, 32>;
+/// Head sizes up to 128.
+pub type D128 = Hopper<128, 128, 2, 64, 32, 64>;
+/// Head sizes up to 192.
+pub type D192 = Hopper<192, 112, 2, 56, 28, 96>;
+/// Head sizes up to 256.
+pub type D256 = Hopper<256, 80, 2, 40, 20, 128>;
+
+impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize> Tile
+    for Hopper<D, N, G, C, W, O>
+{
+    const D: u32 = D;
+    const N: u32 = N;
+    const WARPGROUPS: u32 = G;
+}

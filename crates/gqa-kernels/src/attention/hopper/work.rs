@@ -1,0 +1,137 @@
+//! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with the shortest.
+
+use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
+use crate::concept::seqlen::Seqlen;
+use crate::params::AttentionParams;
+use crate::simt::*;
+
+/// One work tile: query rows `row..row + ROWS` of a head, and the key tiles that they see.
+#[derive(Clone, Copy)]
+pub(super) struct Work {
+    pub(super) batch: u32,
+    pub(super) head: u32,
+    pub(super) row: u32,
+    pub(super) seqlen: Seqlen,
+    pub(super) keys: KeyTiles,
+}
+
+/// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`.
+#[derive(Clone, Copy)]
+pub(super) struct KeyTiles {
+    pub(super) first: u32,
+    pub(super) end: u32,
+    pub(super) full_first: u32,
+    pub(super) full_end: u32,
+}
+
+impl Work {
+    /// Work tile number `index` of the grid's numbering.
+    #[inline(always)]
+    pub(super) fn new<S: Tile>(index: u32, p: &AttentionParams, seqlens_k: Global<i32>) -> Self {
+        let row_tiles = p.q_len.div_ceil(S::ROWS);
+        let pairs = p.q_heads * p.batch;
+        let section = quotient(index, p.section * row_tiles);
+        let within = index - section * p.section * row_tiles;
+        let here = (pairs - section * p.section).min(p.section);
+        let nth = quotient(within, here);
+        let pair = section * p.section + within - nth * here;
+        let batch = quotient(pair, p.q_heads);
+        let row = (row_tiles - 1 - nth) * S::ROWS;
+        let seqlen =
+            Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
+        let keys = KeyTiles::new::<S>(row, seqlen, p);
+        Self { batch, head: pair - batch * p.q_heads, row, seqlen, keys }
+    }
+
+    /// Work tiles of the whole call.
+    #[inline(always)]
+    pub(super) fn count<S: Tile>(p: &AttentionParams) -> u32 {
+        p.q_len.div_ceil(S::ROWS) * p.q_heads * p.batch
+    }
+}
+
+impl KeyTiles {
+    /// The key tiles that rows `row..` see.
+    #[inline(always)]
+    fn new<S: Tile>(row: u32, seqlen: Seqlen, p: &AttentionParams) -> Self {
+        let Seqlen { total, past } = seqlen;
+        let last = (row + S::ROWS).min(p.q_len);
+        // One past the last key of the first and of the last row.
+        let (low, high) = if p.causal != 0 {
+            ((past + row + 1).min(total), (past + last).min(total))
+        } else {
+            (total, total)
+        };
+        let window = |end: u32| if p.window > 0 { end.saturating_sub(p.window) } else { 0 };
+        Self {
+            first: window(low) / S::N,
+            end: if past + row < total { high.div_ceil(S::N) } else { 0 },
+            full_first: window(high).div_ceil(S::N),
+            full_end: low / S::N,
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.first >= self.end
+    }
+}
+
+/// A description of a work tile in shared memory, written by the producer, read by the consumers where they need it.
+#[derive(Clone, Copy)]
+pub(super) struct Slot(u32);
+
+impl Slot {
+    /// The slot of the block's work tile number `n`.
+    #[inline(always)]
+    pub(super) fn new<S: Tile>(base: u32, n: u32) -> Self {
+        Self(base + S::WORK + n % WORK_SLOTS * WORK_BYTES)
+    }
+
+    #[inline(always)]
+    pub(super) fn write(self, work: &Work) {
+        let KeyTiles { first, end, full_first, full_end } = work.keys;
+        st_shared_vec(self.0, [first, end, full_first, full_end]);
+        st_shared_vec(self.0 + 16, [work.batch, work.head, work.row, 0]);
+        st_shared_vec(self.0 + 32, [work.seqlen.past, work.seqlen.total, 0, 0]);
+    }
+
+    /// Says that there is no more work.
+    #[inline(always)]
+    pub(super) fn write_end(self) {
+        st_shared_vec(self.0, [0; 4]);
+    }
+
+    /// Its key tiles; none at the end of work. Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what
+    /// follows in uniform registers.
+    #[inline(always)]
+    pub(super) fn keys(self) -> KeyTiles {
+        let [first, end, full_first, full_end] = ld_shared_vec(self.0);
+        let agreed = |word| shfl_idx_u32(word, 0);
+        KeyTiles {
+            first: agreed(first),
+            end: agreed(end),
+            full_first: agreed(full_first),
+            full_end: agreed(full_end),
+        }
+    }
+
+    /// Batch entry, head and first row.
+    #[inline(always)]
+    pub(super) fn place(self) -> [u32; 3] {
+        let [batch, head, row, _] = ld_shared_vec(self.0 + 16);
+        [batch, head, row]
+    }
+
+    #[inline(always)]
+    pub(super) fn seqlen(self) -> Seqlen {
+        let [past, total, ..] = ld_shared_vec(self.0 + 32);
+        Seqlen { past, total }
+    }
+}
+
+/// Division that compiles to no panic; divisors are never 0.
+#[inline(always)]
+pub(super) fn quotient(a: u32, b: u32) -> u32 {
+    a.checked_div(b).unwrap_or(0)
+}
