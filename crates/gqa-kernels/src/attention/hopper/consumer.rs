@@ -44,6 +44,15 @@ struct Place {
     slot: Slot,
     keys: KeyTiles,
     tile: u32,
+    /// Where the tiles end of which all rows see all keys.
+    bottom: u32,
+}
+
+/// What a consumer thread carries from key tile to key tile.
+struct State<const W: usize, const O: usize> {
+    o: [f32; O],
+    weights: [u32; W],
+    rows: RowPair,
 }
 
 impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
@@ -91,7 +100,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// tile's first scores and the way out of its output hide behind matrix products like all others.
     #[inline(always)]
     fn attend(&mut self, at: &mut Place) {
-        let mut o = [0.0; O];
+        let o = [0.0; O];
         let mut rows = RowPair::EMPTY;
         self.wait_tile(self.kv);
         self.take_turn();
@@ -105,49 +114,21 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let lower = self.softmax.raise(1, &s, &mut rows);
         self.softmax.weigh(0, &mut s, &mut rows, upper);
         self.softmax.weigh(1, &mut s, &mut rows, lower);
-        let mut weights = pack::<T, C, W>(&s);
+        let weights = pack::<T, C, W>(&s);
+        let mut state = State { o, weights, rows };
         loop {
-            let from = *at;
-            let ends = at.tile == at.keys.first;
-            if ends {
-                *at = self.begin();
-                if at.keys.is_empty() {
-                    *at = from;
-                    break;
+            if at.tile < at.keys.full_end && at.tile > at.bottom {
+                while at.tile > at.bottom {
+                    at.tile -= 1;
+                    self.step(&mut state);
                 }
-            } else {
-                at.tile -= 1;
+                self.release_queries(at);
             }
-            let values = self.kv.next(S::STAGES);
-            self.clear_values(&from, values);
-            self.wait_tile(self.kv);
-            self.take_turn();
-            let mut s = self.issue_scores();
-            self.wait_tile(values);
-            self.issue_output(&mut o, &weights, values);
-            self.pass_turn();
-            wgmma_wait::<1>();
-            self.release_tile();
-            self.release_queries(at);
-            let done = rows;
-            if ends {
-                rows = RowPair::EMPTY;
+            if !self.step_over_edge(&mut state, at) {
+                break;
             }
-            self.cap_and_mask(&mut s, at);
-            let upper = self.softmax.raise(0, &s, &mut rows);
-            let lower = self.softmax.raise(1, &s, &mut rows);
-            self.softmax.weigh(0, &mut s, &mut rows, upper);
-            self.pin(rows.sum[0]);
-            wgmma_wait::<0>();
-            scale(&mut o, if ends { [1.0; 2] } else { [upper.factor, lower.factor] });
-            self.softmax.weigh(1, &mut s, &mut rows, lower);
-            self.release_tile();
-            if ends {
-                self.finish(&mut o, &done, from.slot);
-                o = [0.0; O];
-            }
-            weights = pack::<T, C, W>(&s);
         }
+        let State { mut o, weights, rows } = state;
         self.clear_values(at, self.kv);
         self.wait_tile(self.kv);
         self.take_turn();
@@ -155,6 +136,80 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.pass_turn();
         wgmma_wait::<0>();
         self.finish(&mut o, &rows, at.slot);
+    }
+
+    /// The scores of the next key tile, the output of the last: all rows see all keys of both.
+    #[inline(always)]
+    fn step(&mut self, state: &mut State<W, O>) {
+        let values = self.kv.next(S::STAGES);
+        let mut s = self.multiply(state, values);
+        let State { o, weights, rows } = state;
+        let upper = self.softmax.raise(0, &s, rows);
+        let lower = self.softmax.raise(1, &s, rows);
+        self.softmax.weigh(0, &mut s, rows, upper);
+        self.part();
+        wgmma_wait::<0>();
+        // The second row's exponentials hide the rest.
+        self.softmax.weigh(1, &mut s, rows, lower);
+        scale(o, [upper.factor, lower.factor]);
+        *weights = pack::<T, C, W>(&s);
+        self.release_tile();
+    }
+
+    /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
+    /// whether there is a next one.
+    #[inline(always)]
+    fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Place) -> bool {
+        let from = *at;
+        // A vote, so that the assembler sees that a warp's lanes agree.
+        let ends = any_sync(at.tile == at.keys.first);
+        if ends {
+            *at = self.begin();
+            if at.keys.is_empty() {
+                *at = from;
+                return false;
+            }
+        } else {
+            at.tile -= 1;
+        }
+        let values = self.kv.next(S::STAGES);
+        self.clear_values(&from, values);
+        let mut s = self.multiply(state, values);
+        let State { o, weights, rows } = state;
+        self.release_queries(at);
+        let done = *rows;
+        if ends {
+            *rows = RowPair::EMPTY;
+        }
+        self.cap_and_mask(&mut s, at);
+        let upper = self.softmax.raise(0, &s, rows);
+        let lower = self.softmax.raise(1, &s, rows);
+        self.softmax.weigh(0, &mut s, rows, upper);
+        self.pin(rows.sum[0]);
+        wgmma_wait::<0>();
+        scale(o, if ends { [1.0; 2] } else { [upper.factor, lower.factor] });
+        self.softmax.weigh(1, &mut s, rows, lower);
+        self.release_tile();
+        if ends {
+            self.finish(o, &done, from.slot);
+            *o = [0.0; O];
+        }
+        *weights = pack::<T, C, W>(&s);
+        true
+    }
+
+    /// Issues the next S and this O; returns S when it is there.
+    #[inline(always)]
+    fn multiply(&mut self, state: &mut State<W, O>, values: Ring) -> [f32; C] {
+        self.wait_tile(self.kv);
+        self.take_turn();
+        let s = self.issue_scores();
+        self.wait_tile(values);
+        self.issue_output(&mut state.o, &state.weights, values);
+        self.pass_turn();
+        wgmma_wait::<1>();
+        self.release_tile();
+        s
     }
 
     /// Waits for the next work tile's description and Q.
@@ -167,7 +222,10 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
         let keys = slot.keys();
-        Place { slot, keys, tile: keys.end.wrapping_sub(1) }
+        // Large heads do better with one loop: they have too few registers for two.
+        let mixed = self.p.softcap > 0.0 || S::D > 128;
+        let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
+        Place { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
 
     /// Waits for the tensor cores.
@@ -209,7 +267,6 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     #[inline(always)]
     fn issue_scores(&self) -> [f32; C] {
         let q = self.base + self.q.stage * S::Q_BYTES + self.warpgroup * 64 * 128;
-        // Opaque, or the descriptors of the only stage would be kept in registers, which large heads lack.
         let q = Descriptor::new(if S::Q_STAGES == 1 { opaque(q) } else { q }, 16);
         let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::KV_BYTES, 16);
         wgmma_fence();
@@ -255,7 +312,18 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         }
     }
 
-    /// Holds the assembler back, which would otherwise wait for P · V before it begins with the exponentials.
+    /// The end of a basic block, over which the assembler moves nothing: it would wait for P · V before the exponentials otherwise.
+    /// The loop, which a capacity of 0 would enter, keeps it from making one block of both.
+    #[inline(always)]
+    fn part(&self) {
+        let mut rows = self.p.capacity;
+        while rows == 0 {
+            st_shared(self.base + S::SUMS + (warp() - 4) * 4, rows);
+            rows = self.p.q_len;
+        }
+    }
+
+    /// The same within a block: a store that depends on the first row's exponentials and that the wait may not overtake.
     #[inline(always)]
     fn pin(&self, sum: f32) {
         if lane() == 0 {
