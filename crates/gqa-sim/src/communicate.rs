@@ -56,8 +56,20 @@ struct Fences {
 pub(crate) struct Dependency {
     /// Where threads have waited.
     waited: Vec<Stamp>,
-    /// Threads that have, or have met one that has.
-    free: Vec<u32>,
+    /// For each thread whether it has, or has met one that has; missing: not.
+    free: Vec<bool>,
+}
+
+impl Dependency {
+    fn is_free(&self, thread: u32) -> bool {
+        self.free.get(thread as usize).is_some_and(|free| *free)
+    }
+
+    fn set_free(&mut self, thread: u32) {
+        let thread = thread as usize;
+        self.free.resize(self.free.len().max(thread + 1), false);
+        self.free[thread] = true;
+    }
 }
 
 impl Watch {
@@ -264,26 +276,28 @@ fn refuse(
 
 /// Faults if the access may meet grids before this one.
 fn check_dependency(block: &mut Block, argument: u32, access: Access) -> Checked {
-    let Some(dependency) = block.watch.as_ref().and_then(|watch| watch.dependency.as_ref()) else {
-        return Ok(());
-    };
     let thread = block.who.thread;
+    let Some(known) = dependency(block) else { return Ok(()) };
+    if known.is_free(thread) {
+        return Ok(());
+    }
     let is_early = block.arguments().memory(argument).is_some_and(|memory| memory.early);
-    if dependency.free.contains(&thread) || is_early && access == Access::Read {
+    if is_early && access == Access::Read {
         return Ok(());
     }
-    let waited = dependency.waited.clone();
-    if waited.into_iter().any(|stamp| block.sees(stamp)) {
-        free(block, thread);
-        return Ok(());
+    let waited = dependency(block).map_or_else(Vec::new, |known| known.waited.clone());
+    if !waited.into_iter().any(|stamp| block.sees(stamp)) {
+        return misuse(
+            block,
+            format!("it accesses argument {argument} before grid_dependency_wait"),
+        );
     }
-    misuse(block, format!("it accesses argument {argument} before grid_dependency_wait"))
+    dependency(block).into_iter().for_each(|known| known.set_free(thread));
+    Ok(())
 }
 
-fn free(block: &mut Block, thread: u32) {
-    if let Some(dependency) = block.watch.as_mut().and_then(|watch| watch.dependency.as_mut()) {
-        dependency.free.push(thread);
-    }
+fn dependency(block: &mut Block) -> Option<&mut Dependency> {
+    block.watch.as_mut()?.dependency.as_mut()
 }
 
 /// An atomic operation.
@@ -425,9 +439,9 @@ pub fn fence_gpu() {
 pub fn grid_dependency_wait() {
     block::with(|block| {
         let (now, thread) = (block.now(), block.who.thread);
-        if let Some(dependency) = block.watch.as_mut().and_then(|watch| watch.dependency.as_mut()) {
+        if let Some(dependency) = dependency(block) {
             dependency.waited.push(now);
-            dependency.free.push(thread);
+            dependency.set_free(thread);
         }
     });
 }
