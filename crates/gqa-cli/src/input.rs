@@ -53,7 +53,7 @@ impl Noise {
             DType::F16 => repeated(&block, f16::from_f32, shape)?.into(),
             DType::BF16 => repeated(&block, bf16::from_f32, shape)?.into(),
             DType::F32 => repeated(&block, |x| x, shape)?.into(),
-            DType::I32 | DType::I64 => bail!("noise of type {dtype}"),
+            DType::I32 | DType::I64 | DType::F64 | DType::Bool => bail!("noise of type {dtype}"),
         })
     }
 }

@@ -13,6 +13,29 @@ pub enum Phase {
     TokenGeneration,
 }
 
+/// Where query rows stand among the keys. What a row sees depends on its position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Alignment {
+    /// As [`Phase`] says: a first prompt begins at position 0, and its rows at or behind the sequence's length are padding; other
+    /// rows are the sequence's last.
+    Phase,
+    /// Row 0 has that position in every sequence, however long that is; there is no padding.
+    Past(usize),
+    /// The rows are the sequence's last. Where it is shorter than they are many, the first stand before key 0.
+    End,
+}
+
+/// What a call leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Computes {
+    /// Attention's outputs and the cache.
+    Attention,
+    /// As output, the rotated query.
+    Rotation,
+    /// The cache, with new rows.
+    Cache,
+}
+
 /// Where present_key and present_value live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CacheBinding {
@@ -20,6 +43,8 @@ pub enum CacheBinding {
     Shared,
     /// Past is copied, new rows follow, rows behind the sequence's length are zero.
     Separate,
+    /// There is none: key and value are all there is, in the call's layout, and attention reads them where they are.
+    External,
 }
 
 /// Order of the dimensions of query, key, value and output.
@@ -56,13 +81,19 @@ pub enum Sink {
     PerHead,
 }
 
-/// Which leading dimensions of attention_bias are 1 and repeat.
+/// attention_bias or attn_mask: (B or 1, N or 1, S or 1, columns).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BiasBroadcast {
-    /// One bias for all batch entries.
+pub struct Bias {
+    /// One for all batch entries.
     pub batch: bool,
-    /// One bias for all query heads.
+    /// One for all query heads.
     pub head: bool,
+    /// One for all query rows.
+    pub row: bool,
+    /// Row length. Keys from there on are hidden.
+    pub columns: usize,
+    /// Booleans that hide keys where they are false, rather than numbers to be added.
+    pub boolean: bool,
 }
 
 /// What output_qk receives.
@@ -74,6 +105,12 @@ pub enum QkOutput {
     BeforeSoftmax,
     /// Softmax weights; masked entries 0.
     AfterSoftmax,
+    /// After scale, for every key there is, masked or not.
+    Scaled,
+    /// After scale and softcap, for every key there is, masked or not.
+    Capped,
+    /// After scale, softcap and bias; masked entries -inf.
+    Biased,
 }
 
 /// Element distances of a (batch, head, row) tensor and where its first element is.
@@ -96,33 +133,44 @@ impl RowLayout {
     }
 }
 
-/// A GroupQueryAttention call whose shapes and attributes are legal and agree. Made by
-/// [`GroupQueryAttention::problem`](crate::op::GroupQueryAttention::problem) only.
+/// An operator call whose shapes and attributes are legal and agree. Made by
+/// [`GroupQueryAttention::problem`](crate::op::GroupQueryAttention::problem) and
+/// the `problem` of the other operators only.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Problem {
-    /// Type of query, key, value, caches, bias, sink, output.
+    /// The operator's name.
+    pub operator: &'static str,
+    /// What it computes.
+    pub computes: Computes,
+    /// Type of query, key, key cache, bias, sink, output.
     pub dtype: DType,
+    /// Type of value and value cache. Not that of the others in some calls of ONNX Attention only.
+    pub v_dtype: DType,
     /// B
     pub batch: usize,
     /// N
     pub q_heads: usize,
     /// Nk; divides N.
     pub kv_heads: usize,
-    /// H, a multiple of 8 up to 512.
+    /// H, of query and key: up to 512, and a multiple of 8 in GroupQueryAttention.
     pub head_size: usize,
+    /// Of value and output; H in GroupQueryAttention.
+    pub v_head_size: usize,
     /// S: query rows per batch entry.
     pub q_len: usize,
-    /// L: new K and V rows per batch entry: S, or 0 where the cache already holds all rows.
+    /// L: new K and V rows per batch entry. In GroupQueryAttention S, or 0 where the cache already holds all rows.
     pub new_len: usize,
-    /// T: total_sequence_length, the batch maximum; columns of attention_bias and output_qk.
+    /// T: the batch's longest sequence; columns of output_qk.
     pub total_len: usize,
     /// P: rows of past_key and past_value; 0 where absent.
     pub past_capacity: usize,
-    /// Rows of present_key and present_value.
+    /// Rows of present_key and present_value; of key and value where the cache is external.
     pub capacity: usize,
     /// What the rows are.
     pub phase: Phase,
+    /// Positions of the rows.
+    pub alignment: Alignment,
     /// Where present lives.
     pub cache: CacheBinding,
     /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
@@ -131,18 +179,20 @@ pub struct Problem {
     pub layout: Layout,
     /// Rotary embedding.
     pub rotary: Option<Rotary>,
-    /// Factor on q·k, resolved (never 0).
+    /// Factor on q·k, resolved.
     pub scale: f32,
     /// Scores become softcap · tanh(score / softcap).
     pub softcap: Option<f32>,
-    /// Newest visible keys, the query's own included.
+    /// A query at position p sees keys from p - window + 1 on: that many, its own included.
     pub window: Option<usize>,
+    /// A query at position p sees keys up to p + right_window. `None` where causal.
+    pub right_window: Option<usize>,
     /// A query at position p sees keys 0..=p; otherwise all valid keys.
     pub causal: bool,
     /// Extra logit.
     pub sink: Sink,
-    /// Additive bias (B or 1, N or 1, S, T).
-    pub bias: Option<BiasBroadcast>,
+    /// Additive bias or boolean mask.
+    pub bias: Option<Bias>,
     /// Score output.
     pub output_qk: QkOutput,
     /// Whether log-sum-exp is wanted.
@@ -155,22 +205,56 @@ impl Problem {
         self.q_heads / self.kv_heads
     }
 
-    /// Shape of query-like tensors with `heads` heads and `rows` rows in this call's layout.
-    pub fn rows_shape(&self, heads: usize, rows: usize) -> Vec<usize> {
+    /// Whether there are present tensors.
+    pub fn has_present(&self) -> bool {
+        self.cache != CacheBinding::External
+    }
+
+    /// Shape of a tensor with `heads` heads of `size` elements and `rows` rows in this call's layout.
+    fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
         match self.layout {
-            Layout::Bsnh => vec![self.batch, rows, heads * self.head_size],
-            Layout::Bnsh => vec![self.batch, heads, rows, self.head_size],
+            Layout::Bsnh => vec![self.batch, rows, heads * size],
+            Layout::Bnsh => vec![self.batch, heads, rows, size],
         }
     }
 
-    /// Shape of present_key and present_value.
-    pub fn present_shape(&self) -> [usize; 4] {
-        [self.batch, self.kv_heads, self.capacity, self.head_size]
+    /// Shape of query, unpacked.
+    pub fn query_shape(&self) -> Vec<usize> {
+        self.shape(self.q_heads, self.q_len, self.head_size)
     }
 
-    /// Layout of a dense query-like tensor.
-    fn rows_layout(&self, heads: usize, rows: usize) -> RowLayout {
-        let h = self.head_size;
+    /// Shape of key.
+    pub fn key_shape(&self) -> Vec<usize> {
+        self.shape(self.kv_heads, self.new_len, self.head_size)
+    }
+
+    /// Shape of value.
+    pub fn value_shape(&self) -> Vec<usize> {
+        self.shape(self.kv_heads, self.new_len, self.v_head_size)
+    }
+
+    /// Shape of output.
+    pub fn output_shape(&self) -> Vec<usize> {
+        self.shape(self.q_heads, self.q_len, self.v_head_size)
+    }
+
+    /// Shape of present_key, or of past_key with `rows` rows.
+    pub fn key_cache_shape(&self, rows: usize) -> [usize; 4] {
+        [self.batch, self.kv_heads, rows, self.head_size]
+    }
+
+    /// Shape of present_value, or of past_value with `rows` rows.
+    pub fn value_cache_shape(&self, rows: usize) -> [usize; 4] {
+        [self.batch, self.kv_heads, rows, self.v_head_size]
+    }
+
+    /// Shape of output_qk.
+    pub fn scores_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.total_len]
+    }
+
+    /// Layout of a dense tensor with `heads` heads of `h` elements and `rows` rows.
+    fn rows_layout(&self, heads: usize, rows: usize, h: usize) -> RowLayout {
         match self.layout {
             Layout::Bsnh => {
                 RowLayout { offset: 0, batch: rows * heads * h, head: h, row: heads * h }
@@ -194,7 +278,11 @@ impl Problem {
 
     /// Query heads inside the `query` input.
     pub fn query_layout(&self) -> RowLayout {
-        if self.packed { self.packed_layout(0) } else { self.output_layout() }
+        if self.packed {
+            self.packed_layout(0)
+        } else {
+            self.rows_layout(self.q_heads, self.q_len, self.head_size)
+        }
     }
 
     /// New keys: inside `key`, or inside `query` where packed.
@@ -202,7 +290,7 @@ impl Problem {
         if self.packed {
             self.packed_layout(self.q_heads)
         } else {
-            self.rows_layout(self.kv_heads, self.new_len)
+            self.rows_layout(self.kv_heads, self.new_len, self.head_size)
         }
     }
 
@@ -211,18 +299,56 @@ impl Problem {
         if self.packed {
             self.packed_layout(self.q_heads + self.kv_heads)
         } else {
-            self.rows_layout(self.kv_heads, self.new_len)
+            self.rows_layout(self.kv_heads, self.new_len, self.v_head_size)
         }
     }
 
-    /// The output (and an unpacked, rotated query).
+    /// The output.
     pub fn output_layout(&self) -> RowLayout {
-        self.rows_layout(self.q_heads, self.q_len)
+        self.rows_layout(self.q_heads, self.q_len, self.v_head_size)
     }
 
-    /// A BNSH cache of `rows` rows.
+    /// A BNSH cache of `rows` key rows; of value rows too where these are as long.
     pub fn cache_layout(&self, rows: usize) -> RowLayout {
-        let h = self.head_size;
+        self.bnsh(rows, self.head_size)
+    }
+
+    fn bnsh(&self, rows: usize, h: usize) -> RowLayout {
         RowLayout { offset: 0, batch: self.kv_heads * rows * h, head: rows * h, row: h }
+    }
+
+    /// The keys that attention reads: present_key, or key where the cache is external.
+    pub fn keys_read(&self) -> RowLayout {
+        if self.has_present() { self.cache_layout(self.capacity) } else { self.key_layout() }
+    }
+
+    /// The values that attention reads.
+    pub fn values_read(&self) -> RowLayout {
+        if self.has_present() {
+            self.bnsh(self.capacity, self.v_head_size)
+        } else {
+            self.value_layout()
+        }
+    }
+
+    /// Shape of attention_bias or attn_mask with four dimensions.
+    pub fn bias_shape(&self) -> Option<[usize; 4]> {
+        let bias = self.bias?;
+        let dim = |broadcast, n| if broadcast { 1 } else { n };
+        let leading = [(bias.batch, self.batch), (bias.head, self.q_heads), (bias.row, self.q_len)];
+        let [b, n, s] = leading.map(|(broadcast, n)| dim(broadcast, n));
+        Some([b, n, s, bias.columns])
+    }
+
+    /// Rows of attention_bias or attn_mask; what broadcasts does not move.
+    pub fn bias_layout(&self) -> Option<RowLayout> {
+        let (bias, [_, n, s, columns]) = (self.bias?, self.bias_shape()?);
+        let stride = |broadcast, n| if broadcast { 0 } else { n };
+        Some(RowLayout {
+            offset: 0,
+            batch: stride(bias.batch, n * s * columns),
+            head: stride(bias.head, s * columns),
+            row: stride(bias.row, columns),
+        })
     }
 }

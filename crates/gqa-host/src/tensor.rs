@@ -17,16 +17,26 @@ pub enum DType {
     I32,
     /// Positions.
     I64,
+    /// IEEE double precision (ONNX Attention on the CPU).
+    F64,
+    /// Masks.
+    Bool,
 }
 
 impl DType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
+            Self::Bool => 1,
             Self::F16 | Self::BF16 => 2,
             Self::F32 | Self::I32 => 4,
-            Self::I64 => 8,
+            Self::I64 | Self::F64 => 8,
         }
+    }
+
+    /// Whether query, key and value of some operator may have the type.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::BF16 | Self::F64)
     }
 }
 
@@ -39,6 +49,8 @@ impl std::fmt::Display for DType {
             Self::BF16 => "bfloat16",
             Self::I32 => "int32",
             Self::I64 => "int64",
+            Self::F64 => "float64",
+            Self::Bool => "bool",
         })
     }
 }
@@ -65,6 +77,10 @@ pub enum Tensor {
     I32(ArrayD<i32>),
     /// int64
     I64(ArrayD<i64>),
+    /// float64
+    F64(ArrayD<f64>),
+    /// bool
+    Bool(ArrayD<bool>),
 }
 
 /// Runs `$body` with `$array` bound to the array inside, whatever its element type.
@@ -76,6 +92,8 @@ macro_rules! with_array {
             $crate::Tensor::BF16($array) => $body,
             $crate::Tensor::I32($array) => $body,
             $crate::Tensor::I64($array) => $body,
+            $crate::Tensor::F64($array) => $body,
+            $crate::Tensor::Bool($array) => $body,
         }
     };
 }
@@ -89,6 +107,8 @@ impl Tensor {
             Self::BF16(_) => DType::BF16,
             Self::I32(_) => DType::I32,
             Self::I64(_) => DType::I64,
+            Self::F64(_) => DType::F64,
+            Self::Bool(_) => DType::Bool,
         }
     }
 
@@ -128,6 +148,8 @@ impl Tensor {
             DType::BF16 => Self::BF16(ArrayD::from_elem(shape, bf16::ZERO)),
             DType::I32 => Self::I32(ArrayD::zeros(shape)),
             DType::I64 => Self::I64(ArrayD::zeros(shape)),
+            DType::F64 => Self::F64(ArrayD::zeros(shape)),
+            DType::Bool => Self::Bool(ArrayD::from_elem(shape, false)),
         }
     }
 
@@ -138,7 +160,8 @@ impl Tensor {
             DType::F32 => Some(Self::F32(array)),
             DType::F16 => Some(Self::F16(array.mapv(f16::from_f32))),
             DType::BF16 => Some(Self::BF16(array.mapv(bf16::from_f32))),
-            DType::I32 | DType::I64 => None,
+            DType::F64 => Some(Self::F64(array.mapv(f64::from))),
+            DType::I32 | DType::I64 | DType::Bool => None,
         }
     }
 
@@ -150,6 +173,8 @@ impl Tensor {
             Self::BF16(a) => a.iter().map(|x| x.to_f64()).collect(),
             Self::I32(a) => a.iter().map(|&x| x.into()).collect(),
             Self::I64(a) => a.iter().map(|&x| x as f64).collect(),
+            Self::F64(a) => a.iter().copied().collect(),
+            Self::Bool(a) => a.iter().map(|&x| f64::from(u8::from(x))).collect(),
         }
     }
 
@@ -158,9 +183,17 @@ impl Tensor {
         with_array!(self, a => bytemuck::cast_slice(a.as_slice().unwrap_or_default()))
     }
 
-    /// The elements' bytes in row-major order, to be written.
+    /// The elements' bytes in row-major order, to be written; none of a bool tensor, which not all bytes make.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        with_array!(self, a => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()))
+        match self {
+            Self::F32(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::F16(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::BF16(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::I32(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::I64(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::F64(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::Bool(_) => &mut [],
+        }
     }
 }
 
@@ -175,4 +208,4 @@ macro_rules! from_array {
         }
     )*};
 }
-from_array!(F32(f32), F16(f16), BF16(bf16), I32(i32), I64(i64));
+from_array!(F32(f32), F16(f16), BF16(bf16), I32(i32), I64(i64), F64(f64), Bool(bool));

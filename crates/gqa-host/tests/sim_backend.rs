@@ -66,13 +66,9 @@ fn lengths_that_lead_outside_the_cache_are_clamped() {
 
 #[test]
 fn what_the_planner_refuses_is_an_error() {
-    let all_off = Switches {
-        disable_flash_attention: true,
-        disable_memory_efficient_attention: true,
-        ..Switches::default()
-    };
+    let wrong_type = Switches { force: Some("gqa_general_f32"), ..Switches::default() };
     let step = Step::new(DType::F16, 1, &[20], 20);
-    let sim = Sim::default().with_switches(all_off);
+    let sim = Sim::default().with_switches(wrong_type);
     assert_eq!(sim.name(), "sim");
     let result = operator().run_in_place(&step.inputs(), &mut step.cache.clone(), &sim);
     assert!(matches!(result, Err(Error::NoKernel(_))), "{result:?}");

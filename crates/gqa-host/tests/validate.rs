@@ -2,8 +2,7 @@
 
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Shapes};
 use gqa_host::{
-    BiasBroadcast, CacheBinding, DType, Layout, Phase, Problem, QkOutput, Result, Sink, Tensor,
-    TensorDesc,
+    Bias, CacheBinding, DType, Layout, Phase, Problem, QkOutput, Result, Sink, Tensor, TensorDesc,
 };
 use ndarray::Array;
 
@@ -506,7 +505,9 @@ fn bias_and_sink() {
     for (shape, batch, head) in
         [([2, 4, 3, 5], false, false), ([1, 4, 3, 5], true, false), ([2, 1, 3, 5], false, true)]
     {
-        assert_eq!(accepts(bias(&shape)).bias, Some(BiasBroadcast { batch, head }));
+        let columns = shape[3];
+        let want = Bias { batch, head, row: false, columns, boolean: false };
+        assert_eq!(accepts(bias(&shape)).bias, Some(want));
     }
     let sink = |tensor| Call { head_sink: Some(tensor), ..Call::new() };
     refuses(sink(float(&[2])), "head_sink: got (2); allowed: (num_heads = 4)");

@@ -44,6 +44,30 @@ pub mod qk_output {
     pub const BEFORE_SOFTMAX: u32 = 1;
     /// Softmax weights; masked entries 0.
     pub const AFTER_SOFTMAX: u32 = 2;
+    /// Scores after scale, masked or not (unfused only, as what follows).
+    pub const SCALED: u32 = 3;
+    /// Scores after scale and softcap, masked or not.
+    pub const CAPPED: u32 = 4;
+    /// Scores after scale, softcap and bias; masked entries -inf.
+    pub const BIASED: u32 = 5;
+}
+
+/// Where query rows stand among the keys.
+pub mod alignment {
+    /// By [`AttentionParams::first_prompt`](super::AttentionParams::first_prompt), rows of padding included.
+    pub const PHASE: u32 = 0;
+    /// Row 0 at [`MaskedParams::position`](super::MaskedParams::position); no padding.
+    pub const POSITION: u32 = 1;
+    /// The last row at the sequence's last key, the first perhaps before key 0; no padding.
+    pub const END: u32 = 2;
+}
+
+/// Which rows are whole 16-byte vectors on 16-byte boundaries.
+pub mod vectors {
+    /// Those of query and key.
+    pub const KEYS: u32 = 1;
+    /// Those of value.
+    pub const VALUES: u32 = 2;
 }
 
 /// Scalars of every attention kernel (`general`, `tiled`, `hopper`, `split_kv`, `combine`).
@@ -80,7 +104,7 @@ pub struct AttentionParams {
     pub window: u32,
     /// One of [`sink`].
     pub sink: u32,
-    /// One of [`qk_output`] (general only).
+    /// One of [`qk_output`] (general and unfused only).
     pub qk_output: u32,
     /// Columns of output_qk: total_sequence_length.
     pub qk_columns: u32,
@@ -92,6 +116,30 @@ pub struct AttentionParams {
     pub softcap: f32,
     /// (query head, batch) pairs whose K and V share the L2 cache (hopper).
     pub section: u32,
+}
+
+/// Scalars of `general` and the unfused kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct MaskedParams {
+    /// As for other kernels; but `causal` and `window` are `left` and `right` here, and head_size is that of query and key.
+    pub attention: AttentionParams,
+    /// Elements of one head of value and output.
+    pub v_head_size: u32,
+    /// One of [`alignment`].
+    pub alignment: u32,
+    /// Position of row 0, for [`alignment::POSITION`].
+    pub position: u32,
+    /// A row at position p sees keys from p - left on; `u32::MAX`: no bound.
+    pub left: u32,
+    /// A row at position p sees keys up to p + right; `u32::MAX`: no bound.
+    pub right: u32,
+    /// Keys from there on are hidden.
+    pub columns: u32,
+    /// Sum of [`vectors`].
+    pub vectors: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 /// Scalars of every prologue kernel.
@@ -141,4 +189,5 @@ pub struct PrologueParams {
 }
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
+const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 14 * 4);

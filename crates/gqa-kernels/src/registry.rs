@@ -17,15 +17,16 @@ use {
         combine::{self, combine},
         general::{self, general},
         hopper, split_kv, tiled,
+        unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
     crate::num::{bf16, f16},
-    crate::params::{AttentionParams, PrologueParams},
+    crate::params::{AttentionParams, MaskedParams, PrologueParams},
     crate::prologue::{
         self,
         append::concat_kv_in_place,
-        concat::concat_new_to_past_kv,
+        concat::{concat_new_to_past_kv, concat_rows},
         lengths::{seqlens_to_pos_ids, sequence_lengths},
-        rope::rotary_embedding,
+        rope::{rotary_embedding, rotary_rows},
         unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
     },
     crate::simt::Global,
@@ -129,12 +130,17 @@ macro_rules! optional {
 static TABLES: &[&[Entry]] = &[
     CONCAT_KV_IN_PLACE,
     CONCAT_NEW_TO_PAST_KV,
+    CONCAT_ROWS,
     UNPACK_QKV,
     UNPACK_QKV_WITH_ROPE_AND_APPEND_KV,
     ROTARY_EMBEDDING,
+    ROTARY_ROWS,
     SEQUENCE_LENGTHS,
     SEQLENS_TO_POS_IDS,
     GENERAL,
+    UNFUSED_SCORES,
+    UNFUSED_SOFTMAX,
+    UNFUSED_VALUES,
     TILED,
     HOPPER,
     SPLIT_KV,
@@ -155,6 +161,13 @@ kernels!(CONCAT_NEW_TO_PAST_KV, Prologue, "family-prologue",
     gqa_concat_new_to_past_kv_f32 => concat_new_to_past_kv::<f32>, T = f32;
     gqa_concat_new_to_past_kv_f16 => concat_new_to_past_kv::<f16>, T = f16;
     gqa_concat_new_to_past_kv_bf16 => concat_new_to_past_kv::<bf16>, T = bf16;
+});
+
+kernels!(CONCAT_ROWS, Prologue, "family-prologue", (past: T, new: T, present: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_concat_rows_f32 => concat_rows::<f32>, T = f32;
+    gqa_concat_rows_f16 => concat_rows::<f16>, T = f16;
+    gqa_concat_rows_bf16 => concat_rows::<bf16>, T = bf16;
 });
 
 kernels!(UNPACK_QKV, Prologue, "family-prologue", (q: T, k: T, v: T, q_out: T, k_out: T, v_out: T; p: PrologueParams),
@@ -180,6 +193,14 @@ kernels!(ROTARY_EMBEDDING, Prologue, "family-prologue",
     gqa_rotary_embedding_bf16 => rotary_embedding::<bf16>, T = bf16;
 });
 
+kernels!(ROTARY_ROWS, Prologue, "family-prologue",
+    (q: T, cos: T, sin: T, position_ids: i64, q_out: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_rotary_rows_f32 => rotary_rows::<f32>, T = f32;
+    gqa_rotary_rows_f16 => rotary_rows::<f16>, T = f16;
+    gqa_rotary_rows_bf16 => rotary_rows::<bf16>, T = bf16;
+});
+
 kernels!(SEQUENCE_LENGTHS, Prologue, "family-prologue", (seqlens_k: i32, past: i32, total: i32; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_sequence_lengths => sequence_lengths, T = f32;
@@ -191,12 +212,36 @@ kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, posit
 });
 
 kernels!(GENERAL, General, "family-general",
-    (q: T, k: T, v: T, seqlens_k: i32, bias: T, head_sink: T, out: T, lse: f32, output_qk: T; p: AttentionParams),
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
            shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
     gqa_general_f32 => general::<f32>, T = f32;
     gqa_general_f16 => general::<f16>, T = f16;
     gqa_general_bf16 => general::<bf16>, T = bf16;
+});
+
+kernels!(UNFUSED_SCORES, Unfused, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
+    each { head_size: general::MAX_HEAD_SIZE, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
+           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
+    gqa_unfused_scores_f32 => unfused_scores::<f32>, T = f32;
+    gqa_unfused_scores_f16 => unfused_scores::<f16>, T = f16;
+    gqa_unfused_scores_bf16 => unfused_scores::<bf16>, T = bf16;
+});
+
+kernels!(UNFUSED_SOFTMAX, Unfused, "family-unfused",
+    (seqlens_k: i32, bias: T, mask: u8, head_sink: T, scores: f32, lse: f32, output_qk: T; p: MaskedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: unfused::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_unfused_softmax_f32 => unfused_softmax::<f32>, T = f32;
+    gqa_unfused_softmax_f16 => unfused_softmax::<f16>, T = f16;
+    gqa_unfused_softmax_bf16 => unfused_softmax::<bf16>, T = bf16;
+});
+
+kernels!(UNFUSED_VALUES, Unfused, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T; p: MaskedParams),
+    each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
+           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
+    gqa_unfused_values_f32 => unfused_values::<f32>, T = f32;
+    gqa_unfused_values_f16 => unfused_values::<f16>, T = f16;
+    gqa_unfused_values_bf16 => unfused_values::<bf16>, T = bf16;
 });
 
 /// Rows of a kernel with one shape of tiles per head size, for both 16-bit types:

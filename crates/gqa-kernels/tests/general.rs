@@ -5,7 +5,9 @@ mod support;
 use bytemuck::Zeroable;
 use gqa_kernels::attention::general;
 use gqa_kernels::num::{DType, Element};
-use gqa_kernels::params::{AttentionParams, Strides, qk_output, sink};
+use gqa_kernels::params::{
+    AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
+};
 use gqa_sim::Arg;
 use proptest::prelude::*;
 use support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide};
@@ -193,6 +195,20 @@ impl Case {
         bias
     }
 
+    fn masked<T: Element>(&self, t: &Tensors<T>) -> MaskedParams {
+        MaskedParams {
+            attention: self.params(t),
+            v_head_size: self.head_size,
+            alignment: alignment::PHASE,
+            position: 0,
+            left: self.window.checked_sub(1).unwrap_or(u32::MAX),
+            right: if self.causal { 0 } else { u32::MAX },
+            columns: if self.bias.is_some() { self.columns() } else { u32::MAX },
+            vectors: vectors::KEYS | vectors::VALUES,
+            reserved: 0,
+        }
+    }
+
     fn params<T: Element>(&self, t: &Tensors<T>) -> AttentionParams {
         let bias = self.bias.map_or(Strides::default(), |bias| Strides {
             batch: if bias.one_batch { 0 } else { t.bias.strides.batch },
@@ -225,11 +241,11 @@ impl Case {
     }
 
     fn launch<T: Element>(&self, t: &mut Tensors<T>) -> Result<(), TestCaseError> {
-        let p = self.params(t);
+        let p = self.masked(t);
         let or_null = |wanted: bool, arg| if wanted { arg } else { Arg::null() };
         start(
             entry("general", T::DTYPE),
-            self.blocks.min(general::grid(&p)[0]),
+            self.blocks.min(general::grid(&p.attention)[0]),
             self.seed,
             &[
                 Arg::read(&t.q.data),
@@ -237,6 +253,7 @@ impl Case {
                 Arg::read(&t.v.data),
                 Arg::read(&t.seqlens_k),
                 or_null(self.bias.is_some(), Arg::read(&t.bias.data)),
+                Arg::null(),
                 or_null(self.sink == sink::PER_HEAD, Arg::read(&t.head_sink)),
                 Arg::write(&mut t.out.data),
                 or_null(self.want_lse, Arg::write(&mut t.lse)),

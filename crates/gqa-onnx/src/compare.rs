@@ -23,7 +23,8 @@ impl Tolerance {
             DType::F32 => Self { absolute: 1e-5, relative: 1e-4 },
             DType::F16 => Self { absolute: 5e-3, relative: 5e-3 },
             DType::BF16 => Self { absolute: 1e-2, relative: 5e-2 },
-            DType::I32 | DType::I64 => Self { absolute: 0.0, relative: 0.0 },
+            DType::F64 => Self { absolute: 1e-12, relative: 1e-10 },
+            DType::I32 | DType::I64 | DType::Bool => Self { absolute: 0.0, relative: 0.0 },
         }
     }
 

@@ -106,7 +106,7 @@ impl Model {
     ) -> Result<Vec<Tensor>> {
         let count = self.outputs.iter().max().map_or(0, |last| last + 1);
         let computed = call.run(backend, count)?;
-        Ok(self.outputs.iter().filter_map(|&output| computed.get(output).cloned()).collect())
+        Ok(self.outputs.iter().filter_map(|&output| computed.get(output)?.clone()).collect())
     }
 }
 
@@ -415,11 +415,11 @@ pub(crate) mod tests {
         refused(|g| g.node.push(NodeProto::default()), "model: got 2 nodes; allowed: one node");
         refused(
             |g| g.node[0].domain.clear(),
-            "operator: got \"ai.onnx.GroupQueryAttention\"; allowed: com.microsoft.GroupQueryAttention",
+            "operator: got \"ai.onnx.GroupQueryAttention\"; allowed: com.microsoft.GroupQueryAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding",
         );
         refused(
             |g| g.node[0].op_type = "Add".into(),
-            "operator: got \"com.microsoft.Add\"; allowed: com.microsoft.GroupQueryAttention",
+            "operator: got \"com.microsoft.Add\"; allowed: com.microsoft.GroupQueryAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding",
         );
         refused(
             |g| g.node[0].input[5].clear(),
@@ -453,7 +453,7 @@ pub(crate) mod tests {
         );
         refused(
             |g| g.input[0] = value("q", 3, None),
-            "query (graph input 0): got int8; allowed: float32, float16, bfloat16, int32, int64",
+            "query (graph input 0): got int8; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
         );
         refused(
             |g| g.output[0].name = "q".into(),

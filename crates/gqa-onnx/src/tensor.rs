@@ -14,7 +14,7 @@ use crate::{Error, Result};
 const MAX_RANK: usize = 8;
 
 /// Element types as messages list them.
-pub(crate) const ELEMENT_TYPES: &str = "float32, float16, bfloat16, int32, int64";
+pub(crate) const ELEMENT_TYPES: &str = "float32, float16, bfloat16, float64, int32, int64, bool";
 
 /// The [`DType`] of a TensorProto.DataType number.
 pub(crate) fn dtype_of(number: i32) -> Option<DType> {
@@ -22,7 +22,9 @@ pub(crate) fn dtype_of(number: i32) -> Option<DType> {
         1 => Some(DType::F32),
         6 => Some(DType::I32),
         7 => Some(DType::I64),
+        9 => Some(DType::Bool),
         10 => Some(DType::F16),
+        11 => Some(DType::F64),
         16 => Some(DType::BF16),
         _ => None,
     }
@@ -34,7 +36,9 @@ fn number_of(dtype: DType) -> i32 {
         DType::F32 => 1,
         DType::I32 => 6,
         DType::I64 => 7,
+        DType::Bool => 9,
         DType::F16 => 10,
+        DType::F64 => 11,
         DType::BF16 => 16,
     }
 }
@@ -100,6 +104,10 @@ pub(crate) fn from_proto(proto: &TensorProto, what: &str) -> Result<Tensor> {
             .map(Tensor::BF16),
         DType::I32 => payload.array(i32::from_le_bytes, &proto.int32_data, Some).map(Tensor::I32),
         DType::I64 => payload.array(i64::from_le_bytes, &proto.int64_data, Some).map(Tensor::I64),
+        DType::F64 => payload.array(f64::from_le_bytes, &proto.double_data, Some).map(Tensor::F64),
+        DType::Bool => payload
+            .array(|[byte]: [u8; 1]| byte != 0, &proto.int32_data, |x| Some(x != 0))
+            .map(Tensor::Bool),
     }
 }
 
@@ -222,14 +230,17 @@ mod tests {
             ),
             (proto(1, &[2, -1]), "query: got dimensions [2, -1]; allowed: no negative dimension"),
             (proto(1, &[1; 9]), "query: got 9 dimensions; allowed: at most 8"),
-            (proto(3, &[1]), "query: got int8; allowed: float32, float16, bfloat16, int32, int64"),
+            (
+                proto(3, &[1]),
+                "query: got int8; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
+            ),
             (
                 proto(0, &[]),
-                "query: got undefined; allowed: float32, float16, bfloat16, int32, int64",
+                "query: got undefined; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
             ),
             (
                 proto(-7, &[]),
-                "query: got element type -7; allowed: float32, float16, bfloat16, int32, int64",
+                "query: got element type -7; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
             ),
             (
                 TensorProto { raw_data: vec![0; 5], ..proto(1, &[1]) },
@@ -264,7 +275,7 @@ mod tests {
     }
 
     fn any_tensor() -> impl Strategy<Value = Tensor> {
-        let dtype = prop_oneof![Just(1), Just(6), Just(7), Just(10), Just(16)];
+        let dtype = prop_oneof![Just(1), Just(6), Just(7), Just(9), Just(10), Just(11), Just(16)];
         (dtype, proptest::collection::vec(0..5i64, 0..4)).prop_flat_map(|(number, dims)| {
             let count = dims.iter().product::<i64>() as usize;
             let size = dtype_of(number).map_or(0, DType::size);

@@ -64,6 +64,8 @@ fn write_npy(path: &Path, tensor: &Tensor) -> std::io::Result<()> {
         DType::BF16 => "<u2",
         DType::I32 => "<i4",
         DType::I64 => "<i8",
+        DType::F64 => "<f8",
+        DType::Bool => "|b1",
     };
     let shape: String = tensor.shape().iter().map(|size| format!("{size},")).collect();
     let mut header =

@@ -201,27 +201,25 @@ pub struct Outputs {
 impl Outputs {
     /// Room for the outputs of `problem`.
     pub fn new(problem: &Problem) -> Self {
-        let present = Tensor::zeros(problem.dtype, &problem.present_shape());
         Self {
-            present_key: present.clone(),
-            present_value: present,
+            present_key: Tensor::zeros(problem.dtype, &problem.key_cache_shape(problem.capacity)),
+            present_value: Tensor::zeros(
+                problem.v_dtype,
+                &problem.value_cache_shape(problem.capacity),
+            ),
             ..Self::without_present(problem)
         }
     }
 
     fn without_present(problem: &Problem) -> Self {
         let rows = [problem.batch, problem.q_heads, problem.q_len];
-        let scores = [problem.batch, problem.q_heads, problem.q_len, problem.total_len];
         let empty = Tensor::zeros(problem.dtype, &[0]);
         Self {
-            output: Tensor::zeros(
-                problem.dtype,
-                &problem.rows_shape(problem.q_heads, problem.q_len),
-            ),
+            output: Tensor::zeros(problem.dtype, &problem.output_shape()),
             present_key: empty.clone(),
             present_value: empty,
             output_qk: (problem.output_qk != QkOutput::None)
-                .then(|| Tensor::zeros(problem.dtype, &scores)),
+                .then(|| Tensor::zeros(problem.dtype, &problem.scores_shape())),
             lse: problem.lse.then(|| Tensor::zeros(crate::DType::F32, &rows)),
         }
     }

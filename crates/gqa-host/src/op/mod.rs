@@ -1,8 +1,15 @@
 //! Operators: attributes and inputs as ONNX has them.
 
+mod attention;
+mod cache;
 mod gqa;
+mod rotary;
 mod shapes;
 mod validate;
+mod validate_attention;
 
+pub use attention::{Attention, AttentionInputs, AttentionOutputs};
 pub use gqa::{GroupQueryAttention, Inputs, KvCache, Outputs};
+pub use rotary::{RotaryEmbedding, RotaryInputs};
 pub use shapes::Shapes;
+pub use validate_attention::AttentionShapes;

@@ -5,9 +5,12 @@ mod pattern;
 mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
-use crate::{CacheBinding, Error, Phase, Problem, QkOutput, Result, Rotary, Sink};
+use crate::{
+    Alignment, CacheBinding, Computes, Error, Phase, Problem, QkOutput, Result, Rotary, Sink,
+};
 use inputs::{Heads, Query};
-use pattern::{MAX_COUNT, addressable, shape};
+pub(super) use inputs::{MAX_HEAD_SIZE, both};
+pub(super) use pattern::{Dim, MAX_COUNT, Pattern, addressable, shape};
 
 impl GroupQueryAttention {
     /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that present shares.
@@ -37,6 +40,10 @@ impl GroupQueryAttention {
     /// Checks all that types and shapes show. What seqlens_k and position_ids hold is left: the kernels keep within their tensors
     /// whatever it is.
     pub fn problem_from_shapes(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<Problem> {
+        if cache == CacheBinding::External {
+            let allowed = "a cache, shared or separate; an external one is ONNX Attention's";
+            return Err(Error::invalid("past_key", "an external cache", allowed));
+        }
         let heads = self.heads()?;
         self.check_numbers()?;
         let query = Query::of(inputs, heads, self.layout)?;
@@ -49,17 +56,22 @@ impl GroupQueryAttention {
         query.check_seqlens_k(inputs)?;
         let capacity = present_rows(rows, cache)?;
         let problem = Problem {
+            operator: "GroupQueryAttention",
+            computes: Computes::Attention,
             dtype: query.dtype,
+            v_dtype: query.dtype,
             batch: query.batch,
             q_heads: heads.query,
             kv_heads: heads.kv,
             head_size: query.head_size,
+            v_head_size: query.head_size,
             q_len: query.rows,
             new_len: rows.new,
             total_len: rows.total,
             past_capacity: rows.past,
             capacity,
             phase: phase(query.rows, rows.total),
+            alignment: Alignment::Phase,
             cache,
             packed: query.packed,
             layout: self.layout,
@@ -71,6 +83,7 @@ impl GroupQueryAttention {
             },
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: self.window(capacity),
+            right_window: None,
             causal: self.causal == 1,
             sink: Sink::from_inputs(query.head_sink(inputs)?, self.smooth_softmax),
             bias: query.bias(inputs)?,
@@ -189,21 +202,22 @@ struct Rows {
     past: usize,
 }
 
-/// Errs where a tensor that the call makes, or its rows, cannot be counted.
-fn check_sizes(p: &Problem) -> Result<()> {
-    let rows = |argument, dims: [usize; 3]| match dims
-        .iter()
-        .try_fold(1usize, |all, &n| all.checked_mul(n))
-    {
+/// Errs where rows are too many to be counted.
+pub(super) fn check_rows(argument: &'static str, dims: [usize; 3]) -> Result<()> {
+    match dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n)) {
         Some(0..=MAX_COUNT) => Ok(()),
         _ => Err(Error::invalid(
             argument,
             format!("{} rows", shape(&dims)),
             format!("up to {MAX_COUNT} in all"),
         )),
-    };
-    rows("query", [p.batch, p.q_heads, p.q_len])?;
-    rows("total_sequence_length", [p.batch, p.kv_heads, p.capacity])?;
-    addressable("total_sequence_length", &p.present_shape())?;
-    addressable("qk_output", &[p.batch, p.q_heads, p.q_len, p.total_len])
+    }
+}
+
+/// Errs where a tensor that the call makes, or its rows, cannot be counted.
+fn check_sizes(p: &Problem) -> Result<()> {
+    check_rows("query", [p.batch, p.q_heads, p.q_len])?;
+    check_rows("total_sequence_length", [p.batch, p.kv_heads, p.capacity])?;
+    addressable("total_sequence_length", &p.key_cache_shape(p.capacity))?;
+    addressable("qk_output", &p.scores_shape())
 }

@@ -1,13 +1,16 @@
-//! The cascade: flash attention over parts of the keys, flash attention, memory-efficient attention.
+//! The cascade: flash attention over parts of the keys, flash attention, memory-efficient attention, attention with all scores in
+//! memory.
 
 use super::decision::{Candidate, Decision, Rejection};
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
-use crate::{Error, Phase, Problem, QkOutput, Result, Sink};
+use crate::{Alignment, Error, Phase, Problem, QkOutput, Result, Sink};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled};
-use gqa_kernels::params::{AttentionParams, Strides, qk_output, sink};
+use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled, unfused};
+use gqa_kernels::params::{
+    AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
+};
 use gqa_kernels::registry::{Entry, Family, entries, find};
 
 /// Attention's kernel, and how many parts the keys are cut into.
@@ -64,8 +67,11 @@ fn consider(
     if let Some(forced) = forced.filter(|forced| forced.family != candidate.family()) {
         return Err(Rejection::NotForced { forced: forced.name });
     }
-    if candidate != Candidate::General {
-        takes_arguments(p)?;
+    takes_values(p)?;
+    match candidate {
+        Candidate::Unfused => {}
+        Candidate::General => takes_scores(p)?,
+        Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => suits_flash(p)?,
     }
     let entry = kernel(candidate, p, device, forced)?;
     let splits = match candidate {
@@ -74,7 +80,7 @@ fn consider(
             suits_hopper(p, device, switches)?;
             1
         }
-        Candidate::Tiled | Candidate::General => 1,
+        Candidate::Tiled | Candidate::General | Candidate::Unfused => 1,
     };
     Ok(Choice { candidate, entry, splits })
 }
@@ -86,12 +92,14 @@ impl Candidate {
             Self::Hopper => Family::Hopper,
             Self::Tiled => Family::Tiled,
             Self::General => Family::General,
+            Self::Unfused => Family::Unfused,
         }
     }
 
     fn disabled_by(self, switches: &Switches) -> Option<&'static str> {
         let by = |on: bool, name| on.then_some(name);
         match self {
+            Self::Unfused => None,
             Self::General => by(
                 switches.disable_memory_efficient_attention,
                 "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
@@ -110,15 +118,45 @@ fn forced(switches: &Switches) -> Option<&'static Entry> {
     switches.force.and_then(find).filter(|entry| entry.family != Family::Prologue)
 }
 
-/// Flash attention knows neither a bias nor score outputs.
-fn takes_arguments(p: &Problem) -> Result<(), Rejection> {
+/// No kernel mixes element types.
+fn takes_values(p: &Problem) -> Result<(), Rejection> {
+    match p.v_dtype == p.dtype {
+        true => Ok(()),
+        false => Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size }),
+    }
+}
+
+/// Memory-efficient attention has scores after the mask only.
+fn takes_scores(p: &Problem) -> Result<(), Rejection> {
+    match p.output_qk {
+        QkOutput::None | QkOutput::BeforeSoftmax | QkOutput::AfterSoftmax => Ok(()),
+        QkOutput::Scaled | QkOutput::Capped | QkOutput::Biased => {
+            Err(Rejection::Argument { name: "qk_matmul_output in modes 0 to 2" })
+        }
+    }
+}
+
+/// Flash attention knows neither a bias nor score outputs, and only GroupQueryAttention's positions, windows and head sizes.
+fn suits_flash(p: &Problem) -> Result<(), Rejection> {
     if p.bias.is_some() {
         return Err(Rejection::Argument { name: "attention_bias" });
     }
     if p.output_qk != QkOutput::None {
         return Err(Rejection::Argument { name: "output_qk" });
     }
-    Ok(())
+    if p.v_head_size != p.head_size {
+        return Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size });
+    }
+    if p.head_size % 8 != 0 {
+        return Err(Rejection::Vectors { got: p.head_size });
+    }
+    if p.right_window.is_some() || p.window.is_some() && !p.causal {
+        return Err(Rejection::Window);
+    }
+    match p.alignment {
+        Alignment::Phase => Ok(()),
+        got => Err(Rejection::Alignment { got }),
+    }
 }
 
 /// The candidate's entry with the smallest tile that holds the call's heads.
@@ -128,17 +166,18 @@ fn kernel(
     device: &DeviceInfo,
     forced: Option<&'static Entry>,
 ) -> Result<&'static Entry, Rejection> {
-    let mine = entries().filter(|entry| entry.family == candidate.family() && !is_combine(entry));
-    let mine = mine.filter(|entry| {
-        forced.is_none_or(|forced| forced.name == entry.name || is_combine(forced))
-    });
+    let mine = entries().filter(|entry| entry.family == candidate.family() && leads(entry));
+    let mine = mine
+        .filter(|entry| forced.is_none_or(|forced| forced.name == entry.name || !leads(forced)));
     let typed: Vec<_> = mine.filter(|entry| element(p.dtype) == Some(entry.dtype)).collect();
     let max = typed
         .iter()
         .map(|entry| entry.head_size)
         .max()
         .ok_or(Rejection::ElementType { got: p.dtype })?;
-    let large_enough = typed.into_iter().filter(|entry| entry.head_size as usize >= p.head_size);
+    let large_enough = typed
+        .into_iter()
+        .filter(|entry| entry.head_size as usize >= p.head_size.max(p.v_head_size));
     let smallest = large_enough.min_by_key(|entry| entry.head_size);
     let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     if entry.min_sm > device.sm {
@@ -156,6 +195,11 @@ fn kernel(
 /// The merge belongs to the family of `split_kv` and is never launched alone.
 fn is_combine(entry: &Entry) -> bool {
     entry.kernel().starts_with("combine")
+}
+
+/// Whether a kernel is its family's first: the merge of `split_kv` and the later unfused ones are never launched alone.
+fn leads(entry: &Entry) -> bool {
+    !is_combine(entry) && !matches!(entry.kernel(), "unfused_softmax" | "unfused_values")
 }
 
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
@@ -215,6 +259,11 @@ pub(super) fn launches(
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Choice { candidate, entry, splits } = *choice;
+    match candidate {
+        Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
+        Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
+        Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {}
+    }
     let mut params = params(p, query.strides, splits)?;
     params.section = hopper::section(&params, device.l2_bytes);
     let mut arguments = if candidate == Candidate::Hopper {
@@ -225,8 +274,7 @@ pub(super) fn launches(
     let grid = match candidate {
         Candidate::SplitKv => split_kv::grid(&params),
         Candidate::Hopper => hopper::grid(&params, entry.rows, device.multiprocessors),
-        Candidate::Tiled => tiled::grid(&params, entry.rows),
-        Candidate::General => general::grid(&params),
+        _ => tiled::grid(&params, entry.rows),
     };
     if splits > 1 {
         let (out, lse) = split_kv::partial_elements(&params);
@@ -246,14 +294,56 @@ pub(super) fn launches(
     Ok(launches)
 }
 
+fn general_launch(p: &Problem, entry: &'static Entry, query: Operand) -> Result<Launch> {
+    let params = masked_params(p, query.strides)?;
+    launch(entry, general::grid(&params.attention), &arguments(p, query.arg), &params)
+}
+
+/// Scores, softmax, and the weighted values.
+fn unfused_launches(
+    p: &Problem,
+    entry: &'static Entry,
+    query: Operand,
+    scratch: &mut Scratch,
+) -> Result<Vec<Launch>> {
+    let mut params = masked_params(p, query.strides)?;
+    params.columns = params.columns.min(params.attention.qk_columns);
+    let elements = p.scores_shape().iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+    let mut arguments = arguments(p, query.arg);
+    arguments.push(("scores", scratch.take(elements.unwrap_or(usize::MAX), size_of::<f32>())?));
+    let later = |kernel: &str| {
+        let found = entries().find(|e| e.kernel() == kernel && e.dtype == entry.dtype);
+        found.ok_or_else(|| Error::NoKernel(format!("{kernel} has no kernel for {}", p.dtype)))
+    };
+    let kernels = [
+        (entry, unfused::scores_grid(&params)),
+        (later("unfused_softmax")?, unfused::softmax_grid(&params)),
+        (later("unfused_values")?, unfused::values_grid(&params)),
+    ];
+    kernels.into_iter().map(|(entry, grid)| launch(entry, grid, &arguments, &params)).collect()
+}
+
+/// Where attention finds K and V.
+fn keys_and_values(p: &Problem) -> [Arg; 2] {
+    let [key, value] = match p.has_present() {
+        true => [TensorId::PresentKey, TensorId::PresentValue],
+        false => [TensorId::Key, TensorId::Value],
+    };
+    [tensor(p, key, 0), tensor(p, value, 0)]
+}
+
 /// Everything an attention kernel may ask for.
 fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
+    let [k, v] = keys_and_values(p);
+    let bias = tensor(p, TensorId::AttentionBias, 0);
+    let boolean = p.bias.is_some_and(|bias| bias.boolean);
     vec![
         ("q", query),
-        ("k", tensor(p, TensorId::PresentKey, 0)),
-        ("v", tensor(p, TensorId::PresentValue, 0)),
+        ("k", k),
+        ("v", v),
         ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
-        ("bias", tensor(p, TensorId::AttentionBias, 0)),
+        ("bias", if boolean { Arg::Null } else { bias }),
+        ("mask", if boolean { bias } else { Arg::Null }),
         ("head_sink", tensor(p, TensorId::HeadSink, 0)),
         ("out", tensor(p, TensorId::Output, 0)),
         ("lse", tensor(p, TensorId::Lse, 0)),
@@ -273,7 +363,7 @@ fn hopper_arguments(
         tensor_map(p, arg, strides, [params.head_size, rows, heads, params.batch], tile_rows)
     };
     let tensor = |id| tensor(p, id, 0);
-    let (k, v) = (tensor(TensorId::PresentKey), tensor(TensorId::PresentValue));
+    let [k, v] = keys_and_values(p);
     vec![
         ("q", map(query, params.q, q_len, q_heads, entry.rows)),
         ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
@@ -301,13 +391,12 @@ fn tensor_map(p: &Problem, arg: Arg, strides: Strides, size: [u32; 4], tile_rows
 }
 
 fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
-    let cache = strides(p.cache_layout(p.capacity));
     Ok(AttentionParams {
         q,
-        k: cache,
-        v: cache,
+        k: strides(p.keys_read()),
+        v: strides(p.values_read()),
         out: strides(p.output_layout()),
-        bias: bias_strides(p),
+        bias: p.bias_layout().map_or_else(Strides::zeroed, strides),
         batch: u32_of("batch", p.batch)?,
         q_heads: u32_of("query heads", p.q_heads)?,
         kv_heads: u32_of("KV heads", p.kv_heads)?,
@@ -326,6 +415,9 @@ fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
             QkOutput::None => qk_output::NONE,
             QkOutput::BeforeSoftmax => qk_output::BEFORE_SOFTMAX,
             QkOutput::AfterSoftmax => qk_output::AFTER_SOFTMAX,
+            QkOutput::Scaled => qk_output::SCALED,
+            QkOutput::Capped => qk_output::CAPPED,
+            QkOutput::Biased => qk_output::BIASED,
         },
         qk_columns: u32_of("total_sequence_length", p.total_len)?,
         splits,
@@ -335,15 +427,25 @@ fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
     })
 }
 
-/// (batch, head, row) of attention_bias; what broadcasts does not move.
-fn bias_strides(p: &Problem) -> Strides {
-    let Some(bias) = p.bias else { return Strides::zeroed() };
-    let row = p.total_len as u64;
-    let head = p.q_len as u64 * row;
-    let heads = if bias.head { 1 } else { p.q_heads as u64 };
-    Strides {
-        batch: if bias.batch { 0 } else { heads * head },
-        head: if bias.head { 0 } else { head },
-        row,
-    }
+fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
+    let bound = |bound: Option<usize>| {
+        bound.map_or(u32::MAX, |bound| u32::try_from(bound).unwrap_or(u32::MAX))
+    };
+    let (alignment, position) = match p.alignment {
+        Alignment::Phase => (alignment::PHASE, 0),
+        Alignment::Past(past) => (alignment::POSITION, past),
+        Alignment::End => (alignment::END, 0),
+    };
+    let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
+    Ok(MaskedParams {
+        attention: params(p, q, 1)?,
+        v_head_size: u32_of("value head size", p.v_head_size)?,
+        alignment,
+        position: u32_of("past rows", position)?,
+        left: bound(p.window.map(|window| window.saturating_sub(1))),
+        right: if p.causal { 0 } else { bound(p.right_window) },
+        columns: bound(p.bias.map(|bias| bias.columns)),
+        vectors: whole(p.head_size, vectors::KEYS) | whole(p.v_head_size, vectors::VALUES),
+        reserved: 0,
+    })
 }

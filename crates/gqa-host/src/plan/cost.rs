@@ -1,7 +1,7 @@
 //! What a call costs at least, whatever the kernels.
 
 use super::DeviceInfo;
-use crate::{CacheBinding, DType, Phase, Problem, QkOutput};
+use crate::{Alignment, CacheBinding, Computes, DType, Phase, Problem, QkOutput};
 
 /// Arithmetic and memory traffic that no kernel can avoid.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,25 +16,42 @@ impl Cost {
     /// Of a call in which every sequence has the batch's longest length.
     pub fn of(problem: &Problem) -> Self {
         let p = problem;
+        if p.computes != Computes::Attention {
+            return Self::of_rows(p);
+        }
         let size = p.dtype.size() as f64;
-        let [b, n, nk, h] = [p.batch, p.q_heads, p.kv_heads, p.head_size].map(|x| x as f64);
+        let [b, n, nk] = [p.batch, p.q_heads, p.kv_heads].map(|x| x as f64);
+        let widths = (p.head_size + p.v_head_size) as f64;
         let [s, l, t] = [p.q_len, p.new_len, p.total_len].map(|x| x as f64);
-        let row = b * nk * h * 2.0;
-        let query_and_output = 2.0 * b * n * s * h;
+        let row = b * nk * widths;
+        let query_and_output = b * n * s * widths;
         let kept = (keys_read(p) - l).max(0.0);
         let cache = match p.cache {
             CacheBinding::Shared => row * (l + l + kept),
             CacheBinding::Separate => row * (l + (t - l).max(0.0) + p.capacity as f64),
+            CacheBinding::External => row * keys_read(p),
         };
-        let bias = p.bias.map_or(0.0, |broadcast| {
-            s * t * if broadcast.batch { 1.0 } else { b } * if broadcast.head { 1.0 } else { n }
+        let bias = p.bias.zip(p.bias_shape()).map_or(0.0, |(bias, shape)| {
+            let elements: f64 = shape.iter().map(|&n| n as f64).product();
+            if bias.boolean { elements / size } else { elements }
         });
         let scores = if p.output_qk == QkOutput::None { 0.0 } else { b * n * s * t };
         let lse = if p.lse { 4.0 * b * n * s } else { 0.0 };
         Self {
-            flops: 4.0 * b * n * h * visible_pairs(p),
+            flops: 2.0 * b * n * widths * visible_pairs(p),
             bytes: size * (query_and_output + cache + bias + scores) + lse,
         }
+    }
+
+    /// Of a call that only moves or rotates rows: each is read and written once.
+    fn of_rows(p: &Problem) -> Self {
+        let (query, new) = match p.computes {
+            Computes::Rotation => (p.q_heads * p.q_len, 0),
+            _ => (0, p.kv_heads * p.new_len),
+        };
+        let elements = p.batch * (query * p.head_size + new * (p.head_size + p.v_head_size));
+        let pairs = p.rotary.map_or(0, |rotary| p.batch * query * rotary.dim / 2);
+        Self { flops: 6.0 * pairs as f64, bytes: 2.0 * (elements * p.dtype.size()) as f64 }
     }
 
     /// Seconds that `device` needs at least.
@@ -49,14 +66,21 @@ impl Cost {
     }
 }
 
-/// Position of query row 0 in the longest sequence.
+/// Position of query row 0 in the longest sequence; 0 where it would stand before key 0.
 fn past(p: &Problem) -> usize {
-    if p.phase == Phase::FirstPrompt { 0 } else { p.total_len.saturating_sub(p.q_len) }
+    match (p.alignment, p.phase) {
+        (Alignment::Past(past), _) => past,
+        (Alignment::Phase, Phase::FirstPrompt) => 0,
+        _ => p.total_len.saturating_sub(p.q_len),
+    }
 }
 
 /// Keys that some row of the longest sequence sees.
 fn keys_read(p: &Problem) -> f64 {
-    let window = p.window.map_or(usize::MAX, |w| w.saturating_add(p.q_len.saturating_sub(1)));
+    let right = if p.causal { Some(0) } else { p.right_window };
+    let window = p.window.zip(right).map_or(usize::MAX, |(left, right)| {
+        left.saturating_add(right).saturating_add(p.q_len.saturating_sub(1))
+    });
     p.total_len.min(window) as f64
 }
 
@@ -64,8 +88,14 @@ fn keys_read(p: &Problem) -> f64 {
 fn visible_pairs(p: &Problem) -> f64 {
     let window = p.window.unwrap_or(usize::MAX) as f64;
     let (s, t) = (p.q_len as f64, p.total_len as f64);
+    if p.right_window.is_some()
+        || !p.causal && p.window.is_some()
+        || past(p) + p.q_len > p.total_len
+    {
+        return (0..p.q_len).map(|row| visible(p, past(p) + row)).sum::<usize>() as f64;
+    }
     if !p.causal {
-        return s * t.min(window);
+        return s * t;
     }
     // Rows see 1 + past, 2 + past, … keys, no more than the window.
     let past = past(p) as f64;
@@ -73,4 +103,12 @@ fn visible_pairs(p: &Problem) -> f64 {
     growing * past
         + growing * (growing + 1.0) / 2.0
         + if growing < s { (s - growing) * window } else { 0.0 }
+}
+
+/// Keys that a row at `position` of the longest sequence sees.
+fn visible(p: &Problem, position: usize) -> usize {
+    let right = if p.causal { Some(0) } else { p.right_window };
+    let end = right.map_or(p.total_len, |right| (position + right + 1).min(p.total_len));
+    let first = p.window.map_or(0, |window| (position + 1).saturating_sub(window));
+    end.saturating_sub(first)
 }

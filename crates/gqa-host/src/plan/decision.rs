@@ -1,7 +1,7 @@
 //! Why a kernel was taken or refused.
 
 use super::device::capability;
-use crate::DType;
+use crate::{Alignment, DType};
 use gqa_kernels::registry::Entry;
 use std::fmt;
 
@@ -14,13 +14,16 @@ pub enum Candidate {
     Hopper,
     /// Flash attention on tensor cores.
     Tiled,
-    /// Memory-efficient attention for everything legal.
+    /// Memory-efficient attention: every mask, bias, window and head size.
     General,
+    /// All scores in memory: what is left.
+    Unfused,
 }
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 4] = [Self::SplitKv, Self::Hopper, Self::Tiled, Self::General];
+    pub const ALL: [Self; 5] =
+        [Self::SplitKv, Self::Hopper, Self::Tiled, Self::General, Self::Unfused];
 
     /// Name of the kernel family.
     pub const fn name(self) -> &'static str {
@@ -29,6 +32,7 @@ impl Candidate {
             Self::Hopper => "hopper",
             Self::Tiled => "tiled",
             Self::General => "general",
+            Self::Unfused => "unfused",
         }
     }
 }
@@ -55,6 +59,25 @@ pub enum Rejection {
     Argument {
         /// Its ONNX name.
         name: &'static str,
+    },
+    /// The kernel's rows end with the sequence or begin with it.
+    Alignment {
+        /// The call's.
+        got: Alignment,
+    },
+    /// The kernel's windows end with the row's own key.
+    Window,
+    /// Values and keys are of the same type and size in the kernel.
+    Values {
+        /// The call's type of values.
+        dtype: DType,
+        /// The call's size of values.
+        size: usize,
+    },
+    /// The kernel moves whole vectors of 8 elements.
+    Vectors {
+        /// The call's head size.
+        got: usize,
     },
     /// Heads are larger than the largest tile.
     HeadSize {
@@ -116,6 +139,12 @@ impl fmt::Display for Rejection {
             Self::NotForced { forced } => write!(f, "GQA_FORCE={forced}"),
             Self::ElementType { got } => write!(f, "does not take {got}"),
             Self::Argument { name } => write!(f, "does not take {name}"),
+            Self::Alignment { got } => write!(f, "does not take {got}"),
+            Self::Window => write!(f, "does not take a window to the right, or to the left alone"),
+            Self::Values { dtype, size } => {
+                write!(f, "does not take values of type {dtype} and size {size} with these keys")
+            }
+            Self::Vectors { got } => write!(f, "head size {got} is not a multiple of 8"),
             Self::HeadSize { got, max } => write!(f, "head size {got} is over {max}"),
             Self::ComputeCapability { have, need } => write!(
                 f,

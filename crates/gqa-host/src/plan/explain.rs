@@ -1,7 +1,7 @@
 //! A plan in words.
 
 use super::{Arg, Cost, Decision, DeviceInfo, Launch, Plan};
-use crate::{CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
+use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
 use std::fmt;
 
 /// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.
@@ -102,7 +102,9 @@ impl fmt::Display for Explanation {
         if let Some(positions) = &self.positions {
             writeln!(f, "positions: {positions}")?;
         }
-        writeln!(f, "\nattention")?;
+        if !self.decisions.is_empty() {
+            writeln!(f, "\nattention")?;
+        }
         for (candidate, outcome) in &self.decisions {
             writeln!(f, "  {candidate:<9} {outcome}")?;
         }
@@ -156,11 +158,16 @@ fn describe(p: &Problem) -> Vec<String> {
     let cache = match p.cache {
         CacheBinding::Shared => "shared",
         CacheBinding::Separate => "separate",
+        CacheBinding::External => "external",
+    };
+    let values = match (p.v_head_size == p.head_size, p.v_dtype == p.dtype) {
+        (true, true) => String::new(),
+        _ => format!("; values {} of size {}", p.v_dtype, p.v_head_size),
     };
     let mut lines = vec![
         format!(
-            "GroupQueryAttention {}: batch {}, {} query heads over {} KV heads, head size {}",
-            p.dtype, p.batch, p.q_heads, p.kv_heads, p.head_size
+            "{} {}: batch {}, {} query heads over {} KV heads, head size {}{values}",
+            p.operator, p.dtype, p.batch, p.q_heads, p.kv_heads, p.head_size
         ),
         format!(
             "{phase}: {} query rows, {} new keys, {} keys in all; {cache} cache of {} rows",
@@ -188,14 +195,29 @@ fn features(p: &Problem) -> Vec<String> {
         add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));
     }
     add(!p.causal, "not causal".to_owned());
+    add(p.right_window.is_some(), format!("right window {}", p.right_window.unwrap_or_default()));
+    add(p.alignment != Alignment::Phase, p.alignment.to_string());
     add(p.window.is_some(), format!("window {}", p.window.unwrap_or_default()));
     add(p.softcap.is_some(), format!("softcap {}", p.softcap.unwrap_or_default()));
     add(p.sink == Sink::Zero, "smooth softmax".to_owned());
     add(p.sink == Sink::PerHead, "head_sink".to_owned());
-    add(p.bias.is_some(), "attention_bias".to_owned());
+    if let (Some(bias), Some(shape)) = (p.bias, p.bias_shape()) {
+        let kind = if bias.boolean { "mask" } else { "bias" };
+        add(true, format!("{kind} of {}x{}x{}x{}", shape[0], shape[1], shape[2], shape[3]));
+    }
     add(p.output_qk != QkOutput::None, "output_qk".to_owned());
     add(p.lse, "log-sum-exp".to_owned());
     features
+}
+
+impl fmt::Display for Alignment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Phase => f.write_str("positions as the phase says"),
+            Self::Past(past) => write!(f, "row 0 at position {past}"),
+            Self::End => f.write_str("the last row at each sequence's end"),
+        }
+    }
 }
 
 /// The device in the form that [`Explanation`] prints, for `gqa doctor`.

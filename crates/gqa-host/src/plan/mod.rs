@@ -7,10 +7,13 @@
 //! |---|---|
 //! | shared cache, rotation | `unpack_qkv_with_rope_and_append_kv`: Q to scratch, K and V into the cache |
 //! | shared cache | `concat_kv_in_place`; Q is read where it is |
-//! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q |
+//! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
+//! | external cache | none |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! Attention then reads K and V from the present cache: `split_kv` and `combine`, `hopper`, `tiled`, or `general`.
+//! The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
+//! `concat_kv_in_place`. Attention reads K and V from the present cache, or where they are: `split_kv` and `combine`, `hopper`, `tiled`, `general`, or
+//! the three unfused kernels.
 
 mod attention;
 mod cost;
@@ -35,7 +38,7 @@ pub use tensors::TensorSpec;
 #[cfg(feature = "cuda")]
 pub(crate) use device::capability;
 
-use crate::{Error, Problem, Result};
+use crate::{Computes, Error, Problem, Result};
 use gqa_kernels::registry::Entry;
 use launch::Scratch;
 
@@ -175,11 +178,19 @@ pub struct Plan {
 /// Chooses the kernels for `problem` on `device`.
 pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Result<Plan> {
     let fused = !switches.disable_fused_kv;
-    let (choice, decisions) = attention::choose(problem, device, switches)?;
+    let (choice, decisions) = match problem.computes {
+        Computes::Attention => {
+            let (choice, decisions) = attention::choose(problem, device, switches)?;
+            (Some(choice), decisions)
+        }
+        Computes::Rotation | Computes::Cache => (None, Vec::new()),
+    };
     let mut scratch = Scratch::default();
     let prologue::Prologue { mut launches, query } =
         prologue::prologue(problem, device, fused, &mut scratch)?;
-    launches.extend(attention::launches(problem, device, &choice, query, &mut scratch)?);
+    if let Some(choice) = choice {
+        launches.extend(attention::launches(problem, device, &choice, query, &mut scratch)?);
+    }
     check_forced(switches, &launches)?;
     Ok(Plan {
         problem: problem.clone(),

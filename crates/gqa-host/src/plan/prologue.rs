@@ -2,7 +2,7 @@
 
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::{Arg, DeviceInfo, Launch, TensorId};
-use crate::{CacheBinding, DType, Error, Phase, Problem, Result, RowLayout};
+use crate::{Alignment, CacheBinding, Computes, DType, Error, Phase, Problem, Result, RowLayout};
 use bytemuck::Zeroable;
 use gqa_kernels::params::{PrologueParams, Strides};
 use gqa_kernels::registry::{Entry, Family, entries};
@@ -48,6 +48,8 @@ pub(super) enum Step {
     Append,
     /// Copy the past and append K and V, K rotated if `rotate`.
     Concat { rotate: bool },
+    /// Copy the past and append K and V, whatever the sizes of their rows.
+    ConcatRows,
     /// Packed QKV to Q, K and V.
     Unpack,
     /// Positions to memory.
@@ -56,18 +58,34 @@ pub(super) enum Step {
     RotateQuery,
     /// Rotate K.
     RotateKey,
+    /// Rotate Q into the output.
+    RotateOutput {
+        /// Whether rows and their rotated halves are whole vectors.
+        whole: bool,
+    },
 }
 
 /// The launches for a call: as few as can be, or, where `fused` is false, one per duty.
 pub(super) fn steps(p: &Problem, fused: bool) -> Vec<Step> {
+    if let (Computes::Rotation, Some(rotary)) = (p.computes, p.rotary) {
+        let vector = 16 / p.dtype.size();
+        let whole = p.head_size % vector == 0 && rotary.dim / 2 % vector == 0;
+        return vec![Step::RotateOutput { whole }];
+    }
     let (rotate, new) = (p.rotary.is_some(), p.new_len > 0);
     let shared = p.cache == CacheBinding::Shared;
+    let whole = p.v_head_size == p.head_size && p.head_size * p.dtype.size() % 16 == 0;
+    let (concat, rows) = match p.cache {
+        CacheBinding::Separate => (whole, !whole),
+        CacheBinding::Shared | CacheBinding::External => (false, false),
+    };
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
     if fused {
         let all_in_one = shared && rotate && new;
         push(all_in_one, Step::UnpackRotateAppend);
-        push(!shared, Step::Concat { rotate });
+        push(concat, Step::Concat { rotate });
+        push(rows, Step::ConcatRows);
         push(shared && new && !rotate, Step::Append);
         push(rotate && !all_in_one, Step::RotateQuery);
     } else {
@@ -76,7 +94,8 @@ pub(super) fn steps(p: &Problem, fused: bool) -> Vec<Step> {
         push(rotate, Step::RotateQuery);
         push(rotate && new, Step::RotateKey);
         push(shared && new, Step::Append);
-        push(!shared, Step::Concat { rotate: false });
+        push(concat, Step::Concat { rotate: false });
+        push(rows, Step::ConcatRows);
     }
     steps
 }
@@ -88,9 +107,13 @@ impl Step {
             Self::UnpackRotateAppend => "unpack_qkv_with_rope_and_append_kv",
             Self::Append => "concat_kv_in_place",
             Self::Concat { .. } => "concat_new_to_past_kv",
+            Self::ConcatRows => "concat_rows",
             Self::Unpack => "unpack_qkv",
             Self::GeneratePositions => "seqlens_to_pos_ids",
-            Self::RotateQuery | Self::RotateKey => "rotary_embedding",
+            Self::RotateQuery | Self::RotateKey | Self::RotateOutput { whole: true } => {
+                "rotary_embedding"
+            }
+            Self::RotateOutput { whole: false } => "rotary_rows",
         }
     }
 }
@@ -158,6 +181,12 @@ impl<'a> Builder<'a> {
                 self.query = query;
             }
             Step::Append | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
+            Step::ConcatRows => self.concat_rows(step)?,
+            Step::RotateOutput { .. } => {
+                let output = tensor(self.problem, TensorId::Output, 0);
+                let to = strides(self.problem.output_layout());
+                self.launch(step, &[("q_out", output)], |params| params.q_out = to)?;
+            }
             Step::Unpack => self.unpack(step)?,
             Step::GeneratePositions => self.generate_positions(step)?,
             Step::RotateQuery => {
@@ -168,6 +197,33 @@ impl<'a> Builder<'a> {
                 self.key =
                     self.rotate(step, self.key, self.problem.kv_heads, self.problem.new_len)?
             }
+        }
+        Ok(())
+    }
+
+    /// K and V one after the other.
+    fn concat_rows(&mut self, step: Step) -> Result<()> {
+        let p = self.problem;
+        let tensor = |id| tensor(p, id, 0);
+        let ids = [
+            (TensorId::PastKey, self.key, TensorId::PresentKey, p.head_size),
+            (TensorId::PastValue, self.value, TensorId::PresentValue, p.v_head_size),
+        ];
+        for (past, new, present, size) in ids {
+            let arguments =
+                [("past", tensor(past)), ("new", new.arg), ("present", tensor(present))];
+            let rows = |rows: usize| Strides {
+                batch: (p.kv_heads * rows * size) as u64,
+                head: (rows * size) as u64,
+                row: size as u64,
+            };
+            let head_size = u32_of("head size", size)?;
+            self.launch(step, &arguments, |params| {
+                params.k = new.strides;
+                params.past = rows(p.past_capacity);
+                params.kv_out = rows(p.capacity);
+                params.head_size = head_size;
+            })?;
         }
         Ok(())
     }
@@ -250,6 +306,14 @@ impl<'a> Builder<'a> {
         ]
     }
 
+    /// Rows at each sequence's end that are this call's: the query's, unless the call says where these stand.
+    fn rows_appended(&self) -> usize {
+        match self.problem.alignment {
+            Alignment::Past(_) => self.problem.new_len,
+            Alignment::Phase | Alignment::End => self.problem.q_len,
+        }
+    }
+
     fn params(&self, step: Step) -> Result<PrologueParams> {
         let p = self.problem;
         let rotary = p.rotary.filter(|_| step.rotates());
@@ -264,7 +328,7 @@ impl<'a> Builder<'a> {
             q_heads: u32_of("query heads", p.q_heads)?,
             kv_heads: u32_of("KV heads", p.kv_heads)?,
             head_size: u32_of("head size", p.head_size)?,
-            q_len: u32_of("query rows", p.q_len)?,
+            q_len: u32_of("query rows", self.rows_appended())?,
             new_len: u32_of("new keys", p.new_len)?,
             past_capacity: u32_of("past rows", p.past_capacity)?,
             capacity: u32_of("present rows", p.capacity)?,
@@ -286,6 +350,7 @@ impl Step {
                 | Self::Concat { rotate: true }
                 | Self::RotateQuery
                 | Self::RotateKey
+                | Self::RotateOutput { .. }
         )
     }
 }

@@ -1,7 +1,7 @@
 //! Which tensors a problem has, and how large they are.
 
 use super::TensorId;
-use crate::{CacheBinding, DType, Problem, QkOutput, Sink};
+use crate::{CacheBinding, Computes, DType, Problem, QkOutput, Sink};
 
 /// Element type and shape of one tensor of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -101,19 +101,23 @@ impl TensorId {
 
     fn input_spec(self, p: &Problem) -> Option<TensorSpec> {
         let shape = match self {
+            Self::Query if p.computes == Computes::Cache => return None,
+            Self::Key | Self::Value if p.computes == Computes::Rotation => return None,
             Self::Query if p.packed => {
                 vec![p.batch, p.q_len, (p.q_heads + 2 * p.kv_heads) * p.head_size]
             }
-            Self::Query => p.rows_shape(p.q_heads, p.q_len),
+            Self::Query => p.query_shape(),
             Self::Key | Self::Value if p.packed => return None,
-            Self::Key | Self::Value => p.rows_shape(p.kv_heads, p.new_len),
+            Self::Key => p.key_shape(),
+            Self::Value => return Some(TensorSpec::new(p.v_dtype, p.value_shape())),
             Self::PastKey | Self::PastValue
-                if p.cache == CacheBinding::Shared || p.past_capacity == 0 =>
+                if p.cache != CacheBinding::Separate || p.past_capacity == 0 =>
             {
                 return None;
             }
-            Self::PastKey | Self::PastValue => {
-                vec![p.batch, p.kv_heads, p.past_capacity, p.head_size]
+            Self::PastKey => p.key_cache_shape(p.past_capacity).to_vec(),
+            Self::PastValue => {
+                return Some(TensorSpec::new(p.v_dtype, p.value_cache_shape(p.past_capacity)));
             }
             Self::SeqlensK => return Some(TensorSpec::new(DType::I32, [p.batch])),
             Self::CosCache | Self::SinCache => {
@@ -123,9 +127,8 @@ impl TensorId {
                 return Some(TensorSpec::new(DType::I64, [p.batch, p.rotary?.explicit?]));
             }
             Self::AttentionBias => {
-                let bias = p.bias?;
-                let dim = |broadcast, n| if broadcast { 1 } else { n };
-                vec![dim(bias.batch, p.batch), dim(bias.head, p.q_heads), p.q_len, p.total_len]
+                let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
+                return Some(TensorSpec::new(dtype, p.bias_shape()?));
             }
             Self::HeadSink => (p.sink == Sink::PerHead).then(|| vec![p.q_heads])?,
             _ => return None,
@@ -135,10 +138,15 @@ impl TensorId {
 
     fn output_spec(self, p: &Problem) -> Option<TensorSpec> {
         let shape = match self {
-            Self::Output => p.rows_shape(p.q_heads, p.q_len),
-            Self::PresentKey | Self::PresentValue => p.present_shape().to_vec(),
+            Self::Output if p.computes == Computes::Cache => return None,
+            Self::Output => p.output_shape(),
+            Self::PresentKey | Self::PresentValue if !p.has_present() => return None,
+            Self::PresentKey => p.key_cache_shape(p.capacity).to_vec(),
+            Self::PresentValue => {
+                return Some(TensorSpec::new(p.v_dtype, p.value_cache_shape(p.capacity)));
+            }
             Self::OutputQk if p.output_qk == QkOutput::None => return None,
-            Self::OutputQk => vec![p.batch, p.q_heads, p.q_len, p.total_len],
+            Self::OutputQk => p.scores_shape().to_vec(),
             Self::Lse if p.lse => {
                 return Some(TensorSpec::new(DType::F32, [p.batch, p.q_heads, p.q_len]));
             }

@@ -1,18 +1,24 @@
 //! Which kernels for which call, as tables; and that what launches are given lies inside the tensors.
 
 use super::*;
-use crate::{BiasBroadcast, CacheBinding, DType, Layout, Phase, QkOutput, Rotary, Sink};
-use gqa_kernels::params::{AttentionParams, PrologueParams, Strides};
+use crate::{
+    Alignment, Bias, CacheBinding, Computes, DType, Layout, Phase, QkOutput, Rotary, Sink,
+};
+use gqa_kernels::params::{AttentionParams, MaskedParams, PrologueParams, Strides};
 use gqa_kernels::registry::Family;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
 fn llama(s: usize, past: usize) -> Problem {
     Problem {
+        operator: "GroupQueryAttention",
+        computes: Computes::Attention,
         dtype: DType::F16,
+        v_dtype: DType::F16,
         batch: 1,
         q_heads: 32,
         kv_heads: 8,
         head_size: 128,
+        v_head_size: 128,
         q_len: s,
         new_len: s,
         total_len: past + s,
@@ -23,6 +29,7 @@ fn llama(s: usize, past: usize) -> Problem {
             (_, 1) => Phase::TokenGeneration,
             _ => Phase::SubsequentPrompt,
         },
+        alignment: Alignment::Phase,
         cache: CacheBinding::Shared,
         packed: false,
         layout: Layout::Bsnh,
@@ -30,6 +37,7 @@ fn llama(s: usize, past: usize) -> Problem {
         scale: 0.088,
         softcap: None,
         window: None,
+        right_window: None,
         causal: true,
         sink: Sink::None,
         bias: None,
@@ -42,7 +50,13 @@ const ROTARY: Rotary = Rotary { dim: 128, interleaved: false, max_positions: 819
 
 fn with(mut problem: Problem, change: impl FnOnce(&mut Problem)) -> Problem {
     change(&mut problem);
+    (problem.v_head_size, problem.v_dtype) = (problem.head_size, problem.dtype);
     problem
+}
+
+/// attention_bias of a whole batch and all heads, or one for all.
+fn bias(batch: bool, head: bool, columns: usize) -> Option<Bias> {
+    Some(Bias { batch, head, row: false, columns, boolean: false })
 }
 
 fn device(name: &str) -> DeviceInfo {
@@ -89,12 +103,7 @@ fn flash_attention_wherever_it_can() {
         ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Hopper),
         ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Hopper),
         ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::General),
-        (
-            "bias",
-            with(llama(64, 0), |p| p.bias = Some(BiasBroadcast { batch: true, head: true })),
-            "h200",
-            Family::General,
-        ),
+        ("bias", with(llama(64, 0), |p| p.bias = bias(true, true, 64)), "h200", Family::General),
         (
             "scores",
             with(llama(64, 0), |p| p.output_qk = QkOutput::AfterSoftmax),
@@ -124,7 +133,7 @@ fn refusals_name_their_reason() {
     let no_flash = Switches { disable_flash_attention: true, ..off.clone() };
     let no_decode = Switches { disable_flash_decode: true, ..off.clone() };
     let scores = |p: &mut Problem| p.output_qk = QkOutput::BeforeSoftmax;
-    let bias = |p: &mut Problem| p.bias = Some(BiasBroadcast { batch: false, head: true });
+    let with_bias = |p: &mut Problem| p.bias = bias(false, true, p.total_len);
     for (problem, device, switches, candidate, want) in [
         (
             with(llama(64, 0), |p| p.dtype = DType::F32),
@@ -133,7 +142,13 @@ fn refusals_name_their_reason() {
             Candidate::Tiled,
             "does not take float32",
         ),
-        (with(llama(64, 0), bias), "h200", &off, Candidate::Tiled, "does not take attention_bias"),
+        (
+            with(llama(64, 0), with_bias),
+            "h200",
+            &off,
+            Candidate::Tiled,
+            "does not take attention_bias",
+        ),
         (with(llama(1, 64), scores), "h200", &off, Candidate::SplitKv, "does not take output_qk"),
         (
             with(llama(64, 0), |p| p.head_size = 320),
@@ -180,10 +195,10 @@ fn refusals_name_their_reason() {
 
 #[test]
 fn a_block_that_does_not_fit_is_refused() {
-    let tiny = DeviceInfo { shared_bytes: 20 << 10, ..device("h200") };
+    let tiny = DeviceInfo { shared_bytes: 8 << 10, ..device("h200") };
     let problem = with(llama(512, 0), |p| p.head_size = 256);
     let error = plan(&problem, &tiny, &Switches::default()).unwrap_err().to_string();
-    assert!(error.contains("a block needs") && error.contains("the device has 20480"), "{error}");
+    assert!(error.contains("a block needs") && error.contains("the device has 8192"), "{error}");
 }
 
 #[test]
@@ -323,19 +338,23 @@ fn find(name: &str) -> &'static str {
 }
 
 #[test]
-fn with_everything_switched_off_the_error_says_so() {
+fn what_is_switched_off_leaves_the_unfused_kernels() {
     let off = Switches {
         disable_flash_attention: true,
         disable_memory_efficient_attention: true,
         ..Switches::default()
     };
-    let error = plan(&llama(1, 64), &device("h200"), &off).unwrap_err().to_string();
+    let unfused = ["concat_kv_in_place", "unfused_scores", "unfused_softmax", "unfused_values"];
+    assert_eq!(kernels(&with(llama(1, 64), |p| p.rotary = None), &off), unfused);
+    let double = with(llama(1, 64), |p| p.dtype = DType::F64);
+    let error = plan(&double, &device("h200"), &off).unwrap_err().to_string();
     assert_eq!(
         error,
         "no kernel takes this call: split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
-         general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION"
+         general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION; \
+         unfused does not take float64"
     );
 }
 
@@ -389,7 +408,7 @@ fn problems() -> impl Iterator<Item = Problem> {
             p.past_capacity = if separate { past } else { past + s + 5 };
             p.capacity = if separate { past + s } else { past + s + 5 };
             p.dtype = [DType::F16, DType::BF16, DType::F32][kind % 3];
-            p.bias = (kind % 5 == 1).then_some(BiasBroadcast { batch: bit(0), head: bit(1) });
+            p.bias = bias(bit(0), bit(1), past + s).filter(|_| kind % 5 == 1);
             p.output_qk = if kind % 7 == 1 { QkOutput::AfterSoftmax } else { QkOutput::None };
             p.sink = if kind % 4 == 3 { Sink::PerHead } else { Sink::None };
             if kind % 11 == 0 && !p.packed {
@@ -408,7 +427,11 @@ fn arguments_lie_inside_their_tensors() {
     let switches = [
         Switches::default(),
         Switches { disable_fused_kv: true, splits: Some(5), ..Switches::default() },
-        Switches { disable_flash_attention: true, ..Switches::default() },
+        Switches {
+            disable_flash_attention: true,
+            disable_memory_efficient_attention: true,
+            ..Switches::default()
+        },
     ];
     let mut launches = 0;
     for problem in problems() {
@@ -449,6 +472,10 @@ fn check(plan: &Plan, launch: &Launch) {
         };
         let needs = match launch.entry.family {
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
+            Family::General | Family::Unfused => {
+                let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
+                masked_reach(name, p, element)
+            }
             _ => attention_reach(name, bytemuck::from_bytes(&launch.params), element),
         };
         assert!(
@@ -487,6 +514,22 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
     }
 }
 
+fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
+    let p = &masked.attention;
+    let values =
+        |strides, heads, rows| reach(strides, [p.batch, heads, rows], masked.v_head_size) * element;
+    let columns = masked.columns.min(p.qk_columns);
+    let bias = reach(p.bias, [p.batch, p.q_heads, p.q_len], columns);
+    match name {
+        "v" => values(p.v, p.kv_heads, p.capacity),
+        "out" => values(p.out, p.q_heads, p.q_len),
+        "mask" => bias,
+        "bias" => bias * element,
+        "scores" => (p.batch * p.q_heads * p.q_len) as usize * p.qk_columns as usize * 4,
+        other => attention_reach(other, p, element),
+    }
+}
+
 fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
     let rows = |strides, heads, rows| reach(strides, [p.batch, heads, rows], p.head_size) * element;
     let all = (p.batch * p.q_heads * p.q_len) as usize;
@@ -494,7 +537,6 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
         "q" => rows(p.q, p.q_heads, p.q_len),
         "out" => rows(p.out, p.q_heads, p.q_len),
         "k" | "v" => rows(p.k, p.kv_heads, p.capacity),
-        "bias" => reach(p.bias, [p.batch, p.q_heads, p.q_len], p.qk_columns) * element,
         "head_sink" => p.q_heads as usize * element,
         "lse" => all * 4,
         "output_qk" => all * p.qk_columns as usize * element,

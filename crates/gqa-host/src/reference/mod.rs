@@ -1,4 +1,4 @@
-//! What GroupQueryAttention is: the definition, in double precision, one row at a time.
+//! What GroupQueryAttention and ONNX Attention are: the definition, in double precision, one row at a time.
 //!
 //! Every back end is compared with this one. It shares no code with them and is written to be read next to the formulas in
 //! `docs/numerics.md`.
@@ -6,9 +6,9 @@
 mod rows;
 
 use crate::backend::{Backend, Io};
-use crate::{CacheBinding, Phase, Problem, QkOutput, Result, Sink, Tensor};
+use crate::{Alignment, CacheBinding, Computes, Phase, Problem, QkOutput, Result, Sink, Tensor};
 use rayon::prelude::*;
-use rows::{Heads, place, rounded, store};
+use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;
 
 /// The back end that computes by the definition.
@@ -47,7 +47,12 @@ pub struct Exact {
 /// Computes a call without rounding its results. The cache is part of what a call computes with, so present_key and
 /// present_value are written, and rounded, here as well.
 pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Exact {
-    Call::new(problem, io).attend()
+    let call = Call::new(problem, io);
+    match problem.computes {
+        Computes::Attention => call.attend(),
+        Computes::Rotation => call.rotate(),
+        Computes::Cache => Exact { output: Vec::new(), output_qk: Vec::new(), lse: Vec::new() },
+    }
 }
 
 /// A call's tensors in double precision.
@@ -61,8 +66,8 @@ struct Call<'a> {
     position_ids: Vec<f64>,
     bias: Vec<f64>,
     sink: Vec<f64>,
-    key: Vec<f64>,
-    value: Vec<f64>,
+    key: Heads,
+    value: Heads,
 }
 
 /// One query row's results.
@@ -76,45 +81,56 @@ impl<'a> Call<'a> {
     /// Reads the inputs and updates the cache.
     fn new(p: &'a Problem, io: &mut Io<'_>) -> Self {
         let values = |tensor: Option<&Tensor>| tensor.map(Tensor::to_f64).unwrap_or_default();
-        let (n, nk) = (p.q_heads, p.kv_heads);
-        let heads = |tensor: Option<&Tensor>, first, count, rows| match (p.packed, tensor) {
-            (false, Some(tensor)) => Heads::new(p, tensor, count, 0, rows),
-            _ => Heads::new(p, io.query, n + 2 * nk, first, p.q_len),
+        let (n, nk, h) = (p.q_heads, p.kv_heads, p.head_size);
+        let heads = |tensor: Option<&Tensor>, first, count, rows, size| match (p.packed, tensor) {
+            (false, Some(tensor)) => Heads::new(p, tensor, count, 0, rows, size),
+            _ => Heads::new(p, io.query, n + 2 * nk, first, p.q_len, h),
         };
-        let (new_key, new_value) =
-            (heads(io.key, n, nk, p.new_len), heads(io.value, n + nk, nk, p.new_len));
         let mut call = Self {
             problem: p,
-            query: heads(Some(io.query), 0, n, p.q_len),
+            query: heads(Some(io.query), 0, n, p.q_len, h),
             seqlens_k: io.seqlens_k.to_f64(),
             cos: values(io.cos_cache),
             sin: values(io.sin_cache),
             position_ids: values(io.position_ids),
             bias: values(io.attention_bias),
             sink: values(io.head_sink),
-            key: Vec::new(),
-            value: Vec::new(),
+            key: heads(io.key, n, nk, p.new_len, h),
+            value: heads(io.value, n + nk, nk, p.new_len, p.v_head_size),
         };
-        let (past_key, past_value) = (values(io.past_key), values(io.past_value));
-        call.key = call
-            .present(io.present_key, &past_key, |b, head, s| call.rotated(&new_key, b, head, s));
-        call.value = call.present(io.present_value, &past_value, |b, head, s| {
-            new_value.row(b, head, s).to_vec()
-        });
+        if p.cache != CacheBinding::External {
+            let (past_key, past_value) = (values(io.past_key), values(io.past_value));
+            let key = call.present(io.present_key, &past_key, h, |b, head, s| {
+                call.rotated(&call.key, b, head, s)
+            });
+            let value = call.present(io.present_value, &past_value, p.v_head_size, |b, head, s| {
+                call.value.row(b, head, s).to_vec()
+            });
+            (call.key, call.value) = (key, value);
+        }
         call
     }
 
     /// Valid keys of a sequence, the new ones included.
     fn total(&self, b: usize) -> usize {
-        self.seqlens_k[b] as usize + 1
+        (self.seqlens_k[b] + 1.0) as usize
     }
 
-    /// Valid keys before the first query row's, and so that row's position.
-    fn past(&self, b: usize) -> usize {
-        match self.problem.phase {
-            Phase::FirstPrompt => 0,
-            _ => self.total(b) - self.problem.q_len,
-        }
+    /// Position of query row `s`: keys at positions up to it are those that it may see where a call is causal. Before key 0 where
+    /// there are more rows than keys.
+    fn position(&self, b: usize, s: usize) -> i64 {
+        let p = self.problem;
+        let first = match (p.alignment, p.phase) {
+            (Alignment::Past(past), _) => past as i64,
+            (Alignment::Phase, Phase::FirstPrompt) => 0,
+            _ => self.total(b) as i64 - p.q_len as i64,
+        };
+        first + s as i64
+    }
+
+    /// Rows of the cache before the new ones.
+    fn kept(&self, b: usize) -> usize {
+        if self.problem.new_len == 0 { self.total(b) } else { self.position(b, 0) as usize }
     }
 
     /// Writes the cache: the past's rows, the new rows, and, unless it is shared, zeros. Returns all of it.
@@ -122,27 +138,27 @@ impl<'a> Call<'a> {
         &self,
         tensor: &mut Tensor,
         past: &[f64],
+        size: usize,
         new: impl Fn(usize, usize, usize) -> Vec<f64>,
-    ) -> Vec<f64> {
+    ) -> Heads {
         let p = self.problem;
         let shared = p.cache == CacheBinding::Shared;
         for head in 0..p.batch * p.kv_heads {
             let b = head / p.kv_heads;
-            let (total, kept) =
-                (self.total(b), if p.new_len == 0 { self.total(b) } else { self.past(b) });
+            let (total, kept) = (self.total(b), self.kept(b));
             let rows = if shared { kept..total } else { 0..p.capacity };
             for row in rows {
                 let values = if row < kept {
-                    past[(head * p.past_capacity + row) * p.head_size..][..p.head_size].to_vec()
+                    past[(head * p.past_capacity + row) * size..][..size].to_vec()
                 } else if row < total {
                     new(b, head % p.kv_heads, row - kept)
                 } else {
-                    vec![0.0; p.head_size]
+                    vec![0.0; size]
                 };
-                store(tensor, (head * p.capacity + row) * p.head_size, &values);
+                store(tensor, (head * p.capacity + row) * size, &values);
             }
         }
-        tensor.to_f64()
+        bnsh(tensor, p.kv_heads, p.capacity, size)
     }
 
     /// A new row, rotated to its position and rounded to the element type, as the cache holds it.
@@ -151,7 +167,7 @@ impl<'a> Call<'a> {
         let Some(rotary) = self.problem.rotary else { return x.to_vec() };
         let position = match rotary.explicit {
             Some(row_length) => self.position_ids[b * row_length + s] as usize,
-            None => self.past(b) + s,
+            None => self.position(b, s) as usize,
         };
         let half = rotary.dim / 2;
         let mut y = x.to_vec();
@@ -165,6 +181,19 @@ impl<'a> Call<'a> {
         rounded(self.problem, y)
     }
 
+    /// The rotated query alone.
+    fn rotate(&self) -> Exact {
+        let p = self.problem;
+        let mut output = vec![0.0; p.batch * p.q_heads * p.q_len * p.head_size];
+        for row in 0..p.batch * p.q_heads * p.q_len {
+            let (head, s) = (row / p.q_len, row % p.q_len);
+            let (b, n) = (head / p.q_heads, head % p.q_heads);
+            let at = place(p.layout, p.q_heads, p.q_len, [b, n, s]) * p.head_size;
+            output[at..at + p.head_size].copy_from_slice(&self.rotated(&self.query, b, n, s));
+        }
+        Exact { output, output_qk: Vec::new(), lse: Vec::new() }
+    }
+
     /// All rows of all heads.
     fn attend(&self) -> Exact {
         let p = self.problem;
@@ -174,11 +203,11 @@ impl<'a> Call<'a> {
                 (0..p.q_len).map(move |s| self.row(head / p.q_heads, head % p.q_heads, s))
             })
             .collect();
-        let mut output = vec![0.0; rows.len() * p.head_size];
+        let mut output = vec![0.0; rows.len() * p.v_head_size];
         for (i, row) in rows.iter().enumerate() {
             let (head, s) = (i / p.q_len, i % p.q_len);
             let at = place(p.layout, p.q_heads, p.q_len, [head / p.q_heads, head % p.q_heads, s]);
-            output[at * p.head_size..][..p.head_size].copy_from_slice(&row.output);
+            output[at * p.v_head_size..][..p.v_head_size].copy_from_slice(&row.output);
         }
         Exact {
             output,
@@ -190,53 +219,77 @@ impl<'a> Call<'a> {
     /// Query row `s` of query head `n`.
     fn row(&self, b: usize, n: usize, s: usize) -> Row {
         let visible = self.visible(b, s);
-        let logits = self.logits(b, n, s, visible.clone());
+        // Padding may have any position.
+        let query = match visible.is_empty() && self.problem.rotary.is_some() {
+            true => Vec::new(),
+            false => self.rotated(&self.query, b, n, s),
+        };
+        let logits: Vec<f64> = visible
+            .clone()
+            .map(|j| self.capped(self.scaled(&query, b, n, j)) + self.bias(b, n, s, j))
+            .collect();
         let (weights, lse) = softmax(&logits, if visible.is_empty() { None } else { self.sink(n) });
-        let mut output = vec![0.0; self.problem.head_size];
+        let mut output = vec![0.0; self.problem.v_head_size];
         for (weight, j) in weights.iter().zip(visible.clone()) {
-            let value = self.cached(&self.value, b, n, j);
+            let value = self.value.row(b, n / self.problem.group(), j);
             output.iter_mut().zip(value).for_each(|(sum, v)| *sum += weight * v);
         }
         let scores = match self.problem.output_qk {
             QkOutput::None => Vec::new(),
-            QkOutput::BeforeSoftmax => self.columns(visible, &logits),
-            QkOutput::AfterSoftmax => self.columns(visible, &weights),
+            QkOutput::BeforeSoftmax => self.columns(visible, &logits, 0.0),
+            QkOutput::AfterSoftmax => self.columns(visible, &weights, 0.0),
+            QkOutput::Scaled => self.all(|j| self.scaled(&query, b, n, j)),
+            QkOutput::Capped => self.all(|j| self.capped(self.scaled(&query, b, n, j))),
+            QkOutput::Biased => self.columns(visible, &logits, f64::NEG_INFINITY),
         };
         Row { output, scores, lse }
     }
 
     /// The keys that query row `s` sees; a row of padding sees none.
     fn visible(&self, b: usize, s: usize) -> Range<usize> {
-        let (position, total) = (self.past(b) + s, self.total(b));
-        if position >= total {
+        let p = self.problem;
+        let (position, total) = (self.position(b, s), self.total(b) as i64);
+        if p.alignment == Alignment::Phase && position >= total {
             return 0..0;
         }
-        let end = if self.problem.causal { position + 1 } else { total };
-        let first = self.problem.window.map_or(0, |window| end.saturating_sub(window));
-        first..end
-    }
-
-    /// The scores of the visible keys: scale, softcap, bias.
-    fn logits(&self, b: usize, n: usize, s: usize, visible: Range<usize>) -> Vec<f64> {
-        let p = self.problem;
-        let query = self.rotated(&self.query, b, n, s);
-        let logit = |j| {
-            let key = self.cached(&self.key, b, n, j);
-            let scaled =
-                f64::from(p.scale) * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>();
-            let capped =
-                p.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh());
-            capped + self.bias(b, n, s, j)
+        let sees = |j: i64| {
+            let valid = j < total && p.bias.is_none_or(|bias| j < bias.columns as i64);
+            let right = if p.causal { Some(0) } else { p.right_window };
+            valid
+                && right.is_none_or(|right| j <= position.saturating_add_unsigned(right as u64))
+                && p.window.is_none_or(|window| j > position.saturating_sub_unsigned(window as u64))
         };
-        visible.map(logit).collect()
+        let first = (0..total).find(|&j| sees(j)).unwrap_or(0);
+        let end = (first..total).find(|&j| !sees(j)).unwrap_or(total);
+        first as usize..end as usize
     }
 
+    /// The score of a key after scale.
+    fn scaled(&self, query: &[f64], b: usize, n: usize, j: usize) -> f64 {
+        let key = self.key.row(b, n / self.problem.group(), j);
+        f64::from(self.problem.scale) * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
+    }
+
+    /// The same after softcap.
+    fn capped(&self, scaled: f64) -> f64 {
+        let cap = self.problem.softcap.map(f64::from);
+        cap.map_or(scaled, |cap| cap * (scaled / cap).tanh())
+    }
+
+    /// What attention_bias or attn_mask adds.
     fn bias(&self, b: usize, n: usize, s: usize, j: usize) -> f64 {
         let p = self.problem;
-        let Some(broadcast) = p.bias else { return 0.0 };
-        let heads = if broadcast.head { 1 } else { p.q_heads };
-        let (b, n) = (if broadcast.batch { 0 } else { b }, if broadcast.head { 0 } else { n });
-        self.bias[((b * heads + n) * p.q_len + s) * p.total_len + j]
+        let Some(bias) = p.bias else { return 0.0 };
+        let (heads, rows) =
+            (if bias.head { 1 } else { p.q_heads }, if bias.row { 1 } else { p.q_len });
+        let index = |broadcast, i| if broadcast { 0 } else { i };
+        let (b, n, s) = (index(bias.batch, b), index(bias.head, n), index(bias.row, s));
+        let value = self.bias[((b * heads + n) * rows + s) * bias.columns + j];
+        match bias.boolean {
+            true if value == 0.0 => f64::NEG_INFINITY,
+            true => 0.0,
+            false => value,
+        }
     }
 
     fn sink(&self, n: usize) -> Option<f64> {
@@ -247,18 +300,16 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Row `j` of the cache that query head `n` reads.
-    fn cached<'c>(&self, cache: &'c [f64], b: usize, n: usize, j: usize) -> &'c [f64] {
-        let p = self.problem;
-        let head = b * p.kv_heads + n / (p.q_heads / p.kv_heads);
-        &cache[(head * p.capacity + j) * p.head_size..][..p.head_size]
-    }
-
-    /// A row of output_qk: 0 where a key is not visible.
-    fn columns(&self, visible: Range<usize>, values: &[f64]) -> Vec<f64> {
-        let mut columns = vec![0.0; self.problem.total_len];
+    /// A row of output_qk, with `hidden` where a key is not visible.
+    fn columns(&self, visible: Range<usize>, values: &[f64], hidden: f64) -> Vec<f64> {
+        let mut columns = vec![hidden; self.problem.total_len];
         columns[visible].copy_from_slice(values);
         columns
+    }
+
+    /// A row of output_qk with every key in it.
+    fn all(&self, score: impl Fn(usize) -> f64) -> Vec<f64> {
+        (0..self.problem.total_len).map(score).collect()
     }
 }
 

@@ -16,15 +16,16 @@ pub(super) struct Heads {
 }
 
 impl Heads {
-    /// Heads `first..` of a tensor with `heads` heads and `rows` rows.
+    /// Heads `first..` of a tensor with `heads` heads of `size` elements and `rows` rows.
     pub(super) fn new(
         p: &Problem,
         tensor: &Tensor,
         heads: usize,
         first: usize,
         rows: usize,
+        size: usize,
     ) -> Self {
-        Self { values: tensor.to_f64(), layout: p.layout, heads, first, rows, size: p.head_size }
+        Self { values: tensor.to_f64(), layout: p.layout, heads, first, rows, size }
     }
 
     /// One row of one head.
@@ -33,6 +34,11 @@ impl Heads {
             place(self.layout, self.heads, self.rows, [b, self.first + head, s]) * self.size;
         &self.values[start..start + self.size]
     }
+}
+
+/// The heads of a cache.
+pub(super) fn bnsh(tensor: &Tensor, heads: usize, rows: usize, size: usize) -> Heads {
+    Heads { values: tensor.to_f64(), layout: Layout::Bnsh, heads, first: 0, rows, size }
 }
 
 /// Number of the row `s` of a head in memory.
@@ -55,6 +61,8 @@ pub(super) fn store(tensor: &mut Tensor, start: usize, values: &[f64]) {
         Tensor::BF16(a) => put(a.as_slice_mut(), start, values, |x| bf16::from_f32(to_odd(x))),
         Tensor::I32(a) => put(a.as_slice_mut(), start, values, |x| x as i32),
         Tensor::I64(a) => put(a.as_slice_mut(), start, values, |x| x as i64),
+        Tensor::F64(a) => put(a.as_slice_mut(), start, values, |x| x),
+        Tensor::Bool(a) => put(a.as_slice_mut(), start, values, |x| x != 0.0),
     }
 }
 

@@ -1,12 +1,14 @@
-//! Attention for everything legal: any head size up to 512, any group, any element type, bias, sinks, score output. What a faster
-//! kernel refuses runs here.
+//! Memory-efficient attention: any head sizes up to 512, any group, any element type, windows, bias, mask, sinks, score output. What
+//! a faster kernel refuses runs here; only scores before the mask do not exist here ([`unfused`](super::unfused)).
 //!
 //! ```text
 //! q          (batch, query head, row, head_size)   rotated
-//! k, v       (batch, KV head, capacity, head_size) a sequence's first `total` rows are valid; what lies behind is never used
-//! bias       (batch, query head, row, key)         null: none
+//! k          (batch, KV head, capacity, head_size) a sequence's first `total` rows are valid; what lies behind is never used
+//! v          (batch, KV head, capacity, v_head_size)
+//! bias       (batch, query head, row, key)         added; null: none
+//! mask       (batch, query head, row, key)         bytes, 0 hides the key; null: none; strides are the bias's
 //! head_sink  (query head)                          null unless sink::PER_HEAD
-//! out        (batch, query head, row, head_size)
+//! out        (batch, query head, row, v_head_size)
 //! lse        (batch, query head, row)              f32, contiguous; null: not wanted
 //! output_qk  (batch, query head, row, qk_columns)  contiguous; null unless wanted
 //! ```
@@ -25,17 +27,19 @@
 //!
 //! **Numerics.** Everything in f32, one rounding at the end. A weight meets a value only where the row sees the key: behind a row's
 //! range there may be NaN, and 0·NaN is not 0. Weights come from differences of scores ([`PlainState`]), so that a bias of any
-//! size, the lowest number included, costs no precision; -inf hides a key.
+//! size, the lowest number included, costs no precision; -inf hides a key. Nothing of a mask or bias is ever materialised.
+//!
+//! **Alignment.** None is needed: rows that are not whole 16-byte vectors are staged element by element.
 
+use crate::concept::band::Band;
 use crate::concept::heads::Group;
-use crate::concept::mask::{Mask, Visible};
-use crate::concept::seqlen::Seqlen;
+use crate::concept::mask::Visible;
 use crate::concept::softmax::PlainState;
 use crate::num::{Element, tanh, unpack};
-use crate::params::{AttentionParams, qk_output, sink};
+use crate::params::{AttentionParams, MaskedParams, qk_output, sink, vectors};
 use crate::simt::{
-    Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, shfl_xor_f32, sync_threads, sync_warp,
-    thread_idx, warp,
+    Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, opaque, shfl_xor_f32, sync_threads,
+    sync_warp, thread_idx, warp,
 };
 
 const WARPS: u32 = 4;
@@ -57,11 +61,13 @@ pub const KEYS: u32 = 32;
 /// Largest head size.
 pub const MAX_HEAD_SIZE: u32 = 512;
 
-// Shared memory, all f32: queries (ROWS, MAX_HEAD_SIZE), a chunk of K or V (KEYS, PITCH), weights (ROWS, KEYS).
+// Shared memory: queries (ROWS, MAX_HEAD_SIZE), a chunk of K or V (KEYS, PITCH), weights (ROWS, KEYS), all f32; and the first and last
+// key that each row sees, u32.
 const CHUNK_AT: u32 = ROWS * MAX_HEAD_SIZE * 4;
 const WEIGHTS_AT: u32 = CHUNK_AT + KEYS * PITCH * 4;
+const VISIBLE_AT: u32 = WEIGHTS_AT + ROWS * KEYS * 4;
 /// Shared memory of a block.
-pub const SHARED_BYTES: u32 = WEIGHTS_AT + ROWS * KEYS * 4;
+pub const SHARED_BYTES: u32 = VISIBLE_AT + ROWS * 8;
 
 /// Blocks for a call: one per tile of rows.
 pub fn grid(p: &AttentionParams) -> [u32; 3] {
@@ -88,17 +94,20 @@ pub fn general<T: Element>(
     v: Global<T>,
     seqlens_k: Global<i32>,
     bias: Global<T>,
+    mask: Global<u8>,
     head_sink: Global<T>,
     out: Global<T>,
     lse: Global<f32>,
     output_qk: Global<T>,
-    p: AttentionParams,
+    p: MaskedParams,
 ) {
-    let call = Call { q, k, v, bias, head_sink, out, lse, output_qk, p: &p };
-    let tiles = tiles(&p);
+    let masked = &p;
+    let p = &masked.attention;
+    let call = Call { q, k, v, bias, mask, head_sink, out, lse, output_qk, masked, p };
+    let tiles = tiles(p);
     let mut tile = block_idx_x() as u64;
     while tile < tiles {
-        call.attend(&Tile::new(tile, seqlens_k, bias, &p));
+        call.attend(&Tile::new(tile, seqlens_k, masked));
         tile += grid_dim_x() as u64;
     }
 }
@@ -110,8 +119,7 @@ struct Tile {
     /// First packed row.
     first_row: u32,
     group: Group,
-    seqlen: Seqlen,
-    mask: Mask,
+    band: Band,
     q_len: u32,
 }
 
@@ -120,43 +128,22 @@ struct Tile {
 struct Row {
     /// Place in the block's tile.
     place: u32,
-    /// Query row.
-    s: u32,
-    /// Query head.
-    head: u32,
-    /// Whether the tile has it; the last tile of a head is rarely full.
-    exists: bool,
-    /// Its keys.
-    visible: Visible,
 }
 
 impl Tile {
-    /// Tile number `tile`. Late rows come first: with a causal mask they take longest. Besides the cache, a bias bounds the length:
-    /// its rows are as long as they are apart.
+    /// Tile number `tile`. Late rows come first: with a causal mask they take longest.
     #[inline(always)]
-    fn new<T: Element>(
-        tile: u64,
-        seqlens_k: Global<i32>,
-        bias: Global<T>,
-        p: &AttentionParams,
-    ) -> Self {
+    fn new(tile: u64, seqlens_k: Global<i32>, masked: &MaskedParams) -> Self {
+        let p = &masked.attention;
         let (per_head, kv_heads) = (tiles_per_head(p).max(1), p.kv_heads.max(1));
         let head = tile / per_head as u64;
         let batch = (head / kv_heads as u64) as u32;
-        let limit =
-            if bias.is_null() { p.capacity } else { (p.capacity as u64).min(p.bias.row) as u32 };
         Self {
             batch,
             kv_head: (head % kv_heads as u64) as u32,
             first_row: (per_head - 1 - (tile % per_head as u64) as u32) * ROWS,
             group: Group::new(p.q_heads, p.kv_heads),
-            seqlen: Seqlen::new(
-                seqlens_k.load(batch as usize),
-                p.q_len,
-                limit,
-                p.first_prompt != 0,
-            ),
-            mask: Mask { causal: p.causal != 0, window: p.window },
+            band: Band::new(seqlens_k.load(batch as usize), masked),
             q_len: p.q_len,
         }
     }
@@ -166,31 +153,39 @@ impl Tile {
     fn rows(&self) -> [Row; WARP_ROWS] {
         core::array::from_fn(|i| {
             let place = i as u32 * WARPS + warp();
-            let (s, head) = self.group.unpack(self.kv_head, self.first_row + place);
-            let exists = s < self.q_len;
-            let visible = if exists {
-                self.mask.visible(self.seqlen, s)
-            } else {
-                Visible { first: 0, end: 0 }
-            };
-            Row { place, s, head, exists, visible }
+            Row { place }
         })
     }
 
-    /// The keys that some row of the tile sees, or that lie between such keys. Both ends of what a token sees grow with its row.
+    /// Keeps what this warp's rows see in shared memory, for want of registers.
+    #[inline(always)]
+    fn stage_visible(&self, rows: &[Row; WARP_ROWS]) {
+        sync_warp();
+        for row in rows {
+            let (s, _) = self.group.unpack(self.kv_head, self.first_row + row.place);
+            let visible =
+                if s < self.q_len { self.band.visible(s) } else { Visible { first: 0, end: 0 } };
+            if lane() == 0 {
+                Shared::at(VISIBLE_AT).store(2 * row.place, visible.first);
+                Shared::at(VISIBLE_AT).store(2 * row.place + 1, visible.end);
+            }
+        }
+        sync_warp();
+    }
+
+    /// (query row, query head) of a row, computed anew each time: registers are scarce. `None` where the tile does not have it; the
+    /// last tile of a head is rarely full.
+    #[inline(always)]
+    fn find(&self, row: &Row) -> Option<(u32, u32)> {
+        let (s, head) = self.group.unpack(self.kv_head, self.first_row + opaque(row.place));
+        if s < self.q_len { Some((s, head)) } else { None }
+    }
+
+    /// The keys that some row of the tile sees, or that lie between such keys.
     #[inline(always)]
     fn keys(&self) -> Visible {
-        let first = self.first_row / self.group.size;
-        if !self.seqlen.is_token(first) {
-            return Visible { first: 0, end: 0 };
-        }
-        let last = ((self.first_row + ROWS - 1) / self.group.size)
-            .min(self.seqlen.total - self.seqlen.past - 1);
-        let last = last.min(self.q_len - 1);
-        Visible {
-            first: self.mask.visible(self.seqlen, first).first,
-            end: self.mask.visible(self.seqlen, last).end,
-        }
+        let last = (self.first_row + ROWS - 1) / self.group.size;
+        self.band.visible_to(self.first_row / self.group.size, last.min(self.q_len - 1))
     }
 }
 
@@ -202,7 +197,15 @@ impl Row {
             n @ 0..KEYS => (1 << n) - 1,
             _ => u32::MAX,
         };
-        below(self.visible.end) & !below(self.visible.first)
+        let Visible { first, end } = self.visible();
+        below(end) & !below(first)
+    }
+
+    /// Its keys.
+    #[inline(always)]
+    fn visible(&self) -> Visible {
+        let at = |i| Shared::at(VISIBLE_AT).load(2 * self.place + i);
+        Visible { first: at(0), end: at(1) }
     }
 }
 
@@ -212,11 +215,24 @@ struct Call<'a, T> {
     k: Global<T>,
     v: Global<T>,
     bias: Global<T>,
+    mask: Global<u8>,
     head_sink: Global<T>,
     out: Global<T>,
     lse: Global<f32>,
     output_qk: Global<T>,
+    masked: &'a MaskedParams,
     p: &'a AttentionParams,
+}
+
+/// One head of K or V.
+struct Head<T> {
+    rows: Global<T>,
+    /// Elements from one row to the next.
+    stride: u64,
+    /// Elements of a row.
+    size: u32,
+    /// Whether rows are whole vectors.
+    aligned: bool,
 }
 
 type Accumulators = [[f32; LANE_COLUMNS]; WARP_ROWS];
@@ -226,6 +242,7 @@ impl<T: Element> Call<'_, T> {
     #[inline(always)]
     fn attend(&self, tile: &Tile) {
         let (rows, keys) = (tile.rows(), tile.keys());
+        tile.stage_visible(&rows);
         let mut states = [PlainState::EMPTY; WARP_ROWS];
         let mut accumulators = [[0.0; LANE_COLUMNS]; WARP_ROWS];
         self.stage_queries(tile, &rows);
@@ -244,8 +261,8 @@ impl<T: Element> Call<'_, T> {
             begin += KEYS;
         }
         for r in 0..WARP_ROWS {
-            if rows[r].exists {
-                self.finish(tile, &rows[r], &mut states[r], &accumulators[r]);
+            if let Some(place) = tile.find(&rows[r]) {
+                self.finish(tile, &rows[r], place, &mut states[r], &accumulators[r]);
             }
         }
         if self.p.qk_output != qk_output::NONE {
@@ -253,39 +270,36 @@ impl<T: Element> Call<'_, T> {
         }
     }
 
-    /// Copies this warp's query rows to shared memory, as f32. Rows that see nothing are never read.
+    /// Copies this warp's query rows to shared memory, as f32, up to a multiple of 4 elements with 0. Rows that see nothing are never
+    /// read.
     #[inline(always)]
     fn stage_queries(&self, tile: &Tile, rows: &[Row; WARP_ROWS]) {
+        let (size, aligned) = (self.p.head_size, self.masked.vectors & vectors::KEYS != 0);
         for row in rows {
-            let from = self.p.q.at(tile.batch, row.head, row.s);
-            let mut e = lane() * T::PER_VEC;
-            while row.exists && e < self.p.head_size {
-                let words = self.q.load_vec(from + e as usize);
-                store_f32::<T>(Shared::at(0).offset(row.place * MAX_HEAD_SIZE + e), words);
+            let Some((s, head)) = tile.find(row) else { continue };
+            let from = self.p.q.at(tile.batch, head, s);
+            let to = Shared::<f32>::at(0).offset(row.place * MAX_HEAD_SIZE);
+            let mut e = if aligned { lane() * T::PER_VEC } else { lane() };
+            while aligned && e < size {
+                store_f32::<T>(to.offset(e), self.q.load_vec(from + e as usize));
                 e += 32 * T::PER_VEC;
+            }
+            while !aligned && e < size.next_multiple_of(4) {
+                let value = if e < size { self.q.load(from + e as usize).to_f32() } else { 0.0 };
+                to.store(e, value);
+                e += opaque(32);
             }
         }
     }
 
     /// Copies columns `column ..` of keys `begin ..` of a head's K or V to shared memory, as f32. Keys from `end` on, and columns
-    /// behind head_size, are 0 there: they are not read, whatever they hold. Of a thread's vectors, two are on their way at a time.
+    /// behind the head's, are 0 there: they are not read, whatever they hold.
     #[inline(always)]
-    fn stage(&self, head: Global<T>, row_stride: u64, column: u32, begin: u32, end: u32) {
-        let (across, down) = (CHUNK / T::PER_VEC, THREADS * T::PER_VEC / CHUNK);
-        let (first_key, e) = (thread_idx() / across, thread_idx() % across * T::PER_VEC);
-        for pair in 0..KEYS / down / 2 {
-            let keys = [2 * pair, 2 * pair + 1].map(|i| first_key + i * down);
-            let words = keys.map(|key| {
-                let key = begin + key;
-                if key < end && column + e < self.p.head_size {
-                    head.load_vec(key as usize * row_stride as usize + (column + e) as usize)
-                } else {
-                    [0; 4]
-                }
-            });
-            for i in 0..2 {
-                store_f32::<T>(Shared::at(CHUNK_AT).offset(keys[i] * PITCH + e), words[i]);
-            }
+    fn stage(&self, head: &Head<T>, column: u32, begin: u32, end: u32) {
+        if head.aligned {
+            stage_vectors(head, column, begin, end);
+        } else {
+            stage_elements(head, column, begin, end);
         }
     }
 
@@ -299,11 +313,16 @@ impl<T: Element> Call<'_, T> {
         begin: u32,
         end: u32,
     ) -> [f32; WARP_ROWS] {
-        let keys = self.k.offset(self.p.k.at(tile.batch, tile.kv_head, 0));
+        let keys = Head {
+            rows: self.k.offset(self.p.k.at(tile.batch, tile.kv_head, 0)),
+            stride: self.p.k.row,
+            size: self.p.head_size,
+            aligned: self.masked.vectors & vectors::KEYS != 0,
+        };
         let mut dots = [0.0; WARP_ROWS];
         let mut column = 0;
         while column < self.p.head_size {
-            self.stage(keys, self.p.k.row, column, begin, end);
+            self.stage(&keys, column, begin, end);
             sync_threads();
             let width = CHUNK.min(self.p.head_size - column);
             add_dots(&mut dots, rows, sees, column, width);
@@ -320,9 +339,15 @@ impl<T: Element> Call<'_, T> {
         if self.p.softcap > 0.0 {
             score = self.p.softcap * tanh(score / self.p.softcap);
         }
-        if !self.bias.is_null() {
-            let at = self.p.bias.at(tile.batch, row.head, row.s) + key as usize;
-            score += self.bias.load(at).to_f32();
+        let (bias, mask) = (!self.bias.is_null(), !self.mask.is_null());
+        if let (true, Some((s, head))) = (bias || mask, tile.find(row)) {
+            let at = self.p.bias.at(tile.batch, head, s) + key as usize;
+            if bias {
+                score = add_bias(score, self.bias.load(at).to_f32());
+            }
+            if mask && self.mask.load(at) == 0 {
+                score = f32::NEG_INFINITY;
+            }
         }
         score
     }
@@ -347,12 +372,17 @@ impl<T: Element> Call<'_, T> {
         end: u32,
         accumulators: &mut Accumulators,
     ) {
-        let values = self.v.offset(self.p.v.at(tile.batch, tile.kv_head, 0));
+        let values = Head {
+            rows: self.v.offset(self.p.v.at(tile.batch, tile.kv_head, 0)),
+            stride: self.p.v.row,
+            size: self.masked.v_head_size,
+            aligned: self.masked.vectors & vectors::VALUES != 0,
+        };
         let keys = KEYS.min(end - begin);
         for chunk in 0..(MAX_HEAD_SIZE / CHUNK) as usize {
             let column = chunk as u32 * CHUNK;
-            if column < self.p.head_size {
-                self.stage(values, self.p.v.row, column, begin, end);
+            if column < values.size {
+                self.stage(&values, column, begin, end);
                 sync_threads();
                 add_chunk(accumulators, chunk, rows, sees, keys);
                 sync_threads();
@@ -366,24 +396,26 @@ impl<T: Element> Call<'_, T> {
         &self,
         tile: &Tile,
         row: &Row,
+        (s, head): (u32, u32),
         state: &mut PlainState,
         accumulators: &[f32; LANE_COLUMNS],
     ) {
         state.sum = warp_sum(state.sum);
         let mut factor = 1.0;
-        if self.p.sink != sink::NONE && row.visible.end > 0 {
-            factor = state.join_sink(self.sink(row.head));
+        let Visible { first, end } = row.visible();
+        if self.p.sink != sink::NONE && first < end {
+            factor = state.join_sink(self.sink(head));
         }
         factor *= state.normaliser();
-        let at = self.p.out.at(tile.batch, row.head, row.s);
+        let at = self.p.out.at(tile.batch, head, s);
         for (c, accumulator) in accumulators.iter().enumerate() {
             let column = 32 * c as u32 + lane();
-            if column < self.p.head_size {
+            if column < self.masked.v_head_size {
                 self.out.store(at + column as usize, T::from_f32(accumulator * factor));
             }
         }
         if !self.lse.is_null() && lane() == 0 {
-            self.lse.store(self.row_index(tile, row), state.log_sum_exp());
+            self.lse.store(self.row_index(tile, (s, head)), state.log_sum_exp());
         }
     }
 
@@ -398,9 +430,9 @@ impl<T: Element> Call<'_, T> {
 
     /// Index of a row among all (batch, query head, row).
     #[inline(always)]
-    fn row_index(&self, tile: &Tile, row: &Row) -> usize {
-        let head = tile.batch as usize * self.p.q_heads as usize + row.head as usize;
-        head * self.p.q_len as usize + row.s as usize
+    fn row_index(&self, tile: &Tile, (s, head): (u32, u32)) -> usize {
+        let head = tile.batch as usize * self.p.q_heads as usize + head as usize;
+        head * self.p.q_len as usize + s as usize
     }
 
     /// Computes the scores once more, now that the sums are known, and writes every column of output_qk.
@@ -420,7 +452,7 @@ impl<T: Element> Call<'_, T> {
                 dots = self.dots(tile, rows, sees, begin, keys.end);
             }
             for r in 0..WARP_ROWS {
-                if rows[r].exists && begin + lane() < self.p.qk_columns {
+                if begin + lane() < self.p.qk_columns {
                     self.write_score(tile, &rows[r], sees[r], begin, dots[r], &states[r]);
                 }
             }
@@ -438,6 +470,7 @@ impl<T: Element> Call<'_, T> {
         dot: f32,
         state: &PlainState,
     ) {
+        let Some(place) = tile.find(row) else { return };
         let key = begin + lane();
         let mut value = 0.0;
         if sees >> lane() & 1 != 0 {
@@ -447,9 +480,53 @@ impl<T: Element> Call<'_, T> {
                 _ => score,
             };
         }
-        let at = self.row_index(tile, row) * self.p.qk_columns as usize + key as usize;
+        let at = self.row_index(tile, place) * self.p.qk_columns as usize + key as usize;
         self.output_qk.store(at, T::from_f32(value));
     }
+}
+
+/// Of a thread's vectors, two are on their way at a time.
+#[inline(always)]
+fn stage_vectors<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
+    let (across, down) = (CHUNK / T::PER_VEC, THREADS * T::PER_VEC / CHUNK);
+    let (first_key, e) = (thread_idx() / across, thread_idx() % across * T::PER_VEC);
+    let pairs = KEYS / down / 2;
+    // One pair after the other: there are no registers for both.
+    let pairs = if pairs > 1 { opaque(pairs) } else { pairs };
+    for pair in 0..pairs {
+        let keys = [2 * pair, 2 * pair + 1].map(|i| first_key + i * down);
+        let words = keys.map(|key| {
+            let key = begin + key;
+            if key < end && column + e < head.size {
+                head.rows.load_vec(key as usize * head.stride as usize + (column + e) as usize)
+            } else {
+                [0; 4]
+            }
+        });
+        for i in 0..2 {
+            store_f32::<T>(Shared::at(CHUNK_AT).offset(keys[i] * PITCH + e), words[i]);
+        }
+    }
+}
+
+/// The same for rows that are no vectors: a thread takes a column of every other key, one at a time, for which there are registers.
+#[inline(always)]
+fn stage_elements<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
+    let e = thread_idx() % CHUNK;
+    let mut key = thread_idx() / CHUNK;
+    while key < KEYS {
+        let valid = begin + key < end && column + e < head.size;
+        let at = || (begin + key) as usize * head.stride as usize + (column + e) as usize;
+        let value = if valid { head.rows.load(at()).to_f32() } else { 0.0 };
+        Shared::<f32>::at(CHUNK_AT).store(key * PITCH + e, value);
+        key += opaque(THREADS / CHUNK);
+    }
+}
+
+/// A score with its bias. -inf hides a key, whatever its score.
+#[inline(always)]
+pub(super) fn add_bias(score: f32, bias: f32) -> f32 {
+    if bias == f32::NEG_INFINITY { bias } else { score + bias }
 }
 
 /// The tile's scores meet a row's softmax; their weights go to shared memory.
@@ -537,11 +614,11 @@ fn store_f32<T: Element>(to: Shared<f32>, words: [u32; 4]) {
 }
 
 #[inline(always)]
-fn warp_max(x: f32) -> f32 {
+pub(super) fn warp_max(x: f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| max(x, shfl_xor_f32(x, distance)))
 }
 
 #[inline(always)]
-fn warp_sum(x: f32) -> f32 {
+pub(super) fn warp_sum(x: f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| x + shfl_xor_f32(x, distance))
 }

@@ -5,3 +5,4 @@ pub mod general;
 pub mod hopper;
 pub mod split_kv;
 pub mod tiled;
+pub mod unfused;

@@ -1,5 +1,6 @@
 //! What attention means, without hardware: lengths, masks, the online softmax, heads.
 
+pub mod band;
 pub mod heads;
 pub mod mask;
 pub mod seqlen;

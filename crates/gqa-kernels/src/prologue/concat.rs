@@ -9,6 +9,8 @@
 //! | `total_b .. capacity` | 0 |
 //!
 //! So every row of present is written, whatever it held. Where no rows are new (`new_len` 0) all `total_b` come from past.
+//!
+//! `concat_rows` does the same for K or V alone where past is the same for every sequence and rows are of any size, element by element.
 
 use super::rope::Rope;
 use super::seqlen;
@@ -80,5 +82,29 @@ pub fn concat_new_to_past_kv<T: Element>(
             Source::Nothing => [0; 4],
         };
         present.store_vec(p.kv_out.at(b, head, row) + e as usize, words);
+    }
+}
+
+/// Index space of [`concat_rows`]: (batch, head, row of present, element).
+#[inline(always)]
+pub fn concat_rows_size(p: &PrologueParams) -> [u32; 4] {
+    [p.batch, p.kv_heads, p.capacity, p.head_size]
+}
+
+/// Copies past and appends new rows, of K or of V; `past` has as many rows in every sequence, all of them valid.
+#[inline(always)]
+pub fn concat_rows<T: Element>(
+    past: Global<T>,
+    new: Global<T>,
+    present: Global<T>,
+    p: PrologueParams,
+) {
+    for [b, head, row, e] in Walk::over(concat_rows_size(&p)) {
+        let (from, at) = if row < p.past_capacity {
+            (past, p.past.at(b, head, row))
+        } else {
+            (new, p.k.at(b, head, row - p.past_capacity))
+        };
+        present.store(p.kv_out.at(b, head, row) + e as usize, from.load(at + e as usize));
     }
 }

@@ -25,7 +25,9 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
     match entry.kernel() {
         "concat_kv_in_place" => append::concat_kv_in_place_size(p, per_vec),
         "concat_new_to_past_kv" => concat::concat_new_to_past_kv_size(p, per_vec),
+        "concat_rows" => concat::concat_rows_size(p),
         "rotary_embedding" => rope::rotary_embedding_size(p, per_vec),
+        "rotary_rows" => rope::rotary_rows_size(p),
         "sequence_lengths" => lengths::sequence_lengths_size(p),
         "seqlens_to_pos_ids" => lengths::seqlens_to_pos_ids_size(p),
         _ => unpack::unpack_qkv_size(p, per_vec),

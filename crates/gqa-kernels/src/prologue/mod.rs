@@ -8,9 +8,11 @@
 //! |---|---|---|
 //! | `concat_kv_in_place` | appends K and V to a shared cache | [`append`] |
 //! | `concat_new_to_past_kv` | past and new K and V into a separate cache | [`mod@concat`] |
+//! | `concat_rows` | the same of K or V alone, rows of any size | [`mod@concat`] |
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
+//! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `sequence_lengths`, `seqlens_to_pos_ids` | lengths, positions | [`lengths`] |
 
 pub mod append;

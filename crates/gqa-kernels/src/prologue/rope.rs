@@ -1,4 +1,5 @@
-//! Rotary position embedding of one 16-byte vector, which is what every kernel here does to Q and K, and `rotary_embedding`.
+//! Rotary position embedding of one 16-byte vector, which is what every kernel here does to Q and K, and `rotary_embedding`; and
+//! `rotary_rows`, which does the same element by element.
 
 use super::seqlen;
 use super::walk::Walk;
@@ -104,5 +105,46 @@ pub fn rotary_embedding<T: Element>(
         let (e, position) = (v * T::PER_VEC, rope.position(b, s, seqlen(&p, seqlens_k, b).past));
         let rotated = rope.vector(q, p.q.at(b, head, s), e, position);
         q_out.store_vec(p.q_out.at(b, head, s) + e as usize, rotated);
+    }
+}
+
+/// Index space of [`rotary_rows`]: (batch, row, query head, element).
+#[inline(always)]
+pub fn rotary_rows_size(p: &PrologueParams) -> [u32; 4] {
+    [p.batch, p.q_len, p.q_heads, p.head_size]
+}
+
+/// Rotates every query head from `q` into `q_out`. Heads of any size, of which any even number of elements rotates; position_ids
+/// must be given.
+#[inline(always)]
+pub fn rotary_rows<T: Element>(
+    q: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    q_out: Global<T>,
+    p: PrologueParams,
+) {
+    for [b, s, head, e] in Walk::over(rotary_rows_size(&p)) {
+        let from = p.q.at(b, head, s);
+        let own = q.load(from + e as usize).to_f32();
+        let mut value = own;
+        if e < p.rotary_dim {
+            let position = position_ids.load(b as usize * p.position_stride as usize + s as usize);
+            let half = p.rotary_dim / 2;
+            let (pair, first) =
+                if p.interleaved != 0 { (e / 2, e % 2 == 0) } else { (e % half, e < half) };
+            let distance = if p.interleaved != 0 { 1 } else { half };
+            let partner = if first { e + distance } else { e - distance };
+            let other = q.load(from + partner as usize).to_f32();
+            let sign = if first { -1.0 } else { 1.0 };
+            value = if position < 0 || position >= p.max_positions as i64 {
+                f32::NAN
+            } else {
+                let angle = position as usize * half as usize + pair as usize;
+                own * cos.load(angle).to_f32() + sign * other * sin.load(angle).to_f32()
+            };
+        }
+        q_out.store(p.q_out.at(b, head, s) + e as usize, T::from_f32(value));
     }
 }

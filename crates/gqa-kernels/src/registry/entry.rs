@@ -7,8 +7,10 @@ use crate::num::DType;
 pub enum Family {
     /// Unpack, rotate, append.
     Prologue,
-    /// Attention for everything legal.
+    /// Memory-efficient attention, for almost everything legal.
     General,
+    /// Attention with all scores in memory.
+    Unfused,
     /// Tensor-core flash attention for prompts and chunks.
     Tiled,
     /// Flash attention with warpgroups and the copy engine.
@@ -19,14 +21,15 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 5] =
-        [Self::Prologue, Self::General, Self::Tiled, Self::Hopper, Self::SplitKv];
+    pub const ALL: [Self; 6] =
+        [Self::Prologue, Self::General, Self::Unfused, Self::Tiled, Self::Hopper, Self::SplitKv];
 
     /// Cargo feature of this crate that compiles the family's entries.
     pub const fn feature(self) -> &'static str {
         match self {
             Self::Prologue => "family-prologue",
             Self::General => "family-general",
+            Self::Unfused => "family-unfused",
             Self::Tiled => "family-tiled",
             Self::Hopper => "family-hopper",
             Self::SplitKv => "family-split-kv",
@@ -36,7 +39,7 @@ impl Family {
     /// Targets the family is shipped for, oldest first.
     pub const fn archs(self) -> &'static [&'static str] {
         match self {
-            Self::Prologue | Self::General => &["sm_70"],
+            Self::Prologue | Self::General | Self::Unfused => &["sm_70"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
             Self::Hopper => &["sm_90a"],
         }

@@ -16,6 +16,8 @@ pub(super) struct Append<'a, T> {
     pub(super) new: &'a [T],
     /// Where in it they are.
     pub(super) layout: RowLayout,
+    /// Elements of one head.
+    pub(super) size: usize,
     /// For K, where it rotates.
     pub(super) rope: Option<&'a Rope<'a, T>>,
 }
@@ -25,13 +27,13 @@ impl<T: Element> Append<'_, T> {
     pub(super) fn run(&self, present: &mut [T]) {
         let p = self.problem;
         present
-            .par_chunks_exact_mut(p.capacity * p.head_size)
+            .par_chunks_exact_mut(p.capacity * self.size)
             .enumerate()
             .for_each(|(head, present)| self.head(head / p.kv_heads, head % p.kv_heads, present));
     }
 
     fn head(&self, b: usize, head: usize, present: &mut [T]) {
-        let (p, size, sequence) = (self.problem, self.problem.head_size, self.sequences[b]);
+        let (p, size, sequence) = (self.problem, self.size, self.sequences[b]);
         let kept = sequence.kept(p);
         if p.cache == CacheBinding::Separate {
             let past = &self.past[(b * p.kv_heads + head) * p.past_capacity * size..];

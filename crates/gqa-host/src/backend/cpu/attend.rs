@@ -1,8 +1,8 @@
 //! All of a task's rows past a range of keys, tile by tile.
 
 use super::lanes::Lanes;
-use super::panel::{KEYS, Panel, Rows};
-use crate::QkOutput;
+use super::panel::{KEYS, Panel, Rows, Stage, Tile};
+use crate::{Problem, QkOutput};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ pub(super) struct Softmax {
 /// What a range of keys gives a task's rows.
 pub(super) struct Partial {
     pub(super) softmax: Vec<Softmax>,
-    /// (rows, head size): sums of weighted values.
+    /// (rows, size of a value in a tile): sums of weighted values.
     pub(super) output: Vec<f32>,
 }
 
@@ -53,7 +53,7 @@ impl Attend<'_> {
                 panel.attend::<BLOCK>(simd, tile, &mut scores);
             }
         }
-        partial(&panels, self.rows.problem().head_size)
+        partial(&panels, self.rows.sizes()[1])
     }
 }
 
@@ -72,15 +72,22 @@ impl WithSimd for Scores<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
-        let panels = panels::<S, 1>(simd, self.rows);
+        let stage = match self.rows.problem().output_qk {
+            QkOutput::Scaled => Stage::Scaled,
+            QkOutput::Capped => Stage::Capped,
+            _ => Stage::Biased,
+        };
+        let unmasked = Unmasked(self.rows);
+        let rows: &dyn Rows = if stage == Stage::Biased { self.rows } else { &unmasked };
+        let panels = panels::<S, 1>(simd, rows);
         let mut scores = [Lanes::splat(simd, 0.0); KEYS];
-        let mut buffers = buffers(self.rows);
+        let mut buffers = buffers(rows);
         for keys in tiles(self.keys.clone()) {
-            let tile = self.rows.tile(keys, &mut buffers);
+            let tile = rows.tile(keys, &mut buffers);
             for panel in &panels {
                 let Some(tile) = panel.seen_part(tile) else { continue };
-                let scores = &mut scores[..tile.keys.len() / self.rows.problem().head_size];
-                panel.score::<8>(simd, tile, scores);
+                let scores = &mut scores[..tile.keys.len() / rows.sizes()[0]];
+                panel.score::<8>(simd, tile, stage, scores);
                 for lane in 0..panel.visible.len() {
                     self.write_row(panel, lane, tile.first, scores);
                 }
@@ -118,6 +125,39 @@ impl Scores<'_> {
     }
 }
 
+/// Rows that see every key there is.
+struct Unmasked<'a>(&'a dyn Rows);
+
+impl Rows for Unmasked<'_> {
+    fn problem(&self) -> &Problem {
+        self.0.problem()
+    }
+
+    fn count(&self) -> usize {
+        self.0.count()
+    }
+
+    fn sizes(&self) -> [usize; 2] {
+        self.0.sizes()
+    }
+
+    fn visible(&self, _: usize) -> Range<usize> {
+        0..self.problem().total_len
+    }
+
+    fn query(&self, row: usize, to: &mut [f32]) {
+        self.0.query(row, to);
+    }
+
+    fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t> {
+        self.0.tile(keys, buffers)
+    }
+
+    fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
+        self.0.add_bias(row, first, scores);
+    }
+}
+
 /// The rows, as many side by side as fit.
 #[inline(always)]
 fn panels<S: Simd, const N: usize>(simd: S, rows: &dyn Rows) -> Vec<Panel<'_, S, N>> {
@@ -127,7 +167,7 @@ fn panels<S: Simd, const N: usize>(simd: S, rows: &dyn Rows) -> Vec<Panel<'_, S,
 
 /// Room for a tile of keys and one of values.
 fn buffers(rows: &dyn Rows) -> [Vec<f32>; 2] {
-    [(); 2].map(|()| vec![0.0; KEYS * rows.problem().head_size])
+    rows.sizes().map(|size| vec![0.0; KEYS * size])
 }
 
 /// `keys`, cut at multiples of [`KEYS`].

@@ -7,6 +7,7 @@
 
 mod append;
 mod attend;
+mod double;
 mod element;
 mod lanes;
 mod panel;
@@ -16,15 +17,15 @@ mod sequence;
 mod task;
 
 use super::{Backend, Io};
-use crate::{DType, Problem, Result, Tensor};
+use crate::{CacheBinding, Computes, DType, Layout, Problem, Result, Tensor};
 use append::Append;
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
 use rayon::prelude::*;
-use rope::Rope;
+use rope::{MAX_HEAD_SIZE, Rope};
 use rows::{OutputRow, output_rows};
 use sequence::Sequence;
-use task::{Call, TASK_ROWS, Task};
+use task::{Bias, Call, TASK_ROWS, Task};
 
 /// Computes on the CPU.
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,6 +40,7 @@ impl Backend for Cpu {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         match problem.dtype {
+            dtype if dtype == DType::F64 || dtype != problem.v_dtype => double::run(problem, io),
             DType::F16 => self.run_as::<f16>(problem, io),
             DType::BF16 => self.run_as::<bf16>(problem, io),
             _ => self.run_as::<f32>(problem, io),
@@ -48,29 +50,45 @@ impl Backend for Cpu {
 
 impl Cpu {
     fn run_as<T: Element>(&self, p: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let Tensor::I32(last) = io.seqlens_k else {
-            return Err(foreign("seqlens_k", io.seqlens_k));
-        };
-        let sequences: Vec<_> = last.iter().map(|&last| Sequence::new(p, last)).collect();
+        let sequences = sequences(p, io)?;
         let rope = rope::<T>(p, io)?;
-        append(p, &sequences, rope.as_ref(), io)?;
+        if p.has_present() {
+            append(p, &sequences, rope.as_ref(), io)?;
+        }
+        match p.computes {
+            Computes::Attention => {}
+            Computes::Rotation => return rotate(p, &sequences, rope.as_ref(), io),
+            Computes::Cache => return Ok(()),
+        }
         let lse = io.lse.as_deref_mut().map(|lse| elements_mut("lse", lse)).transpose()?;
         let output_qk =
             io.output_qk.as_deref_mut().map(|qk| elements_mut("output_qk", qk)).transpose()?;
+        let (key, value): (&Tensor, &Tensor) = match (p.cache, io.key, io.value) {
+            (CacheBinding::External, Some(key), Some(value)) => (key, value),
+            _ => (&*io.present_key, &*io.present_value),
+        };
         let call = Call {
             problem: p,
             sequences: &sequences,
             query: elements::<T>("query", io.query)?,
             rope: rope.as_ref(),
-            keys: elements("present_key", io.present_key)?,
-            values: elements("present_value", io.present_value)?,
-            bias: io.attention_bias.map(|bias| elements("attention_bias", bias)).transpose()?,
+            keys: elements("key", key)?,
+            values: elements("value", value)?,
+            bias: io.attention_bias.map(Bias::of).transpose()?,
             head_sink: io.head_sink.map(|sink| elements("head_sink", sink)).transpose()?,
         };
         let mut rows = output_rows(p, elements_mut("output", io.output)?, output_qk, lse);
         tasks(&call, &mut rows).into_par_iter().for_each(|(task, rows)| task.run(self.arch, rows));
         Ok(())
     }
+}
+
+/// Where each batch entry's rows stand.
+fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
+    let Tensor::I32(last) = io.seqlens_k else {
+        return Err(foreign("seqlens_k", io.seqlens_k));
+    };
+    Ok(last.iter().map(|&last| Sequence::new(p, last)).collect())
 }
 
 /// The rotary embedding, where the call has one.
@@ -90,6 +108,33 @@ fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>>
     }))
 }
 
+/// Rotates the query into the output.
+fn rotate<T: Element>(
+    p: &Problem,
+    sequences: &[Sequence],
+    rope: Option<&Rope<'_, T>>,
+    io: &mut Io<'_>,
+) -> Result<()> {
+    let (query, layout) = (elements::<T>("query", io.query)?, p.query_layout());
+    let heads = p.q_heads;
+    let output = elements_mut::<T>("output", io.output)?;
+    // Rows lie in the output as they do in the query.
+    output.par_chunks_exact_mut(p.head_size).enumerate().for_each(|(row, to)| {
+        let [b, head, s] = match p.layout {
+            Layout::Bsnh => [row / heads / p.q_len, row % heads, row / heads % p.q_len],
+            Layout::Bnsh => [row / p.q_len / heads, row / p.q_len % heads, row % p.q_len],
+        };
+        let mut buffer = [0.0; MAX_HEAD_SIZE];
+        let buffer = &mut buffer[..to.len()];
+        T::widen(&query[layout.at(b, head, s)..][..to.len()], buffer);
+        if let Some(rope) = rope {
+            rope.rotate(b, s, sequences[b], buffer);
+        }
+        T::narrow(buffer, to);
+    });
+    Ok(())
+}
+
 /// Updates both caches.
 fn append<T: Element>(
     p: &Problem,
@@ -97,14 +142,14 @@ fn append<T: Element>(
     rope: Option<&Rope<'_, T>>,
     io: &mut Io<'_>,
 ) -> Result<()> {
-    let rows = |name, past: Option<_>, new: Option<_>, layout, rope| -> Result<_> {
+    let rows = |name, past: Option<_>, new: Option<_>, layout, size, rope| -> Result<_> {
         let elements =
             |tensor: Option<_>| tensor.map_or(Ok(&[][..]), |tensor| elements(name, tensor));
         let (past, new) = (elements(past)?, elements(if p.packed { Some(io.query) } else { new })?);
-        Ok(Append { problem: p, sequences, past, new, layout, rope })
+        Ok(Append { problem: p, sequences, past, new, layout, size, rope })
     };
-    let key = rows("key", io.past_key, io.key, p.key_layout(), rope)?;
-    let value = rows("value", io.past_value, io.value, p.value_layout(), None)?;
+    let key = rows("key", io.past_key, io.key, p.key_layout(), p.head_size, rope)?;
+    let value = rows("value", io.past_value, io.value, p.value_layout(), p.v_head_size, None)?;
     let present_key = elements_mut("present_key", io.present_key)?;
     let present_value = elements_mut("present_value", io.present_value)?;
     rayon::join(|| key.run(present_key), || value.run(present_value));

@@ -21,17 +21,28 @@ use std::ops::Range;
 pub(super) const KEYS: usize = 64;
 
 /// Numbers that head sizes are a multiple of.
-const CHUNK: usize = 8;
+pub(super) const CHUNK: usize = 8;
 
 /// Consecutive rows of one head's cache.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a> {
     /// Index of its first key.
     pub(super) first: usize,
-    /// (keys, head size)
+    /// (keys, size of a key)
     pub(super) keys: &'a [f32],
-    /// As keys.
+    /// (keys, size of a value)
     pub(super) values: &'a [f32],
+}
+
+/// How far scores are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// q·k, scaled.
+    Scaled,
+    /// After softcap.
+    Capped,
+    /// After bias too.
+    Biased,
 }
 
 /// Query rows of one KV head, whatever their type; they count from 0.
@@ -42,10 +53,13 @@ pub(super) trait Rows: Sync {
     /// How many.
     fn count(&self) -> usize;
 
+    /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a multiple of [`CHUNK`].
+    fn sizes(&self) -> [usize; 2];
+
     /// Keys that a row sees.
     fn visible(&self, row: usize) -> Range<usize>;
 
-    /// A row of the query, rotated and scaled.
+    /// A row of the query, rotated and scaled; what is behind it in `to` stays.
     fn query(&self, row: usize, to: &mut [f32]);
 
     /// Keys and values, converted in `buffers` where they have to be.
@@ -112,7 +126,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
     /// The rows from `first` on, as many as there are and have room.
     pub(super) fn new(simd: S, rows: &'a dyn Rows, first: usize) -> Self {
         let zero = Lanes::splat(simd, 0.0);
-        let mut query = vec![zero; rows.problem().head_size];
+        let [mut query, output] = rows.sizes().map(|size| vec![zero; size]);
         let count = Lanes::<S, N>::COUNT.min(rows.count() - first);
         let mut line = [0.0; MAX_HEAD_SIZE];
         let line = &mut line[..query.len()];
@@ -121,7 +135,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
             query.iter_mut().zip(&*line).for_each(|(to, x)| to.rows_mut()[lane] = *x);
         }
         let visible: Vec<_> = (0..count).map(|lane| rows.visible(first + lane)).collect();
-        let (span, output) = (span(&visible), vec![zero; query.len()]);
+        let span = span(&visible);
         Self {
             rows,
             first,
@@ -144,7 +158,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
     ) {
         let Some(tile) = self.seen_part(tile) else { return };
         let scores = &mut scores[..tile.keys.len() / self.query.len()];
-        self.score::<BLOCK>(simd, tile, scores);
+        self.score::<BLOCK>(simd, tile, Stage::Biased, scores);
         let mask = self.mask(simd, tile.first, scores.len());
         if let Some(mask) = &mask {
             mask.hide(simd, scores);
@@ -158,11 +172,12 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
 
     /// The part of a tile that some row sees.
     pub(super) fn seen_part<'t>(&self, tile: Tile<'t>) -> Option<Tile<'t>> {
-        let size = self.query.len();
+        let [key, value] = [self.query.len(), self.output.len()];
         let first = self.span.start.max(tile.first);
-        let end = self.span.end.min(tile.first + tile.keys.len() / size);
-        let part = (first < end).then(|| (first - tile.first) * size..(end - tile.first) * size)?;
-        Some(Tile { first, keys: &tile.keys[part.clone()], values: &tile.values[part] })
+        let end = self.span.end.min(tile.first + tile.keys.len() / key);
+        let part = (first < end).then(|| first - tile.first..end - tile.first)?;
+        let keys = &tile.keys[part.start * key..part.end * key];
+        Some(Tile { first, keys, values: &tile.values[part.start * value..part.end * value] })
     }
 
     /// The mask of `count` keys from `first` on; `None` where every row sees all of them.
@@ -178,12 +193,13 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         Some(mask)
     }
 
-    /// Scores of all keys of a tile, not yet masked.
+    /// Scores of all keys of a tile up to a stage, not yet masked.
     #[inline(always)]
     pub(super) fn score<const BLOCK: usize>(
         &self,
         simd: S,
         tile: Tile<'_>,
+        stage: Stage,
         scores: &mut [Lanes<S, N>],
     ) {
         let size = self.query.len();
@@ -195,7 +211,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         for (score, key) in single.iter_mut().zip(single_keys.chunks_exact(size)) {
             self.dot(simd, key, array::from_mut(score));
         }
-        if let Some(cap) = self.rows.problem().softcap {
+        if let Some(cap) = self.rows.problem().softcap.filter(|_| stage >= Stage::Capped) {
             let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
             for score in scores.iter_mut() {
                 for n in 0..N {
@@ -203,7 +219,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
                 }
             }
         }
-        if self.rows.problem().bias.is_some() {
+        if self.rows.problem().bias.is_some() && stage >= Stage::Biased {
             self.add_bias(tile.first, scores);
         }
     }
@@ -273,7 +289,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         correction: Lanes<S, N>,
         mask: Option<&Mask<S, N>>,
     ) {
-        let stride = self.query.len() / BLOCK;
+        let stride = self.output.len() / BLOCK;
         let values = values.as_chunks::<BLOCK>().0;
         for (c, output) in self.output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
             let mut sums = corrected(simd, output, correction);

@@ -20,7 +20,7 @@ impl<T: Element> Rope<'_, T> {
     pub(super) fn rotate(&self, b: usize, s: usize, sequence: Sequence, row: &mut [f32]) {
         let position = match self.rotary.explicit {
             Some(row_length) => self.position_ids[b * row_length + s] as usize,
-            None => sequence.past + s,
+            None => (sequence.position + s as i64) as usize,
         };
         let half = self.rotary.dim / 2;
         let mut angles = [[0.0; MAX_HEAD_SIZE / 2]; 2];

@@ -17,7 +17,7 @@ pub(super) fn output_rows<'a, T>(
     output_qk: Option<&'a mut [T]>,
     lse: Option<&'a mut [f32]>,
 ) -> Vec<OutputRow<'a, T>> {
-    let output = grouped(p, p.layout, output.chunks_exact_mut(p.head_size));
+    let output = grouped(p, p.layout, output.chunks_exact_mut(p.v_head_size));
     let scores =
         output_qk.map(|scores| grouped(p, Layout::Bnsh, scores.chunks_exact_mut(p.total_len)));
     let lse = lse.map(|lse| grouped(p, Layout::Bnsh, lse.iter_mut()));

@@ -1,13 +1,13 @@
 //! Where a call's rows stand in their sequences.
 
-use crate::{Phase, Problem};
+use crate::{Alignment, Phase, Problem};
 use std::ops::Range;
 
 /// Rows of one batch entry.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
-    /// Keys before this call's; the position of query row 0.
-    pub(super) past: usize,
+    /// Position of query row 0: before key 0 where there are more rows than keys.
+    pub(super) position: i64,
     /// Keys after this call.
     pub(super) total: usize,
 }
@@ -16,21 +16,31 @@ impl Sequence {
     /// From the entry's seqlens_k. Never more than the cache holds.
     pub(super) fn new(p: &Problem, last: i32) -> Self {
         let total = usize::try_from(i64::from(last) + 1).unwrap_or(0).min(p.capacity);
-        let past = if p.phase == Phase::FirstPrompt { 0 } else { total.saturating_sub(p.q_len) };
-        Self { past, total }
+        let position = match (p.alignment, p.phase) {
+            (Alignment::Past(past), _) => past as i64,
+            (Alignment::Phase, Phase::FirstPrompt) => 0,
+            _ => total as i64 - p.q_len as i64,
+        };
+        Self { position, total }
     }
 
     /// Rows of the cache that this call does not append.
     pub(super) fn kept(self, p: &Problem) -> usize {
-        if p.new_len == 0 { self.total } else { self.past }
+        if p.new_len == 0 { self.total } else { self.position.max(0) as usize }
     }
 
     /// Keys that query row `s` sees.
     pub(super) fn visible(self, p: &Problem, s: usize) -> Range<usize> {
-        if self.past + s >= self.total {
+        let (position, total) = (self.position + s as i64, self.total as i64);
+        if p.alignment == Alignment::Phase && position >= total {
             return 0..0;
         }
-        let end = if p.causal { self.past + s + 1 } else { self.total };
-        p.window.map_or(0, |window| end.saturating_sub(window))..end
+        let next = position + 1;
+        let limit = p.bias.map_or(total, |bias| total.min(bias.columns as i64));
+        let right = if p.causal { Some(0) } else { p.right_window };
+        let end =
+            right.map_or(limit, |right| next.saturating_add_unsigned(right as u64).min(limit));
+        let first = p.window.map_or(0, |window| next.saturating_sub_unsigned(window as u64).max(0));
+        if first < end { first as usize..end as usize } else { 0..0 }
     }
 }

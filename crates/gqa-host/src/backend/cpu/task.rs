@@ -1,12 +1,12 @@
 //! One KV head's query rows, from their keys to their outputs.
 
 use super::attend::{Attend, Partial, Scores, Softmax};
-use super::element::Element;
-use super::panel::{KEYS, Rows, Tile, span};
+use super::element::{Element, elements};
+use super::panel::{CHUNK, KEYS, Rows, Tile, span};
 use super::rope::{MAX_HEAD_SIZE, Rope};
 use super::rows::OutputRow;
 use super::sequence::Sequence;
-use crate::{Problem, QkOutput, Sink};
+use crate::{Problem, QkOutput, Result, RowLayout, Sink, Tensor};
 use pulp::Arch;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -26,12 +26,49 @@ pub(super) struct Call<'a, T> {
     pub(super) sequences: &'a [Sequence],
     pub(super) query: &'a [T],
     pub(super) rope: Option<&'a Rope<'a, T>>,
-    /// present_key
+    /// present_key, or key where the cache is external
     pub(super) keys: &'a [T],
-    /// present_value
+    /// Likewise
     pub(super) values: &'a [T],
-    pub(super) bias: Option<&'a [T]>,
+    pub(super) bias: Option<Bias<'a, T>>,
     pub(super) head_sink: Option<&'a [T]>,
+}
+
+/// attention_bias or attn_mask.
+#[derive(Clone, Copy)]
+pub(super) enum Bias<'a, T> {
+    /// Numbers to be added.
+    Numbers(&'a [T]),
+    /// Keys that are seen.
+    Booleans(&'a [bool]),
+}
+
+impl<'a, T: Element> Bias<'a, T> {
+    /// The tensor's elements.
+    pub(super) fn of(tensor: &'a Tensor) -> Result<Self> {
+        match tensor {
+            Tensor::Bool(mask) => Ok(Self::Booleans(mask.as_slice().unwrap_or_default())),
+            numbers => elements("attention_bias", numbers).map(Self::Numbers),
+        }
+    }
+
+    /// Adds the elements from `start` on. Where they are false or -inf, no score is left, not even NaN.
+    fn add(self, start: usize, scores: &mut [f32]) {
+        let mut line = [0.0; KEYS];
+        let line = &mut line[..scores.len()];
+        match self {
+            Self::Numbers(bias) => T::widen(&bias[start..][..line.len()], line),
+            Self::Booleans(mask) => {
+                let mask = &mask[start..][..line.len()];
+                line.iter_mut().zip(mask).for_each(|(x, seen)| {
+                    *x = if *seen { 0.0 } else { f32::NEG_INFINITY };
+                });
+            }
+        }
+        for (score, &bias) in scores.iter_mut().zip(&*line) {
+            *score = if bias == f32::NEG_INFINITY { bias } else { *score + bias };
+        }
+    }
 }
 
 /// Query rows of one KV head, in the order of [`output_rows`](super::rows::output_rows), from `first` on.
@@ -64,14 +101,22 @@ impl<T: Element> Task<'_, T> {
             .collect();
         let softmax: Vec<Softmax> =
             rows.iter_mut().enumerate().map(|(row, to)| self.finish(row, &parts, to)).collect();
-        if self.call.problem.output_qk != QkOutput::None {
-            rows.iter_mut().flat_map(|row| &mut row.scores).for_each(|scores| scores.fill(T::ZERO));
+        let mode = self.call.problem.output_qk;
+        if mode != QkOutput::None {
+            let (hidden, keys) = match mode {
+                QkOutput::Biased => (f32::NEG_INFINITY, span),
+                QkOutput::Scaled | QkOutput::Capped => (0.0, 0..self.call.problem.total_len),
+                _ => (0.0, span),
+            };
+            let mut fill = [T::ZERO];
+            T::narrow(&[hidden], &mut fill);
+            rows.iter_mut().flat_map(|row| &mut row.scores).for_each(|to| to.fill(fill[0]));
             let mut write = |row: usize, first: usize, line: &[f32]| {
                 if let Some(scores) = &mut rows[row].scores {
                     T::narrow(line, &mut scores[first..][..line.len()]);
                 }
             };
-            arch.dispatch(Scores { rows: self, keys: span, softmax: &softmax, write: &mut write });
+            arch.dispatch(Scores { rows: self, keys, softmax: &softmax, write: &mut write });
         }
     }
 
@@ -84,11 +129,12 @@ impl<T: Element> Task<'_, T> {
         let sum = states().map(|state| state.sum * weight(state)).sum::<f32>()
             + sink.map_or(0.0, |sink| (sink - max).exp());
         let mut output = [0.0; MAX_HEAD_SIZE];
-        let output = &mut output[..self.call.problem.head_size];
+        let output = &mut output[..self.call.problem.v_head_size];
+        let stride = self.sizes()[1];
         if sum != 0.0 {
             for part in parts {
                 let factor = weight(part.softmax[row]) / sum;
-                let values = &part.output[row * output.len()..][..output.len()];
+                let values = &part.output[row * stride..][..output.len()];
                 output.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
             }
         }
@@ -122,12 +168,18 @@ impl<T: Element> Rows for Task<'_, T> {
         self.count
     }
 
+    fn sizes(&self) -> [usize; 2] {
+        let p = self.call.problem;
+        [p.head_size, p.v_head_size].map(|size| size.next_multiple_of(CHUNK))
+    }
+
     fn visible(&self, row: usize) -> Range<usize> {
         self.call.sequences[self.b].visible(self.call.problem, self.place(row).0)
     }
 
     fn query(&self, row: usize, to: &mut [f32]) {
         let (s, head) = self.place(row);
+        let to = &mut to[..self.call.problem.head_size];
         let start = self.call.problem.query_layout().at(self.b, head, s);
         T::widen(&self.call.query[start..][..to.len()], to);
         if let Some(rope) = self.call.rope {
@@ -146,26 +198,47 @@ impl<T: Element> Rows for Task<'_, T> {
         [key_buffer, value_buffer]: &'t mut [Vec<f32>; 2],
     ) -> Tile<'t> {
         let p = self.call.problem;
-        let start = (self.b * p.kv_heads + self.head) * p.capacity;
-        let elements = (start + keys.start) * p.head_size..(start + keys.end) * p.head_size;
+        let place = |layout: RowLayout| RowLayout {
+            offset: layout.at(self.b, self.head, keys.start),
+            ..layout
+        };
+        let count = keys.len();
         Tile {
             first: keys.start,
-            keys: T::in_f32(&self.call.keys[elements.clone()], key_buffer),
-            values: T::in_f32(&self.call.values[elements], value_buffer),
+            keys: in_f32(self.call.keys, place(p.keys_read()), count, p.head_size, key_buffer),
+            values: in_f32(
+                self.call.values,
+                place(p.values_read()),
+                count,
+                p.v_head_size,
+                value_buffer,
+            ),
         }
     }
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
         let p = self.call.problem;
-        let (Some(bias), Some(broadcast)) = (self.call.bias, p.bias) else { return };
+        let (Some(bias), Some(layout)) = (self.call.bias, p.bias_layout()) else { return };
         let (s, head) = self.place(row);
-        let heads = if broadcast.head { 1 } else { p.q_heads };
-        let (b, head) =
-            (if broadcast.batch { 0 } else { self.b }, if broadcast.head { 0 } else { head });
-        let start = ((b * heads + head) * p.q_len + s) * p.total_len + first;
-        let mut line = [0.0; KEYS];
-        let line = &mut line[..scores.len()];
-        T::widen(&bias[start..][..line.len()], line);
-        scores.iter_mut().zip(line).for_each(|(score, bias)| *score += *bias);
+        bias.add(layout.at(self.b, head, s) + first, scores);
     }
+}
+
+/// `count` rows of `size` elements from `layout.offset` on in `f32`, each filled up with the buffer's zeros: the elements
+/// themselves, or a copy in `buffer`.
+fn in_f32<'a, T: Element>(
+    elements: &'a [T],
+    layout: RowLayout,
+    count: usize,
+    size: usize,
+    buffer: &'a mut [f32],
+) -> &'a [f32] {
+    let padded = size.next_multiple_of(CHUNK);
+    if layout.row == padded {
+        return T::in_f32(&elements[layout.offset..][..count * size], buffer);
+    }
+    for (row, to) in buffer.chunks_exact_mut(padded).take(count).enumerate() {
+        T::widen(&elements[layout.offset + row * layout.row..][..size], &mut to[..size]);
+    }
+    &buffer[..count * padded]
 }

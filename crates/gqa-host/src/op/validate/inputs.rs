@@ -2,10 +2,10 @@
 
 use super::pattern::{Dim, Pattern, addressable, shape};
 use crate::op::Shapes;
-use crate::{BiasBroadcast, CacheBinding, DType, Error, Layout, Result, TensorDesc};
+use crate::{Bias, CacheBinding, DType, Error, Layout, Result, TensorDesc};
 
 /// Head sizes are multiples of 8 up to this.
-const MAX_HEAD_SIZE: usize = 512;
+pub(in crate::op) const MAX_HEAD_SIZE: usize = 512;
 
 /// Head counts.
 #[derive(Clone, Copy)]
@@ -126,7 +126,7 @@ impl Query {
                 CacheBinding::Shared => {
                     Err(Error::invalid("past_key", "no input", "the cache that present shares"))
                 }
-                CacheBinding::Separate => Ok(0),
+                CacheBinding::Separate | CacheBinding::External => Ok(0),
             };
         };
         let dims = |rows| {
@@ -199,7 +199,7 @@ impl Query {
     }
 
     /// Broadcasts of attention_bias.
-    pub(super) fn bias(&self, inputs: &Shapes<'_>) -> Result<Option<BiasBroadcast>> {
+    pub(super) fn bias(&self, inputs: &Shapes<'_>) -> Result<Option<Bias>> {
         let Some(bias) = inputs.attention_bias else { return Ok(None) };
         let dims = [
             Dim::Either("batch_size", self.batch, 1),
@@ -208,9 +208,12 @@ impl Query {
             Dim::Is("total_sequence_length", inputs.total_sequence_length),
         ];
         self.check("attention_bias", bias, &dims)?;
-        Ok(Some(BiasBroadcast {
+        Ok(Some(Bias {
             batch: bias.shape[0] < self.batch,
             head: bias.shape[1] < self.heads.query,
+            row: false,
+            columns: inputs.total_sequence_length,
+            boolean: false,
         }))
     }
 
@@ -239,10 +242,10 @@ fn is_packed(inputs: &Shapes<'_>, layout: Layout) -> Result<bool> {
 }
 
 /// An optional input under its name.
-type Named<'a> = (&'static str, Option<TensorDesc<'a>>);
+pub(in crate::op) type Named<'a> = (&'static str, Option<TensorDesc<'a>>);
 
 /// Two inputs that come together or not at all.
-fn both<'a>(
+pub(in crate::op) fn both<'a>(
     first: Named<'a>,
     second: Named<'a>,
 ) -> Result<Option<(TensorDesc<'a>, TensorDesc<'a>)>> {

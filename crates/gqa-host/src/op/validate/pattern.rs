@@ -5,7 +5,7 @@ use std::fmt;
 
 /// One dimension of a [`Pattern`], by its name in the operator's documentation.
 #[derive(Clone, Copy)]
-pub(super) enum Dim {
+pub(in crate::op) enum Dim {
     /// Exactly that.
     Is(&'static str, usize),
     /// Either.
@@ -39,20 +39,20 @@ impl fmt::Display for Dim {
 }
 
 /// What an input must look like.
-pub(super) struct Pattern<'a> {
+pub(in crate::op) struct Pattern<'a> {
     /// Name of the input.
-    pub(super) argument: &'static str,
+    pub(in crate::op) argument: &'static str,
     /// Its element type.
-    pub(super) dtype: DType,
+    pub(in crate::op) dtype: DType,
     /// Where the element type comes from, to be printed behind it.
-    pub(super) why: &'static str,
+    pub(in crate::op) why: &'static str,
     /// Its dimensions.
-    pub(super) dims: &'a [Dim],
+    pub(in crate::op) dims: &'a [Dim],
 }
 
 impl Pattern<'_> {
     /// Errs unless type, rank and every dimension fit.
-    pub(super) fn check(&self, got: TensorDesc<'_>) -> Result<()> {
+    pub(in crate::op) fn check(&self, got: TensorDesc<'_>) -> Result<()> {
         if got.dtype != self.dtype {
             return Err(Error::invalid(
                 self.argument,
@@ -69,13 +69,13 @@ impl Pattern<'_> {
 }
 
 /// Largest number of rows, heads, batch entries or positions: kernels count them in 32 bits.
-pub(super) const MAX_COUNT: usize = u32::MAX as usize;
+pub(in crate::op) const MAX_COUNT: usize = u32::MAX as usize;
 
 /// Largest number of elements, such that no byte count overflows.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
 
 /// Errs for shapes that no memory holds. They come up where a shape is not that of an array, or where one dimension is 0.
-pub(super) fn addressable(argument: &'static str, dims: &[usize]) -> Result<()> {
+pub(in crate::op) fn addressable(argument: &'static str, dims: &[usize]) -> Result<()> {
     let elements =
         dims.iter().filter(|&&n| n > 0).try_fold(1usize, |product, &n| product.checked_mul(n));
     if dims.iter().all(|&n| n <= MAX_COUNT) && elements.is_some_and(|n| n <= MAX_ELEMENTS) {
@@ -86,7 +86,7 @@ pub(super) fn addressable(argument: &'static str, dims: &[usize]) -> Result<()> 
 }
 
 /// `(2, 3, 64)`
-pub(super) fn shape(dims: &[impl fmt::Display]) -> String {
+pub(in crate::op) fn shape(dims: &[impl fmt::Display]) -> String {
     let dims: Vec<String> = dims.iter().map(ToString::to_string).collect();
     format!("({})", dims.join(", "))
 }

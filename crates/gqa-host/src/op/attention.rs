@@ -1,0 +1,228 @@
+//! ONNX `Attention`, operator sets 23 to 25.
+
+use crate::backend::{Backend, Io};
+use crate::{DType, Layout, Problem, QkOutput, Result, Tensor};
+
+/// The operator's attributes, with ONNX's defaults.
+///
+/// ```
+/// use gqa_host::op::Attention;
+/// let causal_with_window = Attention::new().is_causal(1).left_window_size(127);
+/// # let _ = causal_with_window;
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Attention {
+    pub(crate) is_causal: i64,
+    pub(crate) q_num_heads: Option<i64>,
+    pub(crate) kv_num_heads: Option<i64>,
+    pub(crate) scale: Option<f32>,
+    pub(crate) softcap: f32,
+    pub(crate) softmax_precision: Option<i64>,
+    pub(crate) qk_matmul_output_mode: i64,
+    pub(crate) qk_matmul_output: bool,
+    pub(crate) left_window_size: i64,
+    pub(crate) right_window_size: i64,
+}
+
+impl Default for Attention {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Attention {
+    /// Every attribute as if it were not given.
+    pub fn new() -> Self {
+        Self {
+            is_causal: 0,
+            q_num_heads: None,
+            kv_num_heads: None,
+            scale: None,
+            softcap: 0.0,
+            softmax_precision: None,
+            qk_matmul_output_mode: 0,
+            qk_matmul_output: false,
+            left_window_size: -1,
+            right_window_size: -1,
+        }
+    }
+
+    /// 1: a query sees no key behind its own position.
+    pub fn is_causal(self, is_causal: i64) -> Self {
+        Self { is_causal, ..self }
+    }
+
+    /// Query heads and KV heads. Needed with three dimensions; with four they must be those of Q and K.
+    pub fn num_heads(self, q_num_heads: i64, kv_num_heads: i64) -> Self {
+        Self { q_num_heads: Some(q_num_heads), kv_num_heads: Some(kv_num_heads), ..self }
+    }
+
+    /// Query heads alone.
+    pub fn q_num_heads(self, heads: i64) -> Self {
+        Self { q_num_heads: Some(heads), ..self }
+    }
+
+    /// KV heads alone.
+    pub fn kv_num_heads(self, heads: i64) -> Self {
+        Self { kv_num_heads: Some(heads), ..self }
+    }
+
+    /// Whether head counts are given.
+    pub fn has_head_counts(&self) -> bool {
+        self.q_num_heads.is_some() || self.kv_num_heads.is_some()
+    }
+
+    /// Factor on q·k, 0 or more; 1/sqrt(head_size) where not given.
+    pub fn scale(self, scale: f32) -> Self {
+        Self { scale: Some(scale), ..self }
+    }
+
+    /// Scores become `softcap · tanh(score / softcap)`; 0: off.
+    pub fn softcap(self, softcap: f32) -> Self {
+        Self { softcap, ..self }
+    }
+
+    /// Type in which the softmax is computed: 1 float32, 10 float16, 11 float64, 16 bfloat16. It is never computed in less than
+    /// float32, whatever is asked for, nor on a GPU in more.
+    pub fn softmax_precision(self, dtype: i64) -> Self {
+        Self { softmax_precision: Some(dtype), ..self }
+    }
+
+    /// What qk_matmul_output receives: 0 scaled scores, 1 after softcap, 2 after softcap and mask, 3 softmax weights.
+    pub fn qk_matmul_output_mode(self, mode: i64) -> Self {
+        Self { qk_matmul_output_mode: mode, ..self }
+    }
+
+    /// Whether qk_matmul_output is wanted.
+    pub fn qk_matmul_output(self, on: bool) -> Self {
+        Self { qk_matmul_output: on, ..self }
+    }
+
+    /// A query at position p sees no key before p - size; -1: no bound.
+    pub fn left_window_size(self, size: i64) -> Self {
+        Self { left_window_size: size, ..self }
+    }
+
+    /// A query at position p sees no key behind p + size; -1: no bound.
+    pub fn right_window_size(self, size: i64) -> Self {
+        Self { right_window_size: size, ..self }
+    }
+
+    /// Applies the operator.
+    pub fn run(
+        &self,
+        inputs: &AttentionInputs<'_>,
+        backend: &dyn Backend,
+    ) -> Result<AttentionOutputs> {
+        let problem = self.problem(inputs)?;
+        let mut outputs = AttentionOutputs::new(&problem);
+        let seqlens_k = inputs.seqlens_k(&problem);
+        let mut no_cache = [Tensor::zeros(DType::F32, &[0]), Tensor::zeros(DType::F32, &[0])];
+        backend.run(&problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;
+        Ok(outputs)
+    }
+}
+
+/// The operator's inputs under their ONNX names; shapes and lengths are checked when the operator is applied.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionInputs<'a> {
+    /// (B, S, N·H) or (B, N, S, H)
+    pub q: &'a Tensor,
+    /// (B, L, Nk·H) or (B, Nk, L, H), as many dimensions as Q
+    pub k: &'a Tensor,
+    /// (B, L, Nk·Hv) or (B, Nk, L, Hv), as many dimensions as Q; any floating-point type
+    pub v: &'a Tensor,
+    /// bool, true where a key is seen, or the type of Q, to be added; one to four dimensions that broadcast to (B, N, S, T), the
+    /// last T = P + L or less: keys behind it are hidden
+    pub attn_mask: Option<&'a Tensor>,
+    /// (B, Nk, P, H)
+    pub past_key: Option<&'a Tensor>,
+    /// (B, Nk, P, Hv)
+    pub past_value: Option<&'a Tensor>,
+    /// int64 (B): valid rows of K and V, which then are a whole cache
+    pub nonpad_kv_seqlen: Option<&'a Tensor>,
+}
+
+impl<'a> AttentionInputs<'a> {
+    /// The required inputs; set the optional ones as fields.
+    pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
+        Self { q, k, v, attn_mask: None, past_key: None, past_value: None, nonpad_kv_seqlen: None }
+    }
+
+    /// What back ends take as seqlens_k: int32 (B), the index of each sequence's last valid key, -1 where it has none.
+    pub fn seqlens_k(&self, problem: &Problem) -> Tensor {
+        let last = match self.nonpad_kv_seqlen {
+            Some(Tensor::I64(lengths)) => lengths.iter().map(|&n| n as i32 - 1).collect(),
+            _ => vec![problem.total_len as i32 - 1; problem.batch],
+        };
+        ndarray::Array1::from(last).into()
+    }
+}
+
+/// The operator's outputs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionOutputs {
+    /// (B, S, N·Hv) or (B, N, S, Hv), as Q
+    pub y: Tensor,
+    /// (B, Nk, T, H) where past_key is given
+    pub present_key: Option<Tensor>,
+    /// (B, Nk, T, Hv) where past_value is given
+    pub present_value: Option<Tensor>,
+    /// (B, N, S, T) where asked for
+    pub qk_matmul_output: Option<Tensor>,
+}
+
+impl AttentionOutputs {
+    /// Room for the outputs of `problem`.
+    pub fn new(problem: &Problem) -> Self {
+        let p = problem;
+        let cache =
+            |dtype, shape: [usize; 4]| p.has_present().then(|| Tensor::zeros(dtype, &shape));
+        Self {
+            y: Tensor::zeros(p.dtype, &p.output_shape()),
+            present_key: cache(p.dtype, p.key_cache_shape(p.capacity)),
+            present_value: cache(p.v_dtype, p.value_cache_shape(p.capacity)),
+            qk_matmul_output: (p.output_qk != QkOutput::None)
+                .then(|| Tensor::zeros(p.dtype, &p.scores_shape())),
+        }
+    }
+
+    /// The call's tensors: these outputs, those inputs, [`AttentionInputs::seqlens_k`], and what stands for present tensors where
+    /// there are none.
+    pub fn io<'a>(
+        &'a mut self,
+        inputs: &AttentionInputs<'a>,
+        seqlens_k: &'a Tensor,
+        [no_key, no_value]: &'a mut [Tensor; 2],
+    ) -> Io<'a> {
+        Io {
+            query: inputs.q,
+            key: Some(inputs.k),
+            value: Some(inputs.v),
+            past_key: inputs.past_key,
+            past_value: inputs.past_value,
+            seqlens_k,
+            cos_cache: None,
+            sin_cache: None,
+            position_ids: None,
+            attention_bias: inputs.attn_mask,
+            head_sink: None,
+            output: &mut self.y,
+            present_key: self.present_key.as_mut().unwrap_or(no_key),
+            present_value: self.present_value.as_mut().unwrap_or(no_value),
+            output_qk: self.qk_matmul_output.as_mut(),
+            lse: None,
+        }
+    }
+}
+
+impl Layout {
+    /// Of tensors with that many dimensions.
+    pub(crate) fn of_rank(rank: usize) -> Option<Self> {
+        match rank {
+            3 => Some(Self::Bsnh),
+            4 => Some(Self::Bnsh),
+            _ => None,
+        }
+    }
+}

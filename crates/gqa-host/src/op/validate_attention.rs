@@ -1,0 +1,425 @@
+//! From ONNX Attention's attributes and inputs to a [`Problem`].
+
+use super::validate::{
+    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_rows, shape,
+};
+use super::{Attention, AttentionInputs};
+use crate::{
+    Alignment, Bias, CacheBinding, Computes, DType, Error, Layout, Phase, Problem, QkOutput,
+    Result, Sink, Tensor, TensorDesc,
+};
+
+/// softmax_precision: float32, float16, float64, bfloat16.
+const PRECISIONS: [i64; 4] = [1, 10, 11, 16];
+
+impl Attention {
+    /// Checks the call.
+    pub fn problem(&self, inputs: &AttentionInputs<'_>) -> Result<Problem> {
+        let problem = self.problem_from_shapes(&AttentionShapes::of(inputs)?)?;
+        check_lengths(&problem, inputs)?;
+        Ok(problem)
+    }
+
+    /// Checks all that types and shapes show. What nonpad_kv_seqlen holds is left.
+    pub fn problem_from_shapes(&self, inputs: &AttentionShapes<'_>) -> Result<Problem> {
+        self.check_numbers()?;
+        let sizes = self.sizes(inputs)?;
+        let (past, cache) = sizes.past(inputs)?;
+        sizes.check_lengths(inputs)?;
+        let total = past + sizes.new_len;
+        let window = Window::of(self);
+        let (phase, alignment) =
+            sizes.alignment(past, cache, inputs.nonpad_kv_seqlen.is_some(), window.is_some());
+        let scale = self.scale.unwrap_or(1.0 / (sizes.head_size as f32).sqrt());
+        let problem = Problem {
+            operator: "Attention",
+            computes: Computes::Attention,
+            dtype: inputs.q.dtype,
+            v_dtype: inputs.v.dtype,
+            batch: sizes.batch,
+            q_heads: sizes.q_heads,
+            kv_heads: sizes.kv_heads,
+            head_size: sizes.head_size,
+            v_head_size: sizes.v_head_size,
+            q_len: sizes.q_len,
+            new_len: sizes.new_len,
+            total_len: total,
+            past_capacity: past,
+            capacity: total,
+            phase,
+            alignment,
+            cache,
+            packed: false,
+            layout: sizes.layout,
+            rotary: None,
+            scale,
+            softcap: (self.softcap > 0.0).then_some(self.softcap),
+            window: window.left.map(|left| left.saturating_add(1)),
+            right_window: window.right.filter(|&right| right > 0),
+            causal: window.right == Some(0),
+            sink: Sink::None,
+            bias: sizes.mask(inputs, total)?,
+            output_qk: self.output_qk(),
+            lse: false,
+        };
+        check_rows("Q", [problem.batch, problem.q_heads, problem.q_len])?;
+        check_rows("K", [problem.batch, problem.kv_heads, problem.capacity])?;
+        addressable("K", &problem.key_cache_shape(total))?;
+        addressable("V", &problem.value_cache_shape(total))?;
+        addressable("qk_matmul_output", &problem.scores_shape())?;
+        Ok(problem)
+    }
+
+    /// Attributes that mean something by themselves.
+    fn check_numbers(&self) -> Result<()> {
+        let number = |argument, x: f32| match x {
+            x if x.is_finite() && x >= 0.0 => Ok(()),
+            x => Err(Error::invalid(argument, x, "a finite number, 0 or more")),
+        };
+        number("scale", self.scale.unwrap_or(0.0))?;
+        number("softcap", self.softcap)?;
+        let within = |argument, n: i64, allowed: std::ops::RangeInclusive<i64>, text| match n {
+            n if allowed.contains(&n) => Ok(()),
+            n => Err(Error::invalid(argument, n, text)),
+        };
+        within("is_causal", self.is_causal, 0..=1, "0 or 1")?;
+        within("qk_matmul_output_mode", self.qk_matmul_output_mode, 0..=3, "0, 1, 2 or 3")?;
+        let bound = "0 or more, or -1 for no bound";
+        within("left_window_size", self.left_window_size, -1..=i64::MAX, bound)?;
+        within("right_window_size", self.right_window_size, -1..=i64::MAX, bound)?;
+        match self.softmax_precision {
+            Some(precision) if !PRECISIONS.contains(&precision) => {
+                let allowed = "1 (float32), 10 (float16), 11 (float64) or 16 (bfloat16)";
+                Err(Error::invalid("softmax_precision", precision, allowed))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn output_qk(&self) -> QkOutput {
+        match self.qk_matmul_output_mode {
+            _ if !self.qk_matmul_output => QkOutput::None,
+            0 => QkOutput::Scaled,
+            1 => QkOutput::Capped,
+            2 => QkOutput::Biased,
+            _ => QkOutput::AfterSoftmax,
+        }
+    }
+
+    fn sizes(&self, inputs: &AttentionShapes<'_>) -> Result<Sizes> {
+        let AttentionShapes { q, k, v, .. } = *inputs;
+        for (argument, tensor) in [("Q", q), ("V", v)] {
+            if !tensor.dtype.is_float() {
+                let allowed = "float32, float16, bfloat16 or float64";
+                return Err(Error::invalid(argument, tensor.dtype, allowed));
+            }
+        }
+        let layout = Layout::of_rank(q.shape.len())
+            .ok_or_else(|| Error::invalid("Q", shape(q.shape), "3 or 4 dimensions"))?;
+        for (argument, tensor) in [("K", k), ("V", v)] {
+            if tensor.shape.len() != q.shape.len() {
+                let allowed = format!("{} dimensions, as many as Q has", q.shape.len());
+                return Err(Error::invalid(argument, shape(tensor.shape), allowed));
+            }
+        }
+        for (argument, tensor) in [("Q", q), ("K", k), ("V", v)] {
+            if tensor.shape.contains(&0) {
+                return Err(Error::invalid(
+                    argument,
+                    shape(tensor.shape),
+                    "dimensions of 1 or more",
+                ));
+            }
+            addressable(argument, tensor.shape)?;
+        }
+        match layout {
+            Layout::Bsnh => self.sizes_3d(inputs),
+            Layout::Bnsh => self.sizes_4d(inputs),
+        }
+    }
+
+    /// Heads come from the attributes.
+    fn sizes_3d(&self, inputs: &AttentionShapes<'_>) -> Result<Sizes> {
+        let AttentionShapes { q, k, v, .. } = *inputs;
+        let count = |argument, heads: Option<i64>| match heads.map(usize::try_from) {
+            Some(Ok(heads @ 1..=MAX_COUNT)) => Ok(heads),
+            Some(_) => {
+                let got = heads.unwrap_or_default();
+                Err(Error::invalid(argument, got, format!("1 to {MAX_COUNT}")))
+            }
+            None => Err(Error::invalid(argument, "no attribute", "one, as Q has three dimensions")),
+        };
+        let q_heads = count("q_num_heads", self.q_num_heads)?;
+        let kv_heads = count("kv_num_heads", self.kv_num_heads)?;
+        let size = |argument, tensor: TensorDesc<'_>, name, heads| {
+            let width = tensor.shape[2];
+            if width % heads != 0 {
+                let allowed = format!("a last dimension that is a multiple of {name} = {heads}");
+                return Err(Error::invalid(argument, shape(tensor.shape), allowed));
+            }
+            Ok(width / heads)
+        };
+        Sizes {
+            dtype: q.dtype,
+            v_dtype: v.dtype,
+            layout: Layout::Bsnh,
+            batch: q.shape[0],
+            q_heads,
+            kv_heads,
+            head_size: size("Q", q, "q_num_heads", q_heads)?,
+            v_head_size: size("V", v, "kv_num_heads", kv_heads)?,
+            q_len: q.shape[1],
+            new_len: k.shape[1],
+        }
+        .check(inputs)
+    }
+
+    /// Heads come from the shapes; the attributes may repeat them.
+    fn sizes_4d(&self, inputs: &AttentionShapes<'_>) -> Result<Sizes> {
+        let AttentionShapes { q, k, v, .. } = *inputs;
+        let (q_heads, kv_heads) = (q.shape[1], k.shape[1]);
+        for (argument, given, heads, tensor) in [
+            ("q_num_heads", self.q_num_heads, q_heads, "Q"),
+            ("kv_num_heads", self.kv_num_heads, kv_heads, "K"),
+        ] {
+            if given.is_some_and(|given| usize::try_from(given) != Ok(heads)) {
+                let allowed = format!("no attribute, or {heads}, the heads of {tensor}");
+                return Err(Error::invalid(argument, given.unwrap_or_default(), allowed));
+            }
+        }
+        Sizes {
+            dtype: q.dtype,
+            v_dtype: v.dtype,
+            layout: Layout::Bnsh,
+            batch: q.shape[0],
+            q_heads,
+            kv_heads,
+            head_size: q.shape[3],
+            v_head_size: v.shape[3],
+            q_len: q.shape[2],
+            new_len: k.shape[2],
+        }
+        .check(inputs)
+    }
+}
+
+/// Types and shapes of the operator's inputs, which is all that is known on the host when the data is in a GPU's memory. Under
+/// their ONNX names, as in [`AttentionInputs`].
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShapes<'a> {
+    /// Q
+    pub q: TensorDesc<'a>,
+    /// K
+    pub k: TensorDesc<'a>,
+    /// V
+    pub v: TensorDesc<'a>,
+    /// attn_mask
+    pub attn_mask: Option<TensorDesc<'a>>,
+    /// past_key
+    pub past_key: Option<TensorDesc<'a>>,
+    /// past_value
+    pub past_value: Option<TensorDesc<'a>>,
+    /// nonpad_kv_seqlen
+    pub nonpad_kv_seqlen: Option<TensorDesc<'a>>,
+}
+
+impl<'a> AttentionShapes<'a> {
+    /// Of tensors in host memory.
+    fn of(inputs: &AttentionInputs<'a>) -> Result<Self> {
+        let optional = |name, tensor: Option<&'a Tensor>| tensor.map(|t| t.desc(name)).transpose();
+        Ok(Self {
+            q: inputs.q.desc("Q")?,
+            k: inputs.k.desc("K")?,
+            v: inputs.v.desc("V")?,
+            attn_mask: optional("attn_mask", inputs.attn_mask)?,
+            past_key: optional("past_key", inputs.past_key)?,
+            past_value: optional("past_value", inputs.past_value)?,
+            nonpad_kv_seqlen: optional("nonpad_kv_seqlen", inputs.nonpad_kv_seqlen)?,
+        })
+    }
+}
+
+/// The window with is_causal in it: keys p - left to p + right.
+struct Window {
+    left: Option<usize>,
+    right: Option<usize>,
+}
+
+impl Window {
+    fn of(op: &Attention) -> Self {
+        let bound = |size: i64| usize::try_from(size).ok();
+        let right = if op.is_causal == 1 { Some(0) } else { bound(op.right_window_size) };
+        Self { left: bound(op.left_window_size), right }
+    }
+
+    fn is_some(&self) -> bool {
+        self.left.is_some() || self.right.is_some()
+    }
+}
+
+/// What Q, K and V fix.
+struct Sizes {
+    dtype: DType,
+    v_dtype: DType,
+    layout: Layout,
+    batch: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_size: usize,
+    v_head_size: usize,
+    q_len: usize,
+    new_len: usize,
+}
+
+impl Sizes {
+    /// Whether Q, K and V agree.
+    fn check(self, inputs: &AttentionShapes<'_>) -> Result<Self> {
+        let AttentionShapes { q, k, v, .. } = *inputs;
+        for (argument, tensor, size) in [("Q", q, self.head_size), ("V", v, self.v_head_size)] {
+            if size > MAX_HEAD_SIZE {
+                let got = format!("{}, so a head size of {size}", shape(tensor.shape));
+                return Err(Error::invalid(argument, got, format!("up to {MAX_HEAD_SIZE}")));
+            }
+        }
+        if self.q_heads % self.kv_heads != 0 {
+            let allowed = format!("a multiple of the {} KV heads", self.kv_heads);
+            return Err(Error::invalid("Q", format!("{} heads", self.q_heads), allowed));
+        }
+        let rows = Dim::Is("kv_sequence_length", self.new_len);
+        let kv = |argument, dtype, why, size: usize, name, tensor| {
+            let (batch, heads) = (Dim::Is("batch_size", self.batch), self.kv_heads);
+            let dims = match self.layout {
+                Layout::Bsnh => {
+                    vec![batch, rows, Dim::Is("kv_num_heads * head size", heads * size)]
+                }
+                Layout::Bnsh => {
+                    vec![batch, Dim::Is("kv_num_heads", heads), rows, Dim::Is(name, size)]
+                }
+            };
+            Pattern { argument, dtype, why, dims: &dims }.check(tensor)
+        };
+        kv("K", self.dtype, ", the type of Q", self.head_size, "head_size", k)?;
+        kv("V", self.v_dtype, "", self.v_head_size, "v_head_size", v)?;
+        Ok(self)
+    }
+
+    /// Rows of past_key and past_value, and what becomes of K and V.
+    fn past(&self, inputs: &AttentionShapes<'_>) -> Result<(usize, CacheBinding)> {
+        let past = both(("past_key", inputs.past_key), ("past_value", inputs.past_value))?;
+        let Some((key, value)) = past else { return Ok((0, CacheBinding::External)) };
+        if inputs.nonpad_kv_seqlen.is_some() {
+            let allowed = "no input, as past_key is given";
+            return Err(Error::invalid("nonpad_kv_seqlen", "a tensor", allowed));
+        }
+        let dims = |rows, name, size| {
+            let (batch, heads) = ("batch_size", "kv_num_heads");
+            [Dim::Is(batch, self.batch), Dim::Is(heads, self.kv_heads), rows, Dim::Is(name, size)]
+        };
+        let rows = Dim::Any("past_sequence_length");
+        Pattern {
+            argument: "past_key",
+            dtype: self.dtype,
+            why: ", the type of K",
+            dims: &dims(rows, "head_size", self.head_size),
+        }
+        .check(key)?;
+        let rows = Dim::Is("past_sequence_length", key.shape[2]);
+        Pattern {
+            argument: "past_value",
+            dtype: self.v_dtype,
+            why: ", the type of V",
+            dims: &dims(rows, "v_head_size", self.v_head_size),
+        }
+        .check(value)?;
+        Ok((key.shape[2], CacheBinding::Separate))
+    }
+
+    fn check_lengths(&self, inputs: &AttentionShapes<'_>) -> Result<()> {
+        let Some(lengths) = inputs.nonpad_kv_seqlen else { return Ok(()) };
+        let dims = [Dim::Is("batch_size", self.batch)];
+        Pattern { argument: "nonpad_kv_seqlen", dtype: DType::I64, why: "", dims: &dims }
+            .check(lengths)
+    }
+
+    /// Positions, in [`Phase`]'s terms wherever they are those of some GroupQueryAttention, which is what flash attention knows.
+    fn alignment(
+        &self,
+        past: usize,
+        cache: CacheBinding,
+        nonpad: bool,
+        window: bool,
+    ) -> (Phase, Alignment) {
+        let (rows, new) = (self.q_len, self.new_len);
+        let later = match rows {
+            1 => Phase::TokenGeneration,
+            _ => Phase::SubsequentPrompt,
+        };
+        match (nonpad, past) {
+            (true, _) if rows == 1 => (later, Alignment::Phase),
+            (true, _) => (later, Alignment::End),
+            (false, 0) if rows == new => (Phase::FirstPrompt, Alignment::Phase),
+            (false, _) if rows == new => (later, Alignment::Phase),
+            // Without a window positions do not matter, unless new rows go to them.
+            (false, 0) if rows < new && !window && cache == CacheBinding::External => {
+                (later, Alignment::Phase)
+            }
+            (false, 0) => (Phase::FirstPrompt, Alignment::Past(0)),
+            (false, past) => (later, Alignment::Past(past)),
+        }
+    }
+
+    /// attn_mask's broadcasts.
+    fn mask(&self, inputs: &AttentionShapes<'_>, total: usize) -> Result<Option<Bias>> {
+        const ARGUMENT: &str = "attn_mask";
+        let Some(mask) = inputs.attn_mask else { return Ok(None) };
+        if mask.dtype != DType::Bool && mask.dtype != self.dtype {
+            let allowed = format!("bool, or {}, the type of Q", self.dtype);
+            return Err(Error::invalid(ARGUMENT, mask.dtype, allowed));
+        }
+        let full = [self.batch, self.q_heads, self.q_len];
+        let Some((&columns, leading)) = mask.shape.split_last().filter(|(_, l)| l.len() <= 3)
+        else {
+            return Err(Error::invalid(ARGUMENT, shape(mask.shape), "1 to 4 dimensions"));
+        };
+        let mut repeats = [true; 3];
+        let first = 3 - leading.len();
+        let mut fits = (1..=total).contains(&columns);
+        for (i, &n) in leading.iter().enumerate() {
+            let whole = full[first + i];
+            fits &= n == whole || n == 1;
+            repeats[first + i] = n < whole;
+        }
+        if !fits {
+            let [b, n, s] = full;
+            let allowed = format!(
+                "what broadcasts to (batch_size = {b}, q_num_heads = {n}, q_sequence_length = {s}, \
+                 total_sequence_length = {total}), the last dimension {total} or less"
+            );
+            return Err(Error::invalid(ARGUMENT, shape(mask.shape), allowed));
+        }
+        addressable(ARGUMENT, mask.shape)?;
+        let [batch, head, row] = repeats;
+        let boolean = mask.dtype == DType::Bool;
+        Ok(Some(Bias { batch, head, row, columns, boolean }))
+    }
+}
+
+/// Errs unless every length lies in K, and attn_mask is as long.
+fn check_lengths(p: &Problem, inputs: &AttentionInputs<'_>) -> Result<()> {
+    let Some(Tensor::I64(lengths)) = inputs.nonpad_kv_seqlen else { return Ok(()) };
+    let (most, what) = match p.bias {
+        Some(bias) if bias.columns < p.capacity => (bias.columns, "columns of attn_mask"),
+        _ => (p.capacity, "rows of K"),
+    };
+    for (b, &length) in lengths.iter().enumerate() {
+        if !usize::try_from(length).is_ok_and(|length| length <= most) {
+            let got = format!("{length} for batch entry {b}");
+            return Err(Error::invalid(
+                "nonpad_kv_seqlen",
+                got,
+                format!("0 to {most}, the {what}"),
+            ));
+        }
+    }
+    Ok(())
+}

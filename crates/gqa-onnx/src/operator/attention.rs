@@ -1,0 +1,122 @@
+//! ai.onnx.Attention, operator sets 23 to 25.
+
+use gqa_host::backend::Backend;
+use gqa_host::op::{Attention, AttentionInputs};
+use gqa_host::{Problem, Tensor};
+
+use super::{Arguments, check_lists, is_named};
+use crate::attributes::{Attributes, Kind};
+use crate::proto::NodeProto;
+use crate::{Error, Result};
+
+/// Inputs in ONNX's order.
+pub(super) const INPUTS: [&str; 7] =
+    ["Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"];
+
+/// Outputs in ONNX's order.
+pub(super) const OUTPUTS: [&str; 4] = ["Y", "present_key", "present_value", "qk_matmul_output"];
+
+/// Attributes and their types; the last [`WINDOWS`] came with operator set 25.
+const ATTRIBUTES: [(&str, Kind); 9] = [
+    ("is_causal", Kind::Int),
+    ("kv_num_heads", Kind::Int),
+    ("q_num_heads", Kind::Int),
+    ("qk_matmul_output_mode", Kind::Int),
+    ("scale", Kind::Float),
+    ("softcap", Kind::Float),
+    ("softmax_precision", Kind::Int),
+    ("left_window_size", Kind::Int),
+    ("right_window_size", Kind::Int),
+];
+const WINDOWS: usize = 2;
+
+const ATTN_MASK: usize = 3;
+const PAST_KEY: usize = 4;
+const NONPAD_KV_SEQLEN: usize = 6;
+const PRESENT_KEY: usize = 1;
+const QK_MATMUL_OUTPUT: usize = 3;
+
+/// The operator of a node, and the operator set that it is of.
+pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
+    let known = ATTRIBUTES.len() - if opset < 25 { WINDOWS } else { 0 };
+    let attributes = Attributes::of(node, &ATTRIBUTES[..known])?;
+    let inputs = if opset < 24 { &INPUTS[..NONPAD_KV_SEQLEN] } else { &INPUTS };
+    check_lists(node, inputs, &OUTPUTS, &[0, 1, 2])?;
+    check_cache(node)?;
+    let mut op = Attention::new()
+        .is_causal(attributes.int("is_causal").unwrap_or(0))
+        .softcap(attributes.float("softcap").unwrap_or(0.0))
+        .qk_matmul_output_mode(attributes.int("qk_matmul_output_mode").unwrap_or(0))
+        .qk_matmul_output(is_named(&node.output, QK_MATMUL_OUTPUT))
+        .left_window_size(attributes.int("left_window_size").unwrap_or(-1))
+        .right_window_size(attributes.int("right_window_size").unwrap_or(-1));
+    if let Some(scale) = attributes.float("scale") {
+        op = op.scale(scale);
+    }
+    if let Some(precision) = attributes.int("softmax_precision") {
+        op = op.softmax_precision(precision);
+    }
+    if let Some(heads) = attributes.int("q_num_heads") {
+        op = op.q_num_heads(heads);
+    }
+    if let Some(heads) = attributes.int("kv_num_heads") {
+        op = op.kv_num_heads(heads);
+    }
+    Ok(op)
+}
+
+/// Past and present come together, each key with its value.
+fn check_cache(node: &NodeProto) -> Result<()> {
+    let past = is_named(&node.input, PAST_KEY);
+    for (name, argument) in OUTPUTS[PRESENT_KEY..QK_MATMUL_OUTPUT].iter().zip(PRESENT_KEY..) {
+        let present = is_named(&node.output, argument);
+        if present && !past {
+            let allowed = "no output, as there is no past_key";
+            return Err(Error::invalid(*name, "an output", allowed));
+        }
+        if past && !present {
+            return Err(Error::invalid(*name, "no output", "one, as past_key is given"));
+        }
+    }
+    Ok(())
+}
+
+/// The validated call.
+pub(super) fn problem(op: &Attention, opset: i64, arguments: &Arguments) -> Result<Problem> {
+    let inputs = inputs(arguments)?;
+    let problem = op.problem(&inputs)?;
+    let short = problem.bias.filter(|mask| mask.columns < problem.total_len);
+    if let Some(mask) = short.filter(|_| opset < 24) {
+        let got = format!("{} columns with operator set {opset}", mask.columns);
+        let allowed = format!("total_sequence_length = {}", problem.total_len);
+        return Err(Error::invalid(INPUTS[ATTN_MASK], got, allowed));
+    }
+    if opset >= 25 && inputs.q.shape().len() == 4 && op.has_head_counts() {
+        let allowed = "no attribute where Q has four dimensions, from operator set 25 on";
+        return Err(Error::invalid("q_num_heads, kv_num_heads", "an attribute", allowed));
+    }
+    Ok(problem)
+}
+
+/// Computes the outputs.
+pub(super) fn run(
+    op: &Attention,
+    opset: i64,
+    arguments: &Arguments,
+    backend: &dyn Backend,
+) -> Result<Vec<Option<Tensor>>> {
+    problem(op, opset, arguments)?;
+    let outputs = op.run(&inputs(arguments)?, backend)?;
+    Ok(vec![Some(outputs.y), outputs.present_key, outputs.present_value, outputs.qk_matmul_output])
+}
+
+fn inputs(arguments: &Arguments) -> Result<AttentionInputs<'_>> {
+    let required = |i: usize| arguments.required(i, INPUTS[i]);
+    Ok(AttentionInputs {
+        attn_mask: arguments.get(ATTN_MASK),
+        past_key: arguments.get(PAST_KEY),
+        past_value: arguments.get(PAST_KEY + 1),
+        nonpad_kv_seqlen: arguments.get(NONPAD_KV_SEQLEN),
+        ..AttentionInputs::new(required(0)?, required(1)?, required(2)?)
+    })
+}
