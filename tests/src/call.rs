@@ -113,22 +113,25 @@ fn case_rows_shape(case: &Case, heads: usize, rows: usize) -> Vec<usize> {
     }
 }
 
-struct Data {
-    dtype: DType,
-    rng: StdRng,
+/// Random tensors.
+pub(crate) struct Data {
+    /// Their type.
+    pub(crate) dtype: DType,
+    /// Where they come from.
+    pub(crate) rng: StdRng,
 }
 
 impl Data {
-    fn tensor(&self, shape: &[usize], values: &[f32]) -> Tensor {
+    pub(crate) fn tensor(&self, shape: &[usize], values: &[f32]) -> Tensor {
         Tensor::from_f32(self.dtype, shape, values).expect("a floating-point type")
     }
 
-    fn values(&mut self, count: usize, spread: f32) -> Vec<f32> {
+    pub(crate) fn values(&mut self, count: usize, spread: f32) -> Vec<f32> {
         let normal = Normal::new(0.0, spread).expect("a positive deviation");
         (0..count).map(|_| normal.sample(&mut self.rng)).collect()
     }
 
-    fn normal(&mut self, shape: &[usize], spread: f32) -> Tensor {
+    pub(crate) fn normal(&mut self, shape: &[usize], spread: f32) -> Tensor {
         let values = self.values(shape.iter().product(), spread);
         self.tensor(shape, &values)
     }

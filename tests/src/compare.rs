@@ -69,7 +69,7 @@ pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Er
     Ok(errors)
 }
 
-fn optional(
+pub(crate) fn optional(
     name: &str,
     got: &Option<Tensor>,
     want: &Option<Tensor>,
@@ -82,7 +82,7 @@ fn optional(
     }
 }
 
-fn tensors(
+pub(crate) fn tensors(
     name: &str,
     got: &Tensor,
     want: &Tensor,

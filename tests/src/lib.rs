@@ -1,11 +1,13 @@
 //! Shared by the workspace's tests: random operator calls, poisoned outputs, comparison with the reference.
 
+mod attention;
 mod call;
 mod case;
 mod compare;
 mod parity;
 
+pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{Bias, Case, Positions, case, heads_up_to, prompts};
 pub use compare::{Errors, Tolerance, compare};
-pub use parity::{any_dtype, check, half_dtype, parity};
+pub use parity::{Parity, any_dtype, half_dtype, parity};

@@ -9,20 +9,33 @@ use proptest::test_runner::{Config, TestRunner};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+/// A call that can be compared with the reference.
+pub trait Parity: std::fmt::Debug {
+    /// Its element type.
+    fn dtype(&self) -> DType;
+
+    /// Runs the call on `backend` and the reference and compares all outputs.
+    fn check(&self, backend: &dyn Backend) -> Result<Errors, String>;
+}
+
+/// Overrides how many calls a test runs.
+const CASES: &str = "PARITY_CASES";
+
 /// Runs `cases` random calls on `backend`; a mismatch is shrunk and panics with the smallest call that shows it. Prints how
-/// many calls ran and the error of `output` per element type.
-pub fn parity(
+/// many calls ran and the error of `output` per element type. The environment variable `PARITY_CASES` overrides their number.
+pub fn parity<C: Parity>(
     name: &str,
     cases: u32,
-    strategy: impl Strategy<Value = Case>,
+    strategy: impl Strategy<Value = C>,
     backend: &dyn Backend,
 ) {
     let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
+    let cases = std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases);
     let config = Config { cases, failure_persistence: None, ..Config::default() };
     let result = TestRunner::new(config).run(&strategy, |case| {
-        let errors = check(&case, backend).map_err(TestCaseError::fail)?;
+        let errors = case.check(backend).map_err(TestCaseError::fail)?;
         let mut seen = seen.borrow_mut();
-        let entry = seen.entry(case.dtype.to_string()).or_default();
+        let entry = seen.entry(case.dtype().to_string()).or_default();
         entry.0 += 1;
         entry.1.merge(&errors);
         Ok(())
@@ -40,12 +53,17 @@ pub fn parity(
     }
 }
 
-/// Runs one call on `backend` and the reference and compares all outputs.
-pub fn check(case: &Case, backend: &dyn Backend) -> Result<Errors, String> {
-    let call = Call::new(case);
-    let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
-    let got = call.run(backend).map_err(|e| format!("{}: {e}", backend.name()))?;
-    compare(&got, &want, Tolerance::of(case))
+impl Parity for Case {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn check(&self, backend: &dyn Backend) -> Result<Errors, String> {
+        let call = Call::new(self);
+        let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
+        let got = call.run(backend).map_err(|e| format!("{}: {e}", backend.name()))?;
+        compare(&got, &want, Tolerance::of(self))
+    }
 }
 
 /// All element types of the operator.

@@ -2,7 +2,10 @@
 
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
-use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity, prompts};
+use gqa_tests::{
+    AttentionCase, Parity, any_dtype, attention_case, case, half_dtype, heads_up_to, parity,
+    prompts,
+};
 use proptest::prelude::*;
 
 fn cuda(switches: Switches) -> Option<Cuda> {
@@ -15,12 +18,7 @@ fn cuda(switches: Switches) -> Option<Cuda> {
     }
 }
 
-fn run(
-    name: &str,
-    cases: u32,
-    strategy: impl Strategy<Value = gqa_tests::Case>,
-    switches: Switches,
-) {
+fn run<C: Parity>(name: &str, cases: u32, strategy: impl Strategy<Value = C>, switches: Switches) {
     if let Some(cuda) = cuda(switches) {
         parity(name, cases, strategy, &cuda);
     }
@@ -70,4 +68,32 @@ fn seven_splits() {
 fn large_heads() {
     let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
     run("cuda, large heads", 300, case(any_dtype(), heads, 60), Switches::default());
+}
+
+#[test]
+fn attention_as_planned() {
+    run("cuda, Attention", 3000, attention_case(any_dtype(), 160, 100), Switches::default());
+}
+
+/// Calls that flash attention takes.
+#[test]
+fn attention_flash() {
+    let flash = attention_case(half_dtype(), 256, 300).prop_map(AttentionCase::for_flash);
+    run("cuda, Attention, flash", 1000, flash, Switches::default());
+}
+
+#[test]
+fn attention_memory_efficient() {
+    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
+    run("cuda, Attention, general", 1500, attention_case(any_dtype(), 512, 120), switches);
+}
+
+#[test]
+fn attention_unfused() {
+    let switches = Switches {
+        disable_flash_attention: true,
+        disable_memory_efficient_attention: true,
+        ..Switches::default()
+    };
+    run("cuda, Attention, unfused", 1500, attention_case(any_dtype(), 300, 120), switches);
 }

@@ -1,0 +1,63 @@
+//! ONNX Attention, random calls over the product of its features: on the CPU back end and, through the planner, on the simulated
+//! machine, against the f64 reference. Each way to compute it is forced in turn.
+
+use gqa_host::DType;
+use gqa_host::backend::cpu::Cpu;
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::Switches;
+use gqa_tests::{AttentionCase, any_dtype, attention_case, half_dtype, parity};
+use proptest::prelude::*;
+
+#[test]
+fn cpu_is_reference() {
+    parity("cpu", 3000, attention_case(any_dtype(), 160, 40), &Cpu::default());
+}
+
+/// float64, and values of another type than the queries.
+#[test]
+fn cpu_is_reference_in_double_precision() {
+    let float = || prop_oneof![Just(DType::F64), any_dtype()];
+    let mixed = (attention_case(float(), 40, 20), float())
+        .prop_map(|(case, v_dtype)| AttentionCase { v_dtype, ..case });
+    parity("cpu, float64 and mixed", 500, mixed, &Cpu::default());
+}
+
+#[test]
+fn sim_as_planned() {
+    parity("sim", 1300, attention_case(any_dtype(), 96, 24), &Sim::default());
+}
+
+/// Calls that flash attention takes.
+#[test]
+fn sim_flash() {
+    let flash = attention_case(half_dtype(), 96, 40).prop_map(AttentionCase::for_flash);
+    parity("sim, flash", 500, flash, &Sim::default());
+}
+
+/// The same with rows enough for the Hopper family.
+#[test]
+fn sim_hopper() {
+    let prompts = attention_case(half_dtype(), 128, 40).prop_map(|case| {
+        let rows = case.q_len + 63;
+        AttentionCase { q_len: rows, new_len: rows, ..case.for_flash() }
+    });
+    parity("sim, hopper", 40, prompts, &Sim::default());
+}
+
+#[test]
+fn sim_memory_efficient() {
+    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
+    let sim = Sim::default().with_switches(switches);
+    parity("sim, general", 500, attention_case(any_dtype(), 200, 24), &sim);
+}
+
+#[test]
+fn sim_unfused() {
+    let switches = Switches {
+        disable_flash_attention: true,
+        disable_memory_efficient_attention: true,
+        ..Switches::default()
+    };
+    let sim = Sim::default().with_switches(switches);
+    parity("sim, unfused", 700, attention_case(any_dtype(), 96, 24), &sim);
+}

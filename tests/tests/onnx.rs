@@ -1,0 +1,59 @@
+//! The stored cases of the `onnx` package, which `tests/make_onnx_cases.py` makes, on every back end that needs no GPU.
+
+use gqa_host::backend::Backend;
+use gqa_host::backend::cpu::Cpu;
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::Switches;
+use gqa_host::reference::Reference;
+use gqa_onnx::{Limits, find_cases};
+use std::path::Path;
+
+/// All cases of a folder pass.
+fn check(folder: &str, count: usize, backend: &dyn Backend) {
+    let cases = Path::new(env!("CARGO_MANIFEST_DIR")).join("cases").join(folder);
+    let cases = find_cases(&cases).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(cases.len(), count, "cases in {folder}");
+    let failures: Vec<String> = cases
+        .iter()
+        .filter_map(|case| match case.check(backend, Limits::default()) {
+            Ok(checked) if checked.passed() => None,
+            Ok(checked) => Some(format!("{}: {:?}", case.name, checked.outputs)),
+            Err(error) => Some(format!("{}: {error}", case.name)),
+        })
+        .collect();
+    let (failed, name) = (failures.len(), backend.name());
+    assert!(failures.is_empty(), "{failed} of {count} on {name}:\n{}", failures.join("\n"));
+}
+
+#[test]
+fn attention_on_reference() {
+    check("attention", 93, &Reference);
+}
+
+#[test]
+fn attention_on_cpu() {
+    check("attention", 93, &Cpu::default());
+}
+
+#[test]
+fn attention_on_sim() {
+    check("attention", 93, &Sim::default());
+}
+
+/// Every case that memory-efficient attention takes, and all others, without it.
+#[test]
+fn attention_on_sim_unfused() {
+    let switches = Switches {
+        disable_flash_attention: true,
+        disable_memory_efficient_attention: true,
+        ..Switches::default()
+    };
+    check("attention", 93, &Sim::default().with_switches(switches));
+}
+
+#[test]
+fn rotary_embedding_on_every_back_end() {
+    for backend in [&Reference as &dyn Backend, &Cpu::default(), &Sim::default()] {
+        check("rotary_embedding", 8, backend);
+    }
+}
