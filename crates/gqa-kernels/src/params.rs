@@ -142,6 +142,20 @@ pub struct MaskedParams {
     pub reserved: u32,
 }
 
+/// Scalars of the rotary embedding.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct RotaryParams {
+    /// Leading elements of a head that rotate; 0: none.
+    pub dim: u32,
+    /// 1: pairs are (2i, 2i+1). 0: pairs are (i, i + dim/2).
+    pub interleaved: u32,
+    /// Rows of cos_cache and sin_cache. A position outside gives NaN, never a read outside.
+    pub max_positions: u32,
+    /// Distance between batch rows of position_ids (used where that pointer is not null).
+    pub position_stride: u32,
+}
+
 /// Scalars of every prologue kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -176,18 +190,35 @@ pub struct PrologueParams {
     pub capacity: u32,
     /// As in [`AttentionParams::first_prompt`].
     pub first_prompt: u32,
-    /// Leading elements of a head that rotate; 0: none.
-    pub rotary_dim: u32,
-    /// 1: pairs are (2i, 2i+1). 0: pairs are (i, i + rotary_dim/2).
-    pub interleaved: u32,
-    /// Rows of cos_cache and sin_cache. A position outside gives NaN, never a read outside.
-    pub max_positions: u32,
-    /// Distance between batch rows of position_ids (used where that pointer is not null).
-    pub position_stride: u32,
+    /// Rotary embedding.
+    pub rotary: RotaryParams,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
 }
 
+/// Scalars of the decode kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct DecodeParams {
+    /// Attention; k and v are the cache, which is also appended to.
+    pub attention: AttentionParams,
+    /// Strides of the new keys given.
+    pub new_k: Strides,
+    /// Strides of the new values given.
+    pub new_v: Strides,
+    /// Rotary embedding of queries and new keys.
+    pub rotary: RotaryParams,
+    /// New K and V rows: S, or 0 where the cache is complete already.
+    pub new_len: u32,
+    /// Clusters that share the keys of a row tile.
+    pub parts: u32,
+    /// Clusters of one part.
+    pub clusters: u32,
+    /// Rows of a row tile.
+    pub rows: u32,
+}
+
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
+const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 14 * 4);

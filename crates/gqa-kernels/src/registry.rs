@@ -15,12 +15,13 @@ pub use entry::{Entry, Family, entries, find};
 use {
     crate::attention::{
         combine::{self, combine},
+        decode,
         general::{self, general},
         hopper, split_kv, tiled,
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
     crate::num::{bf16, f16},
-    crate::params::{AttentionParams, MaskedParams, PrologueParams},
+    crate::params::{AttentionParams, DecodeParams, MaskedParams, PrologueParams},
     crate::prologue::{
         self,
         append::concat_kv_in_place,
@@ -145,6 +146,7 @@ static TABLES: &[&[Entry]] = &[
     HOPPER,
     SPLIT_KV,
     COMBINE,
+    DECODE,
 ];
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
@@ -312,3 +314,35 @@ kernels!(COMBINE, SplitKv, "family-split-kv",
     gqa_combine_f16 => combine::<f16>, T = f16;
     gqa_combine_bf16 => combine::<bf16>, T = bf16;
 });
+
+/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
+macro_rules! decode_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
+        decode_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
+        kernels!(DECODE, Decode, "family-decode",
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: T, v: T, out: T, lse: f32,
+             partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
+            $name => <$shape>::run, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                cluster: decode::MAX_RANKS, communicates: true };
+        )* });
+    };
+}
+
+decode_kernels! {
+    gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>;
+    gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>;
+    gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>;
+    gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>;
+    gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>;
+    gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>;
+    gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>;
+    gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>;
+    gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>;
+    gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>;
+    gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>;
+    gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>;
+}

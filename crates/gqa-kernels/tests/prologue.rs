@@ -4,7 +4,7 @@ mod support;
 
 use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
-use gqa_kernels::params::{PrologueParams, Strides};
+use gqa_kernels::params::{PrologueParams, RotaryParams, Strides};
 use gqa_kernels::prologue;
 use gqa_sim::Arg;
 use proptest::prelude::*;
@@ -188,10 +188,12 @@ impl Case {
             past_capacity: self.past_capacity,
             capacity: self.capacity(),
             first_prompt: self.first_prompt.into(),
-            rotary_dim: self.rotary_dim,
-            interleaved: self.interleaved.into(),
-            max_positions: self.max_positions(),
-            position_stride: self.explicit.map_or(0, |more| self.q_len + more),
+            rotary: RotaryParams {
+                dim: self.rotary_dim,
+                interleaved: self.interleaved.into(),
+                max_positions: self.max_positions(),
+                position_stride: self.explicit.map_or(0, |more| self.q_len + more),
+            },
             ..Zeroable::zeroed()
         }
     }
@@ -503,11 +505,11 @@ proptest! {
     fn lengths_and_positions(case in case()) {
         let t = case.tensors::<f32>();
         let mut p = case.params(&t, Strides::default(), Strides::default(), Strides::default());
-        p.position_stride = case.q_len + 1;
+        p.rotary.position_stride = case.q_len + 1;
         let (mut past, mut total) = (vec![-7; case.totals.len()], vec![-7; case.totals.len()]);
         let lengths = [Arg::read(&t.seqlens_k), Arg::write(&mut past), Arg::write(&mut total), Arg::params(&p)];
         start(entry("sequence_lengths", DType::F32), case.blocks, case.seed, &lengths)?;
-        let mut ids = vec![-7; case.totals.len() * p.position_stride as usize];
+        let mut ids = vec![-7; case.totals.len() * p.rotary.position_stride as usize];
         let positions = [Arg::read(&t.seqlens_k), Arg::write(&mut ids), Arg::params(&p)];
         start(entry("seqlens_to_pos_ids", DType::F32), case.blocks, case.seed, &positions)?;
         for b in 0..case.totals.len() {

@@ -1,6 +1,7 @@
 //! The attention algorithms.
 
 pub mod combine;
+pub mod decode;
 pub mod general;
 pub mod hopper;
 pub mod split_kv;

@@ -23,7 +23,9 @@ pub(super) struct Append<'a, T> {
     /// The value cache, likewise.
     pub present_v: Global<T>,
     /// For K.
-    pub rope: Rope<'a, T>,
+    pub rope: Rope<T>,
+    /// The call.
+    pub params: &'a PrologueParams,
 }
 
 impl<T: Element> Append<'_, T> {
@@ -33,7 +35,7 @@ impl<T: Element> Append<'_, T> {
         if !seqlen.is_token(s) {
             return;
         }
-        let p = self.rope.params;
+        let p = self.params;
         if head < p.kv_heads {
             let position = self.rope.position(b, s, seqlen.past);
             let rotated = self.rope.vector(self.k, p.k.at(b, head, s), e, position);
@@ -66,8 +68,8 @@ pub fn concat_kv_in_place<T: Element>(
     present_v: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: &p };
-    let append = Append { k, v, present_k, present_v, rope };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, vector] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
         append.vector([b, s, head, vector * T::PER_VEC], seqlen(&p, seqlens_k, b));
     }

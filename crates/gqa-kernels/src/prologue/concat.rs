@@ -67,7 +67,7 @@ pub fn concat_new_to_past_kv<T: Element>(
     present_v: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: &p };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
     for [b, head, row, vector] in Walk::over(concat_new_to_past_kv_size(&p, T::PER_VEC)) {
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };

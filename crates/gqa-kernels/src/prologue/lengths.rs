@@ -36,7 +36,7 @@ pub fn seqlens_to_pos_ids_size(p: &PrologueParams) -> [u32; 4] {
 #[inline(always)]
 pub fn seqlens_to_pos_ids(seqlens_k: Global<i32>, position_ids: Global<i64>, p: PrologueParams) {
     for [b, .., s] in Walk::over(seqlens_to_pos_ids_size(&p)) {
-        let at = b as usize * p.position_stride as usize + s as usize;
+        let at = b as usize * p.rotary.position_stride as usize + s as usize;
         position_ids.store(at, (seqlen(&p, seqlens_k, b).past + s) as i64);
     }
 }

@@ -4,7 +4,7 @@
 use super::seqlen;
 use super::walk::Walk;
 use crate::num::{Element, pack, unpack};
-use crate::params::PrologueParams;
+use crate::params::{PrologueParams, RotaryParams};
 use crate::simt::Global;
 
 /// The rotary embedding of one call. Pair `i` of a head turns by the angle whose cosine and sine are at column `i` of the
@@ -15,20 +15,20 @@ use crate::simt::Global;
 /// | half-split | `(x[i], x[i + dim/2])` | `(x0·cos - x1·sin, x1·cos + x0·sin)` |
 /// | interleaved | `(x[2i], x[2i + 1])` | the same |
 ///
-/// Elements from `rotary_dim` on pass through. Arithmetic in f32, one rounding to `T`.
+/// Elements from `dim` on pass through. Arithmetic in f32, one rounding to `T`.
 #[derive(Clone, Copy)]
-pub struct Rope<'a, T> {
-    /// (max_positions, rotary_dim / 2)
+pub struct Rope<T> {
+    /// (max_positions, dim / 2)
     pub cos: Global<T>,
     /// As `cos`.
     pub sin: Global<T>,
     /// (batch, position_stride), or null: a row's position is its place in the sequence.
     pub position_ids: Global<i64>,
-    /// The call.
-    pub params: &'a PrologueParams,
+    /// Which elements turn, and how.
+    pub params: RotaryParams,
 }
 
-impl<T: Element> Rope<'_, T> {
+impl<T: Element> Rope<T> {
     /// Position of new row `s` of batch entry `b`.
     #[inline(always)]
     pub fn position(&self, b: u32, s: u32, past: u32) -> i64 {
@@ -44,13 +44,13 @@ impl<T: Element> Rope<'_, T> {
     #[inline(always)]
     pub fn vector(&self, x: Global<T>, head: usize, e: u32, position: i64) -> [u32; 4] {
         let p = self.params;
-        if e >= p.rotary_dim {
+        if e >= p.dim {
             return x.load_vec(head + e as usize);
         }
         if position < 0 || position >= p.max_positions as i64 {
             return pack::<T>([f32::NAN; 8]);
         }
-        let angles = position as usize * (p.rotary_dim / 2) as usize;
+        let angles = position as usize * (p.dim / 2) as usize;
         pack::<T>(match p.interleaved {
             0 => self.half_split(x, head, e, angles),
             _ => self.interleaved(x, head, e, angles),
@@ -59,7 +59,7 @@ impl<T: Element> Rope<'_, T> {
 
     #[inline(always)]
     fn half_split(&self, x: Global<T>, head: usize, e: u32, angles: usize) -> [f32; 8] {
-        let half = self.params.rotary_dim / 2;
+        let half = self.params.dim / 2;
         let first = e < half;
         let (angle, partner) = if first { (e, e + half) } else { (e - half, e - half) };
         let sign = if first { -1.0 } else { 1.0 };
@@ -100,7 +100,7 @@ pub fn rotary_embedding<T: Element>(
     q_out: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: &p };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
     for [b, s, head, v] in Walk::over(rotary_embedding_size(&p, T::PER_VEC)) {
         let (e, position) = (v * T::PER_VEC, rope.position(b, s, seqlen(&p, seqlens_k, b).past));
         let rotated = rope.vector(q, p.q.at(b, head, s), e, position);

@@ -60,8 +60,8 @@ pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     present_v: Global<T>,
     p: PrologueParams,
 ) {
-    let rope = Rope { cos, sin, position_ids, params: &p };
-    let append = Append { k, v, present_k, present_v, rope };
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, vector] in Walk::over(unpack_qkv_size(&p, T::PER_VEC)) {
         let (e, seqlen) = (vector * T::PER_VEC, seqlen(&p, seqlens_k, b));
         if head < p.q_heads {

@@ -17,12 +17,21 @@ pub enum Family {
     Hopper,
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv,
+    /// A whole token step: rotation, append, attention by clusters of blocks, merge.
+    Decode,
 }
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 6] =
-        [Self::Prologue, Self::General, Self::Unfused, Self::Tiled, Self::Hopper, Self::SplitKv];
+    pub const ALL: [Self; 7] = [
+        Self::Prologue,
+        Self::General,
+        Self::Unfused,
+        Self::Tiled,
+        Self::Hopper,
+        Self::SplitKv,
+        Self::Decode,
+    ];
 
     /// Cargo feature of this crate that compiles the family's entries.
     pub const fn feature(self) -> &'static str {
@@ -33,6 +42,7 @@ impl Family {
             Self::Tiled => "family-tiled",
             Self::Hopper => "family-hopper",
             Self::SplitKv => "family-split-kv",
+            Self::Decode => "family-decode",
         }
     }
 
@@ -41,7 +51,7 @@ impl Family {
         match self {
             Self::Prologue | Self::General | Self::Unfused => &["sm_70"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
-            Self::Hopper => &["sm_90a"],
+            Self::Hopper | Self::Decode => &["sm_90a"],
         }
     }
 }

@@ -3,7 +3,9 @@
 //! [`rows`]: which query rows a tile holds and which keys they see. [`copy`]: tiles in shared memory and the way in and out.
 //! [`fragment`]: products of tiles, spread over the lanes of a warp. [`softmax`]: the online softmax on such fragments.
 
+pub mod columns;
 pub mod copy;
 pub mod fragment;
 pub mod rows;
 pub mod softmax;
+pub mod swizzle;

@@ -28,6 +28,12 @@ impl ScoreScale {
         Self { scale, softcap, factor: factor * LOG2_E }
     }
 
+    /// The factor that is left to apply.
+    #[inline(always)]
+    pub fn factor(self) -> f32 {
+        self.factor
+    }
+
     /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and, because maxima are taken before
     /// the factor, the negative of them where the scale is.
     #[inline(always)]

@@ -1,0 +1,221 @@
+//! A whole token step in one launch: a cluster of blocks per KV head rotates and appends the new rows, attends over old and new
+//! ones, and merges through distributed shared memory.
+//!
+//! **One cluster** computes up to `ROWS` packed query rows (the query heads of one KV head, row by row of the query) against
+//! one part of the keys that they see; its blocks, the *ranks*, and their warps share the keys evenly. Every warp streams its own tiles
+//! of 16 keys through its own ring of copies ([`stream`]), so nothing in the loop waits for another warp.
+//!
+//! **New rows** ([`fresh`]): queries are rotated on their way into shared memory. The last rank of the last part also takes the new keys,
+//! rotated, and values: into the cache, where only rows behind the old ones are written, and into a tile of their own, which it attends to
+//! after its share of the old ones. So no block reads a cache row that another one writes. Where the cache holds all rows already there
+//! is no such tile.
+//!
+//! **Merge** ([`exchange`]): a rank owns an equal share of the output's columns, of all rows together. It sends every other rank that
+//! one's columns of its own result, and the maxima and sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own
+//! mailbox, and adds up. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
+//!
+//! **Grid**: `ranks × parts × KV heads × batch × row tiles` blocks in x, in clusters of `ranks`. **Block**: `32 WARPS` threads.
+//!
+//! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size) with their strides, unrotated; k, v
+//! (batch, KV head, capacity, head size), the cache that is read and appended to; out and lse as in [`tiled`](super::tiled). With parts:
+//! partial_out (part, batch, query head, S, head size), f32; partial_states (part, cluster, rank, row), maxima and sums;
+//! arrivals (cluster, rank), counters that are zero before and after. Clusters are counted without their parts.
+//!
+//! **Shared memory**: `mailbox | queries [ROWS] | new keys [16], values [16] | per warp: STAGES × (keys [16], values [16])
+//! | per warp: ROWS × (maximum, sum)`. After the loop a warp's ring holds its accumulators as f32.
+//!
+//! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
+//! warps, ranks and parts are merged in f32.
+
+mod exchange;
+mod fresh;
+mod shape;
+mod stream;
+
+pub use shape::{MAX_PARTS, shape};
+
+use crate::num::MmaElement;
+use crate::params::{AttentionParams, DecodeParams};
+use crate::prologue::rope::Rope;
+use crate::simt::{Global, block_idx_x, cluster_rank, cluster_size, sync_threads};
+use crate::tile::rows::{Rows, row_tiles};
+use crate::tile::swizzle::{Swizzled, swizzled_bytes};
+use exchange::{Mailbox, Output, Parts};
+use fresh::{Fresh, Tiles};
+use stream::Share;
+
+/// Most ranks of a cluster.
+pub const MAX_RANKS: u32 = 16;
+
+/// A kernel for head size `8 D8` and `16 (M - 1) + 8 HALVES` packed query rows, whose `WARPS` warps have `STAGES` tiles of `8 N8` keys each under
+/// way.
+pub struct Decode<
+    const D8: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+>;
+
+// One shape per head size, for 8 or 16 query rows, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
+
+/// Head size 64.
+pub type D64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 8, 2>;
+/// Head size 80.
+pub type D80<const HALVES: usize> = Decode<10, 1, HALVES, 4, 8, 2>;
+/// Head size 96.
+pub type D96<const HALVES: usize> = Decode<12, 1, HALVES, 4, 8, 1>;
+/// Head size 128.
+pub type D128<const HALVES: usize> = Decode<16, 1, HALVES, 4, 8, 1>;
+/// Head size 192.
+pub type D192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 8, 1>;
+/// Head size 256.
+pub type D256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 8, 1>;
+
+/// Clusters of one part of a call whose row tiles have `rows` rows.
+pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
+    row_tiles(p, rows) * p.kv_heads * p.batch
+}
+
+/// Blocks of a call whose clusters have `ranks` blocks.
+pub fn grid(p: &DecodeParams, ranks: u32) -> [u32; 3] {
+    [ranks * p.parts * p.clusters, 1, 1]
+}
+
+/// Elements of (partial_out, partial_states) of a call with parts.
+pub fn partial_elements(p: &DecodeParams, ranks: u32) -> (usize, usize) {
+    let a = &p.attention;
+    let rows = a.batch as usize * a.q_heads as usize * a.q_len as usize;
+    let owners = p.clusters as usize * ranks as usize * p.rows as usize;
+    (p.parts as usize * rows * a.head_size as usize, p.parts as usize * owners)
+}
+
+/// Counters of a call.
+pub fn arrivals(p: &AttentionParams, rows: u32, ranks: u32, parts: u32) -> usize {
+    if parts > 1 { clusters(p, rows) as usize * ranks as usize } else { 0 }
+}
+
+/// Which cluster this is.
+#[derive(Clone, Copy)]
+struct Place {
+    /// Row tile, KV head and batch entry, as one number.
+    index: u32,
+    /// Which part of the keys.
+    part: u32,
+    /// Which block of the cluster, of how many.
+    rank: u32,
+    ranks: u32,
+    /// Of its KV head and batch entry.
+    is_first_row_tile: bool,
+}
+
+impl Place {
+    #[inline(always)]
+    fn new(p: &DecodeParams) -> Self {
+        let ranks = cluster_size();
+        let cluster = block_idx_x() / ranks;
+        let parts = p.parts.max(1);
+        Self {
+            index: cluster / parts,
+            part: cluster % parts,
+            rank: cluster_rank(),
+            ranks,
+            is_first_row_tile: cluster / parts < p.attention.kv_heads * p.attention.batch,
+        }
+    }
+}
+
+impl<
+    const D8: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+> Decode<D8, M, HALVES, N8, WARPS, STAGES>
+{
+    /// Oldest compute capability, times ten.
+    pub const MIN_SM: u32 = 90;
+    /// Largest head size.
+    pub const HEAD_SIZE: u32 = D8 as u32 * 8;
+    /// Packed query rows of a cluster.
+    pub const ROWS: u32 = (16 * (M - 1) + 8 * HALVES) as u32;
+    /// Keys of a tile.
+    pub const KEYS: u32 = N8 as u32 * 8;
+    /// Threads of a block.
+    pub const THREADS: u32 = WARPS * 32;
+    /// Shared memory of a block.
+    pub const SHARED_BYTES: u32 = Self::STATES + WARPS * Self::ROWS * size_of::<[f32; 2]>() as u32;
+
+    const QUERIES: u32 = Self::MAILBOX_BYTES;
+    const FRESH: u32 = Self::QUERIES + swizzled_bytes(Self::ROWS, D8);
+    const STAGE_BYTES: u32 = 2 * swizzled_bytes(Self::KEYS, D8);
+    const RINGS: u32 = Self::FRESH + Self::STAGE_BYTES;
+    const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
+    const STATES: u32 = Self::RINGS + WARPS * Self::RING_BYTES;
+
+    /// The kernel.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        let place = Place::new(&p);
+        let heads = (p.attention.kv_heads * p.attention.batch).max(1);
+        let rows = Rows::new(
+            &p.attention,
+            seqlens_k,
+            place.index / heads,
+            place.index % heads,
+            Self::ROWS,
+        );
+        let mailbox = Mailbox::<D8>::open(&rows, place);
+        let share = Share::new(&p, &rows, place, Self::KEYS);
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let fresh = Fresh { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+
+        let cache = Self::start(&p, &rows, &share, k, v);
+        let tiles = Tiles {
+            queries: Self::queries(),
+            keys: Self::fresh_keys(),
+            values: Self::fresh_values(),
+        };
+        fresh.load(&p, &rows, place, &tiles, Self::ROWS, share.has_fresh, Self::THREADS);
+        if share.has_fresh {
+            Fresh::clear(&p, &tiles, Self::KEYS, Self::THREADS);
+        }
+        sync_threads();
+        let (states, acc) = Self::attend(&p, &rows, &share, cache);
+        Self::publish(states, &acc);
+        sync_threads();
+
+        Self::send(&rows, mailbox);
+        if mailbox.owned() > 0 {
+            mailbox.wait();
+            let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+            Self::finish(&p, &rows, mailbox, Output { head_sink, out, lse }, parts);
+        }
+    }
+
+    /// The tile of queries.
+    #[inline(always)]
+    fn queries<T: MmaElement>() -> Swizzled<T, D8> {
+        Swizzled::at(Self::QUERIES)
+    }
+}

@@ -1,0 +1,319 @@
+//! The merge of a cluster's results through distributed shared memory, and of the parts' results through global memory.
+
+use super::{Decode, MAX_RANKS, Place};
+use crate::concept::softmax::SoftmaxState;
+use crate::num::MmaElement;
+use crate::params::{AttentionParams, DecodeParams};
+use crate::simt::{
+    Global, Shared, cluster_arrive_relaxed, cluster_wait, fence_mbarrier_init, fma, max,
+    mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster, peer_address, st_async_vec,
+    st_async_vec2, sync_threads, thread_idx,
+};
+use crate::tile::copy::UNIT;
+use crate::tile::rows::{Row, Rows, close};
+
+/// Bytes of a row's maximum and sum, and of eight columns.
+const STATE_BYTES: u32 = 8;
+const UNIT_BYTES: u32 = 32;
+
+/// A block's inbox: `barrier | states (rank, row) | columns (rank, own unit)`. A unit is eight columns of a row; unit `u` is column group
+/// `u % D8` of row `u / D8`.
+#[derive(Clone, Copy)]
+pub(super) struct Mailbox<const D8: usize> {
+    place: Place,
+    /// Rows of the tile.
+    rows: u32,
+    /// Units of the most that a rank owns.
+    each: u32,
+}
+
+impl<const D8: usize> Mailbox<D8> {
+    const STATES: u32 = 16;
+
+    /// Bytes for up to `rows` rows.
+    pub const fn bytes(rows: u32) -> u32 {
+        Self::STATES + MAX_RANKS * rows * STATE_BYTES + (rows * D8 as u32 + MAX_RANKS) * UNIT_BYTES
+    }
+
+    /// Makes the inbox ready; nothing may be sent before [`wait_for_all`](Self::wait_for_all).
+    #[inline(always)]
+    pub fn open(rows: &Rows, place: Place) -> Self {
+        let units = rows.count() * D8 as u32;
+        let mailbox = Self { place, rows: rows.count(), each: units.div_ceil(place.ranks.max(1)) };
+        if thread_idx() == 0 {
+            let of_each = mailbox.rows * STATE_BYTES + mailbox.owned() * UNIT_BYTES;
+            mbarrier_init(Self::barrier(), 1);
+            fence_mbarrier_init();
+            mbarrier_arrive_expect(Self::barrier(), place.ranks * of_each);
+        }
+        cluster_arrive_relaxed();
+        mailbox
+    }
+
+    /// Waits until all inboxes of the cluster are ready.
+    #[inline(always)]
+    pub fn wait_for_all(self) {
+        cluster_wait();
+    }
+
+    /// Waits until everything has come in.
+    #[inline(always)]
+    pub fn wait(self) {
+        mbarrier_wait_cluster(Self::barrier(), 0);
+    }
+
+    /// Units of this rank.
+    #[inline(always)]
+    pub fn owned(self) -> u32 {
+        let units = self.rows * D8 as u32;
+        units.saturating_sub(self.place.rank * self.each).min(self.each)
+    }
+
+    /// Ranks that own units.
+    #[inline(always)]
+    fn owners(self) -> u32 {
+        (self.rows * D8 as u32).div_ceil(self.each)
+    }
+
+    /// First unit of this rank.
+    #[inline(always)]
+    pub fn first(self) -> u32 {
+        self.place.rank * self.each
+    }
+
+    /// Where a block's first thread tells the others how many parts came before.
+    #[inline(always)]
+    pub fn flag() -> Shared<u32> {
+        Shared::at(8)
+    }
+
+    #[inline(always)]
+    fn barrier() -> u32 {
+        Shared::<u64>::at(0).address()
+    }
+
+    /// Where the state of row `r` from rank `from` arrives.
+    #[inline(always)]
+    pub fn state(self, from: u32, r: u32) -> Shared<[f32; 2]> {
+        Shared::at(Self::STATES).offset(from * self.rows + r)
+    }
+
+    /// Where unit number `i` of the owner's from rank `from` arrives.
+    #[inline(always)]
+    pub fn unit(self, from: u32, i: u32) -> Shared<f32> {
+        let units = Self::STATES + self.place.ranks * self.rows.next_multiple_of(2) * STATE_BYTES;
+        Shared::at(units).offset((from * self.each + i) * UNIT)
+    }
+
+    /// Sends a state to rank `to`.
+    #[inline(always)]
+    fn send_state(self, to: u32, r: u32, state: SoftmaxState) {
+        let values = [state.max.to_bits(), state.sum.to_bits()];
+        let place = peer_address(self.state(self.place.rank, r).address(), to);
+        st_async_vec2(place, values, peer_address(Self::barrier(), to));
+    }
+
+    /// Sends a unit to its owner.
+    #[inline(always)]
+    fn send_unit(self, unit: u32, columns: [f32; 8]) {
+        let (to, i) = (unit / self.each, unit % self.each);
+        let [a, b, c, d, e, f, g, h] = columns.map(f32::to_bits);
+        let place = peer_address(self.unit(self.place.rank, i).address(), to);
+        let barrier = peer_address(Self::barrier(), to);
+        st_async_vec(place, [a, b, c, d], barrier);
+        st_async_vec(place + 16, [e, f, g, h], barrier);
+    }
+}
+
+impl<
+    const D8: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+> Decode<D8, M, HALVES, N8, WARPS, STAGES>
+{
+    pub(super) const MAILBOX_BYTES: u32 = Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(128);
+
+    /// Sends the block's result to the owners.
+    #[inline(always)]
+    pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
+        mailbox.wait_for_all();
+        let owners = mailbox.owners();
+        for i in (thread_idx()..rows.count() * owners).step_by(Self::THREADS as usize) {
+            let (r, to) = (i / owners, i % owners);
+            mailbox.send_state(to, r, Self::merge_states(r).0);
+        }
+        for unit in (thread_idx()..rows.count() * D8 as u32).step_by(Self::THREADS as usize) {
+            let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
+            let (_, weights) = Self::merge_states(r);
+            mailbox.send_unit(unit, Self::merge_columns(r, column, &weights));
+        }
+    }
+
+    /// Adds up what came in, and writes the rank's columns or leaves them to the last part.
+    #[inline(always)]
+    pub(super) fn finish<T: MmaElement>(
+        p: &DecodeParams,
+        rows: &Rows,
+        mailbox: Mailbox<D8>,
+        output: Output<T>,
+        parts: Parts,
+    ) {
+        let owned = (thread_idx()..mailbox.owned() * UNIT).step_by(Self::THREADS as usize);
+        let place = |i| {
+            let unit = mailbox.first() + i / UNIT;
+            (unit / D8 as u32, unit % D8 as u32 * UNIT + i % UNIT)
+        };
+        for i in owned.clone() {
+            let (r, column) = place(i);
+            let (state, sum) = mailbox.sum(r, i);
+            if p.parts <= 1 {
+                output.write(&p.attention, rows, rows.row(r), column, state, sum);
+            } else {
+                parts.leave_column(p, rows, mailbox.place, rows.row(r), column, sum);
+                if i == 0 || column == 0 {
+                    parts.leave_state(p, mailbox.place, r, state);
+                }
+            }
+        }
+        if p.parts > 1 && parts.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
+            for i in owned {
+                let (r, column) = place(i);
+                let (state, sum) = parts.sum(p, rows, mailbox.place, r, column);
+                output.write(&p.attention, rows, rows.row(r), column, state, sum);
+            }
+        }
+    }
+}
+
+/// Where results go.
+#[derive(Clone, Copy)]
+pub(super) struct Output<T> {
+    pub head_sink: Global<T>,
+    pub out: Global<T>,
+    pub lse: Global<f32>,
+}
+
+impl<T: MmaElement> Output<T> {
+    /// Ends a row's column, and with the first one the row.
+    #[inline(always)]
+    fn write(
+        self,
+        a: &AttentionParams,
+        rows: &Rows,
+        row: Row,
+        column: u32,
+        state: SoftmaxState,
+        sum: f32,
+    ) {
+        let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
+        let x = if factor == 0.0 { 0.0 } else { sum * factor };
+        self.out.store(a.out.at(rows.batch, row.head, row.s) + column as usize, T::from_f32(x));
+        if column == 0 && !self.lse.is_null() {
+            self.lse.store(rows.index(a, row), log_sum_exp);
+        }
+    }
+}
+
+/// Where the parts of a call meet: partial columns (part, batch, query head, S, head size), partial states (part, cluster, rank, row),
+/// arrivals (cluster, rank).
+#[derive(Clone, Copy)]
+pub(super) struct Parts {
+    pub columns: Global<f32>,
+    pub states: Global<[f32; 2]>,
+    pub arrivals: Global<u32>,
+}
+
+impl Parts {
+    #[inline(always)]
+    fn column_of(p: &DecodeParams, rows: &Rows, part: u32, row: Row, column: u32) -> usize {
+        let a = &p.attention;
+        let of_part = a.batch as usize * a.q_heads as usize * a.q_len as usize;
+        (part as usize * of_part + rows.index(a, row)) * a.head_size as usize + column as usize
+    }
+
+    #[inline(always)]
+    fn state_of(p: &DecodeParams, place: Place, part: u32, r: u32) -> usize {
+        let owner = (part * p.clusters + place.index) * place.ranks + place.rank;
+        owner as usize * p.rows as usize + r as usize
+    }
+
+    /// Leaves a column of this part.
+    #[inline(always)]
+    fn leave_column(
+        self,
+        p: &DecodeParams,
+        rows: &Rows,
+        place: Place,
+        row: Row,
+        column: u32,
+        sum: f32,
+    ) {
+        self.columns.store(Self::column_of(p, rows, place.part, row, column), sum);
+    }
+
+    /// Leaves the state of a row of this part: once, by the thread that has the rank's first column of it.
+    #[inline(always)]
+    fn leave_state(self, p: &DecodeParams, place: Place, r: u32, state: SoftmaxState) {
+        self.states.store(Self::state_of(p, place, place.part, r), [state.max, state.sum]);
+    }
+
+    /// Tells the other parts' owners of the same columns; true in the block that comes last, which then sees what all of them left.
+    #[inline(always)]
+    fn arrive_last(self, p: &DecodeParams, place: Place, flag: Shared<u32>) -> bool {
+        sync_threads();
+        if thread_idx() == 0 {
+            let owner = (place.index * place.ranks + place.rank) as usize;
+            flag.store(0, self.arrivals.atomic_inc_acq_rel(owner, p.parts - 1));
+        }
+        sync_threads();
+        flag.load(0) == p.parts - 1
+    }
+
+    /// The row's state over all parts, and what they have in a column.
+    #[inline(always)]
+    fn sum(
+        self,
+        p: &DecodeParams,
+        rows: &Rows,
+        place: Place,
+        r: u32,
+        column: u32,
+    ) -> (SoftmaxState, f32) {
+        let state_of = |part| self.states.load(Self::state_of(p, place, part, r));
+        let mut state = SoftmaxState::EMPTY;
+        for part in 0..p.parts {
+            state.max = max(state.max, state_of(part)[0]);
+        }
+        let (row, mut sum) = (rows.row(r), 0.0);
+        for part in 0..p.parts {
+            let [largest, of_part] = state_of(part);
+            let weight = state.weight(largest);
+            state.sum = fma(weight, of_part, state.sum);
+            sum = fma(weight, self.columns.load(Self::column_of(p, rows, part, row, column)), sum);
+        }
+        (state, sum)
+    }
+}
+
+impl<const D8: usize> Mailbox<D8> {
+    /// The row's state over all ranks, and what they have in the owner's column `i`.
+    #[inline(always)]
+    fn sum(self, r: u32, i: u32) -> (SoftmaxState, f32) {
+        let mut state = SoftmaxState::EMPTY;
+        for from in 0..self.place.ranks {
+            let [largest, _] = self.state(from, r).load(0);
+            state.max = max(state.max, largest);
+        }
+        let mut sum = 0.0;
+        for from in 0..self.place.ranks {
+            let [largest, part] = self.state(from, r).load(0);
+            let weight = state.weight(largest);
+            state.sum = fma(weight, part, state.sum);
+            sum = fma(weight, self.unit(from, i / UNIT).load(i % UNIT), sum);
+        }
+        (state, sum)
+    }
+}

@@ -1,0 +1,94 @@
+//! How many blocks form a cluster, and how many clusters share a row tile's keys.
+
+use super::MAX_RANKS;
+use crate::params::AttentionParams;
+use crate::tile::rows::row_tiles;
+
+/// Most clusters that share a row tile's keys.
+pub const MAX_PARTS: u32 = 128;
+
+/// Blocks of a cluster, and clusters per row tile, with which the call ends first on a device with that many multiprocessors, if the longest
+/// sequence has `max_keys` keys; `rows` is the height of a row tile.
+///
+/// A block has a multiprocessor to itself. Half of an H200's multiprocessors can take in all that its memory delivers, so that more blocks than
+/// that at a time do not read faster, and clusters that do not fit at a time come in another wave. Times are in keys that one
+/// block streams alone; the constants were fitted to measurements (`docs/perf-log.md`).
+pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32) -> (u32, u32) {
+    let units = u64::from(row_tiles(p, rows)) * u64::from(p.kv_heads) * u64::from(p.batch);
+    let keys =
+        if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
+    let candidates = [1, 2, 4, 8]
+        .into_iter()
+        .flat_map(|ranks| (0..=MAX_PARTS.ilog2()).map(move |log| (ranks, 1 << log)));
+    let sensible = |&(ranks, parts): &(u32, u32)| parts == 1 || keys / (ranks * parts) >= 64;
+    let time = |&(ranks, parts): &(u32, u32)| {
+        /// To start a block and end it.
+        const WAVE: u64 = 384;
+        /// To merge over one rank more.
+        const RANK: u64 = 8;
+        /// To merge parts.
+        const PARTS: u64 = 256;
+        let clusters = units * u64::from(parts);
+        let at_a_time = clusters_at_a_time(ranks, multiprocessors).min(clusters);
+        let streamed = u64::from(keys.div_ceil(ranks * parts));
+        // Per block, of what all blocks of a wave get together.
+        let crowd = (2 * at_a_time * u64::from(ranks)).max(u64::from(multiprocessors));
+        let wave = WAVE + streamed * crowd / u64::from(multiprocessors.max(1));
+        let merge =
+            u64::from(ranks) * RANK + if parts > 1 { PARTS + 4 * u64::from(parts) } else { 0 };
+        clusters.div_ceil(at_a_time.max(1)) * wave + merge
+    };
+    candidates.filter(sensible).min_by_key(time).unwrap_or((1, 1))
+}
+
+/// Clusters of that size that run together, a block to a multiprocessor. Multiprocessors come in pairs, and pairs in groups that a cluster
+/// cannot leave; an H200 holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16.
+fn clusters_at_a_time(ranks: u32, multiprocessors: u32) -> u64 {
+    let usable = if ranks <= 2 { multiprocessors } else { multiprocessors * 10 / 11 };
+    u64::from((usable / ranks.min(MAX_RANKS)).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+
+    fn chosen(batch: u32, kv_heads: u32, keys: u32) -> (u32, u32) {
+        let p = AttentionParams {
+            batch,
+            q_heads: 8 * kv_heads,
+            kv_heads,
+            q_len: 1,
+            ..AttentionParams::zeroed()
+        };
+        shape(&p, 8, keys, 132)
+    }
+
+    #[test]
+    fn one_sequence_takes_the_largest_clusters() {
+        for keys in [1024, 8192, 32768] {
+            assert_eq!(chosen(1, 8, keys), (8, 1), "{keys} keys");
+        }
+    }
+
+    #[test]
+    fn few_heads_and_many_keys_take_several_clusters_each() {
+        let (ranks, parts) = chosen(1, 1, 131_072);
+        assert!(ranks == 8 && parts >= 8, "{ranks} ranks, {parts} parts");
+        assert_eq!(chosen(1, 1, 256).1, 1);
+    }
+
+    #[test]
+    fn many_sequences_take_one_block_each() {
+        assert_eq!(chosen(32, 8, 8192), (1, 1));
+        assert_eq!(chosen(128, 8, 2048), (1, 1));
+    }
+
+    #[test]
+    fn everything_runs_at_a_time_where_it_can() {
+        for (batch, most) in [(2, 4), (4, 2), (8, 2)] {
+            let (ranks, parts) = chosen(batch, 8, 8192);
+            assert!(parts == 1 && ranks <= most, "{batch} sequences: {ranks} ranks, {parts} parts");
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The two products of attention for few query rows, which are columns of the second one.
+//!
+//! `S = Q Kᵀ` has the query rows as rows, and a lane holds the scores of row `l/4` (and `l/4 + 8`) as in [`fragment`](super::fragment).
+//! Two such 16×8 blocks of weights, packed in pairs, are the *right* operand of `Oᵀ = Vᵀ Pᵀ`, eight query rows wide; so eight rows, the heads of a
+//! group, cost half of what sixteen do, and the weights never leave the registers. Of 8 columns of the output a lane holds
+//!
+//! ```text
+//! column l/4 of rows 2(l%4), 2(l%4)+1
+//! ```
+//!
+//! The maximum is raised only when some score exceeds it by more than [`SLACK`]: weights may then be as large as `2^SLACK`, which loses no
+//! precision, and in most steps nothing is rescaled and no lane asks another (the idea is FlashAttention-4's).
+
+use super::fragment::Fragments;
+use super::softmax::{ScoreScale, States};
+use super::swizzle::{Swizzled, WarpRead};
+use crate::num::MmaElement;
+use crate::simt::{
+    any_sync, lane, ldmatrix_x4, ldmatrix_x4_trans, max, shfl_idx_f32, shfl_xor_f32,
+};
+
+/// Query rows as left operands: of each 8 columns, `M` blocks of two halves of 8 rows.
+pub type Queries<const M: usize, const D8: usize> = [[[u32; 2]; M]; D8];
+
+/// Output, transposed: of each 8 columns, `M` blocks of two halves of 8 rows, of which a lane holds two.
+pub type Columns<const M: usize, const D8: usize> = [[[[f32; 2]; 2]; M]; D8];
+
+/// How far a score (times log2 e) may exceed the maximum that it is weighed against.
+pub const SLACK: f32 = 8.0;
+
+/// Loads `HALVES` halves of each block of 16 query rows.
+#[inline(always)]
+pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
+    tile: Swizzled<T, D8>,
+) -> Queries<M, D8> {
+    let mut queries = [[[0; 2]; M]; D8];
+    for pair in 0..D8 / 2 {
+        for m in 0..M {
+            let place = tile
+                .place(16 * m as u32 + lane() % (8 * HALVES as u32), 2 * pair as u32 + lane() / 16);
+            let [a, b, c, d] = ldmatrix_x4(place.address());
+            queries[2 * pair][m] = [a, if HALVES > 1 { b } else { 0 }];
+            queries[2 * pair + 1][m] = [c, if HALVES > 1 { d } else { 0 }];
+        }
+    }
+    queries
+}
+
+/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys.
+#[inline(always)]
+pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
+    queries: &Queries<M, D8>,
+    keys: Swizzled<T, D8>,
+    read: &WarpRead<D8>,
+) -> Fragments<M, N8> {
+    let mut scores = [[[0.0; 4]; N8]; M];
+    for depth in 0..D8 / 2 {
+        for pair in 0..N8 / 2 {
+            let b = ldmatrix_x4(read.address(keys, pair, depth));
+            for m in 0..M {
+                let [[a0, a1], [a2, a3]] = [queries[2 * depth][m], queries[2 * depth + 1][m]];
+                T::mma(&mut scores[m][2 * pair], [a0, a1, a2, a3], [b[0], b[1]]);
+                T::mma(&mut scores[m][2 * pair + 1], [a0, a1, a2, a3], [b[2], b[3]]);
+            }
+        }
+    }
+    scores
+}
+
+/// Turns scores into softmax weights; where a maximum must rise, rescales what was accumulated against the old one.
+#[inline(always)]
+pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    out: &mut Columns<M, D8>,
+    scale: ScoreScale,
+) {
+    let mut exceeds = false;
+    for m in 0..M {
+        for half in 0..HALVES {
+            exceeds |= largest(&scores[m], half) * scale.factor() > states[m][half].max + SLACK;
+        }
+    }
+    if any_sync(exceeds) {
+        raise::<M, HALVES, N8, D8>(states, scores, out, scale);
+    }
+    for m in 0..M {
+        for half in 0..HALVES {
+            let state = &mut states[m][half];
+            for block in 0..N8 {
+                for i in 2 * half..2 * half + 2 {
+                    let weight = state.scaled_weight(scores[m][block][i], scale.factor());
+                    state.sum += weight;
+                    scores[m][block][i] = weight;
+                }
+            }
+        }
+    }
+}
+
+/// Raises all maxima to the largest score so far.
+#[inline(always)]
+fn raise<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
+    states: &mut States<M>,
+    scores: &Fragments<M, N8>,
+    out: &mut Columns<M, D8>,
+    scale: ScoreScale,
+) {
+    for m in 0..M {
+        for half in 0..HALVES {
+            let lanes = largest(&scores[m], half);
+            let lanes = max(lanes, shfl_xor_f32(lanes, 1));
+            let row = max(lanes, shfl_xor_f32(lanes, 2));
+            let rescale = states[m][half].raise(row * scale.factor());
+            // Lane 4r has the factor of row r; the output's rows are 2(l%4) and the next.
+            let first = 8 * (lane() % 4);
+            let rescale = [shfl_idx_f32(rescale, first), shfl_idx_f32(rescale, first + 4)];
+            for block in 0..D8 {
+                for i in 0..2 {
+                    out[block][m][half][i] *= rescale[i];
+                }
+            }
+        }
+    }
+}
+
+/// The lane's largest score of a row.
+#[inline(always)]
+fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
+    let mut largest = f32::NEG_INFINITY;
+    for block in 0..N8 {
+        largest = max(largest, max(scores[block][2 * half], scores[block][2 * half + 1]));
+    }
+    largest
+}
+
+/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys.
+#[inline(always)]
+pub fn accumulate<
+    T: MmaElement,
+    const M: usize,
+    const HALVES: usize,
+    const D8: usize,
+    const N8: usize,
+>(
+    out: &mut Columns<M, D8>,
+    weights: &Fragments<M, N8>,
+    values: Swizzled<T, D8>,
+    read: &WarpRead<D8>,
+) {
+    for depth in 0..N8 / 2 {
+        for pair in 0..D8 / 2 {
+            let a = ldmatrix_x4_trans(read.address(values, depth, pair));
+            for m in 0..M {
+                for half in 0..HALVES {
+                    let [low, high] = [weights[m][2 * depth], weights[m][2 * depth + 1]];
+                    let b = [
+                        T::pack(low[2 * half], low[2 * half + 1]),
+                        T::pack(high[2 * half], high[2 * half + 1]),
+                    ];
+                    let [[d0, d1], [d2, d3]] = [out[2 * pair][m][half], out[2 * pair + 1][m][half]];
+                    let mut d = [d0, d1, d2, d3];
+                    T::mma(&mut d, a, b);
+                    out[2 * pair][m][half] = [d[0], d[1]];
+                    out[2 * pair + 1][m][half] = [d[2], d[3]];
+                }
+            }
+        }
+    }
+}

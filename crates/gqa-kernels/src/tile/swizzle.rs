@@ -1,0 +1,161 @@
+//! Tiles of 16-bit elements in shared memory whose rows are not padded but swizzled, 16 bytes at a time.
+//!
+//! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks. Rows of [`copy::Tile`](super::copy::Tile) see to it by
+//! padding, but then a row starts anywhere in a 128-byte line of shared memory, and copies from global memory, which come in whole lines, write
+//! two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`). Here row `r` keeps its place and its units change
+//! theirs: unit `u` is at `u ^ x(r)`, where `x` runs through all numbers below the largest power of two that divides the units of a row, 8 at most, as
+//! fast as rows come back to the same banks.
+
+use super::copy::UNIT;
+use crate::num::{MmaElement, f16};
+use crate::simt::{Global, Shared, cp_async_16, lane};
+
+/// Rows of `D8` units each, `D8` even.
+pub struct Swizzled<T, const D8: usize> {
+    start: Shared<T>,
+}
+
+impl<T, const D8: usize> Clone for Swizzled<T, D8> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T, const D8: usize> Copy for Swizzled<T, D8> {}
+
+/// Bytes of a tile of 16-bit elements.
+pub const fn swizzled_bytes(rows: u32, d8: usize) -> u32 {
+    rows * d8 as u32 * 16
+}
+
+impl<T: MmaElement, const D8: usize> Swizzled<T, D8> {
+    /// Units that trade places.
+    const GROUP: u32 = 1 << (D8 as u32 | 8).trailing_zeros();
+
+    /// The tile that starts `bytes` bytes, a multiple of 128, into the block's shared memory.
+    #[inline(always)]
+    pub fn at(bytes: u32) -> Self {
+        Self { start: Shared::at(bytes) }
+    }
+
+    /// Where unit `unit` of row `row` is.
+    #[inline(always)]
+    pub fn place(self, row: u32, unit: u32) -> Shared<T> {
+        self.start.offset(Swizzled::<f16, D8>::index(row, unit) * UNIT)
+    }
+}
+
+impl<const D8: usize> Swizzled<f16, D8> {
+    /// Number of the 16 bytes that hold unit `unit` of row `row`.
+    #[inline(always)]
+    const fn index(row: u32, unit: u32) -> u32 {
+        row * D8 as u32 + (unit ^ (row * Self::GROUP / 8 % Self::GROUP))
+    }
+}
+
+/// A lane's part in copying rows that lie side by side in global memory: units `lane`, `lane + 32`, … of the tile. Where they go repeats after
+/// `PERIOD` of them, as many rows further on.
+#[derive(Clone, Copy)]
+pub struct WarpCopy<const D8: usize> {
+    /// Bytes from the start of the tile; the first `PERIOD` are in use.
+    places: [u32; 8],
+}
+
+impl<const D8: usize> WarpCopy<D8> {
+    const PERIOD: usize = if D8 % 4 == 0 { D8 / 4 } else { D8 / 2 };
+
+    /// This lane's part.
+    #[inline(always)]
+    pub fn new() -> Self {
+        let place = |i| {
+            let unit = lane() + 32 * i as u32;
+            let place = Swizzled::<f16, D8>::index(unit / D8 as u32, unit % D8 as u32);
+            if i < Self::PERIOD { 16 * place } else { 0 }
+        };
+        Self { places: core::array::from_fn(place) }
+    }
+
+    /// Starts copying `rows` rows, a constant, from `source` on; those from `valid` on become zero.
+    #[inline(always)]
+    pub fn start<T: MmaElement>(
+        &self,
+        tile: Swizzled<T, D8>,
+        rows: u32,
+        source: Global<T>,
+        valid: u32,
+    ) {
+        let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
+        let tile = tile.start.address();
+        for pass in 0..rows as usize * D8 / 32 {
+            let further = (pass / Self::PERIOD * Self::PERIOD * 512) as u32;
+            let place = tile + self.places[pass % Self::PERIOD] + further;
+            let element = (lane() * UNIT) as usize + 256 * pass;
+            cp_async_16(place, source, element, units > 32 * pass as u32);
+        }
+    }
+}
+
+/// A lane's part in reading 16×16 elements by `ldmatrix`: its row, and its unit of each pair. Pairs are alike after as many as hold a group.
+#[derive(Clone, Copy)]
+pub struct WarpRead<const D8: usize> {
+    /// Bytes from the start of the tile; the first `PERIOD` are in use.
+    places: [u32; 4],
+}
+
+impl<const D8: usize> WarpRead<D8> {
+    const PERIOD: usize = Swizzled::<f16, D8>::GROUP as usize / 2;
+
+    /// For the four 8×8 blocks in the order upper left, upper right, lower left, lower right.
+    #[inline(always)]
+    pub fn new() -> Self {
+        let (row, unit) = (lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+        let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
+        let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });
+        Self { places }
+    }
+
+    /// What the lane tells `ldmatrix` of rows `16 block ..` and units `2 pair ..`.
+    #[inline(always)]
+    pub fn address<T: MmaElement>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
+        let further = (pair / Self::PERIOD * Self::PERIOD * 32) as u32;
+        let block = swizzled_bytes(16 * block as u32, D8);
+        tile.start.address() + self.places[pair % Self::PERIOD] + further + block
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Banks, in groups of four, of the same unit of eight rows from `row` on.
+    fn banks<const D8: usize>(row: u32, unit: u32) -> Vec<u32> {
+        (row..row + 8).map(|r| Swizzled::<f16, D8>::index(r, unit) % 8).collect()
+    }
+
+    fn check<const D8: usize>() {
+        for row in (0..64).step_by(8) {
+            for unit in 0..D8 as u32 {
+                let mut banks = banks::<D8>(row, unit);
+                banks.sort_unstable();
+                assert_eq!(
+                    banks,
+                    (0..8).collect::<Vec<_>>(),
+                    "{D8} units, rows from {row}, unit {unit}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn eight_rows_are_in_eight_groups_of_banks() {
+        check::<4>();
+        check::<8>();
+        check::<10>();
+        check::<12>();
+        check::<16>();
+        check::<20>();
+        check::<24>();
+        check::<28>();
+        check::<32>();
+    }
+}
