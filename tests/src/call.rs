@@ -63,6 +63,17 @@ impl Call {
         }
     }
 
+    /// The next step of the same sequences: new rows behind what `cache` holds now, which must have room for them.
+    pub fn next(&self, cache: KvCache) -> Self {
+        let case = Case {
+            past: (0..self.case.batch()).map(|b| self.case.total(b)).collect(),
+            spare_rows: self.case.spare_rows - self.case.q_len,
+            seed: self.case.seed.wrapping_add(1),
+            ..self.case.clone()
+        };
+        Self { past: Some(cache), ..Self::new(&case) }
+    }
+
     /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache the cache afterwards is
     /// returned as present_*.
     pub fn run(&self, backend: &dyn Backend) -> Result<Outputs> {

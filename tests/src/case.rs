@@ -249,6 +249,27 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     }
 }
 
+/// Calls that the planner gives to the decode family: up to 16 packed query rows, its head sizes, no bias, no score output.
+pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
+    let heads = proptest::sample::select(vec![64usize, 80, 96, 128, 128, 192, 256]);
+    let rows = (1..=16usize).prop_flat_map(|group| (Just(group), 1..=16 / group));
+    (case(crate::half_dtype(), heads, max_rows), rows).prop_map(|(case, (group, rows))| {
+        let q_len = if case.q_len == 1 { 1 } else { rows };
+        Case {
+            q_len,
+            past: case
+                .past
+                .iter()
+                .map(|past| if case.first_prompt { past % q_len } else { *past })
+                .collect(),
+            group,
+            bias: None,
+            qk_output: 0,
+            ..case
+        }
+    })
+}
+
 /// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no bias, no score output. Few heads,
 /// because the simulator multiplies whole tiles.
 pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {

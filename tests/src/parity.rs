@@ -3,6 +3,7 @@
 use crate::{Call, Case, Errors, Tolerance, compare};
 use gqa_host::DType;
 use gqa_host::backend::Backend;
+use gqa_host::op::KvCache;
 use gqa_host::reference::Reference;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -64,6 +65,46 @@ impl Parity for Case {
         let got = call.run(backend).map_err(|e| format!("{}: {e}", backend.name()))?;
         compare(&got, &want, Tolerance::of(self))
     }
+}
+
+/// As [`parity`], for sequences of `steps` steps on a shared cache that `backend` carries from step to step; every step is compared.
+pub fn sequences(
+    name: &str,
+    cases: u32,
+    steps: usize,
+    strategy: impl Strategy<Value = Case>,
+    backend: &dyn Backend,
+) {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let grow = |case: Case| Case {
+        shared: true,
+        first_prompt: false,
+        no_new_rows: false,
+        past: if case.first_prompt { vec![1; case.batch()] } else { case.past.clone() },
+        spare_rows: case.spare_rows + steps * case.q_len,
+        ..case
+    };
+    let result = TestRunner::new(config).run(&strategy.prop_map(grow), |case| {
+        check_sequence(&case, steps, backend).map_err(TestCaseError::fail)
+    });
+    match result {
+        Ok(()) => println!("{name}: {cases} sequences of {steps} steps"),
+        Err(error) => panic!("{name}: {error}"),
+    }
+}
+
+/// Runs `steps` steps on `backend` and the reference and compares all outputs, the cache among them, after each.
+fn check_sequence(case: &Case, steps: usize, backend: &dyn Backend) -> Result<(), String> {
+    let mut call = Call::new(case);
+    for step in 0..steps {
+        let want = call.run(&Reference).map_err(|e| format!("step {step}: reference: {e}"))?;
+        let got = call.run(backend).map_err(|e| format!("step {step}: {}: {e}", backend.name()))?;
+        compare(&got, &want, Tolerance::of(&call.case)).map_err(|e| format!("step {step}: {e}"))?;
+        if step + 1 < steps {
+            call = call.next(KvCache { key: got.present_key, value: got.present_value });
+        }
+    }
+    Ok(())
 }
 
 /// All element types of the operator.

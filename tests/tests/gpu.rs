@@ -4,7 +4,7 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Parity, any_dtype, attention_case, case, half_dtype, heads_up_to, parity,
-    prompts,
+    prompts, sequences, steps,
 };
 use proptest::prelude::*;
 
@@ -38,6 +38,27 @@ fn long_sequences() {
 #[test]
 fn prompts_as_planned() {
     run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
+}
+
+/// Token steps of the decode family, where the GPU is a Hopper.
+#[test]
+fn steps_as_planned() {
+    run("cuda, steps", 2000, steps(1500), Switches::default());
+}
+
+#[test]
+fn steps_in_clusters() {
+    for (cluster, splits) in [(16, 1), (8, 2), (4, 3), (1, 7)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        run("cuda, clusters", 250, steps(800), Switches { cluster, splits, ..Switches::default() });
+    }
+}
+
+#[test]
+fn the_cache_is_carried_from_step_to_step() {
+    if let Some(cuda) = cuda(Switches::default()) {
+        sequences("cuda, steps", 100, 12, steps(500), &cuda);
+    }
 }
 
 #[test]

@@ -52,6 +52,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let seqlens_k = stream.clone_htod(&[PAST as i32])?;
     let mut output = stream.alloc_zeros::<f16>(32 * 128)?;
     let mut workspace = stream.alloc_zeros::<u8>(plan.workspace_bytes.max(1))?;
+    // Zero once: every call leaves them so.
+    let mut counters = stream.alloc_zeros::<u32>(plan.counters.max(1))?;
     {
         let view = |pointer, dtype, shape| DeviceView { pointer, dtype, shape };
         // The guards tell cudarc when the stream uses its memory; they live until the work is in the stream.
@@ -71,7 +73,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .bind(TensorId::Output, view(output, DType::F16, &query_shape))
             .bind(TensorId::PresentKey, view(keys, DType::F16, &cache_shape))
             .bind(TensorId::PresentValue, view(values, DType::F16, &cache_shape));
-        let workspace = Workspace { pointer: scratch, bytes: plan.workspace_bytes };
+        let (counters, _c) = counters.device_ptr_mut(&stream);
+        let workspace = Workspace { pointer: scratch, bytes: plan.workspace_bytes, counters };
         // SAFETY: the stream is of the primary context; all memory has the stated sizes and outlives the work.
         unsafe { device.enqueue(&plan, &views, workspace, stream.cu_stream().cast()) }?;
     }

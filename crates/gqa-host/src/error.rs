@@ -47,6 +47,14 @@ pub enum Error {
     /// The simulated machine caught a kernel doing what hardware leaves undefined.
     #[error("simulator: {0}")]
     Simulator(#[from] gqa_sim::Fault),
+    /// A kernel did not leave a counter as it found it.
+    #[error("simulator: counter {counter} is {value} after the call; allowed: 0")]
+    CounterLeft {
+        /// Its index.
+        counter: usize,
+        /// Its value.
+        value: u32,
+    },
 }
 
 impl Error {

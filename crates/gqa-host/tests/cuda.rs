@@ -145,7 +145,7 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
         Call::new(&device, plan(&step.problem(), device.info(), &Switches::default()).unwrap())
             .unwrap();
     let enqueue = |views: &Views<'_>, bytes| {
-        let workspace = Workspace { pointer: 0, bytes };
+        let workspace = Workspace { pointer: 0, bytes, counters: 0 };
         // SAFETY: refused before anything is launched.
         unsafe { device.enqueue(call.plan(), views, workspace, stream.raw()) }
             .unwrap_err()

@@ -48,6 +48,7 @@ on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per bloc
 positions: implicit, past + row
 
 attention
+  decode    refused: needs compute capability 9.0 exactly, the device has 8.0
   split_kv  refused: does not take float32
   hopper    refused: does not take float32
   tiled     refused: does not take float32
@@ -67,7 +68,7 @@ fn decisions_are_data() {
     let chosen: Vec<_> =
         plan.decisions.iter().filter(|decision| decision.outcome.is_ok()).collect();
     assert_eq!(chosen.len(), 1);
-    assert_eq!(chosen[0].candidate, Candidate::SplitKv);
+    assert_eq!(chosen[0].candidate, Candidate::Decode);
     assert_eq!(plan.decisions.len(), Candidate::ALL.len());
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Backend, Io, POISON};
 use crate::plan::{Arg, DeviceInfo, Launch, Plan, Switches, TensorId, TensorMap, plan};
-use crate::{CacheBinding, Problem, Result, Tensor};
+use crate::{CacheBinding, Error, Problem, Result, Tensor};
 use gqa_sim::{Swizzle, TensorLayout};
 use std::cell::Cell;
 
@@ -42,8 +42,14 @@ impl Sim {
         let mut workspace =
             vec![u128::from_ne_bytes([POISON; 16]); plan.workspace_bytes.div_ceil(16)];
         let shared = plan.problem.cache == CacheBinding::Shared;
-        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace));
-        plan.launches.iter().try_for_each(|launch| self.launch(launch, &memory))
+        let mut counters = vec![0u32; plan.counters];
+        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
+            .with_counters(bytemuck::cast_slice_mut(&mut counters));
+        plan.launches.iter().try_for_each(|launch| self.launch(launch, &memory))?;
+        match counters.iter().position(|&count| count != 0) {
+            Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
+            None => Ok(()),
+        }
     }
 
     fn launch(&self, launch: &Launch, memory: &Memory<'_>) -> Result<()> {
@@ -102,6 +108,7 @@ struct Memory<'a> {
     inputs: Vec<(TensorId, &'a [u8])>,
     outputs: Vec<(TensorId, &'a [Cell<u8>])>,
     workspace: &'a [Cell<u8>],
+    counters: &'a [Cell<u8>],
 }
 
 impl<'a> Memory<'a> {
@@ -115,7 +122,12 @@ impl<'a> Memory<'a> {
             .outputs()
             .map(|(id, tensor)| (id, cells(tensor, !(shared && id.is_present()))))
             .collect();
-        Self { inputs, outputs, workspace: Cell::from_mut(workspace).as_slice_of_cells() }
+        let workspace = Cell::from_mut(workspace).as_slice_of_cells();
+        Self { inputs, outputs, workspace, counters: &[] }
+    }
+
+    fn with_counters(self, counters: &'a mut [u8]) -> Self {
+        Self { counters: Cell::from_mut(counters).as_slice_of_cells(), ..self }
     }
 
     /// The memory behind an argument: inputs to be read only.
@@ -135,6 +147,7 @@ impl<'a> Memory<'a> {
             Arg::Tensor { id, offset } => {
                 read(id).and_then(|bytes| bytes.get(offset..)).map(gqa_sim::Arg::read)
             }
+            Arg::Counters { count } => self.counters.get(..4 * count).map(gqa_sim::Arg::cells),
             Arg::Workspace { offset, bytes } => {
                 self.workspace.get(offset..offset + bytes).map(gqa_sim::Arg::cells)
             }

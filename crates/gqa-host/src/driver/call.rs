@@ -16,6 +16,7 @@ pub struct Call {
     plan: Plan,
     tensors: Vec<(TensorId, DeviceTensor)>,
     workspace: DeviceTensor,
+    counters: DeviceTensor,
 }
 
 impl Call {
@@ -28,7 +29,11 @@ impl Call {
             .map(|(id, spec)| Ok((id, DeviceTensor::new(device, spec.dtype, &spec.shape)?)))
             .collect::<Result<_>>()?;
         let workspace = DeviceTensor::new(device, DType::I32, &[plan.workspace_bytes.div_ceil(4)])?;
-        Ok(Self { device: device.clone(), plan, tensors, workspace })
+        let counters = DeviceTensor::new(device, DType::I32, &[plan.counters])?;
+        let stream = Stream::new(device)?;
+        counters.fill(0, &stream)?;
+        stream.synchronize()?;
+        Ok(Self { device: device.clone(), plan, tensors, workspace, counters })
     }
 
     /// The plan.
@@ -80,7 +85,11 @@ impl Call {
     }
 
     fn scratch(&self) -> Workspace {
-        Workspace { pointer: self.workspace.view().pointer, bytes: self.workspace.bytes() }
+        Workspace {
+            pointer: self.workspace.view().pointer,
+            bytes: self.workspace.bytes(),
+            counters: self.counters.view().pointer,
+        }
     }
 
     fn expect(&self, id: TensorId) -> Result<&DeviceTensor> {

@@ -72,10 +72,21 @@ pub struct Workspace {
     pub pointer: u64,
     /// Length.
     pub bytes: usize,
+    /// CUdeviceptr of at least [`Plan::counters`] 32-bit counters, which are zero before the first call and after every call; 0 where no plan needs
+    /// any.
+    pub counters: u64,
 }
 
 impl Workspace {
     fn check(self, plan: &Plan) -> Result<()> {
+        if plan.counters > 0 && (self.counters == 0 || !self.counters.is_multiple_of(4)) {
+            let allowed = format!("{} zeroed 32-bit counters in device memory", plan.counters);
+            return Err(Error::invalid(
+                "workspace.counters",
+                format!("{:#x}", self.counters),
+                allowed,
+            ));
+        }
         if self.bytes >= plan.workspace_bytes && self.pointer.is_multiple_of(256) {
             return Ok(());
         }
@@ -103,6 +114,7 @@ fn address(arg: Arg, tensors: &Views<'_>, workspace: Workspace) -> u64 {
         Arg::Workspace { offset, .. } | Arg::Map(TensorMap { id: None, offset, .. }) => {
             workspace.pointer + offset as u64
         }
+        Arg::Counters { .. } => workspace.counters,
     }
 }
 

@@ -2,6 +2,7 @@
 //! memory.
 
 use super::decision::{Candidate, Decision, Rejection};
+use super::decode::{self, Clusters};
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
@@ -18,7 +19,21 @@ use gqa_kernels::registry::{Entry, Family, entries, find};
 pub(super) struct Choice {
     candidate: Candidate,
     entry: &'static Entry,
-    splits: u32,
+    parts: Parts,
+}
+
+/// How a kernel shares the keys of a row tile among blocks.
+#[derive(Clone, Copy, Debug)]
+enum Parts {
+    Splits(u32),
+    Clusters(Clusters),
+}
+
+impl Choice {
+    /// Whether the kernel needs no launches before it.
+    pub(super) fn takes_new_rows(&self, p: &Problem, fused: bool) -> bool {
+        matches!(self.parts, Parts::Clusters(_)) && decode::is_fused(p, fused)
+    }
 }
 
 /// Asks every candidate in turn and takes the first that can do the call.
@@ -73,6 +88,11 @@ fn consider(
         Candidate::General => takes_scores(p)?,
         Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => suits_flash(p)?,
     }
+    if candidate == Candidate::Decode {
+        let entry = decode::entry(p, device, forced)?;
+        let clusters = decode::clusters(p, entry, device, switches)?;
+        return Ok(Choice { candidate, entry, parts: Parts::Clusters(clusters) });
+    }
     let entry = kernel(candidate, p, device, forced)?;
     let splits = match candidate {
         Candidate::SplitKv => splits(p, entry, device, switches)?,
@@ -80,14 +100,15 @@ fn consider(
             suits_hopper(p, device, switches)?;
             1
         }
-        Candidate::Tiled | Candidate::General | Candidate::Unfused => 1,
+        Candidate::Decode | Candidate::Tiled | Candidate::General | Candidate::Unfused => 1,
     };
-    Ok(Choice { candidate, entry, splits })
+    Ok(Choice { candidate, entry, parts: Parts::Splits(splits) })
 }
 
 impl Candidate {
     const fn family(self) -> Family {
         match self {
+            Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
             Self::Tiled => Family::Tiled,
@@ -107,8 +128,10 @@ impl Candidate {
             Self::Hopper | Self::Tiled => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
             }
-            Self::SplitKv => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
-                .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE")),
+            Self::Decode | Self::SplitKv => {
+                by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
+                    .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE"))
+            }
         }
     }
 }
@@ -256,13 +279,20 @@ pub(super) fn launches(
     device: &DeviceInfo,
     choice: &Choice,
     query: Operand,
+    fused: bool,
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
-    let Choice { candidate, entry, splits } = *choice;
+    let Choice { candidate, entry, parts } = *choice;
+    let splits = match parts {
+        Parts::Splits(splits) => splits,
+        Parts::Clusters(clusters) => {
+            return decode::launches(p, entry, clusters, query, fused, scratch);
+        }
+    };
     match candidate {
         Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
         Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
-        Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {}
+        Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {}
     }
     let mut params = params(p, query.strides, splits)?;
     params.section = hopper::section(&params, device.l2_bytes);
@@ -333,7 +363,7 @@ fn keys_and_values(p: &Problem) -> [Arg; 2] {
 }
 
 /// Everything an attention kernel may ask for.
-fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
+pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
     let [k, v] = keys_and_values(p);
     let bias = tensor(p, TensorId::AttentionBias, 0);
     let boolean = p.bias.is_some_and(|bias| bias.boolean);
@@ -381,7 +411,7 @@ fn tensor_map(p: &Problem, arg: Arg, strides: Strides, size: [u32; 4], tile_rows
     let (id, offset) = match arg {
         Arg::Tensor { id, offset } => (Some(id), offset),
         Arg::Workspace { offset, .. } => (None, offset),
-        Arg::Null | Arg::Map(_) => return arg,
+        Arg::Null | Arg::Counters { .. } | Arg::Map(_) => return arg,
     };
     let stride = [strides.row, strides.head, strides.batch];
     let last: u64 = (1..4).map(|i| u64::from(size[i] - 1) * stride[i - 1]).sum();
@@ -390,7 +420,7 @@ fn tensor_map(p: &Problem, arg: Arg, strides: Strides, size: [u32; 4], tile_rows
     Arg::Map(TensorMap { id, offset, bytes, size, stride, tile_rows })
 }
 
-fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
+pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
     Ok(AttentionParams {
         q,
         k: strides(p.keys_read()),

@@ -8,6 +8,8 @@ use std::fmt;
 /// Ways to compute attention, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Candidate {
+    /// A token step in one launch, by clusters of blocks: few query rows, many keys, on Hopper.
+    Decode,
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
     SplitKv,
     /// Flash attention with warpgroups and the copy engine: prompts and long chunks on Hopper.
@@ -23,11 +25,12 @@ pub enum Candidate {
 impl Candidate {
     /// In the order in which the planner asks.
     pub const ALL: [Self; 5] =
-        [Self::SplitKv, Self::Hopper, Self::Tiled, Self::General, Self::Unfused];
+        [Self::Decode, Self::SplitKv, Self::Hopper, Self::Tiled, Self::General, Self::Unfused];
 
     /// Name of the kernel family.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
             Self::Tiled => "tiled",
@@ -85,6 +88,20 @@ pub enum Rejection {
         got: usize,
         /// The largest.
         max: u32,
+    },
+    /// The kernel is made for certain head sizes.
+    OtherHeadSize {
+        /// The call's.
+        got: usize,
+    },
+    /// Rows of keys or values of a head do not lie side by side.
+    Strided,
+    /// Blocks would have to be counted in more than the device's counters.
+    Counters {
+        /// What the call needs.
+        need: usize,
+        /// Most there may be.
+        max: usize,
     },
     /// The GPU is too old.
     ComputeCapability {
@@ -146,6 +163,9 @@ impl fmt::Display for Rejection {
             }
             Self::Vectors { got } => write!(f, "head size {got} is not a multiple of 8"),
             Self::HeadSize { got, max } => write!(f, "head size {got} is over {max}"),
+            Self::OtherHeadSize { got } => write!(f, "has no tile for head size {got}"),
+            Self::Strided => write!(f, "a head's keys and values do not lie row after row"),
+            Self::Counters { need, max } => write!(f, "needs {need} counters, over {max}"),
             Self::ComputeCapability { have, need } => write!(
                 f,
                 "needs compute capability {}, the device has {}",

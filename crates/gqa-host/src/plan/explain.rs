@@ -82,6 +82,7 @@ impl fmt::Display for Arg {
             Self::Tensor { id, offset: 0 } => f.write_str(id.name()),
             Self::Tensor { id, offset } => write!(f, "{}+{offset}", id.name()),
             Self::Workspace { offset, .. } => write!(f, "workspace+{offset}"),
+            Self::Counters { count } => write!(f, "{count} counters"),
             Self::Map(map) => {
                 let (offset, bytes) = (map.offset, map.bytes);
                 let memory = map

@@ -25,6 +25,8 @@ impl Operand {
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     pub(super) bytes: usize,
+    /// Counters taken.
+    pub(super) counters: usize,
 }
 
 impl Scratch {
@@ -40,6 +42,12 @@ impl Scratch {
             .ok_or_else(|| Error::NoKernel("its workspace exceeds the address space".to_owned()))?;
         self.bytes = end;
         Ok(Arg::Workspace { offset, bytes })
+    }
+
+    /// `count` counters, which are zero before and after every call. One launch of a call has them.
+    pub(super) fn count(&mut self, count: usize) -> Arg {
+        self.counters = self.counters.max(count);
+        Arg::Counters { count }
     }
 }
 

@@ -11,13 +11,14 @@
 //! | external cache | none |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
-//! `concat_kv_in_place`. Attention reads K and V from the present cache, or where they are: `split_kv` and `combine`, `hopper`, `tiled`, `general`, or
-//! the three unfused kernels.
+//! `decode` does all of this itself where the cache is shared. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
+//! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
+//! are: `decode`, `split_kv` and `combine`, `hopper`, `tiled`, `general`, or the three unfused kernels.
 
 mod attention;
 mod cost;
 mod decision;
+mod decode;
 mod device;
 mod explain;
 mod launch;
@@ -98,6 +99,11 @@ pub enum Arg {
         /// Length.
         bytes: usize,
     },
+    /// `count` 32-bit counters.
+    Counters {
+        /// Length.
+        count: usize,
+    },
     /// A tensor map for the copy engine.
     Map(TensorMap),
 }
@@ -167,6 +173,8 @@ pub struct Plan {
     pub launches: Vec<Launch>,
     /// Scratch memory that the launches share.
     pub workspace_bytes: usize,
+    /// 32-bit counters by which blocks of a launch find each other: zero before the first call, and left zero by every call.
+    pub counters: usize,
     /// What became of each way to compute attention.
     pub decisions: Vec<Decision>,
     /// How positions reach the rotary embedding; `None` where nothing rotates.
@@ -186,10 +194,14 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Resu
         Computes::Rotation | Computes::Cache => (None, Vec::new()),
     };
     let mut scratch = Scratch::default();
-    let prologue::Prologue { mut launches, query } =
-        prologue::prologue(problem, device, fused, &mut scratch)?;
+    let absorbed = choice.as_ref().is_some_and(|choice| choice.takes_new_rows(problem, fused));
+    let prologue::Prologue { mut launches, query } = if absorbed {
+        prologue::Prologue::none(problem)
+    } else {
+        prologue::prologue(problem, device, fused, &mut scratch)?
+    };
     if let Some(choice) = choice {
-        launches.extend(attention::launches(problem, device, &choice, query, &mut scratch)?);
+        launches.extend(attention::launches(problem, device, &choice, query, fused, &mut scratch)?);
     }
     check_forced(switches, &launches)?;
     Ok(Plan {
@@ -197,6 +209,7 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Resu
         device: device.clone(),
         launches,
         workspace_bytes: scratch.bytes,
+        counters: scratch.counters,
         decisions,
         positions: positions(problem, fused),
         cost: Cost::of(problem),

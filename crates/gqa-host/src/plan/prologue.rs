@@ -2,9 +2,11 @@
 
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::{Arg, DeviceInfo, Launch, TensorId};
-use crate::{Alignment, CacheBinding, Computes, DType, Error, Phase, Problem, Result, RowLayout};
+use crate::{
+    Alignment, CacheBinding, Computes, DType, Error, Phase, Problem, Result, Rotary, RowLayout,
+};
 use bytemuck::Zeroable;
-use gqa_kernels::params::{PrologueParams, Strides};
+use gqa_kernels::params::{PrologueParams, RotaryParams, Strides};
 use gqa_kernels::registry::{Entry, Family, entries};
 use std::fmt;
 
@@ -122,6 +124,14 @@ impl Step {
 pub(super) struct Prologue {
     pub(super) launches: Vec<Launch>,
     pub(super) query: Operand,
+}
+
+impl Prologue {
+    /// No launches: attention takes the rows as the caller has them.
+    pub(super) fn none(p: &Problem) -> Self {
+        let query = Operand::tensor(p, TensorId::Query, p.query_layout());
+        Self { launches: Vec::new(), query }
+    }
 }
 
 pub(super) fn prologue(
@@ -245,7 +255,9 @@ impl<'a> Builder<'a> {
         let rows = self.problem.q_len;
         let ids = self.scratch.take(self.problem.batch * rows, DType::I64.size())?;
         let stride = u32_of("query rows", rows)?;
-        self.launch(step, &[("position_ids", ids)], |params| params.position_stride = stride)?;
+        self.launch(step, &[("position_ids", ids)], |params| {
+            params.rotary.position_stride = stride
+        })?;
         self.positions = (ids, stride);
         Ok(())
     }
@@ -333,13 +345,20 @@ impl<'a> Builder<'a> {
             past_capacity: u32_of("past rows", p.past_capacity)?,
             capacity: u32_of("present rows", p.capacity)?,
             first_prompt: (p.phase == Phase::FirstPrompt).into(),
-            rotary_dim: u32_of("rotary_dim", rotary.map_or(0, |r| r.dim))?,
-            interleaved: rotary.is_some_and(|r| r.interleaved).into(),
-            max_positions: u32_of("rows of cos_cache", rotary.map_or(0, |r| r.max_positions))?,
-            position_stride: self.positions.1,
+            rotary: rotary_params(rotary, self.positions.1)?,
             reserved: 0,
         })
     }
+}
+
+/// What rotates, if anything does; `position_stride` is the distance between rows of position_ids.
+pub(super) fn rotary_params(rotary: Option<Rotary>, position_stride: u32) -> Result<RotaryParams> {
+    Ok(RotaryParams {
+        dim: u32_of("rotary_dim", rotary.map_or(0, |r| r.dim))?,
+        interleaved: rotary.is_some_and(|r| r.interleaved).into(),
+        max_positions: u32_of("rows of cos_cache", rotary.map_or(0, |r| r.max_positions))?,
+        position_stride,
+    })
 }
 
 impl Step {

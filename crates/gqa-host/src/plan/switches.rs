@@ -1,7 +1,7 @@
 //! Environment switches: one table, from which they are read and documented.
 
 use crate::{Error, Result};
-use gqa_kernels::attention::split_kv::MAX_SPLITS;
+use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
 
 /// One environment variable.
 #[derive(Clone, Copy, Debug)]
@@ -18,19 +18,19 @@ pub struct Switch {
 }
 
 /// Every switch.
-pub static TABLE: [Switch; 6] = [
+pub static TABLE: [Switch; 7] = [
     Switch {
         name: "GQA_DISABLE_FLASH_ATTENTION",
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: none of `split_kv`, `hopper` and `tiled` is considered",
+        meaning: "1: none of `hopper`, `tiled`, `decode` and `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
     Switch {
         name: "GQA_DISABLE_FLASH_DECODE",
         alias: Some("ORT_DISABLE_FLASH_DECODE"),
         values: "0 or 1",
-        meaning: "1: `split_kv` is not considered",
+        meaning: "1: neither `decode` nor `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_decode, v),
     },
     Switch {
@@ -51,9 +51,20 @@ pub static TABLE: [Switch; 6] = [
         name: "GQA_SPLITS",
         alias: None,
         values: "1 to 128",
-        meaning: "parts that `split_kv` cuts the keys into, instead of its heuristic's choice",
+        meaning: "parts that `decode` and `split_kv` cut the keys into, instead of their heuristics' choice",
         set: |s, v| {
             s.splits = Some(v.parse().ok().filter(|n| (1..=MAX_SPLITS).contains(n))?);
+            Some(())
+        },
+    },
+    Switch {
+        name: "GQA_CLUSTER",
+        alias: None,
+        values: "1, 2, 4, 8 or 16",
+        meaning: "blocks of a cluster of `decode`, instead of its heuristic's choice",
+        set: |s, v| {
+            let possible = |n: &u32| n.is_power_of_two() && *n <= MAX_RANKS;
+            s.cluster = Some(v.parse().ok().filter(possible)?);
             Some(())
         },
     },
@@ -96,6 +107,8 @@ pub struct Switches {
     pub disable_fused_kv: bool,
     /// GQA_SPLITS
     pub splits: Option<u32>,
+    /// GQA_CLUSTER
+    pub cluster: Option<u32>,
     /// GQA_FORCE
     pub force: Option<&'static str>,
 }
@@ -193,6 +206,8 @@ mod tests {
         for (name, value) in [
             ("GQA_SPLITS", "0"),
             ("GQA_SPLITS", "129"),
+            ("GQA_CLUSTER", "3"),
+            ("GQA_CLUSTER", "32"),
             ("ORT_DISABLE_FUSED_KV", "yes"),
             ("GQA_FORCE", "no_such_kernel"),
         ] {

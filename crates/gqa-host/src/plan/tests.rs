@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     Alignment, Bias, CacheBinding, Computes, DType, Layout, Phase, QkOutput, Rotary, Sink,
 };
-use gqa_kernels::params::{AttentionParams, MaskedParams, PrologueParams, Strides};
+use gqa_kernels::params::{AttentionParams, DecodeParams, MaskedParams, PrologueParams, Strides};
 use gqa_kernels::registry::Family;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
@@ -94,9 +94,17 @@ fn flash_attention_wherever_it_can() {
         ("prompt", llama(4096, 0), "v100", Family::General),
         ("prompt", llama(4096, 0), "t4", Family::General),
         ("chunk", llama(512, 2048), "h200", Family::Hopper),
-        ("token", llama(1, 4096), "h200", Family::SplitKv),
+        ("token", llama(1, 4096), "h200", Family::Decode),
+        ("token", llama(1, 4096), "a100", Family::SplitKv),
+        (
+            "token of head size 72",
+            with(llama(1, 4096), |p| p.head_size = 72),
+            "h200",
+            Family::SplitKv,
+        ),
         ("token", llama(1, 4096), "v100", Family::General),
-        ("speculative tokens", llama(4, 4096), "h200", Family::SplitKv),
+        ("speculative tokens", llama(4, 4096), "h200", Family::Decode),
+        ("more speculative tokens", llama(5, 4096), "h200", Family::SplitKv),
         ("bfloat16", with(llama(64, 0), |p| p.dtype = DType::BF16), "h200", Family::Hopper),
         ("float32", with(llama(64, 0), |p| p.dtype = DType::F32), "h200", Family::General),
         ("float32 token", with(llama(1, 64), |p| p.dtype = DType::F32), "h200", Family::General),
@@ -300,17 +308,35 @@ fn positions_are_honoured_generated_or_implied() {
 
 #[test]
 fn the_keys_of_a_long_sequence_are_split_and_merged() {
-    let long = plan(&llama(1, 8000), &device("h200"), &Switches::default()).unwrap();
+    let long = plan(&llama(1, 8000), &device("a100"), &Switches::default()).unwrap();
     let names: Vec<_> = long.launches.iter().map(|launch| launch.entry.kernel()).collect();
     assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
     let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
     assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
     // As many blocks as there are multiprocessors already: nothing to gain.
     let wide = with(llama(1, 100), |p| p.batch = 512);
-    assert_eq!(kernels(&wide, &Switches::default()).len(), 2);
+    assert_eq!(plan(&wide, &device("a100"), &Switches::default()).unwrap().launches.len(), 2);
     let seven = Switches { splits: Some(7), ..Switches::default() };
-    let forced = plan(&wide, &device("h200"), &seven).unwrap();
+    let forced = plan(&wide, &device("a100"), &seven).unwrap();
     assert_eq!(forced.launches[1].grid[1], 7);
+}
+
+#[test]
+fn a_token_step_on_hopper_is_one_launch() {
+    let h200 = device("h200");
+    let planned = |problem: &Problem, switches| plan(problem, &h200, &switches).unwrap();
+    let token = planned(&llama(1, 8000), Switches::default());
+    assert_eq!(token.launches.len(), 1, "{}", token.explain());
+    assert_eq!((token.launches[0].cluster, token.workspace_bytes, token.counters), (8, 0, 0));
+    // A separate cache is copied first, and what is switched to be separate is.
+    let separate = with(llama(1, 8000), |p| p.cache = CacheBinding::Separate);
+    assert!(planned(&separate, Switches::default()).launches.len() > 1);
+    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    assert!(planned(&llama(1, 8000), unfused).launches.len() > 1);
+    // Clusters that share a head's keys meet at counters, one for each of their blocks.
+    let shared = Switches { cluster: Some(4), splits: Some(3), ..Switches::default() };
+    let shared = planned(&llama(1, 8000), shared);
+    assert_eq!((shared.launches[0].grid[0], shared.counters), (3 * 4 * 8, 4 * 8));
 }
 
 #[test]
@@ -350,7 +376,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
     let error = plan(&double, &device("h200"), &off).unwrap_err().to_string();
     assert_eq!(
         error,
-        "no kernel takes this call: split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
+        "no kernel takes this call: decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION; \
@@ -465,6 +491,10 @@ fn check(plan: &Plan, launch: &Launch) {
                 assert!(map.stride.iter().all(|stride| stride % 16 == 0));
                 continue;
             }
+            Arg::Counters { count } => {
+                assert!(count <= plan.counters);
+                count * 4
+            }
             Arg::Workspace { offset, bytes } => {
                 assert!(offset % 256 == 0 && offset + bytes <= plan.workspace_bytes);
                 bytes
@@ -476,6 +506,7 @@ fn check(plan: &Plan, launch: &Launch) {
                 let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
                 masked_reach(name, p, element)
             }
+            Family::Decode => decode_reach(name, launch, element),
             _ => attention_reach(name, bytemuck::from_bytes(&launch.params), element),
         };
         assert!(
@@ -498,7 +529,7 @@ fn reach(strides: Strides, [batch, heads, rows]: [u32; 3], width: u32) -> usize 
 
 fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
     let rows = |strides, heads, rows| reach(strides, [p.batch, heads, rows], p.head_size) * element;
-    let angles = p.max_positions as usize * (p.rotary_dim / 2) as usize * element;
+    let angles = p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element;
     match name {
         "q" => rows(p.q, p.q_heads, p.q_len),
         "q_out" => rows(p.q_out, p.q_heads, p.q_len),
@@ -508,7 +539,7 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
         "present_k" | "present_v" => rows(p.kv_out, p.kv_heads, p.capacity),
         "past_k" | "past_v" => rows(p.past, p.kv_heads, p.past_capacity),
         "cos" | "sin" => angles,
-        "position_ids" => ((p.batch - 1) * p.position_stride + p.q_len) as usize * 8,
+        "position_ids" => ((p.batch - 1) * p.rotary.position_stride + p.q_len) as usize * 8,
         "seqlens_k" => p.batch as usize * 4,
         other => panic!("{other}"),
     }
@@ -527,6 +558,24 @@ fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
         "bias" => bias * element,
         "scores" => (p.batch * p.q_heads * p.q_len) as usize * p.qk_columns as usize * 4,
         other => attention_reach(other, p, element),
+    }
+}
+
+fn decode_reach(name: &str, launch: &Launch, element: usize) -> usize {
+    let p: &DecodeParams = bytemuck::from_bytes(&launch.params);
+    let a = &p.attention;
+    let rows = |strides, rows| reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element;
+    let owners = (p.clusters * launch.cluster) as usize;
+    assert_eq!(launch.grid[0], launch.cluster * p.parts * p.clusters);
+    match name {
+        "new_k" => rows(p.new_k, p.new_len),
+        "new_v" => rows(p.new_v, p.new_len),
+        "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
+        "position_ids" => ((a.batch - 1) * p.rotary.position_stride + a.q_len) as usize * 8,
+        "partial_out" => (p.parts * a.batch * a.q_heads * a.q_len * a.head_size) as usize * 4,
+        "partial_states" => owners * (p.parts * p.rows) as usize * 8,
+        "arrivals" => owners * 4,
+        _ => attention_reach(name, a, element),
     }
 }
 

@@ -129,16 +129,17 @@ pub fn rotary_rows<T: Element>(
         let from = p.q.at(b, head, s);
         let own = q.load(from + e as usize).to_f32();
         let mut value = own;
-        if e < p.rotary_dim {
-            let position = position_ids.load(b as usize * p.position_stride as usize + s as usize);
-            let half = p.rotary_dim / 2;
+        if e < p.rotary.dim {
+            let position =
+                position_ids.load(b as usize * p.rotary.position_stride as usize + s as usize);
+            let half = p.rotary.dim / 2;
             let (pair, first) =
-                if p.interleaved != 0 { (e / 2, e % 2 == 0) } else { (e % half, e < half) };
-            let distance = if p.interleaved != 0 { 1 } else { half };
+                if p.rotary.interleaved != 0 { (e / 2, e % 2 == 0) } else { (e % half, e < half) };
+            let distance = if p.rotary.interleaved != 0 { 1 } else { half };
             let partner = if first { e + distance } else { e - distance };
             let other = q.load(from + partner as usize).to_f32();
             let sign = if first { -1.0 } else { 1.0 };
-            value = if position < 0 || position >= p.max_positions as i64 {
+            value = if position < 0 || position >= p.rotary.max_positions as i64 {
                 f32::NAN
             } else {
                 let angle = position as usize * half as usize + pair as usize;

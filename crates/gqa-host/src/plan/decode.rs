@@ -1,0 +1,151 @@
+//! A token step in one launch: when, with which kernel, in which clusters.
+
+use super::attention::{arguments, params};
+use super::decision::Rejection;
+use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
+use super::prologue::rotary_params;
+use super::switches::Switches;
+use super::{Arg, DeviceInfo, Launch, TensorId};
+use crate::{CacheBinding, Problem, Result};
+use bytemuck::Zeroable;
+use gqa_kernels::attention::decode;
+use gqa_kernels::params::{DecodeParams, RotaryParams, Strides};
+use gqa_kernels::registry::{Entry, Family, entries};
+
+/// The clusters of a call.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clusters {
+    /// Blocks of each.
+    ranks: u32,
+    /// How many share a row tile's keys.
+    parts: u32,
+}
+
+/// Whether the kernel also rotates and appends: where the cache is shared it reads the new rows as they are given.
+pub(super) fn is_fused(p: &Problem, fused: bool) -> bool {
+    fused && p.cache == CacheBinding::Shared
+}
+
+/// The kernel for the call's type, head size and rows.
+pub(super) fn entry(
+    p: &Problem,
+    device: &DeviceInfo,
+    forced: Option<&'static Entry>,
+) -> Result<&'static Entry, Rejection> {
+    const SM: u32 = 90;
+    if device.sm != SM {
+        return Err(Rejection::Architecture { have: device.sm, need: SM });
+    }
+    let mine = || entries().filter(|entry| entry.family == Family::Decode);
+    let typed = || mine().filter(|entry| element(p.dtype) == Some(entry.dtype));
+    if typed().next().is_none() {
+        return Err(Rejection::ElementType { got: p.dtype });
+    }
+    let sized = || typed().filter(|entry| entry.head_size as usize == p.head_size);
+    let max = sized().map(|entry| entry.rows).max();
+    let max = max.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
+    if [p.keys_read(), p.values_read()].iter().any(|layout| layout.row != p.head_size) {
+        return Err(Rejection::Strided);
+    }
+    let rows = p.q_len.saturating_mul(p.group());
+    let fits = |entry: &&Entry| entry.rows as usize >= rows;
+    let chosen = match forced {
+        Some(forced) => {
+            sized().find(|entry| entry.name == forced.name && p.new_len <= entry.keys as usize)
+        }
+        None => sized().filter(fits).min_by_key(|entry| entry.rows),
+    };
+    let entry = chosen.ok_or(Rejection::Rows { got: rows, max })?;
+    if entry.shared_bytes > device.shared_bytes {
+        return Err(Rejection::SharedMemory {
+            have: device.shared_bytes,
+            need: entry.shared_bytes,
+        });
+    }
+    Ok(entry)
+}
+
+/// The switches' clusters, or those with which the call ends first.
+pub(super) fn clusters(
+    p: &Problem,
+    entry: &Entry,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<Clusters, Rejection> {
+    let uncountable = |_| Rejection::Counters { need: usize::MAX, max: MAX_COUNTERS };
+    let params = params(p, Strides::zeroed(), 1).map_err(uncountable)?;
+    let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+    let (ranks, parts) = decode::shape(&params, entry.rows, keys, device.multiprocessors);
+    let clusters = match (switches.cluster, switches.splits) {
+        (None, None) => Clusters { ranks, parts },
+        (ranks, parts) => Clusters { ranks: ranks.unwrap_or(1), parts: parts.unwrap_or(1) },
+    };
+    let need = decode::arrivals(&params, entry.rows, clusters.ranks, clusters.parts);
+    if need > MAX_COUNTERS {
+        return Err(Rejection::Counters { need, max: MAX_COUNTERS });
+    }
+    Ok(clusters)
+}
+
+/// Most counters of a call: what is shared among so many blocks does not need parts.
+const MAX_COUNTERS: usize = 1 << 16;
+
+/// The launch; `query` is where a prologue left the queries, or else where the caller has them.
+pub(super) fn launches(
+    p: &Problem,
+    entry: &'static Entry,
+    clusters: Clusters,
+    query: Operand,
+    fused: bool,
+    scratch: &mut Scratch,
+) -> Result<Vec<Launch>> {
+    let Clusters { ranks, parts } = clusters;
+    let fused = is_fused(p, fused);
+    let attention = params(p, query.strides, 1)?;
+    let params = DecodeParams {
+        new_k: strides(p.key_layout()),
+        new_v: strides(p.value_layout()),
+        rotary: if fused {
+            rotary_params(p.rotary, u32_of("a row of position_ids", position_stride(p))?)?
+        } else {
+            RotaryParams::zeroed()
+        },
+        new_len: if fused { u32_of("new keys", p.new_len)? } else { 0 },
+        parts,
+        clusters: decode::clusters(&attention, entry.rows),
+        rows: entry.rows,
+        attention,
+    };
+    let mut bound = arguments(p, query.arg);
+    let given = |arg: Arg| if fused { arg } else { Arg::Null };
+    let (key, value) = if p.packed {
+        (TensorId::Query, TensorId::Query)
+    } else {
+        (TensorId::Key, TensorId::Value)
+    };
+    bound.extend([
+        ("new_k", given(Operand::tensor(p, key, p.key_layout()).arg)),
+        ("new_v", given(Operand::tensor(p, value, p.value_layout()).arg)),
+        ("cos", given(tensor(p, TensorId::CosCache, 0))),
+        ("sin", given(tensor(p, TensorId::SinCache, 0))),
+        ("position_ids", given(tensor(p, TensorId::PositionIds, 0))),
+    ]);
+    let [out, states, arrivals] = if parts > 1 {
+        let (out, states) = decode::partial_elements(&params, ranks);
+        let counters = decode::arrivals(&params.attention, entry.rows, ranks, parts);
+        [
+            scratch.take(out, size_of::<f32>())?,
+            scratch.take(states, size_of::<[f32; 2]>())?,
+            scratch.count(counters),
+        ]
+    } else {
+        [Arg::Null; 3]
+    };
+    bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
+    let grid = decode::grid(&params, ranks);
+    Ok(vec![Launch { cluster: ranks, ..launch(entry, grid, &bound, &params)? }])
+}
+
+fn position_stride(p: &Problem) -> usize {
+    p.rotary.and_then(|rotary| rotary.explicit).unwrap_or(0)
+}

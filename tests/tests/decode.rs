@@ -1,0 +1,33 @@
+//! The decode family on the simulated machine, against the f64 reference: token steps as planned, and in clusters of every size.
+
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::Switches;
+use gqa_tests::{parity, sequences, steps};
+
+fn clusters(cluster: u32, splits: u32) -> Sim {
+    let switches = Switches { cluster: Some(cluster), splits: Some(splits), ..Switches::default() };
+    Sim::default().with_switches(switches)
+}
+
+#[test]
+fn decode_is_reference() {
+    parity("sim, decode", 150, steps(90), &Sim::default());
+}
+
+#[test]
+fn decode_is_reference_in_large_clusters() {
+    parity("sim, clusters of 8", 30, steps(400), &clusters(8, 1));
+    parity("sim, clusters of 16", 10, steps(300), &clusters(16, 1));
+}
+
+#[test]
+fn decode_is_reference_in_several_clusters() {
+    parity("sim, 5 clusters of 1", 40, steps(300), &clusters(1, 5));
+    parity("sim, 3 clusters of 4", 20, steps(300), &clusters(4, 3));
+}
+
+#[test]
+fn the_cache_is_carried_from_step_to_step() {
+    sequences("sim, steps", 12, 5, steps(60), &Sim::default());
+    sequences("sim, steps in clusters", 6, 4, steps(60), &clusters(2, 2));
+}
