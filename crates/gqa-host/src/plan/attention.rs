@@ -86,7 +86,9 @@ fn consider(
     match candidate {
         Candidate::Unfused => {}
         Candidate::General => takes_scores(p)?,
-        Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => suits_flash(p)?,
+        Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {
+            suits_flash(p)?
+        }
     }
     if candidate == Candidate::Decode {
         let entry = decode::entry(p, device, forced)?;

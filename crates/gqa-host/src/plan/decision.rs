@@ -24,7 +24,7 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 5] =
+    pub const ALL: [Self; 6] =
         [Self::Decode, Self::SplitKv, Self::Hopper, Self::Tiled, Self::General, Self::Unfused];
 
     /// Name of the kernel family.
