@@ -22,6 +22,7 @@ pub fn run() -> Result<()> {
     steps.run_or_skip("ptxas", assembled);
     steps.run("ratchet", || ratchet::run(false));
     steps.run("tests", tests);
+    steps.run_or_skip("node cases as stored", node_cases);
     steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
     steps.run("documentation", || {
         shown(cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-Dwarnings"))
@@ -48,6 +49,20 @@ fn tests() -> Result<()> {
         return shown(cargo().args(["nextest", "run", "--workspace"]));
     }
     shown(cargo().args(["test", "--workspace", "--all-targets"]))
+}
+
+/// Makes the `onnx` package's node cases again, where python3 has that version of the package.
+fn node_cases() -> Result<Option<String>> {
+    let script = |option| {
+        let mut command = Command::new("python3");
+        command.current_dir(place::root()).args(["tests/make_onnx_cases.py", option]);
+        command
+    };
+    let listed = script("--list").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if !listed.is_ok_and(|status| status.success()) {
+        return Ok(Some("no python3 with the onnx package that made them".to_owned()));
+    }
+    shown(&mut script("--check")).map(|()| None)
 }
 
 /// Whether cargo-nextest is installed.
