@@ -234,7 +234,7 @@ fn in_f32<'a, T: Element>(
     buffer: &'a mut [f32],
 ) -> &'a [f32] {
     let padded = size.next_multiple_of(CHUNK);
-    if layout.row == padded {
+    if size == padded && layout.row == size {
         return T::in_f32(&elements[layout.offset..][..count * size], buffer);
     }
     for (row, to) in buffer.chunks_exact_mut(padded).take(count).enumerate() {
