@@ -43,8 +43,12 @@ impl Module {
         let builder = Builder::new(toolchain, place::kernels(), place::target().join("ptx"));
         let features = [self.family.feature(), "quick"];
         let features = &features[..if quick { 2 } else { 1 }];
-        let mut built =
-            builder.build(&Target { name: &self.name(), features, cpu: self.arch, ptx: None })?;
+        let mut built = builder.build(&Target {
+            name: &self.name(),
+            features,
+            cpu: self.arch,
+            ptx: self.family.ptx(),
+        })?;
         built.ptx = self.bounded(&post::strip(&built.ptx))?;
         ensure!(
             quick || self.missing(&built.ptx).is_empty(),

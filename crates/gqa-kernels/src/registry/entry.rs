@@ -46,6 +46,15 @@ impl Family {
         }
     }
 
+    /// PTX version, times ten, where the target's first one does not know all that the family uses.
+    pub const fn ptx(self) -> Option<u32> {
+        match self {
+            // `st.async` came after the target.
+            Self::Decode => Some(81),
+            _ => None,
+        }
+    }
+
     /// Targets the family is shipped for, oldest first.
     pub const fn archs(self) -> &'static [&'static str] {
         match self {
