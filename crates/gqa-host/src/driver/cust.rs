@@ -505,6 +505,7 @@ pub(super) struct Shape {
     pub(super) grid: [u32; 3],
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
+    /// Blocks of a cluster; 0: launched without any.
     pub(super) cluster: u32,
     pub(super) programmatic: bool,
 }

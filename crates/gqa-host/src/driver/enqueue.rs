@@ -227,10 +227,11 @@ impl Device {
             grid: *grid,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
-            cluster: *cluster,
+            // A kernel made for clusters is launched as one even of one block: without, `st.async` is an illegal instruction.
+            cluster: if entry.max_cluster > 1 { *cluster } else { 0 },
             programmatic: *programmatic,
         };
-        let plain = *cluster == 1 && !programmatic;
+        let plain = shape.cluster == 0 && !shape.programmatic;
         let start = if plain { cust::launch } else { launch::launch };
         // SAFETY: one value per argument, then the parameters, of the sizes that the entry has.
         let launched = unsafe { start(function, &shape, &mut arguments[..=args.len()], stream) };

@@ -57,7 +57,7 @@ fn configure<R>(shape: &Shape, stream: RawStream, f: impl FnOnce(&Config) -> R) 
         attributes[count] = Attribute::new(id, value);
         count += 1;
     };
-    if shape.cluster > 1 {
+    if shape.cluster > 0 {
         add(CLUSTER_DIMENSION, [shape.cluster, 1, 1]);
     }
     if shape.programmatic {
@@ -137,10 +137,11 @@ mod tests {
                     .collect::<Vec<_>>()
             })
         };
-        assert_eq!(attributes(1, false), []);
+        assert_eq!(attributes(0, false), []);
+        assert_eq!(attributes(1, false), [(CLUSTER_DIMENSION, [1, 1, 1])]);
         assert_eq!(attributes(8, false), [(CLUSTER_DIMENSION, [8, 1, 1])]);
         let serialization = (PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
-        assert_eq!(attributes(1, true), [serialization]);
+        assert_eq!(attributes(0, true), [serialization]);
         assert_eq!(attributes(2, true), [(CLUSTER_DIMENSION, [2, 1, 1]), serialization]);
     }
 }
