@@ -94,6 +94,8 @@ pub enum Rejection {
         /// The call's.
         got: usize,
     },
+    /// More rows or blocks than the kernel counts.
+    TooLarge,
     /// Rows of keys or values of a head do not lie side by side.
     Strided,
     /// Blocks would have to be counted in more than the device's counters.
@@ -164,6 +166,7 @@ impl fmt::Display for Rejection {
             Self::Vectors { got } => write!(f, "head size {got} is not a multiple of 8"),
             Self::HeadSize { got, max } => write!(f, "head size {got} is over {max}"),
             Self::OtherHeadSize { got } => write!(f, "has no tile for head size {got}"),
+            Self::TooLarge => write!(f, "is too large to be counted in 32 bits"),
             Self::Strided => write!(f, "a head's keys and values do not lie row after row"),
             Self::Counters { need, max } => write!(f, "needs {need} counters, over {max}"),
             Self::ComputeCapability { have, need } => write!(

@@ -72,19 +72,30 @@ pub(super) fn clusters(
     device: &DeviceInfo,
     switches: &Switches,
 ) -> Result<Clusters, Rejection> {
-    let uncountable = |_| Rejection::Counters { need: usize::MAX, max: MAX_COUNTERS };
-    let params = params(p, Strides::zeroed(), 1).map_err(uncountable)?;
+    check_blocks(p, entry, Clusters { ranks: 1, parts: 1 })?;
+    let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
     let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
     let (ranks, parts) = decode::shape(&params, entry.rows, keys, device.multiprocessors);
     let clusters = match (switches.cluster, switches.splits) {
         (None, None) => Clusters { ranks, parts },
         (ranks, parts) => Clusters { ranks: ranks.unwrap_or(1), parts: parts.unwrap_or(1) },
     };
+    check_blocks(p, entry, clusters)?;
     let need = decode::arrivals(&params, entry.rows, clusters.ranks, clusters.parts);
     if need > MAX_COUNTERS {
         return Err(Rejection::Counters { need, max: MAX_COUNTERS });
     }
     Ok(clusters)
+}
+
+/// Errs where there are more blocks than CUDA starts.
+fn check_blocks(p: &Problem, entry: &Entry, clusters: Clusters) -> Result<(), Rejection> {
+    let row_tiles = p.q_len.saturating_mul(p.group()).div_ceil(entry.rows as usize);
+    let factors =
+        [row_tiles, p.kv_heads, p.batch, clusters.ranks as usize, clusters.parts as usize];
+    let blocks = factors.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+    let fits = blocks.is_some_and(|blocks| blocks <= i32::MAX as usize);
+    fits.then_some(()).ok_or(Rejection::TooLarge)
 }
 
 /// Most counters of a call: what is shared among so many blocks does not need parts.

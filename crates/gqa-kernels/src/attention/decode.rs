@@ -3,7 +3,7 @@
 //!
 //! **One cluster** computes up to `ROWS` packed query rows (the query heads of one KV head, row by row of the query) against
 //! one part of the keys that they see; its blocks, the *ranks*, and their warps share the keys evenly. Every warp streams its own tiles
-//! of 16 keys through its own ring of copies ([`stream`]), so nothing in the loop waits for another warp.
+//! of `KEYS` keys through its own ring of copies ([`stream`]), so nothing in the loop waits for another warp.
 //!
 //! **New rows** ([`fresh`]): queries are rotated on their way into shared memory. The last rank of the last part also takes the new keys,
 //! rotated, and values: into the cache, where only rows behind the old ones are written, and into a tile of their own, which it attends to
@@ -21,8 +21,10 @@
 //! partial_out (part, batch, query head, S, head size), f32; partial_states (part, cluster, rank, row), maxima and sums;
 //! arrivals (cluster, rank), counters that are zero before and after. Clusters are counted without their parts.
 //!
-//! **Shared memory**: `mailbox | queries [ROWS] | new keys [16], values [16] | per warp: STAGES × (keys [16], values [16])
+//! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per warp: STAGES × (keys [KEYS], values [KEYS])
 //! | per warp: ROWS × (maximum, sum)`. After the loop a warp's ring holds its accumulators as f32.
+//!
+//! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
 //! warps, ranks and parts are merged in f32.
@@ -32,7 +34,7 @@ mod fresh;
 mod shape;
 mod stream;
 
-pub use shape::{MAX_PARTS, shape};
+pub use shape::shape;
 
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
@@ -137,7 +139,7 @@ impl<
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
-    /// Largest head size.
+    /// The head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Packed query rows of a cluster.
     pub const ROWS: u32 = (16 * (M - 1) + 8 * HALVES) as u32;

@@ -5,7 +5,7 @@ use crate::params::AttentionParams;
 use crate::tile::rows::row_tiles;
 
 /// Most clusters that share a row tile's keys.
-pub const MAX_PARTS: u32 = 128;
+const MAX_PARTS: u32 = 128;
 
 /// Blocks of a cluster, and clusters per row tile, with which the call ends first on a device with that many multiprocessors, if the longest
 /// sequence has `max_keys` keys; `rows` is the height of a row tile.
