@@ -3,14 +3,14 @@
 //!
 //! **One cluster** computes up to `ROWS` packed query rows (the query heads of one KV head, row by row of the query) against
 //! one part of the keys that they see; its blocks, the *ranks*, and their warps share the keys evenly. Every warp streams its own tiles
-//! of `KEYS` keys through its own ring of copies ([`stream`]), so nothing in the loop waits for another warp.
+//! of `KEYS` keys through its own ring of copies (`stream.rs`), so nothing in the loop waits for another warp.
 //!
-//! **New rows** ([`fresh`]): queries are rotated on their way into shared memory. The last rank of the last part also takes the new keys,
+//! **New rows** (`fresh.rs`): queries are rotated on their way into shared memory. The last rank of the last part also takes the new keys,
 //! rotated, and values: into the cache, where only rows behind the old ones are written, and into a tile of their own, which it attends to
 //! after its share of the old ones. So no block reads a cache row that another one writes. Where the cache holds all rows already there
 //! is no such tile.
 //!
-//! **Merge** ([`exchange`]): a rank owns an equal share of the output's columns, of all rows together. It sends every other rank that
+//! **Merge** (`exchange.rs`): a rank owns an equal share of the output's columns, of all rows together. It sends every other rank that
 //! one's columns of its own result, and the maxima and sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own
 //! mailbox, and adds up. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
 //!

@@ -66,7 +66,7 @@ impl<const D8: usize> WarpCopy<D8> {
 
     /// This lane's part.
     #[inline(always)]
-    pub fn new() -> Self {
+    pub fn of_this_lane() -> Self {
         let place = |i| {
             let unit = lane() + 32 * i as u32;
             let place = Swizzled::<f16, D8>::index(unit / D8 as u32, unit % D8 as u32);
@@ -107,7 +107,7 @@ impl<const D8: usize> WarpRead<D8> {
 
     /// For the four 8×8 blocks in the order upper left, upper right, lower left, lower right.
     #[inline(always)]
-    pub fn new() -> Self {
+    pub fn of_this_lane() -> Self {
         let (row, unit) = (lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
         let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
         let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });

@@ -35,7 +35,7 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
         let crowd = (2 * at_a_time * u64::from(ranks)).max(u64::from(multiprocessors));
         let wave = WAVE + streamed * crowd / u64::from(multiprocessors.max(1));
         let merge =
-            u64::from(ranks) * RANK + if parts > 1 { PARTS + 4 * u64::from(parts) } else { 0 };
+            u64::from(ranks) * RANK + if parts > 1 { PARTS + 16 * u64::from(parts) } else { 0 };
         clusters.div_ceil(at_a_time.max(1)) * wave + merge
     };
     candidates.filter(sensible).min_by_key(time).unwrap_or((1, 1))

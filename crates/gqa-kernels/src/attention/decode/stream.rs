@@ -110,7 +110,7 @@ impl<
         let cache = Cache {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
-            lanes: WarpCopy::new(),
+            lanes: WarpCopy::of_this_lane(),
         };
         for slot in 0..STAGES {
             let tile = share.tiles.start + warp() + slot * WARPS;
@@ -151,7 +151,7 @@ impl<
             core::array::from_fn(|half| rows.row(16 * m as u32 + row_of(half)).visible)
         });
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], [[[[0.0; 2]; 2]; M]; D8]);
-        let read = WarpRead::new();
+        let read = WarpRead::of_this_lane();
         let queries = load_queries::<T, M, HALVES, D8>(Self::queries());
         let (mut tile, mut slot) = (share.tiles.start + warp(), 0);
         while tile < share.end() {
