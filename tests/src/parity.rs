@@ -31,9 +31,7 @@ pub fn parity<C: Parity>(
     backend: &dyn Backend,
 ) {
     let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
-    let cases = std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases);
-    let config = Config { cases, failure_persistence: None, ..Config::default() };
-    let result = TestRunner::new(config).run(&strategy, |case| {
+    let result = TestRunner::new(config(cases)).run(&strategy, |case| {
         let errors = case.check(backend).map_err(TestCaseError::fail)?;
         let mut seen = seen.borrow_mut();
         let entry = seen.entry(case.dtype().to_string()).or_default();
@@ -52,6 +50,12 @@ pub fn parity<C: Parity>(
     if let Err(error) = result {
         panic!("{name}: {error}");
     }
+}
+
+/// So many cases, or as many as the environment says.
+fn config(cases: u32) -> Config {
+    let cases = std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases);
+    Config { cases, failure_persistence: None, ..Config::default() }
 }
 
 impl Parity for Case {
@@ -75,7 +79,8 @@ pub fn sequences(
     strategy: impl Strategy<Value = Case>,
     backend: &dyn Backend,
 ) {
-    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let config = config(cases);
+    let cases = config.cases;
     let grow = |case: Case| Case {
         shared: true,
         first_prompt: false,

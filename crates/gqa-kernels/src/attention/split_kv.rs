@@ -34,7 +34,7 @@ use crate::simt::{
     Global, Shared, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, fma, lane, st_shared,
     sync_threads, sync_warp, thread_idx, warp,
 };
-use crate::tile::copy::{Team, Tile, UNIT, tile_bytes, to_unit};
+use crate::tile::copy::{Team, Tile, UNIT, tile_bytes, to_unit, wait_for_all_but};
 use crate::tile::fragment::{Fragments, accumulate, column_of, row_of, scores, zeros};
 use crate::tile::rows::{Row, Rows, Span, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
@@ -318,21 +318,6 @@ fn share(span: &Span, splits: u32) -> Range<u32> {
     let (each, rest) = (tiles / splits.max(1), tiles % splits.max(1));
     let start = block_idx_y() * each + block_idx_y().min(rest);
     start..start + each + u32::from(block_idx_y() < rest)
-}
-
-/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are unfinished.
-#[inline(always)]
-fn wait_for_all_but(newest: u32) {
-    match newest {
-        1 => cp_async_wait::<1>(),
-        2 => cp_async_wait::<2>(),
-        3 => cp_async_wait::<3>(),
-        4 => cp_async_wait::<4>(),
-        5 => cp_async_wait::<5>(),
-        6 => cp_async_wait::<6>(),
-        7 => cp_async_wait::<7>(),
-        _ => cp_async_wait::<8>(),
-    }
 }
 
 /// Writes eight columns of the output.

@@ -5,7 +5,7 @@
 //! bank conflict, and addresses stay linear: no swizzle.
 
 use crate::num::MmaElement;
-use crate::simt::{Global, Shared, cp_async_16};
+use crate::simt::{Global, Shared, cp_async_16, cp_async_wait};
 
 /// Elements in 16 bytes.
 pub const UNIT: u32 = 8;
@@ -164,5 +164,20 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
                 tensor.store_vec(start + column as usize, tile.place(row, column).load_vec(0));
             }
         });
+    }
+}
+
+/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are unfinished.
+#[inline(always)]
+pub fn wait_for_all_but(newest: u32) {
+    match newest {
+        1 => cp_async_wait::<1>(),
+        2 => cp_async_wait::<2>(),
+        3 => cp_async_wait::<3>(),
+        4 => cp_async_wait::<4>(),
+        5 => cp_async_wait::<5>(),
+        6 => cp_async_wait::<6>(),
+        7 => cp_async_wait::<7>(),
+        _ => cp_async_wait::<8>(),
     }
 }

@@ -16,7 +16,7 @@ use crate::num::MmaElement;
 use crate::params::DecodeParams;
 use crate::simt::{Global, Shared, cp_async_commit, cp_async_wait, fma, lane, sync_warp, warp};
 use crate::tile::columns::{Columns, accumulate, load_queries, scores, weigh};
-use crate::tile::copy::UNIT;
+use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::fragment::row_of;
 use crate::tile::rows::{Rows, Span};
 use crate::tile::softmax::{ScoreScale, States, mask, total};
@@ -281,20 +281,5 @@ impl<
             }
         }
         sums
-    }
-}
-
-/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are unfinished.
-#[inline(always)]
-fn wait_for_all_but(newest: u32) {
-    match newest {
-        1 => cp_async_wait::<1>(),
-        2 => cp_async_wait::<2>(),
-        3 => cp_async_wait::<3>(),
-        4 => cp_async_wait::<4>(),
-        5 => cp_async_wait::<5>(),
-        6 => cp_async_wait::<6>(),
-        7 => cp_async_wait::<7>(),
-        _ => cp_async_wait::<8>(),
     }
 }
