@@ -71,13 +71,14 @@ impl Parity for Case {
     }
 }
 
-/// As [`parity`], for sequences of `steps` steps on a shared cache that `backend` carries from step to step; every step is compared.
-pub fn sequences(
+/// As [`parity`], for sequences of `steps` steps on a shared cache that goes from step to step; every step is compared. Each sequence
+/// has a back end of its own.
+pub fn sequences<B: Backend>(
     name: &str,
     cases: u32,
     steps: usize,
     strategy: impl Strategy<Value = Case>,
-    backend: &dyn Backend,
+    backend: impl Fn() -> B,
 ) {
     let config = config(cases);
     let cases = config.cases;
@@ -90,7 +91,7 @@ pub fn sequences(
         ..case
     };
     let result = TestRunner::new(config).run(&strategy.prop_map(grow), |case| {
-        check_sequence(&case, steps, backend).map_err(TestCaseError::fail)
+        check_sequence(&case, steps, &backend()).map_err(TestCaseError::fail)
     });
     match result {
         Ok(()) => println!("{name}: {cases} sequences of {steps} steps"),

@@ -28,6 +28,6 @@ fn decode_is_reference_in_several_clusters() {
 
 #[test]
 fn the_cache_is_carried_from_step_to_step() {
-    sequences("sim, steps", 12, 5, steps(60), &Sim::default());
-    sequences("sim, steps in clusters", 6, 4, steps(60), &clusters(2, 2));
+    sequences("sim, steps", 12, 5, steps(60), Sim::default);
+    sequences("sim, steps in clusters", 6, 4, steps(60), || clusters(2, 2));
 }

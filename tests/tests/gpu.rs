@@ -1,12 +1,15 @@
 //! The kernels on a GPU against the f64 reference: random calls through the planner. Skips, visibly, where there is no GPU.
 
+mod replay;
+
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
-    AttentionCase, Parity, any_dtype, attention_case, case, half_dtype, heads_up_to, parity,
+    AttentionCase, Case, Parity, any_dtype, attention_case, case, half_dtype, heads_up_to, parity,
     prompts, sequences, steps,
 };
 use proptest::prelude::*;
+use replay::Replay;
 
 fn cuda(switches: Switches) -> Option<Cuda> {
     match Cuda::new(switches) {
@@ -56,8 +59,30 @@ fn steps_in_clusters() {
 
 #[test]
 fn the_cache_is_carried_from_step_to_step() {
+    let cuda = || cuda(Switches::default());
+    if cuda().is_some() {
+        sequences("cuda, steps", 100, 12, steps(500), || cuda().expect("it was there"));
+    }
+}
+
+/// One graph a sequence, captured at its first token for all that the cache holds.
+#[test]
+fn a_graph_captured_once_serves_a_thousand_tokens() {
+    // Small, because the reference computes every token too.
+    let tokens = steps(20).prop_map(|case| {
+        let head_size = if case.head_size > 100 { 128 } else { 64 };
+        Case {
+            q_len: 1,
+            past: case.past.iter().map(|past| 1 + past % 20).collect(),
+            kv_heads: 1 + case.kv_heads % 2,
+            group: 1 + case.group % 4,
+            head_size,
+            rotary: case.rotary.filter(|(sixteenths, ..)| sixteenths * 16 <= head_size),
+            ..case
+        }
+    });
     if let Some(cuda) = cuda(Switches::default()) {
-        sequences("cuda, steps", 100, 12, steps(500), &cuda);
+        sequences("cuda, graph", 3, 1000, tokens, || Replay::on(cuda.device()));
     }
 }
 

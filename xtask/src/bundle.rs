@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Test programs that need a GPU: (package, test).
-const TESTS: &[(&str, &str)] = &[("gqa-tests", "gpu")];
+const TESTS: &[(&str, &str)] =
+    &[("gqa-host", "cuda"), ("gqa-host", "allocations"), ("gqa-tests", "gpu")];
 /// Some machines take no larger working tree.
 const MOST_BYTES: u64 = 64 << 20;
 const RUN: &str = "\
@@ -20,7 +21,7 @@ cd \"$(dirname \"$0\")\" || exit
 failed=0
 step() { echo \"== $*\"; \"$@\" || { failed=$((failed + 1)); echo \"FAILED: $*\"; }; }
 step ./gqa doctor
-step ./gqa check --backend cuda cases/gqa
+for cases in cases/gqa cases/attention cases/rotary_embedding; do step ./gqa check --backend cuda $cases; done
 for test in tests/*; do step \"$test\"; done
 echo \"$failed steps failed\"
 exit \"$failed\"

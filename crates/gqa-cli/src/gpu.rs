@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use gqa_host::Problem;
 use gqa_host::driver::{Call, Device, Stream};
-use gqa_host::plan::{Plan, Switches, TensorId, plan};
+use gqa_host::plan::{Plan, Planner, Switches, TensorId, plan};
 
 use crate::shape::Tensors;
 
@@ -29,6 +29,11 @@ impl Gpu {
     /// The plan of a call.
     pub fn plan(&self, problem: &Problem) -> Result<Plan> {
         Ok(plan(problem, self.device.info(), &self.switches)?)
+    }
+
+    /// Makes plans as [`plan`](Self::plan) does, and keeps them.
+    pub fn planner(&self) -> Planner {
+        Planner::new(self.device.info().clone(), self.switches.clone())
     }
 
     /// A call with its tensors on the GPU. What kernels should write is filled with NaN first.

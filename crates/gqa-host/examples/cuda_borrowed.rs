@@ -5,7 +5,7 @@
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use gqa_host::driver::{Device, DeviceView, Views, Workspace};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::plan::{Planner, Switches, TensorId};
 use gqa_host::{CacheBinding, DType, TensorDesc};
 use half::f16;
 
@@ -42,7 +42,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let problem =
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
-    let plan = plan(&problem, device.info(), &Switches::from_env()?)?;
+    // Kept as long as the program runs, it finds the plans of later steps without planning.
+    let planner = Planner::new(device.info().clone(), Switches::from_env()?);
+    let plan = planner.plan(&problem)?;
     device.prepare(&plan)?;
 
     let query = noise(&stream, 32 * 128)?;

@@ -1,6 +1,7 @@
 //! One validated call: plain numbers, no data.
 
 use crate::DType;
+use std::hash::{Hash, Hasher};
 
 /// What `seqlens_k` means for this call's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -197,6 +198,18 @@ pub struct Problem {
     pub output_qk: QkOutput,
     /// Whether log-sum-exp is wanted.
     pub lse: bool,
+}
+
+/// Its numbers are never NaN.
+impl Eq for Problem {}
+
+impl Hash for Problem {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        // What varies between the calls of a program.
+        [self.batch, self.q_heads, self.kv_heads, self.head_size].hash(state);
+        [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
+        (self.operator, self.dtype, self.packed, self.window).hash(state);
+    }
 }
 
 impl Problem {

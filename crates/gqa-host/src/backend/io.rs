@@ -6,7 +6,7 @@ use crate::plan::TensorId;
 
 impl<'a> Io<'a> {
     /// The input in that role.
-    pub(crate) fn input(&self, id: TensorId) -> Option<&'a Tensor> {
+    pub fn input(&self, id: TensorId) -> Option<&'a Tensor> {
         match id {
             TensorId::Query => Some(self.query),
             TensorId::Key => self.key,
@@ -24,7 +24,7 @@ impl<'a> Io<'a> {
     }
 
     /// The outputs that the call has.
-    pub(crate) fn outputs(&mut self) -> impl Iterator<Item = (TensorId, &mut Tensor)> {
+    pub fn outputs(&mut self) -> impl Iterator<Item = (TensorId, &mut Tensor)> {
         let outputs = [
             (TensorId::Output, Some(&mut *self.output)),
             (TensorId::PresentKey, Some(&mut *self.present_key)),

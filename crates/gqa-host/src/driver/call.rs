@@ -23,10 +23,10 @@ impl Call {
     /// Allocates every tensor of the plan's problem, and the workspace, and loads the kernels.
     pub fn new(device: &Device, plan: Plan) -> Result<Self> {
         device.prepare(&plan)?;
-        let tensors = TensorId::ALL
-            .into_iter()
-            .filter_map(|id| Some((id, id.spec(&plan.problem)?)))
-            .map(|(id, spec)| Ok((id, DeviceTensor::new(device, spec.dtype, &spec.shape)?)))
+        let tensors = plan
+            .tensors
+            .iter()
+            .map(|(id, spec)| Ok((*id, DeviceTensor::new(device, spec.dtype, &spec.shape)?)))
             .collect::<Result<_>>()?;
         let workspace = DeviceTensor::new(device, DType::I32, &[plan.workspace_bytes.div_ceil(4)])?;
         let counters = DeviceTensor::new(device, DType::I32, &[plan.counters])?;

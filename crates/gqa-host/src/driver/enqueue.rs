@@ -38,12 +38,9 @@ impl<'a> Views<'a> {
 
     /// Errs unless every tensor of the plan's problem is there with its type and shape.
     fn check(&self, plan: &Plan) -> Result<()> {
-        for id in TensorId::ALL {
-            let Some(spec) = id.spec(&plan.problem).filter(|spec| !spec.is_empty()) else {
-                continue;
-            };
+        for (id, spec) in plan.tensors.iter().filter(|(_, spec)| !spec.is_empty()) {
             let allowed = || format!("{} {:?}, 16-byte aligned", spec.dtype, spec.shape);
-            match self.0[id as usize] {
+            match self.0[*id as usize] {
                 None => return Err(Error::invalid(id.name(), "nothing", allowed())),
                 Some(view)
                     if view.dtype != spec.dtype

@@ -57,6 +57,18 @@ impl Shipped {
         Ok(text)
     }
 
+    /// The text with one entry only: a driver compiles all that it is given, and most programs need few of a family's kernels.
+    /// `None` where the entry is not in it.
+    fn ptx_of(&self, entry: &str) -> std::io::Result<Option<String>> {
+        const ENTRY: &str = "\n.visible .entry ";
+        let text = self.ptx()?;
+        let mut parts = text.split(ENTRY);
+        let header = parts.next().unwrap_or_default();
+        let is_it =
+            |part: &&str| part.strip_prefix(entry).is_some_and(|rest| rest.starts_with('('));
+        Ok(parts.find(is_it).map(|part| [header, ENTRY, part.trim_end(), "\n"].concat()))
+    }
+
     /// First CUDA version whose driver compiles it.
     pub fn needs(&self) -> CudaVersion {
         let (major, minor) = self.ptx_version.split_once('.').unwrap_or((self.ptx_version, "0"));
@@ -85,12 +97,11 @@ impl Shipped {
     }
 }
 
-/// What a device has loaded.
+/// What a device has loaded: a module for each kernel.
 pub(super) struct Modules {
     sm: u32,
     version: CudaVersion,
-    modules: HashMap<*const Shipped, RawModule>,
-    functions: HashMap<&'static str, RawFunction>,
+    loaded: HashMap<&'static str, (RawModule, RawFunction)>,
 }
 
 // SAFETY: the driver takes handles from any thread.
@@ -98,62 +109,55 @@ unsafe impl Send for Modules {}
 
 impl Modules {
     pub(super) fn new(sm: u32, version: CudaVersion) -> Self {
-        Self { sm, version, modules: HashMap::new(), functions: HashMap::new() }
+        Self { sm, version, loaded: HashMap::new() }
     }
 
-    /// The kernel; its module is loaded if this is its first. The device's context must be entered.
+    /// The kernel; compiled and loaded if it is asked for the first time. The device's context must be entered.
     pub(super) fn function(&mut self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
-        if let Some(&function) = self.functions.get(entry.name) {
+        if let Some(&(_, function)) = self.loaded.get(entry.name) {
             return Ok(function);
         }
-        let sm = self.sm;
-        let missing = || DriverError::MissingKernel { entry: entry.name, sm };
-        let shipped = Shipped::find(entry, sm, self.version)?;
+        let started = std::time::Instant::now();
+        let missing = || DriverError::MissingKernel { entry: entry.name, sm: self.sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
-        let module = self.module(shipped)?;
-        // SAFETY: the module is loaded.
+        let shipped = Shipped::find(entry, self.sm, self.version)?;
+        let module = load(shipped, entry.name, self.version)?.ok_or_else(missing)?;
+        // SAFETY: the module was just loaded.
         let function =
             unsafe { cust::function(module, &name, entry.shared_bytes, entry.max_cluster) }
-                .map_err(|failure| match failure.code {
-                    Code::NOT_FOUND => missing(),
-                    _ => failure.into(),
-                })?;
-        self.functions.insert(entry.name, function);
+                .inspect_err(|_| unload(module))?;
+        let seconds = started.elapsed().as_secs_f64();
+        tracing::debug!(entry = entry.name, module = shipped.name(), seconds, "compiled PTX");
+        self.loaded.insert(entry.name, (module, function));
         Ok(function)
-    }
-
-    fn module(&mut self, shipped: &'static Shipped) -> Result<RawModule, DriverError> {
-        let key = std::ptr::from_ref(shipped);
-        if let Some(&module) = self.modules.get(&key) {
-            return Ok(module);
-        }
-        let started = std::time::Instant::now();
-        let module = load(shipped, self.version)?;
-        tracing::debug!(
-            module = shipped.name(),
-            seconds = started.elapsed().as_secs_f64(),
-            "compiled PTX"
-        );
-        self.modules.insert(key, module);
-        Ok(module)
     }
 
     /// Forgets everything. The device's context must be entered.
     pub(super) fn unload(&mut self) {
-        self.functions.clear();
-        for (_, module) in self.modules.drain() {
-            // SAFETY: loaded by `module`; its functions are forgotten.
-            super::stream::report(unsafe { cust::unload_module(module) });
-        }
+        self.loaded.drain().for_each(|(_, (module, _))| unload(module));
     }
 }
 
-fn load(shipped: &Shipped, version: CudaVersion) -> Result<RawModule, DriverError> {
+/// Unloads a module whose function is not used again.
+fn unload(module: RawModule) {
+    // SAFETY: made by `load`; its function is forgotten.
+    super::stream::report(unsafe { cust::unload_module(module) });
+}
+
+/// A module of that entry alone; `None` where the shipped text lacks it.
+fn load(
+    shipped: &Shipped,
+    entry: &str,
+    version: CudaVersion,
+) -> Result<Option<RawModule>, DriverError> {
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
-    let text = shipped.ptx().map_err(|error| rejected(Code::INVALID_IMAGE, error.to_string()))?;
-    let text =
-        CString::new(text).map_err(|error| rejected(Code::INVALID_IMAGE, error.to_string()))?;
-    cust::load_module(&text).map_err(|(Failure { code, .. }, log)| match code {
+    let unreadable =
+        |error: &dyn std::fmt::Display| rejected(Code::INVALID_IMAGE, error.to_string());
+    let Some(text) = shipped.ptx_of(entry).map_err(|error| unreadable(&error))? else {
+        return Ok(None);
+    };
+    let text = CString::new(text).map_err(|error| unreadable(&error))?;
+    cust::load_module(&text).map(Some).map_err(|(Failure { code, .. }, log)| match code {
         Code::UNSUPPORTED_PTX_VERSION => DriverError::DriverTooOld {
             have: version,
             need: shipped.needs(),
@@ -193,7 +197,11 @@ mod tests {
             let text = module.ptx().unwrap();
             for entry in module.entries {
                 assert!(text.contains(&format!(".entry {entry}(")), "{entry} in {}", module.name());
+                let alone = module.ptx_of(entry).unwrap().unwrap();
+                assert_eq!(alone.matches(".entry ").count(), 1, "{entry}");
+                assert!(alone.starts_with(".version ") && alone.ends_with("}\n"), "{entry}");
             }
+            assert_eq!(module.ptx_of("gqa").unwrap(), None);
         }
     }
 }

@@ -22,6 +22,7 @@ mod decode;
 mod device;
 mod explain;
 mod launch;
+mod planner;
 mod prologue;
 pub mod switches;
 mod tensors;
@@ -32,6 +33,7 @@ pub use cost::Cost;
 pub use decision::{Candidate, Decision, Rejection};
 pub use device::DeviceInfo;
 pub use explain::{Explanation, LaunchLine};
+pub use planner::Planner;
 pub use prologue::{Positions, positions};
 pub use switches::Switches;
 pub use tensors::TensorSpec;
@@ -169,6 +171,8 @@ pub struct Plan {
     pub problem: Problem,
     /// For which GPU.
     pub device: DeviceInfo,
+    /// Its tensors, by their roles.
+    pub tensors: Vec<(TensorId, TensorSpec)>,
     /// In order.
     pub launches: Vec<Launch>,
     /// Scratch memory that the launches share.
@@ -207,6 +211,7 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Resu
     Ok(Plan {
         problem: problem.clone(),
         device: device.clone(),
+        tensors: TensorSpec::all(problem),
         launches,
         workspace_bytes: scratch.bytes,
         counters: scratch.counters,

@@ -17,6 +17,11 @@ impl TensorSpec {
         Self { dtype, shape: shape.into() }
     }
 
+    /// The tensors of a problem by their roles.
+    pub fn all(problem: &Problem) -> Vec<(TensorId, Self)> {
+        TensorId::ALL.into_iter().filter_map(|id| Some((id, id.spec(problem)?))).collect()
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()

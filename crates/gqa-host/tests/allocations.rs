@@ -1,0 +1,81 @@
+//! A step whose shape was seen allocates no memory on the host: neither its plan nor, where there is a GPU, its launches.
+
+#[allow(dead_code, reason = "each test uses a part")]
+mod step;
+
+use gqa_host::plan::{DeviceInfo, Planner, Switches};
+use gqa_host::{DType, Problem};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use step::Step;
+
+/// The system's allocator, counting.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: the system's allocator does everything.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// What this thread allocates in `work`.
+fn allocations(work: impl FnOnce()) -> usize {
+    let before = ALLOCATIONS.get();
+    work();
+    ALLOCATIONS.get() - before
+}
+
+fn problem(total: i32) -> Problem {
+    Step::new(DType::F16, 1, &[total, 7], total as usize).problem()
+}
+
+#[test]
+fn allocations_are_counted() {
+    assert_eq!(allocations(|| drop(std::hint::black_box(vec![1u8; 7]))), 1);
+}
+
+#[test]
+fn a_plan_that_was_made_before_is_found() {
+    let planner = Planner::new(DeviceInfo::h200(), Switches::default());
+    let (first, later) = (problem(150), problem(200));
+    assert!(allocations(|| drop(planner.plan(&first))) > 0);
+    assert_eq!(allocations(|| drop(planner.plan(&first))), 0);
+    assert_eq!(allocations(|| drop(planner.plan(&later))), 0);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_call_is_put_into_the_stream() {
+    use gqa_host::driver::{Call, Device, Stream};
+    let device = match Device::open(0) {
+        Ok(device) => device,
+        Err(reason) => return println!("skipped: no CUDA device ({reason})"),
+    };
+    let stream = Stream::new(&device).unwrap();
+    let planner = Planner::new(device.info().clone(), Switches::default());
+    for rows in [1, 100] {
+        let step = Step::new(DType::F16, rows, &[200, 150], 200);
+        let plan = planner.plan(&step.problem()).unwrap();
+        let call = Call::new(&device, (*plan).clone()).unwrap();
+        call.poison(&stream).unwrap();
+        let enqueue = || call.enqueue(&stream).unwrap();
+        enqueue();
+        assert_eq!(allocations(enqueue), 0, "{rows} rows");
+        stream.synchronize().unwrap();
+    }
+}
