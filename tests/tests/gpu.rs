@@ -69,20 +69,17 @@ fn the_cache_is_carried_from_step_to_step() {
 #[test]
 fn a_graph_captured_once_serves_a_thousand_tokens() {
     // Small, because the reference computes every token too.
-    let tokens = steps(20).prop_map(|case| {
-        let head_size = if case.head_size > 100 { 128 } else { 64 };
-        Case {
-            q_len: 1,
-            past: case.past.iter().map(|past| 1 + past % 20).collect(),
-            kv_heads: 1 + case.kv_heads % 2,
-            group: 1 + case.group % 4,
-            head_size,
-            rotary: case.rotary.filter(|(sixteenths, ..)| sixteenths * 16 <= head_size),
-            ..case
-        }
+    let tokens = steps(20).prop_map(|case| Case {
+        q_len: 1,
+        past: case.past.iter().map(|past| 1 + past % 20).collect(),
+        kv_heads: 1,
+        group: 1 + case.group % 4,
+        head_size: 64,
+        rotary: case.rotary.filter(|(sixteenths, ..)| *sixteenths <= 4),
+        ..case
     });
     if let Some(cuda) = cuda(Switches::default()) {
-        sequences("cuda, graph", 3, 1000, tokens, || Replay::on(cuda.device()));
+        sequences("cuda, graph", 2, 1000, tokens, || Replay::on(cuda.device()));
     }
 }
 

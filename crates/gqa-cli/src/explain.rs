@@ -81,6 +81,7 @@ fn json(explanation: &Explanation) -> Value {
         json!({
             "entry": launch.entry,
             "grid": launch.grid,
+            "cluster": launch.cluster,
             "threads": launch.threads,
             "shared_bytes": launch.shared_bytes,
             "arguments": arguments,

@@ -34,6 +34,8 @@ pub struct LaunchLine {
     pub entry: &'static str,
     /// Blocks.
     pub grid: [u32; 3],
+    /// Blocks of a cluster; 1: no clusters.
+    pub cluster: u32,
     /// Threads of a block.
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
@@ -62,12 +64,13 @@ impl Plan {
 
 impl LaunchLine {
     fn new(launch: &Launch) -> Self {
-        let Launch { entry, grid, args, .. } = launch;
+        let Launch { entry, grid, cluster, args, .. } = launch;
         let arguments =
             entry.arguments.iter().zip(args).map(|(name, arg)| (*name, arg.to_string()));
         Self {
             entry: entry.name,
             grid: *grid,
+            cluster: *cluster,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
             arguments: arguments.collect(),
@@ -125,9 +128,13 @@ impl fmt::Display for LaunchLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y, z] = self.grid;
         let Self { entry, threads, shared_bytes, .. } = self;
+        let clusters = match self.cluster {
+            1 => String::new(),
+            blocks => format!(" in clusters of {blocks}"),
+        };
         writeln!(
             f,
-            "{entry}: {x}x{y}x{z} blocks of {threads} threads, {shared_bytes} bytes shared"
+            "{entry}: {x}x{y}x{z} blocks of {threads} threads{clusters}, {shared_bytes} bytes shared"
         )?;
         let arguments = self.arguments.iter().map(|(name, bound)| format!("{name}={bound}"));
         write!(f, "    {}", arguments.collect::<Vec<_>>().join(" "))
