@@ -249,10 +249,14 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     }
 }
 
-/// Calls that the planner gives to the decode family: up to 16 packed query rows, its head sizes, no bias, no score output.
+/// Calls that the planner gives to the decode family: up to 64 packed query rows, most often up to 16, its head sizes, no bias, no
+/// score output.
 pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
     let heads = proptest::sample::select(vec![64usize, 80, 96, 128, 128, 192, 256]);
-    let rows = (1..=16usize).prop_flat_map(|group| (Just(group), 1..=16 / group));
+    let up_to = |rows: usize| {
+        (1..=rows).prop_flat_map(move |group| (Just(group), 1..=(rows / group).min(16)))
+    };
+    let rows = prop_oneof![4 => up_to(16), 1 => up_to(64)];
     (case(crate::half_dtype(), heads, max_rows), rows).prop_map(|(case, (group, rows))| {
         let q_len = if case.q_len == 1 { 1 } else { rows };
         Case {

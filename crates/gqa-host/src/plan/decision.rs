@@ -126,6 +126,13 @@ pub enum Rejection {
         /// The most that count as few.
         max: u32,
     },
+    /// New rows do not fit the tile that the kernel has for them.
+    NewRows {
+        /// The call's.
+        got: usize,
+        /// The most that fit.
+        max: u32,
+    },
     /// So few query rows that most of a tile would be empty.
     FewRows {
         /// The call's query rows.
@@ -179,6 +186,7 @@ impl fmt::Display for Rejection {
                 write!(f, "a block needs {need} bytes of shared memory, the device has {have}")
             }
             Self::Rows { got, max } => write!(f, "{got} packed query rows are over {max}"),
+            Self::NewRows { got, max } => write!(f, "{got} new rows are over {max}"),
             Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
             Self::Architecture { have, need } => write!(
                 f,

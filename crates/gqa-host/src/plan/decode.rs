@@ -26,7 +26,11 @@ pub(super) fn is_fused(p: &Problem, fused: bool) -> bool {
     fused && p.cache == CacheBinding::Shared
 }
 
-/// The kernel for the call's type, head size and rows.
+/// Most packed query rows. Row tiles read the keys each for itself, though at the same time, so that they come from memory once: up to four are
+/// faster than all rows in one block of `split_kv` or `tiled` (`docs/perf-log.md`).
+const MAX_ROWS: usize = 64;
+
+/// The kernel for the call's type, head size and rows: as few row tiles as there can be.
 pub(super) fn entry(
     p: &Problem,
     device: &DeviceInfo,
@@ -42,20 +46,21 @@ pub(super) fn entry(
         return Err(Rejection::ElementType { got: p.dtype });
     }
     let sized = || typed().filter(|entry| entry.head_size as usize == p.head_size);
-    let max = sized().map(|entry| entry.rows).max();
-    let max = max.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
+    let rows = p.q_len.saturating_mul(p.group());
+    let chosen = match forced {
+        Some(forced) => sized().find(|entry| entry.name == forced.name),
+        None => sized().min_by_key(|entry| (rows.div_ceil(entry.rows as usize), entry.rows)),
+    };
+    let entry = chosen.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
     if [p.keys_read(), p.values_read()].iter().any(|layout| layout.row != p.head_size) {
         return Err(Rejection::Strided);
     }
-    let rows = p.q_len.saturating_mul(p.group());
-    let fits = |entry: &&Entry| entry.rows as usize >= rows;
-    let chosen = match forced {
-        Some(forced) => {
-            sized().find(|entry| entry.name == forced.name && p.new_len <= entry.keys as usize)
-        }
-        None => sized().filter(fits).min_by_key(|entry| entry.rows),
-    };
-    let entry = chosen.ok_or(Rejection::Rows { got: rows, max })?;
+    if rows > MAX_ROWS && forced.is_none() {
+        return Err(Rejection::Rows { got: rows, max: MAX_ROWS as u32 });
+    }
+    if p.cache == CacheBinding::Shared && p.new_len > entry.keys as usize {
+        return Err(Rejection::NewRows { got: p.new_len, max: entry.keys });
+    }
     if entry.shared_bytes > device.shared_bytes {
         return Err(Rejection::SharedMemory {
             have: device.shared_bytes,
