@@ -35,7 +35,7 @@ fn as_planned_for_ampere() {
 #[test]
 fn without_split_kv() {
     let switches = Switches { disable_flash_decode: true, ..Switches::default() };
-    parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &sim(switches));
+    parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &ampere(switches));
 }
 
 #[test]

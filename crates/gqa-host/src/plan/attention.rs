@@ -99,7 +99,7 @@ fn consider(
     let splits = match candidate {
         Candidate::SplitKv => splits(p, entry, device, switches)?,
         Candidate::Hopper => {
-            suits_hopper(p, device, switches)?;
+            suits_hopper(p, entry, device, switches)?;
             1
         }
         Candidate::Decode | Candidate::Tiled | Candidate::General | Candidate::Unfused => 1,
@@ -230,11 +230,16 @@ fn leads(entry: &Entry) -> bool {
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
 const FEW_ROWS: u32 = 64;
 
-/// Query rows from which a tile of 64 rows or more per query head pays.
+/// Query rows from which a tile of 64 rows or more per query head pays, however many sequences there are.
 const HOPPER_ROWS: usize = 64;
 
 /// Why [`tiled`] does better, or must do.
-fn suits_hopper(p: &Problem, device: &DeviceInfo, switches: &Switches) -> Result<(), Rejection> {
+fn suits_hopper(
+    p: &Problem,
+    entry: &Entry,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<(), Rejection> {
     const SM: u32 = 90;
     if device.sm != SM {
         return Err(Rejection::Architecture { have: device.sm, need: SM });
@@ -242,10 +247,28 @@ fn suits_hopper(p: &Problem, device: &DeviceInfo, switches: &Switches) -> Result
     if p.scale <= 0.0 {
         return Err(Rejection::Scale { got: p.scale });
     }
-    if p.q_len < HOPPER_ROWS && switches.force.is_none() {
+    let forced = switches.force.is_some();
+    if p.q_len < HOPPER_ROWS && !forced && !mostly_empty_tiles_pay(p, entry, device) {
         return Err(Rejection::FewRows { got: p.q_len, min: HOPPER_ROWS });
     }
     Ok(())
+}
+
+/// Whether tiles of few rows of one query head each are done before the fuller tiles of [`tiled`], which hold a KV head's rows together: where
+/// multiprocessors would be idle otherwise. `docs/perf-log.md` has the figures.
+fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bool {
+    /// Time of a block of `tiled` for a key, in that of a block of `hopper`.
+    const TILED_TIME: usize = 3;
+    /// Rows of a tile of `tiled`, and tiles on a multiprocessor at a time.
+    const TILED: (usize, usize) = (64, 2);
+    let multiprocessors = (device.multiprocessors as usize).max(1);
+    let waves = |heads: usize, rows: usize, tile: usize, at_a_time: usize| {
+        let tiles = heads.saturating_mul(p.batch).saturating_mul(rows.div_ceil(tile));
+        tiles.div_ceil(at_a_time * multiprocessors)
+    };
+    let rows = p.q_len.saturating_mul(p.group());
+    let tiled = waves(p.kv_heads, rows, TILED.0, TILED.1);
+    waves(p.q_heads, p.q_len, entry.rows as usize, 1) < TILED_TIME.saturating_mul(tiled)
 }
 
 /// Parts of the keys for `split_kv`, or why [`tiled`] does better. GQA_SPLITS and GQA_FORCE know better than this.
@@ -266,7 +289,8 @@ fn splits(
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
     let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
     let splits = split_kv::splits(&params, keys, device.multiprocessors);
-    if splits == 1 && rows > entry.rows as usize && !forced {
+    // Two row tiles that read the keys each for itself still do.
+    if splits == 1 && rows > 2 * entry.rows as usize && !forced {
         return Err(Rejection::OneSplit);
     }
     Ok(splits)

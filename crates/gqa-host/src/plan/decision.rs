@@ -126,6 +126,13 @@ pub enum Rejection {
         /// The most that count as few.
         max: u32,
     },
+    /// Several row tiles to a KV head, each of which reads its keys, and not all at a time.
+    RowTiles {
+        /// Row tiles of all KV heads and sequences.
+        got: usize,
+        /// How many run at a time.
+        max: u32,
+    },
     /// New rows do not fit the tile that the kernel has for them.
     NewRows {
         /// The call's.
@@ -186,6 +193,9 @@ impl fmt::Display for Rejection {
                 write!(f, "a block needs {need} bytes of shared memory, the device has {have}")
             }
             Self::Rows { got, max } => write!(f, "{got} packed query rows are over {max}"),
+            Self::RowTiles { got, max } => {
+                write!(f, "{got} row tiles, each of which reads the keys, are over {max}")
+            }
             Self::NewRows { got, max } => write!(f, "{got} new rows are over {max}"),
             Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
             Self::Architecture { have, need } => write!(

@@ -26,9 +26,9 @@ pub(super) fn is_fused(p: &Problem, fused: bool) -> bool {
     fused && p.cache == CacheBinding::Shared
 }
 
-/// Most packed query rows. Row tiles read the keys each for itself, though at the same time, so that they come from memory once: up to four are
-/// faster than all rows in one block of `split_kv` or `tiled` (`docs/perf-log.md`).
-const MAX_ROWS: usize = 64;
+/// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys come from memory once, and that is faster than
+/// the larger tiles of other kernels (`docs/perf-log.md`).
+const MAX_ROWS: usize = 128;
 
 /// The kernel for the call's type, head size and rows: as few row tiles as there can be.
 pub(super) fn entry(
@@ -55,8 +55,15 @@ pub(super) fn entry(
     if [p.keys_read(), p.values_read()].iter().any(|layout| layout.row != p.head_size) {
         return Err(Rejection::Strided);
     }
-    if rows > MAX_ROWS && forced.is_none() {
-        return Err(Rejection::Rows { got: rows, max: MAX_ROWS as u32 });
+    if forced.is_none() {
+        let tiles = rows.div_ceil(entry.rows as usize);
+        let clusters = tiles.saturating_mul(p.kv_heads).saturating_mul(p.batch);
+        if rows > MAX_ROWS {
+            return Err(Rejection::Rows { got: rows, max: MAX_ROWS as u32 });
+        }
+        if tiles > 1 && clusters > device.multiprocessors as usize {
+            return Err(Rejection::RowTiles { got: clusters, max: device.multiprocessors });
+        }
     }
     if p.cache == CacheBinding::Shared && p.new_len > entry.keys as usize {
         return Err(Rejection::NewRows { got: p.new_len, max: entry.keys });
