@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
-# Parts: tokens prompts chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
+# Parts: tokens prompts operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
 # leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch; ncu is used where it is installed.
 set -u
 gqa=$(realpath "$1"); out=$2; shift 2
@@ -27,6 +27,18 @@ compared() {
 
 tokens() { compared token tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
 prompts() { compared prompt prompts 32/8x128 32x512,8x2048,2x8192,1x16384; }
+# Whole calls with rotary embedding, of the sizes of which ONNX Runtime's figures are kept.
+operator() {
+  local call=(bench token --packed --rotary half --checked-rows 4)
+  part 60 operator-tokens "$gqa" "${call[@]}" --size 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192,128x2048 --csv "$out/operator-tokens.csv"
+  part 20 operator-token-mqa "$gqa" "${call[@]}" --heads 8 --kv-heads 1 --size 1x8192,1x131072
+  part 20 operator-token-64 "$gqa" "${call[@]}" --heads 64 --head-size 64 --size 1x8192
+  call=(bench prompt --rotary half --checked-rows 4)
+  part 60 operator-prompts "$gqa" "${call[@]}" --size 8x2048,2x8192,1x16384 --csv "$out/operator-prompts.csv"
+  part 30 operator-prompt-packed "$gqa" "${call[@]}" --packed --size 1x16384
+  part 30 operator-prompt-64 "$gqa" "${call[@]}" --head-size 64 --size 2x8192
+  part 30 operator-prompt-256 "$gqa" "${call[@]}" --heads 16 --kv-heads 4 --head-size 256 --size 2x8192
+}
 chunks() { part 60 chunks "$gqa" bench prompt --past-length 7680 --size 1x512,4x512 --rotary half --csv "$out/chunks.csv"; }
 models() {
   local all=llama3-8b,llama3-70b,qwen3-14b,mistral-7b,mixtral-8x22b,phi3-mini,phi3-small,phi3-medium,gemma4-global,gemma4-local
@@ -49,6 +61,6 @@ counters() {
 }
 
 nvidia-smi >"$out/nvidia-smi.log" 2>&1
-for name in "${@:-tokens prompts chunks models profile counters}"; do for each in $name; do "$each"; done; done
+for name in "${@:-tokens prompts operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
 echo "$failed parts failed"
 exit "$failed"
