@@ -249,30 +249,32 @@ kernels!(UNFUSED_VALUES, Unfused, "family-unfused", (v: T, seqlens_k: i32, score
 /// Rows of a kernel with one shape of tiles per head size, for both 16-bit types:
 /// `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`. A `quick` device build leaves out the second set.
 macro_rules! kernels_by_head_size {
-    ($table:ident, $family:ident, $feature:literal, $args:tt, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
-        kernels_by_head_size!(@rows $table, $family, $feature, $args, {
+    ($table:ident, $family:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
+        kernels_by_head_size!(@rows $table, $family, $feature, $args, $communicates, {
             @(all()) $($quick)*
             @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*
         });
     };
-    (@rows $table:ident, $family:ident, $feature:literal, $args:tt, {
+    (@rows $table:ident, $family:ident, $feature:literal, $args:tt, $communicates:literal, {
         $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*)*
     }) => {
         kernels!($table, $family, $feature, $args, { $($(
             #[cfg($when)]
             $f16 => <$shape>::run, T = f16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                communicates: $communicates };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                communicates: $communicates };
         )*)* });
     };
 }
 
 kernels_by_head_size!(TILED, Tiled, "family-tiled",
-    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), {
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), communicates: false, {
     gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
 }, unless quick {
     gqa_tiled_f16_d32, gqa_tiled_bf16_d32 => tiled::D32, 3;
@@ -286,7 +288,7 @@ kernels_by_head_size!(TILED, Tiled, "family-tiled",
 });
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
-    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), {
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128, 1;
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
@@ -295,7 +297,7 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
 });
 
 kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
-    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), {
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
     gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
 }, unless quick {
     gqa_split_kv_f16_d32, gqa_split_kv_bf16_d32 => split_kv::D32, 4;

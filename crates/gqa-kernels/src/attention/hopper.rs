@@ -7,7 +7,8 @@
 //! warpgroup to the other, so that one exponentiates while the other multiplies (FlashAttention-3, 2024).
 //!
 //! **Grid** ([`grid`]): as many blocks as SMs, (WARPGROUPS + 1) · 128 threads. Tiles are numbered so that the (head, batch) pairs of a section,
-//! whose K and V fit the L2 cache together, are finished before the next section, longest tiles first.
+//! whose K and V fit the L2 cache together, are finished before the next section, longest tiles first. Each block draws its next tile from
+//! a counter when it is about to need it.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity, head size), q, k and v each through a
 //! tensor map with any strides that are multiples of 8; out through a pointer, with 16-byte stores. lse, which may be null, is
@@ -35,7 +36,7 @@ use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
-use shape::{Tile, WARPGROUP};
+use shape::{DRAWN, Tile, WARPGROUP};
 
 impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, G, C, W, O>
@@ -63,6 +64,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
+        counter: Global<u32>,
         p: AttentionParams,
     ) {
         const { assert!(C == N as usize / 2 && W == N as usize / 4 && O == D as usize / 2) };
@@ -81,9 +83,9 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
                 registers_lower::<32>()
             }
             if thread_idx() == 0 {
-                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, &p);
+                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, &p);
             } else if thread_idx() == 32 {
-                producer::load_queries::<Self>(base, q, seqlens_k, &p);
+                producer::load_queries::<Self>(base, q, seqlens_k, counter, &p);
             } else if warp() == 2 {
                 producer::clear_padding::<T, Self>(seqlens_k, out, lse, &p);
             }
@@ -113,6 +115,11 @@ fn init_barriers<S: Tile>(base: u32) {
         mbarrier_init(base + S::KV_FULL + 8 * stage, 1);
         mbarrier_init(base + S::KV_EMPTY + 8 * stage, warps);
         stage += 1;
+    }
+    let mut n = 0;
+    while n < DRAWN {
+        mbarrier_init(base + S::DRAWN_FULL + 8 * n, 1);
+        n += 1;
     }
     fence_mbarrier_init();
 }

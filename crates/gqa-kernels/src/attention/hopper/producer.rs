@@ -1,8 +1,9 @@
-//! The producer warpgroup: one thread loads K and V, one loads Q and describes the work, one warp clears what sees nothing.
+//! The producer warpgroup: one thread draws work and loads K and V, one loads Q and describes the work, one
+//! warp clears what sees nothing.
 
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile};
-use super::work::{Slot, Work, quotient};
+use super::work::{Draw, Drawn, Slot, Work, quotient};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -46,24 +47,31 @@ impl KeyValueRing {
     }
 }
 
-/// One thread: K runs one tile ahead of V, over the borders of work tiles too, as the consumers need them; tiles from the
-/// right to the left.
+/// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the borders of work tiles too, as the
+/// consumers need them; tiles from the right to the left.
 #[inline(always)]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
     v: TensorMap,
     seqlens_k: Global<i32>,
+    counter: Global<u32>,
     p: &AttentionParams,
 ) {
+    let draw = Draw::new::<S>(counter, p);
     let mut ring = KeyValueRing { base, ring: Ring::START };
-    let group = quotient(p.q_heads, p.kv_heads);
     // The V tile that comes after the next K tile: tile, head, batch.
     let mut behind: Option<[u32; 3]> = None;
+    let mut n = 0;
     let mut index = block_idx_x();
-    while index < Work::count::<S>(p) {
+    while draw.is_work(index) {
         let work = Work::new::<S>(index, p, seqlens_k);
-        let head = quotient(work.head, group);
+        if !work.keys.is_empty() {
+            Drawn::new::<S>(base, n).put(index);
+            n += 1;
+        }
+        // Opaque, or the quotient would take a register for all the loop.
+        let head = quotient(work.head, quotient(opaque(p.q_heads), p.kv_heads));
         let mut tile = work.keys.end;
         while tile > work.keys.first {
             tile -= 1;
@@ -73,44 +81,38 @@ pub(super) fn load_keys_and_values<S: Tile>(
             }
             behind = Some([tile, head, work.batch]);
         }
-        index += grid_dim_x();
+        index = draw.next();
     }
+    Drawn::new::<S>(base, n).put(index);
     if let Some([tile, head, batch]) = behind {
         ring.load::<S>(v, tile, head, batch);
     }
 }
 
-/// One thread: Q tiles and descriptions of work tiles.
+/// One thread: Q tiles and descriptions of the work that the other has drawn.
 #[inline(always)]
 pub(super) fn load_queries<S: Tile>(
     base: u32,
     q: TensorMap,
     seqlens_k: Global<i32>,
+    counter: Global<u32>,
     p: &AttentionParams,
 ) {
+    let draw = Draw::new::<S>(counter, p);
     let mut ring = Ring::START;
     let mut n = 0;
-    let mut index = block_idx_x();
-    while index < Work::count::<S>(p) {
+    let mut index = Drawn::new::<S>(base, n).get();
+    while draw.is_work(index) {
         let work = Work::new::<S>(index, p, seqlens_k);
-        index += grid_dim_x();
-        if !work.keys.is_empty() {
-            let barrier = base + ring.barrier();
-            mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
-            Slot::new::<S>(base, n).write(&work);
-            let destination = base + ring.stage * S::Q_BYTES;
-            load_tile::<S>(
-                S::ROWS,
-                destination,
-                q,
-                work.row,
-                work.head,
-                work.batch,
-                barrier + S::Q_FULL,
-            );
-            n += 1;
-            ring = ring.next(S::Q_STAGES);
-        }
+        let barrier = base + ring.barrier();
+        mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
+        Slot::new::<S>(base, n).write(&work);
+        let destination = base + ring.stage * S::Q_BYTES;
+        let Work { batch, head, row, .. } = work;
+        load_tile::<S>(S::ROWS, destination, q, row, head, batch, barrier + S::Q_FULL);
+        n += 1;
+        ring = ring.next(S::Q_STAGES);
+        index = Drawn::new::<S>(base, n).get();
     }
     let barrier = base + ring.barrier();
     mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);

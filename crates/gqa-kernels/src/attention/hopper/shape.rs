@@ -6,6 +6,8 @@ pub(super) const CHUNK: u32 = 64;
 pub(super) const WARPGROUP: u32 = 128;
 /// Work tiles whose descriptions are kept: those with a Q stage, the one that is being stored, one to spare.
 pub(super) const WORK_SLOTS: u32 = 4;
+/// Work tiles drawn ahead: those with a tile in the ring, the next, and some to spare.
+pub(super) const DRAWN: u32 = MAX_STAGES;
 /// Bytes of a description.
 pub(super) const WORK_BYTES: u32 = 48;
 /// Shared memory of a multiprocessor that one block can have.
@@ -37,7 +39,9 @@ pub(super) trait Tile {
     const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_STAGES;
     const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_STAGES;
     const KV_EMPTY: u32 = Self::KV_FULL + 8 * Self::STAGES;
-    const WORK: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
+    const DRAWN_FULL: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
+    const DRAWN: u32 = Self::DRAWN_FULL + 8 * DRAWN;
+    const WORK: u32 = Self::DRAWN + 4 * DRAWN;
     /// A word for each consumer warp.
     const SUMS: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
     const BYTES: u32 = Self::SUMS + Self::WARPGROUPS * 16;

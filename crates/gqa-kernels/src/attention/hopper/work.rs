@@ -1,6 +1,6 @@
 //! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with the shortest.
 
-use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
+use super::shape::{DRAWN, Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -74,6 +74,64 @@ impl KeyTiles {
     #[inline(always)]
     pub(super) fn is_empty(&self) -> bool {
         self.first >= self.end
+    }
+}
+
+/// The work tiles of a block: the first by the block's number, each further one from a counter, when its keys are about to be
+/// loaded. Blocks that are done early draw more.
+pub(super) struct Draw {
+    /// Work tiles drawn by all blocks; 0 again after the last draw of the call.
+    counter: Global<u32>,
+    count: u32,
+}
+
+impl Draw {
+    #[inline(always)]
+    pub(super) fn new<S: Tile>(counter: Global<u32>, p: &AttentionParams) -> Self {
+        Self { counter, count: Work::count::<S>(p) }
+    }
+
+    /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
+    #[inline(always)]
+    pub(super) fn next(&self) -> u32 {
+        grid_dim_x() + self.counter.atomic_inc(0, self.count - 1)
+    }
+
+    #[inline(always)]
+    pub(super) fn is_work(&self, index: u32) -> bool {
+        index < self.count
+    }
+}
+
+/// Where the thread that draws leaves the number of the block's `n`-th work tile for the one that loads Q. It cannot lap the other: it
+/// waits for room in the ring of K and V.
+pub(super) struct Drawn {
+    full: u32,
+    parity: u32,
+    number: u32,
+}
+
+impl Drawn {
+    #[inline(always)]
+    pub(super) fn new<S: Tile>(base: u32, n: u32) -> Self {
+        let at = n % DRAWN;
+        Self {
+            full: base + S::DRAWN_FULL + 8 * at,
+            parity: n / DRAWN % 2,
+            number: base + S::DRAWN + 4 * at,
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn put(&self, index: u32) {
+        st_shared(self.number, index);
+        mbarrier_arrive(self.full);
+    }
+
+    #[inline(always)]
+    pub(super) fn get(&self) -> u32 {
+        mbarrier_wait(self.full, self.parity);
+        ld_shared(self.number)
     }
 }
 
