@@ -323,7 +323,8 @@ pub(super) fn launches(
     let mut params = params(p, query.strides, splits)?;
     params.section = hopper::section(&params, device.l2_bytes);
     let mut arguments = if candidate == Candidate::Hopper {
-        hopper_arguments(p, &params, query.arg, entry)
+        let counter = scratch.count(1);
+        hopper_arguments(p, &params, query.arg, counter, entry)
     } else {
         arguments(p, query.arg)
     };
@@ -412,6 +413,7 @@ fn hopper_arguments(
     p: &Problem,
     params: &AttentionParams,
     query: Arg,
+    counter: Arg,
     entry: &Entry,
 ) -> Vec<(&'static str, Arg)> {
     let AttentionParams { q_len, q_heads, kv_heads, capacity, .. } = *params;
@@ -428,6 +430,7 @@ fn hopper_arguments(
         ("head_sink", tensor(TensorId::HeadSink)),
         ("out", tensor(TensorId::Output)),
         ("lse", tensor(TensorId::Lse)),
+        ("counter", counter),
     ]
 }
 

@@ -3,9 +3,9 @@
 use super::output::Output;
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP};
-use super::softmax::{RowPair, Softmax};
+use super::softmax::{Raised, RowPair, Softmax, scale};
 use super::work::{KeyTiles, Slot};
-use crate::concept::softmax::LOG2_E;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -101,7 +101,6 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     #[inline(always)]
     fn attend(&mut self, at: &mut Place) {
         let o = [0.0; O];
-        let mut rows = RowPair::EMPTY;
         self.wait_tile(self.kv);
         self.take_turn();
         let mut s = self.issue_scores();
@@ -110,10 +109,12 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.release_tile();
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
-        let upper = self.softmax.raise(0, &s, &mut rows);
-        let lower = self.softmax.raise(1, &s, &mut rows);
-        self.softmax.weigh(0, &mut s, &mut rows, upper);
-        self.softmax.weigh(1, &mut s, &mut rows, lower);
+        let mut rows = RowPair::start(&s, self.softmax.factor);
+        let mut raised = Raised::NONE;
+        self.softmax.relate(0, &mut s, &mut rows, &mut raised);
+        Softmax::weigh(0, &mut s, &mut rows);
+        self.softmax.relate(1, &mut s, &mut rows, &mut raised);
+        Softmax::weigh(1, &mut s, &mut rows);
         let weights = pack::<T, C, W>(&s);
         let mut state = State { o, weights, rows };
         loop {
@@ -135,7 +136,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.issue_output(&mut o, &weights, self.kv);
         self.pass_turn();
         wgmma_wait::<0>();
-        self.finish(&mut o, &rows, at.slot);
+        self.finish(&mut o, rows.states(), at.slot);
     }
 
     /// The scores of the next key tile, the output of the last: all rows see all keys of both.
@@ -144,16 +145,16 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let values = self.kv.next(S::STAGES);
         let mut s = self.multiply(state, values);
         let State { o, weights, rows } = state;
-        let upper = self.softmax.raise(0, &s, rows);
-        let lower = self.softmax.raise(1, &s, rows);
-        self.softmax.weigh(0, &mut s, rows, upper);
-        self.part();
+        let mut raised = Raised::NONE;
+        self.softmax.relate(0, &mut s, rows, &mut raised);
+        Softmax::weigh(0, &mut s, rows);
+        self.softmax.relate(1, &mut s, rows, &mut raised);
         wgmma_wait::<0>();
-        // The second row's exponentials hide the rest.
-        self.softmax.weigh(1, &mut s, rows, lower);
-        scale(o, [upper.factor, lower.factor]);
-        *weights = pack::<T, C, W>(&s);
         self.release_tile();
+        // The second row's exponentials hide the packing.
+        Softmax::weigh(1, &mut s, rows);
+        *weights = pack::<T, C, W>(&s);
+        raised.apply(o);
     }
 
     /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
@@ -177,21 +178,23 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let mut s = self.multiply(state, values);
         let State { o, weights, rows } = state;
         self.release_queries(at);
-        let done = *rows;
-        if ends {
-            *rows = RowPair::EMPTY;
-        }
+        let done = rows.states();
         self.cap_and_mask(&mut s, at);
-        let upper = self.softmax.raise(0, &s, rows);
-        let lower = self.softmax.raise(1, &s, rows);
-        self.softmax.weigh(0, &mut s, rows, upper);
-        self.pin(rows.sum[0]);
-        wgmma_wait::<0>();
-        scale(o, if ends { [1.0; 2] } else { [upper.factor, lower.factor] });
-        self.softmax.weigh(1, &mut s, rows, lower);
-        self.release_tile();
         if ends {
-            self.finish(o, &done, from.slot);
+            *rows = RowPair::start(&s, self.softmax.factor);
+        }
+        let mut raised = Raised::NONE;
+        self.softmax.relate(0, &mut s, rows, &mut raised);
+        Softmax::weigh(0, &mut s, rows);
+        self.softmax.relate(1, &mut s, rows, &mut raised);
+        wgmma_wait::<0>();
+        self.release_tile();
+        if !ends {
+            raised.apply(o);
+        }
+        Softmax::weigh(1, &mut s, rows);
+        if ends {
+            self.finish(o, done, from.slot);
             *o = [0.0; O];
         }
         *weights = pack::<T, C, W>(&s);
@@ -312,25 +315,6 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         }
     }
 
-    /// The end of a basic block, over which the assembler moves nothing: it would wait for P · V before the exponentials otherwise.
-    /// The loop, which a capacity of 0 would enter, keeps it from making one block of both.
-    #[inline(always)]
-    fn part(&self) {
-        let mut rows = self.p.capacity;
-        while rows == 0 {
-            st_shared(self.base + S::SUMS + (warp() - 4) * 4, rows);
-            rows = self.p.q_len;
-        }
-    }
-
-    /// The same within a block: a store that depends on the first row's exponentials and that the wait may not overtake.
-    #[inline(always)]
-    fn pin(&self, sum: f32) {
-        if lane() == 0 {
-            st_shared(self.base + S::SUMS + (warp() - 4) * 4, sum);
-        }
-    }
-
     /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0.
     #[inline(always)]
     fn clear_values(&self, at: &Place, values: Ring) {
@@ -359,7 +343,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Normalises the output of a finished work tile and writes it.
     #[inline(always)]
-    fn finish(&self, o: &mut [f32; O], rows: &RowPair, slot: Slot) {
+    fn finish(&self, o: &mut [f32; O], rows: [SoftmaxState; 2], slot: Slot) {
         let output =
             Output { p: self.p, place: slot.place(), seqlen: slot.seqlen(), row: self.softmax.row };
         let factors = output.normalise(rows, self.pointers.head_sink, self.pointers.lse);
@@ -397,14 +381,4 @@ fn pack<T: MmaElement, const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W]
         i += 1;
     }
     weights
-}
-
-/// Multiplies each row by its factor.
-#[inline(always)]
-fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
-    let mut i = 0;
-    while i < O {
-        o[i] *= factors[i / 2 % 2];
-        i += 1;
-    }
 }

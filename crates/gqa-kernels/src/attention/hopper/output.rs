@@ -1,7 +1,6 @@
 //! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores.
 
 use super::producer::lse_index;
-use super::softmax::RowPair;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -22,7 +21,7 @@ impl Output<'_> {
     #[inline(always)]
     pub(super) fn normalise<T: MmaElement>(
         &self,
-        rows: &RowPair,
+        rows: [SoftmaxState; 2],
         head_sink: Global<T>,
         lse: Global<f32>,
     ) -> [f32; 2] {
@@ -30,7 +29,7 @@ impl Output<'_> {
         let mut factors = [0.0; 2];
         let mut half = 0;
         while half < 2 {
-            let mut state = SoftmaxState { max: rows.max[half], sum: rows.sum[half] };
+            let mut state = rows[half];
             state.sum += shfl_xor_f32(state.sum, 1);
             state.sum += shfl_xor_f32(state.sum, 2);
             factors[half] = 1.0;

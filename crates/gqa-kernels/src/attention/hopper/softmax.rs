@@ -1,21 +1,89 @@
 //! From scores to weights, two rows of a tile per thread.
 
 use crate::concept::seqlen::Seqlen;
-use crate::concept::softmax::LOG2_E;
+use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::params::AttentionParams;
 use crate::simt::*;
 
 /// What a consumer thread keeps of its two rows, `row` and `row + 8`.
 #[derive(Clone, Copy)]
 pub(super) struct RowPair {
-    /// Running maxima times `factor`.
-    pub(super) max: [f32; 2],
+    /// What exponents count from: the running maximum times `factor`, or at most [`SLACK`] less; 0 before the first score.
+    reference: [f32; 2],
+    /// Exponents above it raise the reference: bits of a float, compared as integers, of which all but the greatest negative one are
+    /// bits of floats.
+    limit: [i32; 2],
     /// This thread's share of the running sums.
-    pub(super) sum: [f32; 2],
+    sum: [f32; 2],
 }
 
+/// How far exponents may exceed the reference: weights up to 2^8 cost no precision, and few tiles raise a maximum by more than that.
+const SLACK: f32 = 8.0;
+/// The limit that every exponent exceeds.
+const UNSET: i32 = i32::MIN;
+
 impl RowPair {
-    pub(super) const EMPTY: Self = Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2] };
+    pub(super) const EMPTY: Self = Self { reference: [0.0; 2], limit: [UNSET; 2], sum: [0.0; 2] };
+
+    /// Counted from the greatest of their first scores.
+    #[inline(always)]
+    pub(super) fn start<const C: usize>(s: &[f32; C], factor: f32) -> Self {
+        let mut rows = Self::EMPTY;
+        let mut half = 0;
+        while half < 2 {
+            let top = greatest(half, s);
+            if top > f32::NEG_INFINITY {
+                rows.reference[half] = top * factor;
+                rows.limit[half] = bits(SLACK);
+            }
+            half += 1;
+        }
+        rows
+    }
+
+    /// As states, of whose sums each thread has its share.
+    #[inline(always)]
+    pub(super) fn states(&self) -> [SoftmaxState; 2] {
+        let mut states = [SoftmaxState::EMPTY; 2];
+        let mut half = 0;
+        while half < 2 {
+            if self.limit[half] != UNSET {
+                states[half] = SoftmaxState { max: self.reference[half], sum: self.sum[half] };
+            }
+            half += 1;
+        }
+        states
+    }
+}
+
+/// What raised references leave to be done: the output so far counts from the old ones.
+#[derive(Clone, Copy)]
+pub(super) struct Raised {
+    /// Whether any row of the warp was raised.
+    any: bool,
+    factors: [f32; 2],
+}
+
+impl Raised {
+    pub(super) const NONE: Self = Self { any: false, factors: [1.0; 2] };
+
+    /// Rescales the output.
+    #[inline(always)]
+    pub(super) fn apply<const O: usize>(&self, o: &mut [f32; O]) {
+        if self.any {
+            scale(o, self.factors);
+        }
+    }
+}
+
+/// Multiplies each row by its factor.
+#[inline(always)]
+pub(super) fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
+    let mut i = 0;
+    while i < O {
+        o[i] *= factors[i / 2 % 2];
+        i += 1;
+    }
 }
 
 /// What a thread needs to weigh scores.
@@ -37,23 +105,20 @@ impl Softmax<'_> {
         row: u32,
         key: u32,
     ) {
-        let mut first = [0; 2];
-        let mut end = [0; 2];
+        let mut visible = [0; 2];
         let mut half = 0;
         while half < 2 {
             let position = seqlen.past + row + self.row + 8 * half as u32;
-            end[half] =
+            let end =
                 if self.p.causal != 0 { (position + 1).min(seqlen.total) } else { seqlen.total };
-            first[half] =
+            let first =
                 if self.p.window > 0 { (position + 1).saturating_sub(self.p.window) } else { 0 };
+            visible[half] = keys_below(end, key) & !keys_below(first, key);
             half += 1;
         }
-        let key = key + lane() % 4 * 2;
         let mut i = 0;
         while i < C {
-            let key = key + (i / 4 * 8 + i % 2) as u32;
-            let half = i / 2 % 2;
-            if key >= end[half] || key < first[half] {
+            if visible[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 == 0 {
                 s[i] = f32::NEG_INFINITY;
             }
             i += 1;
@@ -72,63 +137,104 @@ impl Softmax<'_> {
         }
     }
 
-    /// Online softmax, first step: raises the maximum of one of the two rows to its scores'.
+    /// Online softmax, first step: the scores of one of the two rows become exponents of 2 relative to its reference, which is
+    /// raised where they exceed it by too much. Only exponents that do are positive, and positive floats are ordered like their
+    /// bits, of which one instruction finds the greatest of three.
     #[inline(always)]
-    pub(super) fn raise<const C: usize>(
-        &self,
-        half: usize,
-        s: &[f32; C],
-        rows: &mut RowPair,
-    ) -> Raised {
-        // Independent chains, because one after the other comparisons only wait for each other.
-        let mut tops = [s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]];
-        let mut i = 2;
-        while i < C / 4 {
-            let (chain, at) = (i % 2 * 2, 4 * i + 2 * half);
-            tops[chain] = max(tops[chain], s[at]);
-            tops[chain + 1] = max(tops[chain + 1], s[at + 1]);
-            i += 1;
-        }
-        let mut top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
-        top = max(top, shfl_xor_f32(top, 1));
-        top = max(top, shfl_xor_f32(top, 2));
-        let old = rows.max[half];
-        let new = max(old, top * self.factor);
-        rows.max[half] = new;
-        let maximum = if new == f32::NEG_INFINITY { 0.0 } else { new };
-        Raised { maximum, factor: exp2(old - maximum) }
-    }
-
-    /// Second step: the scores of one of the two rows become weights.
-    #[inline(always)]
-    pub(super) fn weigh<const C: usize>(
+    pub(super) fn relate<const C: usize>(
         &self,
         half: usize,
         s: &mut [f32; C],
         rows: &mut RowPair,
-        raised: Raised,
+        raised: &mut Raised,
     ) {
-        let mut sums = [0.0; 2];
+        // Independent chains, because one after the other comparisons only wait for each other.
+        let mut tops = [UNSET; 2];
+        let mut i = 0;
+        while i < C / 4 {
+            let at = 4 * i + 2 * half;
+            s[at] = fma(s[at], self.factor, -rows.reference[half]);
+            s[at + 1] = fma(s[at + 1], self.factor, -rows.reference[half]);
+            tops[i % 2] = tops[i % 2].max(bits(s[at])).max(bits(s[at + 1]));
+            i += 1;
+        }
+        // A vote, so that the assembler sees that a warp's lanes agree.
+        if any_sync(tops[0].max(tops[1]) > rows.limit[half]) {
+            raised.any = true;
+            raised.factors[half] = Self::raise(half, s, rows);
+        }
+    }
+
+    /// Raises the reference of a row to its greatest exponent, which becomes 0, where that exceeds the limit. Returns the factor
+    /// for what was accumulated.
+    #[inline(always)]
+    fn raise<const C: usize>(half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
+        let mut top = greatest(half, s);
+        let empty = rows.limit[half] == UNSET;
+        if top <= if empty { f32::NEG_INFINITY } else { SLACK } {
+            top = 0.0;
+        } else {
+            rows.limit[half] = bits(SLACK);
+        }
+        rows.reference[half] += top;
+        let mut i = 0;
+        while i < C / 4 {
+            s[4 * i + 2 * half] -= top;
+            s[4 * i + 2 * half + 1] -= top;
+            i += 1;
+        }
+        let factor = exp2(-max(top, 0.0));
+        rows.sum[half] *= factor;
+        factor
+    }
+
+    /// Second step: the exponents of one of the two rows become weights.
+    #[inline(always)]
+    pub(super) fn weigh<const C: usize>(half: usize, s: &mut [f32; C], rows: &mut RowPair) {
+        // Independent chains here too.
+        let mut sums = [0.0; 4];
         let mut i = 0;
         while i < C / 4 {
             let mut j = 0;
             while j < 2 {
                 let at = 4 * i + 2 * half + j;
-                s[at] = exp2(fma(s[at], self.factor, -raised.maximum));
-                sums[j] = if i == 0 { s[at] } else { sums[j] + s[at] };
+                s[at] = exp2(s[at]);
+                let chain = i % 2 * 2 + j;
+                sums[chain] = if i < 2 { s[at] } else { sums[chain] + s[at] };
                 j += 1;
             }
             i += 1;
         }
-        rows.sum[half] = fma(rows.sum[half], raised.factor, sums[0] + sums[1]);
+        rows.sum[half] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 }
 
-/// What raising a row's maximum gives.
-#[derive(Clone, Copy)]
-pub(super) struct Raised {
-    /// The new maximum; 0 where nothing was seen.
-    maximum: f32,
-    /// Factor for what was accumulated.
-    pub(super) factor: f32,
+/// One bit for each of this thread's keys of a row, in their order, if it is below `end`; the tile's keys start at `key`.
+#[inline(always)]
+fn keys_below(end: u32, key: u32) -> u32 {
+    let ahead = end.saturating_sub(key + lane() % 4 * 2);
+    let count = ahead / 8 * 2 + (ahead % 8).min(2);
+    if count < 32 { (1 << count) - 1 } else { u32::MAX }
+}
+
+/// The greatest value of one of the two rows.
+#[inline(always)]
+fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
+    // Independent chains, because one after the other comparisons only wait for each other.
+    let mut tops = [s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]];
+    let mut i = 2;
+    while i < C / 4 {
+        let (chain, at) = (i % 2 * 2, 4 * i + 2 * half);
+        tops[chain] = max(tops[chain], s[at]);
+        tops[chain + 1] = max(tops[chain + 1], s[at + 1]);
+        i += 1;
+    }
+    let mut top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+    top = max(top, shfl_xor_f32(top, 1));
+    max(top, shfl_xor_f32(top, 2))
+}
+
+#[inline(always)]
+fn bits(value: f32) -> i32 {
+    value.to_bits() as i32
 }
