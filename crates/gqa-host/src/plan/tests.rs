@@ -606,6 +606,7 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
         "output_qk" => all * p.qk_columns as usize * element,
         "partial_out" => all * (p.splits * p.head_size) as usize * 4,
         "partial_lse" => all * p.splits as usize * 4,
+        "counter" => 4,
         "seqlens_k" => p.batch as usize * 4,
         other => panic!("{other}"),
     }
