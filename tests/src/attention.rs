@@ -134,6 +134,29 @@ impl AttentionCase {
         }
     }
 
+    /// The nearest call with so many rows that flash attention with a mask may take; the mask may end tiles before the keys.
+    pub fn for_masked_flash(self, rows: usize) -> Self {
+        let mask = AttentionMask {
+            boolean: false,
+            rank: 4,
+            repeats: [false; 3],
+            short: 0,
+            hides: Hides::Some,
+        };
+        let mask = self.mask.unwrap_or(mask);
+        let cache = match self.cache {
+            Cache::Past(rows) => Cache::Past(rows),
+            Cache::None | Cache::Nonpad(_) => Cache::None,
+        };
+        Self {
+            q_len: rows,
+            new_len: rows,
+            cache,
+            mask: Some(AttentionMask { short: 45 * mask.short, ..mask }),
+            ..self.for_flash()
+        }
+    }
+
     fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
         match self.four_d {
             true => vec![self.batch, heads, rows, size],

@@ -292,3 +292,12 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
             })
         })
 }
+
+/// The same with a bias.
+pub fn biased_prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
+    let bias = (any::<bool>(), any::<bool>(), 0..4usize);
+    (prompts(max_head_size, max_rows), bias).prop_map(|(case, (batch, head, masked_rows))| Case {
+        bias: Some(Bias { batch, head, masked_rows }),
+        ..case
+    })
+}

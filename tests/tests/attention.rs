@@ -4,7 +4,7 @@
 use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::Switches;
+use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{AttentionCase, any_dtype, attention_case, half_dtype, parity};
 use proptest::prelude::*;
 
@@ -42,6 +42,26 @@ fn sim_hopper() {
         AttentionCase { q_len: rows, new_len: rows, ..case.for_flash() }
     });
     parity("sim, hopper", 40, prompts, &Sim::default());
+}
+
+/// And with a mask or a bias.
+#[test]
+fn sim_hopper_masked() {
+    let prompts = attention_case(half_dtype(), 256, 40).prop_map(|case| {
+        let rows = 5 * case.q_len + 63;
+        AttentionCase { batch: 1, kv_heads: 1, group: 1 + case.group % 2, ..case }
+            .for_masked_flash(rows)
+    });
+    parity("sim, hopper, masked", 80, prompts, &Sim::default());
+}
+
+/// With a mask or a bias on GPUs before Hopper.
+#[test]
+fn sim_tiled_masked() {
+    let masked = (attention_case(half_dtype(), 256, 40), 1..=90usize)
+        .prop_map(|(case, rows)| case.for_masked_flash(rows));
+    let ampere = DeviceInfo::known("a100").expect("a known device");
+    parity("sim, tiled, masked", 150, masked, &Sim::default().with_device(ampere));
 }
 
 #[test]

@@ -5,8 +5,8 @@ mod replay;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
-    AttentionCase, Case, Parity, any_dtype, attention_case, case, half_dtype, heads_up_to, parity,
-    prompts, sequences, steps,
+    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
+    heads_up_to, parity, prompts, sequences, steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -123,6 +123,15 @@ fn attention_as_planned() {
 fn attention_flash() {
     let flash = attention_case(half_dtype(), 256, 300).prop_map(AttentionCase::for_flash);
     run("cuda, Attention, flash", 1000, flash, Switches::default());
+}
+
+/// And with a mask or a bias.
+#[test]
+fn attention_masked_flash() {
+    let masked = (attention_case(half_dtype(), 256, 100), 1..=400usize)
+        .prop_map(|(case, rows)| case.for_masked_flash(rows));
+    run("cuda, Attention, masked flash", 1000, masked, Switches::default());
+    run("cuda, bias", 500, biased_prompts(256, 400), Switches::default());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The Hopper family on the simulated machine, against the f64 reference: prompts and chunks long enough for it.
 
 use gqa_host::backend::sim::Sim;
-use gqa_tests::{parity, prompts};
+use gqa_tests::{biased_prompts, parity, prompts};
 
 #[test]
 fn hopper_is_reference() {
@@ -11,4 +11,9 @@ fn hopper_is_reference() {
 #[test]
 fn hopper_is_reference_for_large_heads() {
     parity("sim, hopper, large heads", 40, prompts(256, 150), &Sim::default());
+}
+
+#[test]
+fn hopper_with_a_bias_is_reference() {
+    parity("sim, hopper, bias", 80, biased_prompts(256, 150), &Sim::default());
 }

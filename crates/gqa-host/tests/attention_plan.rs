@@ -109,15 +109,12 @@ fn refusals_of_flash_attention_say_why() {
     let right = Attention::new().right_window_size(3);
     let left = Attention::new().left_window_size(3);
     let scores = |mode| Attention::new().qk_matmul_output(true).qk_matmul_output_mode(mode);
-    let general = Family::General;
+    let (general, masked) = (Family::General, Family::HopperMasked);
     for (shape, op, want, reason) in [
-        (
-            Shape { mask: Some((DType::Bool, 512)), ..square(512) },
-            &plain,
-            general,
-            "attention_bias",
-        ),
-        (Shape { mask: Some((DType::F16, 512)), ..square(512) }, &plain, general, "attention_bias"),
+        (Shape { mask: Some((DType::Bool, 512)), ..square(512) }, &plain, masked, "attention_bias"),
+        (Shape { mask: Some((DType::F16, 512)), ..square(512) }, &causal, masked, "attention_bias"),
+        (Shape { mask: Some((DType::F16, 301)), ..square(512) }, &plain, masked, "attention_bias"),
+        (Shape { mask: Some((DType::F16, 16)), ..square(16) }, &plain, masked, "attention_bias"),
         (Shape { v_head_size: 72, ..square(512) }, &plain, general, "size 72"),
         (
             Shape { head_size: 20, v_head_size: 20, ..square(512) },
@@ -184,8 +181,9 @@ fn the_explanation_names_the_operator() {
         "external cache of 600 rows",
         "mask of 1x1x512x600",
         "row 0 at position 0",
-        "general   chosen: gqa_general_f16",
-        "unfused   refused: not needed",
+        "hopper_masked refused: does not take row 0 at position 0",
+        "general       chosen: gqa_general_f16",
+        "unfused       refused: not needed",
     ] {
         assert!(text.contains(want), "no {want:?} in\n{text}");
     }

@@ -68,6 +68,8 @@ pub mod vectors {
     pub const KEYS: u32 = 1;
     /// Those of value.
     pub const VALUES: u32 = 2;
+    /// Those of the bias or mask.
+    pub const MASK: u32 = 4;
 }
 
 /// Scalars of every attention kernel (`general`, `tiled`, `hopper`, `split_kv`, `combine`).
@@ -118,11 +120,12 @@ pub struct AttentionParams {
     pub section: u32,
 }
 
-/// Scalars of `general` and the unfused kernels.
+/// Scalars of `general`, `hopper_masked` and the unfused kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct MaskedParams {
-    /// As for other kernels; but `causal` and `window` are `left` and `right` here, and head_size is that of query and key.
+    /// As for other kernels; but `causal` and `window` are `left` and `right` here (not in `hopper_masked`), and head_size is that of
+    /// query and key.
     pub attention: AttentionParams,
     /// Elements of one head of value and output.
     pub v_head_size: u32,

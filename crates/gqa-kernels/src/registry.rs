@@ -143,7 +143,9 @@ static TABLES: &[&[Entry]] = &[
     UNFUSED_SOFTMAX,
     UNFUSED_VALUES,
     TILED,
+    TILED_MASKED,
     HOPPER,
+    HOPPER_MASKED,
     SPLIT_KV,
     COMBINE,
     DECODE,
@@ -287,6 +289,14 @@ kernels_by_head_size!(TILED, Tiled, "family-tiled",
     gqa_tiled_f16_d256, gqa_tiled_bf16_d256 => tiled::D256, 2;
 });
 
+kernels_by_head_size!(TILED_MASKED, TiledMasked, "family-tiled-masked",
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32; p: MaskedParams), communicates: false, {
+    gqa_tiled_masked_f16_d128, gqa_tiled_masked_bf16_d128 => tiled::MaskedD128, 2;
+}, unless quick {
+    gqa_tiled_masked_f16_d64, gqa_tiled_masked_bf16_d64 => tiled::MaskedD64, 2;
+    gqa_tiled_masked_f16_d256, gqa_tiled_masked_bf16_d256 => tiled::MaskedD256, 1;
+});
+
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128, 1;
@@ -294,6 +304,14 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
     gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192, 1;
     gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256, 1;
+});
+
+kernels_by_head_size!(HOPPER_MASKED, HopperMasked, "family-hopper-masked",
+    ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, counter: u32; p: MaskedParams), communicates: true, {
+    gqa_hopper_masked_f16_d128, gqa_hopper_masked_bf16_d128 => hopper::MaskedD128, 1;
+}, unless quick {
+    gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;
+    gqa_hopper_masked_f16_d256, gqa_hopper_masked_bf16_d256 => hopper::MaskedD256, 1;
 });
 
 kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",

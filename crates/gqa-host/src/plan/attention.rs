@@ -6,7 +6,7 @@ use super::decode::{self, Clusters};
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
-use crate::{Alignment, Error, Phase, Problem, QkOutput, Result, Sink};
+use crate::{Alignment, Bias, Error, Phase, Problem, QkOutput, Result, Sink};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled, unfused};
 use gqa_kernels::params::{
@@ -86,6 +86,7 @@ fn consider(
     match candidate {
         Candidate::Unfused => {}
         Candidate::General => takes_scores(p)?,
+        Candidate::HopperMasked | Candidate::TiledMasked => suits_masked_flash(p)?,
         Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {
             suits_flash(p)?
         }
@@ -98,11 +99,15 @@ fn consider(
     let entry = kernel(candidate, p, device, forced)?;
     let splits = match candidate {
         Candidate::SplitKv => splits(p, entry, device, switches)?,
-        Candidate::Hopper => {
+        Candidate::Hopper | Candidate::HopperMasked => {
             suits_hopper(p, entry, device, switches)?;
             1
         }
-        Candidate::Decode | Candidate::Tiled | Candidate::General | Candidate::Unfused => 1,
+        Candidate::Decode
+        | Candidate::Tiled
+        | Candidate::TiledMasked
+        | Candidate::General
+        | Candidate::Unfused => 1,
     };
     Ok(Choice { candidate, entry, parts: Parts::Splits(splits) })
 }
@@ -113,7 +118,9 @@ impl Candidate {
             Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
+            Self::HopperMasked => Family::HopperMasked,
             Self::Tiled => Family::Tiled,
+            Self::TiledMasked => Family::TiledMasked,
             Self::General => Family::General,
             Self::Unfused => Family::Unfused,
         }
@@ -127,7 +134,7 @@ impl Candidate {
                 switches.disable_memory_efficient_attention,
                 "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
             ),
-            Self::Hopper | Self::Tiled => {
+            Self::Hopper | Self::HopperMasked | Self::Tiled | Self::TiledMasked => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
             }
             Self::Decode | Self::SplitKv => {
@@ -161,11 +168,26 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// Flash attention knows neither a bias nor score outputs, and only GroupQueryAttention's positions, windows and head sizes.
+/// What has no place for a bias, or is for nothing else.
 fn suits_flash(p: &Problem) -> Result<(), Rejection> {
-    if p.bias.is_some() {
-        return Err(Rejection::Argument { name: "attention_bias" });
+    match p.bias {
+        None => suits_any_flash(p),
+        Some(_) => Err(Rejection::Argument { name: "attention_bias" }),
     }
+}
+
+fn suits_masked_flash(p: &Problem) -> Result<(), Rejection> {
+    /// Columns of a mask whose tiles are counted in 32 bits.
+    const COLUMNS: usize = 1 << 24;
+    match p.bias {
+        Some(bias) if bias.columns > COLUMNS => Err(Rejection::TooLarge),
+        Some(_) => suits_any_flash(p),
+        None => Err(Rejection::NoMask),
+    }
+}
+
+/// Flash attention knows no score outputs, and only GroupQueryAttention's positions, windows and head sizes.
+fn suits_any_flash(p: &Problem) -> Result<(), Rejection> {
     if p.output_qk != QkOutput::None {
         return Err(Rejection::Argument { name: "output_qk" });
     }
@@ -318,6 +340,14 @@ pub(super) fn launches(
     match candidate {
         Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
         Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
+        Candidate::HopperMasked => {
+            return hopper_masked_launch(p, device, entry, query, scratch.count(1)).map(|launch| vec![launch]);
+        }
+        Candidate::TiledMasked => {
+            let params = masked_params(p, query.strides)?;
+            let grid = tiled::grid(&params.attention, entry.rows);
+            return Ok(vec![launch(entry, grid, &arguments(p, query.arg), &params)?]);
+        }
         Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {}
     }
     let mut params = params(p, query.strides, splits)?;
@@ -356,6 +386,22 @@ fn general_launch(p: &Problem, entry: &'static Entry, query: Operand) -> Result<
     launch(entry, general::grid(&params.attention), &arguments(p, query.arg), &params)
 }
 
+fn hopper_masked_launch(
+    p: &Problem,
+    device: &DeviceInfo,
+    entry: &'static Entry,
+    query: Operand,
+    counter: Arg,
+) -> Result<Launch> {
+    let mut params = masked_params(p, query.strides)?;
+    params.attention.section = hopper::section(&params.attention, device.l2_bytes);
+    let grid = hopper::grid(&params.attention, entry.rows, device.multiprocessors);
+    let mut arguments = hopper_arguments(p, &params.attention, query.arg, counter, entry);
+    arguments.extend(bias_or_mask(p));
+    arguments.push(("tiles", mask_map(p, &params, entry).unwrap_or(arguments[0].1)));
+    launch(entry, grid, &arguments, &params)
+}
+
 /// Scores, softmax, and the weighted values.
 fn unfused_launches(
     p: &Problem,
@@ -389,18 +435,26 @@ fn keys_and_values(p: &Problem) -> [Arg; 2] {
     [tensor(p, key, 0), tensor(p, value, 0)]
 }
 
+/// attention_bias as numbers or as booleans.
+fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
+    let bias = tensor(p, TensorId::AttentionBias, 0);
+    match p.bias {
+        Some(Bias { boolean: true, .. }) => [("bias", Arg::Null), ("mask", bias)],
+        _ => [("bias", bias), ("mask", Arg::Null)],
+    }
+}
+
 /// Everything an attention kernel may ask for.
 pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
     let [k, v] = keys_and_values(p);
-    let bias = tensor(p, TensorId::AttentionBias, 0);
-    let boolean = p.bias.is_some_and(|bias| bias.boolean);
+    let [bias, mask] = bias_or_mask(p);
     vec![
         ("q", query),
         ("k", k),
         ("v", v),
         ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
-        ("bias", if boolean { Arg::Null } else { bias }),
-        ("mask", if boolean { bias } else { Arg::Null }),
+        bias,
+        mask,
         ("head_sink", tensor(p, TensorId::HeadSink, 0)),
         ("out", tensor(p, TensorId::Output, 0)),
         ("lse", tensor(p, TensorId::Lse, 0)),
@@ -432,6 +486,22 @@ fn hopper_arguments(
         ("lse", tensor(TensorId::Lse)),
         ("counter", counter),
     ]
+}
+
+/// The map of a bias or mask in words of 16 bits, if its rows are vectors. What is the same for all has one entry, whatever its stride.
+fn mask_map(p: &Problem, params: &MaskedParams, entry: &Entry) -> Option<Arg> {
+    let (bias, shape) = p.bias.zip(p.bias_shape())?;
+    if params.vectors & vectors::MASK == 0 {
+        return None;
+    }
+    let columns = if bias.boolean { shape[3] / 2 } else { shape[3] };
+    let [batch, heads, rows, columns] =
+        [shape[0], shape[1], shape[2], columns].map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+    let row = u64::from(columns);
+    let head = row * u64::from(rows);
+    let strides = Strides { row, head, batch: head * u64::from(heads) };
+    let arg = tensor(p, TensorId::AttentionBias, 0);
+    Some(tensor_map(p, arg, strides, [columns, rows, heads, batch], entry.rows))
 }
 
 /// The map of a (batch, head, row) tensor.
@@ -495,6 +565,10 @@ fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
         Alignment::Past(past) => (alignment::POSITION, past),
         Alignment::End => (alignment::END, 0),
     };
+    let whole_bias = |bias: Bias| {
+        let size = if bias.boolean { 1 } else { p.dtype.size() };
+        bias.columns * size % 16 == 0
+    };
     let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
     Ok(MaskedParams {
         attention: params(p, q, 1)?,
@@ -504,7 +578,9 @@ fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
         left: bound(p.window.map(|window| window.saturating_sub(1))),
         right: if p.causal { 0 } else { bound(p.right_window) },
         columns: bound(p.bias.map(|bias| bias.columns)),
-        vectors: whole(p.head_size, vectors::KEYS) | whole(p.v_head_size, vectors::VALUES),
+        vectors: whole(p.head_size, vectors::KEYS)
+            | whole(p.v_head_size, vectors::VALUES)
+            | if p.bias.is_some_and(whole_bias) { vectors::MASK } else { 0 },
         reserved: 0,
     })
 }

@@ -14,8 +14,12 @@ pub enum Candidate {
     SplitKv,
     /// Flash attention with warpgroups and the copy engine: prompts and long chunks on Hopper.
     Hopper,
+    /// The same with a bias or a mask.
+    HopperMasked,
     /// Flash attention on tensor cores.
     Tiled,
+    /// The same with a bias or a mask.
+    TiledMasked,
     /// Memory-efficient attention: every mask, bias, window and head size.
     General,
     /// All scores in memory: what is left.
@@ -24,8 +28,16 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 6] =
-        [Self::Decode, Self::SplitKv, Self::Hopper, Self::Tiled, Self::General, Self::Unfused];
+    pub const ALL: [Self; 8] = [
+        Self::Decode,
+        Self::SplitKv,
+        Self::Hopper,
+        Self::HopperMasked,
+        Self::Tiled,
+        Self::TiledMasked,
+        Self::General,
+        Self::Unfused,
+    ];
 
     /// Name of the kernel family.
     pub const fn name(self) -> &'static str {
@@ -33,7 +45,9 @@ impl Candidate {
             Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
+            Self::HopperMasked => "hopper_masked",
             Self::Tiled => "tiled",
+            Self::TiledMasked => "tiled_masked",
             Self::General => "general",
             Self::Unfused => "unfused",
         }
@@ -63,6 +77,8 @@ pub enum Rejection {
         /// Its ONNX name.
         name: &'static str,
     },
+    /// The kernel is for calls with a bias or a mask.
+    NoMask,
     /// The kernel's rows end with the sequence or begin with it.
     Alignment {
         /// The call's.
@@ -172,6 +188,7 @@ impl fmt::Display for Rejection {
             Self::NotForced { forced } => write!(f, "GQA_FORCE={forced}"),
             Self::ElementType { got } => write!(f, "does not take {got}"),
             Self::Argument { name } => write!(f, "does not take {name}"),
+            Self::NoMask => write!(f, "there is no attention_bias"),
             Self::Alignment { got } => write!(f, "does not take {got}"),
             Self::Window => write!(f, "does not take a window to the right, or to the left alone"),
             Self::Values { dtype, size } => {

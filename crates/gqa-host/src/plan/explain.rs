@@ -110,7 +110,7 @@ impl fmt::Display for Explanation {
             writeln!(f, "\nattention")?;
         }
         for (candidate, outcome) in &self.decisions {
-            writeln!(f, "  {candidate:<9} {outcome}")?;
+            writeln!(f, "  {candidate:<13} {outcome}")?;
         }
         writeln!(f, "\nlaunches")?;
         for (number, launch) in self.launches.iter().enumerate() {

@@ -87,6 +87,7 @@ fn rejection(problem: &Problem, name: &str, switches: &Switches, candidate: Cand
 #[test]
 fn flash_attention_wherever_it_can() {
     let off = Switches::default();
+    let with_bias = |p: &mut Problem| p.bias = bias(true, true, p.total_len);
     for (what, problem, device, want) in [
         ("prompt", llama(4096, 0), "h200", Family::Hopper),
         ("prompt", llama(4096, 0), "a100", Family::Tiled),
@@ -125,7 +126,23 @@ fn flash_attention_wherever_it_can() {
         ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Hopper),
         ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Hopper),
         ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::General),
-        ("bias", with(llama(64, 0), |p| p.bias = bias(true, true, 64)), "h200", Family::General),
+        ("bias", with(llama(64, 0), with_bias), "h200", Family::HopperMasked),
+        ("bias, few rows", with(llama(16, 0), with_bias), "h200", Family::HopperMasked),
+        (
+            "bias, few rows of many sequences",
+            with(with(llama(16, 0), with_bias), |p| p.batch = 32),
+            "h200",
+            Family::TiledMasked,
+        ),
+        ("bias", with(llama(64, 0), with_bias), "a100", Family::TiledMasked),
+        ("bias", with(llama(1, 64), with_bias), "h200", Family::HopperMasked),
+        ("bias", with(llama(64, 0), with_bias), "v100", Family::General),
+        (
+            "bias, head size 264",
+            with(with(llama(64, 0), with_bias), |p| p.head_size = 264),
+            "h200",
+            Family::General,
+        ),
         (
             "scores",
             with(llama(64, 0), |p| p.output_qk = QkOutput::AfterSoftmax),
@@ -171,6 +188,29 @@ fn refusals_name_their_reason() {
             &off,
             Candidate::Tiled,
             "does not take attention_bias",
+        ),
+        (llama(64, 0), "h200", &off, Candidate::HopperMasked, "not needed"),
+        (llama(64, 0), "a100", &off, Candidate::HopperMasked, "there is no attention_bias"),
+        (
+            with(llama(64, 0), with_bias),
+            "a100",
+            &off,
+            Candidate::HopperMasked,
+            "needs compute capability 9.0",
+        ),
+        (
+            with(with(llama(16, 0), with_bias), |p| p.batch = 32),
+            "h200",
+            &off,
+            Candidate::HopperMasked,
+            "16 query rows are under 64",
+        ),
+        (
+            with(llama(64, 0), with_bias),
+            "h200",
+            &no_flash,
+            Candidate::HopperMasked,
+            "switched off by GQA_DISABLE_FLASH_ATTENTION",
         ),
         (with(llama(1, 64), scores), "h200", &off, Candidate::SplitKv, "does not take output_qk"),
         (
@@ -517,7 +557,7 @@ fn check(plan: &Plan, launch: &Launch) {
         };
         let needs = match launch.entry.family {
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
-            Family::General | Family::Unfused => {
+            Family::General | Family::HopperMasked | Family::TiledMasked | Family::Unfused => {
                 let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
                 masked_reach(name, p, element)
             }

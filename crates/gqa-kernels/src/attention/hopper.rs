@@ -17,12 +17,16 @@
 //! **Shared memory**: Q tiles, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
 //! then the barriers, then descriptions of work tiles. Columns behind `head_size` and rows behind the tensor arrive as zeros.
 //!
+//! **With a mask** or bias its tiles have a ring of their own, filled by two more warps ([`mask`]) through the tensor map `tiles` or, where
+//! its rows are no vectors, through pointers; every tile is masked then.
+//!
 //! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q stage, each stage of
 //! the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
 //! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights rounded to the element type.
 
 mod consumer;
+mod mask;
 mod output;
 mod producer;
 mod ring;
@@ -30,16 +34,24 @@ mod shape;
 mod softmax;
 mod work;
 
-pub use shape::{D64, D128, D192, D256, Hopper};
+pub use shape::{D64, D128, D192, D256, Hopper, MaskedD64, MaskedD128, MaskedD256};
 
 use crate::num::MmaElement;
-use crate::params::AttentionParams;
+use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
+use mask::Mask;
 use shape::{DRAWN, Tile, WARPGROUP};
 
-impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, G, C, W, O>
+impl<
+    const D: u32,
+    const N: u32,
+    const G: u32,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+    const M: u32,
+> Hopper<D, N, G, C, W, O, M>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
@@ -54,6 +66,63 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     /// Dynamic shared memory of a block.
     pub const SHARED_BYTES: u32 = <Self as Tile>::BYTES;
 
+    /// The kernel, with a mask or without.
+    #[inline(always)]
+    fn attend<T: MmaElement>(
+        [q, k, v]: [TensorMap; 3],
+        seqlens_k: Global<i32>,
+        pointers: Pointers<T>,
+        counter: Global<u32>,
+        p: &AttentionParams,
+    ) {
+        const { assert!(C == N as usize / 2 && W == N as usize / 4 && O == D as usize / 2) };
+        let base = shared_base();
+        if thread_idx() == 0 {
+            for map in [q, k, v] {
+                prefetch_tensor_map(map);
+            }
+            init_barriers::<Self>(base);
+        }
+        sync_threads();
+        if thread_idx() < WARPGROUP {
+            // Those who copy a mask need more.
+            if M > 0 {
+                registers_lower::<56>()
+            } else if G == 2 {
+                registers_lower::<40>()
+            } else {
+                registers_lower::<32>()
+            }
+            let columns = pointers.mask.map_or(u32::MAX, |mask| mask.columns);
+            if thread_idx() == 0 {
+                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, columns, p);
+            } else if thread_idx() == 32 {
+                producer::load_queries::<Self>(base, q, seqlens_k, counter, columns, p);
+            } else if warp() >= 2 {
+                if let Some(mask) = pointers.mask {
+                    mask.load::<Self>(base, seqlens_k, counter, p);
+                }
+                if warp() == 2 {
+                    let Pointers { out, lse, .. } = pointers;
+                    producer::clear_padding::<T, Self>(seqlens_k, out, lse, columns, p);
+                }
+            }
+        } else {
+            if M > 0 {
+                registers_raise::<224>()
+            } else if G == 2 {
+                registers_raise::<232>()
+            } else {
+                registers_raise::<160>()
+            }
+            Consumer::<T, Self, C, W, O>::new(base, p, pointers).run();
+        }
+    }
+}
+
+impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, G, C, W, O, 0>
+{
     /// The kernel.
     #[inline(always)]
     pub fn run<T: MmaElement>(
@@ -67,37 +136,33 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        const { assert!(C == N as usize / 2 && W == N as usize / 4 && O == D as usize / 2) };
-        let base = shared_base();
-        if thread_idx() == 0 {
-            for map in [q, k, v] {
-                prefetch_tensor_map(map);
-            }
-            init_barriers::<Self>(base);
-        }
-        sync_threads();
-        if thread_idx() < WARPGROUP {
-            if G == 2 {
-                registers_lower::<40>()
-            } else {
-                registers_lower::<32>()
-            }
-            if thread_idx() == 0 {
-                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, &p);
-            } else if thread_idx() == 32 {
-                producer::load_queries::<Self>(base, q, seqlens_k, counter, &p);
-            } else if warp() == 2 {
-                producer::clear_padding::<T, Self>(seqlens_k, out, lse, &p);
-            }
-        } else {
-            if G == 2 {
-                registers_raise::<232>()
-            } else {
-                registers_raise::<160>()
-            }
-            let pointers = Pointers { head_sink, out, lse };
-            Consumer::<T, Self, C, W, O>::new(base, &p, pointers).run();
-        }
+        let pointers = Pointers { mask: None, head_sink, out, lse };
+        Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
+    }
+}
+
+impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, G, C, W, O, 2>
+{
+    /// The kernel with a bias or a mask.
+    #[inline(always)]
+    pub fn run<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        tiles: TensorMap,
+        seqlens_k: Global<i32>,
+        bias: Global<T>,
+        mask: Global<u8>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        counter: Global<u32>,
+        p: MaskedParams,
+    ) {
+        let mask = Some(Mask::new(tiles, bias, mask, &p));
+        let pointers = Pointers { mask, head_sink, out, lse };
+        Self::attend([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
 }
 
@@ -114,6 +179,12 @@ fn init_barriers<S: Tile>(base: u32) {
     while stage < S::STAGES {
         mbarrier_init(base + S::KV_FULL + 8 * stage, 1);
         mbarrier_init(base + S::KV_EMPTY + 8 * stage, warps);
+        stage += 1;
+    }
+    stage = 0;
+    while stage < S::MASK_STAGES {
+        mbarrier_init(base + S::MASK_FULL + 8 * stage, mask::WARPS);
+        mbarrier_init(base + S::MASK_EMPTY + 8 * stage, warps);
         stage += 1;
     }
     let mut n = 0;

@@ -27,22 +27,31 @@
 //! **Numerics**: scores, softmax and output accumulate in f32. Weights are rounded to the element type before they meet the values;
 //! the denominator adds the unrounded ones. Keys behind those that
 //! the tile sees are zero in shared memory, whatever the cache holds.
-//! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf.
+//! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf. A bias or a mask is read where it lies, by the threads
+//! whose scores it belongs to ([`Bias`]).
 
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
-use crate::params::AttentionParams;
+use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::{
     Global, block_idx_x, cp_async_commit, cp_async_wait, lane, sync_threads, sync_warp, thread_idx,
     warp,
 };
+use crate::tile::bias::Bias;
 use crate::tile::copy::{Team, Tile, tile_bytes};
 use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
-use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
+use crate::tile::softmax::{ScoreScale, States, mask, to_log2, total, weigh, weigh_plain};
 
-/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys.
-pub struct Tiled<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>;
+/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys; with a bias or
+/// a mask or without.
+pub struct Tiled<
+    const M: usize,
+    const D8: usize,
+    const N8: usize,
+    const THREADS: u32,
+    const MASKED: bool = false,
+>;
 
 // One shape per head size, each the fastest of those tried on an H200 that leave two blocks on an SM and spill no register. Two blocks
 // of rows per warp halve the reads of K and V from shared memory; from 192 columns on, their accumulators would not fit the registers.
@@ -66,13 +75,65 @@ pub type D224 = Tiled<1, 28, 8, 128>;
 /// Head sizes up to 256.
 pub type D256 = Tiled<1, 32, 8, 128>;
 
+/// Head sizes up to 64, with a bias or a mask.
+pub type MaskedD64 = Tiled<1, 8, 8, 128, true>;
+/// Head sizes up to 128, with a bias or a mask.
+pub type MaskedD128 = Tiled<1, 16, 8, 128, true>;
+/// Head sizes up to 256, with a bias or a mask.
+pub type MaskedD256 = Tiled<1, 32, 8, 128, true>;
+
 /// Blocks that cover a call whose kernel has tiles of `rows` rows.
 pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
     [row_tiles(p, rows) * p.kv_heads * p.batch, 1, 1]
 }
 
 impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
-    Tiled<M, D8, N8, THREADS>
+    Tiled<M, D8, N8, THREADS, false>
+{
+    /// The kernel.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        p: AttentionParams,
+    ) {
+        let rows = Self::rows_of_block(&p, seqlens_k);
+        Self::block(&p, &rows, None, [q, k, v, head_sink, out], lse);
+    }
+}
+
+impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
+    Tiled<M, D8, N8, THREADS, true>
+{
+    /// The kernel with a bias or a mask.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        bias: Global<T>,
+        mask: Global<u8>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        p: MaskedParams,
+    ) {
+        let rows = Self::rows_of_block(&p.attention, seqlens_k).with_columns(p.columns);
+        let bias = Some(Bias::new(bias, mask, &p));
+        Self::block(&p.attention, &rows, bias, [q, k, v, head_sink, out], lse);
+    }
+}
+
+impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const MASKED: bool>
+    Tiled<M, D8, N8, THREADS, MASKED>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
@@ -89,32 +150,27 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
 
     const WARP_ROWS: u32 = M as u32 * 16;
 
-    /// The kernel.
+    /// One block, with a bias or without.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    pub fn run<T: MmaElement>(
-        q: Global<T>,
-        k: Global<T>,
-        v: Global<T>,
-        seqlens_k: Global<i32>,
-        head_sink: Global<T>,
-        out: Global<T>,
+    fn block<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        bias: Option<Bias<T>>,
+        [q, k, v, head_sink, out]: [Global<T>; 5],
         lse: Global<f32>,
-        p: AttentionParams,
     ) {
-        let rows = Self::rows_of_block(&p, seqlens_k);
         let queries = Tile::<T, D8>::at(0);
-        Self::load_queries(&p, &rows, q, queries);
+        Self::load_queries(p, rows, q, queries);
 
         let mut acc = zeros::<M, D8>();
         let mut states = [[SoftmaxState::EMPTY; 2]; M];
-        Self::attend(&p, &rows, k, v, queries, &mut states, &mut acc);
+        Self::attend(p, rows, bias, [k, v], queries, &mut states, &mut acc);
 
         let mine = queries.from(warp() * Self::WARP_ROWS, 0);
-        let factors = Self::finish(&p, &rows, mine, head_sink, lse, states);
+        let factors = Self::finish(p, rows, mine, head_sink, lse, states);
         store(&acc, factors, mine);
         sync_warp();
-        Self::write(&p, &rows, mine, out);
+        Self::write(p, rows, mine, out);
     }
 
     /// Longest first: under a causal mask the last row tile sees most keys.
@@ -148,8 +204,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     fn attend<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
-        k: Global<T>,
-        v: Global<T>,
+        bias: Option<Bias<T>>,
+        [k, v]: [Global<T>; 2],
         queries: Tile<T, D8>,
         states: &mut States<M>,
         acc: &mut [[[f32; 4]; D8]; M],
@@ -176,6 +232,12 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
 
             let mut weights = scores::<T, M, D8, N8>(mine, keys);
             scale.adjust(&mut weights);
+            if let Some(bias) = bias {
+                bias.add(&mut weights, begin, scale.plain_factor(), |m, half| {
+                    let row = Row::kept(mine, 16 * m as u32 + row_of(half));
+                    bias.row(rows.batch, row.head, row.s.min(p.q_len - 1))
+                });
+            }
             if span.is_partial(begin, Self::KEYS) {
                 mask(&mut weights, begin, |m, half| {
                     Row::kept(mine, 16 * m as u32 + row_of(half)).visible
@@ -189,12 +251,19 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
                 copy(keys, k, p.k.row, next);
             }
 
-            weigh(states, &mut weights, acc, scale);
+            if MASKED {
+                weigh_plain(states, &mut weights, acc);
+            } else {
+                weigh(states, &mut weights, acc, scale);
+            }
             accumulate(acc, &weights, values);
             begin = next;
         }
         cp_async_wait::<0>();
         sync_threads();
+        if MASKED {
+            *states = to_log2(*states);
+        }
     }
 
     /// Closes the rows' states, writes lse, and returns what the accumulators are multiplied by.

@@ -13,8 +13,12 @@ pub enum Family {
     Unfused,
     /// Tensor-core flash attention for prompts and chunks.
     Tiled,
+    /// The same with a bias or a mask.
+    TiledMasked,
     /// Flash attention with warpgroups and the copy engine.
     Hopper,
+    /// The same with a bias or a mask.
+    HopperMasked,
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv,
     /// A whole token step: rotation, append, attention by clusters of blocks, merge.
@@ -23,12 +27,14 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
         Self::Tiled,
+        Self::TiledMasked,
         Self::Hopper,
+        Self::HopperMasked,
         Self::SplitKv,
         Self::Decode,
     ];
@@ -40,7 +46,9 @@ impl Family {
             Self::General => "family-general",
             Self::Unfused => "family-unfused",
             Self::Tiled => "family-tiled",
+            Self::TiledMasked => "family-tiled-masked",
             Self::Hopper => "family-hopper",
+            Self::HopperMasked => "family-hopper-masked",
             Self::SplitKv => "family-split-kv",
             Self::Decode => "family-decode",
         }
@@ -59,8 +67,9 @@ impl Family {
     pub const fn archs(self) -> &'static [&'static str] {
         match self {
             Self::Prologue | Self::General | Self::Unfused => &["sm_70"],
+            Self::TiledMasked => &["sm_80"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
-            Self::Hopper | Self::Decode => &["sm_90a"],
+            Self::Hopper | Self::HopperMasked | Self::Decode => &["sm_90a"],
         }
     }
 }

@@ -14,7 +14,7 @@ mod mbarrier;
 mod warpgroup;
 pub use cluster::*;
 pub use communicate::*;
-#[cfg(feature = "family-hopper")]
+#[cfg(any(feature = "family-hopper", feature = "family-hopper-masked"))]
 pub(crate) use copy_engine::tensor_map_param;
 pub use copy_engine::*;
 pub use mbarrier::*;

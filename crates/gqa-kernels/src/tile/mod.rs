@@ -2,7 +2,9 @@
 //!
 //! [`rows`]: which query rows a tile holds and which keys they see. [`copy`]: tiles in shared memory and the way in and out.
 //! [`fragment`]: products of tiles, spread over the lanes of a warp. [`softmax`]: the online softmax on such fragments.
+//! [`bias`]: what is added to them before.
 
+pub mod bias;
 pub mod columns;
 pub mod copy;
 pub mod fragment;

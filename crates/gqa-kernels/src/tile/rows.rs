@@ -29,6 +29,8 @@ pub struct Rows {
     end: u32,
     group: Group,
     mask: Mask,
+    /// Keys from there on are hidden.
+    columns: u32,
 }
 
 /// A packed row.
@@ -108,7 +110,20 @@ impl Rows {
             end: group.rows(p.q_len).min(first + height),
             group,
             mask: Mask { causal: p.causal != 0, window: p.window },
+            columns: u32::MAX,
         }
+    }
+
+    /// The same where no row sees keys from `columns` on.
+    #[inline(always)]
+    pub fn with_columns(self, columns: u32) -> Self {
+        Self { columns, ..self }
+    }
+
+    #[inline(always)]
+    fn visible(&self, s: u32) -> Visible {
+        let Visible { first, end } = self.mask.visible(self.seqlen, s);
+        Visible { first, end: end.min(self.columns) }
     }
 
     /// Rows that exist.
@@ -121,7 +136,7 @@ impl Rows {
     #[inline(always)]
     pub fn row(&self, r: u32) -> Row {
         let (s, head) = self.group.unpack(self.kv_head, self.first + r);
-        Row { s, head, visible: self.mask.visible(self.seqlen, s) }
+        Row { s, head, visible: self.visible(s) }
     }
 
     /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the last token decide.
@@ -130,8 +145,7 @@ impl Rows {
         let tokens = self.seqlen.total - self.seqlen.past;
         let first = self.first / self.group.size;
         let last = ((self.end - 1) / self.group.size).min(tokens.saturating_sub(1));
-        let [first, last] =
-            [self.mask.visible(self.seqlen, first), self.mask.visible(self.seqlen, last)];
+        let [first, last] = [self.visible(first), self.visible(last)];
         Span {
             some: Visible { first: first.first, end: if first.end > 0 { last.end } else { 0 } },
             all: Visible { first: last.first, end: first.end },

@@ -5,7 +5,7 @@
 
 use super::fragment::{Fragments, column_of};
 use crate::concept::mask::Visible;
-use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::concept::softmax::{LOG2_E, PlainState, SoftmaxState};
 use crate::num::tanh;
 use crate::simt::{max, rcp, shfl_xor_f32};
 
@@ -24,14 +24,20 @@ impl ScoreScale {
     /// From the factor on q·k and the softcap, 0 for none.
     #[inline(always)]
     pub fn new(scale: f32, softcap: f32) -> Self {
-        let factor = if softcap > 0.0 { softcap } else { scale.abs() };
-        Self { scale, softcap, factor: factor * LOG2_E }
+        let plain = Self { scale, softcap, factor: 1.0 };
+        Self { factor: plain.plain_factor() * LOG2_E, ..plain }
     }
 
     /// The factor that is left to apply.
     #[inline(always)]
     pub fn factor(self) -> f32 {
         self.factor
+    }
+
+    /// The factor without log2(e): what makes scores of q·k.
+    #[inline(always)]
+    pub fn plain_factor(self) -> f32 {
+        if self.softcap > 0.0 { self.softcap } else { self.scale.abs() }
     }
 
     /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and, because maxima are taken before
@@ -106,6 +112,43 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
             }
         }
     }
+}
+
+/// The same on scores as they are, so that those of any size lose nothing. The states' maxima are as they are too, without the factor
+/// log2(e), until [`to_log2`].
+#[inline(always)]
+pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    out: &mut Fragments<M, D8>,
+) {
+    for m in 0..M {
+        for half in 0..2 {
+            let SoftmaxState { max, sum } = states[m][half];
+            let mut state = PlainState { max, sum };
+            let rescale = state.raise(row_max(&scores[m], half));
+            for block in 0..N8 {
+                for i in 2 * half..2 * half + 2 {
+                    let weight = state.weight(scores[m][block][i]);
+                    state.sum += weight;
+                    scores[m][block][i] = weight;
+                }
+            }
+            states[m][half] = SoftmaxState { max: state.max, sum: state.sum };
+            for block in 0..D8 {
+                for i in 2 * half..2 * half + 2 {
+                    out[m][block][i] *= rescale;
+                }
+            }
+        }
+    }
+}
+
+/// States of [`weigh_plain`] as others have them.
+#[inline(always)]
+pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
+    let log2 = |state: SoftmaxState| SoftmaxState { max: state.max * LOG2_E, ..state };
+    states.map(|block| block.map(log2))
 }
 
 /// The state of a whole row from the lane's share.

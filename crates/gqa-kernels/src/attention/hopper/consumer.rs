@@ -1,5 +1,6 @@
 //! A consumer warpgroup: 64 rows of every work tile of the block.
 
+use super::mask::Mask;
 use super::output::Output;
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP};
@@ -17,6 +18,7 @@ const CLEARED: u32 = 8;
 /// What is not a tensor map.
 #[derive(Clone, Copy)]
 pub(super) struct Pointers<T> {
+    pub(super) mask: Option<Mask<T>>,
     pub(super) head_sink: Global<T>,
     pub(super) out: Global<T>,
     pub(super) lse: Global<f32>,
@@ -33,6 +35,8 @@ pub(super) struct Consumer<'a, T, S, const C: usize, const W: usize, const O: us
     q: Ring,
     /// The next K or V tile.
     kv: Ring,
+    /// The next tile of the mask.
+    mask: Ring,
     /// Work tiles begun.
     works: u32,
     shape: PhantomData<S>,
@@ -64,7 +68,8 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>) -> Self {
         // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
         let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
-        let factor = if p.softcap > 0.0 { LOG2_E } else { p.scale * LOG2_E };
+        let biased = pointers.mask.is_some_and(|mask| mask.is_bias());
+        let factor = if p.softcap > 0.0 || biased { LOG2_E } else { p.scale * LOG2_E };
         let row = warpgroup * 64 + warp() % 4 * 16 + lane() / 4;
         Self {
             p,
@@ -74,6 +79,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             softmax: Softmax { p, factor, row },
             q: Ring::START,
             kv: Ring::START,
+            mask: Ring::START,
             works: 0,
             shape: PhantomData,
         }
@@ -109,16 +115,14 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.release_tile();
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
-        let mut rows = RowPair::start(&s, self.softmax.factor);
-        let mut raised = Raised::NONE;
-        self.softmax.relate(0, &mut s, &mut rows, &mut raised);
-        Softmax::weigh(0, &mut s, &mut rows);
-        self.softmax.relate(1, &mut s, &mut rows, &mut raised);
+        let mut rows = RowPair::EMPTY;
+        let raised = self.start(&mut s, &mut rows, true);
+        self.relate_and_weigh(&mut s, &mut rows, raised);
         Softmax::weigh(1, &mut s, &mut rows);
         let weights = pack::<T, C, W>(&s);
         let mut state = State { o, weights, rows };
         loop {
-            if at.tile < at.keys.full_end && at.tile > at.bottom {
+            if S::MASK_STAGES == 0 && at.tile < at.keys.full_end && at.tile > at.bottom {
                 while at.tile > at.bottom {
                     at.tile -= 1;
                     self.step(&mut state);
@@ -180,13 +184,8 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.release_queries(at);
         let done = rows.states();
         self.cap_and_mask(&mut s, at);
-        if ends {
-            *rows = RowPair::start(&s, self.softmax.factor);
-        }
-        let mut raised = Raised::NONE;
-        self.softmax.relate(0, &mut s, rows, &mut raised);
-        Softmax::weigh(0, &mut s, rows);
-        self.softmax.relate(1, &mut s, rows, &mut raised);
+        let raised = self.start(&mut s, rows, ends);
+        let raised = self.relate_and_weigh(&mut s, rows, raised);
         wgmma_wait::<0>();
         self.release_tile();
         if !ends {
@@ -234,7 +233,10 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// Waits for the tensor cores.
     #[inline(always)]
     fn take_turn(&self) {
-        named_barrier_sync(1 + self.warpgroup, 2 * WARPGROUP);
+        // With a mask there is no register to keep the number in.
+        let masked = S::MASK_STAGES > 0;
+        let turn = if masked { thread_idx() / WARPGROUP } else { 1 + self.warpgroup };
+        named_barrier_sync(turn, 2 * WARPGROUP);
     }
 
     /// Hands the tensor cores on.
@@ -309,10 +311,65 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         if self.p.softcap > 0.0 {
             self.softmax.cap(s);
         }
+        if let Some(mask) = self.pointers.mask {
+            mbarrier_wait(self.base + S::MASK_FULL + self.mask.barrier(), self.mask.parity);
+            let factor = if self.p.softcap > 0.0 { 1.0 } else { self.p.scale };
+            mask.apply::<S, C>(self.mask_rows(mask), s, factor);
+        }
         if at.tile >= at.keys.full_end || at.tile < at.keys.full_first {
             let [.., row] = at.slot.place();
-            self.softmax.mask(s, at.slot.seqlen(), row, at.tile * S::N);
+            self.softmax.mask(s, at.slot.seen::<S>(), row, at.tile * S::N);
         }
+    }
+
+    /// This warp's rows of the next tile of the mask.
+    #[inline(always)]
+    fn mask_rows(&self, mask: Mask<T>) -> u32 {
+        let tile = self.base + S::MASK + self.mask.stage * S::MASK_BYTES;
+        mask.rows(tile, self.warpgroup * 64 + warp() % 4 * 16)
+    }
+
+    /// Where a work tile begins, its rows start with these scores. With a bias they may start anew at any tile.
+    #[inline(always)]
+    fn start(&self, s: &mut [f32; C], rows: &mut RowPair, begins: bool) -> Raised {
+        if S::MASK_STAGES > 0 {
+            if begins {
+                *rows = RowPair::EMPTY;
+            }
+            return self.softmax.settle(s, rows);
+        }
+        if begins {
+            *rows = RowPair::start(s, self.softmax.factor);
+        }
+        Raised::NONE
+    }
+
+    /// Scores become exponents, those of the first row weights.
+    #[inline(always)]
+    fn relate_and_weigh(
+        &mut self,
+        s: &mut [f32; C],
+        rows: &mut RowPair,
+        mut raised: Raised,
+    ) -> Raised {
+        self.softmax.relate(0, s, rows, &mut raised);
+        if let Some(mask) = self.pointers.mask {
+            self.softmax.relate(1, s, rows, &mut raised);
+            // NaN raises rows too.
+            if raised.any && mask.is_bias() {
+                mask.hide_again::<S, C>(self.mask_rows(mask), s);
+            }
+            sync_warp();
+            if lane() == 0 {
+                mbarrier_arrive(self.base + S::MASK_EMPTY + self.mask.barrier());
+            }
+            self.mask = self.mask.next(S::MASK_STAGES);
+            Softmax::weigh(0, s, rows);
+        } else {
+            Softmax::weigh(0, s, rows);
+            self.softmax.relate(1, s, rows, &mut raised);
+        }
+        raised
     }
 
     /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0.
@@ -321,7 +378,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         if at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
             return;
         }
-        let valid = at.slot.seqlen().total - at.tile * S::N;
+        let valid = at.slot.seen::<S>().total - at.tile * S::N;
         if valid >= S::N {
             return;
         }
@@ -344,8 +401,13 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// Normalises the output of a finished work tile and writes it.
     #[inline(always)]
     fn finish(&self, o: &mut [f32; O], rows: [SoftmaxState; 2], slot: Slot) {
-        let output =
-            Output { p: self.p, place: slot.place(), seqlen: slot.seqlen(), row: self.softmax.row };
+        let output = Output {
+            p: self.p,
+            place: slot.place(),
+            seqlen: slot.seqlen(),
+            row: self.softmax.row,
+            masked: S::MASK_STAGES > 0,
+        };
         let factors = output.normalise(rows, self.pointers.head_sink, self.pointers.lse);
         scale(o, factors);
         output.store(o, self.pointers.out);

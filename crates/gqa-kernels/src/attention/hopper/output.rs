@@ -1,5 +1,6 @@
 //! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores.
 
+use super::mask;
 use super::producer::lse_index;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
@@ -14,6 +15,8 @@ pub(super) struct Output<'a> {
     pub(super) place: [u32; 3],
     pub(super) seqlen: Seqlen,
     pub(super) row: u32,
+    /// Whether scores may be folded.
+    pub(super) masked: bool,
 }
 
 impl Output<'_> {
@@ -46,6 +49,7 @@ impl Output<'_> {
             if !lse.is_null() && s < self.p.q_len && lane() % 4 == 0 {
                 let value =
                     if self.seqlen.is_token(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
+                let value = if self.masked { mask::unfold(value) } else { value };
                 lse.store(lse_index(batch, head, s, self.p), value);
             }
             half += 1;

@@ -56,6 +56,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     v: TensorMap,
     seqlens_k: Global<i32>,
     counter: Global<u32>,
+    columns: u32,
     p: &AttentionParams,
 ) {
     let draw = Draw::new::<S>(counter, p);
@@ -65,7 +66,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     let mut n = 0;
     let mut index = block_idx_x();
     while draw.is_work(index) {
-        let work = Work::new::<S>(index, p, seqlens_k);
+        let work = Work::new::<S>(index, p, seqlens_k, columns);
         if !work.keys.is_empty() {
             Drawn::new::<S>(base, n).put(index);
             n += 1;
@@ -96,6 +97,7 @@ pub(super) fn load_queries<S: Tile>(
     q: TensorMap,
     seqlens_k: Global<i32>,
     counter: Global<u32>,
+    columns: u32,
     p: &AttentionParams,
 ) {
     let draw = Draw::new::<S>(counter, p);
@@ -103,7 +105,7 @@ pub(super) fn load_queries<S: Tile>(
     let mut n = 0;
     let mut index = Drawn::new::<S>(base, n).get();
     while draw.is_work(index) {
-        let work = Work::new::<S>(index, p, seqlens_k);
+        let work = Work::new::<S>(index, p, seqlens_k, columns);
         let barrier = base + ring.barrier();
         mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
         Slot::new::<S>(base, n).write(&work);
@@ -126,11 +128,12 @@ pub(super) fn clear_padding<T: MmaElement, S: Tile>(
     seqlens_k: Global<i32>,
     out: Global<T>,
     lse: Global<f32>,
+    columns: u32,
     p: &AttentionParams,
 ) {
     let mut index = block_idx_x();
     while index < Work::count::<S>(p) {
-        let work = Work::new::<S>(index, p, seqlens_k);
+        let work = Work::new::<S>(index, p, seqlens_k, columns);
         if work.keys.is_empty() {
             clear::<T, S>(&work, out, lse, p);
         }

@@ -27,19 +27,26 @@ pub(super) trait Tile {
     const CHUNKS: u32 = Self::D.div_ceil(CHUNK);
     const Q_BYTES: u32 = Self::ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
+    /// Tiles of a mask in flight; 0: there is none.
+    const MASK_STAGES: u32;
     /// Q tiles in flight: two where shared memory allows, so that the next one is there before it is needed.
-    const Q_STAGES: u32 = if Self::D <= 128 { 2 } else { 1 };
+    const Q_STAGES: u32 = if Self::D <= 128 && Self::MASK_STAGES == 0 { 2 } else { 1 };
+    const MASK_BYTES: u32 = Self::ROWS * Self::N * 2;
     /// K and V tiles in flight together.
     const STAGES: u32 = {
-        let fit = (SHARED - Self::Q_STAGES * Self::Q_BYTES - 1024) / Self::KV_BYTES;
+        let rest = Self::Q_STAGES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES + 1024;
+        let fit = (SHARED - rest) / Self::KV_BYTES;
         if fit < MAX_STAGES { fit } else { MAX_STAGES }
     };
     const KV: u32 = Self::Q_STAGES * Self::Q_BYTES;
-    const Q_FULL: u32 = Self::KV + Self::STAGES * Self::KV_BYTES;
+    const MASK: u32 = Self::KV + Self::STAGES * Self::KV_BYTES;
+    const Q_FULL: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
     const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_STAGES;
     const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_STAGES;
     const KV_EMPTY: u32 = Self::KV_FULL + 8 * Self::STAGES;
-    const DRAWN_FULL: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
+    const MASK_FULL: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
+    const MASK_EMPTY: u32 = Self::MASK_FULL + 8 * Self::MASK_STAGES;
+    const DRAWN_FULL: u32 = Self::MASK_EMPTY + 8 * Self::MASK_STAGES;
     const DRAWN: u32 = Self::DRAWN_FULL + 8 * DRAWN;
     const WORK: u32 = Self::DRAWN + 4 * DRAWN;
     /// A word for each consumer warp.
@@ -47,7 +54,8 @@ pub(super) trait Tile {
     const BYTES: u32 = Self::SUMS + Self::WARPGROUPS * 16;
 }
 
-/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread.
+/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread; `M` tiles
+/// of a mask in flight, or 0 and no mask.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -55,21 +63,36 @@ pub struct Hopper<
     const C: usize,
     const W: usize,
     const O: usize,
+    const M: u32,
 >;
 
 /// Head sizes up to 64.
-pub type D64 = Hopper<64, 128, 3, 64, 32, 32>;
+pub type D64 = Hopper<64, 128, 3, 64, 32, 32, 0>;
 /// Head sizes up to 128.
-pub type D128 = Hopper<128, 128, 2, 64, 32, 64>;
+pub type D128 = Hopper<128, 128, 2, 64, 32, 64, 0>;
 /// Head sizes up to 192.
-pub type D192 = Hopper<192, 112, 2, 56, 28, 96>;
+pub type D192 = Hopper<192, 112, 2, 56, 28, 96, 0>;
 /// Head sizes up to 256.
-pub type D256 = Hopper<256, 80, 2, 40, 20, 128>;
+pub type D256 = Hopper<256, 80, 2, 40, 20, 128, 0>;
+/// Head sizes up to 64, with a mask.
+pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2>;
+/// Head sizes up to 128, with a mask.
+pub type MaskedD128 = Hopper<128, 128, 2, 64, 32, 64, 2>;
+/// Head sizes up to 256, with a mask.
+pub type MaskedD256 = Hopper<256, 64, 2, 32, 16, 128, 2>;
 
-impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize> Tile
-    for Hopper<D, N, G, C, W, O>
+impl<
+    const D: u32,
+    const N: u32,
+    const G: u32,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+    const M: u32,
+> Tile for Hopper<D, N, G, C, W, O, M>
 {
     const D: u32 = D;
     const N: u32 = N;
     const WARPGROUPS: u32 = G;
+    const MASK_STAGES: u32 = M;
 }

@@ -1,5 +1,6 @@
 //! From scores to weights, two rows of a tile per thread.
 
+use super::mask;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::params::AttentionParams;
@@ -41,6 +42,28 @@ impl RowPair {
         rows
     }
 
+    /// Whether exponents count from nothing yet, or from so far down that they might be coarse.
+    #[inline(always)]
+    fn is_low(&self, half: usize) -> bool {
+        const LOW: f32 = -1024.0;
+        self.limit[half] == UNSET || self.reference[half] < LOW
+    }
+
+    /// Counts from `top` if that is a score and far above what has been counted from. Returns the factor for what was accumulated.
+    #[inline(always)]
+    fn start_anew(&mut self, half: usize, top: f32) -> f32 {
+        const FAR: f32 = 64.0;
+        let (unset, old) = (self.limit[half] == UNSET, self.reference[half]);
+        let starts = top > if unset { f32::NEG_INFINITY } else { old + FAR };
+        let factor = if starts && !unset { exp2(old - top) } else { 1.0 };
+        if starts {
+            self.reference[half] = top;
+            self.limit[half] = bits(SLACK);
+        }
+        self.sum[half] *= factor;
+        factor
+    }
+
     /// As states, of whose sums each thread has its share.
     #[inline(always)]
     pub(super) fn states(&self) -> [SoftmaxState; 2] {
@@ -60,7 +83,7 @@ impl RowPair {
 #[derive(Clone, Copy)]
 pub(super) struct Raised {
     /// Whether any row of the warp was raised.
-    any: bool,
+    pub(super) any: bool,
     factors: [f32; 2],
 }
 
@@ -137,6 +160,31 @@ impl Softmax<'_> {
         }
     }
 
+    /// What a bias asks for before the first step: rows start with their first scores, and start anew where scores exceed a very low
+    /// reference by far, because exponents that count from there are coarse. The lowest scores are folded.
+    #[inline(always)]
+    pub(super) fn settle<const C: usize>(&self, s: &mut [f32; C], rows: &mut RowPair) -> Raised {
+        let mut raised = Raised::NONE;
+        // A vote, so that the assembler sees that a warp's lanes agree; so is the other.
+        if any_sync(rows.is_low(0) || rows.is_low(1)) {
+            raised.any = true;
+            let mut tops = [greatest(0, s), greatest(1, s)];
+            if any_sync(mask::is_foldable(tops[0]) || mask::is_foldable(tops[1])) {
+                let mut i = 0;
+                while i < C {
+                    s[i] = mask::fold(s[i]);
+                    i += 1;
+                }
+                tops = [mask::fold(tops[0]), mask::fold(tops[1])];
+            }
+            raised.factors = [
+                rows.start_anew(0, tops[0] * self.factor),
+                rows.start_anew(1, tops[1] * self.factor),
+            ];
+        }
+        raised
+    }
+
     /// Online softmax, first step: the scores of one of the two rows become exponents of 2 relative to its reference, which is
     /// raised where they exceed it by too much. Only exponents that do are positive, and positive floats are ordered like their
     /// bits, of which one instruction finds the greatest of three.
@@ -161,7 +209,7 @@ impl Softmax<'_> {
         // A vote, so that the assembler sees that a warp's lanes agree.
         if any_sync(tops[0].max(tops[1]) > rows.limit[half]) {
             raised.any = true;
-            raised.factors[half] = Self::raise(half, s, rows);
+            raised.factors[half] *= Self::raise(half, s, rows);
         }
     }
 

@@ -12,6 +12,8 @@ pub(super) struct Work {
     pub(super) head: u32,
     pub(super) row: u32,
     pub(super) seqlen: Seqlen,
+    /// Valid keys that no row sees, because they lie behind the mask.
+    hidden: u32,
     pub(super) keys: KeyTiles,
 }
 
@@ -25,9 +27,14 @@ pub(super) struct KeyTiles {
 }
 
 impl Work {
-    /// Work tile number `index` of the grid's numbering.
+    /// Work tile number `index` of the grid's numbering. Keys from `columns` on are hidden.
     #[inline(always)]
-    pub(super) fn new<S: Tile>(index: u32, p: &AttentionParams, seqlens_k: Global<i32>) -> Self {
+    pub(super) fn new<S: Tile>(
+        index: u32,
+        p: &AttentionParams,
+        seqlens_k: Global<i32>,
+        columns: u32,
+    ) -> Self {
         let row_tiles = p.q_len.div_ceil(S::ROWS);
         let pairs = p.q_heads * p.batch;
         let section = quotient(index, p.section * row_tiles);
@@ -39,8 +46,9 @@ impl Work {
         let row = (row_tiles - 1 - nth) * S::ROWS;
         let seqlen =
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
-        let keys = KeyTiles::new::<S>(row, seqlen, p);
-        Self { batch, head: pair - batch * p.q_heads, row, seqlen, keys }
+        let hidden = seqlen.total.saturating_sub(columns);
+        let keys = KeyTiles::new::<S>(row, seqlen, hidden, p);
+        Self { batch, head: pair - batch * p.q_heads, row, seqlen, hidden, keys }
     }
 
     /// Work tiles of the whole call.
@@ -53,7 +61,7 @@ impl Work {
 impl KeyTiles {
     /// The key tiles that rows `row..` see.
     #[inline(always)]
-    fn new<S: Tile>(row: u32, seqlen: Seqlen, p: &AttentionParams) -> Self {
+    fn new<S: Tile>(row: u32, seqlen: Seqlen, hidden: u32, p: &AttentionParams) -> Self {
         let Seqlen { total, past } = seqlen;
         let last = (row + S::ROWS).min(p.q_len);
         // One past the last key of the first and of the last row.
@@ -62,12 +70,13 @@ impl KeyTiles {
         } else {
             (total, total)
         };
+        let seen = total - hidden;
         let window = |end: u32| if p.window > 0 { end.saturating_sub(p.window) } else { 0 };
         Self {
             first: window(low) / S::N,
-            end: if past + row < total { high.div_ceil(S::N) } else { 0 },
+            end: if past + row < total { high.min(seen).div_ceil(S::N) } else { 0 },
             full_first: window(high).div_ceil(S::N),
-            full_end: low / S::N,
+            full_end: low.min(seen) / S::N,
         }
     }
 
@@ -151,7 +160,7 @@ impl Slot {
         let KeyTiles { first, end, full_first, full_end } = work.keys;
         st_shared_vec(self.0, [first, end, full_first, full_end]);
         st_shared_vec(self.0 + 16, [work.batch, work.head, work.row, 0]);
-        st_shared_vec(self.0 + 32, [work.seqlen.past, work.seqlen.total, 0, 0]);
+        st_shared_vec(self.0 + 32, [work.seqlen.past, work.seqlen.total, work.hidden, 0]);
     }
 
     /// Says that there is no more work.
@@ -185,6 +194,13 @@ impl Slot {
     pub(super) fn seqlen(self) -> Seqlen {
         let [past, total, ..] = ld_shared_vec(self.0 + 32);
         Seqlen { past, total }
+    }
+
+    /// The same with the keys that some row may see.
+    #[inline(always)]
+    pub(super) fn seen<S: Tile>(self) -> Seqlen {
+        let [past, total, hidden, _] = ld_shared_vec(self.0 + 32);
+        Seqlen { past, total: if S::MASK_STAGES > 0 { total - hidden } else { total } }
     }
 }
 

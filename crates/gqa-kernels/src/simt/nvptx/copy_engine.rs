@@ -22,7 +22,7 @@ impl TensorMap {
 }
 
 /// The tensor map in parameter number `$i` of kernel `$kernel`, where it is: a copy of it would be of no use to the copy engine.
-#[cfg(feature = "family-hopper")]
+#[cfg(any(feature = "family-hopper", feature = "family-hopper-masked"))]
 macro_rules! tensor_map_param {
     ($kernel:ident, $i:literal) => {{
         let address: u64;
@@ -36,7 +36,7 @@ macro_rules! tensor_map_param {
         $crate::simt::TensorMap::at(address)
     }};
 }
-#[cfg(feature = "family-hopper")]
+#[cfg(any(feature = "family-hopper", feature = "family-hopper-masked"))]
 pub(crate) use tensor_map_param;
 
 /// Copies the map's box at `coordinates` (fastest dimension first) to shared memory and completes on the barrier with the

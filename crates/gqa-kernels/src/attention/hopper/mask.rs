@@ -1,0 +1,291 @@
+//! A bias or a mask: tiles of it in shared memory, in the order of the K tiles, added to scores by the consumers.
+//!
+//! A tile is what lies in memory, numbers or bytes, in chunks of 128-byte rows with the 128-byte swizzle. The copy engine brings it, or,
+//! where rows are not whole 16-byte vectors, two warps do, element by element.
+
+use super::ring::Ring;
+use super::shape::{Tile, WARPGROUP};
+use super::work::{Draw, Drawn, Work};
+use crate::num::{MmaElement, unpack};
+use crate::params::{AttentionParams, MaskedParams, vectors};
+use crate::simt::*;
+
+/// Warps that copy tiles: the last of the first warpgroup.
+pub(super) const WARPS: u32 = 2;
+const FIRST_COPIER: u32 = WARPGROUP - 32 * WARPS;
+
+/// Bytes of a row's part in a chunk of a tile.
+const CHUNK_BYTES: u32 = 128;
+
+/// attention_bias or attn_mask.
+#[derive(Clone, Copy)]
+pub(super) struct Mask<T> {
+    /// What the copy engine knows of either, in words of 16 bits.
+    map: TensorMap,
+    /// Numbers to be added, or null.
+    bias: Global<T>,
+    /// Bytes, 0 hides the key, or null.
+    mask: Global<u8>,
+    /// Row length.
+    pub(super) columns: u32,
+    /// Rows are whole 16-byte vectors, so that the copy engine takes them.
+    whole: bool,
+    /// One row is all rows.
+    repeats: bool,
+}
+
+impl<T: MmaElement> Mask<T> {
+    #[inline(always)]
+    pub(super) fn new(map: TensorMap, bias: Global<T>, mask: Global<u8>, p: &MaskedParams) -> Self {
+        let whole = p.vectors & vectors::MASK != 0;
+        let repeats = p.attention.bias.row == 0;
+        Self { map, bias, mask, columns: p.columns, whole, repeats }
+    }
+
+    /// Whether it is numbers.
+    #[inline(always)]
+    pub(super) fn is_bias(self) -> bool {
+        !self.bias.is_null()
+    }
+
+    /// Two warps: all tiles of the work that the block has drawn.
+    #[inline(always)]
+    pub(super) fn load<S: Tile>(
+        self,
+        base: u32,
+        seqlens_k: Global<i32>,
+        counter: Global<u32>,
+        p: &AttentionParams,
+    ) {
+        let draw = Draw::new::<S>(counter, p);
+        if !self.whole {
+            self.for_each_tile::<S>(base, seqlens_k, &draw, p, |to, full, work, key| {
+                self.copy::<S>(to, work, key, p);
+                sync_warp();
+                if lane() == 0 {
+                    mbarrier_arrive(full);
+                }
+            });
+        } else if lane() == 0 {
+            self.for_each_tile::<S>(base, seqlens_k, &draw, p, |to, full, work, key| {
+                self.load_chunk::<S>(to, full, work, key, p);
+            });
+        }
+    }
+
+    /// Calls `f` with the place of each tile in shared memory, its barrier, its work tile and its first key, once the place is free.
+    #[inline(always)]
+    fn for_each_tile<S: Tile>(
+        self,
+        base: u32,
+        seqlens_k: Global<i32>,
+        draw: &Draw,
+        p: &AttentionParams,
+        f: impl Fn(u32, u32, &Work, u32),
+    ) {
+        let mut ring = Ring::START;
+        let mut n = 0;
+        let mut index = Drawn::new::<S>(base, n).get();
+        while draw.is_work(index) {
+            let work = Work::new::<S>(index, p, seqlens_k, self.columns);
+            let mut tile = work.keys.end;
+            while tile > work.keys.first {
+                tile -= 1;
+                let barrier = base + ring.barrier();
+                mbarrier_wait(barrier + S::MASK_EMPTY, ring.parity ^ 1);
+                let to = base + S::MASK + ring.stage * S::MASK_BYTES;
+                f(to, barrier + S::MASK_FULL, &work, tile * S::N);
+                ring = ring.next(S::MASK_STAGES);
+            }
+            n += 1;
+            index = Drawn::new::<S>(base, n).get();
+        }
+    }
+
+    /// One thread of each warp: the copy engine brings a chunk, if there is one for the warp.
+    #[inline(always)]
+    fn load_chunk<S: Tile>(self, to: u32, full: u32, work: &Work, key: u32, p: &AttentionParams) {
+        let chunk = warp() - FIRST_COPIER / 32;
+        let (words, chunks) = if !self.is_bias() { (key / 2, 1) } else { (key, S::N / 64) };
+        if chunk >= chunks {
+            mbarrier_arrive(full);
+            return;
+        }
+        // What is the same for all has one entry.
+        let at = |stride: u64, place: u32| if stride == 0 { 0 } else { place };
+        let strides = p.bias;
+        let place = [
+            words + chunk * 64,
+            at(strides.row, work.row),
+            at(strides.head, work.head),
+            at(strides.batch, work.batch),
+        ];
+        mbarrier_arrive_expect(full, S::ROWS * CHUNK_BYTES);
+        tma_load(to + chunk * S::ROWS * CHUNK_BYTES, self.map, place, full);
+    }
+
+    /// Copies the tile of a work tile's rows and the keys `key ..`, element by element. What lies behind the mask may become anything.
+    #[inline(always)]
+    fn copy<S: Tile>(self, to: u32, work: &Work, key: u32, p: &AttentionParams) {
+        let tile = Source {
+            at: p.bias.at(work.batch, work.head, work.row) + key as usize,
+            row: p.bias.row as u32,
+            rows: if self.repeats { 1 } else { p.q_len - work.row },
+            columns: self.columns - key,
+        };
+        if !self.is_bias() {
+            tile.copy::<S, 4, 2>(to, |at| u32::from_le_bytes(at.map(|i| self.mask.load(i))));
+        } else {
+            tile.copy::<S, 2, 4>(to, |at| {
+                let [low, high] = at.map(|i| self.bias.load(i).to_f32());
+                T::pack(low, high)
+            });
+        }
+    }
+
+    /// The place in shared memory of a warp's 16 rows of a tile, `first` the first of them.
+    #[inline(always)]
+    pub(super) fn rows(self, tile: u32, first: u32) -> u32 {
+        if self.repeats { tile } else { tile + first * CHUNK_BYTES }
+    }
+
+    /// Scores times `factor` plus numbers; or scores where bytes let them.
+    #[inline(always)]
+    pub(super) fn apply<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C], factor: f32) {
+        if !self.is_bias() {
+            self.hide::<S, C>(rows, s);
+        } else {
+            self.for_each::<S, C>(rows, |i, number| s[i] = fma(s[i], factor, number));
+        }
+    }
+
+    /// Calls `f` with the place of each score of this thread and its number.
+    #[inline(always)]
+    fn for_each<S: Tile, const C: usize>(self, rows: u32, mut f: impl FnMut(usize, f32)) {
+        let row = if self.repeats { 0 } else { lane() % 16 };
+        let mut unit = 0;
+        while unit < C / 4 {
+            // Two units of eight keys, each of them eight upper and eight lower rows.
+            let at = place::<S>(unit as u32 + lane() / 16, row);
+            let numbers = unpack::<T>(ldmatrix_x4(rows + at));
+            let mut i = 0;
+            while i < 8 {
+                f(4 * unit + i, numbers[i]);
+                i += 1;
+            }
+            unit += 2;
+        }
+    }
+
+    /// Scores whose byte is 0 become -inf.
+    #[inline(always)]
+    fn hide<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C]) {
+        let (row, lower) = if self.repeats { (0, 0) } else { (lane() / 4, 8 * CHUNK_BYTES) };
+        let rows = rows + lane() % 4 * 2;
+        let mut i = 0;
+        while i < C {
+            let (unit, half) = (i as u32 / 8, i as u32 / 2 % 2);
+            let at = half * lower + place::<S>(unit, row) + i as u32 / 4 % 2 * 8;
+            let bytes: u16 = ld_shared(rows + at);
+            if bytes & 0xff == 0 {
+                s[i] = f32::NEG_INFINITY;
+            }
+            if bytes >> 8 == 0 {
+                s[i + 1] = f32::NEG_INFINITY;
+            }
+            i += 2;
+        }
+    }
+
+    /// -inf hides a key even where its score is NaN; the numbers are in the scores already.
+    #[inline(always)]
+    pub(super) fn hide_again<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C]) {
+        self.for_each::<S, C>(rows, |i, number| {
+            if number == f32::NEG_INFINITY {
+                s[i] = number;
+            }
+        });
+    }
+}
+
+/// Scores below are folded: as exponents the lowest numbers would be infinite, and no exponent that counts from there would be small.
+const LOW: f32 = -67_108_864.0;
+
+/// Whether a row's greatest score asks for it.
+#[inline(always)]
+pub(super) fn is_foldable(top: f32) -> bool {
+    top < LOW && top > f32::NEG_INFINITY
+}
+
+/// The lowest scores move up, keep their order, and stay so far apart, 64, that only the greatest count, as it is with the numbers
+/// themselves, which are 8 apart at least. Such as agree in 8 bits become one.
+#[inline(always)]
+pub(super) fn fold(score: f32) -> f32 {
+    let steps = score.abs().to_bits().saturating_sub(LOW.abs().to_bits()) >> 16;
+    if is_foldable(score) { fma(steps as f32, -64.0, LOW) } else { score }
+}
+
+/// Undoes [`fold`] to 8 bits.
+#[inline(always)]
+pub(super) fn unfold(score: f32) -> f32 {
+    let steps = ((LOW - score) * (1.0 / 64.0)) as u32;
+    if is_foldable(score) { -f32::from_bits(LOW.abs().to_bits() + (steps << 16)) } else { score }
+}
+
+/// Where the `unit`th 16 bytes of a row lie in a tile: in chunks of 128 bytes of all rows, permuted as the copy engine does.
+#[inline(always)]
+fn place<S: Tile>(unit: u32, row: u32) -> u32 {
+    (unit / 8 * S::ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16
+}
+
+/// A tile in memory.
+struct Source {
+    /// Index of its first element.
+    at: usize,
+    /// Elements from one row to the next. Within a tile elements are counted in 32 bits, because registers are scarce.
+    row: u32,
+    /// Rows and columns that there are.
+    rows: u32,
+    columns: u32,
+}
+
+impl Source {
+    /// Copies it, a word of `E` elements of `R` rows at a time; `word` is given the elements' indices. In the place of what does not
+    /// exist comes anything that does.
+    #[inline(always)]
+    fn copy<S: Tile, const E: usize, const R: usize>(
+        &self,
+        to: u32,
+        word: impl Fn([usize; E]) -> u32,
+    ) {
+        let rows = if self.rows == 1 { 1 } else { S::ROWS };
+        let mut column = lane();
+        while column < S::N / E as u32 {
+            let mut columns = [0; E];
+            let mut e = 0;
+            while e < E {
+                columns[e] = (column * E as u32 + e as u32).min(self.columns - 1);
+                e += 1;
+            }
+            let mut row = (thread_idx() - FIRST_COPIER) / 32 * R as u32;
+            while row < rows {
+                let mut got = [0; R];
+                let mut r = 0;
+                while r < R {
+                    let from = (row + r as u32).min(self.rows - 1) * self.row;
+                    got[r] = word(columns.map(|column| self.at + (from + column) as usize));
+                    r += 1;
+                }
+                r = 0;
+                while r < R {
+                    let at = place::<S>(column / 4, row + r as u32) + column % 4 * 4;
+                    st_shared(to + at, got[r]);
+                    r += 1;
+                }
+                // Opaque, or addresses of many rows would be kept at once, for which there are no registers.
+                row += opaque(WARPS * R as u32);
+            }
+            column += opaque(32);
+        }
+    }
+}

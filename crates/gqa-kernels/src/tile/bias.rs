@@ -1,0 +1,66 @@
+//! A bias or a mask on score fragments, read where it lies: any strides, no alignment.
+
+use super::fragment::{Fragments, column_of};
+use crate::num::Element;
+use crate::params::{MaskedParams, Strides};
+use crate::simt::Global;
+
+/// attention_bias or attn_mask, (batch, query head, row, key).
+#[derive(Clone, Copy)]
+pub struct Bias<T> {
+    /// Numbers to be added, or null.
+    numbers: Global<T>,
+    /// Bytes, 0 hides the key, or null.
+    bytes: Global<u8>,
+    strides: Strides,
+    /// Row length; keys from there on are hidden by whoever knows what rows see.
+    pub columns: u32,
+}
+
+impl<T: Element> Bias<T> {
+    /// Of a call.
+    #[inline(always)]
+    pub fn new(numbers: Global<T>, bytes: Global<u8>, p: &MaskedParams) -> Self {
+        Self { numbers, bytes, strides: p.attention.bias, columns: p.columns }
+    }
+
+    /// Index of a row's first element.
+    #[inline(always)]
+    pub fn row(self, batch: u32, head: u32, row: u32) -> usize {
+        self.strides.at(batch, head, row)
+    }
+
+    /// Scores of the keys from `begin` on become `score · factor + number`, or -inf where the byte is 0; `row(m, half)` is the index
+    /// of a lane's row. -inf hides a key whatever its score.
+    #[inline(always)]
+    pub fn add<const M: usize, const N8: usize>(
+        self,
+        scores: &mut Fragments<M, N8>,
+        begin: u32,
+        factor: f32,
+        row: impl Fn(usize, usize) -> usize,
+    ) {
+        for m in 0..M {
+            for half in 0..2 {
+                let row = row(m, half);
+                for block in 0..N8 {
+                    for i in 0..2 {
+                        let key = begin + 8 * block as u32 + column_of() + i as u32;
+                        let at = row + key.min(self.columns - 1) as usize;
+                        let score = &mut scores[m][block][2 * half + i];
+                        *score = self.apply(*score * factor, at);
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn apply(self, score: f32, at: usize) -> f32 {
+        if self.numbers.is_null() {
+            return if self.bytes.load(at) == 0 { f32::NEG_INFINITY } else { score };
+        }
+        let number = self.numbers.load(at).to_f32();
+        if number == f32::NEG_INFINITY { number } else { score + number }
+    }
+}
