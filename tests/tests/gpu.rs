@@ -43,6 +43,15 @@ fn prompts_as_planned() {
     run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
 }
 
+#[test]
+fn prompts_in_parts() {
+    for splits in [2, 7] {
+        let splits = Some(splits);
+        let switches = Switches { disable_flash_decode: true, splits, ..Switches::default() };
+        run("cuda, prompts in parts", 300, prompts(256, 800), switches);
+    }
+}
+
 /// Token steps of the decode family, where the GPU is a Hopper.
 #[test]
 fn steps_as_planned() {

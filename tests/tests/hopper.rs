@@ -1,6 +1,7 @@
 //! The Hopper family on the simulated machine, against the f64 reference: prompts and chunks long enough for it.
 
 use gqa_host::backend::sim::Sim;
+use gqa_host::plan::Switches;
 use gqa_tests::{biased_prompts, parity, prompts};
 
 #[test]
@@ -16,4 +17,15 @@ fn hopper_is_reference_for_large_heads() {
 #[test]
 fn hopper_with_a_bias_is_reference() {
     parity("sim, hopper, bias", 80, biased_prompts(256, 150), &Sim::default());
+}
+
+#[test]
+fn parts_of_the_keys_are_merged() {
+    let sim = |splits| {
+        let switches =
+            Switches { disable_flash_decode: true, splits: Some(splits), ..Switches::default() };
+        Sim::default().with_switches(switches)
+    };
+    parity("sim, hopper, 2 parts", 40, prompts(128, 300), &sim(2));
+    parity("sim, hopper, 5 parts", 20, prompts(256, 300), &sim(5));
 }

@@ -68,7 +68,8 @@ fn names(plan: &Plan) -> Vec<&'static str> {
 /// The family of the attention kernel, and what became of flash attention's simplest.
 fn reaches(shape: Shape, op: &Attention) -> (Family, String) {
     let plan = planned(&shape.problem(op));
-    let family = plan.launches.last().map(|launch| launch.entry.family).unwrap();
+    let mut families = plan.launches.iter().map(|launch| launch.entry.family);
+    let family = families.find(|family| *family != Family::Prologue).unwrap();
     let tiled = plan.decisions.iter().find(|d| d.candidate == Candidate::Tiled).unwrap();
     (family, tiled.outcome.as_ref().map_or_else(ToString::to_string, |entry| entry.name.to_owned()))
 }

@@ -145,6 +145,7 @@ static TABLES: &[&[Entry]] = &[
     TILED,
     TILED_MASKED,
     HOPPER,
+    HOPPER_SPLIT,
     HOPPER_MASKED,
     SPLIT_KV,
     COMBINE,
@@ -298,12 +299,21 @@ kernels_by_head_size!(TILED_MASKED, TiledMasked, "family-tiled-masked",
 });
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
-    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
-    gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128, 1;
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
-    gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192, 1;
-    gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256, 1;
+    gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192<false>, 1;
+    gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
+});
+
+kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
+}, unless quick {
+    gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::SplitD64, 1;
+    gqa_hopper_split_f16_d192, gqa_hopper_split_bf16_d192 => hopper::D192<true>, 1;
+    gqa_hopper_split_f16_d256, gqa_hopper_split_bf16_d256 => hopper::D256<true>, 1;
 });
 
 kernels_by_head_size!(HOPPER_MASKED, HopperMasked, "family-hopper-masked",

@@ -101,6 +101,9 @@ fn consider(
         Candidate::SplitKv => splits(p, entry, device, switches)?,
         Candidate::Hopper | Candidate::HopperMasked => {
             suits_hopper(p, entry, device, switches)?;
+            if candidate == Candidate::Hopper {
+                return Ok(hopper_choice(p, entry, device, switches));
+            }
             1
         }
         Candidate::Decode
@@ -244,9 +247,16 @@ fn is_combine(entry: &Entry) -> bool {
     entry.kernel().starts_with("combine")
 }
 
-/// Whether a kernel is its family's first: the merge of `split_kv` and the later unfused ones are never launched alone.
+fn is_hopper_split(entry: &Entry) -> bool {
+    entry.kernel().starts_with("hopper_split")
+}
+
+/// Whether a kernel is its family's first: the merge of parts and the later unfused ones are never launched alone, and whether `hopper` takes
+/// parts is decided after `hopper`.
 fn leads(entry: &Entry) -> bool {
-    !is_combine(entry) && !matches!(entry.kernel(), "unfused_softmax" | "unfused_values")
+    !is_combine(entry)
+        && !is_hopper_split(entry)
+        && !matches!(entry.kernel(), "unfused_softmax" | "unfused_values")
 }
 
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
@@ -291,6 +301,31 @@ fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bo
     let rows = p.q_len.saturating_mul(p.group());
     let tiled = waves(p.kv_heads, rows, TILED.0, TILED.1);
     waves(p.q_heads, p.q_len, entry.rows as usize, 1) < TILED_TIME.saturating_mul(tiled)
+}
+
+/// `hopper` with the whole keys, or its kernel for parts of them. GQA_SPLITS and GQA_FORCE know better than the heuristic.
+fn hopper_choice(
+    p: &Problem,
+    entry: &'static Entry,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Choice {
+    let shape = |entry: &Entry| (entry.dtype, entry.head_size);
+    let parts = entries().find(|other| is_hopper_split(other) && shape(other) == shape(entry));
+    let splits = |parts: &Entry| {
+        let params = params(p, Strides::zeroed(), 1).ok()?;
+        let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+        let best = hopper::splits(&params, parts.rows, parts.keys, keys, device.multiprocessors);
+        Some(switches.splits.unwrap_or(best))
+    };
+    let whole = Choice { candidate: Candidate::Hopper, entry, parts: Parts::Splits(1) };
+    let parts = parts.filter(|_| switches.force.is_none());
+    match parts.and_then(|entry| Some((entry, splits(entry)?))) {
+        Some((entry, splits)) if splits > 1 => {
+            Choice { entry, parts: Parts::Splits(splits), ..whole }
+        }
+        _ => whole,
+    }
 }
 
 /// Parts of the keys for `split_kv`, or why [`tiled`] does better. GQA_SPLITS and GQA_FORCE know better than this.
@@ -341,7 +376,8 @@ pub(super) fn launches(
         Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
         Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
         Candidate::HopperMasked => {
-            return hopper_masked_launch(p, device, entry, query, scratch.count(1)).map(|launch| vec![launch]);
+            return hopper_masked_launch(p, device, entry, query, scratch.count(1))
+                .map(|launch| vec![launch]);
         }
         Candidate::TiledMasked => {
             let params = masked_params(p, query.strides)?;
@@ -372,13 +408,17 @@ pub(super) fn launches(
     }
     let mut launches = vec![launch(entry, grid, &arguments, &params)?];
     if splits > 1 {
-        let combine = entries().find(|other| is_combine(other) && other.dtype == entry.dtype);
-        let combine = combine
-            .ok_or_else(|| Error::NoKernel(format!("combine has no kernel for {}", p.dtype)))?;
+        let combine = later("combine", p, |other| is_combine(other) && other.dtype == entry.dtype)?;
         let grid = combine::grid(&params, device.multiprocessors * WAVES);
         launches.push(launch(combine, grid, &arguments, &params)?);
     }
     Ok(launches)
+}
+
+/// A kernel that is not the first of its family.
+fn later(name: &str, p: &Problem, is_it: impl Fn(&Entry) -> bool) -> Result<&'static Entry> {
+    let found = entries().find(|entry| is_it(entry));
+    found.ok_or_else(|| Error::NoKernel(format!("{name} has no kernel for {}", p.dtype)))
 }
 
 fn general_launch(p: &Problem, entry: &'static Entry, query: Operand) -> Result<Launch> {
@@ -414,14 +454,11 @@ fn unfused_launches(
     let elements = p.scores_shape().iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     let mut arguments = arguments(p, query.arg);
     arguments.push(("scores", scratch.take(elements.unwrap_or(usize::MAX), size_of::<f32>())?));
-    let later = |kernel: &str| {
-        let found = entries().find(|e| e.kernel() == kernel && e.dtype == entry.dtype);
-        found.ok_or_else(|| Error::NoKernel(format!("{kernel} has no kernel for {}", p.dtype)))
-    };
+    let then = |kernel: &str| later(kernel, p, |e| e.kernel() == kernel && e.dtype == entry.dtype);
     let kernels = [
         (entry, unfused::scores_grid(&params)),
-        (later("unfused_softmax")?, unfused::softmax_grid(&params)),
-        (later("unfused_values")?, unfused::values_grid(&params)),
+        (then("unfused_softmax")?, unfused::softmax_grid(&params)),
+        (then("unfused_values")?, unfused::values_grid(&params)),
     ];
     kernels.into_iter().map(|(entry, grid)| launch(entry, grid, &arguments, &params)).collect()
 }

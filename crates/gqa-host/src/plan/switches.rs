@@ -51,7 +51,7 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_SPLITS",
         alias: None,
         values: "1 to 128",
-        meaning: "parts that `decode` and `split_kv` cut the keys into, instead of their heuristics' choice",
+        meaning: "parts that `decode`, `split_kv` and `hopper` cut the keys into, instead of their heuristics' choice",
         set: |s, v| {
             s.splits = Some(v.parse().ok().filter(|n| (1..=MAX_SPLITS).contains(n))?);
             Some(())

@@ -74,7 +74,7 @@ fn attention(problem: &Problem, name: &str, switches: &Switches) -> Family {
     plan.launches
         .iter()
         .map(|launch| launch.entry.family)
-        .rfind(|family| *family != Family::Prologue)
+        .find(|family| *family != Family::Prologue)
         .unwrap()
 }
 
@@ -374,6 +374,20 @@ fn the_keys_of_a_long_sequence_are_split_and_merged() {
     let seven = Switches { splits: Some(7), ..Switches::default() };
     let forced = plan(&wide, &device("a100"), &seven).unwrap();
     assert_eq!(forced.launches[1].grid[1], 7);
+}
+
+#[test]
+fn work_tiles_that_leave_a_hopper_idle_are_cut() {
+    let off = Switches::default();
+    let names = |problem: &Problem| kernels(problem, &off);
+    let short = llama(100, 8000);
+    assert_eq!(names(&short)[1..], ["hopper_split_f16_d128", "combine"]);
+    let plan = plan(&short, &device("h200"), &off).unwrap();
+    let params: &AttentionParams = bytemuck::from_bytes(&plan.launches[1].params);
+    // One tile of 128 rows for each of 32 heads.
+    assert_eq!((params.splits, plan.launches[1].grid), (4, [128, 1, 1]));
+    assert_eq!(names(&llama(100, 0))[1..], ["hopper_f16_d128"]);
+    assert_eq!(names(&with(short, |p| p.batch = 4))[1..], ["hopper_f16_d128"]);
 }
 
 #[test]

@@ -8,7 +8,8 @@
 //!
 //! **Grid** ([`grid`]): as many blocks as SMs, (WARPGROUPS + 1) · 128 threads. Tiles are numbered so that the (head, batch) pairs of a section,
 //! whose K and V fit the L2 cache together, are finished before the next section, longest tiles first. Each block draws its next tile from
-//! a counter when it is about to need it.
+//! a counter when it is about to need it. Where that would leave multiprocessors idle, the keys of a work tile are cut into `splits` parts, work tiles
+//! of their own, whose results [`combine`](super::combine) merges.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity, head size), q, k and v each through a
 //! tensor map with any strides that are multiples of 8; out through a pointer, with 16-byte stores. lse, which may be null, is
@@ -34,13 +35,14 @@ mod shape;
 mod softmax;
 mod work;
 
-pub use shape::{D64, D128, D192, D256, Hopper, MaskedD64, MaskedD128, MaskedD256};
+pub use shape::{D64, D128, D192, D256, Hopper, MaskedD64, MaskedD128, MaskedD256, SplitD64};
 
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
 use mask::Mask;
+use output::Destination;
 use shape::{DRAWN, Tile, WARPGROUP};
 
 impl<
@@ -51,7 +53,8 @@ impl<
     const W: usize,
     const O: usize,
     const M: u32,
-> Hopper<D, N, G, C, W, O, M>
+    const PARTS: bool,
+> Hopper<D, N, G, C, W, O, M, PARTS>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
@@ -103,8 +106,7 @@ impl<
                     mask.load::<Self>(base, seqlens_k, counter, p);
                 }
                 if warp() == 2 {
-                    let Pointers { out, lse, .. } = pointers;
-                    producer::clear_padding::<T, Self>(seqlens_k, out, lse, columns, p);
+                    producer::clear_unseeing::<T, Self>(seqlens_k, pointers.to, columns, p);
                 }
             }
         } else {
@@ -120,11 +122,19 @@ impl<
     }
 }
 
-impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, G, C, W, O, 0>
+impl<
+    const D: u32,
+    const N: u32,
+    const G: u32,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+    const PARTS: bool,
+> Hopper<D, N, G, C, W, O, 0, PARTS>
 {
     /// The kernel.
     #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -133,16 +143,19 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_lse: Global<f32>,
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        let pointers = Pointers { mask: None, head_sink, out, lse };
-        Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
+        let lse = if PARTS { partial_lse } else { lse };
+        let to = Destination { out, partial_out, lse };
+        Self::attend([q, k, v], seqlens_k, Pointers { mask: None, head_sink, to }, counter, &p);
     }
 }
 
 impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, G, C, W, O, 2>
+    Hopper<D, N, G, C, W, O, 2, false>
 {
     /// The kernel with a bias or a mask.
     #[inline(always)]
@@ -161,7 +174,8 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: MaskedParams,
     ) {
         let mask = Some(Mask::new(tiles, bias, mask, &p));
-        let pointers = Pointers { mask, head_sink, out, lse };
+        let to = Destination { out, partial_out: lse, lse };
+        let pointers = Pointers { mask, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
 }
@@ -198,8 +212,46 @@ fn init_barriers<S: Tile>(base: u32) {
 /// Blocks of a launch: one per multiprocessor at most; each walks over work tiles of `rows` rows.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
-    let work = u64::from(p.q_len.div_ceil(rows)) * u64::from(p.q_heads) * u64::from(p.batch);
+    let work = work_tiles(p, rows) * u64::from(p.splits.max(1));
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
+}
+
+/// Work tiles of `rows` rows, without parts of the keys.
+#[cfg(not(target_arch = "nvptx64"))]
+fn work_tiles(p: &AttentionParams, rows: u32) -> u64 {
+    u64::from(p.q_len.div_ceil(rows)) * u64::from(p.q_heads) * u64::from(p.batch)
+}
+
+/// Into how many parts to cut the keys of tiles of `rows` rows and `keys` keys: the number for which the call ends first on a device with that many
+/// multiprocessors, if the longest sequence has `max_keys` keys.
+///
+/// Times are in key tiles, 1.3 us of a block on an H200: work tiles come in waves, and parts write and read their results in f32.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn splits(
+    p: &AttentionParams,
+    rows: u32,
+    keys: u32,
+    max_keys: u32,
+    multiprocessors: u32,
+) -> u32 {
+    /// Parts at most: a multiprocessor's share of the keys of one sequence is rarely less.
+    const MOST: u32 = 32;
+    /// To start a work tile, and to start the merge.
+    const START: u64 = 2;
+    /// Bytes of parts that are written and read in the time of a tile.
+    const BYTES: u64 = 2 << 20;
+    let visible =
+        if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
+    let tiles = visible.div_ceil(keys).max(1);
+    let units = work_tiles(p, rows);
+    let results =
+        4 * u64::from(p.batch) * u64::from(p.q_heads) * u64::from(p.q_len) * u64::from(p.head_size);
+    let time = |splits: u32| {
+        let waves = (units * u64::from(splits)).div_ceil(u64::from(multiprocessors.max(1)));
+        let merge = if splits == 1 { 0 } else { START + u64::from(splits) * results / BYTES };
+        waves * (u64::from(tiles.div_ceil(splits)) + START) + merge
+    };
+    (1..=tiles.min(MOST)).min_by_key(|&splits| time(splits)).unwrap_or(1)
 }
 
 /// (query head, batch) pairs whose K and V fill about half the L2 cache together, whole groups of them.
@@ -209,4 +261,37 @@ pub fn section(p: &AttentionParams, l2_bytes: u64) -> u32 {
     let caches = (l2_bytes / 2 / bytes.max(1)).max(1);
     let pairs = caches.saturating_mul(u64::from(p.q_heads / p.kv_heads));
     u32::try_from(pairs).unwrap_or(u32::MAX).min(p.q_heads * p.batch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+
+    fn parts(batch: u32, q_len: u32, keys: u32) -> u32 {
+        let p = AttentionParams {
+            batch,
+            q_len,
+            q_heads: 32,
+            kv_heads: 8,
+            head_size: 128,
+            ..AttentionParams::zeroed()
+        };
+        splits(&p, 128, 128, keys, 132)
+    }
+
+    #[test]
+    fn parts_fill_a_device_that_would_be_idle() {
+        assert_eq!(parts(1, 64, 8192), 4);
+        assert_eq!(parts(2, 128, 8192), 2);
+        assert!(parts(1, 256, 32768) >= 2);
+    }
+
+    #[test]
+    fn a_full_device_takes_no_parts() {
+        assert_eq!(parts(1, 512, 8192), 1);
+        assert_eq!(parts(4, 64, 8192), 1);
+        assert_eq!(parts(1, 2048, 2048), 1);
+        assert_eq!(parts(1, 64, 256), 1);
+    }
 }

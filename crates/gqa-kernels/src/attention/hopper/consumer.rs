@@ -1,7 +1,7 @@
 //! A consumer warpgroup: 64 rows of every work tile of the block.
 
 use super::mask::Mask;
-use super::output::Output;
+use super::output::{Destination, Output};
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP};
 use super::softmax::{Raised, RowPair, Softmax, scale};
@@ -20,8 +20,7 @@ const CLEARED: u32 = 8;
 pub(super) struct Pointers<T> {
     pub(super) mask: Option<Mask<T>>,
     pub(super) head_sink: Global<T>,
-    pub(super) out: Global<T>,
-    pub(super) lse: Global<f32>,
+    pub(super) to: Destination<T>,
 }
 
 /// A consumer warpgroup: `C` score, `W` packed weight and `O` output registers per thread.
@@ -317,7 +316,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             mask.apply::<S, C>(self.mask_rows(mask), s, factor);
         }
         if at.tile >= at.keys.full_end || at.tile < at.keys.full_first {
-            let [.., row] = at.slot.place();
+            let row = at.slot.place::<S>().row;
             self.softmax.mask(s, at.slot.seen::<S>(), row, at.tile * S::N);
         }
     }
@@ -401,16 +400,16 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// Normalises the output of a finished work tile and writes it.
     #[inline(always)]
     fn finish(&self, o: &mut [f32; O], rows: [SoftmaxState; 2], slot: Slot) {
-        let output = Output {
-            p: self.p,
-            place: slot.place(),
-            seqlen: slot.seqlen(),
-            row: self.softmax.row,
-            masked: S::MASK_STAGES > 0,
-        };
-        let factors = output.normalise(rows, self.pointers.head_sink, self.pointers.lse);
+        let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
+        let output = Output { p: self.p, place, seqlen, row: self.softmax.row };
+        let Pointers { head_sink, to, .. } = self.pointers;
+        let factors = output.normalise::<T, S>(rows, head_sink, to.lse);
         scale(o, factors);
-        output.store(o, self.pointers.out);
+        if S::PARTS {
+            output.store_part(o, to.partial_out);
+        } else {
+            output.store(o, to.out);
+        }
     }
 }
 

@@ -116,9 +116,9 @@ impl<T: MmaElement> Mask<T> {
         let strides = p.bias;
         let place = [
             words + chunk * 64,
-            at(strides.row, work.row),
-            at(strides.head, work.head),
-            at(strides.batch, work.batch),
+            at(strides.row, work.place.row),
+            at(strides.head, work.place.head),
+            at(strides.batch, work.place.batch),
         ];
         mbarrier_arrive_expect(full, S::ROWS * CHUNK_BYTES);
         tma_load(to + chunk * S::ROWS * CHUNK_BYTES, self.map, place, full);
@@ -128,9 +128,9 @@ impl<T: MmaElement> Mask<T> {
     #[inline(always)]
     fn copy<S: Tile>(self, to: u32, work: &Work, key: u32, p: &AttentionParams) {
         let tile = Source {
-            at: p.bias.at(work.batch, work.head, work.row) + key as usize,
+            at: p.bias.at(work.place.batch, work.place.head, work.place.row) + key as usize,
             row: p.bias.row as u32,
-            rows: if self.repeats { 1 } else { p.q_len - work.row },
+            rows: if self.repeats { 1 } else { p.q_len - work.place.row },
             columns: self.columns - key,
         };
         if !self.is_bias() {
@@ -235,7 +235,7 @@ pub(super) fn unfold(score: f32) -> f32 {
 /// Where the `unit`th 16 bytes of a row lie in a tile: in chunks of 128 bytes of all rows, permuted as the copy engine does.
 #[inline(always)]
 fn place<S: Tile>(unit: u32, row: u32) -> u32 {
-    (unit / 8 * S::ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16
+    (unit / 8 * S::ROWS + row) * 128 + ((unit % 8) ^ (row % 8)) * 16
 }
 
 /// A tile in memory.

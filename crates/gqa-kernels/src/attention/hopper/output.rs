@@ -1,34 +1,51 @@
-//! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores.
+//! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores. A part of the keys leaves its own result, in f32, for
+//! [`combine`](crate::attention::combine).
 
 use super::mask;
-use super::producer::lse_index;
+use super::shape::Tile;
+use super::work::Place;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, sink};
 use crate::simt::*;
 
+/// Where results go.
+#[derive(Clone, Copy)]
+pub(super) struct Destination<T> {
+    /// (batch, query head, S, head size); not used with parts of the keys.
+    pub(super) out: Global<T>,
+    /// (part, batch, query head, S, head size); not used without parts of the keys.
+    pub(super) partial_out: Global<f32>,
+    /// (part, batch, query head, S).
+    pub(super) lse: Global<f32>,
+}
+
+/// Place of query row `s` in (part, batch, query head, S).
+#[inline(always)]
+pub(super) fn row_index(place: Place, s: u32, p: &AttentionParams) -> usize {
+    let pair = (place.split * p.batch + place.batch) * p.q_heads + place.head;
+    pair as usize * p.q_len as usize + s as usize
+}
+
 /// A finished work tile, as a thread with the rows `row` and `row + 8` of it sees it.
 pub(super) struct Output<'a> {
     pub(super) p: &'a AttentionParams,
-    /// Batch entry, head and first row.
-    pub(super) place: [u32; 3],
+    pub(super) place: Place,
     pub(super) seqlen: Seqlen,
     pub(super) row: u32,
-    /// Whether scores may be folded.
-    pub(super) masked: bool,
 }
 
 impl Output<'_> {
-    /// Joins the sink, writes log-sum-exp, and returns what each row must be multiplied by.
+    /// Joins the sink, if there is one and no other part, writes log-sum-exp, and returns what each row must be multiplied by.
     #[inline(always)]
-    pub(super) fn normalise<T: MmaElement>(
+    pub(super) fn normalise<T: MmaElement, S: Tile>(
         &self,
         rows: [SoftmaxState; 2],
         head_sink: Global<T>,
         lse: Global<f32>,
     ) -> [f32; 2] {
-        let [batch, head, first] = self.place;
+        let Place { head, row: first, .. } = self.place;
         let mut factors = [0.0; 2];
         let mut half = 0;
         while half < 2 {
@@ -36,7 +53,7 @@ impl Output<'_> {
             state.sum += shfl_xor_f32(state.sum, 1);
             state.sum += shfl_xor_f32(state.sum, 2);
             factors[half] = 1.0;
-            if self.p.sink != sink::NONE {
+            if !S::PARTS && self.p.sink != sink::NONE {
                 let logit = if self.p.sink == sink::PER_HEAD {
                     head_sink.load(head as usize).to_f32()
                 } else {
@@ -49,8 +66,9 @@ impl Output<'_> {
             if !lse.is_null() && s < self.p.q_len && lane() % 4 == 0 {
                 let value =
                     if self.seqlen.is_token(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
-                let value = if self.masked { mask::unfold(value) } else { value };
-                lse.store(lse_index(batch, head, s, self.p), value);
+                // Scores may be folded.
+                let value = if S::MASK_STAGES > 0 { mask::unfold(value) } else { value };
+                lse.store(row_index(self.place, s, self.p), value);
             }
             half += 1;
         }
@@ -60,7 +78,7 @@ impl Output<'_> {
     /// Writes the rows that there are; those that are no tokens as zeros.
     #[inline(always)]
     pub(super) fn store<T: MmaElement, const O: usize>(&self, o: &[f32; O], out: Global<T>) {
-        let [batch, head, first] = self.place;
+        let Place { batch, head, row: first, .. } = self.place;
         // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
         let lane = opaque(lane());
         let column = lane % 4 * 8;
@@ -83,6 +101,31 @@ impl Output<'_> {
                 let ahead = group as u32 * 32;
                 if s < self.p.q_len && column + ahead < self.p.head_size {
                     out.store_vec(at + ahead as usize, words);
+                }
+                group += 1;
+            }
+            half += 1;
+        }
+    }
+    /// Writes the rows of a part.
+    #[inline(always)]
+    pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {
+        // Opaque, as in `store`.
+        let lane = opaque(lane());
+        let column = lane % 2 * 8 + lane % 4 / 2 * 4;
+        let mut half = 0;
+        while half < 2 {
+            let s = self.place.row + self.row + 8 * half as u32;
+            let at = row_index(self.place, s, self.p) * self.p.head_size as usize;
+            let mut group = 0;
+            while group < O / 8 {
+                let pair = 8 * group + 2 * half;
+                let bits = |i: usize| o[pair + i].to_bits();
+                let [a, c] = exchange([bits(0), bits(4)], lane, 1);
+                let [b, d] = exchange([bits(1), bits(5)], lane, 1);
+                let column = column + group as u32 * 16;
+                if s < self.p.q_len && column < self.p.head_size {
+                    partial_out.store_vec(at + column as usize, [a, b, c, d]);
                 }
                 group += 1;
             }

@@ -1,9 +1,10 @@
 //! The producer warpgroup: one thread draws work and loads K and V, one loads Q and describes the work, one
 //! warp clears what sees nothing.
 
+use super::output::{Destination, row_index};
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile};
-use super::work::{Draw, Drawn, Slot, Work, quotient};
+use super::work::{Draw, Drawn, Place, Slot, Work, quotient};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -72,15 +73,15 @@ pub(super) fn load_keys_and_values<S: Tile>(
             n += 1;
         }
         // Opaque, or the quotient would take a register for all the loop.
-        let head = quotient(work.head, quotient(opaque(p.q_heads), p.kv_heads));
+        let head = quotient(work.place.head, quotient(opaque(p.q_heads), p.kv_heads));
         let mut tile = work.keys.end;
         while tile > work.keys.first {
             tile -= 1;
-            ring.load::<S>(k, tile, head, work.batch);
+            ring.load::<S>(k, tile, head, work.place.batch);
             if let Some([tile, head, batch]) = behind {
                 ring.load::<S>(v, tile, head, batch);
             }
-            behind = Some([tile, head, work.batch]);
+            behind = Some([tile, head, work.place.batch]);
         }
         index = draw.next();
     }
@@ -110,7 +111,7 @@ pub(super) fn load_queries<S: Tile>(
         mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
         Slot::new::<S>(base, n).write(&work);
         let destination = base + ring.stage * S::Q_BYTES;
-        let Work { batch, head, row, .. } = work;
+        let Place { batch, head, row, .. } = work.place;
         load_tile::<S>(S::ROWS, destination, q, row, head, batch, barrier + S::Q_FULL);
         n += 1;
         ring = ring.next(S::Q_STAGES);
@@ -122,12 +123,11 @@ pub(super) fn load_queries<S: Tile>(
     mbarrier_arrive(barrier + S::Q_FULL);
 }
 
-/// One warp: the rows of work tiles that see nothing, because all are padding.
+/// One warp: the rows of work tiles that see nothing, because all are padding, or none is in this part of the keys.
 #[inline(always)]
-pub(super) fn clear_padding<T: MmaElement, S: Tile>(
+pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     seqlens_k: Global<i32>,
-    out: Global<T>,
-    lse: Global<f32>,
+    to: Destination<T>,
     columns: u32,
     p: &AttentionParams,
 ) {
@@ -135,40 +135,33 @@ pub(super) fn clear_padding<T: MmaElement, S: Tile>(
     while index < Work::count::<S>(p) {
         let work = Work::new::<S>(index, p, seqlens_k, columns);
         if work.keys.is_empty() {
-            clear::<T, S>(&work, out, lse, p);
+            clear::<T, S>(work.place, to, p);
         }
         index += grid_dim_x();
     }
 }
 
 #[inline(always)]
-fn clear<T: MmaElement, S: Tile>(
-    work: &Work,
-    out: Global<T>,
-    lse: Global<f32>,
-    p: &AttentionParams,
-) {
-    let vectors = p.head_size / T::PER_VEC;
-    let rows = (p.q_len - work.row).min(S::ROWS);
-    let mut i = lane();
-    while i < rows * vectors {
-        let row = quotient(i, vectors);
-        let column = (i - row * vectors) * T::PER_VEC;
-        out.store_vec(p.out.at(work.batch, work.head, work.row + row) + column as usize, [0; 4]);
-        i += 32;
+fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &AttentionParams) {
+    let Place { batch, head, row: first, .. } = place;
+    let rows = (p.q_len - first).min(S::ROWS);
+    // What a part has not seen is not read.
+    if !S::PARTS {
+        let vectors = p.head_size / T::PER_VEC;
+        let mut i = lane();
+        while i < rows * vectors {
+            let row = quotient(i, vectors);
+            let column = (i - row * vectors) * T::PER_VEC;
+            to.out.store_vec(p.out.at(batch, head, first + row) + column as usize, [0; 4]);
+            i += 32;
+        }
     }
-    if lse.is_null() {
+    if to.lse.is_null() {
         return;
     }
     let mut row = lane();
     while row < rows {
-        lse.store(lse_index(work.batch, work.head, work.row + row, p), f32::NEG_INFINITY);
+        to.lse.store(row_index(place, first + row, p), f32::NEG_INFINITY);
         row += 32;
     }
-}
-
-/// Place of a row in (batch, query head, row).
-#[inline(always)]
-pub(super) fn lse_index(batch: u32, head: u32, row: u32, p: &AttentionParams) -> usize {
-    (batch * p.q_heads + head) as usize * p.q_len as usize + row as usize
 }

@@ -23,6 +23,8 @@ pub(super) trait Tile {
     const N: u32;
     /// Consumer warpgroups of 64 rows.
     const WARPGROUPS: u32;
+    /// A work tile is one part of its keys.
+    const PARTS: bool;
     const ROWS: u32 = Self::WARPGROUPS * 64;
     const CHUNKS: u32 = Self::D.div_ceil(CHUNK);
     const Q_BYTES: u32 = Self::ROWS * Self::CHUNKS * 128;
@@ -55,7 +57,7 @@ pub(super) trait Tile {
 }
 
 /// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread; `M` tiles
-/// of a mask in flight, or 0 and no mask.
+/// of a mask in flight, or 0 and no mask; whole key ranges or `PARTS` of them.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -64,22 +66,25 @@ pub struct Hopper<
     const W: usize,
     const O: usize,
     const M: u32,
+    const PARTS: bool,
 >;
 
 /// Head sizes up to 64.
-pub type D64 = Hopper<64, 128, 3, 64, 32, 32, 0>;
+pub type D64 = Hopper<64, 128, 3, 64, 32, 32, 0, false>;
+/// Head sizes up to 64, for parts, whose way out needs more registers than three warpgroups have.
+pub type SplitD64 = Hopper<64, 128, 2, 64, 32, 32, 0, true>;
 /// Head sizes up to 128.
-pub type D128 = Hopper<128, 128, 2, 64, 32, 64, 0>;
+pub type D128<const PARTS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, PARTS>;
 /// Head sizes up to 192.
-pub type D192 = Hopper<192, 112, 2, 56, 28, 96, 0>;
+pub type D192<const PARTS: bool> = Hopper<192, 112, 2, 56, 28, 96, 0, PARTS>;
 /// Head sizes up to 256.
-pub type D256 = Hopper<256, 80, 2, 40, 20, 128, 0>;
+pub type D256<const PARTS: bool> = Hopper<256, 80, 2, 40, 20, 128, 0, PARTS>;
 /// Head sizes up to 64, with a mask.
-pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2>;
+pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false>;
 /// Head sizes up to 128, with a mask.
-pub type MaskedD128 = Hopper<128, 128, 2, 64, 32, 64, 2>;
+pub type MaskedD128 = Hopper<128, 128, 2, 64, 32, 64, 2, false>;
 /// Head sizes up to 256, with a mask.
-pub type MaskedD256 = Hopper<256, 64, 2, 32, 16, 128, 2>;
+pub type MaskedD256 = Hopper<256, 64, 2, 32, 16, 128, 2, false>;
 
 impl<
     const D: u32,
@@ -89,10 +94,12 @@ impl<
     const W: usize,
     const O: usize,
     const M: u32,
-> Tile for Hopper<D, N, G, C, W, O, M>
+    const PARTS: bool,
+> Tile for Hopper<D, N, G, C, W, O, M, PARTS>
 {
     const D: u32 = D;
     const N: u32 = N;
     const WARPGROUPS: u32 = G;
     const MASK_STAGES: u32 = M;
+    const PARTS: bool = PARTS;
 }

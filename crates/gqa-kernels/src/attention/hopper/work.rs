@@ -5,16 +5,25 @@ use crate::concept::seqlen::Seqlen;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// One work tile: query rows `row..row + ROWS` of a head, and the key tiles that they see.
+/// One work tile: query rows of a head, and the key tiles that they see, or one part of these.
 #[derive(Clone, Copy)]
 pub(super) struct Work {
-    pub(super) batch: u32,
-    pub(super) head: u32,
-    pub(super) row: u32,
+    pub(super) place: Place,
     pub(super) seqlen: Seqlen,
     /// Valid keys that no row sees, because they lie behind the mask.
     hidden: u32,
     pub(super) keys: KeyTiles,
+}
+
+/// Whose result a work tile is.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub(super) batch: u32,
+    pub(super) head: u32,
+    /// First query row.
+    pub(super) row: u32,
+    /// Part of the keys.
+    pub(super) split: u32,
 }
 
 /// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`.
@@ -37,6 +46,8 @@ impl Work {
     ) -> Self {
         let row_tiles = p.q_len.div_ceil(S::ROWS);
         let pairs = p.q_heads * p.batch;
+        let split = if S::PARTS { quotient(index, row_tiles * pairs) } else { 0 };
+        let index = index - split * row_tiles * pairs;
         let section = quotient(index, p.section * row_tiles);
         let within = index - section * p.section * row_tiles;
         let here = (pairs - section * p.section).min(p.section);
@@ -48,13 +59,15 @@ impl Work {
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
         let hidden = seqlen.total.saturating_sub(columns);
         let keys = KeyTiles::new::<S>(row, seqlen, hidden, p);
-        Self { batch, head: pair - batch * p.q_heads, row, seqlen, hidden, keys }
+        let keys = if S::PARTS { keys.part(split, p.splits) } else { keys };
+        let place = Place { batch, head: pair - batch * p.q_heads, row, split };
+        Self { place, seqlen, hidden, keys }
     }
 
     /// Work tiles of the whole call.
     #[inline(always)]
     pub(super) fn count<S: Tile>(p: &AttentionParams) -> u32 {
-        p.q_len.div_ceil(S::ROWS) * p.q_heads * p.batch
+        p.q_len.div_ceil(S::ROWS) * p.q_heads * p.batch * if S::PARTS { p.splits } else { 1 }
     }
 }
 
@@ -78,6 +91,14 @@ impl KeyTiles {
             full_first: window(high).div_ceil(S::N),
             full_end: low.min(seen) / S::N,
         }
+    }
+
+    /// Part number `split` of `splits` equal ones; the last ones may be shorter, or empty.
+    #[inline(always)]
+    fn part(self, split: u32, splits: u32) -> Self {
+        let tiles = self.end.saturating_sub(self.first).div_ceil(splits.max(1));
+        let first = self.first + split * tiles;
+        Self { first, end: (first + tiles).min(self.end), ..self }
     }
 
     #[inline(always)]
@@ -159,7 +180,8 @@ impl Slot {
     pub(super) fn write(self, work: &Work) {
         let KeyTiles { first, end, full_first, full_end } = work.keys;
         st_shared_vec(self.0, [first, end, full_first, full_end]);
-        st_shared_vec(self.0 + 16, [work.batch, work.head, work.row, 0]);
+        let Place { batch, head, row, split } = work.place;
+        st_shared_vec(self.0 + 16, [batch, head, row, split]);
         st_shared_vec(self.0 + 32, [work.seqlen.past, work.seqlen.total, work.hidden, 0]);
     }
 
@@ -183,11 +205,10 @@ impl Slot {
         }
     }
 
-    /// Batch entry, head and first row.
     #[inline(always)]
-    pub(super) fn place(self) -> [u32; 3] {
-        let [batch, head, row, _] = ld_shared_vec(self.0 + 16);
-        [batch, head, row]
+    pub(super) fn place<S: Tile>(self) -> Place {
+        let [batch, head, row, split] = ld_shared_vec(self.0 + 16);
+        Place { batch, head, row, split: if S::PARTS { split } else { 0 } }
     }
 
     #[inline(always)]
