@@ -14,14 +14,15 @@ use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::DecodeParams;
-use crate::simt::{Global, Shared, cp_async_commit, cp_async_wait, fma, lane, sync_warp, warp};
-use crate::tile::columns::{Columns, accumulate, load_queries, scores, weigh};
+use crate::simt::{
+    Global, Shared, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
+};
+use crate::tile::columns::{Columns, accumulate, load_depth, load_queries, scores, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::fragment::row_of;
 use crate::tile::rows::{Rows, Span};
 use crate::tile::softmax::{ScoreScale, States, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
-use core::ops::Range;
 
 /// What a rank attends to.
 pub(super) struct Share {
@@ -29,36 +30,44 @@ pub(super) struct Share {
     span: Span,
     /// One past the last key of the cache that may be read.
     old_end: u32,
-    /// Tiles of old keys, from the first visible key on.
-    tiles: Range<u32>,
+    /// Tiles of old keys, from the first visible key on, of all ranks together.
+    tiles: u32,
     /// Position of the first new key.
     past: u32,
     /// Whether the new rows are this rank's.
     pub has_fresh: bool,
+    /// Ranks that share the tiles.
+    ranks: u32,
+    /// Which of them this is.
+    index: u32,
     /// Keys of a tile.
     keys: u32,
 }
 
 impl Share {
-    /// Equal shares, the first ones larger by one where that does not come out even; the new rows are the last rank's.
+    /// Every rank's warps take turns, so that all of them together go through the cache side by side; the new rows are the last rank's.
     #[inline(always)]
     pub fn new(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
         let span = rows.span();
         let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
         let old_end = span.some.end.min(cached);
-        let tiles = old_end.saturating_sub(span.some.first).div_ceil(keys);
-        let (shares, index) =
-            ((place.ranks * p.parts).max(1), place.part * place.ranks + place.rank);
-        let (each, rest) = (tiles / shares, tiles % shares);
-        let start = index * each + index.min(rest);
+        let (ranks, index) = place.among(p);
         Self {
             span,
             old_end,
-            tiles: start..start + each + u32::from(index < rest),
+            tiles: old_end.saturating_sub(span.some.first).div_ceil(keys),
             past: rows.seqlen.past,
-            has_fresh: p.new_len > 0 && index + 1 == shares,
+            has_fresh: p.new_len > 0 && index + 1 == ranks,
+            ranks,
+            index,
             keys,
         }
+    }
+
+    /// The warp's first tile.
+    #[inline(always)]
+    fn start(&self) -> u32 {
+        warp() * self.ranks + self.index
     }
 
     /// Position of the first key of a tile.
@@ -67,10 +76,17 @@ impl Share {
         self.span.some.first + tile * self.keys
     }
 
-    /// One past the last tile, the tile of new rows included.
+    /// From one of the warp's tiles to the next, of `warps` warps.
     #[inline(always)]
-    fn end(&self) -> u32 {
-        self.tiles.end + u32::from(self.has_fresh)
+    fn step(&self, warps: u32) -> u32 {
+        warps * self.ranks
+    }
+
+    /// One past the warp's last tile; the tile of new rows is behind those of the last warp.
+    #[inline(always)]
+    fn end(&self, warps: u32) -> u32 {
+        let is_last = self.has_fresh && warp() + 1 == warps;
+        self.tiles + if is_last { self.step(warps) } else { 0 }
     }
 }
 
@@ -91,6 +107,9 @@ impl<
     const STAGES: u32,
 > Decode<D8, M, HALVES, N8, WARPS, STAGES>
 {
+    /// Whether queries and accumulators leave so few registers that queries stay in shared memory, and lanes find out anew what they otherwise
+    /// remember.
+    pub(super) const IS_TIGHT: bool = M > 1 || Self::ROWS * D8 as u32 > 384;
     /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring has room.
     const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
@@ -110,10 +129,10 @@ impl<
         let cache = Cache {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
-            lanes: WarpCopy::of_this_lane(),
+            lanes: WarpCopy::of(lane()),
         };
         for slot in 0..STAGES {
-            let tile = share.tiles.start + warp() + slot * WARPS;
+            let tile = share.start() + slot * share.step(WARPS);
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, tile);
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, tile);
         }
@@ -129,7 +148,8 @@ impl<
         share: &Share,
         tile: u32,
     ) {
-        if tile < share.tiles.end {
+        if tile < share.tiles {
+            let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane())) } else { lanes };
             let begin = share.begin(tile);
             let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
             lanes.start(place, Self::KEYS, source, share.old_end - begin);
@@ -147,22 +167,32 @@ impl<
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
         let scale = ScoreScale::new(a.scale, a.softcap);
-        let visible: [[_; 2]; M] = core::array::from_fn(|m| {
-            core::array::from_fn(|half| rows.row(16 * m as u32 + row_of(half)).visible)
-        });
+        let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
+        let visible: [[_; 2]; M] =
+            core::array::from_fn(|m| core::array::from_fn(|half| visible_of(m, row_of(half))));
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], [[[[0.0; 2]; 2]; M]; D8]);
         let read = WarpRead::of_this_lane();
-        let queries = load_queries::<T, M, HALVES, D8>(Self::queries());
-        let (mut tile, mut slot) = (share.tiles.start + warp(), 0);
-        while tile < share.end() {
-            let is_fresh = tile == share.tiles.end;
+        let queries = if Self::IS_TIGHT {
+            [[[0; 2]; M]; D8]
+        } else {
+            load_queries::<T, M, HALVES, D8>(Self::queries())
+        };
+        let (mut tile, mut slot) = (share.start(), 0);
+        while tile < share.end(WARPS) {
+            let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
-            let after = tile + STAGES * WARPS;
+            let after = tile + STAGES * share.step(WARPS);
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
-            let mut weights = scores::<T, M, D8, N8>(&queries, keys, &read);
+            let mut weights = if !Self::IS_TIGHT {
+                let of_depth = |depth| [queries[2 * depth], queries[2 * depth + 1]];
+                scores::<T, M, D8, N8>(of_depth, keys, &read)
+            } else {
+                let of_depth = |depth| load_depth::<T, M, HALVES, D8>(Self::queries(), depth);
+                scores::<T, M, D8, N8>(of_depth, keys, &read)
+            };
             sync_warp();
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, after);
 
@@ -170,7 +200,11 @@ impl<
             let limit = if is_fresh { u32::MAX } else { share.old_end };
             if share.span.is_partial(begin, Self::KEYS) || begin + Self::KEYS > limit {
                 mask(&mut weights, begin, |m, half| {
-                    let Visible { first, end } = visible[m][half];
+                    let Visible { first, end } = if Self::IS_TIGHT {
+                        visible_of(m, opaque(row_of(half)))
+                    } else {
+                        visible[m][half]
+                    };
                     Visible { first, end: end.min(limit) }
                 });
             }
@@ -183,7 +217,7 @@ impl<
             sync_warp();
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
 
-            tile += WARPS;
+            tile += share.step(WARPS);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();
@@ -269,15 +303,15 @@ impl<
         (state, weights)
     }
 
-    /// What the block accumulated in eight columns of row `r`.
+    /// What the block accumulated in four columns of row `r`.
     #[inline(always)]
-    pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 8] {
-        let mut sums = [0.0; 8];
+    pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 4] {
+        let mut sums = [0.0; 4];
         for w in 0..WARPS {
             let acc = Shared::<f32>::at(Self::ring_of(w)).offset(r * Self::ACC_PITCH + column);
-            let halves = [acc.load_vec(0), acc.load_vec(4)];
-            for i in 0..8 {
-                sums[i] = fma(weights[w as usize], f32::from_bits(halves[i / 4][i % 4]), sums[i]);
+            let columns = acc.load_vec(0);
+            for i in 0..4 {
+                sums[i] = fma(weights[w as usize], f32::from_bits(columns[i]), sums[i]);
             }
         }
         sums
