@@ -70,8 +70,9 @@ fn reaches(shape: Shape, op: &Attention) -> (Family, String) {
     let plan = planned(&shape.problem(op));
     let mut families = plan.launches.iter().map(|launch| launch.entry.family);
     let family = families.find(|family| *family != Family::Prologue).unwrap();
-    let tiled = plan.decisions.iter().find(|d| d.candidate == Candidate::Tiled).unwrap();
-    (family, tiled.outcome.as_ref().map_or_else(ToString::to_string, |entry| entry.name.to_owned()))
+    let hopper = plan.decisions.iter().find(|d| d.candidate == Candidate::Hopper).unwrap();
+    let outcome = hopper.outcome.as_ref();
+    (family, outcome.map_or_else(ToString::to_string, |entry| entry.name.to_owned()))
 }
 
 #[test]
@@ -99,8 +100,8 @@ fn flash_attention_where_positions_and_windows_are_its_own() {
         ),
         ("softcap", square(512), &Attention::new().softcap(20.0), Family::Hopper),
     ] {
-        let (family, tiled) = reaches(shape, op);
-        assert_eq!(family, want, "{what}: {tiled}");
+        let (family, hopper) = reaches(shape, op);
+        assert_eq!(family, want, "{what}: {hopper}");
     }
 }
 
@@ -144,9 +145,9 @@ fn refusals_of_flash_attention_say_why() {
         (square(512), &scores(1), Family::Unfused, "output_qk"),
         (square(512), &scores(2), Family::Unfused, "output_qk"),
     ] {
-        let (family, tiled) = reaches(shape, op);
+        let (family, hopper) = reaches(shape, op);
         assert_eq!(family, want, "{reason}");
-        assert!(tiled.contains(reason), "{tiled:?} does not say {reason:?}");
+        assert!(hopper.contains(reason), "{hopper:?} does not say {reason:?}");
     }
 }
 

@@ -48,11 +48,13 @@ on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per bloc
 positions: implicit, past + row
 
 attention
-  decode    refused: needs compute capability 9.0 exactly, the device has 8.0
-  split_kv  refused: does not take float32
-  hopper    refused: does not take float32
-  tiled     refused: does not take float32
-  general   chosen: gqa_general_f32
+  decode        refused: needs compute capability 9.0 exactly, the device has 8.0
+  split_kv      refused: does not take float32
+  hopper        refused: does not take float32
+  hopper_masked refused: there is no attention_bias
+  tiled         refused: does not take float32
+  tiled_masked  refused: there is no attention_bias
+  general       chosen: gqa_general_f32
 ";
     assert!(text.starts_with(expected), "{text}");
     assert!(text.contains("gqa_unpack_qkv_with_rope_and_append_kv_f32: "), "{text}");
