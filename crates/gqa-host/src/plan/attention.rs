@@ -341,7 +341,8 @@ pub(super) fn launches(
         Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
         Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
         Candidate::HopperMasked => {
-            return hopper_masked_launch(p, device, entry, query, scratch.count(1)).map(|launch| vec![launch]);
+            return hopper_masked_launch(p, device, entry, query, scratch.count(1))
+                .map(|launch| vec![launch]);
         }
         Candidate::TiledMasked => {
             let params = masked_params(p, query.strides)?;

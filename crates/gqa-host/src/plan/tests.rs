@@ -186,7 +186,7 @@ fn refusals_name_their_reason() {
             with(llama(64, 0), with_bias),
             "h200",
             &off,
-            Candidate::Tiled,
+            Candidate::Hopper,
             "does not take attention_bias",
         ),
         (llama(64, 0), "h200", &off, Candidate::HopperMasked, "not needed"),
@@ -433,7 +433,9 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
         error,
         "no kernel takes this call: decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION; \
          unfused does not take float64"
     );
