@@ -99,6 +99,36 @@ fn flash_attention_where_positions_and_windows_are_its_own() {
             Family::Hopper,
         ),
         ("softcap", square(512), &Attention::new().softcap(20.0), Family::Hopper),
+        (
+            "mask",
+            Shape { mask: Some((DType::Bool, 512)), ..square(512) },
+            &plain,
+            Family::HopperMasked,
+        ),
+        (
+            "causal bias",
+            Shape { mask: Some((DType::F16, 512)), ..square(512) },
+            &causal,
+            Family::HopperMasked,
+        ),
+        (
+            "short bias",
+            Shape { mask: Some((DType::F16, 301)), ..square(512) },
+            &plain,
+            Family::HopperMasked,
+        ),
+        (
+            "bias, few rows",
+            Shape { mask: Some((DType::F16, 16)), ..square(16) },
+            &plain,
+            Family::HopperMasked,
+        ),
+        (
+            "bias elsewhere",
+            Shape { mask: Some((DType::F16, 600)), new_len: 600, ..square(512) },
+            &causal,
+            Family::General,
+        ),
     ] {
         let (family, hopper) = reaches(shape, op);
         assert_eq!(family, want, "{what}: {hopper}");
@@ -111,12 +141,8 @@ fn refusals_of_flash_attention_say_why() {
     let right = Attention::new().right_window_size(3);
     let left = Attention::new().left_window_size(3);
     let scores = |mode| Attention::new().qk_matmul_output(true).qk_matmul_output_mode(mode);
-    let (general, masked) = (Family::General, Family::HopperMasked);
+    let general = Family::General;
     for (shape, op, want, reason) in [
-        (Shape { mask: Some((DType::Bool, 512)), ..square(512) }, &plain, masked, "attention_bias"),
-        (Shape { mask: Some((DType::F16, 512)), ..square(512) }, &causal, masked, "attention_bias"),
-        (Shape { mask: Some((DType::F16, 301)), ..square(512) }, &plain, masked, "attention_bias"),
-        (Shape { mask: Some((DType::F16, 16)), ..square(16) }, &plain, masked, "attention_bias"),
         (Shape { v_head_size: 72, ..square(512) }, &plain, general, "size 72"),
         (
             Shape { head_size: 20, v_head_size: 20, ..square(512) },
