@@ -59,10 +59,20 @@ pub struct Hopper<
 
 /// Head sizes up to 64.
 pub type D64 = Hopper<64, 128, 3, 64, 32, 32>;
+/// The same for short prompts, which fill tiles of fewer rows better.
+pub type D64Short = Hopper<64, 128, 2, 64, 32, 32>;
+/// Head sizes up to 80.
+pub type D80 = Hopper<80, 128, 2, 64, 32, 40>;
+/// Head sizes up to 96.
+pub type D96 = Hopper<96, 128, 2, 64, 32, 48>;
 /// Head sizes up to 128.
 pub type D128 = Hopper<128, 128, 2, 64, 32, 64>;
+/// Head sizes up to 160.
+pub type D160 = Hopper<160, 112, 2, 56, 28, 80>;
 /// Head sizes up to 192.
 pub type D192 = Hopper<192, 112, 2, 56, 28, 96>;
+/// Head sizes up to 224.
+pub type D224 = Hopper<224, 80, 2, 40, 20, 112>;
 /// Head sizes up to 256.
 pub type D256 = Hopper<256, 80, 2, 40, 20, 128>;
 
