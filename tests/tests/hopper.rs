@@ -1,8 +1,10 @@
 //! The Hopper family on the simulated machine, against the f64 reference: prompts and chunks long enough for it.
 
+use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::Switches;
-use gqa_tests::{biased_prompts, parity, prompts};
+use gqa_tests::{Case, biased_prompts, parity, prompts};
+use proptest::strategy::Strategy;
 
 #[test]
 fn hopper_is_reference() {
@@ -28,4 +30,13 @@ fn parts_of_the_keys_are_merged() {
     };
     parity("sim, hopper, 2 parts", 40, prompts(128, 300), &sim(2));
     parity("sim, hopper, 5 parts", 20, prompts(256, 300), &sim(5));
+}
+
+/// Prompts as short as these take tiles of fewer rows unless told otherwise.
+#[test]
+fn hopper_is_reference_in_tiles_for_long_prompts() {
+    let force = Some("gqa_hopper_bf16_d64");
+    let sim = Sim::default().with_switches(Switches { force, ..Switches::default() });
+    let prompts = prompts(64, 200).prop_map(|case| Case { dtype: DType::BF16, ..case });
+    parity("sim, hopper, many rows", 40, prompts, &sim);
 }

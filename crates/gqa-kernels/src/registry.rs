@@ -303,7 +303,12 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
+    gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short<false>, 1;
+    gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
+    gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
+    gqa_hopper_f16_d160, gqa_hopper_bf16_d160 => hopper::D160, 1;
     gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192<false>, 1;
+    gqa_hopper_f16_d224, gqa_hopper_bf16_d224 => hopper::D224, 1;
     gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
 });
 
@@ -311,7 +316,7 @@ kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
     ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
 }, unless quick {
-    gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::SplitD64, 1;
+    gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::D64Short<true>, 1;
     gqa_hopper_split_f16_d192, gqa_hopper_split_bf16_d192 => hopper::D192<true>, 1;
     gqa_hopper_split_f16_d256, gqa_hopper_split_bf16_d256 => hopper::D256<true>, 1;
 });

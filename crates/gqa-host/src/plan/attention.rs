@@ -209,7 +209,7 @@ fn suits_any_flash(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// The candidate's entry with the smallest tile that holds the call's heads.
+/// The candidate's entry with the smallest tile that holds the call's heads, and among those the one whose rows suit it.
 fn kernel(
     candidate: Candidate,
     p: &Problem,
@@ -228,7 +228,7 @@ fn kernel(
     let large_enough = typed
         .into_iter()
         .filter(|entry| entry.head_size as usize >= p.head_size.max(p.v_head_size));
-    let smallest = large_enough.min_by_key(|entry| entry.head_size);
+    let smallest = large_enough.min_by_key(|entry| (entry.head_size, unsuited(entry.rows, p)));
     let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     if entry.min_sm > device.sm {
         return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
@@ -240,6 +240,14 @@ fn kernel(
         });
     }
     Ok(entry)
+}
+
+/// Query rows up to which tiles of few rows do better, where a family has two shapes for a head size.
+const SHORT: usize = 1024;
+
+/// The smaller, the better tiles of so many rows suit the call.
+fn unsuited(rows: u32, p: &Problem) -> u32 {
+    if p.q_len <= SHORT { rows } else { u32::MAX - rows }
 }
 
 /// The merge belongs to the family of `split_kv` and is never launched alone.
@@ -310,8 +318,11 @@ fn hopper_choice(
     device: &DeviceInfo,
     switches: &Switches,
 ) -> Choice {
-    let shape = |entry: &Entry| (entry.dtype, entry.head_size);
-    let parts = entries().find(|other| is_hopper_split(other) && shape(other) == shape(entry));
+    let fits = |parts: &&Entry| {
+        let holds = parts.head_size as usize >= p.head_size;
+        is_hopper_split(parts) && parts.dtype == entry.dtype && holds
+    };
+    let parts = entries().filter(fits).min_by_key(|parts| parts.head_size);
     let splits = |parts: &Entry| {
         let params = params(p, Strides::zeroed(), 1).ok()?;
         let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);

@@ -168,6 +168,15 @@ fn flash_attention_wherever_it_can() {
 }
 
 #[test]
+fn long_prompts_take_tiles_of_more_rows() {
+    for (rows, want) in [(1024, 128), (1025, 192)] {
+        let prompt = with(llama(rows, 0), |p| p.head_size = 64);
+        let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
+        assert_eq!(plan.launches.last().unwrap().entry.rows, want, "{rows} rows");
+    }
+}
+
+#[test]
 fn refusals_name_their_reason() {
     let off = Switches::default();
     let no_flash = Switches { disable_flash_attention: true, ..off.clone() };

@@ -35,7 +35,10 @@ mod shape;
 mod softmax;
 mod work;
 
-pub use shape::{D64, D128, D192, D256, Hopper, MaskedD64, MaskedD128, MaskedD256, SplitD64};
+pub use shape::{
+    D64, D64Short, D80, D96, D128, D160, D192, D224, D256, Hopper, MaskedD64, MaskedD128,
+    MaskedD256,
+};
 
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, MaskedParams};
@@ -254,13 +257,17 @@ pub fn splits(
     (1..=tiles.min(MOST)).min_by_key(|&splits| time(splits)).unwrap_or(1)
 }
 
-/// (query head, batch) pairs whose K and V fill about half the L2 cache together, whole groups of them.
+/// (query head, batch) pairs whose K and V fill at most about half the L2 cache together: whole groups of them, and about as many in
+/// every section.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn section(p: &AttentionParams, l2_bytes: u64) -> u32 {
     let bytes = 4 * u64::from(p.capacity) * u64::from(p.head_size);
     let caches = (l2_bytes / 2 / bytes.max(1)).max(1);
-    let pairs = caches.saturating_mul(u64::from(p.q_heads / p.kv_heads));
-    u32::try_from(pairs).unwrap_or(u32::MAX).min(p.q_heads * p.batch)
+    let group = u64::from(p.q_heads / p.kv_heads);
+    let all = u64::from(p.q_heads) * u64::from(p.batch);
+    let sections = all.div_ceil(caches.saturating_mul(group)).max(1);
+    let pairs = all.div_ceil(sections).next_multiple_of(group).min(all);
+    u32::try_from(pairs).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

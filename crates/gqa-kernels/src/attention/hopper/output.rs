@@ -88,12 +88,14 @@ impl Output<'_> {
             let token = self.seqlen.is_token(s);
             let at = self.p.out.at(batch, head, s) + column as usize;
             let mut group = 0;
-            while group < O / 16 {
+            while group < O.div_ceil(16) {
                 let mut words = [0; 4];
                 let mut i = 0;
                 while i < 4 {
                     let pair = 16 * group + 4 * i + 2 * half;
-                    words[i] = T::pack(o[pair], o[pair + 1]);
+                    if pair < O {
+                        words[i] = T::pack(o[pair], o[pair + 1]);
+                    }
                     i += 1;
                 }
                 let words = transpose(words, lane);

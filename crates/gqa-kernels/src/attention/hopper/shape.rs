@@ -71,12 +71,21 @@ pub struct Hopper<
 
 /// Head sizes up to 64.
 pub type D64 = Hopper<64, 128, 3, 64, 32, 32, 0, false>;
-/// Head sizes up to 64, for parts, whose way out needs more registers than three warpgroups have.
-pub type SplitD64 = Hopper<64, 128, 2, 64, 32, 32, 0, true>;
+/// The same for short prompts, which fill tiles of fewer rows better, and for parts, whose way out needs more registers than three
+/// warpgroups have.
+pub type D64Short<const PARTS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, PARTS>;
+/// Head sizes up to 80.
+pub type D80 = Hopper<80, 128, 2, 64, 32, 40, 0, false>;
+/// Head sizes up to 96.
+pub type D96 = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
 /// Head sizes up to 128.
 pub type D128<const PARTS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, PARTS>;
+/// Head sizes up to 160.
+pub type D160 = Hopper<160, 112, 2, 56, 28, 80, 0, false>;
 /// Head sizes up to 192.
 pub type D192<const PARTS: bool> = Hopper<192, 112, 2, 56, 28, 96, 0, PARTS>;
+/// Head sizes up to 224.
+pub type D224 = Hopper<224, 80, 2, 40, 20, 112, 0, false>;
 /// Head sizes up to 256.
 pub type D256<const PARTS: bool> = Hopper<256, 80, 2, 40, 20, 128, 0, PARTS>;
 /// Head sizes up to 64, with a mask.
