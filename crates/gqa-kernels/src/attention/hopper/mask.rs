@@ -132,6 +132,7 @@ impl<T: MmaElement> Mask<T> {
             row: p.bias.row as u32,
             rows: if self.repeats { 1 } else { p.q_len - work.place.row },
             columns: self.columns - key,
+            read: if self.repeats { 1 } else { S::ROWS },
         };
         if !self.is_bias() {
             tile.copy::<S, 4, 2>(to, |at| u32::from_le_bytes(at.map(|i| self.mask.load(i))));
@@ -247,6 +248,8 @@ struct Source {
     /// Rows and columns that there are.
     rows: u32,
     columns: u32,
+    /// Rows that are read.
+    read: u32,
 }
 
 impl Source {
@@ -258,7 +261,6 @@ impl Source {
         to: u32,
         word: impl Fn([usize; E]) -> u32,
     ) {
-        let rows = if self.rows == 1 { 1 } else { S::ROWS };
         let mut column = lane();
         while column < S::N / E as u32 {
             let mut columns = [0; E];
@@ -268,7 +270,7 @@ impl Source {
                 e += 1;
             }
             let mut row = (thread_idx() - FIRST_COPIER) / 32 * R as u32;
-            while row < rows {
+            while row < self.read {
                 let mut got = [0; R];
                 let mut r = 0;
                 while r < R {
