@@ -31,6 +31,7 @@
 
 mod exchange;
 mod fresh;
+mod rolled;
 mod shape;
 mod stream;
 
@@ -39,7 +40,8 @@ pub use shape::shape;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::prologue::rope::Rope;
-use crate::simt::{Global, block_idx_x, cluster_rank, cluster_size, sync_threads};
+use crate::simt::{Global, block_idx_x, cluster_rank, cluster_size, cp_async_commit, sync_threads};
+use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, swizzled_bytes};
 use exchange::{Mailbox, Output, Parts};
@@ -188,21 +190,31 @@ impl<
             Self::ROWS,
         );
         let mailbox = Mailbox::<D8>::open(&rows, place);
-        let share = Share::new(&p, &rows, place, Self::KEYS);
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let fresh = Fresh { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
 
-        let cache = Self::start(&p, &rows, &share, k, v);
         let tiles = Tiles {
             queries: Self::queries(),
             keys: Self::fresh_keys(),
             values: Self::fresh_values(),
         };
-        fresh.load(&p, &rows, place, &tiles, Self::ROWS, share.has_fresh, Self::THREADS);
+        fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
+        let share = Share::new(&p, &rows, place, Self::KEYS);
         if share.has_fresh {
-            Fresh::clear(&p, &tiles, Self::KEYS, Self::THREADS);
+            fresh.copy_new(&p, &rows, &tiles, Self::KEYS, Self::THREADS);
         }
+        cp_async_commit();
+        let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
+        let cache = Self::start(&p, &rows, &share, k, v);
+        wait_for_all_but(2 * STAGES);
         sync_threads();
+        if p.rotary.dim > 0 || p.new_len > 0 {
+            fresh.turn(&rows, &tiles, turns, Self::THREADS);
+            sync_threads();
+            if share.has_fresh && place.is_first_row_tile {
+                fresh.append(&p, &rows, &tiles, Self::THREADS);
+            }
+        }
         let (states, acc) = Self::attend(&p, &rows, &share, cache);
         Self::publish(states, &acc);
         sync_threads();

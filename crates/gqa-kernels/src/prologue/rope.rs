@@ -57,6 +57,46 @@ impl<T: Element> Rope<T> {
         })
     }
 
+    /// Cosines and sines for [`turn`](Self::turn) of elements `e ..` of the first half of `dim` and those as far into the second half; NaN at
+    /// positions outside.
+    #[inline(always)]
+    pub fn angles(&self, e: u32, position: i64) -> [[u32; 4]; 2] {
+        let p = self.params;
+        if position < 0 || position >= p.max_positions as i64 {
+            return [pack::<T>([f32::NAN; 8]); 2];
+        }
+        let half = p.dim / 2;
+        let row = position as usize * half as usize;
+        let (low, high) = (row + (e / 2) as usize, row + ((e + half) / 2) as usize);
+        [self.cos, self.sin].map(|table| {
+            if p.interleaved == 0 {
+                return table.load_vec(row + e as usize);
+            }
+            let ([a, b], [c, d]) = (table.load_vec8(low), table.load_vec8(high));
+            [a, b, c, d]
+        })
+    }
+
+    /// Two vectors of a head, as far from each other as pairs are where they are half-split, rotated.
+    #[inline(always)]
+    pub fn turn(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+        let [low, high] = vectors.map(unpack::<T>);
+        let [cos, sin] = angles.map(unpack::<T>);
+        if self.params.interleaved == 0 {
+            return [
+                pack::<T>(core::array::from_fn(|i| low[i] * cos[i] - high[i] * sin[i])),
+                pack::<T>(core::array::from_fn(|i| high[i] * cos[i] + low[i] * sin[i])),
+            ];
+        }
+        let turned = |x: [f32; 8], first: usize| {
+            pack::<T>(core::array::from_fn(|i| {
+                let (sign, angle) = (if i % 2 == 0 { -1.0 } else { 1.0 }, first + i / 2);
+                x[i] * cos[angle] + sign * x[i ^ 1] * sin[angle]
+            }))
+        };
+        [turned(low, 0), turned(high, 4)]
+    }
+
     #[inline(always)]
     fn half_split(&self, x: Global<T>, head: usize, e: u32, angles: usize) -> [f32; 8] {
         let half = self.params.dim / 2;

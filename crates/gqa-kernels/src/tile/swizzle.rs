@@ -64,11 +64,11 @@ pub struct WarpCopy<const D8: usize> {
 impl<const D8: usize> WarpCopy<D8> {
     const PERIOD: usize = if D8 % 4 == 0 { D8 / 4 } else { D8 / 2 };
 
-    /// This lane's part.
+    /// The part of `lane`, this thread's.
     #[inline(always)]
-    pub fn of_this_lane() -> Self {
+    pub fn of(lane: u32) -> Self {
         let place = |i| {
-            let unit = lane() + 32 * i as u32;
+            let unit = lane + 32 * i as u32;
             let place = Swizzled::<f16, D8>::index(unit / D8 as u32, unit % D8 as u32);
             if i < Self::PERIOD { 16 * place } else { 0 }
         };

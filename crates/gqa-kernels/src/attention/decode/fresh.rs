@@ -1,10 +1,13 @@
 //! The rows of this step: queries, and keys and values that the cache does not hold yet.
+//!
+//! They come into shared memory as they are given, by copies that are under way before those of the cache, of which a multiprocessor has so many
+//! in flight that whoever asks after them waits longest. Then they are rotated in place.
 
-use super::Place;
+use super::rolled::Rolled;
 use crate::num::MmaElement;
-use crate::params::DecodeParams;
+use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
-use crate::simt::{Global, thread_idx};
+use crate::simt::{Global, Shared, cp_async_16, thread_idx};
 use crate::tile::copy::UNIT;
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::Swizzled;
@@ -32,94 +35,145 @@ pub(super) struct Tiles<T, const D8: usize> {
     pub values: Swizzled<T, D8>,
 }
 
+/// Two vectors that turn together, and by how much.
+struct Pair<T> {
+    places: [Shared<T>; 2],
+    angles: [[u32; 4]; 2],
+}
+
+/// The pairs that a thread turns, the first of which it has the angles of.
+pub(super) struct Turns<T> {
+    first: Option<Pair<T>>,
+    /// New keys that turn.
+    keys: u32,
+}
+
 impl<T: MmaElement> Fresh<T> {
-    /// Fills the tile of queries, of `height` rows, and, where the rank has the new rows, those of keys and values, and appends them.
-    /// A thread moves 16 bytes at a time, and all loads of a block are under way together.
+    /// Starts copying the queries into their tile, of `height` rows; rows that do not exist become zero.
     #[inline(always)]
-    pub fn load<const D8: usize>(
+    pub fn copy_queries<const D8: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
-        place: Place,
         tiles: &Tiles<T, D8>,
         height: u32,
-        has_fresh: bool,
         threads: u32,
     ) {
-        let queries = height * D8 as u32;
-        let new = if has_fresh { p.new_len * D8 as u32 } else { 0 };
-        for unit in (thread_idx()..queries + 2 * new).step_by(threads as usize) {
-            let of = |first: u32| ((unit - first) / D8 as u32, (unit - first) % D8 as u32);
-            if unit < queries {
-                let (r, unit) = of(0);
-                tiles.queries.place(r, unit).store_vec(0, self.query(p, rows, r, unit * UNIT));
-            } else if unit < queries + new {
-                let (s, unit) = of(queries);
-                tiles.keys.place(s, unit).store_vec(0, self.key(p, rows, place, s, unit * UNIT));
-            } else {
-                let (s, unit) = of(queries + new);
-                tiles
-                    .values
-                    .place(s, unit)
-                    .store_vec(0, self.value(p, rows, place, s, unit * UNIT));
-            }
+        for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
+            let (r, unit) = (unit / D8 as u32, unit % D8 as u32);
+            let row = rows.row(r);
+            let from = p.attention.q.at(rows.batch, row.head, row.s) + (unit * UNIT) as usize;
+            let exists = r < rows.count();
+            let from = if exists { from } else { 0 };
+            cp_async_16(tiles.queries.place(r, unit).address(), self.q, from, exists);
         }
     }
 
-    /// Elements `e ..` of the row tile's row `r`, rotated; zeros where there is no such row.
+    /// Starts copying the new keys and values into their tiles, of `height` rows; rows that are no tokens become zero.
     #[inline(always)]
-    fn query(&self, p: &DecodeParams, rows: &Rows, r: u32, e: u32) -> [u32; 4] {
-        if r >= rows.count() {
-            return [0; 4];
-        }
-        let row = rows.row(r);
-        let position = self.rope.position(rows.batch, row.s, rows.seqlen.past);
-        self.rope.vector(self.q, p.attention.q.at(rows.batch, row.head, row.s), e, position)
-    }
-
-    /// Elements `e ..` of the new key `s`, rotated, and appended; zeros where that is no token.
-    #[inline(always)]
-    fn key(&self, p: &DecodeParams, rows: &Rows, place: Place, s: u32, e: u32) -> [u32; 4] {
-        if !rows.seqlen.is_token(s) {
-            return [0; 4];
-        }
-        let (a, past) = (&p.attention, rows.seqlen.past);
-        let position = self.rope.position(rows.batch, s, past);
-        let key = self.rope.vector(self.k, p.new_k.at(rows.batch, rows.kv_head, s), e, position);
-        if place.is_first_row_tile {
-            self.present_k.store_vec(a.k.at(rows.batch, rows.kv_head, past + s) + e as usize, key);
-        }
-        key
-    }
-
-    /// Elements `e ..` of the new value `s`, appended; zeros where that is no token.
-    #[inline(always)]
-    fn value(&self, p: &DecodeParams, rows: &Rows, place: Place, s: u32, e: u32) -> [u32; 4] {
-        if !rows.seqlen.is_token(s) {
-            return [0; 4];
-        }
-        let (a, past) = (&p.attention, rows.seqlen.past);
-        let value = self.v.load_vec(p.new_v.at(rows.batch, rows.kv_head, s) + e as usize);
-        if place.is_first_row_tile {
-            self.present_v
-                .store_vec(a.v.at(rows.batch, rows.kv_head, past + s) + e as usize, value);
-        }
-        value
-    }
-
-    /// Makes what is behind the new rows, up to `height` rows, zero.
-    #[inline(always)]
-    pub fn clear<const D8: usize>(
+    pub fn copy_new<const D8: usize>(
+        &self,
         p: &DecodeParams,
+        rows: &Rows,
         tiles: &Tiles<T, D8>,
         height: u32,
         threads: u32,
     ) {
-        let behind = p.new_len * D8 as u32 + thread_idx()..height * D8 as u32;
-        for unit in behind.step_by(threads as usize) {
+        let of_head = |rows_of: Strides| rows_of.at(rows.batch, rows.kv_head, 0);
+        let (keys, values) = (of_head(p.new_k), of_head(p.new_v));
+        for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
             let (s, unit) = (unit / D8 as u32, unit % D8 as u32);
-            tiles.keys.place(s, unit).store_vec(0, [0; 4]);
-            tiles.values.place(s, unit).store_vec(0, [0; 4]);
+            let exists = s < new_tokens(p, rows);
+            let row = if exists { u64::from(s) } else { 0 };
+            let from = |head: usize, rows_of: Strides| {
+                head + (row * rows_of.row) as usize + (unit * UNIT) as usize
+            };
+            let (key, value) = (tiles.keys.place(s, unit), tiles.values.place(s, unit));
+            cp_async_16(key.address(), self.k, from(keys, p.new_k), exists);
+            cp_async_16(value.address(), self.v, from(values, p.new_v), exists);
         }
     }
+
+    /// What the thread turns of queries and, where the rank has them, new keys.
+    #[inline(always)]
+    pub fn turns<const D8: usize>(
+        &self,
+        p: &DecodeParams,
+        rows: &Rows,
+        tiles: &Tiles<T, D8>,
+        has_fresh: bool,
+    ) -> Turns<T> {
+        let keys = if has_fresh { new_tokens(p, rows) } else { 0 };
+        Turns { first: self.pair(rows, tiles, keys, thread_idx()), keys }
+    }
+
+    /// Turns them in place.
+    #[inline(always)]
+    pub fn turn<const D8: usize>(
+        &self,
+        rows: &Rows,
+        tiles: &Tiles<T, D8>,
+        turns: Turns<T>,
+        threads: u32,
+    ) {
+        let (mut next, mut i) = (turns.first, thread_idx());
+        while let Some(Pair { places, angles }) = next {
+            let turned = self.rope.turn(places.map(|place| place.load_vec(0)), angles);
+            places[0].store_vec(0, turned[0]);
+            places[1].store_vec(0, turned[1]);
+            i += threads;
+            next = self.pair(rows, tiles, turns.keys, i);
+        }
+    }
+
+    /// Number `i` of the pairs of all queries and of `keys` keys.
+    #[inline(always)]
+    fn pair<const D8: usize>(
+        &self,
+        rows: &Rows,
+        tiles: &Tiles<T, D8>,
+        keys: u32,
+        i: u32,
+    ) -> Option<Pair<T>> {
+        let half = self.rope.params.dim / (2 * UNIT);
+        if i >= (rows.count() + keys) * half {
+            return None;
+        }
+        let (row, unit) = (i / half, i % half);
+        let (tile, r, s) = match row.checked_sub(rows.count()) {
+            None => (tiles.queries, row, rows.row(row).s),
+            Some(s) => (tiles.keys, s, s),
+        };
+        let position = self.rope.position(rows.batch, s, rows.seqlen.past);
+        Some(Pair {
+            places: [tile.place(r, unit), tile.place(r, unit + half)],
+            angles: self.rope.angles(unit * UNIT, position),
+        })
+    }
+
+    /// Appends the new keys and values.
+    #[inline(always)]
+    pub fn append<const D8: usize>(
+        &self,
+        p: &DecodeParams,
+        rows: &Rows,
+        tiles: &Tiles<T, D8>,
+        threads: u32,
+    ) {
+        let (a, past) = (&p.attention, rows.seqlen.past);
+        for unit in Rolled(thread_idx()..new_tokens(p, rows) * D8 as u32, threads) {
+            let (s, unit) = (unit / D8 as u32, unit % D8 as u32);
+            let to = |cache: Strides| {
+                cache.at(rows.batch, rows.kv_head, past + s) + (unit * UNIT) as usize
+            };
+            self.present_k.store_vec(to(a.k), tiles.keys.place(s, unit).load_vec(0));
+            self.present_v.store_vec(to(a.v), tiles.values.place(s, unit).load_vec(0));
+        }
+    }
+}
+
+/// New rows that are tokens.
+#[inline(always)]
+fn new_tokens(p: &DecodeParams, rows: &Rows) -> u32 {
+    p.new_len.min(rows.seqlen.total - rows.seqlen.past)
 }

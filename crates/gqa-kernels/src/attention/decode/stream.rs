@@ -14,7 +14,9 @@ use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::DecodeParams;
-use crate::simt::{Global, Shared, cp_async_commit, cp_async_wait, fma, lane, sync_warp, warp};
+use crate::simt::{
+    Global, Shared, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
+};
 use crate::tile::columns::{Columns, accumulate, load_queries, scores, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::fragment::row_of;
@@ -91,6 +93,8 @@ impl<
     const STAGES: u32,
 > Decode<D8, M, HALVES, N8, WARPS, STAGES>
 {
+    /// Whether queries and accumulators leave so few registers that lanes find out anew what they otherwise remember.
+    const IS_TIGHT: bool = Self::ROWS * D8 as u32 > 384;
     /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring has room.
     const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
@@ -110,7 +114,7 @@ impl<
         let cache = Cache {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
-            lanes: WarpCopy::of_this_lane(),
+            lanes: WarpCopy::of(lane()),
         };
         for slot in 0..STAGES {
             let tile = share.tiles.start + warp() + slot * WARPS;
@@ -130,6 +134,7 @@ impl<
         tile: u32,
     ) {
         if tile < share.tiles.end {
+            let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane())) } else { lanes };
             let begin = share.begin(tile);
             let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
             lanes.start(place, Self::KEYS, source, share.old_end - begin);
@@ -147,9 +152,9 @@ impl<
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
         let scale = ScoreScale::new(a.scale, a.softcap);
-        let visible: [[_; 2]; M] = core::array::from_fn(|m| {
-            core::array::from_fn(|half| rows.row(16 * m as u32 + row_of(half)).visible)
-        });
+        let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
+        let visible: [[_; 2]; M] =
+            core::array::from_fn(|m| core::array::from_fn(|half| visible_of(m, row_of(half))));
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], [[[[0.0; 2]; 2]; M]; D8]);
         let read = WarpRead::of_this_lane();
         let queries = load_queries::<T, M, HALVES, D8>(Self::queries());
@@ -170,7 +175,11 @@ impl<
             let limit = if is_fresh { u32::MAX } else { share.old_end };
             if share.span.is_partial(begin, Self::KEYS) || begin + Self::KEYS > limit {
                 mask(&mut weights, begin, |m, half| {
-                    let Visible { first, end } = visible[m][half];
+                    let Visible { first, end } = if Self::IS_TIGHT {
+                        visible_of(m, opaque(row_of(half)))
+                    } else {
+                        visible[m][half]
+                    };
                     Visible { first, end: end.min(limit) }
                 });
             }
