@@ -21,6 +21,11 @@ fn decode_is_reference_in_large_clusters() {
 }
 
 #[test]
+fn decode_is_reference_in_blocks_of_their_own() {
+    parity("sim, clusters of 1", 40, steps(300), &clusters(1, 1));
+}
+
+#[test]
 fn decode_is_reference_in_several_clusters() {
     parity("sim, 5 clusters of 1", 40, steps(300), &clusters(1, 5));
     parity("sim, 3 clusters of 4", 20, steps(300), &clusters(4, 3));

@@ -102,12 +102,15 @@ pub(super) fn clusters(
 
 /// Errs where there are more blocks than CUDA starts.
 fn check_blocks(p: &Problem, entry: &Entry, clusters: Clusters) -> Result<(), Rejection> {
+    const MAX: [usize; 3] = [i32::MAX as usize, 65_535, 65_535];
     let row_tiles = p.q_len.saturating_mul(p.group()).div_ceil(entry.rows as usize);
-    let factors =
-        [row_tiles, p.kv_heads, p.batch, clusters.ranks as usize, clusters.parts as usize];
-    let blocks = factors.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
-    let fits = blocks.is_some_and(|blocks| blocks <= i32::MAX as usize);
-    fits.then_some(()).ok_or(Rejection::TooLarge)
+    let blocks = clusters.ranks as usize * clusters.parts as usize;
+    let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch)];
+    let fits = grid.iter().zip(MAX).all(|(&blocks, max)| blocks <= max);
+    let all = grid.iter().try_fold(1usize, |all, &blocks| all.checked_mul(blocks));
+    (fits && all.is_some_and(|all| all <= u32::MAX as usize))
+        .then_some(())
+        .ok_or(Rejection::TooLarge)
 }
 
 /// Most counters of a call: what is shared among so many blocks does not need parts.

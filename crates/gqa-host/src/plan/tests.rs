@@ -391,7 +391,7 @@ fn a_token_step_on_hopper_is_one_launch() {
     // Clusters that share a head's keys meet at counters, one for each of their blocks.
     let shared = Switches { cluster: Some(4), splits: Some(3), ..Switches::default() };
     let shared = planned(&llama(1, 8000), shared);
-    assert_eq!((shared.launches[0].grid[0], shared.counters), (3 * 4 * 8, 4 * 8));
+    assert_eq!((shared.launches[0].grid, shared.counters), ([3 * 4, 8, 1], 4 * 8));
 }
 
 #[test]
@@ -623,7 +623,8 @@ fn decode_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let a = &p.attention;
     let rows = |strides, rows| reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element;
     let owners = (p.clusters * launch.cluster) as usize;
-    assert_eq!(launch.grid[0], launch.cluster * p.parts * p.clusters);
+    assert_eq!(launch.grid[0], launch.cluster * p.parts);
+    assert_eq!(launch.grid[1] * launch.grid[2], p.clusters);
     match name {
         "new_k" => rows(p.new_k, p.new_len),
         "new_v" => rows(p.new_v, p.new_len),

@@ -5,16 +5,16 @@
 //! one part of the keys that they see; its blocks, the *ranks*, and their warps share the keys evenly. Every warp streams its own tiles
 //! of `KEYS` keys through its own ring of copies (`stream.rs`), so nothing in the loop waits for another warp.
 //!
-//! **New rows** (`fresh.rs`): queries are rotated on their way into shared memory. The last rank of the last part also takes the new keys,
-//! rotated, and values: into the cache, where only rows behind the old ones are written, and into a tile of their own, which it attends to
-//! after its share of the old ones. So no block reads a cache row that another one writes. Where the cache holds all rows already there
+//! **New rows** (`fresh.rs`): queries come into shared memory and are rotated there. The last rank of the last part also takes the new keys,
+//! rotated, and values: into a tile of their own, which it attends to after its share of the old ones, and from there into the cache, where
+//! only rows behind the old ones are written. So no block reads a cache row that another one writes. Where the cache holds all rows already there
 //! is no such tile.
 //!
 //! **Merge** (`exchange.rs`): a rank owns an equal share of the output's columns, of all rows together. It sends every other rank that
 //! one's columns of its own result, and the maxima and sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own
-//! mailbox, and adds up. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
+//! mailbox, and adds up; a block that is all there is writes its result at once. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
 //!
-//! **Grid**: `ranks × parts × KV heads × batch × row tiles` blocks in x, in clusters of `ranks`. **Block**: `32 WARPS` threads.
+//! **Grid**: `ranks × parts` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row tiles` in z. **Block**: `32 WARPS` threads.
 //!
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size) with their strides, unrotated; k, v
 //! (batch, KV head, capacity, head size), the cache that is read and appended to; out and lse as in [`tiled`](super::tiled). With parts:
@@ -37,10 +37,14 @@ mod stream;
 
 pub use shape::shape;
 
+use crate::concept::seqlen::Seqlen;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::prologue::rope::Rope;
-use crate::simt::{Global, block_idx_x, cluster_rank, cluster_size, cp_async_commit, sync_threads};
+use crate::simt::{
+    Global, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size, cp_async_commit,
+    opaque, sync_threads,
+};
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, swizzled_bytes};
@@ -84,7 +88,8 @@ pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
 
 /// Blocks of a call whose clusters have `ranks` blocks.
 pub fn grid(p: &DecodeParams, ranks: u32) -> [u32; 3] {
-    [ranks * p.parts * p.clusters, 1, 1]
+    let a = &p.attention;
+    [ranks * p.parts, a.kv_heads, row_tiles(a, p.rows) * a.batch]
 }
 
 /// Elements of (partial_out, partial_states) of a call with parts.
@@ -103,30 +108,46 @@ pub fn arrivals(p: &AttentionParams, rows: u32, ranks: u32, parts: u32) -> usize
 /// Which cluster this is.
 #[derive(Clone, Copy)]
 struct Place {
-    /// Row tile, KV head and batch entry, as one number.
+    kv_head: u32,
+    /// Batch entry.
+    batch: u32,
+    row_tile: u32,
+    /// All three as one number.
     index: u32,
     /// Which part of the keys.
     part: u32,
     /// Which block of the cluster, of how many.
     rank: u32,
     ranks: u32,
-    /// Of its KV head and batch entry.
-    is_first_row_tile: bool,
 }
 
 impl Place {
+    /// From the grid's coordinates, so that nothing is divided before the length is asked for unless it must be.
     #[inline(always)]
     fn new(p: &DecodeParams) -> Self {
-        let ranks = cluster_size();
-        let cluster = block_idx_x() / ranks;
-        let parts = p.parts.max(1);
+        Self::at(p, [block_idx_x(), block_idx_y(), block_idx_z()])
+    }
+
+    /// The place of a block.
+    #[inline(always)]
+    fn at(p: &DecodeParams, [x, y, z]: [u32; 3]) -> Self {
+        let a = &p.attention;
+        let (ranks, batch) = (cluster_size(), a.batch.max(1));
         Self {
-            index: cluster / parts,
-            part: cluster % parts,
+            kv_head: y,
+            batch: if z < batch { z } else { z % batch },
+            row_tile: if z < batch { 0 } else { z / batch },
+            index: z * a.kv_heads + y,
+            part: if p.parts > 1 { x / ranks } else { 0 },
             rank: cluster_rank(),
             ranks,
-            is_first_row_tile: cluster / parts < p.attention.kv_heads * p.attention.batch,
         }
+    }
+
+    /// Ranks of all clusters that share the row tile's keys, and which of them this is.
+    #[inline(always)]
+    fn among(&self, p: &DecodeParams) -> (u32, u32) {
+        ((self.ranks * p.parts).max(1), self.part * self.ranks + self.rank)
     }
 }
 
@@ -181,15 +202,9 @@ impl<
         p: DecodeParams,
     ) {
         let place = Place::new(&p);
-        let heads = (p.attention.kv_heads * p.attention.batch).max(1);
-        let rows = Rows::new(
-            &p.attention,
-            seqlens_k,
-            place.index / heads,
-            place.index % heads,
-            Self::ROWS,
-        );
-        let mailbox = Mailbox::<D8>::open(&rows, place);
+        let last_index = seqlens_k.load(place.batch as usize);
+        let a = &p.attention;
+        let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let fresh = Fresh { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
 
@@ -199,6 +214,7 @@ impl<
             values: Self::fresh_values(),
         };
         fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
+        rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
         let share = Share::new(&p, &rows, place, Self::KEYS);
         if share.has_fresh {
             fresh.copy_new(&p, &rows, &tiles, Self::KEYS, Self::THREADS);
@@ -206,12 +222,16 @@ impl<
         cp_async_commit();
         let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
         let cache = Self::start(&p, &rows, &share, k, v);
+        let is_alone = |place: Place| place.ranks == 1 && p.parts <= 1;
+        if !is_alone(place) {
+            Mailbox::<D8>::new(&rows, place).open();
+        }
         wait_for_all_but(2 * STAGES);
         sync_threads();
         if p.rotary.dim > 0 || p.new_len > 0 {
             fresh.turn(&rows, &tiles, turns, Self::THREADS);
             sync_threads();
-            if share.has_fresh && place.is_first_row_tile {
+            if share.has_fresh && place.row_tile == 0 {
                 fresh.append(&p, &rows, &tiles, Self::THREADS);
             }
         }
@@ -219,12 +239,32 @@ impl<
         Self::publish(states, &acc);
         sync_threads();
 
+        let output = Output { head_sink, out, lse };
+        let (place, rows) = Self::again(&p, place, rows);
+        if is_alone(place) {
+            Self::finish_alone(&p, &rows, output);
+            return;
+        }
+        let mailbox = Mailbox::<D8>::new(&rows, place);
         Self::send(&rows, mailbox);
         if mailbox.owned() > 0 {
-            mailbox.wait();
             let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-            Self::finish(&p, &rows, mailbox, Output { head_sink, out, lse }, parts);
+            Self::finish(&p, &rows, mailbox, output, parts);
         }
+    }
+
+    /// The same, found out anew where the loop leaves no registers to remember it in.
+    #[inline(always)]
+    fn again(p: &DecodeParams, place: Place, rows: Rows) -> (Place, Rows) {
+        if !Self::IS_TIGHT {
+            return (place, rows);
+        }
+        let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);
+        let place = Place::at(p, block);
+        let mut anew =
+            Rows::of(&p.attention, place.row_tile, place.kv_head, place.batch, Self::ROWS);
+        anew.seqlen = rows.seqlen;
+        (place, anew)
     }
 
     /// The tile of queries.

@@ -95,17 +95,20 @@ impl Rows {
         // No count is 0, and saying so spares the device the check.
         let kv_heads = p.kv_heads.max(1);
         let batch = head_and_batch / kv_heads;
+        let last_index = seqlens_k.load(batch as usize);
+        let seqlen = Seqlen::new(last_index, p.q_len, p.capacity, p.first_prompt != 0);
+        Self { seqlen, ..Self::of(p, index, head_and_batch % kv_heads, batch, height) }
+    }
+
+    /// Tile `index` of a KV head of a batch entry that has no keys yet.
+    #[inline(always)]
+    pub fn of(p: &AttentionParams, index: u32, kv_head: u32, batch: u32, height: u32) -> Self {
         let group = Group::new(p.q_heads, p.kv_heads);
         let first = index * height;
         Self {
             batch,
-            kv_head: head_and_batch % kv_heads,
-            seqlen: Seqlen::new(
-                seqlens_k.load(batch as usize),
-                p.q_len,
-                p.capacity,
-                p.first_prompt != 0,
-            ),
+            kv_head,
+            seqlen: Seqlen { total: 0, past: 0 },
             first,
             end: group.rows(p.q_len).min(first + height),
             group,

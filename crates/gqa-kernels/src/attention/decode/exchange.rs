@@ -1,5 +1,6 @@
 //! The merge of a cluster's results through distributed shared memory, and of the parts' results through global memory.
 
+use super::rolled::Rolled;
 use super::{Decode, MAX_RANKS, Place};
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -9,7 +10,7 @@ use crate::simt::{
     mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster, peer_address, st_async_vec,
     st_async_vec2, sync_threads, thread_idx,
 };
-use crate::tile::copy::UNIT;
+use crate::tile::copy::{UNIT, to_unit};
 use crate::tile::rows::{Row, Rows, close};
 
 /// Bytes of a row's maximum and sum, and of eight columns.
@@ -35,19 +36,23 @@ impl<const D8: usize> Mailbox<D8> {
         Self::STATES + MAX_RANKS * rows * STATE_BYTES + (rows * D8 as u32 + MAX_RANKS) * UNIT_BYTES
     }
 
+    /// The inbox of a rank.
+    #[inline(always)]
+    pub fn new(rows: &Rows, place: Place) -> Self {
+        let units = rows.count() * D8 as u32;
+        Self { place, rows: rows.count(), each: units.div_ceil(place.ranks.max(1)) }
+    }
+
     /// Makes the inbox ready; nothing may be sent before [`wait_for_all`](Self::wait_for_all).
     #[inline(always)]
-    pub fn open(rows: &Rows, place: Place) -> Self {
-        let units = rows.count() * D8 as u32;
-        let mailbox = Self { place, rows: rows.count(), each: units.div_ceil(place.ranks.max(1)) };
+    pub fn open(self) {
         if thread_idx() == 0 {
-            let of_each = mailbox.rows * STATE_BYTES + mailbox.owned() * UNIT_BYTES;
+            let of_each = self.rows * STATE_BYTES + self.owned() * UNIT_BYTES;
             mbarrier_init(Self::barrier(), 1);
             fence_mbarrier_init();
-            mbarrier_arrive_expect(Self::barrier(), place.ranks * of_each);
+            mbarrier_arrive_expect(Self::barrier(), self.place.ranks * of_each);
         }
         cluster_arrive_relaxed();
-        mailbox
     }
 
     /// Waits until all inboxes of the cluster are ready.
@@ -113,15 +118,13 @@ impl<const D8: usize> Mailbox<D8> {
         st_async_vec2(place, values, peer_address(Self::barrier(), to));
     }
 
-    /// Sends a unit to its owner.
+    /// Sends half a unit to its owner.
     #[inline(always)]
-    fn send_unit(self, unit: u32, columns: [f32; 8]) {
-        let (to, i) = (unit / self.each, unit % self.each);
-        let [a, b, c, d, e, f, g, h] = columns.map(f32::to_bits);
-        let place = peer_address(self.unit(self.place.rank, i).address(), to);
+    fn send_half(self, half: u32, columns: [f32; 4]) {
+        let (to, i) = (half / 2 / self.each, half / 2 % self.each);
+        let place = self.unit(self.place.rank, i).offset(half % 2 * UNIT / 2);
         let barrier = peer_address(Self::barrier(), to);
-        st_async_vec(place, [a, b, c, d], barrier);
-        st_async_vec(place + 16, [e, f, g, h], barrier);
+        st_async_vec(peer_address(place.address(), to), columns.map(f32::to_bits), barrier);
     }
 }
 
@@ -141,18 +144,31 @@ impl<
     pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
         mailbox.wait_for_all();
         let owners = mailbox.owners();
-        for i in (thread_idx()..rows.count() * owners).step_by(Self::THREADS as usize) {
+        // From the other half of the threads on, which have no columns to send where there are few.
+        let thread = (thread_idx() + Self::THREADS / 2) % Self::THREADS;
+        for i in (thread..rows.count() * owners).step_by(Self::THREADS as usize) {
             let (r, to) = (i / owners, i % owners);
             mailbox.send_state(to, r, Self::merge_states(r).0);
         }
-        for unit in (thread_idx()..rows.count() * D8 as u32).step_by(Self::THREADS as usize) {
-            let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
+        for half in (thread_idx()..rows.count() * 2 * D8 as u32).step_by(Self::THREADS as usize) {
+            let (r, column) = (half / (2 * D8 as u32), half % (2 * D8 as u32) * UNIT / 2);
             let (_, weights) = Self::merge_states(r);
-            mailbox.send_unit(unit, Self::merge_columns(r, column, &weights));
+            mailbox.send_half(half, Self::merge_columns(r, column, &weights));
         }
     }
 
-    /// Adds up what came in, and writes the rank's columns or leaves them to the last part.
+    /// Writes the result of a block that is a cluster, and the only one.
+    #[inline(always)]
+    pub(super) fn finish_alone<T: MmaElement>(p: &DecodeParams, rows: &Rows, output: Output<T>) {
+        for unit in Rolled(thread_idx()..rows.count() * D8 as u32, Self::THREADS) {
+            let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
+            let (state, weights) = Self::merge_states(r);
+            let halves = [0, UNIT / 2].map(|half| Self::merge_columns(r, column + half, &weights));
+            output.write_unit(&p.attention, rows, rows.row(r), column, state, halves);
+        }
+    }
+
+    /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to the last part.
     #[inline(always)]
     pub(super) fn finish<T: MmaElement>(
         p: &DecodeParams,
@@ -168,11 +184,13 @@ impl<
         };
         for i in owned.clone() {
             let (r, column) = place(i);
+            let row = rows.row(r);
+            mailbox.wait();
             let (state, sum) = mailbox.sum(r, i);
             if p.parts <= 1 {
-                output.write(&p.attention, rows, rows.row(r), column, state, sum);
+                output.write(&p.attention, rows, row, column, state, sum);
             } else {
-                parts.leave_column(p, rows, mailbox.place, rows.row(r), column, sum);
+                parts.leave_column(p, rows, mailbox.place, row, column, sum);
                 if i == 0 || column == 0 {
                     parts.leave_state(p, mailbox.place, r, state);
                 }
@@ -211,6 +229,29 @@ impl<T: MmaElement> Output<T> {
         let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
         let x = if factor == 0.0 { 0.0 } else { sum * factor };
         self.out.store(a.out.at(rows.batch, row.head, row.s) + column as usize, T::from_f32(x));
+        if column == 0 && !self.lse.is_null() {
+            self.lse.store(rows.index(a, row), log_sum_exp);
+        }
+    }
+}
+
+impl<T: MmaElement> Output<T> {
+    /// Ends eight columns of a row, and with the first ones the row.
+    #[inline(always)]
+    fn write_unit(
+        self,
+        a: &AttentionParams,
+        rows: &Rows,
+        row: Row,
+        column: u32,
+        state: SoftmaxState,
+        sums: [[f32; 4]; 2],
+    ) {
+        let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
+        let end = |sum: f32| if factor == 0.0 { 0.0 } else { sum * factor };
+        let [[a0, a1, a2, a3], [a4, a5, a6, a7]] = sums.map(|half| half.map(end));
+        let unit = to_unit::<T>([a0, a1, a2, a3, a4, a5, a6, a7]);
+        self.out.store_vec(a.out.at(rows.batch, row.head, row.s) + column as usize, unit);
         if column == 0 && !self.lse.is_null() {
             self.lse.store(rows.index(a, row), log_sum_exp);
         }
@@ -302,17 +343,29 @@ impl<const D8: usize> Mailbox<D8> {
     /// The row's state over all ranks, and what they have in the owner's column `i`.
     #[inline(always)]
     fn sum(self, r: u32, i: u32) -> (SoftmaxState, f32) {
-        let mut state = SoftmaxState::EMPTY;
-        for from in 0..self.place.ranks {
-            let [largest, _] = self.state(from, r).load(0);
-            state.max = max(state.max, largest);
-        }
-        let mut sum = 0.0;
-        for from in 0..self.place.ranks {
-            let [largest, part] = self.state(from, r).load(0);
-            let weight = state.weight(largest);
-            state.sum = fma(weight, part, state.sum);
-            sum = fma(weight, self.unit(from, i / UNIT).load(i % UNIT), sum);
+        /// Ranks of which all is loaded before any of it is needed.
+        const AT_A_TIME: usize = 8;
+        let (mut state, mut sum) = (SoftmaxState::EMPTY, 0.0);
+        for first in Rolled(0..self.place.ranks, AT_A_TIME as u32) {
+            let parts: [_; AT_A_TIME] = core::array::from_fn(|j| {
+                let from = first + j as u32;
+                if from < self.place.ranks {
+                    (self.state(from, r).load(0), self.unit(from, i / UNIT).load(i % UNIT))
+                } else {
+                    ([f32::NEG_INFINITY, 0.0], 0.0)
+                }
+            });
+            let mut largest = f32::NEG_INFINITY;
+            for j in 0..AT_A_TIME {
+                largest = max(largest, parts[j].0[0]);
+            }
+            sum *= state.raise(largest);
+            for j in 0..AT_A_TIME {
+                let ([largest, part], column) = parts[j];
+                let weight = state.weight(largest);
+                state.sum = fma(weight, part, state.sum);
+                sum = fma(weight, column, sum);
+            }
         }
         (state, sum)
     }

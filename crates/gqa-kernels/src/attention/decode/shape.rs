@@ -24,7 +24,8 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
     let time = |&(ranks, parts): &(u32, u32)| {
         /// To start a block and end it.
         const WAVE: u64 = 384;
-        /// To merge over one rank more.
+        /// To merge ranks at all, and over one more.
+        const RANKS: u64 = 64;
         const RANK: u64 = 8;
         /// To merge parts.
         const PARTS: u64 = 256;
@@ -34,8 +35,8 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
         // Per block, of what all blocks of a wave get together.
         let crowd = (2 * at_a_time * u64::from(ranks)).max(u64::from(multiprocessors));
         let wave = WAVE + streamed * crowd / u64::from(multiprocessors.max(1));
-        let merge =
-            u64::from(ranks) * RANK + if parts > 1 { PARTS + 16 * u64::from(parts) } else { 0 };
+        let merge = if ranks > 1 { RANKS + RANK * u64::from(ranks) } else { 0 }
+            + if parts > 1 { PARTS + 16 * u64::from(parts) } else { 0 };
         clusters.div_ceil(at_a_time.max(1)) * wave + merge
     };
     candidates.filter(sensible).min_by_key(time).unwrap_or((1, 1))
@@ -69,6 +70,11 @@ mod tests {
         for keys in [1024, 8192, 32768] {
             assert_eq!(chosen(1, 8, keys), (8, 1), "{keys} keys");
         }
+    }
+
+    #[test]
+    fn few_keys_take_no_merge() {
+        assert_eq!(chosen(1, 8, 64), (1, 1));
     }
 
     #[test]

@@ -23,7 +23,6 @@ use crate::tile::fragment::row_of;
 use crate::tile::rows::{Rows, Span};
 use crate::tile::softmax::{ScoreScale, States, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
-use core::ops::Range;
 
 /// What a rank attends to.
 pub(super) struct Share {
@@ -31,36 +30,44 @@ pub(super) struct Share {
     span: Span,
     /// One past the last key of the cache that may be read.
     old_end: u32,
-    /// Tiles of old keys, from the first visible key on.
-    tiles: Range<u32>,
+    /// Tiles of old keys, from the first visible key on, of all ranks together.
+    tiles: u32,
     /// Position of the first new key.
     past: u32,
     /// Whether the new rows are this rank's.
     pub has_fresh: bool,
+    /// Ranks that share the tiles.
+    ranks: u32,
+    /// Which of them this is.
+    index: u32,
     /// Keys of a tile.
     keys: u32,
 }
 
 impl Share {
-    /// Equal shares, the first ones larger by one where that does not come out even; the new rows are the last rank's.
+    /// Every rank's warps take turns, so that all of them together go through the cache side by side; the new rows are the last rank's.
     #[inline(always)]
     pub fn new(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
         let span = rows.span();
         let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
         let old_end = span.some.end.min(cached);
-        let tiles = old_end.saturating_sub(span.some.first).div_ceil(keys);
-        let (shares, index) =
-            ((place.ranks * p.parts).max(1), place.part * place.ranks + place.rank);
-        let (each, rest) = (tiles / shares, tiles % shares);
-        let start = index * each + index.min(rest);
+        let (ranks, index) = place.among(p);
         Self {
             span,
             old_end,
-            tiles: start..start + each + u32::from(index < rest),
+            tiles: old_end.saturating_sub(span.some.first).div_ceil(keys),
             past: rows.seqlen.past,
-            has_fresh: p.new_len > 0 && index + 1 == shares,
+            has_fresh: p.new_len > 0 && index + 1 == ranks,
+            ranks,
+            index,
             keys,
         }
+    }
+
+    /// The warp's first tile.
+    #[inline(always)]
+    fn start(&self) -> u32 {
+        warp() * self.ranks + self.index
     }
 
     /// Position of the first key of a tile.
@@ -69,10 +76,17 @@ impl Share {
         self.span.some.first + tile * self.keys
     }
 
-    /// One past the last tile, the tile of new rows included.
+    /// From one of the warp's tiles to the next, of `warps` warps.
     #[inline(always)]
-    fn end(&self) -> u32 {
-        self.tiles.end + u32::from(self.has_fresh)
+    fn step(&self, warps: u32) -> u32 {
+        warps * self.ranks
+    }
+
+    /// One past the warp's last tile; the tile of new rows is behind those of the last warp.
+    #[inline(always)]
+    fn end(&self, warps: u32) -> u32 {
+        let is_last = self.has_fresh && warp() + 1 == warps;
+        self.tiles + if is_last { self.step(warps) } else { 0 }
     }
 }
 
@@ -94,7 +108,7 @@ impl<
 > Decode<D8, M, HALVES, N8, WARPS, STAGES>
 {
     /// Whether queries and accumulators leave so few registers that lanes find out anew what they otherwise remember.
-    const IS_TIGHT: bool = Self::ROWS * D8 as u32 > 384;
+    pub(super) const IS_TIGHT: bool = Self::ROWS * D8 as u32 > 384;
     /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring has room.
     const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
@@ -117,7 +131,7 @@ impl<
             lanes: WarpCopy::of(lane()),
         };
         for slot in 0..STAGES {
-            let tile = share.tiles.start + warp() + slot * WARPS;
+            let tile = share.start() + slot * share.step(WARPS);
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, tile);
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, tile);
         }
@@ -133,7 +147,7 @@ impl<
         share: &Share,
         tile: u32,
     ) {
-        if tile < share.tiles.end {
+        if tile < share.tiles {
             let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane())) } else { lanes };
             let begin = share.begin(tile);
             let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
@@ -158,11 +172,11 @@ impl<
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], [[[[0.0; 2]; 2]; M]; D8]);
         let read = WarpRead::of_this_lane();
         let queries = load_queries::<T, M, HALVES, D8>(Self::queries());
-        let (mut tile, mut slot) = (share.tiles.start + warp(), 0);
-        while tile < share.end() {
-            let is_fresh = tile == share.tiles.end;
+        let (mut tile, mut slot) = (share.start(), 0);
+        while tile < share.end(WARPS) {
+            let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
-            let after = tile + STAGES * WARPS;
+            let after = tile + STAGES * share.step(WARPS);
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
@@ -192,7 +206,7 @@ impl<
             sync_warp();
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
 
-            tile += WARPS;
+            tile += share.step(WARPS);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();
@@ -278,15 +292,15 @@ impl<
         (state, weights)
     }
 
-    /// What the block accumulated in eight columns of row `r`.
+    /// What the block accumulated in four columns of row `r`.
     #[inline(always)]
-    pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 8] {
-        let mut sums = [0.0; 8];
+    pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 4] {
+        let mut sums = [0.0; 4];
         for w in 0..WARPS {
             let acc = Shared::<f32>::at(Self::ring_of(w)).offset(r * Self::ACC_PITCH + column);
-            let halves = [acc.load_vec(0), acc.load_vec(4)];
-            for i in 0..8 {
-                sums[i] = fma(weights[w as usize], f32::from_bits(halves[i / 4][i % 4]), sums[i]);
+            let columns = acc.load_vec(0);
+            for i in 0..4 {
+                sums[i] = fma(weights[w as usize], f32::from_bits(columns[i]), sums[i]);
             }
         }
         sums
