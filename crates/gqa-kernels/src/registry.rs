@@ -355,12 +355,16 @@ macro_rules! decode_kernels {
 decode_kernels! {
     gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>;
     gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>;
+    gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::Double64;
     gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>;
     gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>;
+    gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::Double80;
     gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>;
     gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>;
+    gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::Double96;
     gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>;
     gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>;
+    gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::Double128;
     gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>;
     gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>;
     gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>;

@@ -66,7 +66,7 @@ pub struct Decode<
     const STAGES: u32,
 >;
 
-// One shape per head size, for 8 or 16 query rows, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
+// One shape per head size, for 8 or 16 query rows, and one for 32 where registers hold their output, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
 
 /// Head size 64.
 pub type D64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 8, 2>;
@@ -80,6 +80,14 @@ pub type D128<const HALVES: usize> = Decode<16, 1, HALVES, 4, 8, 1>;
 pub type D192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 8, 1>;
 /// Head size 256.
 pub type D256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 8, 1>;
+/// Head size 64, 32 rows.
+pub type Double64 = Decode<8, 2, 2, 4, 8, 2>;
+/// Head size 80, 32 rows.
+pub type Double80 = Decode<10, 2, 2, 4, 8, 2>;
+/// Head size 96, 32 rows.
+pub type Double96 = Decode<12, 2, 2, 4, 8, 1>;
+/// Head size 128, 32 rows.
+pub type Double128 = Decode<16, 2, 2, 4, 8, 1>;
 
 /// Clusters of one part of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {

@@ -34,33 +34,44 @@ pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8
     tile: Swizzled<T, D8>,
 ) -> Queries<M, D8> {
     let mut queries = [[[0; 2]; M]; D8];
-    for pair in 0..D8 / 2 {
-        for m in 0..M {
-            let place = tile
-                .place(16 * m as u32 + lane() % (8 * HALVES as u32), 2 * pair as u32 + lane() / 16);
-            let [a, b, c, d] = ldmatrix_x4(place.address());
-            queries[2 * pair][m] = [a, if HALVES > 1 { b } else { 0 }];
-            queries[2 * pair + 1][m] = [c, if HALVES > 1 { d } else { 0 }];
-        }
+    for depth in 0..D8 / 2 {
+        [queries[2 * depth], queries[2 * depth + 1]] = load_depth::<T, M, HALVES, D8>(tile, depth);
     }
     queries
 }
 
-/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys.
+/// Of queries, 16 columns.
+#[inline(always)]
+pub fn load_depth<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
+    tile: Swizzled<T, D8>,
+    depth: usize,
+) -> [[[u32; 2]; M]; 2] {
+    let mut columns = [[[0; 2]; M]; 2];
+    for m in 0..M {
+        let (row, unit) = (lane() % (8 * HALVES as u32), 2 * depth as u32 + lane() / 16);
+        let [a, b, c, d] = ldmatrix_x4(tile.place(16 * m as u32 + row, unit).address());
+        columns[0][m] = [a, if HALVES > 1 { b } else { 0 }];
+        columns[1][m] = [c, if HALVES > 1 { d } else { 0 }];
+    }
+    columns
+}
+
+/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys; `queries(depth)` is what [`load_depth`] returns.
 #[inline(always)]
 pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
-    queries: &Queries<M, D8>,
+    queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     keys: Swizzled<T, D8>,
     read: &WarpRead<D8>,
 ) -> Fragments<M, N8> {
     let mut scores = [[[0.0; 4]; N8]; M];
     for depth in 0..D8 / 2 {
+        let [low, high] = queries(depth);
         for pair in 0..N8 / 2 {
             let b = ldmatrix_x4(read.address(keys, pair, depth));
             for m in 0..M {
-                let [[a0, a1], [a2, a3]] = [queries[2 * depth][m], queries[2 * depth + 1][m]];
-                T::mma(&mut scores[m][2 * pair], [a0, a1, a2, a3], [b[0], b[1]]);
-                T::mma(&mut scores[m][2 * pair + 1], [a0, a1, a2, a3], [b[2], b[3]]);
+                let a = [low[m][0], low[m][1], high[m][0], high[m][1]];
+                T::mma(&mut scores[m][2 * pair], a, [b[0], b[1]]);
+                T::mma(&mut scores[m][2 * pair + 1], a, [b[2], b[3]]);
             }
         }
     }

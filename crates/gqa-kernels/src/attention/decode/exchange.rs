@@ -137,34 +137,41 @@ impl<
     const STAGES: u32,
 > Decode<D8, M, HALVES, N8, WARPS, STAGES>
 {
+    /// Threads that merge a row of the block's results.
+    const ACROSS: u32 = Self::THREADS / Self::ROWS;
     pub(super) const MAILBOX_BYTES: u32 = Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(128);
 
     /// Sends the block's result to the owners.
     #[inline(always)]
     pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
         mailbox.wait_for_all();
-        let owners = mailbox.owners();
-        // From the other half of the threads on, which have no columns to send where there are few.
-        let thread = (thread_idx() + Self::THREADS / 2) % Self::THREADS;
-        for i in (thread..rows.count() * owners).step_by(Self::THREADS as usize) {
-            let (r, to) = (i / owners, i % owners);
-            mailbox.send_state(to, r, Self::merge_states(r).0);
-        }
-        for half in (thread_idx()..rows.count() * 2 * D8 as u32).step_by(Self::THREADS as usize) {
-            let (r, column) = (half / (2 * D8 as u32), half % (2 * D8 as u32) * UNIT / 2);
-            let (_, weights) = Self::merge_states(r);
-            mailbox.send_half(half, Self::merge_columns(r, column, &weights));
+        let (owners, halves) = (mailbox.owners(), 2 * D8 as u32);
+        let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
+        if r < rows.count() {
+            let (state, weights) = Self::merge_states(r);
+            for to in Rolled(first..owners, Self::ACROSS) {
+                mailbox.send_state(to, r, state);
+            }
+            for half in Rolled(first..halves, Self::ACROSS) {
+                let columns = Self::merge_columns(r, half * UNIT / 2, &weights);
+                mailbox.send_half(r * halves + half, columns);
+            }
         }
     }
 
     /// Writes the result of a block that is a cluster, and the only one.
     #[inline(always)]
     pub(super) fn finish_alone<T: MmaElement>(p: &DecodeParams, rows: &Rows, output: Output<T>) {
-        for unit in Rolled(thread_idx()..rows.count() * D8 as u32, Self::THREADS) {
-            let (r, column) = (unit / D8 as u32, unit % D8 as u32 * UNIT);
+        let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
+        if r < rows.count() {
             let (state, weights) = Self::merge_states(r);
-            let halves = [0, UNIT / 2].map(|half| Self::merge_columns(r, column + half, &weights));
-            output.write_unit(&p.attention, rows, rows.row(r), column, state, halves);
+            let row = rows.row(r);
+            for unit in Rolled(first..D8 as u32, Self::ACROSS) {
+                let column = unit * UNIT;
+                let halves =
+                    [0, UNIT / 2].map(|half| Self::merge_columns(r, column + half, &weights));
+                output.write_unit(&p.attention, rows, row, column, state, halves);
+            }
         }
     }
 
@@ -323,19 +330,11 @@ impl Parts {
         r: u32,
         column: u32,
     ) -> (SoftmaxState, f32) {
-        let state_of = |part| self.states.load(Self::state_of(p, place, part, r));
-        let mut state = SoftmaxState::EMPTY;
-        for part in 0..p.parts {
-            state.max = max(state.max, state_of(part)[0]);
-        }
-        let (row, mut sum) = (rows.row(r), 0.0);
-        for part in 0..p.parts {
-            let [largest, of_part] = state_of(part);
-            let weight = state.weight(largest);
-            state.sum = fma(weight, of_part, state.sum);
-            sum = fma(weight, self.columns.load(Self::column_of(p, rows, part, row, column)), sum);
-        }
-        (state, sum)
+        let row = rows.row(r);
+        sum_of(p.parts, |part| {
+            let state = self.states.load(Self::state_of(p, place, part, r));
+            (state, self.columns.load(Self::column_of(p, rows, part, row, column)))
+        })
     }
 }
 
@@ -343,30 +342,32 @@ impl<const D8: usize> Mailbox<D8> {
     /// The row's state over all ranks, and what they have in the owner's column `i`.
     #[inline(always)]
     fn sum(self, r: u32, i: u32) -> (SoftmaxState, f32) {
-        /// Ranks of which all is loaded before any of it is needed.
-        const AT_A_TIME: usize = 8;
-        let (mut state, mut sum) = (SoftmaxState::EMPTY, 0.0);
-        for first in Rolled(0..self.place.ranks, AT_A_TIME as u32) {
-            let parts: [_; AT_A_TIME] = core::array::from_fn(|j| {
-                let from = first + j as u32;
-                if from < self.place.ranks {
-                    (self.state(from, r).load(0), self.unit(from, i / UNIT).load(i % UNIT))
-                } else {
-                    ([f32::NEG_INFINITY, 0.0], 0.0)
-                }
-            });
-            let mut largest = f32::NEG_INFINITY;
-            for j in 0..AT_A_TIME {
-                largest = max(largest, parts[j].0[0]);
-            }
-            sum *= state.raise(largest);
-            for j in 0..AT_A_TIME {
-                let ([largest, part], column) = parts[j];
-                let weight = state.weight(largest);
-                state.sum = fma(weight, part, state.sum);
-                sum = fma(weight, column, sum);
-            }
-        }
-        (state, sum)
+        let unit_of = |from| self.unit(from, i / UNIT).load(i % UNIT);
+        sum_of(self.place.ranks, |from| (self.state(from, r).load(0), unit_of(from)))
     }
+}
+
+/// The state of a row over `count` results, and their sum in a column; of eight results all is loaded before any of it is needed.
+#[inline(always)]
+fn sum_of(count: u32, result: impl Fn(u32) -> ([f32; 2], f32)) -> (SoftmaxState, f32) {
+    const AT_A_TIME: usize = 8;
+    let (mut state, mut sum) = (SoftmaxState::EMPTY, 0.0);
+    for first in Rolled(0..count, AT_A_TIME as u32) {
+        let results: [_; AT_A_TIME] = core::array::from_fn(|i| {
+            let index = first + i as u32;
+            if index < count { result(index) } else { ([f32::NEG_INFINITY, 0.0], 0.0) }
+        });
+        let mut largest = f32::NEG_INFINITY;
+        for i in 0..AT_A_TIME {
+            largest = max(largest, results[i].0[0]);
+        }
+        sum *= state.raise(largest);
+        for i in 0..AT_A_TIME {
+            let ([largest, part], column) = results[i];
+            let weight = state.weight(largest);
+            state.sum = fma(weight, part, state.sum);
+            sum = fma(weight, column, sum);
+        }
+    }
+    (state, sum)
 }

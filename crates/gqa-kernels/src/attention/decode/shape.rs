@@ -32,6 +32,8 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
         let clusters = units * u64::from(parts);
         let at_a_time = clusters_at_a_time(ranks, multiprocessors).min(clusters);
         let streamed = u64::from(keys.div_ceil(ranks * parts));
+        // Clusters that share keys stream them a little slower than one cluster.
+        let streamed = if parts > 1 { streamed + streamed / 16 } else { streamed };
         // Per block, of what all blocks of a wave get together.
         let crowd = (2 * at_a_time * u64::from(ranks)).max(u64::from(multiprocessors));
         let wave = WAVE + streamed * crowd / u64::from(multiprocessors.max(1));

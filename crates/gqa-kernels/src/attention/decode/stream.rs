@@ -17,7 +17,7 @@ use crate::params::DecodeParams;
 use crate::simt::{
     Global, Shared, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
 };
-use crate::tile::columns::{Columns, accumulate, load_queries, scores, weigh};
+use crate::tile::columns::{Columns, accumulate, load_depth, load_queries, scores, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::fragment::row_of;
 use crate::tile::rows::{Rows, Span};
@@ -107,8 +107,9 @@ impl<
     const STAGES: u32,
 > Decode<D8, M, HALVES, N8, WARPS, STAGES>
 {
-    /// Whether queries and accumulators leave so few registers that lanes find out anew what they otherwise remember.
-    pub(super) const IS_TIGHT: bool = Self::ROWS * D8 as u32 > 384;
+    /// Whether queries and accumulators leave so few registers that queries stay in shared memory, and lanes find out anew what they otherwise
+    /// remember.
+    pub(super) const IS_TIGHT: bool = M > 1 || Self::ROWS * D8 as u32 > 384;
     /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring has room.
     const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
@@ -171,7 +172,11 @@ impl<
             core::array::from_fn(|m| core::array::from_fn(|half| visible_of(m, row_of(half))));
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], [[[[0.0; 2]; 2]; M]; D8]);
         let read = WarpRead::of_this_lane();
-        let queries = load_queries::<T, M, HALVES, D8>(Self::queries());
+        let queries = if Self::IS_TIGHT {
+            [[[0; 2]; M]; D8]
+        } else {
+            load_queries::<T, M, HALVES, D8>(Self::queries())
+        };
         let (mut tile, mut slot) = (share.start(), 0);
         while tile < share.end(WARPS) {
             let is_fresh = tile >= share.tiles;
@@ -181,7 +186,13 @@ impl<
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
-            let mut weights = scores::<T, M, D8, N8>(&queries, keys, &read);
+            let mut weights = if !Self::IS_TIGHT {
+                let of_depth = |depth| [queries[2 * depth], queries[2 * depth + 1]];
+                scores::<T, M, D8, N8>(of_depth, keys, &read)
+            } else {
+                let of_depth = |depth| load_depth::<T, M, HALVES, D8>(Self::queries(), depth);
+                scores::<T, M, D8, N8>(of_depth, keys, &read)
+            };
             sync_warp();
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, after);
 
