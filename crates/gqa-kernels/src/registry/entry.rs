@@ -13,6 +13,8 @@ pub enum Family {
     Unfused,
     /// Tensor-core flash attention for prompts and chunks.
     Tiled,
+    /// The same in float32.
+    TiledF32,
     /// Flash attention with warpgroups and the copy engine.
     Hopper,
     /// Tensor-core flash attention over a split of the keys, and the merge.
@@ -23,11 +25,12 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
         Self::Tiled,
+        Self::TiledF32,
         Self::Hopper,
         Self::SplitKv,
         Self::Decode,
@@ -40,6 +43,7 @@ impl Family {
             Self::General => "family-general",
             Self::Unfused => "family-unfused",
             Self::Tiled => "family-tiled",
+            Self::TiledF32 => "family-tiled-f32",
             Self::Hopper => "family-hopper",
             Self::SplitKv => "family-split-kv",
             Self::Decode => "family-decode",
@@ -60,6 +64,7 @@ impl Family {
         match self {
             Self::Prologue | Self::General | Self::Unfused => &["sm_70"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
+            Self::TiledF32 => &["sm_80"],
             Self::Hopper | Self::Decode => &["sm_90a"],
         }
     }
