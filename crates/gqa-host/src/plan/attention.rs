@@ -86,9 +86,11 @@ fn consider(
     match candidate {
         Candidate::Unfused => {}
         Candidate::General => takes_scores(p)?,
-        Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {
-            suits_flash(p)?
-        }
+        Candidate::Decode
+        | Candidate::SplitKv
+        | Candidate::Hopper
+        | Candidate::Tiled
+        | Candidate::TiledF32 => suits_flash(p)?,
     }
     if candidate == Candidate::Decode {
         let entry = decode::entry(p, device, forced)?;
@@ -102,7 +104,11 @@ fn consider(
             suits_hopper(p, entry, device, switches)?;
             1
         }
-        Candidate::Decode | Candidate::Tiled | Candidate::General | Candidate::Unfused => 1,
+        Candidate::Decode
+        | Candidate::Tiled
+        | Candidate::TiledF32
+        | Candidate::General
+        | Candidate::Unfused => 1,
     };
     Ok(Choice { candidate, entry, parts: Parts::Splits(splits) })
 }
@@ -114,6 +120,7 @@ impl Candidate {
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
             Self::Tiled => Family::Tiled,
+            Self::TiledF32 => Family::TiledF32,
             Self::General => Family::General,
             Self::Unfused => Family::Unfused,
         }
@@ -127,7 +134,7 @@ impl Candidate {
                 switches.disable_memory_efficient_attention,
                 "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
             ),
-            Self::Hopper | Self::Tiled => {
+            Self::Hopper | Self::Tiled | Self::TiledF32 => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
             }
             Self::Decode | Self::SplitKv => {
@@ -318,7 +325,11 @@ pub(super) fn launches(
     match candidate {
         Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
         Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
-        Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {}
+        Candidate::Decode
+        | Candidate::SplitKv
+        | Candidate::Hopper
+        | Candidate::Tiled
+        | Candidate::TiledF32 => {}
     }
     let mut params = params(p, query.strides, splits)?;
     params.section = hopper::section(&params, device.l2_bytes);

@@ -16,6 +16,8 @@ pub enum Candidate {
     Hopper,
     /// Flash attention on tensor cores.
     Tiled,
+    /// The same in float32, each product three of TF32.
+    TiledF32,
     /// Memory-efficient attention: every mask, bias, window and head size.
     General,
     /// All scores in memory: what is left.
@@ -24,8 +26,15 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 6] =
-        [Self::Decode, Self::SplitKv, Self::Hopper, Self::Tiled, Self::General, Self::Unfused];
+    pub const ALL: [Self; 7] = [
+        Self::Decode,
+        Self::SplitKv,
+        Self::Hopper,
+        Self::Tiled,
+        Self::TiledF32,
+        Self::General,
+        Self::Unfused,
+    ];
 
     /// Name of the kernel family.
     pub const fn name(self) -> &'static str {
@@ -34,6 +43,7 @@ impl Candidate {
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
             Self::Tiled => "tiled",
+            Self::TiledF32 => "tiled_f32",
             Self::General => "general",
             Self::Unfused => "unfused",
         }
