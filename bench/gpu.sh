@@ -42,9 +42,9 @@ operator() {
 chunks() { part 60 chunks "$gqa" bench prompt --past-length 7680 --size 1x512,4x512 --rotary half --csv "$out/chunks.csv"; }
 models() {
   local all=llama3-8b,llama3-70b,qwen3-14b,mistral-7b,mixtral-8x22b,phi3-mini,phi3-small,phi3-medium,gemma4-global,gemma4-local
-  part 170 models-token "$gqa" bench token --model $all --batch 1,4 --length 1024..4096,8191 --runs 10 --checked-rows 4 \
+  part 170 models-token "$gqa" bench token --model $all --batch 1,8 --length 1024,8191 --runs 10 --checked-rows 4 \
     --csv "$out/models-token.csv" --report "$out/models-token.html"
-  part 170 models-prompt "$gqa" bench prompt --model $all --length 512..8192 --runs 10 --checked-rows 4 \
+  part 170 models-prompt "$gqa" bench prompt --model $all --length 1024,8192 --runs 10 --checked-rows 4 \
     --csv "$out/models-prompt.csv" --report "$out/models-prompt.html"
 }
 

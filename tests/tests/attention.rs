@@ -34,6 +34,13 @@ fn sim_flash() {
     parity("sim, flash", 500, flash, &Sim::default());
 }
 
+/// The same in float32: `tiled_f32`.
+#[test]
+fn sim_flash_float32() {
+    let flash = attention_case(Just(DType::F32), 192, 60).prop_map(AttentionCase::for_flash);
+    parity("sim, flash, float32", 300, flash, &Sim::default());
+}
+
 /// The same with rows enough for the Hopper family.
 #[test]
 fn sim_hopper() {

@@ -2,6 +2,7 @@
 
 mod replay;
 
+use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
@@ -104,6 +105,13 @@ fn without_split_kv() {
     run("cuda, tiled only", 600, case(half_dtype(), heads_up_to(256), 300), switches);
 }
 
+/// `tiled_f32` where nothing asks for more than flash attention has.
+#[test]
+fn float32_as_planned() {
+    let cases = case(Just(DType::F32), heads_up_to(192), 400);
+    run("cuda, float32", 1500, cases, Switches::default());
+}
+
 #[test]
 fn separate_prologue() {
     let switches = Switches { disable_fused_kv: true, ..Switches::default() };
@@ -141,6 +149,13 @@ fn attention_masked_flash() {
         .prop_map(|(case, rows)| case.for_masked_flash(rows));
     run("cuda, Attention, masked flash", 1000, masked, Switches::default());
     run("cuda, bias", 500, biased_prompts(256, 400), Switches::default());
+}
+
+/// The same in float32: `tiled_f32`.
+#[test]
+fn attention_flash_float32() {
+    let flash = attention_case(Just(DType::F32), 192, 300).prop_map(AttentionCase::for_flash);
+    run("cuda, Attention, flash, float32", 1000, flash, Switches::default());
 }
 
 #[test]

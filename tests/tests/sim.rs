@@ -1,5 +1,6 @@
 //! The kernels, on the simulated machine, against the f64 reference: random calls through the planner.
 
+use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity};
@@ -36,6 +37,13 @@ fn as_planned_for_ampere() {
 fn without_split_kv() {
     let switches = Switches { disable_flash_decode: true, ..Switches::default() };
     parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &ampere(switches));
+}
+
+/// `tiled_f32` where nothing asks for more than flash attention has.
+#[test]
+fn float32_as_planned() {
+    let cases = case(Just(DType::F32), heads_up_to(192), 90);
+    parity("sim, float32", 400, cases, &sim(Switches::default()));
 }
 
 #[test]

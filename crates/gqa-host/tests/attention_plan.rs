@@ -81,6 +81,13 @@ fn flash_attention_where_positions_and_windows_are_its_own() {
     for (what, shape, op, want) in [
         ("prompt", square(512), &causal, Family::Hopper),
         ("not causal", square(512), &plain, Family::Hopper),
+        ("float32", Shape { dtype: DType::F32, ..square(512) }, &causal, Family::TiledF32),
+        (
+            "float32, past, token",
+            Shape { dtype: DType::F32, past: Some(4096), ..square(1) },
+            &causal,
+            Family::TiledF32,
+        ),
         ("few rows", square(63), &causal, Family::Hopper),
         ("past", Shape { past: Some(64), ..square(512) }, &causal, Family::Hopper),
         ("past, token", Shape { past: Some(4096), ..square(1) }, &causal, Family::Decode),
@@ -150,7 +157,7 @@ fn refusals_of_flash_attention_say_why() {
             general,
             "head size 20 is not a multiple of 8",
         ),
-        (Shape { dtype: DType::F32, ..square(512) }, &plain, general, "float32"),
+        (Shape { dtype: DType::F32, ..square(512) }, &plain, Family::TiledF32, "float32"),
         (square(512), &right, general, "a window to the right"),
         (square(512), &left, general, "to the left alone"),
         (Shape { new_len: 600, ..square(512) }, &causal, general, "row 0 at position 0"),

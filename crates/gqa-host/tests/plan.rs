@@ -54,7 +54,7 @@ attention
   hopper_masked refused: there is no attention_bias
   tiled         refused: does not take float32
   tiled_masked  refused: there is no attention_bias
-  general       chosen: gqa_general_f32
+  tiled_f32     chosen: gqa_tiled_f32_d64
 ";
     assert!(text.starts_with(expected), "{text}");
     assert!(text.contains("gqa_unpack_qkv_with_rope_and_append_kv_f32: "), "{text}");

@@ -17,7 +17,7 @@ use {
         combine::{self, combine},
         decode,
         general::{self, general},
-        hopper, split_kv, tiled,
+        hopper, split_kv, tiled, tiled_f32,
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
     crate::num::{bf16, f16},
@@ -144,6 +144,7 @@ static TABLES: &[&[Entry]] = &[
     UNFUSED_VALUES,
     TILED,
     TILED_MASKED,
+    TILED_F32,
     HOPPER,
     HOPPER_SPLIT,
     HOPPER_MASKED,
@@ -296,6 +297,32 @@ kernels_by_head_size!(TILED_MASKED, TiledMasked, "family-tiled-masked",
 }, unless quick {
     gqa_tiled_masked_f16_d64, gqa_tiled_masked_bf16_d64 => tiled::MaskedD64, 2;
     gqa_tiled_masked_f16_d256, gqa_tiled_masked_bf16_d256 => tiled::MaskedD256, 1;
+});
+
+/// Rows of the float32 kernels: `NAME => SHAPE, blocks that fit on an SM together`. A `quick` device build leaves out the second set.
+macro_rules! tiled_f32_kernels {
+    ({ $($quick:tt)* }, unless quick { $($full:tt)* }) => {
+        tiled_f32_kernels!(@rows @(all()) $($quick)* @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*);
+    };
+    (@rows $(@($when:meta) $($name:ident => $shape:ty, $min_blocks:literal;)*)*) => {
+        kernels!(TILED_F32, TiledF32, "family-tiled-f32",
+            (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), { $($(
+            #[cfg($when)]
+            $name => <$shape>::run, T = f32, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
+        )*)* });
+    };
+}
+
+tiled_f32_kernels!({
+    gqa_tiled_f32_d128 => tiled_f32::D128, 2;
+}, unless quick {
+    gqa_tiled_f32_d32 => tiled_f32::D32, 3;
+    gqa_tiled_f32_d64 => tiled_f32::D64, 3;
+    gqa_tiled_f32_d80 => tiled_f32::D80, 2;
+    gqa_tiled_f32_d96 => tiled_f32::D96, 2;
+    gqa_tiled_f32_d192 => tiled_f32::D192, 2;
 });
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",

@@ -107,6 +107,7 @@ fn main() {
     print("ldmatrix_x4_trans", cost(32, |_| ldmatrix_x4_trans(row())));
     print("mma_m16n8k16_f16", cost(32, |_| mma_m16n8k16_f16(&mut [0.0; 4], [0; 4], [0; 2])));
     print("mma_m16n8k16_bf16", cost(32, |_| mma_m16n8k16_bf16(&mut [0.0; 4], [0; 4], [0; 2])));
+    print("mma_m16n8k8_tf32", cost(32, |_| mma_m16n8k8_tf32(&mut [0.0; 4], [0; 4], [0; 2])));
     println!("per block");
     print("sync_threads, 128 threads", cost(THREADS, |_| sync_threads()));
     print("launch, 128 threads, 48 KiB shared", launch_cost(128, 48 * 1024));

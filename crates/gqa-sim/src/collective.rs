@@ -16,6 +16,7 @@ pub(crate) enum Collective {
     AnySync,
     LoadMatrices(Matrices),
     Product(Product),
+    ProductTf32,
     NamedBarrier { id: u32, threads: u32, waits: bool },
     Registers(Change),
     Wgmma(Wgmma),
@@ -35,6 +36,7 @@ impl Collective {
             Self::AnySync => "any_sync",
             Self::LoadMatrices(matrices) => matrices.name(),
             Self::Product(product) => product.name(),
+            Self::ProductTf32 => "mma_m16n8k8_tf32",
             Self::NamedBarrier { waits: true, .. } => "named_barrier_sync",
             Self::NamedBarrier { waits: false, .. } => "named_barrier_arrive",
             Self::Registers(change) => change.name(),
@@ -67,6 +69,7 @@ impl Collective {
             }
             Self::LoadMatrices(matrices) => return matrix::load(block, first, matrices),
             Self::Product(product) => matrix::multiply(warp(block, first), product),
+            Self::ProductTf32 => matrix::multiply_tf32(warp(block, first)),
             Self::NamedBarrier { id, threads, waits } => {
                 return hopper::arrive_named(block, first, id, threads, waits);
             }

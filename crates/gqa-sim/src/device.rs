@@ -28,8 +28,8 @@ pub use crate::hopper::{
     wgmma_commit, wgmma_f16, wgmma_fence, wgmma_wait,
 };
 pub use crate::matrix::{
-    ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k16_bf16,
-    mma_m16n8k16_f16,
+    ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k8_tf32,
+    mma_m16n8k16_bf16, mma_m16n8k16_f16,
 };
 
 macro_rules! identity {

@@ -78,7 +78,7 @@ impl Report {
     pub(crate) fn count(&mut self, instruction: Collective) {
         *match instruction {
             Collective::LoadMatrices(_) => &mut self.matrix_loads,
-            Collective::Product(_) => &mut self.matrix_products,
+            Collective::Product(_) | Collective::ProductTf32 => &mut self.matrix_products,
             Collective::Wgmma(_) => &mut self.warpgroup_products,
             _ => &mut self.warp_instructions,
         } += 1;

@@ -7,7 +7,13 @@
 //! | 8×8 of `ldmatrix` | m | matrix m: row `group`, columns `2 pair, +1`; transposed: rows `2 pair, +1`, column `group` |
 //! | A, 16×16 | 0, 1, 2, 3 | rows `group, +8, +0, +8`; columns from `2 pair + 0, 0, 8, 8` |
 //! | B, 16×8 | 0, 1 | rows (k) from `2 pair + 0, 8`; column `group` |
+//! | A, 16×8, TF32 | 0, 1, 2, 3 | rows `group, +8, +0, +8`; columns `pair + 0, 0, 4, 4` |
+//! | B, 8×8, TF32 | 0, 1 | rows (k) `pair + 0, 4`; column `group` |
 //! | C and D, 16×8, f32 | 0, 1, 2, 3 | rows `group, group, group + 8, group + 8`; columns `2 pair, +1, +0, +1` |
+//!
+//! A TF32 register is a float32 of which hardware takes sign, exponent and the upper 10 bits of the significand; the lower 13 bits are dropped, not
+//! rounded, and so they are here. Products of such values are exact. Sums, of all forms, are rounded to the nearest float32 one by one; that hardware
+//! adds a few products at a time, aligned to the largest and truncated, is not modelled.
 
 use crate::arithmetic::f16_to_f32;
 use crate::block::{Block, Lane};
@@ -32,7 +38,7 @@ impl Matrices {
     }
 }
 
-/// A form of `mma`.
+/// A form of `mma` with 16-bit elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Product {
     F16,
@@ -120,7 +126,26 @@ fn multiply_widened(lanes: &mut [Lane; 32], widen: impl Fn(u32) -> [f32; 2]) {
             [b[k][group], b[k + 1][group]] = widen(*register);
         }
     }
-    let product = product(&a, &b);
+    add(lanes, &product(&a, &b));
+}
+
+/// The same registers.
+pub(crate) fn multiply_tf32(lanes: &mut [Lane; 32]) {
+    let (mut a, mut b) = ([[0.0; 8]; 16], [[0.0; 8]; 8]);
+    for (lane, state) in lanes.iter().enumerate() {
+        let (group, pair) = (lane / 4, lane % 4);
+        for (i, register) in state.registers[4..8].iter().enumerate() {
+            a[group + i % 2 * 8][pair + i / 2 * 4] = truncate_tf32(*register);
+        }
+        for (i, register) in state.registers[8..10].iter().enumerate() {
+            b[pair + i * 4][group] = truncate_tf32(*register);
+        }
+    }
+    add(lanes, &product(&a, &b));
+}
+
+/// Adds a product to the accumulators.
+fn add(lanes: &mut [Lane; 32], product: &[[f32; 8]; 16]) {
     for (lane, state) in lanes.iter_mut().enumerate() {
         let (group, pair) = (lane / 4, lane % 4);
         for (i, register) in state.registers[..4].iter_mut().enumerate() {
@@ -131,7 +156,7 @@ fn multiply_widened(lanes: &mut [Lane; 32], widen: impl Fn(u32) -> [f32; 2]) {
 }
 
 /// Row by row, eight columns at a time.
-fn product(a: &[[f32; 16]; 16], b: &[[f32; 8]; 16]) -> [[f32; 8]; 16] {
+fn product<const K: usize>(a: &[[f32; K]; 16], b: &[[f32; 8]; K]) -> [[f32; 8]; 16] {
     let mut product = [[0.0; 8]; 16];
     for (sums, a) in product.iter_mut().zip(a) {
         for (a, b) in a.iter().zip(b) {
@@ -146,6 +171,11 @@ fn product(a: &[[f32; 16]; 16], b: &[[f32; 8]; 16]) -> [[f32; 8]; 16] {
 #[inline(always)]
 fn widen_bf16(register: u32) -> [f32; 2] {
     [f32::from_bits(register << 16), f32::from_bits(register & 0xffff_0000)]
+}
+
+#[inline(always)]
+fn truncate_tf32(register: u32) -> f32 {
+    f32::from_bits(register & 0xffff_e000)
 }
 
 #[inline(always)]
@@ -178,20 +208,28 @@ ldmatrix! {
 #[track_caller]
 #[inline(always)]
 pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
-    mma(Product::F16, d, a, b);
+    mma(Collective::Product(Product::F16), d, a, b);
 }
 
 /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them.
 #[track_caller]
 #[inline(always)]
 pub fn mma_m16n8k16_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
-    mma(Product::Bf16, d, a, b);
+    mma(Collective::Product(Product::Bf16), d, a, b);
+}
+
+/// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10 bits of the significand count (TF32);
+/// fragments as PTX defines them.
+#[track_caller]
+#[inline(always)]
+pub fn mma_m16n8k8_tf32(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    mma(Collective::ProductTf32, d, a, b);
 }
 
 #[track_caller]
 #[inline(always)]
-fn mma(form: Product, d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+fn mma(form: Collective, d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     let [d0, d1, d2, d3] = d.map(f32::to_bits);
     let operands = [d0, d1, d2, d3, a[0], a[1], a[2], a[3], b[0], b[1]];
-    *d = meet(Collective::Product(form), operands).map(f32::from_bits);
+    *d = meet(form, operands).map(f32::from_bits);
 }

@@ -146,6 +146,42 @@ fn matrix_product_is_right_with_the_right_fragments_and_only_then() {
     }
 }
 
+/// A 16×8 product in TF32 of an 8-deep inner dimension whose elements have `noise` in the 13 bits that TF32 has not.
+fn product_tf32(noise: u32, swap: bool) -> [[f32; 8]; 16] {
+    let noisy = |x: f32| x.to_bits() | noise;
+    let results = lanes(|lane| {
+        let (g, t) = (lane / 4, lane % 4);
+        let mut registers = [a(g, t), a(g + 8, t), a(g, t + 4), a(g + 8, t + 4)].map(noisy);
+        if swap {
+            registers.swap(1, 2);
+        }
+        let mut d = [c(g, 2 * t), c(g, 2 * t + 1), c(g + 8, 2 * t), c(g + 8, 2 * t + 1)];
+        mma_m16n8k8_tf32(&mut d, registers, [b(t, g), b(t + 4, g)].map(noisy));
+        d
+    });
+    let mut matrix = [[0.0; 8]; 16];
+    for (lane, [d0, d1, d2, d3]) in results.into_iter().enumerate() {
+        let (g, t) = (lane / 4, 2 * (lane % 4));
+        (matrix[g][t], matrix[g][t + 1], matrix[g + 8][t], matrix[g + 8][t + 1]) = (d0, d1, d2, d3);
+    }
+    matrix
+}
+
+#[test]
+fn tf32_product_takes_the_upper_19_bits() {
+    let expected: [[f32; 8]; 16] = std::array::from_fn(|row| {
+        std::array::from_fn(|column| {
+            let (row, column) = (row as u32, column as u32);
+            c(row, column) + (0..8).map(|k| a(row, k) * b(k, column)).sum::<f32>()
+        })
+    });
+    for noise in [0, 1, 0x1000, 0x1fff] {
+        assert_eq!(product_tf32(noise, false), expected, "{noise:x}");
+    }
+    assert_ne!(product_tf32(0x2000, false), expected);
+    assert_ne!(product_tf32(0, true), expected);
+}
+
 #[test]
 fn fma_rounds_once_and_flushes() {
     let mut state = 1u64;

@@ -87,9 +87,11 @@ fn consider(
         Candidate::Unfused => {}
         Candidate::General => takes_scores(p)?,
         Candidate::HopperMasked | Candidate::TiledMasked => suits_masked_flash(p)?,
-        Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {
-            suits_flash(p)?
-        }
+        Candidate::Decode
+        | Candidate::SplitKv
+        | Candidate::Hopper
+        | Candidate::Tiled
+        | Candidate::TiledF32 => suits_flash(p)?,
     }
     if candidate == Candidate::Decode {
         let entry = decode::entry(p, device, forced)?;
@@ -109,6 +111,7 @@ fn consider(
         Candidate::Decode
         | Candidate::Tiled
         | Candidate::TiledMasked
+        | Candidate::TiledF32
         | Candidate::General
         | Candidate::Unfused => 1,
     };
@@ -124,6 +127,7 @@ impl Candidate {
             Self::HopperMasked => Family::HopperMasked,
             Self::Tiled => Family::Tiled,
             Self::TiledMasked => Family::TiledMasked,
+            Self::TiledF32 => Family::TiledF32,
             Self::General => Family::General,
             Self::Unfused => Family::Unfused,
         }
@@ -137,9 +141,11 @@ impl Candidate {
                 switches.disable_memory_efficient_attention,
                 "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
             ),
-            Self::Hopper | Self::HopperMasked | Self::Tiled | Self::TiledMasked => {
-                by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
-            }
+            Self::Hopper
+            | Self::HopperMasked
+            | Self::Tiled
+            | Self::TiledMasked
+            | Self::TiledF32 => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION"),
             Self::Decode | Self::SplitKv => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
                     .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE"))
@@ -395,7 +401,11 @@ pub(super) fn launches(
             let grid = tiled::grid(&params.attention, entry.rows);
             return Ok(vec![launch(entry, grid, &arguments(p, query.arg), &params)?]);
         }
-        Candidate::Decode | Candidate::SplitKv | Candidate::Hopper | Candidate::Tiled => {}
+        Candidate::Decode
+        | Candidate::SplitKv
+        | Candidate::Hopper
+        | Candidate::Tiled
+        | Candidate::TiledF32 => {}
     }
     let mut params = params(p, query.strides, splits)?;
     params.section = hopper::section(&params, device.l2_bytes);

@@ -20,6 +20,8 @@ pub enum Candidate {
     Tiled,
     /// The same with a bias or a mask.
     TiledMasked,
+    /// The same in float32, each product three of TF32.
+    TiledF32,
     /// Memory-efficient attention: every mask, bias, window and head size.
     General,
     /// All scores in memory: what is left.
@@ -28,13 +30,14 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Decode,
         Self::SplitKv,
         Self::Hopper,
         Self::HopperMasked,
         Self::Tiled,
         Self::TiledMasked,
+        Self::TiledF32,
         Self::General,
         Self::Unfused,
     ];
@@ -48,6 +51,7 @@ impl Candidate {
             Self::HopperMasked => "hopper_masked",
             Self::Tiled => "tiled",
             Self::TiledMasked => "tiled_masked",
+            Self::TiledF32 => "tiled_f32",
             Self::General => "general",
             Self::Unfused => "unfused",
         }

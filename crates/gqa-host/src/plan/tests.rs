@@ -84,6 +84,10 @@ fn rejection(problem: &Problem, name: &str, switches: &Switches, candidate: Cand
     decision.outcome.as_ref().unwrap_err().to_string()
 }
 
+fn float32(rows: usize, past: usize) -> Problem {
+    with(llama(rows, past), |p| p.dtype = DType::F32)
+}
+
 #[test]
 fn flash_attention_wherever_it_can() {
     let off = Switches::default();
@@ -121,8 +125,29 @@ fn flash_attention_wherever_it_can() {
             Family::SplitKv,
         ),
         ("bfloat16", with(llama(64, 0), |p| p.dtype = DType::BF16), "h200", Family::Hopper),
-        ("float32", with(llama(64, 0), |p| p.dtype = DType::F32), "h200", Family::General),
-        ("float32 token", with(llama(1, 64), |p| p.dtype = DType::F32), "h200", Family::General),
+        ("float32", float32(64, 0), "h200", Family::TiledF32),
+        ("float32", float32(64, 0), "a100", Family::TiledF32),
+        ("float32", float32(64, 0), "b200", Family::TiledF32),
+        ("float32", float32(64, 0), "t4", Family::General),
+        ("float32 token", float32(1, 64), "h200", Family::TiledF32),
+        (
+            "float32, head size 192",
+            with(float32(64, 0), |p| p.head_size = 192),
+            "h200",
+            Family::TiledF32,
+        ),
+        (
+            "float32, head size 200",
+            with(float32(64, 0), |p| p.head_size = 200),
+            "h200",
+            Family::General,
+        ),
+        (
+            "float32, bias",
+            with(float32(64, 0), |p| p.bias = bias(true, true, 64)),
+            "h200",
+            Family::General,
+        ),
         ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Hopper),
         ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Hopper),
         ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::General),
@@ -184,12 +209,34 @@ fn refusals_name_their_reason() {
     let scores = |p: &mut Problem| p.output_qk = QkOutput::BeforeSoftmax;
     let with_bias = |p: &mut Problem| p.bias = bias(false, true, p.total_len);
     for (problem, device, switches, candidate, want) in [
+        (float32(64, 0), "h200", &off, Candidate::Tiled, "does not take float32"),
         (
-            with(llama(64, 0), |p| p.dtype = DType::F32),
+            with(llama(64, 0), |p| p.head_size = 264),
             "h200",
             &off,
-            Candidate::Tiled,
-            "does not take float32",
+            Candidate::TiledF32,
+            "does not take float16",
+        ),
+        (
+            with(float32(64, 0), |p| p.head_size = 200),
+            "h200",
+            &off,
+            Candidate::TiledF32,
+            "head size 200 is over 192",
+        ),
+        (
+            float32(64, 0),
+            "t4",
+            &off,
+            Candidate::TiledF32,
+            "needs compute capability 8.0, the device has 7.5",
+        ),
+        (
+            float32(64, 0),
+            "h200",
+            &no_flash,
+            Candidate::TiledF32,
+            "switched off by GQA_DISABLE_FLASH_ATTENTION",
         ),
         (
             with(llama(64, 0), with_bias),
@@ -459,6 +506,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         tiled_f32 switched off by GQA_DISABLE_FLASH_ATTENTION; \
          general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION; \
          unfused does not take float64"
     );

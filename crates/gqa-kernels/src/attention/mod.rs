@@ -6,4 +6,5 @@ pub mod general;
 pub mod hopper;
 pub mod split_kv;
 pub mod tiled;
+pub mod tiled_f32;
 pub mod unfused;

@@ -40,8 +40,8 @@ use crate::simt::{
 use crate::tile::bias::Bias;
 use crate::tile::copy::{Team, Tile, tile_bytes};
 use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
-use crate::tile::rows::{Row, Rows, close, row_tiles};
-use crate::tile::softmax::{ScoreScale, States, mask, to_log2, total, weigh, weigh_plain};
+use crate::tile::rows::{Row, Rows, close_all, row_tiles};
+use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh, weigh_plain};
 
 /// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys; with a bias or
 /// a mask or without.
@@ -103,7 +103,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         lse: Global<f32>,
         p: AttentionParams,
     ) {
-        let rows = Self::rows_of_block(&p, seqlens_k);
+        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
         Self::block(&p, &rows, None, [q, k, v, head_sink, out], lse);
     }
 }
@@ -126,7 +126,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         lse: Global<f32>,
         p: MaskedParams,
     ) {
-        let rows = Self::rows_of_block(&p.attention, seqlens_k).with_columns(p.columns);
+        let rows = Rows::of_block(&p.attention, seqlens_k, block_idx_x(), Self::ROWS)
+            .with_columns(p.columns);
         let bias = Some(Bias::new(bias, mask, &p));
         Self::block(&p.attention, &rows, bias, [q, k, v, head_sink, out], lse);
     }
@@ -167,18 +168,10 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         Self::attend(p, rows, bias, [k, v], queries, &mut states, &mut acc);
 
         let mine = queries.from(warp() * Self::WARP_ROWS, 0);
-        let factors = Self::finish(p, rows, mine, head_sink, lse, states);
+        let factors = close_all(p, rows, head_sink, lse, states, |m, half| kept_row(mine, m, half));
         store(&acc, factors, mine);
         sync_warp();
         Self::write(p, rows, mine, out);
-    }
-
-    /// Longest first: under a causal mask the last row tile sees most keys.
-    #[inline(always)]
-    fn rows_of_block(p: &AttentionParams, seqlens_k: Global<i32>) -> Rows {
-        let heads = (p.kv_heads * p.batch).max(1);
-        let index = row_tiles(p, Self::ROWS) - 1 - block_idx_x() / heads;
-        Rows::new(p, seqlens_k, index, block_idx_x() % heads, Self::ROWS)
     }
 
     /// Keeps what the block must know of its rows, then starts copying the queries.
@@ -190,11 +183,11 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         queries: Tile<T, D8>,
     ) {
         for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
-            rows.row(r).keep(queries, r);
+            rows.row(r).keep(queries.padding(r));
         }
         sync_threads();
         Team::<D8, THREADS>::new(thread_idx()).gather(queries, Self::ROWS, q, p.head_size, |r| {
-            let row = Row::kept(queries, r);
+            let row = Row::kept(queries.padding(r));
             (row.s < p.q_len).then(|| p.q.at(rows.batch, row.head, row.s))
         });
     }
@@ -234,14 +227,12 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
             scale.adjust(&mut weights);
             if let Some(bias) = bias {
                 bias.add(&mut weights, begin, scale.plain_factor(), |m, half| {
-                    let row = Row::kept(mine, 16 * m as u32 + row_of(half));
+                    let row = kept_row(mine, m, half);
                     bias.row(rows.batch, row.head, row.s.min(p.q_len - 1))
                 });
             }
             if span.is_partial(begin, Self::KEYS) {
-                mask(&mut weights, begin, |m, half| {
-                    Row::kept(mine, 16 * m as u32 + row_of(half)).visible
-                });
+                mask(&mut weights, begin, |m, half| kept_row(mine, m, half).visible);
             }
 
             cp_async_wait::<0>();
@@ -266,40 +257,18 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         }
     }
 
-    /// Closes the rows' states, writes lse, and returns what the accumulators are multiplied by.
-    #[inline(always)]
-    fn finish<T: MmaElement>(
-        p: &AttentionParams,
-        rows: &Rows,
-        mine: Tile<T, D8>,
-        head_sink: Global<T>,
-        lse: Global<f32>,
-        states: States<M>,
-    ) -> [[f32; 2]; M] {
-        let states = states.map(|block| block.map(total));
-        let mut factors = [[0.0; 2]; M];
-        for m in 0..M {
-            for half in 0..2 {
-                let row = Row::kept(mine, 16 * m as u32 + row_of(half));
-                if row.s < p.q_len {
-                    let (factor, log_sum_exp) =
-                        close(p, row.is_token(), row.head, head_sink, states[m][half]);
-                    factors[m][half] = factor;
-                    if lane() % 4 == 0 && !lse.is_null() {
-                        lse.store(rows.index(p, row), log_sum_exp);
-                    }
-                }
-            }
-        }
-        factors
-    }
-
     /// Writes the warp's rows of the tile that was the queries'.
     #[inline(always)]
     fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, mine: Tile<T, D8>, out: Global<T>) {
         Team::<D8, 32>::new(lane()).scatter(mine, Self::WARP_ROWS, out, p.head_size, |r| {
-            let row = Row::kept(mine, r);
+            let row = Row::kept(mine.padding(r));
             (row.s < p.q_len).then(|| p.out.at(rows.batch, row.head, row.s))
         });
     }
+}
+
+/// A lane's row of a block of the warp's 16-row blocks.
+#[inline(always)]
+fn kept_row<T: MmaElement, const D8: usize>(mine: Tile<T, D8>, m: usize, half: usize) -> Row {
+    Row::kept(mine.padding(16 * m as u32 + row_of(half)))
 }

@@ -15,6 +15,8 @@ pub enum Family {
     Tiled,
     /// The same with a bias or a mask.
     TiledMasked,
+    /// The same in float32.
+    TiledF32,
     /// Flash attention with warpgroups and the copy engine.
     Hopper,
     /// The same with a bias or a mask.
@@ -27,12 +29,13 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
         Self::Tiled,
         Self::TiledMasked,
+        Self::TiledF32,
         Self::Hopper,
         Self::HopperMasked,
         Self::SplitKv,
@@ -47,6 +50,7 @@ impl Family {
             Self::Unfused => "family-unfused",
             Self::Tiled => "family-tiled",
             Self::TiledMasked => "family-tiled-masked",
+            Self::TiledF32 => "family-tiled-f32",
             Self::Hopper => "family-hopper",
             Self::HopperMasked => "family-hopper-masked",
             Self::SplitKv => "family-split-kv",
@@ -69,6 +73,7 @@ impl Family {
             Self::Prologue | Self::General | Self::Unfused => &["sm_70"],
             Self::TiledMasked => &["sm_80"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
+            Self::TiledF32 => &["sm_80"],
             Self::Hopper | Self::HopperMasked | Self::Decode => &["sm_90a"],
         }
     }

@@ -348,13 +348,13 @@ ldmatrix! {
 }
 
 macro_rules! mma {
-    ($(#[$doc:meta] $name:ident = $ty:literal;)*) => {$(
-        #[$doc]
+    ($($(#[$doc:meta])* $name:ident = $shape:literal $ty:literal;)*) => {$(
+        $(#[$doc])*
         #[inline(always)]
         pub fn $name(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
             // SAFETY: registers only; all lanes take part.
             unsafe {
-                asm!(concat!("mma.sync.aligned.m16n8k16.row.col.f32.", $ty, ".", $ty, ".f32 ",
+                asm!(concat!("mma.sync.aligned.", $shape, ".row.col.f32.", $ty, ".", $ty, ".f32 ",
                         "{{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};"),
                     inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
                     in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) b[0], in(reg32) b[1],
@@ -365,9 +365,12 @@ macro_rules! mma {
 }
 mma! {
     /// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them. SM 80.
-    mma_m16n8k16_f16 = "f16";
+    mma_m16n8k16_f16 = "m16n8k16" "f16";
     /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them. SM 80.
-    mma_m16n8k16_bf16 = "bf16";
+    mma_m16n8k16_bf16 = "m16n8k16" "bf16";
+    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10 bits of the significand count
+    /// (TF32); fragments as PTX defines them. SM 80.
+    mma_m16n8k8_tf32 = "m16n8k8" "tf32";
 }
 
 macro_rules! arithmetic {

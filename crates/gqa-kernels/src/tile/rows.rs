@@ -4,10 +4,11 @@ use crate::concept::heads::Group;
 use crate::concept::mask::{Mask, Visible};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
-use crate::num::{Element, MmaElement};
+use crate::num::Element;
 use crate::params::{AttentionParams, sink};
-use crate::simt::Global;
-use crate::tile::copy::Tile;
+use crate::simt::{Global, Shared, lane};
+use crate::tile::softmax::{States, total};
+use bytemuck::Pod;
 
 /// Tiles of `height` rows that hold the packed query rows of one KV head.
 pub fn row_tiles(p: &AttentionParams, height: u32) -> u32 {
@@ -51,16 +52,16 @@ impl Row {
         self.visible.first < self.visible.end
     }
 
-    /// Keeps the row in the padding behind row `r` of a tile.
+    /// Keeps the row in 16 bytes.
     #[inline(always)]
-    pub fn keep<T: MmaElement, const D8: usize>(self, tile: Tile<T, D8>, r: u32) {
-        tile.padding(r).store_vec(0, [self.s, self.head, self.visible.first, self.visible.end]);
+    pub fn keep<T: Pod>(self, place: Shared<T>) {
+        place.store_vec(0, [self.s, self.head, self.visible.first, self.visible.end]);
     }
 
     /// The row that [`keep`](Self::keep) kept.
     #[inline(always)]
-    pub fn kept<T: MmaElement, const D8: usize>(tile: Tile<T, D8>, r: u32) -> Self {
-        let [s, head, first, end] = tile.padding(r).load_vec(0);
+    pub fn kept<T: Pod>(place: Shared<T>) -> Self {
+        let [s, head, first, end] = place.load_vec(0);
         Self { s, head, visible: Visible { first, end } }
     }
 }
@@ -115,6 +116,14 @@ impl Rows {
             mask: Mask { causal: p.causal != 0, window: p.window },
             columns: u32::MAX,
         }
+    }
+
+    /// The rows of a block, longest first: under a causal mask the last tile sees most keys.
+    #[inline(always)]
+    pub fn of_block(p: &AttentionParams, seqlens_k: Global<i32>, block: u32, height: u32) -> Self {
+        let heads = (p.kv_heads * p.batch).max(1);
+        let index = row_tiles(p, height) - 1 - block / heads;
+        Self::new(p, seqlens_k, index, block % heads, height)
     }
 
     /// The same where no row sees keys from `columns` on.
@@ -182,4 +191,33 @@ pub fn close<T: Element>(
         _ => state.join_sink(head_sink.load(head as usize).to_f32() * LOG2_E),
     };
     (rescale * state.normaliser(), state.log_sum_exp())
+}
+
+/// Ends the rows that a lane holds a part of: writes their log-sum-exps, where lse is bound, and returns what their output is multiplied by.
+/// `row(m, half)` is a lane's row.
+#[inline(always)]
+pub fn close_all<T: Element, const M: usize>(
+    p: &AttentionParams,
+    rows: &Rows,
+    head_sink: Global<T>,
+    lse: Global<f32>,
+    states: States<M>,
+    row: impl Fn(usize, usize) -> Row,
+) -> [[f32; 2]; M] {
+    let states = states.map(|block| block.map(total));
+    let mut factors = [[0.0; 2]; M];
+    for m in 0..M {
+        for half in 0..2 {
+            let row = row(m, half);
+            if row.s < p.q_len {
+                let (factor, log_sum_exp) =
+                    close(p, row.is_token(), row.head, head_sink, states[m][half]);
+                factors[m][half] = factor;
+                if lane() % 4 == 0 && !lse.is_null() {
+                    lse.store(rows.index(p, row), log_sum_exp);
+                }
+            }
+        }
+    }
+    factors
 }

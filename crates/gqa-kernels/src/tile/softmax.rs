@@ -96,15 +96,7 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
 ) {
     for m in 0..M {
         for half in 0..2 {
-            let state = &mut states[m][half];
-            let rescale = state.raise(row_max(&scores[m], half) * scale.factor);
-            for block in 0..N8 {
-                for i in 2 * half..2 * half + 2 {
-                    let weight = state.scaled_weight(scores[m][block][i], scale.factor);
-                    state.sum += weight;
-                    scores[m][block][i] = weight;
-                }
-            }
+            let rescale = weigh_row(&mut states[m][half], &mut scores[m], half, scale);
             for block in 0..D8 {
                 for i in 2 * half..2 * half + 2 {
                     out[m][block][i] *= rescale;
@@ -149,6 +141,25 @@ pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
 pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
     let log2 = |state: SoftmaxState| SoftmaxState { max: state.max * LOG2_E, ..state };
     states.map(|block| block.map(log2))
+}
+
+/// Turns the scores of a lane's row into weights against its new maximum; returns the factor for what was accumulated against the old one.
+#[inline(always)]
+pub fn weigh_row<const N8: usize>(
+    state: &mut SoftmaxState,
+    scores: &mut [[f32; 4]; N8],
+    half: usize,
+    scale: ScoreScale,
+) -> f32 {
+    let rescale = state.raise(row_max(scores, half) * scale.factor);
+    for block in 0..N8 {
+        for i in 2 * half..2 * half + 2 {
+            let weight = state.scaled_weight(scores[block][i], scale.factor);
+            state.sum += weight;
+            scores[block][i] = weight;
+        }
+    }
+    rescale
 }
 
 /// The state of a whole row from the lane's share.

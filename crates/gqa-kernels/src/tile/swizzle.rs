@@ -1,4 +1,4 @@
-//! Tiles of 16-bit elements in shared memory whose rows are not padded but swizzled, 16 bytes at a time.
+//! Tiles in shared memory whose rows are not padded but swizzled, 16 bytes at a time.
 //!
 //! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks. Rows of [`copy::Tile`](super::copy::Tile) see to it by
 //! padding, but then a row starts anywhere in a 128-byte line of shared memory, and copies from global memory, which come in whole lines, write
@@ -7,7 +7,7 @@
 //! fast as rows come back to the same banks.
 
 use super::copy::UNIT;
-use crate::num::{MmaElement, f16};
+use crate::num::{Element, MmaElement, f16};
 use crate::simt::{Global, Shared, cp_async_16, lane};
 
 /// Rows of `D8` units each, `D8` even.
@@ -23,12 +23,12 @@ impl<T, const D8: usize> Clone for Swizzled<T, D8> {
 }
 impl<T, const D8: usize> Copy for Swizzled<T, D8> {}
 
-/// Bytes of a tile of 16-bit elements.
+/// Bytes of a tile of rows of `d8` units.
 pub const fn swizzled_bytes(rows: u32, d8: usize) -> u32 {
     rows * d8 as u32 * 16
 }
 
-impl<T: MmaElement, const D8: usize> Swizzled<T, D8> {
+impl<T: Element, const D8: usize> Swizzled<T, D8> {
     /// Units that trade places.
     const GROUP: u32 = 1 << (D8 as u32 | 8).trailing_zeros();
 
@@ -41,14 +41,20 @@ impl<T: MmaElement, const D8: usize> Swizzled<T, D8> {
     /// Where unit `unit` of row `row` is.
     #[inline(always)]
     pub fn place(self, row: u32, unit: u32) -> Shared<T> {
-        self.start.offset(Swizzled::<f16, D8>::index(row, unit) * UNIT)
+        self.start.offset(Swizzled::<f16, D8>::index(row, unit) * T::PER_VEC)
+    }
+
+    /// What starts at row `row`, a multiple of 8, seen as a tile.
+    #[inline(always)]
+    pub fn from(self, row: u32) -> Self {
+        Self { start: self.start.offset(row * D8 as u32 * T::PER_VEC) }
     }
 }
 
 impl<const D8: usize> Swizzled<f16, D8> {
     /// Number of the 16 bytes that hold unit `unit` of row `row`.
     #[inline(always)]
-    const fn index(row: u32, unit: u32) -> u32 {
+    pub(super) const fn index(row: u32, unit: u32) -> u32 {
         row * D8 as u32 + (unit ^ (row * Self::GROUP / 8 % Self::GROUP))
     }
 }
@@ -95,7 +101,7 @@ impl<const D8: usize> WarpCopy<D8> {
     }
 }
 
-/// A lane's part in reading 16×16 elements by `ldmatrix`: its row, and its unit of each pair. Pairs are alike after as many as hold a group.
+/// A lane's part in reading 16 rows of two units by `ldmatrix`: its row, and its unit of each pair. Pairs are alike after as many as hold a group.
 #[derive(Clone, Copy)]
 pub struct WarpRead<const D8: usize> {
     /// Bytes from the start of the tile; the first `PERIOD` are in use.
@@ -116,7 +122,7 @@ impl<const D8: usize> WarpRead<D8> {
 
     /// What the lane tells `ldmatrix` of rows `16 block ..` and units `2 pair ..`.
     #[inline(always)]
-    pub fn address<T: MmaElement>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
+    pub fn address<T: Element>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
         let further = (pair / Self::PERIOD * Self::PERIOD * 32) as u32;
         let block = swizzled_bytes(16 * block as u32, D8);
         tile.start.address() + self.places[pair % Self::PERIOD] + further + block

@@ -1,4 +1,4 @@
-//! Random attention calls in 16-bit types, run on the simulator and compared with attention as it is defined.
+//! Random attention calls, run on the simulator and compared with attention as it is defined.
 
 use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
@@ -310,10 +310,34 @@ fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -> Wa
     want
 }
 
+/// Sums over the output of a call: squared differences from the definition, and its squared values.
+#[allow(dead_code, reason = "not every test asks")]
+pub fn squares<T: Element>(case: &Case, t: &Tensors<T>) -> (f64, f64) {
+    let p = case.params(1);
+    let (mut errors, mut values) = (0.0, 0.0);
+    for b in 0..case.totals.len() as u32 {
+        for head in 0..case.q_heads() {
+            for s in 0..case.q_len {
+                let want = row(case, t, b, head, s).out;
+                let got = &t.out[p.out.at(b, head, s)..][..want.len()];
+                for (got, want) in got.iter().zip(want) {
+                    errors += (f64::from(got.to_f32()) - want).powi(2);
+                    values += want * want;
+                }
+            }
+        }
+    }
+    (errors, values)
+}
+
 /// Checks out and lse, and that nothing else was written.
 pub fn check<T: Element>(case: &Case, t: &Tensors<T>) -> Result<(), TestCaseError> {
     // Half a unit in the last place for the output, as much for each weight, and as much again for f32.
-    let unit = if case.dtype == DType::F16 { 0.5f64.powi(11) } else { 0.5f64.powi(8) };
+    let unit = match case.dtype {
+        DType::F32 => 0.5f64.powi(20),
+        DType::F16 => 0.5f64.powi(11),
+        DType::BF16 => 0.5f64.powi(8),
+    };
     let p = case.params(1);
     let mut written = vec![false; t.out.len()];
     for b in 0..case.totals.len() as u32 {

@@ -1,0 +1,212 @@
+//! Flash attention on tensor cores in float32: `tiled` with three products of TF32 for each one ("3xTF32"), nearly as exact as float32.
+//!
+//! **One block** computes a tile of `ROWS` packed query rows over the keys that any of them sees, `KEYS` at a time; **grid**, **tensors** and the
+//! **order** of copies and barriers are those of [`tiled`](super::tiled). Strides are multiples of 4; the head size is any multiple of 4 up to `HEAD_SIZE`.
+//!
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE` elements, then what the block must know of each row:
+//! which row and head it is, and the keys it sees.
+//!
+//! **Numerics**: [`tf32`](crate::tile::tf32). Scores, softmax, weights and output are float32; the keys of a tile are added up apart before they join the
+//! output. Keys behind those that the tile sees are zero in shared memory, whatever the cache holds. Only tiles that some row sees partly are masked.
+//! Rows of padding give 0 and -inf.
+
+use crate::concept::softmax::SoftmaxState;
+use crate::params::AttentionParams;
+use crate::simt::{
+    Global, Shared, block_idx_x, cp_async_commit, cp_async_wait, sync_threads, thread_idx, warp,
+};
+use crate::tile::fragment::{Fragments, row_of, zeros};
+use crate::tile::rows::{Row, Rows, close_all};
+use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
+use crate::tile::swizzle::{Swizzled, WarpRead, swizzled_bytes};
+use crate::tile::tf32::{BlockCopy, ValueRead, accumulate, output, scores};
+
+/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` of 16 bytes, `N8` blocks of 8 keys.
+pub struct TiledF32<
+    const M: usize,
+    const D8: usize,
+    const UNITS: usize,
+    const N8: usize,
+    const THREADS: u32,
+>;
+
+// A block of rows per warp everywhere: two of them read K and V half as often, but products, not reads, are what the time goes into.
+
+/// Head sizes up to 32.
+pub type D32 = TiledF32<1, 4, 8, 8, 128>;
+/// Head sizes up to 64.
+pub type D64 = TiledF32<1, 8, 16, 6, 128>;
+/// Head sizes up to 80.
+pub type D80 = TiledF32<1, 10, 20, 8, 128>;
+/// Head sizes up to 96.
+pub type D96 = TiledF32<1, 12, 24, 8, 128>;
+/// Head sizes up to 128.
+pub type D128 = TiledF32<1, 16, 32, 6, 128>;
+/// Head sizes up to 192.
+pub type D192 = TiledF32<1, 24, 48, 2, 128>;
+
+impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const THREADS: u32>
+    TiledF32<M, D8, UNITS, N8, THREADS>
+{
+    /// Oldest compute capability, times ten.
+    pub const MIN_SM: u32 = 80;
+    /// Largest head size.
+    pub const HEAD_SIZE: u32 = D8 as u32 * 8;
+    /// Packed query rows of a block.
+    pub const ROWS: u32 = THREADS / 32 * Self::WARP_ROWS;
+    /// Keys of a tile.
+    pub const KEYS: u32 = N8 as u32 * 8;
+    /// Threads of a block.
+    pub const THREADS: u32 = THREADS;
+    /// Shared memory of a block.
+    pub const SHARED_BYTES: u32 = Self::KEPT + 16 * Self::ROWS;
+
+    const WARP_ROWS: u32 = M as u32 * 16;
+    /// Where it is kept what a row is.
+    const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, UNITS);
+
+    /// The kernel.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run(
+        q: Global<f32>,
+        k: Global<f32>,
+        v: Global<f32>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<f32>,
+        out: Global<f32>,
+        lse: Global<f32>,
+        p: AttentionParams,
+    ) {
+        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
+        Self::load_queries(&p, &rows, q);
+
+        let mut acc = zeros::<M, D8>();
+        let mut states = [[SoftmaxState::EMPTY; 2]; M];
+        Self::attend(&p, &rows, k, v, &mut states, &mut acc);
+
+        let factors = close_all(&p, &rows, head_sink, lse, states, Self::row);
+        Self::write(&p, &rows, &acc, factors, out);
+    }
+
+    /// Where row `r` of the tile is kept.
+    #[inline(always)]
+    fn kept(r: u32) -> Shared<u32> {
+        Shared::at(Self::KEPT + 16 * r)
+    }
+
+    /// A lane's row.
+    #[inline(always)]
+    fn row(m: usize, half: usize) -> Row {
+        Row::kept(Self::kept(warp() * Self::WARP_ROWS + 16 * m as u32 + row_of(half)))
+    }
+
+    /// Keeps what the block must know of its rows, then starts copying the queries.
+    #[inline(always)]
+    fn load_queries(p: &AttentionParams, rows: &Rows, q: Global<f32>) {
+        for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
+            rows.row(r).keep(Self::kept(r));
+        }
+        sync_threads();
+        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        copy.start(Swizzled::at(0), Self::ROWS, p.head_size, |r| {
+            let row = Row::kept(Self::kept(r));
+            let exists = row.s < p.q_len;
+            let start = if exists { p.q.at(rows.batch, row.head, row.s) } else { 0 };
+            (q.offset(start), exists)
+        });
+    }
+
+    /// The loop over key tiles.
+    #[inline(always)]
+    fn attend(
+        p: &AttentionParams,
+        rows: &Rows,
+        k: Global<f32>,
+        v: Global<f32>,
+        states: &mut States<M>,
+        acc: &mut Fragments<M, D8>,
+    ) {
+        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        let queries = Swizzled::<f32, UNITS>::at(0).from(warp() * Self::WARP_ROWS);
+        let keys = Swizzled::<f32, UNITS>::at(swizzled_bytes(Self::ROWS, UNITS));
+        let values = keys.from(Self::KEYS);
+        let (read, read_values) = (WarpRead::of_this_lane(), ValueRead::of_this_lane());
+        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
+        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let scale = ScoreScale::new(p.scale, p.softcap);
+        let span = rows.span();
+        let copy = |tile, source: Global<f32>, stride, begin| {
+            copy.start(tile, Self::KEYS, p.head_size, |r| {
+                let start = u64::from(begin + r) * stride;
+                (source.offset(start as usize), begin + r < span.some.end)
+            });
+            cp_async_commit();
+        };
+
+        let mut begin = span.some.first;
+        copy(keys, k, p.k.row, begin);
+        while begin < span.some.end {
+            cp_async_wait::<0>();
+            sync_threads();
+            copy(values, v, p.v.row, begin);
+
+            let mut weights = scores::<M, UNITS, N8>(queries, keys, &read);
+            scale.adjust(&mut weights);
+            if span.is_partial(begin, Self::KEYS) {
+                mask(&mut weights, begin, |m, half| Self::row(m, half).visible);
+            }
+            let rescale = weigh(states, &mut weights, scale);
+
+            cp_async_wait::<0>();
+            sync_threads();
+            let next = begin + Self::KEYS;
+            if next < span.some.end {
+                copy(keys, k, p.k.row, next);
+            }
+
+            accumulate(acc, &rescale, &weights, values, &read_values);
+            begin = next;
+        }
+        cp_async_wait::<0>();
+    }
+
+    /// Writes the warp's rows.
+    #[inline(always)]
+    fn write(
+        p: &AttentionParams,
+        rows: &Rows,
+        acc: &Fragments<M, D8>,
+        factors: [[f32; 2]; M],
+        out: Global<f32>,
+    ) {
+        for m in 0..M {
+            for half in 0..2 {
+                let (row, factor) = (Self::row(m, half), factors[m][half]);
+                if row.s < p.q_len {
+                    let start = p.out.at(rows.batch, row.head, row.s);
+                    let scaled = |x: f32| if factor == 0.0 { 0.0 } else { x * factor };
+                    for part in 0..D8 / 2 {
+                        let (column, vector) = output::<D8, UNITS>(&acc[m], half, part);
+                        if column < p.head_size {
+                            let bits = vector.map(|x| scaled(x).to_bits());
+                            out.store_vec(start + column as usize, bits);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Turns scores into weights against the rows' new maxima; returns the factors for what was accumulated against the old ones.
+#[inline(always)]
+fn weigh<const M: usize, const N8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    scale: ScoreScale,
+) -> [[f32; 2]; M] {
+    core::array::from_fn(|m| {
+        core::array::from_fn(|half| weigh_row(&mut states[m][half], &mut scores[m], half, scale))
+    })
+}

@@ -1,0 +1,249 @@
+//! Products of float32 tiles by `mma.m16n8k8`, which multiplies TF32: float32 with 10 bits of significand instead of 23.
+//!
+//! An element is cut into the nearest TF32 and the exact rest, `x = big + small`, and each product becomes three, known as 3xTF32:
+//!
+//! ```text
+//! a · b  =  a_small · b_big + a_big · b_small + a_big · b_big      (+ a_small · b_small, at most 2^-22 |a · b|, left out)
+//! ```
+//!
+//! small ones first. Of the rest, which has 12 bits and a sign, the tensor cores drop the last one. Elements are cut where they are read: tiles stay
+//! float32. Tensor cores also round sums towards zero, so no sum gets long in them: scores are added up over 64 columns, weighted values over a tile
+//! of keys, and those sums by ordinary additions.
+//!
+//! Scores lie in a warp as in [`fragment`](super::fragment). The inner dimension of a product may be taken in any order: so a lane's two scores of a row
+//! are, as they are, columns `l%4` and `l%4 + 4` of a left operand whose columns stand for keys 0, 2, 4, 6, 1, 3, 5, 7. So may the columns of the output: a
+//! lane reads `B` neighbouring values of a key at once, four where rows are a multiple of 32 long and else two, and takes each for a column of another block
+//! of 8. Of the output's `8 B` columns it holds
+//!
+//! ```text
+//!                          row l/4         row l/4 + 8
+//! column 2B(l%4) + j       [block j][0]    [block j][2]      j < B
+//! column 2B(l%4) + B + j   [block j][1]    [block j][3]
+//! ```
+
+use super::fragment::{Fragments, zeros};
+use super::swizzle::{Swizzled, WarpRead};
+use crate::num::{Element, f16};
+use crate::simt::{
+    Global, cp_async_16, lane, ld_shared, ldmatrix_x4, mma_m16n8k8_tf32, thread_idx,
+};
+
+/// Half a unit in the last place of TF32.
+const HALF_UNIT: u32 = 1 << 12;
+
+/// Elements, each as the nearest TF32 and the rest.
+#[derive(Clone, Copy)]
+struct Split<const N: usize> {
+    big: [u32; N],
+    small: [u32; N],
+}
+
+impl<const N: usize> Split<N> {
+    #[inline(always)]
+    fn of(x: [u32; N]) -> Self {
+        let big = x.map(|x| x.wrapping_add(HALF_UNIT) & !(2 * HALF_UNIT - 1));
+        let small = |i| (f32::from_bits(x[i]) - f32::from_bits(big[i])).to_bits();
+        Self { big, small: core::array::from_fn(small) }
+    }
+}
+
+/// `d[m][first + j] += a[m] · b[j]`, in an order in which no product waits for the one before.
+#[inline(always)]
+fn multiply<const M: usize, const C: usize>(
+    d: &mut Fragments<M, C>,
+    first: usize,
+    a: &[Split<4>; M],
+    b: &[Split<2>],
+) {
+    for term in 0..3 {
+        for m in 0..M {
+            for j in 0..b.len() {
+                let (a, b) = match term {
+                    0 => (a[m].small, b[j].big),
+                    1 => (a[m].big, b[j].small),
+                    _ => (a[m].big, b[j].big),
+                };
+                mma_m16n8k8_tf32(&mut d[m][first + j], a, b);
+            }
+        }
+    }
+}
+
+/// Blocks of 8 columns of which products are added up in the tensor cores.
+const APART: usize = 8;
+
+/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
+#[inline(always)]
+pub fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+    queries: Swizzled<f32, UNITS>,
+    keys: Swizzled<f32, UNITS>,
+    read: &WarpRead<UNITS>,
+) -> Fragments<M, N8> {
+    let mut scores = zeros::<M, N8>();
+    for first in (0..UNITS / 2).step_by(APART) {
+        let mut part = zeros::<M, N8>();
+        for depth in first..(first + APART).min(UNITS / 2) {
+            let a: [_; M] = core::array::from_fn(|m| {
+                let [upper, upper_right, lower, lower_right] =
+                    ldmatrix_x4(read.address(queries, m, depth));
+                Split::of([upper, lower, upper_right, lower_right])
+            });
+            for pair in 0..N8 / 2 {
+                let [b0, b1, b2, b3] = ldmatrix_x4(read.address(keys, pair, depth));
+                let b = [Split::of([b0, b1]), Split::of([b2, b3])];
+                multiply(&mut part, 2 * pair, &a, &b);
+            }
+        }
+        if first == 0 {
+            scores = part;
+        } else {
+            add(&mut scores, &part);
+        }
+    }
+    scores
+}
+
+#[inline(always)]
+fn add<const M: usize, const C: usize>(sum: &mut Fragments<M, C>, part: &Fragments<M, C>) {
+    for m in 0..M {
+        for j in 0..C {
+            for i in 0..4 {
+                sum[m][j][i] += part[m][j][i];
+            }
+        }
+    }
+}
+
+/// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read whole cache lines, or four where rows are no multiple of
+/// eight units.
+#[derive(Clone, Copy)]
+pub struct BlockCopy<const UNITS: usize, const THREADS: u32> {
+    /// This thread's first row.
+    row: u32,
+    /// This thread's first unit of a row.
+    unit: u32,
+}
+
+impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
+    /// Threads on a row.
+    const ACROSS: u32 = if UNITS % 8 == 0 { 8 } else { 4 };
+
+    /// This thread's part.
+    #[inline(always)]
+    pub fn of_this_thread() -> Self {
+        Self { row: thread_idx() / Self::ACROSS, unit: thread_idx() % Self::ACROSS }
+    }
+
+    /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is there at all. Other rows, and columns from `width` on,
+    /// become zero.
+    #[inline(always)]
+    pub fn start(
+        self,
+        tile: Swizzled<f32, UNITS>,
+        rows: u32,
+        width: u32,
+        source: impl Fn(u32) -> (Global<f32>, bool),
+    ) {
+        for first in (0..rows).step_by((THREADS / Self::ACROSS) as usize) {
+            let row = self.row + first;
+            if first + THREADS / Self::ACROSS <= rows || row < rows {
+                let (from, valid) = source(row);
+                let from = from.offset((self.unit * f32::PER_VEC) as usize);
+                for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
+                    let valid = valid && (self.unit + further) * f32::PER_VEC < width;
+                    // Units trade places within the `ACROSS` only.
+                    let place = tile.place(row, self.unit).offset(further * f32::PER_VEC);
+                    cp_async_16(place.address(), from, (further * f32::PER_VEC) as usize, valid);
+                }
+            }
+        }
+    }
+}
+
+/// A lane's part in reading values: the elements, from the start of eight keys' rows, at which it reads of the even and of the odd key of its two.
+#[derive(Clone, Copy)]
+pub struct ValueRead<const UNITS: usize> {
+    places: [u32; 2],
+}
+
+impl<const UNITS: usize> ValueRead<UNITS> {
+    /// Blocks of 8 columns that a lane reads at once: as many as it takes neighbouring values of each key.
+    const BLOCKS: usize = if UNITS % 8 == 0 { 4 } else { 2 };
+
+    /// This lane's part.
+    #[inline(always)]
+    pub fn of_this_lane() -> Self {
+        let (key, column) = (lane() % 4 * 2, lane() / 4 * Self::BLOCKS as u32);
+        let place = |key| {
+            let unit = Swizzled::<f16, UNITS>::index(key, column / f32::PER_VEC);
+            unit * f32::PER_VEC + column % f32::PER_VEC
+        };
+        Self { places: [place(key), place(key + 1)] }
+    }
+
+    /// Right operands of keys `8 block ..` and `BLOCKS` blocks of columns, the `part`-th so many.
+    #[inline(always)]
+    fn load(&self, values: Swizzled<f32, UNITS>, block: usize, part: usize) -> [Split<2>; 4] {
+        let columns = (8 * Self::BLOCKS * part) as u32;
+        let keys = values.from(8 * block as u32).place(0, 0).offset(columns);
+        let [even, odd] = self.places.map(|place| {
+            if Self::BLOCKS == 4 {
+                keys.load_vec(place)
+            } else {
+                let [a, b] = ld_shared(keys.offset(place).address());
+                [a, b, 0, 0]
+            }
+        });
+        core::array::from_fn(|j| Split::of([even[j], odd[j]]))
+    }
+}
+
+/// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, each row with its own factor.
+#[inline(always)]
+pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8: usize>(
+    out: &mut Fragments<M, D8>,
+    rescale: &[[f32; 2]; M],
+    weights: &Fragments<M, N8>,
+    values: Swizzled<f32, UNITS>,
+    read: &ValueRead<UNITS>,
+) {
+    const { assert!(UNITS == 2 * D8) };
+    let blocks = ValueRead::<UNITS>::BLOCKS;
+    let mut tile = zeros::<M, D8>();
+    for part in 0..D8 / blocks {
+        for block in 0..N8 {
+            let a = weights.each_ref().map(|row| {
+                let [upper, upper_odd, lower, lower_odd] = row[block].map(f32::to_bits);
+                Split::of([upper, lower, upper_odd, lower_odd])
+            });
+            let b = read.load(values, block, part);
+            multiply(&mut tile, blocks * part, &a, &b[..blocks]);
+        }
+        for m in 0..M {
+            for j in blocks * part..blocks * (part + 1) {
+                for i in 0..4 {
+                    out[m][j][i] = out[m][j][i] * rescale[m][i / 2] + tile[m][j][i];
+                }
+            }
+        }
+    }
+}
+
+/// Part `vector` of a lane's part of a row of the output, the upper (`half` 0) or lower of a 16-row block: the first column, and four neighbouring values.
+#[inline(always)]
+pub fn output<const D8: usize, const UNITS: usize>(
+    row: &[[f32; 4]; D8],
+    half: usize,
+    vector: usize,
+) -> (u32, [f32; 4]) {
+    let blocks = ValueRead::<UNITS>::BLOCKS;
+    if blocks == 4 {
+        let (first, odd) = (vector / 2 * 4, vector % 2);
+        let column = 8 * (first as u32 + lane() % 4) + 4 * odd as u32;
+        (column, core::array::from_fn(|j| row[first + j][2 * half + odd]))
+    } else {
+        let [a, b] = [row[2 * vector], row[2 * vector + 1]];
+        let column = 16 * vector as u32 + 4 * (lane() % 4);
+        (column, [a[2 * half], b[2 * half], a[2 * half + 1], b[2 * half + 1]])
+    }
+}
