@@ -18,7 +18,7 @@
 //! **Shared memory**: Q tiles, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
 //! then the barriers, then descriptions of work tiles. Columns behind `head_size` and rows behind the tensor arrive as zeros.
 //!
-//! **With a mask** or bias its tiles have a ring of their own, filled by two more warps ([`mask`]) through the tensor map `tiles` or, where
+//! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`) through the tensor map `tiles` or, where
 //! its rows are no vectors, through pointers; every tile is masked then.
 //!
 //! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q stage, each stage of

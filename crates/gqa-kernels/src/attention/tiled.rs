@@ -126,8 +126,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         lse: Global<f32>,
         p: MaskedParams,
     ) {
-        let rows = Rows::of_block(&p.attention, seqlens_k, block_idx_x(), Self::ROWS)
-            .with_columns(p.columns);
+        let rows = Rows::of_block(&p.attention, seqlens_k, block_idx_x(), Self::ROWS);
         let bias = Some(Bias::new(bias, mask, &p));
         Self::block(&p.attention, &rows, bias, [q, k, v, head_sink, out], lse);
     }
@@ -165,7 +164,12 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
 
         let mut acc = zeros::<M, D8>();
         let mut states = [[SoftmaxState::EMPTY; 2]; M];
-        Self::attend(p, rows, bias, [k, v], queries, &mut states, &mut acc);
+        match bias {
+            Some(bias) => {
+                Self::attend_masked(p, rows, bias, [k, v], queries, &mut states, &mut acc);
+            }
+            None => Self::attend(p, rows, [k, v], queries, &mut states, &mut acc),
+        }
 
         let mine = queries.from(warp() * Self::WARP_ROWS, 0);
         let factors = close_all(p, rows, head_sink, lse, states, |m, half| kept_row(mine, m, half));
@@ -197,7 +201,6 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     fn attend<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
-        bias: Option<Bias<T>>,
         [k, v]: [Global<T>; 2],
         queries: Tile<T, D8>,
         states: &mut States<M>,
@@ -225,12 +228,6 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
 
             let mut weights = scores::<T, M, D8, N8>(mine, keys);
             scale.adjust(&mut weights);
-            if let Some(bias) = bias {
-                bias.add(&mut weights, begin, scale.plain_factor(), |m, half| {
-                    let row = kept_row(mine, m, half);
-                    bias.row(rows.batch, row.head, row.s.min(p.q_len - 1))
-                });
-            }
             if span.is_partial(begin, Self::KEYS) {
                 mask(&mut weights, begin, |m, half| kept_row(mine, m, half).visible);
             }
@@ -242,19 +239,71 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
                 copy(keys, k, p.k.row, next);
             }
 
-            if MASKED {
-                weigh_plain(states, &mut weights, acc);
-            } else {
-                weigh(states, &mut weights, acc, scale);
-            }
+            weigh(states, &mut weights, acc, scale);
             accumulate(acc, &weights, values);
             begin = next;
         }
         cp_async_wait::<0>();
         sync_threads();
-        if MASKED {
-            *states = to_log2(*states);
+    }
+
+    /// The same with a bias or a mask: in a loop of its own, because what both need beside the other's registers does not fit at head size 128.
+    #[inline(always)]
+    fn attend_masked<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        bias: Bias<T>,
+        [k, v]: [Global<T>; 2],
+        queries: Tile<T, D8>,
+        states: &mut States<M>,
+        acc: &mut [[[f32; 4]; D8]; M],
+    ) {
+        let team = Team::<D8, THREADS>::new(thread_idx());
+        let keys = Tile::<T, D8>::at(tile_bytes(Self::ROWS, D8));
+        let values = Tile::<T, D8>::at(tile_bytes(Self::ROWS + Self::KEYS, D8));
+        let mine = queries.from(warp() * Self::WARP_ROWS, 0);
+        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
+        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let scale = ScoreScale::new(p.scale, p.softcap);
+        let span = rows.span().below(bias.columns);
+        let copy = |tile, source, stride, begin| {
+            team.copy(tile, Self::KEYS, source, stride, begin, span.some.end, p.head_size);
+            cp_async_commit();
+        };
+
+        let mut begin = span.some.first;
+        copy(keys, k, p.k.row, begin);
+        while begin < span.some.end {
+            cp_async_wait::<0>();
+            sync_threads();
+            copy(values, v, p.v.row, begin);
+
+            let mut weights = scores::<T, M, D8, N8>(mine, keys);
+            scale.adjust(&mut weights);
+            bias.add(&mut weights, begin, scale.plain_factor(), |m, half| {
+                let row = kept_row(mine, m, half);
+                bias.row(rows.batch, row.head, row.s.min(p.q_len - 1))
+            });
+            if span.is_partial(begin, Self::KEYS) {
+                mask(&mut weights, begin, |m, half| {
+                    kept_row(mine, m, half).below(bias.columns).visible
+                });
+            }
+
+            cp_async_wait::<0>();
+            sync_threads();
+            let next = begin + Self::KEYS;
+            if next < span.some.end {
+                copy(keys, k, p.k.row, next);
+            }
+
+            weigh_plain(states, &mut weights, acc);
+            accumulate(acc, &weights, values);
+            begin = next;
         }
+        cp_async_wait::<0>();
+        sync_threads();
+        *states = to_log2(*states);
     }
 
     /// Writes the warp's rows of the tile that was the queries'.

@@ -30,8 +30,6 @@ pub struct Rows {
     end: u32,
     group: Group,
     mask: Mask,
-    /// Keys from there on are hidden.
-    columns: u32,
 }
 
 /// A packed row.
@@ -50,6 +48,12 @@ impl Row {
     #[inline(always)]
     pub fn is_token(&self) -> bool {
         self.visible.first < self.visible.end
+    }
+
+    /// The row where it sees no key from `columns` on.
+    #[inline(always)]
+    pub fn below(self, columns: u32) -> Self {
+        Self { visible: below(self.visible, columns), ..self }
     }
 
     /// Keeps the row in 16 bytes.
@@ -76,11 +80,22 @@ pub struct Span {
 }
 
 impl Span {
+    /// The span where no row sees a key from `columns` on.
+    #[inline(always)]
+    pub fn below(self, columns: u32) -> Self {
+        Self { some: below(self.some, columns), all: below(self.all, columns) }
+    }
+
     /// Whether some row does not see all of the `count` keys from `begin` on.
     #[inline(always)]
     pub fn is_partial(&self, begin: u32, count: u32) -> bool {
         begin < self.all.first || begin + count > self.all.end
     }
+}
+
+#[inline(always)]
+fn below(keys: Visible, columns: u32) -> Visible {
+    Visible { first: keys.first, end: keys.end.min(columns) }
 }
 
 impl Rows {
@@ -114,7 +129,6 @@ impl Rows {
             end: group.rows(p.q_len).min(first + height),
             group,
             mask: Mask { causal: p.causal != 0, window: p.window },
-            columns: u32::MAX,
         }
     }
 
@@ -124,18 +138,6 @@ impl Rows {
         let heads = (p.kv_heads * p.batch).max(1);
         let index = row_tiles(p, height) - 1 - block / heads;
         Self::new(p, seqlens_k, index, block % heads, height)
-    }
-
-    /// The same where no row sees keys from `columns` on.
-    #[inline(always)]
-    pub fn with_columns(self, columns: u32) -> Self {
-        Self { columns, ..self }
-    }
-
-    #[inline(always)]
-    fn visible(&self, s: u32) -> Visible {
-        let Visible { first, end } = self.mask.visible(self.seqlen, s);
-        Visible { first, end: end.min(self.columns) }
     }
 
     /// Rows that exist.
@@ -148,7 +150,7 @@ impl Rows {
     #[inline(always)]
     pub fn row(&self, r: u32) -> Row {
         let (s, head) = self.group.unpack(self.kv_head, self.first + r);
-        Row { s, head, visible: self.visible(s) }
+        Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 
     /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the last token decide.
@@ -157,7 +159,8 @@ impl Rows {
         let tokens = self.seqlen.total - self.seqlen.past;
         let first = self.first / self.group.size;
         let last = ((self.end - 1) / self.group.size).min(tokens.saturating_sub(1));
-        let [first, last] = [self.visible(first), self.visible(last)];
+        let [first, last] =
+            [self.mask.visible(self.seqlen, first), self.mask.visible(self.seqlen, last)];
         Span {
             some: Visible { first: first.first, end: if first.end > 0 { last.end } else { 0 } },
             all: Visible { first: last.first, end: first.end },
