@@ -102,7 +102,7 @@ fn memory_efficient() {
 #[test]
 fn without_split_kv() {
     let switches = Switches { disable_flash_decode: true, ..Switches::default() };
-    run("cuda, tiled only", 600, case(half_dtype(), heads_up_to(256), 300), switches);
+    run("cuda, no split_kv", 600, case(half_dtype(), heads_up_to(256), 300), switches);
 }
 
 /// `tiled_f32` where nothing asks for more than flash attention has.

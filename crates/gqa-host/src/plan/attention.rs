@@ -333,10 +333,12 @@ fn hopper_choice(
         let params = params(p, Strides::zeroed(), 1).ok()?;
         let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
         let best = hopper::splits(&params, parts.rows, parts.keys, keys, device.multiprocessors);
-        Some(switches.splits.unwrap_or(best))
+        // Forced, it takes parts however few pay.
+        let least = if switches.force == Some(parts.name) { 2 } else { 1 };
+        Some(switches.splits.unwrap_or(best).max(least))
     };
     let whole = Choice { candidate: Candidate::Hopper, entry, parts: Parts::Splits(1) };
-    let parts = parts.filter(|_| switches.force.is_none());
+    let parts = parts.filter(|parts| switches.force.is_none_or(|forced| forced == parts.name));
     match parts.and_then(|entry| Some((entry, splits(entry)?))) {
         Some((entry, splits)) if splits > 1 => {
             Choice { entry, parts: Parts::Splits(splits), ..whole }

@@ -23,7 +23,7 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_DISABLE_FLASH_ATTENTION",
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: none of `hopper`, `tiled`, `tiled_f32`, `decode` and `split_kv` is considered",
+        meaning: "1: none of `hopper`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `decode` and `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
     Switch {

@@ -443,6 +443,9 @@ fn work_tiles_that_leave_a_hopper_idle_are_cut() {
     // One tile of 128 rows for each of 32 heads.
     assert_eq!((params.splits, plan.launches[1].grid), (4, [128, 1, 1]));
     assert_eq!(names(&llama(100, 0))[1..], ["hopper_f16_d128"]);
+    let force = Some("gqa_hopper_split_f16_d128");
+    let forced = kernels(&llama(100, 0), &Switches { force, ..Switches::default() });
+    assert_eq!(forced[1..], ["hopper_split_f16_d128", "combine"]);
     assert_eq!(names(&with(short, |p| p.batch = 4))[1..], ["hopper_f16_d128"]);
 }
 

@@ -258,14 +258,16 @@ macro_rules! with_type {
 }
 
 /// One row as it is defined, in f64.
-struct Want {
-    out: Vec<f64>,
+pub struct Want {
+    /// Output.
+    pub out: Vec<f64>,
     /// Σ weight·|value|, to which the rounding of weights is relative.
     magnitude: Vec<f64>,
     lse: f64,
 }
 
-fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -> Want {
+/// The row as attention is defined.
+pub fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -> Want {
     let width = case.head_size as usize;
     let p = case.params(1);
     let at = |tensor: &[T], start: usize| -> Vec<f64> {
@@ -308,26 +310,6 @@ fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -> Wa
         }
     }
     want
-}
-
-/// Sums over the output of a call: squared differences from the definition, and its squared values.
-#[allow(dead_code, reason = "not every test asks")]
-pub fn squares<T: Element>(case: &Case, t: &Tensors<T>) -> (f64, f64) {
-    let p = case.params(1);
-    let (mut errors, mut values) = (0.0, 0.0);
-    for b in 0..case.totals.len() as u32 {
-        for head in 0..case.q_heads() {
-            for s in 0..case.q_len {
-                let want = row(case, t, b, head, s).out;
-                let got = &t.out[p.out.at(b, head, s)..][..want.len()];
-                for (got, want) in got.iter().zip(want) {
-                    errors += (f64::from(got.to_f32()) - want).powi(2);
-                    values += want * want;
-                }
-            }
-        }
-    }
-    (errors, values)
 }
 
 /// Checks out and lse, and that nothing else was written.
