@@ -6,7 +6,7 @@ use crate::{Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{Attention, AttentionInputs, AttentionOutputs};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Result, Tensor};
+use gqa_host::{DType, Problem, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
@@ -210,15 +210,19 @@ impl Tensors {
         Self { q, k, v, mask, past, nonpad }
     }
 
-    /// Runs the call with every output poisoned first.
-    fn run(&self, op: &Attention, backend: &dyn Backend) -> Result<AttentionOutputs> {
-        let inputs = AttentionInputs {
+    fn inputs(&self) -> AttentionInputs<'_> {
+        AttentionInputs {
             attn_mask: self.mask.as_ref(),
             past_key: self.past.as_ref().map(|[key, _]| key),
             past_value: self.past.as_ref().map(|[_, value]| value),
             nonpad_kv_seqlen: self.nonpad.as_ref(),
             ..AttentionInputs::new(&self.q, &self.k, &self.v)
-        };
+        }
+    }
+
+    /// Runs the call with every output poisoned first.
+    fn run(&self, op: &Attention, backend: &dyn Backend) -> Result<AttentionOutputs> {
+        let inputs = self.inputs();
         let problem = op.problem(&inputs)?;
         let mut outputs = AttentionOutputs::new(&problem);
         for tensor in [
@@ -302,7 +306,11 @@ impl Parity for AttentionCase {
         self.dtype
     }
 
-    fn check(&self, backend: &dyn Backend) -> Result<Errors, String> {
+    fn problem(&self) -> Result<Problem> {
+        self.op().problem(&Tensors::new(self).inputs())
+    }
+
+    fn check(&self, backend: &dyn Backend) -> std::result::Result<Errors, String> {
         let (op, tensors_in, tolerance) = (self.op(), Tensors::new(self), self.tolerance());
         let want = tensors_in.run(&op, &Reference).map_err(|e| format!("reference: {e}"))?;
         let got = tensors_in.run(&op, backend).map_err(|e| format!("{}: {e}", backend.name()))?;

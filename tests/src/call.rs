@@ -3,7 +3,7 @@
 use crate::{Case, Positions};
 use gqa_host::backend::Backend;
 use gqa_host::op::{Inputs, KvCache, Outputs};
-use gqa_host::{DType, Layout, Result, Tensor};
+use gqa_host::{DType, Layout, Problem, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -74,14 +74,19 @@ impl Call {
         Self { past: Some(cache), ..Self::new(&case) }
     }
 
+    /// What the operator makes of the call.
+    pub fn problem(&self) -> Result<Problem> {
+        let op = self.case.op();
+        match (&self.past, self.case.shared) {
+            (Some(past), true) => op.problem_in_place(&self.inputs(), past),
+            _ => op.problem(&self.inputs(), self.case.cache()),
+        }
+    }
+
     /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache the cache afterwards is
     /// returned as present_*.
     pub fn run(&self, backend: &dyn Backend) -> Result<Outputs> {
-        let op = self.case.op();
-        let problem = match (&self.past, self.case.shared) {
-            (Some(past), true) => op.problem_in_place(&self.inputs(), past)?,
-            _ => op.problem(&self.inputs(), self.case.cache())?,
-        };
+        let problem = self.problem()?;
         let mut outputs = Outputs::new(&problem);
         for tensor in [
             Some(&mut outputs.output),

@@ -4,10 +4,12 @@ mod attention;
 mod call;
 mod case;
 mod compare;
+mod entries;
 mod parity;
 
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{Bias, Case, Positions, biased_prompts, case, heads_up_to, prompts, steps};
 pub use compare::{Errors, Tolerance, compare};
+pub use entries::every_entry;
 pub use parity::{Parity, any_dtype, half_dtype, parity, sequences};

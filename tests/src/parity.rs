@@ -1,10 +1,10 @@
 //! One test body for every back end: random calls, poisoned outputs, compared with the f64 reference.
 
 use crate::{Call, Case, Errors, Tolerance, compare};
-use gqa_host::DType;
 use gqa_host::backend::Backend;
 use gqa_host::op::KvCache;
 use gqa_host::reference::Reference;
+use gqa_host::{DType, Problem};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::cell::RefCell;
@@ -14,6 +14,9 @@ use std::collections::BTreeMap;
 pub trait Parity: std::fmt::Debug {
     /// Its element type.
     fn dtype(&self) -> DType;
+
+    /// What the operator makes of it.
+    fn problem(&self) -> gqa_host::Result<Problem>;
 
     /// Runs the call on `backend` and the reference and compares all outputs.
     fn check(&self, backend: &dyn Backend) -> Result<Errors, String>;
@@ -52,15 +55,22 @@ pub fn parity<C: Parity>(
     }
 }
 
-/// So many cases, or as many as the environment says.
 fn config(cases: u32) -> Config {
-    let cases = std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases);
-    Config { cases, failure_persistence: None, ..Config::default() }
+    Config { cases: count(cases), failure_persistence: None, ..Config::default() }
+}
+
+/// So many cases, or as many as the environment says.
+pub(crate) fn count(cases: u32) -> u32 {
+    std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases)
 }
 
 impl Parity for Case {
     fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    fn problem(&self) -> gqa_host::Result<Problem> {
+        Call::new(self).problem()
     }
 
     fn check(&self, backend: &dyn Backend) -> Result<Errors, String> {

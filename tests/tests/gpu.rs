@@ -6,8 +6,8 @@ use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
-    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
-    heads_up_to, parity, prompts, sequences, steps,
+    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
+    half_dtype, heads_up_to, parity, prompts, sequences, steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -172,4 +172,19 @@ fn attention_unfused() {
         ..Switches::default()
     };
     run("cuda, Attention, unfused", 1500, attention_case(any_dtype(), 300, 120), switches);
+}
+
+/// `rotary_rows` and `sequence_lengths` belong to other operators or to none.
+#[test]
+fn every_kernel() {
+    if let Some(cuda) = cuda(Switches::default()) {
+        let device = cuda.device();
+        every_entry(
+            "cuda, each kernel",
+            4,
+            device.info(),
+            &["rotary_rows", "sequence_lengths"],
+            |switches| Box::new(Cuda::on(device.clone(), switches).expect("it was there")),
+        );
+    }
 }

@@ -3,7 +3,7 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
-use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, parity};
+use gqa_tests::{any_dtype, case, every_entry, half_dtype, heads_up_to, parity};
 use proptest::prelude::*;
 
 fn sim(switches: Switches) -> Sim {
@@ -62,4 +62,13 @@ fn three_splits() {
 fn large_heads() {
     let heads = (17..=64usize).prop_map(|eighths| eighths * 8);
     parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(Switches::default()));
+}
+
+/// `rotary_rows` and `sequence_lengths` belong to other operators or to none.
+#[test]
+fn every_kernel() {
+    let device = DeviceInfo::h200();
+    every_entry("sim, each kernel", 1, &device, &["rotary_rows", "sequence_lengths"], |switches| {
+        Box::new(sim(switches))
+    });
 }

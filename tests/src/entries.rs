@@ -1,0 +1,75 @@
+//! Random calls until every kernel of the registry has run.
+
+use crate::parity::count;
+use crate::{
+    AttentionCase, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
+    heads_up_to, prompts, steps,
+};
+use gqa_host::backend::Backend;
+use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_kernels::registry::{Entry, entries};
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use std::rc::Rc;
+
+/// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a failure.
+const DRAWS: u32 = 2000;
+
+/// Runs `calls` random calls on every kernel that `device` can run, forced where the planner would take another, and compares them
+/// with the reference; `PARITY_CASES` overrides their number. Fails where too few calls reach a kernel that is not among `except`, by
+/// their names without element type.
+pub fn every_entry(
+    name: &str,
+    calls: u32,
+    device: &DeviceInfo,
+    except: &[&str],
+    backend: impl Fn(Switches) -> Box<dyn Backend>,
+) {
+    let calls = count(calls);
+    let wanted = |entry: &&Entry| entry.min_sm <= device.sm && !except.contains(&entry.kernel());
+    let mut left: Vec<_> = entries().filter(wanted).map(|entry| (entry, calls)).collect();
+    let kernels = left.len();
+    let (mut runner, strategy) = (TestRunner::default(), any_call());
+    for _ in 0..DRAWS * calls {
+        let call = strategy.new_tree(&mut runner).expect("nothing is filtered for long").current();
+        let problem = call.problem().unwrap_or_else(|error| panic!("{call:?}: {error}"));
+        for (entry, calls) in &mut left {
+            let reaches = |switches: &Switches| plan(&problem, device, switches).is_ok();
+            if let Some(switches) = forcing(entry).into_iter().find(reaches) {
+                let result = call.check(&*backend(switches));
+                result.unwrap_or_else(|error| panic!("{}: {call:?}: {error}", entry.name));
+                *calls -= 1;
+            }
+        }
+        left.retain(|(_, calls)| *calls > 0);
+        if left.is_empty() {
+            println!("{name}: {calls} calls of each of {kernels} kernels");
+            return;
+        }
+    }
+    panic!("{name}: of these kernels fewer than {calls} calls ran: {left:?}");
+}
+
+/// Switches under which a plan has `entry` or is none.
+fn forcing(entry: &Entry) -> [Switches; 2] {
+    let force = Switches { force: Some(entry.name), ..Switches::default() };
+    [Switches { disable_fused_kv: true, ..force.clone() }, force]
+}
+
+/// Any call of either operator.
+fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
+    fn shared<C: Parity + 'static>(case: C) -> Rc<dyn Parity> {
+        Rc::new(case)
+    }
+    let flash = (attention_case(any_dtype(), 256, 60), 1..=200usize);
+    prop_oneof![
+        case(any_dtype(), heads_up_to(512), 60).prop_map(shared),
+        prompts(256, 200).prop_map(shared),
+        biased_prompts(256, 200).prop_map(shared),
+        steps(400).prop_map(shared),
+        attention_case(any_dtype(), 512, 40).prop_map(shared),
+        attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
+        flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),
+    ]
+}
