@@ -332,7 +332,9 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
     gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short<false>, 1;
     gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
+    gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
     gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
+    gqa_hopper_f16_d96_r128, gqa_hopper_bf16_d96_r128 => hopper::D96Short, 1;
     gqa_hopper_f16_d160, gqa_hopper_bf16_d160 => hopper::D160, 1;
     gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192<false>, 1;
     gqa_hopper_f16_d224, gqa_hopper_bf16_d224 => hopper::D224, 1;

@@ -234,7 +234,8 @@ fn kernel(
     let large_enough = typed
         .into_iter()
         .filter(|entry| entry.head_size as usize >= p.head_size.max(p.v_head_size));
-    let smallest = large_enough.min_by_key(|entry| (entry.head_size, unsuited(entry.rows, p)));
+    let smallest = large_enough
+        .min_by(|a, b| a.head_size.cmp(&b.head_size).then_with(|| work(a, p).cmp(&work(b, p))));
     let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     if entry.min_sm > device.sm {
         return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
@@ -248,12 +249,19 @@ fn kernel(
     Ok(entry)
 }
 
-/// Query rows up to which tiles of few rows do better, where a family has two shapes for a head size.
-const SHORT: usize = 1024;
-
-/// The smaller, the better tiles of so many rows suit the call.
-fn unsuited(rows: u32, p: &Problem) -> u32 {
-    if p.q_len <= SHORT { rows } else { u32::MAX - rows }
+/// What tells two shapes for one head size apart: the scores that an entry computes for one sequence, in whole tiles. A tile costs as
+/// much as one of about 44 rows more (measured: `docs/perf-log.md`).
+fn work(entry: &Entry, p: &Problem) -> usize {
+    const OVERHEAD: usize = 44;
+    let (rows, keys) = (entry.rows.max(1) as usize, entry.keys.max(1) as usize);
+    let past = p.total_len.saturating_sub(p.q_len);
+    let tiles = |tile: usize| {
+        let first = past + tile * rows;
+        let end = if p.causal { (first + rows).min(p.total_len) } else { p.total_len };
+        let begin = p.window.map_or(0, |window| (first + 1).saturating_sub(window));
+        end.div_ceil(keys).saturating_sub(begin / keys)
+    };
+    (0..p.q_len.div_ceil(rows)).map(|tile| tiles(tile) * keys * (rows + OVERHEAD)).sum()
 }
 
 /// The merge belongs to the family of `split_kv` and is never launched alone.

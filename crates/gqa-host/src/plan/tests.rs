@@ -194,10 +194,20 @@ fn flash_attention_wherever_it_can() {
 
 #[test]
 fn long_prompts_take_tiles_of_more_rows() {
-    for (rows, want) in [(1024, 128), (1025, 192)] {
-        let prompt = with(llama(rows, 0), |p| p.head_size = 64);
+    for (size, rows, causal, want) in [
+        // Six tiles of 192 rows step over a third more scores than eight of 128 rows.
+        (64, 1024, true, 128),
+        (64, 3072, true, 192),
+        (64, 2048, false, 192),
+        (80, 2048, true, 128),
+        (80, 8192, true, 192),
+        (96, 1024, true, 128),
+        (96, 8192, true, 192),
+    ] {
+        let prompt = with(llama(rows, 0), |p| (p.head_size, p.causal) = (size, causal));
         let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
-        assert_eq!(plan.launches.last().unwrap().entry.rows, want, "{rows} rows");
+        let got = plan.launches.last().unwrap().entry.rows;
+        assert_eq!(got, want, "{rows} rows of {size}, causal {causal}");
     }
 }
 

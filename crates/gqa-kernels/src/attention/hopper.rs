@@ -36,8 +36,8 @@ mod softmax;
 mod work;
 
 pub use shape::{
-    D64, D64Short, D80, D96, D128, D160, D192, D224, D256, Hopper, MaskedD64, MaskedD128,
-    MaskedD256,
+    D64, D64Short, D80, D80Short, D96, D96Short, D128, D160, D192, D224, D256, Hopper, MaskedD64,
+    MaskedD128, MaskedD256,
 };
 
 use crate::num::MmaElement;

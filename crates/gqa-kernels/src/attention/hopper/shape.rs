@@ -75,9 +75,13 @@ pub type D64 = Hopper<64, 128, 3, 64, 32, 32, 0, false>;
 /// warpgroups have.
 pub type D64Short<const PARTS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, PARTS>;
 /// Head sizes up to 80.
-pub type D80 = Hopper<80, 128, 2, 64, 32, 40, 0, false>;
+pub type D80 = Hopper<80, 112, 3, 56, 28, 40, 0, false>;
+/// The same for short prompts.
+pub type D80Short = Hopper<80, 128, 2, 64, 32, 40, 0, false>;
 /// Head sizes up to 96.
-pub type D96 = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
+pub type D96 = Hopper<96, 96, 3, 48, 24, 48, 0, false>;
+/// The same for short prompts.
+pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
 /// Head sizes up to 128.
 pub type D128<const PARTS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, PARTS>;
 /// Head sizes up to 160.
