@@ -1,7 +1,7 @@
 //! The element types a tensor may have, and their way to and from `f32`.
 
 use crate::simt;
-use bytemuck::Pod;
+use bytemuck::{Pod, cast};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use half::{bf16, f16};
@@ -61,6 +61,12 @@ pub trait Element: Pod {
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
+    /// Two values of a 16-bit type, rounded, the first in the low half. By the instruction for it where the target has one.
+    #[inline(always)]
+    fn pair(lo: f32, hi: f32) -> u32 {
+        let bits = |value| cast::<Self, u16>(Self::from_f32(value)) as u32;
+        bits(lo) | bits(hi) << 16
+    }
 }
 
 /// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
@@ -117,6 +123,11 @@ impl Element for bf16 {
             bits.wrapping_add(0x7fff + ((bits >> 16) & 1))
         };
         Self::from_bits((rounded >> 16) as u16)
+    }
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    #[inline(always)]
+    fn pair(lo: f32, hi: f32) -> u32 {
+        simt::f32x2_to_bf16x2(lo, hi)
     }
 }
 

@@ -5,4 +5,4 @@ mod tanh;
 mod vector;
 pub use element::{DType, Element, MmaElement, bf16, f16};
 pub use tanh::tanh;
-pub use vector::{pack, unpack};
+pub use vector::{pack, pack_pairs, unpack};

@@ -16,6 +16,15 @@ pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
     values
 }
 
+/// As [`pack`], by [`Element::pair`].
+#[inline(always)]
+pub fn pack_pairs<T: Element>(values: [f32; 8]) -> [u32; 4] {
+    match const { size_of::<T>() } {
+        2 => core::array::from_fn(|i| T::pair(values[2 * i], values[2 * i + 1])),
+        _ => pack::<T>(values),
+    }
+}
+
 /// The 16-byte vector of the first [`Element::PER_VEC`] values, each rounded once.
 #[inline(always)]
 pub fn pack<T: Element>(values: [f32; 8]) -> [u32; 4] {

@@ -1,10 +1,10 @@
 //! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and the part of
 //! `unpack_qkv_with_rope_and_append_kv` that does the same.
 //!
-//! One thread moves one 16-byte vector of one new row; K is rotated on the way. Row `s` of batch entry `b` lands in cache row
+//! One thread moves two 16-byte vectors of one new row; K is rotated on the way. Row `s` of batch entry `b` lands in cache row
 //! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
 
-use super::rope::Rope;
+use super::rope::{Rope, move_rest, pairs};
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::seqlen::Seqlen;
@@ -12,7 +12,7 @@ use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
-/// Moves vectors of new rows into a shared cache.
+/// Moves new rows into a shared cache.
 pub(super) struct Append<'a, T> {
     /// New keys, (batch, KV head, new row).
     pub k: Global<T>,
@@ -29,29 +29,29 @@ pub(super) struct Append<'a, T> {
 }
 
 impl<T: Element> Append<'_, T> {
-    /// Elements `e ..` of new row `s`: of key head `head`, or of value head `head - kv_heads`.
+    /// Pair number `pair` of the vectors of new row `s`: of key head `head`, or of value head `head - kv_heads`.
     #[inline(always)]
-    pub fn vector(&self, [b, s, head, e]: [u32; 4], seqlen: Seqlen) {
+    pub fn pair(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         if !seqlen.is_token(s) {
             return;
         }
         let p = self.params;
         if head < p.kv_heads {
             let position = self.rope.position(b, s, seqlen.past);
-            let rotated = self.rope.vector(self.k, p.k.at(b, head, s), e, position);
-            self.present_k.store_vec(p.kv_out.at(b, head, seqlen.past + s) + e as usize, rotated);
+            let to = (self.present_k, p.kv_out.at(b, head, seqlen.past + s));
+            self.rope.move_pair((self.k, p.k.at(b, head, s)), to, (pair, p.head_size), position);
         } else {
             let head = head - p.kv_heads;
-            let copied = self.v.load_vec(p.v.at(b, head, s) + e as usize);
-            self.present_v.store_vec(p.kv_out.at(b, head, seqlen.past + s) + e as usize, copied);
+            let to = (self.present_v, p.kv_out.at(b, head, seqlen.past + s));
+            move_rest((self.v, p.v.at(b, head, s)), to, 0, pair, p.head_size);
         }
     }
 }
 
-/// Index space of [`concat_kv_in_place`]: (batch, new row, key heads and then value heads, vector).
+/// Index space of [`concat_kv_in_place`]: (batch, new row, key heads and then value heads, pair of vectors).
 #[inline(always)]
 pub fn concat_kv_in_place_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, p.new_len, 2 * p.kv_heads, p.head_size / per_vec]
+    [p.batch, p.new_len, 2 * p.kv_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Appends new K and V rows to a shared cache.
@@ -70,7 +70,7 @@ pub fn concat_kv_in_place<T: Element>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
-    for [b, s, head, vector] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
-        append.vector([b, s, head, vector * T::PER_VEC], seqlen(&p, seqlens_k, b));
+    for [b, s, head, pair] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
+        append.pair([b, s, head, pair], seqlen(&p, seqlens_k, b));
     }
 }

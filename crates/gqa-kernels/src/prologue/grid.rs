@@ -8,7 +8,7 @@ use crate::registry::Entry;
 /// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
 const WAVES: u32 = 16;
 
-/// Grid of a prologue kernel: a thread for each vector, up to what keeps that many multiprocessors busy. Any grid is correct.
+/// Grid of a prologue kernel: a thread for each vector or pair of vectors, up to what keeps that many multiprocessors busy. Any grid is correct.
 pub fn grid(entry: &Entry, p: &PrologueParams, multiprocessors: u32) -> [u32; 3] {
     let threads = size(entry, p).into_iter().map(u64::from).fold(1, u64::saturating_mul);
     let blocks = threads.div_ceil(u64::from(THREADS));
@@ -29,6 +29,9 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
         "rotary_embedding" => rope::rotary_embedding_size(p, per_vec),
         "rotary_rows" => rope::rotary_rows_size(p),
         "sequence_lengths" => lengths::sequence_lengths_size(p),
+        "unpack_qkv_with_rope_and_append_kv" => {
+            unpack::unpack_qkv_with_rope_and_append_kv_size(p, per_vec)
+        }
         "seqlens_to_pos_ids" => lengths::seqlens_to_pos_ids_size(p),
         _ => unpack::unpack_qkv_size(p, per_vec),
     }

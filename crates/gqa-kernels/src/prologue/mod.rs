@@ -1,7 +1,7 @@
 //! Work before attention: take packed QKV apart, rotate, update the cache.
 //!
-//! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors, and
-//! each vector is copied or rotated ([`rope`]) on its own. No shared memory, no barriers, no template on the head size; the only
+//! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors or pairs of
+//! them, and each is copied or rotated ([`rope`]) on its own. No shared memory, no barriers, no template on the head size; the only
 //! limits are that head_size is a multiple of 8, rotary_dim of 16, and that every row starts on a 16-byte boundary.
 //!
 //! | kernel | does | where |

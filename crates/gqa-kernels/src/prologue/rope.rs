@@ -1,9 +1,9 @@
-//! Rotary position embedding of one 16-byte vector, which is what every kernel here does to Q and K, and `rotary_embedding`; and
-//! `rotary_rows`, which does the same element by element.
+//! Rotary position embedding of a 16-byte vector or of two that turn together, which is what every kernel here does to Q and K, and
+//! `rotary_embedding`; and `rotary_rows`, which does the same element by element.
 
 use super::seqlen;
 use super::walk::Walk;
-use crate::num::{Element, pack, unpack};
+use crate::num::{Element, pack, pack_pairs, unpack};
 use crate::params::{PrologueParams, RotaryParams};
 use crate::simt::Global;
 
@@ -80,21 +80,48 @@ impl<T: Element> Rope<T> {
     /// Two vectors of a head, as far from each other as pairs are where they are half-split, rotated.
     #[inline(always)]
     pub fn turn(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+        self.turned(vectors, angles).map(pack::<T>)
+    }
+
+    #[inline(always)]
+    fn turned(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[f32; 8]; 2] {
         let [low, high] = vectors.map(unpack::<T>);
         let [cos, sin] = angles.map(unpack::<T>);
         if self.params.interleaved == 0 {
             return [
-                pack::<T>(core::array::from_fn(|i| low[i] * cos[i] - high[i] * sin[i])),
-                pack::<T>(core::array::from_fn(|i| high[i] * cos[i] + low[i] * sin[i])),
+                core::array::from_fn(|i| low[i] * cos[i] - high[i] * sin[i]),
+                core::array::from_fn(|i| high[i] * cos[i] + low[i] * sin[i]),
             ];
         }
         let turned = |x: [f32; 8], first: usize| {
-            pack::<T>(core::array::from_fn(|i| {
+            core::array::from_fn(|i| {
                 let (sign, angle) = (if i % 2 == 0 { -1.0 } else { 1.0 }, first + i / 2);
                 x[i] * cos[angle] + sign * x[i ^ 1] * sin[angle]
-            }))
+            })
         };
-        [turned(low, 0), turned(high, 4)]
+        [turned(low, 0), turned(high, T::PER_VEC as usize / 2)]
+    }
+
+    /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come those that turn together, each pair half of `dim`
+    /// apart, and are turned; then the others, half of those apart.
+    #[inline(always)]
+    pub fn move_pair(
+        &self,
+        (x, from): (Global<T>, usize),
+        (out, to): (Global<T>, usize),
+        (pair, head_size): (u32, u32),
+        position: i64,
+    ) {
+        let half = self.params.dim / (2 * T::PER_VEC);
+        if pair >= half {
+            return move_rest((x, from), (out, to), 2 * half, pair - half, head_size);
+        }
+        let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
+        let vectors = places.map(|place| x.load_vec(from + place));
+        let angles = self.angles(pair * T::PER_VEC, position);
+        let turned = self.turned(vectors, angles).map(pack_pairs::<T>);
+        out.store_vec(to + places[0], turned[0]);
+        out.store_vec(to + places[1], turned[1]);
     }
 
     #[inline(always)]
@@ -123,10 +150,36 @@ impl<T: Element> Rope<T> {
     }
 }
 
-/// Index space of [`rotary_embedding`]: (batch, row, query head, vector).
+/// Pairs of vectors of a head; where vectors are odd in number, one of them is alone.
+#[inline(always)]
+pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
+    (head_size / per_vec).div_ceil(2)
+}
+
+/// Moves pair number `pair` of the vectors of a head from vector `first` on, as they are.
+#[inline(always)]
+pub(super) fn move_rest<T: Element>(
+    (x, from): (Global<T>, usize),
+    (out, to): (Global<T>, usize),
+    first: u32,
+    pair: u32,
+    head_size: u32,
+) {
+    let vectors = head_size / T::PER_VEC;
+    let low = first + pair;
+    let high = low + (vectors - first).div_ceil(2);
+    let place = |vector: u32| (vector * T::PER_VEC) as usize;
+    let moved = x.load_vec(from + place(low));
+    if high < vectors {
+        out.store_vec(to + place(high), x.load_vec(from + place(high)));
+    }
+    out.store_vec(to + place(low), moved);
+}
+
+/// Index space of [`rotary_embedding`]: (batch, row, query head, pair of vectors).
 #[inline(always)]
 pub fn rotary_embedding_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, p.q_len, p.q_heads, p.head_size / per_vec]
+    [p.batch, p.q_len, p.q_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Rotates every query head from `q` into `q_out`, padding rows included.
@@ -141,10 +194,10 @@ pub fn rotary_embedding<T: Element>(
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    for [b, s, head, v] in Walk::over(rotary_embedding_size(&p, T::PER_VEC)) {
-        let (e, position) = (v * T::PER_VEC, rope.position(b, s, seqlen(&p, seqlens_k, b).past));
-        let rotated = rope.vector(q, p.q.at(b, head, s), e, position);
-        q_out.store_vec(p.q_out.at(b, head, s) + e as usize, rotated);
+    for [b, s, head, pair] in Walk::over(rotary_embedding_size(&p, T::PER_VEC)) {
+        let position = rope.position(b, s, seqlen(&p, seqlens_k, b).past);
+        let (from, to) = ((q, p.q.at(b, head, s)), (q_out, p.q_out.at(b, head, s)));
+        rope.move_pair(from, to, (pair, p.head_size), position);
     }
 }
 

@@ -2,22 +2,30 @@
 //! launch.
 //!
 //! A row of packed QKV is all Q heads, then all K heads, then all V heads. That is a matter of where `q`, `k` and `v` point and of
-//! their strides, so the second kernel serves separate Q, K and V as well. One thread moves one 16-byte vector of one head.
+//! their strides, so the second kernel serves separate Q, K and V as well. One thread moves one 16-byte vector of one head, or in the second
+//! kernel two that turn together.
 
 use super::append::Append;
-use super::rope::Rope;
+use super::rope::{Rope, pairs};
 use super::seqlen;
 use super::walk::Walk;
 use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
-/// Index space of both kernels: (batch, row, Q heads and then K heads and then V heads, vector). Without new K and V rows there are
+/// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector). Without new K and V rows there are
 /// Q heads only.
 #[inline(always)]
 pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
     [p.batch, p.q_len, p.q_heads + 2 * kv_heads, p.head_size / per_vec]
+}
+
+/// The same of [`unpack_qkv_with_rope_and_append_kv`], by pairs of vectors.
+#[inline(always)]
+pub fn unpack_qkv_with_rope_and_append_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
+    let [batch, rows, heads, _] = unpack_qkv_size(p, per_vec);
+    [batch, rows, heads, pairs(p.head_size, per_vec)]
 }
 
 /// Copies Q, K and V, as they are, into tensors of their own.
@@ -62,14 +70,14 @@ pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
-    for [b, s, head, vector] in Walk::over(unpack_qkv_size(&p, T::PER_VEC)) {
-        let (e, seqlen) = (vector * T::PER_VEC, seqlen(&p, seqlens_k, b));
+    for [b, s, head, pair] in Walk::over(unpack_qkv_with_rope_and_append_kv_size(&p, T::PER_VEC)) {
+        let seqlen = seqlen(&p, seqlens_k, b);
         if head < p.q_heads {
             let position = rope.position(b, s, seqlen.past);
-            let rotated = rope.vector(q, p.q.at(b, head, s), e, position);
-            q_out.store_vec(p.q_out.at(b, head, s) + e as usize, rotated);
+            let (from, to) = ((q, p.q.at(b, head, s)), (q_out, p.q_out.at(b, head, s)));
+            rope.move_pair(from, to, (pair, p.head_size), position);
         } else {
-            append.vector([b, s, head - p.q_heads, e], seqlen);
+            append.pair([b, s, head - p.q_heads, pair], seqlen);
         }
     }
 }

@@ -70,7 +70,9 @@ impl Family {
     /// Targets the family is shipped for, oldest first.
     pub const fn archs(self) -> &'static [&'static str] {
         match self {
-            Self::Prologue | Self::General | Self::Unfused => &["sm_70"],
+            Self::General | Self::Unfused => &["sm_70"],
+            // SM 80 has an instruction that rounds to bfloat16.
+            Self::Prologue => &["sm_70", "sm_80"],
             Self::TiledMasked => &["sm_80"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
             Self::TiledF32 => &["sm_80"],
