@@ -98,7 +98,7 @@ pub fn case(most_rows: u32, most_keys: u32) -> impl Strategy<Value = Case> {
 }
 
 impl Case {
-    fn q_heads(&self) -> u32 {
+    pub fn q_heads(&self) -> u32 {
         self.kv_heads * self.group
     }
 
