@@ -130,6 +130,17 @@ fn large_heads() {
     run("cuda, large heads", 300, case(any_dtype(), heads, 60), Switches::default());
 }
 
+/// `tiled_wide`, as planned and in parts of the keys.
+#[test]
+fn wide_heads() {
+    let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
+    run("cuda, wide heads", 600, cases(300), Switches::default());
+    let switches = Switches { splits: Some(5), ..Switches::default() };
+    run("cuda, wide heads, 5 parts", 300, cases(400), switches);
+    let flash = attention_case(half_dtype(), 512, 300).prop_map(AttentionCase::for_flash);
+    run("cuda, Attention, wide heads", 300, flash, Switches::default());
+}
+
 #[test]
 fn attention_as_planned() {
     run("cuda, Attention", 3000, attention_case(any_dtype(), 160, 100), Switches::default());

@@ -72,3 +72,16 @@ fn every_kernel() {
         Box::new(sim(switches))
     });
 }
+
+/// `tiled_wide`: every shape that some GPU takes, and parts of the keys.
+#[test]
+fn wide_heads() {
+    let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
+    let on = |name| DeviceInfo::known(name).expect("a known device");
+    for name in ["h200", "a100", "rtx4090"] {
+        let sim = sim(Switches::default()).with_device(on(name));
+        parity(&format!("sim, wide heads, {name}"), 60, cases(60), &sim);
+    }
+    let switches = Switches { splits: Some(3), ..Switches::default() };
+    parity("sim, wide heads, 3 parts", 60, cases(150), &sim(switches));
+}

@@ -17,7 +17,7 @@ use {
         combine::{self, combine},
         decode,
         general::{self, general},
-        hopper, split_kv, tiled, tiled_f32,
+        hopper, split_kv, tiled, tiled_f32, tiled_wide,
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
     crate::num::{bf16, f16},
@@ -145,6 +145,7 @@ static TABLES: &[&[Entry]] = &[
     TILED,
     TILED_MASKED,
     TILED_F32,
+    TILED_WIDE,
     HOPPER,
     HOPPER_SPLIT,
     HOPPER_MASKED,
@@ -324,6 +325,30 @@ tiled_f32_kernels!({
     gqa_tiled_f32_d96 => tiled_f32::D96, 2;
     gqa_tiled_f32_d192 => tiled_f32::D192, 2;
 });
+
+/// Rows of the kernels for wide heads, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`.
+macro_rules! tiled_wide_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
+        tiled_wide_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
+        kernels!(TILED_WIDE, TiledWide, "family-tiled-wide",
+            (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: [f32; 2], partial_lse: f32; p: AttentionParams), { $(
+            $name => <$shape>::run, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM };
+        )* });
+    };
+}
+
+tiled_wide_kernels! {
+    gqa_tiled_wide_f16_r16, gqa_tiled_wide_bf16_r16 => tiled_wide::Rows16Keys32, 2;
+    gqa_tiled_wide_f16_r16_k64, gqa_tiled_wide_bf16_r16_k64 => tiled_wide::Rows16Keys64, 1;
+    gqa_tiled_wide_f16_r32, gqa_tiled_wide_bf16_r32 => tiled_wide::Rows32Keys32, 1;
+    gqa_tiled_wide_f16_r32_k64, gqa_tiled_wide_bf16_r32_k64 => tiled_wide::Rows32Keys64, 1;
+    gqa_tiled_wide_f16_r64, gqa_tiled_wide_bf16_r64 => tiled_wide::Rows64Keys32, 1;
+    gqa_tiled_wide_f16_r64_k64, gqa_tiled_wide_bf16_r64_k64 => tiled_wide::Rows64Keys64, 1;
+}
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {

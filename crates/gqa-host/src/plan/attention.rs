@@ -8,7 +8,7 @@ use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
 use crate::{Alignment, Bias, Error, Phase, Problem, QkOutput, Result, Sink};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled, unfused};
+use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled, tiled_wide, unfused};
 use gqa_kernels::params::{
     AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
 };
@@ -91,7 +91,8 @@ fn consider(
         | Candidate::SplitKv
         | Candidate::Hopper
         | Candidate::Tiled
-        | Candidate::TiledF32 => suits_flash(p)?,
+        | Candidate::TiledF32
+        | Candidate::TiledWide => suits_flash(p)?,
     }
     if candidate == Candidate::Decode {
         let entry = decode::entry(p, device, forced)?;
@@ -101,6 +102,7 @@ fn consider(
     let entry = kernel(candidate, p, device, forced)?;
     let splits = match candidate {
         Candidate::SplitKv => splits(p, entry, device, switches)?,
+        Candidate::TiledWide => wide_splits(p, entry, device, switches)?,
         Candidate::Hopper | Candidate::HopperMasked => {
             suits_hopper(p, entry, device, switches)?;
             if candidate == Candidate::Hopper {
@@ -128,6 +130,7 @@ impl Candidate {
             Self::Tiled => Family::Tiled,
             Self::TiledMasked => Family::TiledMasked,
             Self::TiledF32 => Family::TiledF32,
+            Self::TiledWide => Family::TiledWide,
             Self::General => Family::General,
             Self::Unfused => Family::Unfused,
         }
@@ -145,7 +148,10 @@ impl Candidate {
             | Self::HopperMasked
             | Self::Tiled
             | Self::TiledMasked
-            | Self::TiledF32 => by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION"),
+            | Self::TiledF32
+            | Self::TiledWide => {
+                by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
+            }
             Self::Decode | Self::SplitKv => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
                     .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE"))
@@ -234,8 +240,10 @@ fn kernel(
     let large_enough = typed
         .into_iter()
         .filter(|entry| entry.head_size as usize >= p.head_size.max(p.v_head_size));
-    let smallest = large_enough
-        .min_by(|a, b| a.head_size.cmp(&b.head_size).then_with(|| work(a, p).cmp(&work(b, p))));
+    let smallest = large_enough.min_by(|a, b| {
+        let suited = || unsuited(a, p, device).cmp(&unsuited(b, p, device));
+        a.head_size.cmp(&b.head_size).then_with(suited)
+    });
     let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     if entry.min_sm > device.sm {
         return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
@@ -249,8 +257,19 @@ fn kernel(
     Ok(entry)
 }
 
-/// What tells two shapes for one head size apart: the scores that an entry computes for one sequence, in whole tiles. A tile costs as
-/// much as one of about 44 rows more (measured: `docs/perf-log.md`).
+/// What tells two shapes for one head size apart: the smaller, the better the entry suits the call.
+fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
+    if entry.family == Family::TiledWide {
+        // One that fits, with as few tiles of the rows as there can be, as few rows to a tile, and as many keys.
+        let (rows, keys) = (entry.rows as usize, entry.keys as usize);
+        let fits = entry.shared_bytes <= device.shared_bytes;
+        let tiles = p.q_len.saturating_mul(p.group()).div_ceil(rows);
+        return [(!fits).into(), tiles, rows, usize::MAX - keys];
+    }
+    [work(entry, p), 0, 0, 0]
+}
+
+/// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 44 rows more (measured: `docs/perf-log.md`).
 fn work(entry: &Entry, p: &Problem) -> usize {
     const OVERHEAD: usize = 44;
     let (rows, keys) = (entry.rows.max(1) as usize, entry.keys.max(1) as usize);
@@ -380,6 +399,21 @@ fn splits(
     Ok(splits)
 }
 
+/// Parts of the keys for `tiled_wide`. GQA_SPLITS knows better than this.
+fn wide_splits(
+    p: &Problem,
+    entry: &Entry,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<u32, Rejection> {
+    if let Some(splits) = switches.splits {
+        return Ok(splits);
+    }
+    let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
+    let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+    Ok(tiled_wide::splits(&params, entry.rows, entry.keys, keys, device.multiprocessors))
+}
+
 /// Blocks of the merge per multiprocessor: more only wait.
 const WAVES: u32 = 16;
 
@@ -415,7 +449,8 @@ pub(super) fn launches(
         | Candidate::SplitKv
         | Candidate::Hopper
         | Candidate::Tiled
-        | Candidate::TiledF32 => {}
+        | Candidate::TiledF32
+        | Candidate::TiledWide => {}
     }
     let mut params = params(p, query.strides, splits)?;
     params.section = hopper::section(&params, device.l2_bytes);
@@ -428,6 +463,7 @@ pub(super) fn launches(
     let grid = match candidate {
         Candidate::SplitKv => split_kv::grid(&params),
         Candidate::Hopper => hopper::grid(&params, entry.rows, device.multiprocessors),
+        Candidate::TiledWide => tiled_wide::grid(&params, entry.rows),
         _ => tiled::grid(&params, entry.rows),
     };
     if splits > 1 {

@@ -22,6 +22,8 @@ pub enum Candidate {
     TiledMasked,
     /// The same in float32, each product three of TF32.
     TiledF32,
+    /// Flash attention on tensor cores for heads larger than 256, over parts of the keys where rows are few.
+    TiledWide,
     /// Memory-efficient attention: every mask, bias, window and head size.
     General,
     /// All scores in memory: what is left.
@@ -30,7 +32,7 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Decode,
         Self::SplitKv,
         Self::Hopper,
@@ -38,6 +40,7 @@ impl Candidate {
         Self::Tiled,
         Self::TiledMasked,
         Self::TiledF32,
+        Self::TiledWide,
         Self::General,
         Self::Unfused,
     ];
@@ -52,6 +55,7 @@ impl Candidate {
             Self::Tiled => "tiled",
             Self::TiledMasked => "tiled_masked",
             Self::TiledF32 => "tiled_f32",
+            Self::TiledWide => "tiled_wide",
             Self::General => "general",
             Self::Unfused => "unfused",
         }

@@ -13,8 +13,8 @@
 //!
 //! `decode` does all of this itself where the cache is shared. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
 //! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
-//! are: `decode`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `general`,
-//! or the three unfused kernels.
+//! are: `decode`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
+//! `tiled_wide` (and `combine`), `general`, or the three unfused kernels.
 
 mod attention;
 mod cost;

@@ -23,7 +23,7 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_DISABLE_FLASH_ATTENTION",
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: none of `hopper`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `decode` and `split_kv` is considered",
+        meaning: "1: none of `hopper`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`, `decode` and `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
     Switch {
@@ -51,7 +51,7 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_SPLITS",
         alias: None,
         values: "1 to 128",
-        meaning: "parts that `decode`, `split_kv` and `hopper` cut the keys into, instead of their heuristics' choice",
+        meaning: "parts that `decode`, `split_kv`, `hopper` and `tiled_wide` cut the keys into, instead of their heuristics' choice",
         set: |s, v| {
             s.splits = Some(v.parse().ok().filter(|n| (1..=MAX_SPLITS).contains(n))?);
             Some(())

@@ -150,7 +150,15 @@ fn flash_attention_wherever_it_can() {
         ),
         ("head size 256", with(llama(512, 0), |p| p.head_size = 256), "h200", Family::Hopper),
         ("head size 8", with(llama(512, 0), |p| p.head_size = 8), "h200", Family::Hopper),
-        ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::General),
+        ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "h200", Family::TiledWide),
+        ("head size 264", with(llama(64, 0), |p| p.head_size = 264), "t4", Family::General),
+        ("head size 512", with(llama(64, 0), |p| p.head_size = 512), "rtx4090", Family::TiledWide),
+        (
+            "a token of head size 512",
+            with(llama(1, 64), |p| p.head_size = 512),
+            "a100",
+            Family::TiledWide,
+        ),
         ("bias", with(llama(64, 0), with_bias), "h200", Family::HopperMasked),
         ("bias, few rows", with(llama(16, 0), with_bias), "h200", Family::HopperMasked),
         (
@@ -189,6 +197,27 @@ fn flash_attention_wherever_it_can() {
         ("not causal", with(llama(512, 0), |p| p.causal = false), "h200", Family::Hopper),
     ] {
         assert_eq!(attention(&problem, device, &off), want, "{what} on {device}");
+    }
+}
+
+#[test]
+fn wide_heads_take_tiles_that_hold_their_rows_and_fit() {
+    for (rows, name, want) in [
+        (1, "h200", (16, 64)),
+        (4, "a100", (16, 64)),
+        (4, "rtx4090", (16, 32)),
+        (5, "h200", (32, 64)),
+        (5, "a100", (32, 32)),
+        (9, "h200", (64, 64)),
+        (9, "a100", (64, 32)),
+        (9, "rtx4090", (32, 32)),
+        (4096, "b200", (64, 64)),
+    ] {
+        let problem = with(llama(rows, 1000), |p| p.head_size = 512);
+        let plan = plan(&problem, &device(name), &Switches::default()).unwrap();
+        let is_wide = |launch: &&Launch| launch.entry.family == Family::TiledWide;
+        let entry = plan.launches.iter().find(is_wide).unwrap().entry;
+        assert_eq!((entry.rows, entry.keys), want, "{rows} rows on {name}");
     }
 }
 
@@ -285,6 +314,13 @@ fn refusals_name_their_reason() {
             &off,
             Candidate::Tiled,
             "head size 320 is over 256",
+        ),
+        (
+            with(with(llama(64, 0), with_bias), |p| p.head_size = 320),
+            "h200",
+            &off,
+            Candidate::TiledWide,
+            "does not take attention_bias",
         ),
         (
             llama(64, 0),
@@ -520,6 +556,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_f32 switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         tiled_wide switched off by GQA_DISABLE_FLASH_ATTENTION; \
          general switched off by GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION; \
          unfused does not take float64"
     );
@@ -565,7 +602,7 @@ fn problems() -> impl Iterator<Item = Problem> {
         with(llama(s, past), |p| {
             p.batch = batch;
             (p.q_heads, p.kv_heads) = if bit(0) { (6, 2) } else { (8, 8) };
-            p.head_size = if bit(1) { 40 } else { 160 };
+            p.head_size = [160, 40, 264][usize::from(bit(1)) << usize::from(kind % 3 == 1)];
             p.rotary =
                 bit(2).then_some(Rotary { dim: 32, explicit: bit(3).then_some(s + 2), ..ROTARY });
             p.packed = bit(4);

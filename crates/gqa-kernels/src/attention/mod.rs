@@ -7,4 +7,5 @@ pub mod hopper;
 pub mod split_kv;
 pub mod tiled;
 pub mod tiled_f32;
+pub mod tiled_wide;
 pub mod unfused;

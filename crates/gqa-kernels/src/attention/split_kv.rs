@@ -36,9 +36,8 @@ use crate::simt::{
 };
 use crate::tile::copy::{Team, Tile, UNIT, tile_bytes, to_unit, wait_for_all_but};
 use crate::tile::fragment::{Fragments, accumulate, column_of, row_of, scores, zeros};
-use crate::tile::rows::{Row, Rows, Span, close, row_tiles};
+use crate::tile::rows::{Row, Rows, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
-use core::ops::Range;
 
 /// Packed query rows of a block.
 pub const ROWS: u32 = 16;
@@ -196,7 +195,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
         let visible = [rows.row(row_of(0)).visible, rows.row(row_of(1)).visible];
-        let tiles = share(&span, p.splits);
+        let tiles = span.share(KEYS, block_idx_y(), p.splits);
         let copy = |place, source, stride, tile| {
             if tile < tiles.end {
                 let begin = span.some.first + tile * KEYS;
@@ -309,15 +308,6 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         }
         (state, sums)
     }
-}
-
-/// The key tiles of this block: equal shares, the first ones larger by one where that does not come out even.
-#[inline(always)]
-fn share(span: &Span, splits: u32) -> Range<u32> {
-    let tiles = (span.some.end.saturating_sub(span.some.first)).div_ceil(KEYS);
-    let (each, rest) = (tiles / splits.max(1), tiles % splits.max(1));
-    let start = block_idx_y() * each + block_idx_y().min(rest);
-    start..start + each + u32::from(block_idx_y() < rest)
 }
 
 /// Writes eight columns of the output.

@@ -18,8 +18,8 @@ use crate::simt::{
 use crate::tile::fragment::{Fragments, row_of, zeros};
 use crate::tile::rows::{Row, Rows, close_all};
 use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
-use crate::tile::swizzle::{Swizzled, WarpRead, swizzled_bytes};
-use crate::tile::tf32::{BlockCopy, ValueRead, accumulate, output, scores};
+use crate::tile::swizzle::{BlockCopy, Swizzled, WarpRead, swizzled_bytes};
+use crate::tile::tf32::{ValueRead, accumulate, output, scores};
 
 /// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` of 16 bytes, `N8` blocks of 8 keys.
 pub struct TiledF32<

@@ -17,6 +17,8 @@ pub enum Family {
     TiledMasked,
     /// The same in float32.
     TiledF32,
+    /// The same for heads larger than 256.
+    TiledWide,
     /// Flash attention with warpgroups and the copy engine.
     Hopper,
     /// The same with a bias or a mask.
@@ -29,13 +31,14 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
         Self::Tiled,
         Self::TiledMasked,
         Self::TiledF32,
+        Self::TiledWide,
         Self::Hopper,
         Self::HopperMasked,
         Self::SplitKv,
@@ -51,6 +54,7 @@ impl Family {
             Self::Tiled => "family-tiled",
             Self::TiledMasked => "family-tiled-masked",
             Self::TiledF32 => "family-tiled-f32",
+            Self::TiledWide => "family-tiled-wide",
             Self::Hopper => "family-hopper",
             Self::HopperMasked => "family-hopper-masked",
             Self::SplitKv => "family-split-kv",
@@ -75,7 +79,7 @@ impl Family {
             Self::Prologue => &["sm_70", "sm_80"],
             Self::TiledMasked => &["sm_80"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
-            Self::TiledF32 => &["sm_80"],
+            Self::TiledF32 | Self::TiledWide => &["sm_80"],
             Self::Hopper | Self::HopperMasked | Self::Decode => &["sm_90a"],
         }
     }

@@ -12,3 +12,4 @@ pub mod rows;
 pub mod softmax;
 pub mod swizzle;
 pub mod tf32;
+pub mod wide;

@@ -9,6 +9,7 @@ use crate::params::{AttentionParams, sink};
 use crate::simt::{Global, Shared, lane};
 use crate::tile::softmax::{States, total};
 use bytemuck::Pod;
+use core::ops::Range;
 
 /// Tiles of `height` rows that hold the packed query rows of one KV head.
 pub fn row_tiles(p: &AttentionParams, height: u32) -> u32 {
@@ -84,6 +85,15 @@ impl Span {
     #[inline(always)]
     pub fn below(self, columns: u32) -> Self {
         Self { some: below(self.some, columns), all: below(self.all, columns) }
+    }
+
+    /// The tiles of `keys` keys that are a part's share: equal ones, the first ones larger by one where that does not come out even.
+    #[inline(always)]
+    pub fn share(&self, keys: u32, part: u32, parts: u32) -> Range<u32> {
+        let tiles = self.some.end.saturating_sub(self.some.first).div_ceil(keys);
+        let (each, rest) = (tiles / parts.max(1), tiles % parts.max(1));
+        let start = part * each + part.min(rest);
+        start..start + each + u32::from(part < rest)
     }
 
     /// Whether some row does not see all of the `count` keys from `begin` on.

@@ -152,6 +152,18 @@ pub fn weigh_row<const N8: usize>(
     scale: ScoreScale,
 ) -> f32 {
     let rescale = state.raise(row_max(scores, half) * scale.factor);
+    weigh_against(state, scores, half, scale);
+    rescale
+}
+
+/// Turns the scores of a lane's row into weights against its maximum, which none of them exceeds.
+#[inline(always)]
+pub fn weigh_against<const N8: usize>(
+    state: &mut SoftmaxState,
+    scores: &mut [[f32; 4]; N8],
+    half: usize,
+    scale: ScoreScale,
+) {
     for block in 0..N8 {
         for i in 2 * half..2 * half + 2 {
             let weight = state.scaled_weight(scores[block][i], scale.factor);
@@ -159,7 +171,6 @@ pub fn weigh_row<const N8: usize>(
             scores[block][i] = weight;
         }
     }
-    rescale
 }
 
 /// The state of a whole row from the lane's share.
@@ -171,7 +182,7 @@ pub fn total(state: SoftmaxState) -> SoftmaxState {
 
 /// Largest score of a lane's row, over the four lanes that hold it.
 #[inline(always)]
-fn row_max<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
+pub fn row_max<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
     let mut largest = f32::NEG_INFINITY;
     for block in 0..N8 {
         largest = max(largest, max(scores[block][2 * half], scores[block][2 * half + 1]));

@@ -8,7 +8,7 @@
 
 use super::copy::UNIT;
 use crate::num::{Element, MmaElement, f16};
-use crate::simt::{Global, Shared, cp_async_16, lane};
+use crate::simt::{Global, Shared, cp_async_16, lane, thread_idx};
 
 /// Rows of `D8` units each, `D8` even.
 pub struct Swizzled<T, const D8: usize> {
@@ -44,6 +44,12 @@ impl<T: Element, const D8: usize> Swizzled<T, D8> {
         self.start.offset(Swizzled::<f16, D8>::index(row, unit) * T::PER_VEC)
     }
 
+    /// What starts at unit `unit`, a multiple of 8, of each row, seen as a tile.
+    #[inline(always)]
+    pub fn from_unit(self, unit: u32) -> Self {
+        Self { start: self.start.offset(unit * T::PER_VEC) }
+    }
+
     /// What starts at row `row`, a multiple of 8, seen as a tile.
     #[inline(always)]
     pub fn from(self, row: u32) -> Self {
@@ -56,6 +62,52 @@ impl<const D8: usize> Swizzled<f16, D8> {
     #[inline(always)]
     pub(super) const fn index(row: u32, unit: u32) -> u32 {
         row * D8 as u32 + (unit ^ (row * Self::GROUP / 8 % Self::GROUP))
+    }
+}
+
+/// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read whole cache lines, or four where rows are no multiple of
+/// eight units.
+#[derive(Clone, Copy)]
+pub struct BlockCopy<const UNITS: usize, const THREADS: u32> {
+    /// This thread's first row.
+    row: u32,
+    /// This thread's first unit of a row.
+    unit: u32,
+}
+
+impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
+    /// Threads on a row.
+    const ACROSS: u32 = if UNITS % 8 == 0 { 8 } else { 4 };
+
+    /// This thread's part.
+    #[inline(always)]
+    pub fn of_this_thread() -> Self {
+        Self { row: thread_idx() / Self::ACROSS, unit: thread_idx() % Self::ACROSS }
+    }
+
+    /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is there at all. Other rows, and columns from `width` on,
+    /// become zero.
+    #[inline(always)]
+    pub fn start<T: Element>(
+        self,
+        tile: Swizzled<T, UNITS>,
+        rows: u32,
+        width: u32,
+        source: impl Fn(u32) -> (Global<T>, bool),
+    ) {
+        for first in (0..rows).step_by((THREADS / Self::ACROSS) as usize) {
+            let row = self.row + first;
+            if first + THREADS / Self::ACROSS <= rows || row < rows {
+                let (from, valid) = source(row);
+                let from = from.offset((self.unit * T::PER_VEC) as usize);
+                for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
+                    let valid = valid && (self.unit + further) * T::PER_VEC < width;
+                    // Units trade places within the `ACROSS` only.
+                    let place = tile.place(row, self.unit).offset(further * T::PER_VEC);
+                    cp_async_16(place.address(), from, (further * T::PER_VEC) as usize, valid);
+                }
+            }
+        }
     }
 }
 

@@ -24,9 +24,7 @@
 use super::fragment::{Fragments, zeros};
 use super::swizzle::{Swizzled, WarpRead};
 use crate::num::{Element, f16};
-use crate::simt::{
-    Global, cp_async_16, lane, ld_shared, ldmatrix_x4, mma_m16n8k8_tf32, thread_idx,
-};
+use crate::simt::{lane, ld_shared, ldmatrix_x4, mma_m16n8k8_tf32};
 
 /// Half a unit in the last place of TF32.
 const HALF_UNIT: u32 = 1 << 12;
@@ -109,52 +107,6 @@ fn add<const M: usize, const C: usize>(sum: &mut Fragments<M, C>, part: &Fragmen
         for j in 0..C {
             for i in 0..4 {
                 sum[m][j][i] += part[m][j][i];
-            }
-        }
-    }
-}
-
-/// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read whole cache lines, or four where rows are no multiple of
-/// eight units.
-#[derive(Clone, Copy)]
-pub struct BlockCopy<const UNITS: usize, const THREADS: u32> {
-    /// This thread's first row.
-    row: u32,
-    /// This thread's first unit of a row.
-    unit: u32,
-}
-
-impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
-    /// Threads on a row.
-    const ACROSS: u32 = if UNITS % 8 == 0 { 8 } else { 4 };
-
-    /// This thread's part.
-    #[inline(always)]
-    pub fn of_this_thread() -> Self {
-        Self { row: thread_idx() / Self::ACROSS, unit: thread_idx() % Self::ACROSS }
-    }
-
-    /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is there at all. Other rows, and columns from `width` on,
-    /// become zero.
-    #[inline(always)]
-    pub fn start(
-        self,
-        tile: Swizzled<f32, UNITS>,
-        rows: u32,
-        width: u32,
-        source: impl Fn(u32) -> (Global<f32>, bool),
-    ) {
-        for first in (0..rows).step_by((THREADS / Self::ACROSS) as usize) {
-            let row = self.row + first;
-            if first + THREADS / Self::ACROSS <= rows || row < rows {
-                let (from, valid) = source(row);
-                let from = from.offset((self.unit * f32::PER_VEC) as usize);
-                for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
-                    let valid = valid && (self.unit + further) * f32::PER_VEC < width;
-                    // Units trade places within the `ACROSS` only.
-                    let place = tile.place(row, self.unit).offset(further * f32::PER_VEC);
-                    cp_async_16(place.address(), from, (further * f32::PER_VEC) as usize, valid);
-                }
             }
         }
     }

@@ -1,0 +1,528 @@
+//! Flash attention on tensor cores for heads larger than 256, whose output does not fit the registers of a warp: prompts, chunks and tokens alike.
+//!
+//! **One block** computes a tile of `ROWS` packed query rows, as [`tiled`](super::tiled) packs them, against one part of the keys that they see. Of each
+//! 16 `M` rows a *group* of warps shares the work: each warp scores some of a tile's keys, and accumulates some of the output's columns.
+//!
+//! **Grid**: `row tiles × KV heads × batch` in x, late rows first, parts of the keys in y. **Block**: `THREADS` threads.
+//!
+//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With more than one part the block writes partial_out and partial_lse, as
+//! [`split_kv`](super::split_kv) does, and [`combine`](super::combine) makes out and lse of them; partial_out is written in pairs of f32.
+//!
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE` elements; `weights [ROWS]`, swizzled rows of
+//! `KEYS` elements; what the block must know of each row; of each row, a number per warp of its group. In the end each warp's columns of the query rows carry its
+//! output on the way to 16-byte stores.
+//!
+//! **Order**: a barrier lets everybody read what is known of rows. Then, for key tile `j`:
+//!
+//! ```text
+//! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1} and the weights)    start V_j
+//!     S = Q K_jᵀ of some keys, mask, maxima to shared memory
+//!     barrier of the group (maxima are there)
+//!     softmax, weights to shared memory
+//! wait for V_j ‖ barrier (V_j and the weights are there; all are done with K_j)       start K_{j+1}
+//!     O += P V_j of some columns
+//! ```
+//!
+//! A maximum is written again only behind two block barriers. After the loop the maxima's places take the warps' sums, between barriers of the group.
+//!
+//! **Numerics**: as in [`tiled`](super::tiled).
+
+#[cfg(not(target_arch = "nvptx64"))]
+use super::split_kv::MAX_SPLITS;
+use crate::concept::softmax::SoftmaxState;
+use crate::num::MmaElement;
+use crate::params::AttentionParams;
+use crate::simt::{
+    Global, Shared, any_sync, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, lane, max,
+    named_barrier_sync, sync_threads, sync_warp, thread_idx, warp,
+};
+use crate::tile::fragment::{Fragments, column_of, row_of, zeros};
+use crate::tile::rows::{Row, Rows, close, row_tiles};
+use crate::tile::softmax::{ScoreScale, States, mask, row_max, total, weigh_against};
+use crate::tile::swizzle::{BlockCopy, Swizzled, WarpRead, swizzled_bytes};
+use crate::tile::wide::{accumulate, scores, store, store_weights};
+
+/// A shape of tiles. A warp has `M` blocks of 16 rows; it scores `N8` of the `K8` blocks of 8 keys, and accumulates `D8` of the `UNITS` blocks of 8 columns.
+pub struct TiledWide<
+    const THREADS: u32,
+    const M: usize,
+    const N8: usize,
+    const K8: usize,
+    const D8: usize,
+    const UNITS: usize,
+>;
+
+// One shape per number of rows and shared memory of an SM. A block of rows per warp everywhere: two halve the reads of V from shared memory, and are slower.
+
+/// For tokens where an SM has 99 KiB: 16 rows, 32 keys.
+pub type Rows16Keys32 = TiledWide<128, 1, 1, 4, 16, 64>;
+/// For tokens where an SM has 163 KiB.
+pub type Rows16Keys64 = TiledWide<256, 1, 1, 8, 8, 64>;
+/// For short chunks, and for prompts where an SM has 99 KiB.
+pub type Rows32Keys32 = TiledWide<256, 1, 1, 4, 16, 64>;
+/// For short chunks where an SM has 227 KiB.
+pub type Rows32Keys64 = TiledWide<256, 1, 2, 8, 16, 64>;
+/// For prompts where an SM has 163 KiB.
+pub type Rows64Keys32 = TiledWide<256, 1, 2, 4, 32, 64>;
+/// For prompts where an SM has 227 KiB.
+pub type Rows64Keys64 = TiledWide<256, 1, 4, 8, 32, 64>;
+
+/// Blocks of a call whose kernel has tiles of `rows` rows.
+pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
+    [row_tiles(p, rows) * p.kv_heads * p.batch, p.splits, 1]
+}
+
+/// Into how many parts to cut the keys of tiles of `rows` rows and `keys` keys: the number for which the call ends first on a device with that many
+/// multiprocessors, if the longest sequence has `max_keys` keys.
+///
+/// A multiprocessor takes as long as all its blocks need one after the other, however many of them it holds. Times are in microseconds on an H200, in
+/// which a block does 16 keys; then [`combine`](super::combine) reads what parts left.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn splits(
+    p: &AttentionParams,
+    rows: u32,
+    keys: u32,
+    max_keys: u32,
+    multiprocessors: u32,
+) -> u32 {
+    /// Keys of a block in a microsecond.
+    const RATE: u64 = 16;
+    /// To start and end a block; to start the merge, and parts of a row that it reads in a microsecond.
+    const BLOCK: u64 = 3;
+    const MERGE: u64 = 3;
+    const MERGED: u64 = 10;
+    /// Bytes of parts that are written and read in a microsecond.
+    const BYTES: u64 = 2 << 20;
+    let visible =
+        if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
+    let tiles = visible.div_ceil(keys).max(1);
+    let units = u64::from(row_tiles(p, rows)) * u64::from(p.kv_heads) * u64::from(p.batch);
+    let results =
+        4 * u64::from(p.batch) * u64::from(p.q_heads) * u64::from(p.q_len) * u64::from(p.head_size);
+    let time = |splits: u32| {
+        let blocks = (units * u64::from(splits)).div_ceil(u64::from(multiprocessors.max(1)));
+        let parts = u64::from(splits);
+        let merge = if splits == 1 { 0 } else { MERGE + parts / MERGED + parts * results / BYTES };
+        let block = u64::from(tiles.div_ceil(splits)) * u64::from(keys) / RATE + BLOCK;
+        blocks * block + merge
+    };
+    (1..=tiles.min(MAX_SPLITS)).min_by_key(|&splits| time(splits)).unwrap_or(1)
+}
+
+impl<
+    const THREADS: u32,
+    const M: usize,
+    const N8: usize,
+    const K8: usize,
+    const D8: usize,
+    const UNITS: usize,
+> TiledWide<THREADS, M, N8, K8, D8, UNITS>
+{
+    /// Oldest compute capability, times ten.
+    pub const MIN_SM: u32 = 80;
+    /// Largest head size.
+    pub const HEAD_SIZE: u32 = UNITS as u32 * 8;
+    /// Packed query rows of a block.
+    pub const ROWS: u32 = THREADS / Self::GROUP * Self::GROUP_ROWS;
+    /// Keys of a tile.
+    pub const KEYS: u32 = K8 as u32 * 8;
+    /// Threads of a block.
+    pub const THREADS: u32 = THREADS;
+    /// Shared memory of a block.
+    pub const SHARED_BYTES: u32 = Self::NUMBERS + Self::ROWS * Self::WARPS * 4;
+
+    /// Warps of a group.
+    const WARPS: u32 = (K8 / N8) as u32;
+    /// Threads of a group.
+    const GROUP: u32 = 32 * Self::WARPS;
+    /// Query rows of a group.
+    const GROUP_ROWS: u32 = 16 * M as u32;
+    const WEIGHTS: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, UNITS);
+    const KEPT: u32 = Self::WEIGHTS + swizzled_bytes(Self::ROWS, K8);
+    const NUMBERS: u32 = Self::KEPT + 16 * Self::ROWS;
+
+    /// The kernel.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        partial_out: Global<[f32; 2]>,
+        partial_lse: Global<f32>,
+        p: AttentionParams,
+    ) {
+        const { assert!(K8 / N8 == UNITS / D8 && K8 % N8 == 0 && UNITS % D8 == 0) };
+        let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
+        Self::load_queries(&p, &rows, q);
+
+        let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]; M], zeros::<M, D8>());
+        Self::attend(&p, &rows, k, v, &mut states, &mut acc);
+
+        let states = Self::over_group(states);
+        if p.splits == 1 {
+            let factors = Self::close(&p, &rows, states, head_sink, lse);
+            Self::write(&p, &rows, &acc, factors, out);
+        } else {
+            Self::write_partial(&p, &rows, &acc, states, partial_out, partial_lse);
+        }
+    }
+
+    /// This warp's group.
+    #[inline(always)]
+    fn group() -> u32 {
+        warp() / Self::WARPS
+    }
+
+    /// This warp's number in its group.
+    #[inline(always)]
+    fn member() -> u32 {
+        warp() % Self::WARPS
+    }
+
+    /// Waits for the warps of the group.
+    #[inline(always)]
+    fn sync_group() {
+        if THREADS == Self::GROUP {
+            sync_threads();
+        } else {
+            named_barrier_sync(1 + Self::group(), Self::GROUP);
+        }
+    }
+
+    /// Query rows of the group.
+    #[inline(always)]
+    fn queries<T: MmaElement>() -> Swizzled<T, UNITS> {
+        Swizzled::at(0).from(Self::GROUP_ROWS * Self::group())
+    }
+
+    /// Where row `r` of the tile is kept.
+    #[inline(always)]
+    fn kept(r: u32) -> Shared<u32> {
+        Shared::at(Self::KEPT + 16 * r)
+    }
+
+    /// A lane's row.
+    #[inline(always)]
+    fn row(m: usize, half: usize) -> Row {
+        Row::kept(Self::kept(Self::row_of(m, half)))
+    }
+
+    /// A lane's row of the tile.
+    #[inline(always)]
+    fn row_of(m: usize, half: usize) -> u32 {
+        Self::GROUP_ROWS * Self::group() + 16 * m as u32 + row_of(half)
+    }
+
+    /// The numbers that the group's warps have of a lane's row.
+    #[inline(always)]
+    fn numbers(m: usize, half: usize) -> Shared<f32> {
+        Shared::at(Self::NUMBERS).offset(Self::row_of(m, half) * Self::WARPS)
+    }
+
+    /// Keeps what the block must know of its rows, then starts copying the queries.
+    #[inline(always)]
+    fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>) {
+        if thread_idx() < Self::ROWS {
+            rows.row(thread_idx()).keep(Self::kept(thread_idx()));
+        }
+        sync_threads();
+        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        copy.start(Swizzled::<T, UNITS>::at(0), Self::ROWS, p.head_size, |r| {
+            let row = Row::kept(Self::kept(r));
+            let exists = row.s < p.q_len;
+            let start = if exists { p.q.at(rows.batch, row.head, row.s) } else { 0 };
+            (q.offset(start), exists)
+        });
+    }
+
+    /// The loop over key tiles.
+    #[inline(always)]
+    fn attend<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        k: Global<T>,
+        v: Global<T>,
+        states: &mut States<M>,
+        acc: &mut Fragments<M, D8>,
+    ) {
+        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        let (read, read_weights) = (WarpRead::of_this_lane(), WarpRead::of_this_lane());
+        let keys = Swizzled::<T, UNITS>::at(swizzled_bytes(Self::ROWS, UNITS));
+        let values = keys.from(Self::KEYS);
+        let my_keys = 8 * N8 as u32 * Self::member();
+        let my_values = values.from_unit(D8 as u32 * Self::member());
+        let group_weights =
+            Swizzled::<T, K8>::at(Self::WEIGHTS).from(Self::GROUP_ROWS * Self::group());
+        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
+        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let scale = ScoreScale::new(p.scale, p.softcap);
+        let span = rows.span();
+        let tiles = span.share(Self::KEYS, block_idx_y(), p.splits);
+        let copy = |tile, source: Global<T>, stride, begin| {
+            copy.start(tile, Self::KEYS, p.head_size, |r| {
+                let start = u64::from(begin + r) * stride;
+                (source.offset(start as usize), begin + r < span.some.end)
+            });
+            cp_async_commit();
+        };
+
+        let mut begin = span.some.first + tiles.start * Self::KEYS;
+        let end = span.some.end.min(span.some.first + tiles.end * Self::KEYS);
+        copy(keys, k, p.k.row, begin);
+        while begin < end {
+            cp_async_wait::<0>();
+            sync_threads();
+            copy(values, v, p.v.row, begin);
+
+            let mut weights = scores::<T, M, UNITS, N8>(Self::queries(), keys.from(my_keys), &read);
+            scale.adjust(&mut weights);
+            if span.is_partial(begin + my_keys, 8 * N8 as u32) {
+                mask(&mut weights, begin + my_keys, |m, half| Self::row(m, half).visible);
+            }
+            let rescale = Self::weigh(states, &mut weights, scale);
+            store_weights(&weights, group_weights, N8 as u32 * Self::member());
+
+            cp_async_wait::<0>();
+            sync_threads();
+            let next = begin + Self::KEYS;
+            if next < end {
+                copy(keys, k, p.k.row, next);
+            }
+
+            multiply(acc, rescale);
+            accumulate(acc, group_weights, my_values, &read_weights, &read);
+            begin = next;
+        }
+        cp_async_wait::<0>();
+        sync_threads();
+    }
+
+    /// Turns the warp's scores into weights against the group's new maxima; returns the factors for what was accumulated against the old ones.
+    #[inline(always)]
+    fn weigh(
+        states: &mut States<M>,
+        weights: &mut Fragments<M, N8>,
+        scale: ScoreScale,
+    ) -> [[f32; 2]; M] {
+        Self::publish(|m, half| row_max(&weights[m], half));
+        let mut rescale = [[1.0; 2]; M];
+        for m in 0..M {
+            for half in 0..2 {
+                let largest = Self::join(m, half, max) * scale.factor();
+                rescale[m][half] = states[m][half].raise(largest);
+                weigh_against(&mut states[m][half], &mut weights[m], half, scale);
+            }
+        }
+        rescale
+    }
+
+    /// The states of a lane's rows over all keys.
+    #[inline(always)]
+    fn over_group(states: States<M>) -> States<M> {
+        let mut states = states.map(|block| block.map(total));
+        Self::publish(|m, half| states[m][half].sum);
+        for m in 0..M {
+            for half in 0..2 {
+                states[m][half].sum = Self::join(m, half, |a, b| a + b);
+            }
+        }
+        states
+    }
+
+    /// Shows the group a number that four lanes have of each row.
+    #[inline(always)]
+    fn publish(number: impl Fn(usize, usize) -> f32) {
+        for m in 0..M {
+            for half in 0..2 {
+                let number = number(m, half);
+                if lane() % 4 == 0 {
+                    Self::numbers(m, half).store(Self::member(), number);
+                }
+            }
+        }
+        Self::sync_group();
+    }
+
+    /// Joins the numbers that the group's warps have of a lane's row.
+    #[inline(always)]
+    fn join(m: usize, half: usize, join: impl Fn(f32, f32) -> f32) -> f32 {
+        let numbers = Self::numbers(m, half);
+        (1..Self::WARPS).fold(numbers.load(0), |joined, warp| join(joined, numbers.load(warp)))
+    }
+
+    /// Ends a lane's rows: sinks join, and the group's first warp writes log-sum-exps. Returns what the output is multiplied by.
+    #[inline(always)]
+    fn close<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        states: States<M>,
+        head_sink: Global<T>,
+        lse: Global<f32>,
+    ) -> [[f32; 2]; M] {
+        let mut factors = [[0.0; 2]; M];
+        for m in 0..M {
+            for half in 0..2 {
+                let row = Self::row(m, half);
+                if row.s < p.q_len {
+                    let (factor, log_sum_exp) =
+                        close(p, row.is_token(), row.head, head_sink, states[m][half]);
+                    factors[m][half] = factor;
+                    if Self::member() == 0 && lane() % 4 == 0 && !lse.is_null() {
+                        lse.store(rows.index(p, row), log_sum_exp);
+                    }
+                }
+            }
+        }
+        factors
+    }
+
+    /// Writes the warp's columns of the group's rows.
+    #[inline(always)]
+    fn write<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        acc: &Fragments<M, D8>,
+        factors: [[f32; 2]; M],
+        out: Global<T>,
+    ) {
+        /// Lanes on a row.
+        const ACROSS: u32 = 8;
+        let first = D8 as u32 * Self::member();
+        let mine = Self::queries::<T>().from_unit(first);
+        store(acc, factors, mine);
+        sync_warp();
+        for r in (lane() / ACROSS..Self::GROUP_ROWS).step_by((32 / ACROSS) as usize) {
+            let row = Row::kept(Self::kept(Self::GROUP_ROWS * Self::group() + r));
+            if row.s < p.q_len {
+                let start = p.out.at(rows.batch, row.head, row.s);
+                for unit in (lane() % ACROSS..D8 as u32).step_by(ACROSS as usize) {
+                    let column = (first + unit) * T::PER_VEC;
+                    if column < p.head_size {
+                        out.store_vec(start + column as usize, mine.place(r, unit).load_vec(0));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the warp's columns of this part's result, unless it saw nothing, and the group's first warp its log-sum-exp.
+    #[inline(always)]
+    fn write_partial(
+        p: &AttentionParams,
+        rows: &Rows,
+        acc: &Fragments<M, D8>,
+        states: States<M>,
+        partial_out: Global<[f32; 2]>,
+        partial_lse: Global<f32>,
+    ) {
+        let rows_of_part = p.batch as usize * p.q_heads as usize * p.q_len as usize;
+        for m in 0..M {
+            for half in 0..2 {
+                let (row, state) = (Self::row(m, half), states[m][half]);
+                if row.s < p.q_len {
+                    let index = block_idx_y() as usize * rows_of_part + rows.index(p, row);
+                    let seen = row.is_token() && state.sum != 0.0;
+                    if Self::member() == 0 && lane() % 4 == 0 {
+                        let nothing = f32::NEG_INFINITY;
+                        partial_lse.store(index, if seen { state.log_sum_exp() } else { nothing });
+                    }
+                    if seen {
+                        Self::write_row(p, &acc[m], half, state.normaliser(), index, partial_out);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes a lane's columns of row `index` of the parts' results.
+    #[inline(always)]
+    fn write_row(
+        p: &AttentionParams,
+        acc: &[[f32; 4]; D8],
+        half: usize,
+        factor: f32,
+        index: usize,
+        partial_out: Global<[f32; 2]>,
+    ) {
+        for block in 0..D8 {
+            let column = 8 * (D8 as u32 * Self::member() + block as u32);
+            if column < p.head_size {
+                let at = index * p.head_size as usize + (column + column_of()) as usize;
+                let pair = [acc[block][2 * half], acc[block][2 * half + 1]];
+                partial_out.store(at / 2, pair.map(|x| x * factor));
+            }
+        }
+    }
+}
+
+/// Rescales what was accumulated; in most steps no row of the warp has a new maximum, and there is nothing to do.
+#[inline(always)]
+fn multiply<const M: usize, const D8: usize>(acc: &mut Fragments<M, D8>, rescale: [[f32; 2]; M]) {
+    if any_sync(rescale.as_flattened().iter().any(|&factor| factor != 1.0)) {
+        for m in 0..M {
+            for block in 0..D8 {
+                for i in 0..4 {
+                    acc[m][block][i] *= rescale[m][i / 2];
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+
+    fn call(batch: u32, q_heads: u32, kv_heads: u32, q_len: u32) -> AttentionParams {
+        AttentionParams {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            head_size: 512,
+            splits: 1,
+            ..AttentionParams::zeroed()
+        }
+    }
+
+    #[test]
+    fn few_blocks_are_cut_until_every_multiprocessor_has_one() {
+        assert_eq!(splits(&call(1, 32, 8, 1), 16, 64, 8192, 132), 16);
+        assert_eq!(splits(&call(8, 32, 8, 1), 16, 64, 8192, 132), 2);
+        assert_eq!(splits(&call(1, 32, 8, 128), 64, 64, 8192, 132), 2);
+    }
+
+    #[test]
+    fn more_parts_than_the_merge_can_take_are_not_made() {
+        assert_eq!(splits(&call(1, 8, 1, 1), 16, 64, 8192, 132), 64);
+    }
+
+    #[test]
+    fn prompts_and_few_keys_are_not_cut() {
+        assert_eq!(splits(&call(1, 16, 4, 1024), 64, 64, 1024, 132), 1);
+        assert_eq!(splits(&call(1, 32, 8, 1), 16, 64, 64, 132), 1);
+        let window = AttentionParams { window: 100, ..call(64, 32, 8, 1) };
+        assert_eq!(splits(&window, 16, 64, 8192, 132), 1);
+    }
+
+    #[test]
+    fn each_shape_fits_the_multiprocessors_it_is_for() {
+        const {
+            assert!(
+                Rows16Keys32::SHARED_BYTES <= 99 << 10 && Rows32Keys32::SHARED_BYTES <= 99 << 10
+            );
+            assert!(
+                Rows16Keys64::SHARED_BYTES <= 163 << 10 && Rows64Keys32::SHARED_BYTES <= 163 << 10
+            );
+            assert!(
+                Rows32Keys64::SHARED_BYTES <= 227 << 10 && Rows64Keys64::SHARED_BYTES <= 227 << 10
+            );
+        }
+    }
+}
