@@ -125,12 +125,12 @@ fn multiply_mn_major(form: Form, base: u32) -> [f32; 64] {
         let at = base + A + chunk + row * form.row + k * 2 % form.row;
         ld_shared::<u32>(at ^ (at >> 3 & (form.row - 16)))
     };
-    let mut c = [0.0; 64];
+    let mut c = [f32::NAN; 64];
     for step in 0..DEPTH / 16 {
         let k = step * 16 + pair;
         let registers = [a(row, k), a(row + 8, k), a(row, k + 8), a(row + 8, k + 8)];
         wgmma_fence();
-        wgmma_add_registers_bf16(&mut c, registers, form.mn_major(base + B, step));
+        wgmma_registers_bf16(&mut c, step > 0, registers, form.mn_major(base + B, step));
     }
     wgmma_commit();
     wgmma_wait::<0>();

@@ -266,7 +266,9 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
         let tiles = p.q_len.saturating_mul(p.group()).div_ceil(rows);
         return [(!fits).into(), tiles, rows, usize::MAX - keys];
     }
-    [work(entry, p), 0, 0, 0]
+    // `hopper`'s larger tiles may sum rounded weights, which is too coarse for a log-sum-exp.
+    let coarse = if p.lse { entry.rows as usize } else { 0 };
+    [coarse, work(entry, p), 0, 0]
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 44 rows more (measured: `docs/perf-log.md`).

@@ -237,6 +237,8 @@ fn long_prompts_take_tiles_of_more_rows() {
         let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
         let got = plan.launches.last().unwrap().entry.rows;
         assert_eq!(got, want, "{rows} rows of {size}, causal {causal}");
+        let plan = plan(&with(prompt, |p| p.lse = true), &device("h200"), &Switches::default());
+        assert_eq!(plan.unwrap().launches.last().unwrap().entry.rows, 128, "log-sum-exp");
     }
 }
 

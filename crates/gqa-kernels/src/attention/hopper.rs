@@ -24,7 +24,8 @@
 //! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q stage, each stage of
 //! the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
-//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights rounded to the element type.
+//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights rounded to the element type. [`D64`] divides by the sum of the
+//! rounded weights, which its log-sum-exp is of, too.
 
 mod consumer;
 mod mask;
@@ -81,7 +82,13 @@ impl<
         counter: Global<u32>,
         p: &AttentionParams,
     ) {
-        const { assert!(C == N as usize / 2 && W == N as usize / 4 && O == D as usize / 2) };
+        const {
+            assert!(
+                C == N as usize / 2
+                    && W == N as usize / 4
+                    && (O == D as usize / 2 || O == D as usize / 2 + 4 && D <= 64)
+            )
+        };
         let base = shared_base();
         if thread_idx() == 0 {
             for map in [q, k, v] {
@@ -89,6 +96,7 @@ impl<
             }
             init_barriers::<Self>(base);
         }
+        fill_ones::<T, Self>(base);
         sync_threads();
         if thread_idx() < WARPGROUP {
             // Those who copy a mask need more.
@@ -181,6 +189,18 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         let pointers = Pointers { mask, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
+}
+
+/// Where the tensor cores sum weights, writes the ones, for them to see after a barrier.
+#[inline(always)]
+fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
+    if !S::SUM_COLUMNS {
+        return;
+    }
+    if thread_idx() < S::ONES_BYTES / 16 {
+        st_shared_vec(base + S::ONES + 16 * thread_idx(), [T::pack(1.0, 1.0); 4]);
+    }
+    fence_proxy_async();
 }
 
 #[inline(always)]

@@ -79,8 +79,8 @@ pub trait MmaElement: Element {
     fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C];
     /// `d += a · b` over 16 columns for a warpgroup, both from shared memory.
     fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);
-    /// `d += a · b` over 16 rows of `b` for a warpgroup, `a` from registers.
-    fn wgmma_add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64);
+    /// `d = keep · d + a · b` over 16 rows of `b` for a warpgroup, `a` from registers; where `keep` is false, whatever `d` is.
+    fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64);
 }
 
 impl Element for f32 {
@@ -149,8 +149,8 @@ impl MmaElement for f16 {
         simt::wgmma_add_f16(d, a, b);
     }
     #[inline(always)]
-    fn wgmma_add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
-        simt::wgmma_add_registers_f16(d, a, b);
+    fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
+        simt::wgmma_registers_f16(d, keep, a, b);
     }
 }
 
@@ -172,7 +172,7 @@ impl MmaElement for bf16 {
         simt::wgmma_add_bf16(d, a, b);
     }
     #[inline(always)]
-    fn wgmma_add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
-        simt::wgmma_add_registers_bf16(d, a, b);
+    fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
+        simt::wgmma_registers_bf16(d, keep, a, b);
     }
 }

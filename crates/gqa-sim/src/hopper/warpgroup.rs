@@ -37,10 +37,10 @@ impl Wgmma {
         match (self.element, self.a, self.adds) {
             (Product::F16, Source::Shared, false) => "wgmma_f16",
             (Product::F16, Source::Shared, true) => "wgmma_add_f16",
-            (Product::F16, Source::Registers, _) => "wgmma_add_registers_f16",
+            (Product::F16, Source::Registers, _) => "wgmma_registers_f16",
             (Product::Bf16, Source::Shared, false) => "wgmma_bf16",
             (Product::Bf16, Source::Shared, true) => "wgmma_add_bf16",
-            (Product::Bf16, Source::Registers, _) => "wgmma_add_registers_bf16",
+            (Product::Bf16, Source::Registers, _) => "wgmma_registers_bf16",
         }
     }
 }
@@ -300,7 +300,7 @@ fn words(a: u64, b: u64) -> [u32; 4] {
 }
 
 macro_rules! wgmma {
-    ($element:expr, $fresh:ident, $add:ident, $add_registers:ident) => {
+    ($element:expr, $fresh:ident, $add:ident, $registers:ident) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
         #[track_caller]
         #[inline]
@@ -317,14 +317,14 @@ macro_rules! wgmma {
             issue(($element, Source::Shared, true), d, words(a, b));
         }
 
-        /// `d += a · b`, `a` in registers, `b` MN-major in shared memory.
+        /// `d = keep · d + a · b`, `a` in registers, `b` MN-major in shared memory; where `keep` is false, whatever `d` is.
         #[track_caller]
         #[inline]
-        pub fn $add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
+        pub fn $registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
             let operands = [b as u32, (b >> 32) as u32, a[0], a[1], a[2], a[3]];
-            issue(($element, Source::Registers, true), d, operands);
+            issue(($element, Source::Registers, keep), d, operands);
         }
     };
 }
-wgmma!(Product::F16, wgmma_f16, wgmma_add_f16, wgmma_add_registers_f16);
-wgmma!(Product::Bf16, wgmma_bf16, wgmma_add_bf16, wgmma_add_registers_bf16);
+wgmma!(Product::F16, wgmma_f16, wgmma_add_f16, wgmma_registers_f16);
+wgmma!(Product::Bf16, wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16);

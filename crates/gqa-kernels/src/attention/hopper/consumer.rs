@@ -56,6 +56,8 @@ struct State<const W: usize, const O: usize> {
     o: [f32; O],
     weights: [u32; W],
     rows: RowPair,
+    /// The output has begun: it is not what another work tile left.
+    begun: bool,
 }
 
 impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
@@ -75,7 +77,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             base,
             warpgroup,
             pointers,
-            softmax: Softmax { p, factor, row },
+            softmax: Softmax { p, factor, row, adds: !S::SUM_COLUMNS },
             q: Ring::START,
             kv: Ring::START,
             mask: Ring::START,
@@ -117,14 +119,19 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let mut rows = RowPair::EMPTY;
         let raised = self.start(&mut s, &mut rows, true);
         self.relate_and_weigh(&mut s, &mut rows, raised);
-        Softmax::weigh(1, &mut s, &mut rows);
+        self.softmax.weigh(1, &mut s, &mut rows);
         let weights = pack::<T, C, W>(&s);
-        let mut state = State { o, weights, rows };
+        let mut state = State { o, weights, rows, begun: false };
         loop {
             if S::MASK_STAGES == 0 && at.tile < at.keys.full_end && at.tile > at.bottom {
+                if !state.begun {
+                    at.tile -= 1;
+                    self.step(&mut state, false);
+                    state.begun = true;
+                }
                 while at.tile > at.bottom {
                     at.tile -= 1;
-                    self.step(&mut state);
+                    self.step(&mut state, true);
                 }
                 self.release_queries(at);
             }
@@ -132,11 +139,11 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
                 break;
             }
         }
-        let State { mut o, weights, rows } = state;
+        let State { mut o, weights, rows, begun } = state;
         self.clear_values(at, self.kv);
         self.wait_tile(self.kv);
         self.take_turn();
-        self.issue_output(&mut o, &weights, self.kv);
+        self.issue_output(&mut o, begun, &weights, self.kv);
         self.pass_turn();
         wgmma_wait::<0>();
         self.finish(&mut o, rows.states(), at.slot);
@@ -144,18 +151,18 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// The scores of the next key tile, the output of the last: all rows see all keys of both.
     #[inline(always)]
-    fn step(&mut self, state: &mut State<W, O>) {
+    fn step(&mut self, state: &mut State<W, O>, begun: bool) {
         let values = self.kv.next(S::STAGES);
-        let mut s = self.multiply(state, values);
-        let State { o, weights, rows } = state;
+        let mut s = self.multiply(state, begun, values);
+        let State { o, weights, rows, .. } = state;
         let mut raised = Raised::NONE;
         self.softmax.relate(0, &mut s, rows, &mut raised);
-        Softmax::weigh(0, &mut s, rows);
+        self.softmax.weigh(0, &mut s, rows);
         self.softmax.relate(1, &mut s, rows, &mut raised);
         wgmma_wait::<0>();
         self.release_tile();
         // The second row's exponentials hide the packing.
-        Softmax::weigh(1, &mut s, rows);
+        self.softmax.weigh(1, &mut s, rows);
         *weights = pack::<T, C, W>(&s);
         raised.apply(o);
     }
@@ -178,8 +185,9 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         }
         let values = self.kv.next(S::STAGES);
         self.clear_values(&from, values);
-        let mut s = self.multiply(state, values);
-        let State { o, weights, rows } = state;
+        let mut s = self.multiply(state, state.begun, values);
+        let State { o, weights, rows, begun } = state;
+        *begun = !ends;
         self.release_queries(at);
         let done = rows.states();
         self.cap_and_mask(&mut s, at);
@@ -190,10 +198,9 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         if !ends {
             raised.apply(o);
         }
-        Softmax::weigh(1, &mut s, rows);
+        self.softmax.weigh(1, &mut s, rows);
         if ends {
             self.finish(o, done, from.slot);
-            *o = [0.0; O];
         }
         *weights = pack::<T, C, W>(&s);
         true
@@ -201,12 +208,12 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Issues the next S and this O; returns S when it is there.
     #[inline(always)]
-    fn multiply(&mut self, state: &mut State<W, O>, values: Ring) -> [f32; C] {
+    fn multiply(&mut self, state: &mut State<W, O>, begun: bool, values: Ring) -> [f32; C] {
         self.wait_tile(self.kv);
         self.take_turn();
         let s = self.issue_scores();
         self.wait_tile(values);
-        self.issue_output(&mut state.o, &state.weights, values);
+        self.issue_output(&mut state.o, begun, &state.weights, values);
         self.pass_turn();
         wgmma_wait::<1>();
         self.release_tile();
@@ -287,8 +294,11 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Issues O += P · V.
     #[inline(always)]
-    fn issue_output(&self, o: &mut [f32; O], weights: &[u32; W], at: Ring) {
-        let v = Descriptor::new(self.base + S::KV + at.stage * S::KV_BYTES, S::N * 128);
+    fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
+        let v = self.base + S::KV + at.stage * S::KV_BYTES;
+        // The ones are the chunk behind, wherever the rows are.
+        let behind = if S::SUM_COLUMNS { self.base + S::ONES - v } else { S::N * 128 };
+        let v = Descriptor::new(v, behind);
         wgmma_fence();
         let mut step = 0;
         while step < W / 4 {
@@ -298,7 +308,9 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
                 weights[4 * step + 2],
                 weights[4 * step + 3],
             ];
-            T::wgmma_add_registers(o, a, v.at(step as u32 * 16 * 128));
+            let rows = step as u32 * 16 * 128;
+            let v = if S::SUM_COLUMNS { v.towards(rows) } else { v.at(rows) };
+            T::wgmma_registers(o, begun || step > 0, a, v);
             step += 1;
         }
         wgmma_commit();
@@ -363,9 +375,9 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
                 mbarrier_arrive(self.base + S::MASK_EMPTY + self.mask.barrier());
             }
             self.mask = self.mask.next(S::MASK_STAGES);
-            Softmax::weigh(0, s, rows);
+            self.softmax.weigh(0, s, rows);
         } else {
-            Softmax::weigh(0, s, rows);
+            self.softmax.weigh(0, s, rows);
             self.softmax.relate(1, s, rows, &mut raised);
         }
         raised
@@ -399,7 +411,11 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Normalises the output of a finished work tile and writes it.
     #[inline(always)]
-    fn finish(&self, o: &mut [f32; O], rows: [SoftmaxState; 2], slot: Slot) {
+    fn finish(&self, o: &mut [f32; O], mut rows: [SoftmaxState; 2], slot: Slot) {
+        if S::SUM_COLUMNS {
+            rows[0].sum = o[O - 4];
+            rows[1].sum = o[O - 2];
+        }
         let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
         let output = Output { p: self.p, place, seqlen, row: self.softmax.row };
         let Pointers { head_sink, to, .. } = self.pointers;
@@ -408,7 +424,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         if S::PARTS {
             output.store_part(o, to.partial_out);
         } else {
-            output.store(o, to.out);
+            output.store::<T, S, O>(o, to.out);
         }
     }
 }
@@ -421,6 +437,12 @@ impl Descriptor {
     #[inline(always)]
     fn new(address: u32, chunk_bytes: u32) -> Self {
         Self(address >> 4 | (chunk_bytes >> 4) << 16)
+    }
+
+    /// Of the first chunk's part that starts `bytes` further on, and all of the second chunk.
+    #[inline(always)]
+    fn towards(self, bytes: u32) -> u64 {
+        Self(self.0.wrapping_sub((bytes >> 4) << 16)).at(bytes)
     }
 
     /// Of the part that starts `bytes` further on.

@@ -50,8 +50,10 @@ impl Output<'_> {
         let mut half = 0;
         while half < 2 {
             let mut state = rows[half];
-            state.sum += shfl_xor_f32(state.sum, 1);
-            state.sum += shfl_xor_f32(state.sum, 2);
+            if !S::SUM_COLUMNS {
+                state.sum += shfl_xor_f32(state.sum, 1);
+                state.sum += shfl_xor_f32(state.sum, 2);
+            }
             factors[half] = 1.0;
             if !S::PARTS && self.p.sink != sink::NONE {
                 let logit = if self.p.sink == sink::PER_HEAD {
@@ -77,7 +79,12 @@ impl Output<'_> {
 
     /// Writes the rows that there are; those that are no tokens as zeros.
     #[inline(always)]
-    pub(super) fn store<T: MmaElement, const O: usize>(&self, o: &[f32; O], out: Global<T>) {
+    pub(super) fn store<T: MmaElement, S: Tile, const O: usize>(
+        &self,
+        o: &mut [f32; O],
+        out: Global<T>,
+    ) {
+        self.clear_padding(o);
         let Place { batch, head, row: first, .. } = self.place;
         // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
         let lane = opaque(lane());
@@ -85,21 +92,19 @@ impl Output<'_> {
         let mut half = 0;
         while half < 2 {
             let s = first + self.row + 8 * half as u32;
-            let token = self.seqlen.is_token(s);
             let at = self.p.out.at(batch, head, s) + column as usize;
             let mut group = 0;
-            while group < O.div_ceil(16) {
+            while group < S::D.div_ceil(32) as usize {
                 let mut words = [0; 4];
                 let mut i = 0;
                 while i < 4 {
                     let pair = 16 * group + 4 * i + 2 * half;
-                    if pair < O {
+                    if pair < S::D as usize / 2 {
                         words[i] = T::pack(o[pair], o[pair + 1]);
                     }
                     i += 1;
                 }
                 let words = transpose(words, lane);
-                let words = if token { words } else { [0; 4] };
                 let ahead = group as u32 * 32;
                 if s < self.p.q_len && column + ahead < self.p.head_size {
                     out.store_vec(at + ahead as usize, words);
@@ -109,6 +114,24 @@ impl Output<'_> {
             half += 1;
         }
     }
+
+    /// Rows that are no tokens become zeros, whatever they are.
+    #[inline(always)]
+    fn clear_padding<const O: usize>(&self, o: &mut [f32; O]) {
+        let is_token = |half: u32| self.seqlen.is_token(self.place.row + self.row + 8 * half);
+        let tokens = [is_token(0), is_token(1)];
+        // A vote, so that the assembler sees that a warp's lanes agree.
+        if any_sync(!(tokens[0] && tokens[1])) {
+            let mut i = 0;
+            while i < O {
+                if !tokens[i / 2 % 2] {
+                    o[i] = 0.0;
+                }
+                i += 1;
+            }
+        }
+    }
+
     /// Writes the rows of a part.
     #[inline(always)]
     pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {

@@ -29,6 +29,11 @@ pub(super) trait Tile {
     const CHUNKS: u32 = Self::D.div_ceil(CHUNK);
     const Q_BYTES: u32 = Self::ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
+    /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V: the sums are those of the rounded
+    /// weights then.
+    const SUM_COLUMNS: bool;
+    /// As many rows of ones as one multiplication takes.
+    const ONES_BYTES: u32 = if Self::SUM_COLUMNS { 16 * 128 } else { 0 };
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
     /// Q tiles in flight: two where shared memory allows, so that the next one is there before it is needed.
@@ -36,13 +41,15 @@ pub(super) trait Tile {
     const MASK_BYTES: u32 = Self::ROWS * Self::N * 2;
     /// K and V tiles in flight together.
     const STAGES: u32 = {
-        let rest = Self::Q_STAGES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES + 1024;
+        let rest = Self::Q_STAGES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES;
+        let rest = rest + Self::ONES_BYTES + 1024;
         let fit = (SHARED - rest) / Self::KV_BYTES;
         if fit < MAX_STAGES { fit } else { MAX_STAGES }
     };
     const KV: u32 = Self::Q_STAGES * Self::Q_BYTES;
     const MASK: u32 = Self::KV + Self::STAGES * Self::KV_BYTES;
-    const Q_FULL: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
+    const ONES: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
+    const Q_FULL: u32 = Self::ONES + Self::ONES_BYTES;
     const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_STAGES;
     const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_STAGES;
     const KV_EMPTY: u32 = Self::KV_FULL + 8 * Self::STAGES;
@@ -51,13 +58,11 @@ pub(super) trait Tile {
     const DRAWN_FULL: u32 = Self::MASK_EMPTY + 8 * Self::MASK_STAGES;
     const DRAWN: u32 = Self::DRAWN_FULL + 8 * DRAWN;
     const WORK: u32 = Self::DRAWN + 4 * DRAWN;
-    /// A word for each consumer warp.
-    const SUMS: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
-    const BYTES: u32 = Self::SUMS + Self::WARPGROUPS * 16;
+    const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
 }
 
-/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread; `M` tiles
-/// of a mask in flight, or 0 and no mask; whole key ranges or `PARTS` of them.
+/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread, four more
+/// of these if the tensor cores sum weights; `M` tiles of a mask in flight, or 0 and no mask; whole key ranges or `PARTS` of them.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -69,8 +74,8 @@ pub struct Hopper<
     const PARTS: bool,
 >;
 
-/// Head sizes up to 64.
-pub type D64 = Hopper<64, 128, 3, 64, 32, 32, 0, false>;
+/// Head sizes up to 64. The tensor cores sum the weights, because the loop is bound by its instructions.
+pub type D64 = Hopper<64, 128, 3, 64, 32, 36, 0, false>;
 /// The same for short prompts, which fill tiles of fewer rows better, and for parts, whose way out needs more registers than three
 /// warpgroups have.
 pub type D64Short<const PARTS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, PARTS>;
@@ -115,4 +120,5 @@ impl<
     const WARPGROUPS: u32 = G;
     const MASK_STAGES: u32 = M;
     const PARTS: bool = PARTS;
+    const SUM_COLUMNS: bool = O as u32 > D / 2;
 }

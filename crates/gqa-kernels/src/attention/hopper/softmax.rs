@@ -116,6 +116,8 @@ pub(super) struct Softmax<'a> {
     pub(super) factor: f32,
     /// First of this thread's two rows in the block's tile.
     pub(super) row: u32,
+    /// Weights are summed here, and not by the tensor cores.
+    pub(super) adds: bool,
 }
 
 impl Softmax<'_> {
@@ -209,14 +211,14 @@ impl Softmax<'_> {
         // A vote, so that the assembler sees that a warp's lanes agree.
         if any_sync(tops[0].max(tops[1]) > rows.limit[half]) {
             raised.any = true;
-            raised.factors[half] *= Self::raise(half, s, rows);
+            raised.factors[half] *= self.raise(half, s, rows);
         }
     }
 
     /// Raises the reference of a row to its greatest exponent, which becomes 0, where that exceeds the limit. Returns the factor
     /// for what was accumulated.
     #[inline(always)]
-    fn raise<const C: usize>(half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
+    fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
         let mut top = greatest(half, s);
         let empty = rows.limit[half] == UNSET;
         if top <= if empty { f32::NEG_INFINITY } else { SLACK } {
@@ -232,13 +234,15 @@ impl Softmax<'_> {
             i += 1;
         }
         let factor = exp2(-max(top, 0.0));
-        rows.sum[half] *= factor;
+        if self.adds {
+            rows.sum[half] *= factor;
+        }
         factor
     }
 
     /// Second step: the exponents of one of the two rows become weights.
     #[inline(always)]
-    pub(super) fn weigh<const C: usize>(half: usize, s: &mut [f32; C], rows: &mut RowPair) {
+    pub(super) fn weigh<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) {
         // Independent chains here too.
         let mut sums = [0.0; 4];
         let mut i = 0;
@@ -248,12 +252,16 @@ impl Softmax<'_> {
                 let at = 4 * i + 2 * half + j;
                 s[at] = exp2(s[at]);
                 let chain = i % 2 * 2 + j;
-                sums[chain] = if i < 2 { s[at] } else { sums[chain] + s[at] };
+                if self.adds {
+                    sums[chain] = if i < 2 { s[at] } else { sums[chain] + s[at] };
+                }
                 j += 1;
             }
             i += 1;
         }
-        rows.sum[half] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        if self.adds {
+            rows.sum[half] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        }
     }
 }
 

@@ -74,7 +74,7 @@ pub fn named_barrier_arrive(id: u32, threads: u32) {
 
 /// One instruction form for every width: the accumulator operands are numbered first, the others follow.
 macro_rules! wgmma {
-    ($ty:literal, $fresh:ident, $add:ident, $add_registers:ident; $($count:literal $n:literal ($a:literal $b:literal $a1:literal $a2:literal $a3:literal) [$($i:literal)*];)*) => {
+    ($ty:literal, $fresh:ident, $add:ident, $registers:ident; $($count:literal $n:literal ($a:literal $b:literal $a1:literal $a2:literal $a3:literal $keep:literal) [$($i:literal)*];)*) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
         #[inline(always)]
         pub fn $fresh<const C: usize>(a: u64, b: u64) -> [f32; C] {
@@ -109,16 +109,17 @@ macro_rules! wgmma {
             }
         }
 
-        /// `d += a · b`, `a` in registers, `b` MN-major in shared memory.
+        /// `d = keep · d + a · b`, `a` in registers, `b` MN-major in shared memory; where `keep` is 0, whatever `d` is.
         #[inline(always)]
-        pub fn $add_registers<const C: usize>(d: &mut [f32; C], a: [u32; 4], b: u64) {
+        pub fn $registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
+            let keep = keep as u32;
             // SAFETY: as above.
             unsafe {
                 match C {
                     $($count => {
                         let d = &mut *d.as_mut_ptr().cast::<[f32; $count]>();
-                        asm!(concat!("wgmma.mma_async.sync.aligned.m64n", $n, "k16.f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {{{", $a, "}, {", $a1, "}, {", $a2, "}, {", $a3, "}}}, {", $b, "}, 1, 1, 1, 1;"),
-                            inout(reg32) d[0], $(inout(reg32) d[$i],)* in(reg32) a[0], in(reg64) b, in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], options(nostack));
+                        asm!(concat!("{{ .reg .pred keep; setp.ne.b32 keep, {", $keep, "}, 0; wgmma.mma_async.sync.aligned.m64n", $n, "k16.f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {{{", $a, "}, {", $a1, "}, {", $a2, "}, {", $a3, "}}}, {", $b, "}, keep, 1, 1, 1; }}"),
+                            inout(reg32) d[0], $(inout(reg32) d[$i],)* in(reg32) a[0], in(reg64) b, in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) keep, options(nostack));
                     })*
                     _ => super::trap(),
                 }
@@ -130,34 +131,36 @@ macro_rules! wgmma {
 /// The widths in use: accumulators per thread, N, the numbers of the operands behind them.
 macro_rules! widths {
     ($($call:tt)*) => { wgmma! { $($call)*
-    32 "64" (32 33 34 35 36)
+    32 "64" (32 33 34 35 36 37)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31];
-    40 "80" (40 41 42 43 44)
+    36 "72" (36 37 38 39 40 41)
+        [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35];
+    40 "80" (40 41 42 43 44 45)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39];
-    48 "96" (48 49 50 51 52)
+    48 "96" (48 49 50 51 52 53)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47];
-    56 "112" (56 57 58 59 60)
+    56 "112" (56 57 58 59 60 61)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55];
-    64 "128" (64 65 66 67 68)
+    64 "128" (64 65 66 67 68 69)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63];
-    80 "160" (80 81 82 83 84)
+    80 "160" (80 81 82 83 84 85)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
         70 71 72 73 74 75 76 77 78 79];
-    96 "192" (96 97 98 99 100)
+    96 "192" (96 97 98 99 100 101)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
         70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95];
-    112 "224" (112 113 114 115 116)
+    112 "224" (112 113 114 115 116 117)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
         70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95 96 97 98 99 100 101
         102 103 104 105 106 107 108 109 110 111];
-    128 "256" (128 129 130 131 132)
+    128 "256" (128 129 130 131 132 133)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
         70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95 96 97 98 99 100 101
@@ -165,5 +168,5 @@ macro_rules! widths {
         127];
     } };
 }
-widths!("bf16", wgmma_bf16, wgmma_add_bf16, wgmma_add_registers_bf16;);
-widths!("f16", wgmma_f16, wgmma_add_f16, wgmma_add_registers_f16;);
+widths!("bf16", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16;);
+widths!("f16", wgmma_f16, wgmma_add_f16, wgmma_registers_f16;);
