@@ -271,9 +271,9 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
     [coarse, work(entry, p), 0, 0]
 }
 
-/// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 44 rows more (measured: `docs/perf-log.md`).
+/// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 60 rows more (measured: `docs/perf-log.md`).
 fn work(entry: &Entry, p: &Problem) -> usize {
-    const OVERHEAD: usize = 44;
+    const OVERHEAD: usize = 60;
     let (rows, keys) = (entry.rows.max(1) as usize, entry.keys.max(1) as usize);
     let past = p.total_len.saturating_sub(p.q_len);
     let tiles = |tile: usize| {

@@ -226,7 +226,7 @@ fn long_prompts_take_tiles_of_more_rows() {
     for (size, rows, causal, want) in [
         // Six tiles of 192 rows step over a third more scores than eight of 128 rows.
         (64, 1024, true, 128),
-        (64, 3072, true, 192),
+        (64, 2048, true, 192),
         (64, 2048, false, 192),
         (80, 2048, true, 128),
         (80, 8192, true, 192),
