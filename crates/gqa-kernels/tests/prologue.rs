@@ -543,17 +543,19 @@ proptest! {
     }
 
     #[test]
-    fn a_grid_has_a_thread_for_each_vector_until_it_is_capped(case in case(), multiprocessors in 0..=200u32) {
+    fn a_grid_has_a_thread_for_each_item_until_it_is_capped(case in case(), multiprocessors in 0..=200u32) {
         let t = case.tensors::<f32>();
         let p = case.params(&t, Strides::default(), Strides::default(), Strides::default());
-        let vectors = |rows: u32, heads: u32| u64::from(rows * heads * case.batch() * (case.head_size / 4));
+        let items = |rows: u32, heads: u32, each: u32| u64::from(rows * heads * case.batch() * each);
+        let vectors = |rows, heads| items(rows, heads, case.head_size / 4);
+        let pairs = |rows, heads| items(rows, heads, (case.head_size / 4).div_ceil(2));
         let new_heads = if case.appends { 2 * case.kv_heads } else { 0 };
         for (kernel, work) in [
-            ("concat_kv_in_place", vectors(case.new_len(), 2 * case.kv_heads)),
+            ("concat_kv_in_place", pairs(case.new_len(), 2 * case.kv_heads)),
             ("concat_new_to_past_kv", vectors(case.capacity(), 2 * case.kv_heads)),
             ("unpack_qkv", vectors(case.q_len, case.q_heads() + new_heads)),
-            ("unpack_qkv_with_rope_and_append_kv", vectors(case.q_len, case.q_heads() + new_heads)),
-            ("rotary_embedding", vectors(case.q_len, case.q_heads())),
+            ("unpack_qkv_with_rope_and_append_kv", pairs(case.q_len, case.q_heads() + new_heads)),
+            ("rotary_embedding", pairs(case.q_len, case.q_heads())),
             ("sequence_lengths", u64::from(case.batch())),
             ("seqlens_to_pos_ids", u64::from(case.batch() * case.q_len)),
         ] {
