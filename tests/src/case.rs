@@ -259,19 +259,24 @@ pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
     let rows = prop_oneof![4 => up_to(16), 1 => up_to(64)];
     (case(crate::half_dtype(), heads, max_rows), rows).prop_map(|(case, (group, rows))| {
         let q_len = if case.q_len == 1 { 1 } else { rows };
-        Case {
-            q_len,
-            past: case
-                .past
-                .iter()
-                .map(|past| if case.first_prompt { past % q_len } else { *past })
-                .collect(),
-            group,
-            bias: None,
-            qk_output: 0,
-            ..case
-        }
+        step(case, group, q_len)
     })
+}
+
+/// The same of more than 32 packed query rows and up to 128, of the head sizes that have kernels for 64.
+pub fn tall_steps(max_rows: usize) -> impl Strategy<Value = Case> {
+    let heads = proptest::sample::select(vec![64usize, 80, 96, 128]);
+    let rows = (1..=16usize)
+        .prop_flat_map(|group| (Just(group), 33usize.div_ceil(group)..=(128 / group).min(60)));
+    (case(crate::half_dtype(), heads, max_rows), rows)
+        .prop_map(|(case, (group, rows))| step(case, group, rows))
+}
+
+/// The case with so many query rows and heads to a KV head, without what decode does not do.
+fn step(case: Case, group: usize, q_len: usize) -> Case {
+    let past =
+        case.past.iter().map(|past| if case.first_prompt { past % q_len } else { *past }).collect();
+    Case { q_len, past, group, bias: None, qk_output: 0, ..case }
 }
 
 /// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no bias, no score output. Few heads,

@@ -9,7 +9,9 @@ mod parity;
 
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
-pub use case::{Bias, Case, Positions, biased_prompts, case, heads_up_to, prompts, steps};
+pub use case::{
+    Bias, Case, Positions, biased_prompts, case, heads_up_to, prompts, steps, tall_steps,
+};
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::every_entry;
 pub use parity::{Parity, any_dtype, half_dtype, parity, sequences};

@@ -2,7 +2,7 @@
 
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::Switches;
-use gqa_tests::{parity, sequences, steps};
+use gqa_tests::{parity, sequences, steps, tall_steps};
 
 fn clusters(cluster: u32, splits: u32) -> Sim {
     let switches = Switches { cluster: Some(cluster), splits: Some(splits), ..Switches::default() };
@@ -29,6 +29,12 @@ fn decode_is_reference_in_blocks_of_their_own() {
 fn decode_is_reference_in_several_clusters() {
     parity("sim, 5 clusters of 1", 40, steps(300), &clusters(1, 5));
     parity("sim, 3 clusters of 4", 20, steps(300), &clusters(4, 3));
+}
+
+#[test]
+fn decode_is_reference_by_warpgroups() {
+    parity("sim, more than 32 rows", 40, tall_steps(200), &Sim::default());
+    parity("sim, more than 32 rows, 2 clusters of 2", 15, tall_steps(300), &clusters(2, 2));
 }
 
 #[test]

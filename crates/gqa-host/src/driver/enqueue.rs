@@ -224,7 +224,7 @@ impl Device {
             grid: *grid,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
-            // A kernel made for clusters is launched as one even of one block: without, `st.async` is an illegal instruction.
+            // A kernel made for clusters is launched as one even of one block.
             cluster: if entry.max_cluster > 1 { *cluster } else { 0 },
             programmatic: *programmatic,
         };

@@ -3,7 +3,8 @@
 //!
 //! **One cluster** computes up to `ROWS` packed query rows (the query heads of one KV head, row by row of the query) against
 //! one part of the keys that they see; its blocks, the *ranks*, and their warps share the keys evenly. Every warp streams its own tiles
-//! of `KEYS` keys through its own ring of copies (`stream.rs`), so nothing in the loop waits for another warp.
+//! of `KEYS` keys through its own ring of copies (`stream.rs`), so nothing in the loop waits for another warp. With more rows than a warp has registers for, the four warps
+//! of a warpgroup share tiles and rings (`warpgroup.rs`); whoever shares them is a *team*.
 //!
 //! **New rows** (`fresh.rs`): queries come into shared memory and are rotated there. The last rank of the last part also takes the new keys,
 //! rotated, and values: into a tile of their own, which it attends to after its share of the old ones, and from there into the cache, where
@@ -12,7 +13,7 @@
 //!
 //! **Merge** (`exchange.rs`): a rank owns an equal share of the output's columns, of all rows together. It sends every other rank that
 //! one's columns of its own result, and the maxima and sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own
-//! mailbox, and adds up; a block that is all there is writes its result at once. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
+//! mailbox, and adds up; a block that is its cluster has nothing to send. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
 //!
 //! **Grid**: `ranks × parts` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row tiles` in z. **Block**: `32 WARPS` threads.
 //!
@@ -21,8 +22,8 @@
 //! partial_out (part, batch, query head, S, head size), f32; partial_states (part, cluster, rank, row), maxima and sums;
 //! arrivals (cluster, rank), counters that are zero before and after. Clusters are counted without their parts.
 //!
-//! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per warp: STAGES × (keys [KEYS], values [KEYS])
-//! | per warp: ROWS × (maximum, sum)`. After the loop a warp's ring holds its accumulators as f32.
+//! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team: STAGES × (keys [KEYS], values [KEYS])
+//! | per team: ROWS × (maximum, sum)`. After the loop a team's ring holds its accumulators as f32.
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
@@ -34,6 +35,7 @@ mod fresh;
 mod rolled;
 mod shape;
 mod stream;
+mod warpgroup;
 
 pub use shape::shape;
 
@@ -47,7 +49,7 @@ use crate::simt::{
 };
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
-use crate::tile::swizzle::{Swizzled, swizzled_bytes};
+use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
 use exchange::{Mailbox, Output, Parts};
 use fresh::{Fresh, Tiles};
 use stream::Share;
@@ -55,8 +57,8 @@ use stream::Share;
 /// Most ranks of a cluster.
 pub const MAX_RANKS: u32 = 16;
 
-/// A kernel for head size `8 D8` and `16 (M - 1) + 8 HALVES` packed query rows, whose `WARPS` warps have `STAGES` tiles of `8 N8` keys each under
-/// way.
+/// A kernel for head size `8 D8` and `16 (M - 1) + 8 HALVES` packed query rows, whose teams among `WARPS` warps have `STAGES` tiles of `8 N8` keys each
+/// under way.
 pub struct Decode<
     const D8: usize,
     const M: usize,
@@ -66,7 +68,7 @@ pub struct Decode<
     const STAGES: u32,
 >;
 
-// One shape per head size, for 8 or 16 query rows, and one for 32 where registers hold their output, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
+// One shape per head size, for 8 or 16 query rows, and ones for 32 and 64 where registers hold their output, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
 
 /// Head size 64.
 pub type D64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 8, 2>;
@@ -88,6 +90,14 @@ pub type Double80 = Decode<10, 2, 2, 4, 8, 2>;
 pub type Double96 = Decode<12, 2, 2, 4, 8, 1>;
 /// Head size 128, 32 rows.
 pub type Double128 = Decode<16, 2, 2, 4, 8, 1>;
+/// Head size 64, 64 rows.
+pub type Warpgroups64 = Decode<8, 4, 2, 8, 8, 4>;
+/// Head size 80, 64 rows.
+pub type Warpgroups80 = Decode<10, 4, 2, 8, 8, 2>;
+/// Head size 96, 64 rows.
+pub type Warpgroups96 = Decode<12, 4, 2, 8, 8, 2>;
+/// Head size 128, 64 rows.
+pub type Warpgroups128 = Decode<16, 4, 2, 8, 8, 2>;
 
 /// Clusters of one part of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -170,6 +180,8 @@ impl<
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
+    /// Whether warpgroups multiply: more rows than a warp's registers hold.
+    const BY_WARPGROUPS: bool = M > 2;
     /// The head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Packed query rows of a cluster.
@@ -179,14 +191,20 @@ impl<
     /// Threads of a block.
     pub const THREADS: u32 = WARPS * 32;
     /// Shared memory of a block.
-    pub const SHARED_BYTES: u32 = Self::STATES + WARPS * Self::ROWS * size_of::<[f32; 2]>() as u32;
+    pub const SHARED_BYTES: u32 =
+        Self::STATES + Self::TEAMS * Self::ROWS * size_of::<[f32; 2]>() as u32;
 
     const QUERIES: u32 = Self::MAILBOX_BYTES;
-    const FRESH: u32 = Self::QUERIES + swizzled_bytes(Self::ROWS, D8);
-    const STAGE_BYTES: u32 = 2 * swizzled_bytes(Self::KEYS, D8);
+    const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS);
+    const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS);
     const RINGS: u32 = Self::FRESH + Self::STAGE_BYTES;
     const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
-    const STATES: u32 = Self::RINGS + WARPS * Self::RING_BYTES;
+    const STATES: u32 = Self::RINGS + Self::TEAMS * Self::RING_BYTES;
+
+    /// Bytes of a tile.
+    const fn tile_bytes(rows: u32) -> u32 {
+        if Self::BY_WARPGROUPS { chunked_bytes(rows, D8) } else { swizzled_bytes(rows, D8) }
+    }
 
     /// The kernel.
     #[inline(always)]
@@ -230,34 +248,41 @@ impl<
         cp_async_commit();
         let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
         let cache = Self::start(&p, &rows, &share, k, v);
-        let is_alone = |place: Place| place.ranks == 1 && p.parts <= 1;
-        if !is_alone(place) {
+        if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
         }
         wait_for_all_but(2 * STAGES);
-        sync_threads();
+        Self::sync_block();
         if p.rotary.dim > 0 || p.new_len > 0 {
             fresh.turn(&rows, &tiles, turns, Self::THREADS);
-            sync_threads();
+            Self::sync_block();
             if share.has_fresh && place.row_tile == 0 {
                 fresh.append(&p, &rows, &tiles, Self::THREADS);
             }
         }
-        let (states, acc) = Self::attend(&p, &rows, &share, cache);
-        Self::publish(states, &acc);
+        if Self::BY_WARPGROUPS {
+            let (states, acc) = Self::attend_together(&p, &rows, &share, cache);
+            Self::publish_together(states, &acc);
+        } else {
+            let (states, acc) = Self::attend(&p, &rows, &share, cache);
+            Self::publish(states, &acc);
+        }
         sync_threads();
 
         let output = Output { head_sink, out, lse };
         let (place, rows) = Self::again(&p, place, rows);
-        if is_alone(place) {
-            Self::finish_alone(&p, &rows, output);
-            return;
-        }
+        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         let mailbox = Mailbox::<D8>::new(&rows, place);
-        Self::send(&rows, mailbox);
-        if mailbox.owned() > 0 {
-            let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-            Self::finish(&p, &rows, mailbox, output, parts);
+        if place.ranks == 1 {
+            Self::finish_alone(&p, &rows, place, output, parts);
+        } else {
+            Self::send(&rows, mailbox);
+        }
+        // Where there are threads enough each has one column, which is over sooner; more of them have eight, of whose row they find the weights once.
+        if mailbox.has_few_units(Self::THREADS) {
+            Self::finish::<T, 1>(&p, &rows, mailbox, output, parts);
+        } else {
+            Self::finish::<T, 8>(&p, &rows, mailbox, output, parts);
         }
     }
 
@@ -278,6 +303,6 @@ impl<
     /// The tile of queries.
     #[inline(always)]
     fn queries<T: MmaElement>() -> Swizzled<T, D8> {
-        Swizzled::at(Self::QUERIES)
+        Self::tile(Self::QUERIES, Self::ROWS)
     }
 }

@@ -86,6 +86,27 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
     out: &mut Columns<M, D8>,
     scale: ScoreScale,
 ) {
+    weigh_and_rescale::<M, HALVES, N8>(states, scores, scale, |m, half, rescale| {
+        // Lane 4r has the factor of row r; the output's rows are 2(l%4) and the next.
+        let first = 8 * (lane() % 4);
+        let rescale = [shfl_idx_f32(rescale, first), shfl_idx_f32(rescale, first + 4)];
+        for block in 0..D8 {
+            for i in 0..2 {
+                out[block][m][half][i] *= rescale[i];
+            }
+        }
+    });
+}
+
+/// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies what the lane's row accumulated against
+/// the old one.
+#[inline(always)]
+pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    scale: ScoreScale,
+    rescale: impl FnMut(usize, usize, f32),
+) {
     let mut exceeds = false;
     for m in 0..M {
         for half in 0..HALVES {
@@ -93,7 +114,7 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
         }
     }
     if any_sync(exceeds) {
-        raise::<M, HALVES, N8, D8>(states, scores, out, scale);
+        raise::<M, HALVES, N8>(states, scores, scale, rescale);
     }
     for m in 0..M {
         for half in 0..HALVES {
@@ -111,26 +132,18 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
 
 /// Raises all maxima to the largest score so far.
 #[inline(always)]
-fn raise<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
+fn raise<const M: usize, const HALVES: usize, const N8: usize>(
     states: &mut States<M>,
     scores: &Fragments<M, N8>,
-    out: &mut Columns<M, D8>,
     scale: ScoreScale,
+    mut rescale: impl FnMut(usize, usize, f32),
 ) {
     for m in 0..M {
         for half in 0..HALVES {
             let lanes = largest(&scores[m], half);
             let lanes = max(lanes, shfl_xor_f32(lanes, 1));
             let row = max(lanes, shfl_xor_f32(lanes, 2));
-            let rescale = states[m][half].raise(row * scale.factor());
-            // Lane 4r has the factor of row r; the output's rows are 2(l%4) and the next.
-            let first = 8 * (lane() % 4);
-            let rescale = [shfl_idx_f32(rescale, first), shfl_idx_f32(rescale, first + 4)];
-            for block in 0..D8 {
-                for i in 0..2 {
-                    out[block][m][half][i] *= rescale[i];
-                }
-            }
+            rescale(m, half, states[m][half].raise(row * scale.factor()));
         }
     }
 }

@@ -113,7 +113,7 @@ pub fn store<T: MmaElement, const M: usize, const D8: usize>(
 
 /// The left operand made of blocks `2 depth` and `2 depth + 1`.
 #[inline(always)]
-fn pack<T: MmaElement, const N8: usize>(weights: &[[f32; 4]; N8], depth: usize) -> [u32; 4] {
+pub fn pack<T: MmaElement, const N8: usize>(weights: &[[f32; 4]; N8], depth: usize) -> [u32; 4] {
     let [first, second] = [weights[2 * depth], weights[2 * depth + 1]];
     [
         T::pack(first[0], first[1]),

@@ -5,6 +5,8 @@
 //! two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`). Here row `r` keeps its place and its units change
 //! theirs: unit `u` is at `u ^ x(r)`, where `x` runs through all numbers below the largest power of two that divides the units of a row, 8 at most, as
 //! fast as rows come back to the same banks.
+//!
+//! `wgmma` reads rows of 128 bytes: for it wider ones are cut into chunks of eight units, chunk by chunk a tile of its own.
 
 use super::copy::UNIT;
 use crate::num::{Element, MmaElement, f16};
@@ -13,6 +15,8 @@ use crate::simt::{Global, Shared, cp_async_16, lane, thread_idx};
 /// Rows of `D8` units each, `D8` even.
 pub struct Swizzled<T, const D8: usize> {
     start: Shared<T>,
+    /// Rows of each chunk; 0: rows are whole.
+    chunk: u32,
 }
 
 impl<T, const D8: usize> Clone for Swizzled<T, D8> {
@@ -28,6 +32,11 @@ pub const fn swizzled_bytes(rows: u32, d8: usize) -> u32 {
     rows * d8 as u32 * 16
 }
 
+/// Bytes of a tile of `rows` rows, a multiple of 8, in chunks.
+pub const fn chunked_bytes(rows: u32, d8: usize) -> u32 {
+    swizzled_bytes(rows, d8.next_multiple_of(8))
+}
+
 impl<T: Element, const D8: usize> Swizzled<T, D8> {
     /// Units that trade places.
     const GROUP: u32 = 1 << (D8 as u32 | 8).trailing_zeros();
@@ -35,25 +44,53 @@ impl<T: Element, const D8: usize> Swizzled<T, D8> {
     /// The tile that starts `bytes` bytes, a multiple of 128, into the block's shared memory.
     #[inline(always)]
     pub fn at(bytes: u32) -> Self {
-        Self { start: Shared::at(bytes) }
+        Self { start: Shared::at(bytes), chunk: 0 }
+    }
+
+    /// The tile of `rows` rows, a multiple of 8, in chunks, that starts `bytes` bytes, a multiple of 1024, into the block's shared memory.
+    #[inline(always)]
+    pub fn in_chunks_at(bytes: u32, rows: u32) -> Self {
+        Self { start: Shared::at(bytes), chunk: rows }
+    }
+
+    /// Byte address of the tile.
+    #[inline(always)]
+    pub fn address(self) -> u32 {
+        self.start.address()
     }
 
     /// Where unit `unit` of row `row` is.
     #[inline(always)]
     pub fn place(self, row: u32, unit: u32) -> Shared<T> {
-        self.start.offset(Swizzled::<f16, D8>::index(row, unit) * T::PER_VEC)
+        self.start.offset(self.number(row, unit) * T::PER_VEC)
+    }
+
+    /// Number of the 16 bytes that hold unit `unit` of row `row`.
+    #[inline(always)]
+    fn number(self, row: u32, unit: u32) -> u32 {
+        if self.chunk == 0 {
+            Swizzled::<f16, D8>::index(row, unit)
+        } else {
+            Swizzled::<f16, 8>::index(unit / 8 * self.chunk + row, unit % 8)
+        }
+    }
+
+    /// Units from one row to the next.
+    #[inline(always)]
+    fn pitch(self) -> u32 {
+        if self.chunk == 0 { D8 as u32 } else { 8 }
     }
 
     /// What starts at unit `unit`, a multiple of 8, of each row, seen as a tile.
     #[inline(always)]
     pub fn from_unit(self, unit: u32) -> Self {
-        Self { start: self.start.offset(unit * T::PER_VEC) }
+        Self { start: self.place(0, unit), ..self }
     }
 
     /// What starts at row `row`, a multiple of 8, seen as a tile.
     #[inline(always)]
     pub fn from(self, row: u32) -> Self {
-        Self { start: self.start.offset(row * D8 as u32 * T::PER_VEC) }
+        Self { start: self.start.offset(row * self.pitch() * T::PER_VEC), ..self }
     }
 }
 
@@ -117,20 +154,23 @@ impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
 pub struct WarpCopy<const D8: usize> {
     /// Bytes from the start of the tile; the first `PERIOD` are in use.
     places: [u32; 8],
+    /// Bytes from each to the one `PERIOD` further on.
+    further: u32,
 }
 
 impl<const D8: usize> WarpCopy<D8> {
     const PERIOD: usize = if D8 % 4 == 0 { D8 / 4 } else { D8 / 2 };
 
-    /// The part of `lane`, this thread's.
+    /// The part of `lane`, this thread's, of tiles like this one.
     #[inline(always)]
-    pub fn of(lane: u32) -> Self {
+    pub fn of<T: Element>(lane: u32, tile: Swizzled<T, D8>) -> Self {
         let place = |i| {
             let unit = lane + 32 * i as u32;
-            let place = Swizzled::<f16, D8>::index(unit / D8 as u32, unit % D8 as u32);
+            let place = tile.number(unit / D8 as u32, unit % D8 as u32);
             if i < Self::PERIOD { 16 * place } else { 0 }
         };
-        Self { places: core::array::from_fn(place) }
+        let rows = (Self::PERIOD * 32 / D8) as u32;
+        Self { places: core::array::from_fn(place), further: rows * tile.pitch() * 16 }
     }
 
     /// Starts copying `rows` rows, a constant, from `source` on; those from `valid` on become zero.
@@ -145,7 +185,7 @@ impl<const D8: usize> WarpCopy<D8> {
         let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
         let tile = tile.start.address();
         for pass in 0..rows as usize * D8 / 32 {
-            let further = (pass / Self::PERIOD * Self::PERIOD * 512) as u32;
+            let further = (pass / Self::PERIOD) as u32 * self.further;
             let place = tile + self.places[pass % Self::PERIOD] + further;
             let element = (lane() * UNIT) as usize + 256 * pass;
             cp_async_16(place, source, element, units > 32 * pass as u32);
@@ -163,10 +203,16 @@ pub struct WarpRead<const D8: usize> {
 impl<const D8: usize> WarpRead<D8> {
     const PERIOD: usize = Swizzled::<f16, D8>::GROUP as usize / 2;
 
-    /// For the four 8×8 blocks in the order upper left, upper right, lower left, lower right.
+    /// This thread's part.
     #[inline(always)]
     pub fn of_this_lane() -> Self {
-        let (row, unit) = (lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+        Self::of(lane())
+    }
+
+    /// The part of `lane`, this thread's: the four 8×8 blocks in the order upper left, upper right, lower left, lower right.
+    #[inline(always)]
+    pub fn of(lane: u32) -> Self {
+        let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);
         let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
         let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });
         Self { places }

@@ -26,6 +26,8 @@ pub(super) struct Mailbox<const D8: usize> {
     rows: u32,
     /// Units of the most that a rank owns.
     each: u32,
+    /// 2^32 / `each`, rounded down.
+    inverse: u32,
 }
 
 impl<const D8: usize> Mailbox<D8> {
@@ -40,7 +42,8 @@ impl<const D8: usize> Mailbox<D8> {
     #[inline(always)]
     pub fn new(rows: &Rows, place: Place) -> Self {
         let units = rows.count() * D8 as u32;
-        Self { place, rows: rows.count(), each: units.div_ceil(place.ranks.max(1)) }
+        let each = units.div_ceil(place.ranks.max(1)).max(1);
+        Self { place, rows: rows.count(), each, inverse: u32::MAX / each }
     }
 
     /// Makes the inbox ready; nothing may be sent before [`wait_for_all`](Self::wait_for_all).
@@ -69,9 +72,15 @@ impl<const D8: usize> Mailbox<D8> {
 
     /// Units of this rank.
     #[inline(always)]
-    pub fn owned(self) -> u32 {
+    fn owned(self) -> u32 {
         let units = self.rows * D8 as u32;
         units.saturating_sub(self.place.rank * self.each).min(self.each)
+    }
+
+    /// Whether each of so many threads has a column at most.
+    #[inline(always)]
+    pub fn has_few_units(self, threads: u32) -> bool {
+        self.each * UNIT <= threads
     }
 
     /// Ranks that own units.
@@ -80,10 +89,11 @@ impl<const D8: usize> Mailbox<D8> {
         (self.rows * D8 as u32).div_ceil(self.each)
     }
 
-    /// First unit of this rank.
+    /// Row and column of the rank's column number `i`.
     #[inline(always)]
-    pub fn first(self) -> u32 {
-        self.place.rank * self.each
+    fn column(self, i: u32) -> (u32, u32) {
+        let unit = self.place.rank * self.each + i / UNIT;
+        (unit / D8 as u32, unit % D8 as u32 * UNIT + i % UNIT)
     }
 
     /// Where a block's first thread tells the others how many parts came before.
@@ -121,8 +131,10 @@ impl<const D8: usize> Mailbox<D8> {
     /// Sends half a unit to its owner.
     #[inline(always)]
     fn send_half(self, half: u32, columns: [f32; 4]) {
-        let (to, i) = (half / 2 / self.each, half / 2 % self.each);
-        let place = self.unit(self.place.rank, i).offset(half % 2 * UNIT / 2);
+        let unit = half / 2;
+        // Exact for few units, and shorter than a division.
+        let to = (((u64::from(unit) + 1) * u64::from(self.inverse)) >> 32) as u32;
+        let place = self.unit(self.place.rank, unit - to * self.each).offset(half % 2 * UNIT / 2);
         let barrier = peer_address(Self::barrier(), to);
         st_async_vec(peer_address(place.address(), to), columns.map(f32::to_bits), barrier);
     }
@@ -139,7 +151,8 @@ impl<
 {
     /// Threads that merge a row of the block's results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;
-    pub(super) const MAILBOX_BYTES: u32 = Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(128);
+    pub(super) const MAILBOX_BYTES: u32 = Mailbox::<D8>::bytes(Self::ROWS)
+        .next_multiple_of(if Self::BY_WARPGROUPS { 1024 } else { 128 });
 
     /// Sends the block's result to the owners.
     #[inline(always)]
@@ -159,57 +172,103 @@ impl<
         }
     }
 
-    /// Writes the result of a block that is a cluster, and the only one.
+    /// Writes the result of a block that is a cluster, or leaves it to the last part.
     #[inline(always)]
-    pub(super) fn finish_alone<T: MmaElement>(p: &DecodeParams, rows: &Rows, output: Output<T>) {
+    pub(super) fn finish_alone<T: MmaElement>(
+        p: &DecodeParams,
+        rows: &Rows,
+        place: Place,
+        output: Output<T>,
+        parts: Parts,
+    ) {
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
         if r < rows.count() {
             let (state, weights) = Self::merge_states(r);
             let row = rows.row(r);
             for unit in Rolled(first..D8 as u32, Self::ACROSS) {
                 let column = unit * UNIT;
-                let halves =
+                let [low, high] =
                     [0, UNIT / 2].map(|half| Self::merge_columns(r, column + half, &weights));
-                output.write_unit(&p.attention, rows, row, column, state, halves);
+                let [a, b, c, d] = low;
+                let [e, f, g, h] = high;
+                let sums = [a, b, c, d, e, f, g, h];
+                if p.parts <= 1 {
+                    output.write(&p.attention, rows, row, column, state, sums);
+                } else {
+                    parts.leave(p, rows, place, row, column, sums);
+                    if column == 0 {
+                        parts.leave_state(p, place, r, state);
+                    }
+                }
             }
         }
     }
 
-    /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to the last part.
+    /// What is left to do where a block is not alone, `N` columns at a time.
     #[inline(always)]
-    pub(super) fn finish<T: MmaElement>(
+    pub(super) fn finish<T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
         output: Output<T>,
         parts: Parts,
     ) {
-        let owned = (thread_idx()..mailbox.owned() * UNIT).step_by(Self::THREADS as usize);
-        let place = |i| {
-            let unit = mailbox.first() + i / UNIT;
-            (unit / D8 as u32, unit % D8 as u32 * UNIT + i % UNIT)
-        };
-        for i in owned.clone() {
-            let (r, column) = place(i);
+        if mailbox.place.ranks > 1 {
+            Self::finish_received::<T, N>(p, rows, mailbox, output, parts);
+        }
+        if p.parts > 1 {
+            Self::finish_parts::<T, N>(p, rows, mailbox, output, parts);
+        }
+    }
+
+    /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to the last part.
+    #[inline(always)]
+    fn finish_received<T: MmaElement, const N: usize>(
+        p: &DecodeParams,
+        rows: &Rows,
+        mailbox: Mailbox<D8>,
+        output: Output<T>,
+        parts: Parts,
+    ) {
+        for i in Self::owned::<N>(mailbox) {
+            let (r, column) = mailbox.column(i);
             let row = rows.row(r);
             mailbox.wait();
-            let (state, sum) = mailbox.sum(r, i);
+            let (state, sums) = mailbox.sum::<N>(r, i);
             if p.parts <= 1 {
-                output.write(&p.attention, rows, row, column, state, sum);
+                output.write(&p.attention, rows, row, column, state, sums);
             } else {
-                parts.leave_column(p, rows, mailbox.place, row, column, sum);
+                parts.leave(p, rows, mailbox.place, row, column, sums);
                 if i == 0 || column == 0 {
                     parts.leave_state(p, mailbox.place, r, state);
                 }
             }
         }
-        if p.parts > 1 && parts.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
-            for i in owned {
-                let (r, column) = place(i);
-                let (state, sum) = parts.sum(p, rows, mailbox.place, r, column);
-                output.write(&p.attention, rows, rows.row(r), column, state, sum);
+    }
+
+    /// In the last part to come, adds up what all of them left, and writes the rank's columns.
+    #[inline(always)]
+    fn finish_parts<T: MmaElement, const N: usize>(
+        p: &DecodeParams,
+        rows: &Rows,
+        mailbox: Mailbox<D8>,
+        output: Output<T>,
+        parts: Parts,
+    ) {
+        if mailbox.owned() > 0 && parts.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
+            for i in Self::owned::<N>(mailbox) {
+                let (r, column) = mailbox.column(i);
+                let row = rows.row(r);
+                let (state, sums) = parts.sum::<N>(p, rows, mailbox.place, r, row, column);
+                output.write(&p.attention, rows, row, column, state, sums);
             }
         }
+    }
+
+    /// The thread's columns among the rank's, in pieces of `N`: the first of each.
+    #[inline(always)]
+    fn owned<const N: usize>(mailbox: Mailbox<D8>) -> Rolled {
+        Rolled(thread_idx() * N as u32..mailbox.owned() * UNIT, Self::THREADS * N as u32)
     }
 }
 
@@ -222,43 +281,25 @@ pub(super) struct Output<T> {
 }
 
 impl<T: MmaElement> Output<T> {
-    /// Ends a row's column, and with the first one the row.
+    /// Ends columns of a row, one or eight, and with the first ones the row.
     #[inline(always)]
-    fn write(
+    fn write<const N: usize>(
         self,
         a: &AttentionParams,
         rows: &Rows,
         row: Row,
         column: u32,
         state: SoftmaxState,
-        sum: f32,
+        sums: [f32; N],
     ) {
         let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
-        let x = if factor == 0.0 { 0.0 } else { sum * factor };
-        self.out.store(a.out.at(rows.batch, row.head, row.s) + column as usize, T::from_f32(x));
-        if column == 0 && !self.lse.is_null() {
-            self.lse.store(rows.index(a, row), log_sum_exp);
+        let sums = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * factor });
+        let to = a.out.at(rows.batch, row.head, row.s) + column as usize;
+        if let Some(unit) = sums.first_chunk() {
+            self.out.store_vec(to, to_unit::<T>(*unit));
+        } else {
+            self.out.store(to, T::from_f32(sums[0]));
         }
-    }
-}
-
-impl<T: MmaElement> Output<T> {
-    /// Ends eight columns of a row, and with the first ones the row.
-    #[inline(always)]
-    fn write_unit(
-        self,
-        a: &AttentionParams,
-        rows: &Rows,
-        row: Row,
-        column: u32,
-        state: SoftmaxState,
-        sums: [[f32; 4]; 2],
-    ) {
-        let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
-        let end = |sum: f32| if factor == 0.0 { 0.0 } else { sum * factor };
-        let [[a0, a1, a2, a3], [a4, a5, a6, a7]] = sums.map(|half| half.map(end));
-        let unit = to_unit::<T>([a0, a1, a2, a3, a4, a5, a6, a7]);
-        self.out.store_vec(a.out.at(rows.batch, row.head, row.s) + column as usize, unit);
         if column == 0 && !self.lse.is_null() {
             self.lse.store(rows.index(a, row), log_sum_exp);
         }
@@ -288,18 +329,24 @@ impl Parts {
         owner as usize * p.rows as usize + r as usize
     }
 
-    /// Leaves a column of this part.
+    /// Leaves columns of this part, one or eight.
     #[inline(always)]
-    fn leave_column(
+    fn leave<const N: usize>(
         self,
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
         row: Row,
         column: u32,
-        sum: f32,
+        sums: [f32; N],
     ) {
-        self.columns.store(Self::column_of(p, rows, place.part, row, column), sum);
+        let to = Self::column_of(p, rows, place.part, row, column);
+        if let Some([a, b, c, d, e, f, g, h]) = sums.map(f32::to_bits).first_chunk() {
+            self.columns.store_vec(to, [*a, *b, *c, *d]);
+            self.columns.store_vec(to + UNIT as usize / 2, [*e, *f, *g, *h]);
+        } else {
+            self.columns.store(to, sums[0]);
+        }
     }
 
     /// Leaves the state of a row of this part: once, by the thread that has the rank's first column of it.
@@ -320,54 +367,87 @@ impl Parts {
         flag.load(0) == p.parts - 1
     }
 
-    /// The row's state over all parts, and what they have in a column.
+    /// The row's state over all parts, and what they have in columns from `column` on.
     #[inline(always)]
-    fn sum(
+    fn sum<const N: usize>(
         self,
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
         r: u32,
+        row: Row,
         column: u32,
-    ) -> (SoftmaxState, f32) {
-        let row = rows.row(r);
+    ) -> (SoftmaxState, [f32; N]) {
         sum_of(p.parts, |part| {
             let state = self.states.load(Self::state_of(p, place, part, r));
-            (state, self.columns.load(Self::column_of(p, rows, part, row, column)))
+            let from = Self::column_of(p, rows, part, row, column);
+            let vector = |i| self.columns.load_vec(from + i as usize);
+            (state, side_by_side(|i| self.columns.load(from + i as usize), vector))
         })
     }
 }
 
 impl<const D8: usize> Mailbox<D8> {
-    /// The row's state over all ranks, and what they have in the owner's column `i`.
+    /// The row's state over all ranks, and what they have in the owner's columns from `i` on.
     #[inline(always)]
-    fn sum(self, r: u32, i: u32) -> (SoftmaxState, f32) {
-        let unit_of = |from| self.unit(from, i / UNIT).load(i % UNIT);
-        sum_of(self.place.ranks, |from| (self.state(from, r).load(0), unit_of(from)))
+    fn sum<const N: usize>(self, r: u32, i: u32) -> (SoftmaxState, [f32; N]) {
+        sum_of(self.place.ranks, |from| {
+            let columns = self.unit(from, i / UNIT).offset(i % UNIT);
+            (
+                self.state(from, r).load(0),
+                side_by_side(|i| columns.load(i), |i| columns.load_vec(i)),
+            )
+        })
     }
 }
 
-/// The state of a row over `count` results, and their sum in a column; of eight results all is loaded before any of it is needed.
+/// One value, or eight as two vectors.
 #[inline(always)]
-fn sum_of(count: u32, result: impl Fn(u32) -> ([f32; 2], f32)) -> (SoftmaxState, f32) {
+fn side_by_side<const N: usize>(
+    value: impl Fn(u32) -> f32,
+    vector: impl Fn(u32) -> [u32; 4],
+) -> [f32; N] {
+    let mut values = [0.0; N];
+    if N == 1 {
+        values[0] = value(0);
+    } else {
+        for half in 0..N / 4 {
+            let words = vector(4 * half as u32);
+            for i in 0..4 {
+                values[4 * half + i] = f32::from_bits(words[i]);
+            }
+        }
+    }
+    values
+}
+
+/// The state of a row over `count` results, and their sums in `N` columns; of eight results all is loaded before any of it is needed.
+#[inline(always)]
+fn sum_of<const N: usize>(
+    count: u32,
+    result: impl Fn(u32) -> ([f32; 2], [f32; N]),
+) -> (SoftmaxState, [f32; N]) {
     const AT_A_TIME: usize = 8;
-    let (mut state, mut sum) = (SoftmaxState::EMPTY, 0.0);
+    let (mut state, mut sums) = (SoftmaxState::EMPTY, [0.0; N]);
     for first in Rolled(0..count, AT_A_TIME as u32) {
         let results: [_; AT_A_TIME] = core::array::from_fn(|i| {
             let index = first + i as u32;
-            if index < count { result(index) } else { ([f32::NEG_INFINITY, 0.0], 0.0) }
+            if index < count { result(index) } else { ([f32::NEG_INFINITY, 0.0], [0.0; N]) }
         });
         let mut largest = f32::NEG_INFINITY;
         for i in 0..AT_A_TIME {
             largest = max(largest, results[i].0[0]);
         }
-        sum *= state.raise(largest);
+        let rescale = state.raise(largest);
+        sums = sums.map(|sum| sum * rescale);
         for i in 0..AT_A_TIME {
-            let ([largest, part], column) = results[i];
+            let ([largest, part], columns) = results[i];
             let weight = state.weight(largest);
             state.sum = fma(weight, part, state.sum);
-            sum = fma(weight, column, sum);
+            for j in 0..N {
+                sums[j] = fma(weight, columns[j], sums[j]);
+            }
         }
     }
-    (state, sum)
+    (state, sums)
 }

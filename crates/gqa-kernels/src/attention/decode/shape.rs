@@ -27,18 +27,26 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
         /// To merge ranks at all, and over one more.
         const RANKS: u64 = 64;
         const RANK: u64 = 8;
-        /// To merge parts.
+        /// To merge parts at all: this or what a rank has of the rows.
         const PARTS: u64 = 256;
+        let owned = u64::from(rows / ranks);
         let clusters = units * u64::from(parts);
         let at_a_time = clusters_at_a_time(ranks, multiprocessors).min(clusters);
         let streamed = u64::from(keys.div_ceil(ranks * parts));
         // Clusters that share keys stream them a little slower than one cluster.
         let streamed = if parts > 1 { streamed + streamed / 16 } else { streamed };
-        // Per block, of what all blocks of a wave get together.
-        let crowd = (2 * at_a_time * u64::from(ranks)).max(u64::from(multiprocessors));
+        // Per block, of what all blocks of a wave get together; row tiles get the same keys, of which the second-level cache has those of the other one.
+        let blocks = at_a_time * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
+        // 64 rows keep a block busier than memory does where half of the blocks read.
+        let alone = u64::from(multiprocessors) * if rows > 32 { 13 } else { 10 } / 10;
+        let crowd = (2 * blocks).max(alone);
         let wave = WAVE + streamed * crowd / u64::from(multiprocessors.max(1));
         let merge = if ranks > 1 { RANKS + RANK * u64::from(ranks) } else { 0 }
-            + if parts > 1 { PARTS + 16 * u64::from(parts) } else { 0 };
+            + if parts > 1 {
+                PARTS.max(128 + 12 * owned) + owned.max(16) * u64::from(parts)
+            } else {
+                0
+            };
         clusters.div_ceil(at_a_time.max(1)) * wave + merge
     };
     candidates.filter(sensible).min_by_key(time).unwrap_or((1, 1))
@@ -84,6 +92,21 @@ mod tests {
         let (ranks, parts) = chosen(1, 1, 131_072);
         assert!(ranks == 8 && parts >= 8, "{ranks} ranks, {parts} parts");
         assert_eq!(chosen(1, 1, 256).1, 1);
+    }
+
+    #[test]
+    fn two_tiles_of_64_rows_take_all_multiprocessors() {
+        let p = AttentionParams {
+            batch: 1,
+            q_heads: 64,
+            kv_heads: 8,
+            q_len: 16,
+            ..AttentionParams::zeroed()
+        };
+        assert_eq!(shape(&p, 64, 8192, 132), (2, 4));
+        let half = AttentionParams { q_len: 8, ..p };
+        assert_eq!(shape(&half, 64, 8192, 132), (8, 1));
+        assert_eq!(shape(&AttentionParams { batch: 4, ..half }, 64, 8192, 132), (2, 2));
     }
 
     #[test]

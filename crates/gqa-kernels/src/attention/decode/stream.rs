@@ -27,13 +27,13 @@ use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
 /// What a rank attends to.
 pub(super) struct Share {
     /// The keys that the row tile sees.
-    span: Span,
+    pub span: Span,
     /// One past the last key of the cache that may be read.
-    old_end: u32,
+    pub old_end: u32,
     /// Tiles of old keys, from the first visible key on, of all ranks together.
-    tiles: u32,
+    pub tiles: u32,
     /// Position of the first new key.
-    past: u32,
+    pub past: u32,
     /// Whether the new rows are this rank's.
     pub has_fresh: bool,
     /// Ranks that share the tiles.
@@ -64,38 +64,38 @@ impl Share {
         }
     }
 
-    /// The warp's first tile.
+    /// A team's first tile.
     #[inline(always)]
-    fn start(&self) -> u32 {
-        warp() * self.ranks + self.index
+    pub fn start(&self, team: u32) -> u32 {
+        team * self.ranks + self.index
     }
 
     /// Position of the first key of a tile.
     #[inline(always)]
-    fn begin(&self, tile: u32) -> u32 {
+    pub fn begin(&self, tile: u32) -> u32 {
         self.span.some.first + tile * self.keys
     }
 
-    /// From one of the warp's tiles to the next, of `warps` warps.
+    /// From one of a team's tiles to the next, of `teams` teams.
     #[inline(always)]
-    fn step(&self, warps: u32) -> u32 {
-        warps * self.ranks
+    pub fn step(&self, teams: u32) -> u32 {
+        teams * self.ranks
     }
 
-    /// One past the warp's last tile; the tile of new rows is behind those of the last warp.
+    /// One past the team's last tile; the tile of new rows is behind those of the last team.
     #[inline(always)]
-    fn end(&self, warps: u32) -> u32 {
-        let is_last = self.has_fresh && warp() + 1 == warps;
-        self.tiles + if is_last { self.step(warps) } else { 0 }
+    pub fn end(&self, team: u32, teams: u32) -> u32 {
+        let is_last = self.has_fresh && team + 1 == teams;
+        self.tiles + if is_last { self.step(teams) } else { 0 }
     }
 }
 
 /// The cache rows of one head.
 #[derive(Clone, Copy)]
 pub(super) struct Cache<T, const D8: usize> {
-    k: Global<T>,
-    v: Global<T>,
-    lanes: WarpCopy<D8>,
+    pub k: Global<T>,
+    pub v: Global<T>,
+    pub lanes: WarpCopy<D8>,
 }
 
 impl<
@@ -109,9 +109,13 @@ impl<
 {
     /// Whether queries and accumulators leave so few registers that queries stay in shared memory, and lanes find out anew what they otherwise
     /// remember.
-    pub(super) const IS_TIGHT: bool = M > 1 || Self::ROWS * D8 as u32 > 384;
+    pub(super) const IS_TIGHT: bool = M == 2 || Self::ROWS * D8 as u32 > 384 && M == 1;
+    /// Warps that share a tile of keys: one, or those of a warpgroup, which multiplies 64 rows at once.
+    pub(super) const TEAM: u32 = if Self::BY_WARPGROUPS { 4 } else { 1 };
+    /// Teams of a block.
+    pub(super) const TEAMS: u32 = WARPS / Self::TEAM;
     /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring has room.
-    const ACC_PITCH: u32 = {
+    pub(super) const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
         if Self::ROWS * padded * 4 <= Self::RING_BYTES { padded } else { Self::HEAD_SIZE }
     };
@@ -129,10 +133,10 @@ impl<
         let cache = Cache {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
-            lanes: WarpCopy::of(lane()),
+            lanes: WarpCopy::of(lane(), Self::keys::<T>(0)),
         };
         for slot in 0..STAGES {
-            let tile = share.start() + slot * share.step(WARPS);
+            let tile = share.start(Self::team()) + slot * share.step(Self::TEAMS);
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, tile);
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, tile);
         }
@@ -141,7 +145,7 @@ impl<
 
     /// Starts copying a tile, if it is of the rank's share, as a group of its own.
     #[inline(always)]
-    fn copy<T: MmaElement>(
+    pub(super) fn copy<T: MmaElement>(
         place: Swizzled<T, D8>,
         lanes: &WarpCopy<D8>,
         source: Global<T>,
@@ -149,10 +153,12 @@ impl<
         tile: u32,
     ) {
         if tile < share.tiles {
-            let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane())) } else { lanes };
-            let begin = share.begin(tile);
+            let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane()), place) } else { lanes };
+            let rows = Self::KEYS / Self::TEAM;
+            let first = warp() % Self::TEAM * rows;
+            let begin = share.begin(tile) + first;
             let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
-            lanes.start(place, Self::KEYS, source, share.old_end - begin);
+            lanes.start(place.from(first), rows, source, share.old_end.saturating_sub(begin));
         }
         cp_async_commit();
     }
@@ -177,11 +183,11 @@ impl<
         } else {
             load_queries::<T, M, HALVES, D8>(Self::queries())
         };
-        let (mut tile, mut slot) = (share.start(), 0);
-        while tile < share.end(WARPS) {
+        let (mut tile, mut slot) = (share.start(Self::team()), 0);
+        while tile < share.end(Self::team(), Self::TEAMS) {
             let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
-            let after = tile + STAGES * share.step(WARPS);
+            let after = tile + STAGES * share.step(Self::TEAMS);
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
@@ -213,11 +219,12 @@ impl<
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
             let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
+            let read = if Self::IS_TIGHT { WarpRead::of(opaque(lane())) } else { read };
             accumulate::<T, M, HALVES, D8, N8>(&mut acc, &weights, values, &read);
             sync_warp();
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
 
-            tile += share.step(WARPS);
+            tile += share.step(Self::TEAMS);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();
@@ -228,43 +235,61 @@ impl<
     /// New keys, unrotated ones no longer.
     #[inline(always)]
     pub(super) fn fresh_keys<T: MmaElement>() -> Swizzled<T, D8> {
-        Swizzled::at(Self::FRESH)
+        Self::tile(Self::FRESH, Self::KEYS)
     }
 
     /// New values.
     #[inline(always)]
     pub(super) fn fresh_values<T: MmaElement>() -> Swizzled<T, D8> {
-        Swizzled::at(Self::FRESH + Self::STAGE_BYTES / 2)
+        Self::tile(Self::FRESH + Self::STAGE_BYTES / 2, Self::KEYS)
     }
 
-    /// The keys of one of the warp's stages.
+    /// The keys of one of the team's stages.
     #[inline(always)]
-    fn keys<T: MmaElement>(slot: u32) -> Swizzled<T, D8> {
-        Swizzled::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES)
+    pub(super) fn keys<T: MmaElement>(slot: u32) -> Swizzled<T, D8> {
+        Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES, Self::KEYS)
     }
 
-    /// The values of one of the warp's stages.
+    /// The values of one of the team's stages.
     #[inline(always)]
-    fn values<T: MmaElement>(slot: u32) -> Swizzled<T, D8> {
-        Swizzled::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES + Self::STAGE_BYTES / 2)
+    pub(super) fn values<T: MmaElement>(slot: u32) -> Swizzled<T, D8> {
+        let half = Self::STAGE_BYTES / 2;
+        Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES + half, Self::KEYS)
     }
 
-    /// Where the ring of a warp starts; its accumulators after the loop.
+    /// A tile as the products read it.
     #[inline(always)]
-    fn ring_of(warp: u32) -> u32 {
-        Self::RINGS + warp * Self::RING_BYTES
+    pub(super) fn tile<T: MmaElement>(bytes: u32, rows: u32) -> Swizzled<T, D8> {
+        if Self::BY_WARPGROUPS { Swizzled::in_chunks_at(bytes, rows) } else { Swizzled::at(bytes) }
     }
 
-    /// Where a warp leaves the state of a row.
+    /// This thread's team.
     #[inline(always)]
-    fn state_of(warp: u32, r: u32) -> Shared<[f32; 2]> {
-        Shared::at(Self::STATES).offset(warp * Self::ROWS + r)
+    pub(super) fn team() -> u32 {
+        warp() / Self::TEAM
+    }
+
+    /// Where row `r` of a team's accumulators is after the loop, in its ring.
+    #[inline(always)]
+    pub(super) fn acc_of(team: u32, r: u32) -> Shared<f32> {
+        Shared::at(Self::ring_of(team)).offset(r * Self::ACC_PITCH)
+    }
+
+    /// Where the ring of a team starts.
+    #[inline(always)]
+    pub(super) fn ring_of(team: u32) -> u32 {
+        Self::RINGS + team * Self::RING_BYTES
+    }
+
+    /// Where a team leaves the state of a row.
+    #[inline(always)]
+    pub(super) fn state_of(team: u32, r: u32) -> Shared<[f32; 2]> {
+        Shared::at(Self::STATES).offset(team * Self::ROWS + r)
     }
 
     /// Leaves the warp's result where all can read it.
     #[inline(always)]
     pub(super) fn publish(states: States<M>, acc: &Columns<M, D8>) {
-        let acc_rows = Shared::<f32>::at(Self::ring_of(warp()));
         for m in 0..M {
             for half in 0..HALVES {
                 let first = 16 * m as u32 + 8 * half as u32;
@@ -274,7 +299,7 @@ impl<
                 }
                 for block in 0..D8 {
                     for i in 0..2 {
-                        let row = acc_rows.offset((first + lane() % 4 * 2 + i) * Self::ACC_PITCH);
+                        let row = Self::acc_of(warp(), first + lane() % 4 * 2 + i);
                         row.store(8 * block as u32 + lane() / 4, acc[block][m][half][i as usize]);
                     }
                 }
@@ -282,22 +307,22 @@ impl<
         }
     }
 
-    /// The block's state of row `r`, and the warps' weights in it.
+    /// The block's state of row `r`, and the teams' weights in it.
     #[inline(always)]
     pub(super) fn merge_states(r: u32) -> (SoftmaxState, [f32; 16]) {
         let mut state = SoftmaxState::EMPTY;
         let parts: [[f32; 2]; 16] = core::array::from_fn(|w| {
-            if (w as u32) < WARPS {
+            if (w as u32) < Self::TEAMS {
                 Self::state_of(w as u32, r).load(0)
             } else {
                 [f32::NEG_INFINITY, 0.0]
             }
         });
-        for w in 0..WARPS as usize {
+        for w in 0..Self::TEAMS as usize {
             state.raise(parts[w][0]);
         }
         let weights = parts.map(|[max, _]| state.weight(max));
-        for w in 0..WARPS as usize {
+        for w in 0..Self::TEAMS as usize {
             state.sum += weights[w] * parts[w][1];
         }
         (state, weights)
@@ -307,9 +332,8 @@ impl<
     #[inline(always)]
     pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 4] {
         let mut sums = [0.0; 4];
-        for w in 0..WARPS {
-            let acc = Shared::<f32>::at(Self::ring_of(w)).offset(r * Self::ACC_PITCH + column);
-            let columns = acc.load_vec(0);
+        for w in 0..Self::TEAMS {
+            let columns = Self::acc_of(w, r).load_vec(column);
             for i in 0..4 {
                 sums[i] = fma(weights[w as usize], f32::from_bits(columns[i]), sums[i]);
             }
