@@ -235,11 +235,12 @@ fn long_prompts_take_tiles_of_more_rows() {
         (96, 8192, true, 192),
     ] {
         let prompt = with(llama(rows, 0), |p| (p.head_size, p.causal) = (size, causal));
-        let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
-        let got = plan.launches.last().unwrap().entry.rows;
-        assert_eq!(got, want, "{rows} rows of {size}, causal {causal}");
-        let plan = plan(&with(prompt, |p| p.lse = true), &device("h200"), &Switches::default());
-        assert_eq!(plan.unwrap().launches.last().unwrap().entry.rows, 128, "log-sum-exp");
+        let rows_of = |problem: &Problem| {
+            let plan = plan(problem, &device("h200"), &Switches::default()).unwrap();
+            plan.launches.last().unwrap().entry.rows
+        };
+        assert_eq!(rows_of(&prompt), want, "{rows} rows of {size}, causal {causal}");
+        assert_eq!(rows_of(&with(prompt, |p| p.lse = true)), 128, "log-sum-exp");
     }
 }
 
