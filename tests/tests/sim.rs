@@ -80,8 +80,8 @@ fn wide_heads() {
     let on = |name| DeviceInfo::known(name).expect("a known device");
     for name in ["h200", "a100", "rtx4090"] {
         let sim = sim(Switches::default()).with_device(on(name));
-        parity(&format!("sim, wide heads, {name}"), 60, cases(60), &sim);
+        parity(&format!("sim, wide heads, {name}"), 20, cases(60), &sim);
     }
     let switches = Switches { splits: Some(3), ..Switches::default() };
-    parity("sim, wide heads, 3 parts", 60, cases(150), &sim(switches));
+    parity("sim, wide heads, 3 parts", 20, cases(100), &sim(switches));
 }
