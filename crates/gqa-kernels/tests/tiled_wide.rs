@@ -1,13 +1,15 @@
 //! `tiled_wide`, alone and with `combine`, on the simulator.
 
 mod flash;
+mod parts;
 
-use flash::{Case, Tensors, case, check, lse, start};
-use gqa_kernels::attention::{combine, split_kv, tiled_wide};
+use flash::{Case, case};
+use gqa_kernels::attention::{split_kv, tiled_wide};
 use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::sink;
-use gqa_kernels::registry::{Entry, entries};
-use gqa_sim::{Arg, Report};
+use gqa_kernels::registry::Entry;
+use gqa_sim::Report;
+use parts::run_in_parts;
 use proptest::prelude::*;
 
 /// Shapes of tiles: the ends of entries' names.
@@ -18,48 +20,14 @@ const HEAD_SIZES: [u32; 8] = [264, 288, 320, 376, 384, 448, 504, 512];
 
 /// Runs the kernel of that shape, and the merge where there is more than one part.
 fn run<T: MmaElement>(case: &Case, shape: &str, parts: u32) -> Result<Report, TestCaseError> {
-    let (p, mut t) = (case.params(parts), Tensors::<T>::new(case));
     let entry = entry(case, shape);
-    let (out_len, lse_len) = split_kv::partial_elements(&p);
-    let (mut partial_out, mut partial_lse) = (vec![f32::NAN; out_len], vec![f32::NAN; lse_len]);
-    let head_sink =
-        || if case.sink == sink::PER_HEAD { Arg::read(&t.head_sink) } else { Arg::null() };
-    let [q, k, v] = [&t.q, &t.k, &t.v].map(|tensor| Arg::read(tensor));
-    let mut arguments = vec![q, k, v, Arg::read(&t.seqlens_k), head_sink()];
-    if parts == 1 {
-        arguments.extend([Arg::write(&mut t.out), lse(case, &mut t.lse), Arg::null(), Arg::null()]);
-    } else {
-        let partial = [Arg::write(&mut partial_out), Arg::write(&mut partial_lse)];
-        arguments.extend([Arg::null(), Arg::null()].into_iter().chain(partial));
-    }
-    arguments.push(Arg::params(&p));
-    let report = start(case, entry, tiled_wide::grid(&p, entry.rows), &arguments)?;
-    drop(arguments);
-    if parts > 1 {
-        let arguments = [
-            Arg::read(&partial_out),
-            Arg::read(&partial_lse),
-            Arg::read(&t.seqlens_k),
-            head_sink(),
-            Arg::write(&mut t.out),
-            lse(case, &mut t.lse),
-            Arg::params(&p),
-        ];
-        start(case, merge_entry(case), combine::grid(&p, 3), &arguments)?;
-    }
-    check(case, &t)?;
-    Ok(report)
+    run_in_parts::<T>(case, entry, parts, |p| tiled_wide::grid(p, entry.rows))
 }
 
 /// The kernel of that shape.
 fn entry(case: &Case, shape: &str) -> &'static Entry {
     let dtype = if case.dtype == DType::F16 { "f16" } else { "bf16" };
     case.entry(&format!("gqa_tiled_wide_{dtype}_{shape}"))
-}
-
-fn merge_entry(case: &Case) -> &'static Entry {
-    let mut merges = entries().filter(|entry| entry.name.starts_with("gqa_combine"));
-    merges.find(|entry| entry.dtype == case.dtype).expect("a kernel")
 }
 
 /// Calls with wide heads, and a shape.
