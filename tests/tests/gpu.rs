@@ -7,7 +7,7 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, parity, prompts, sequences, steps,
+    half_dtype, heads_up_to, parity, prompts, sequences, steps, tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -57,6 +57,12 @@ fn prompts_in_parts() {
 #[test]
 fn steps_as_planned() {
     run("cuda, steps", 2000, steps(1500), Switches::default());
+}
+
+/// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
+#[test]
+fn tall_steps_as_planned() {
+    run("cuda, tall steps", 600, tall_steps(1500), Switches::default());
 }
 
 #[test]

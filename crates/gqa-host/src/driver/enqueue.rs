@@ -224,7 +224,7 @@ impl Device {
             grid: *grid,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
-            // A kernel made for clusters is launched as one even of one block.
+            // A kernel made for clusters is launched as one even of one block: its instructions for them are illegal otherwise.
             cluster: if entry.max_cluster > 1 { *cluster } else { 0 },
             programmatic: *programmatic,
         };

@@ -266,8 +266,8 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
         let tiles = p.q_len.saturating_mul(p.group()).div_ceil(rows);
         return [(!fits).into(), tiles, rows, usize::MAX - keys];
     }
-    // `hopper`'s larger tiles may sum rounded weights, which is too coarse for a log-sum-exp.
-    let coarse = if p.lse { entry.rows as usize } else { 0 };
+    // At head size 64 the larger tiles of `hopper` sum rounded weights, which is too coarse for a log-sum-exp.
+    let coarse = if p.lse && entry.head_size == 64 { entry.rows as usize } else { 0 };
     [coarse, work(entry, p), 0, 0]
 }
 
