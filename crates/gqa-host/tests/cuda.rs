@@ -7,7 +7,8 @@ mod step;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{
-    Call, Device, DeviceView, DriverError, Graph, Stream, Views, Workspace, device_count,
+    Call, Device, DeviceTensor, DeviceView, DriverError, Graph, Stream, Views, Workspace,
+    device_count,
 };
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{Switches, TensorId, plan};
@@ -122,11 +123,66 @@ fn launches_one_by_one_are_the_call() {
     }
 }
 
+/// Token steps may start before the launch ahead of them has ended. Each of these asks with the output of the one before, of the rows that all of them
+/// have appended.
+#[test]
+fn steps_in_a_row_see_what_those_before_them_wrote() {
+    const STEPS: i32 = 64;
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let shape = [2, 1, KV_HEADS as usize * SIZE];
+    let steps: Vec<_> = (0..STEPS)
+        .map(|i| Step {
+            key: random(DType::F16, &shape, 100 + i as u32),
+            value: random(DType::F16, &shape, 200 + i as u32),
+            ..Step::new(DType::F16, 1, &[100 + i, 1 + i], CAPACITY)
+        })
+        .collect();
+    let plan = plan(&steps[0].problem(), device.info(), &Switches::default()).unwrap();
+    let calls: Vec<_> = steps
+        .iter()
+        .map(|step| {
+            let call = Call::new(&device, plan.clone()).unwrap();
+            call.poison(&stream).unwrap();
+            upload(step, &call, &stream);
+            call
+        })
+        .collect();
+    let words = |count| DeviceTensor::new(&device, DType::I32, &[count]).unwrap();
+    let (workspace, counters) = (words(plan.workspace_bytes.div_ceil(4)), words(plan.counters));
+    counters.fill(0, &stream).unwrap();
+    stream.synchronize().unwrap();
+    let scratch = Workspace {
+        pointer: workspace.view().pointer,
+        bytes: workspace.bytes(),
+        counters: counters.view().pointer,
+    };
+    let view = |call: usize, id| calls[call].tensor(id).map(|tensor| (id, tensor.view()));
+    for i in 0..calls.len() {
+        let mut views = TensorId::ALL
+            .into_iter()
+            .filter_map(|id| view(if id.is_present() { 0 } else { i }, id))
+            .fold(Views::new(), |views, (id, view)| views.bind(id, view));
+        if i > 0 {
+            views = views.bind(TensorId::Query, view(i - 1, TensorId::Output).unwrap().1);
+        }
+        // SAFETY: all memory belongs to calls that live until the stream is done.
+        unsafe { device.enqueue(&plan, &views, scratch, stream.raw()) }.unwrap();
+    }
+    let (mut query, mut cache) = (steps[0].query.clone(), steps[0].cache.clone());
+    for (i, (step, call)) in steps.iter().zip(&calls).enumerate() {
+        let inputs = Inputs { query: &query, ..step.inputs() };
+        let want = operator().run_in_place(&inputs, &mut cache, &Reference).unwrap().output;
+        query = call.download(TensorId::Output, &stream).unwrap();
+        assert_close(&query, &want, 2e-3, &format!("step {i}"));
+    }
+}
+
 #[test]
 fn tensors_are_copied_on_the_gpu() {
     let Some(device) = device() else { return };
     let stream = Stream::new(&device).unwrap();
-    let tensor = |shape| gqa_host::driver::DeviceTensor::new(&device, DType::F32, shape).unwrap();
+    let tensor = |shape| DeviceTensor::new(&device, DType::F32, shape).unwrap();
     let (from, to) = (tensor(&[3, 5]), tensor(&[15]));
     from.upload(&random(DType::F32, &[3, 5], 1), &stream).unwrap();
     to.copy_from(&from, &stream).unwrap();
@@ -171,7 +227,7 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
 fn too_much_memory_is_an_error_value() {
     let Some(device) = device() else { return };
     let elements = device.memory_bytes() / 2 + 1;
-    match gqa_host::driver::DeviceTensor::new(&device, DType::F32, &[elements]) {
+    match DeviceTensor::new(&device, DType::F32, &[elements]) {
         Err(Error::Driver(DriverError::OutOfMemory { requested, free })) => {
             assert!(requested == elements * 4 && free < requested, "{requested} {free}");
         }

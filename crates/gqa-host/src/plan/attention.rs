@@ -583,7 +583,7 @@ fn hopper_arguments(
     let tensor = |id| tensor(p, id, 0);
     let [k, v] = keys_and_values(p);
     vec![
-        ("q", map(query, params.q, q_len, q_heads, entry.rows)),
+        ("q", map(query, params.q, q_len, q_heads, hopper::QUERY_BOX)),
         ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
         ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
         ("seqlens_k", tensor(TensorId::SeqlensK)),

@@ -169,7 +169,7 @@ pub(super) fn launches(
     };
     bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
     let grid = decode::grid(&params, ranks);
-    Ok(vec![Launch { cluster: ranks, ..launch(entry, grid, &bound, &params)? }])
+    Ok(vec![Launch { cluster: ranks, programmatic: true, ..launch(entry, grid, &bound, &params)? }])
 }
 
 fn position_stride(p: &Problem) -> usize {

@@ -25,6 +25,10 @@
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team: STAGES × (keys [KEYS], values [KEYS])
 //! | per team: ROWS × (maximum, sum)`. After the loop a team's ring holds its accumulators as f32.
 //!
+//! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait for that before they read anything, which hides
+//! part of what it takes to start a grid. Blocks without others let the next launch take their places one by one; clusters do not, because those
+//! of the next launch would crowd in the parts of the device that end first, and share what such a part can read (`docs/perf-log.md`).
+//!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
@@ -45,7 +49,7 @@ use crate::params::{AttentionParams, DecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::{
     Global, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size, cp_async_commit,
-    opaque, sync_threads,
+    grid_dependency_wait, launch_dependents, opaque, sync_threads,
 };
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
@@ -227,7 +231,11 @@ impl<
         arrivals: Global<u32>,
         p: DecodeParams,
     ) {
+        if cluster_size() == 1 {
+            launch_dependents();
+        }
         let place = Place::new(&p);
+        grid_dependency_wait();
         let last_index = seqlens_k.load(place.batch as usize);
         let a = &p.attention;
         let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);

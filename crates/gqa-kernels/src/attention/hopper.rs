@@ -1,7 +1,7 @@
 //! Flash attention for prompts and chunks on SM 90a: warp-specialised, TMA in, wgmma, ping-pong.
 //!
-//! **One block** walks over work tiles: `WARPGROUPS · 64` query rows of one (batch, query head). One producer thread keeps a
-//! ring of K and V tiles full through the copy engine, another loads Q and describes the work; each consumer warpgroup owns 64 rows:
+//! **One block** walks over work tiles: `WARPGROUPS · 64` query rows of one (batch, query head). One producer thread draws
+//! work and keeps a ring of K and V tiles full through the copy engine, another loads Q; each consumer warpgroup owns 64 rows:
 //! S = Q·Kᵀ from shared memory, online softmax in registers, O += P·V with P from registers. The next tile's S is issued
 //! before the P·V of the current one, over the borders of work tiles too, and two named barriers hand the tensor cores from one
 //! warpgroup to the other, so that one exponentiates while the other multiplies (FlashAttention-3, 2024).
@@ -15,14 +15,14 @@
 //! tensor map with any strides that are multiples of 8; out through a pointer, with 16-byte stores. lse, which may be null, is
 //! (batch, query head, S). Scales are positive.
 //!
-//! **Shared memory**: Q tiles, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
+//! **Shared memory**: Q tiles of 64 rows, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
 //! then the barriers, then descriptions of work tiles. Columns behind `head_size` and rows behind the tensor arrive as zeros.
 //!
 //! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`) through the tensor map `tiles` or, where
 //! its rows are no vectors, through pointers; every tile is masked then.
 //!
-//! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q stage, each stage of
-//! the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
+//! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
+//! each stage of the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
 //! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights rounded to the element type. [`D64`] divides by the sum of the
 //! rounded weights, which its log-sum-exp is of, too.
@@ -47,7 +47,10 @@ use crate::simt::*;
 use consumer::{Consumer, Pointers};
 use mask::Mask;
 use output::Destination;
-use shape::{DRAWN, Tile, WARPGROUP};
+use shape::{Tile, WARPGROUP, WORK_SLOTS};
+
+/// Query rows that the copy engine loads at a time.
+pub const QUERY_BOX: u32 = shape::WARPGROUP_ROWS;
 
 impl<
     const D: u32,
@@ -94,7 +97,7 @@ impl<
             for map in [q, k, v] {
                 prefetch_tensor_map(map);
             }
-            init_barriers::<Self>(base);
+            init_barriers::<T, Self>(base, pointers.mask);
         }
         fill_ones::<T, Self>(base);
         sync_threads();
@@ -111,10 +114,10 @@ impl<
             if thread_idx() == 0 {
                 producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, columns, p);
             } else if thread_idx() == 32 {
-                producer::load_queries::<Self>(base, q, seqlens_k, counter, columns, p);
+                producer::load_queries::<Self>(base, q);
             } else if warp() >= 2 {
                 if let Some(mask) = pointers.mask {
-                    mask.load::<Self>(base, seqlens_k, counter, p);
+                    mask.load::<Self>(base, p);
                 }
                 if warp() == 2 {
                     producer::clear_unseeing::<T, Self>(seqlens_k, pointers.to, columns, p);
@@ -204,12 +207,13 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
 }
 
 #[inline(always)]
-fn init_barriers<S: Tile>(base: u32) {
+fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>) {
     let warps = S::WARPGROUPS * 4;
+    let (copied, read) = mask.map_or((0, 0), |mask| mask.arrivals(warps));
     let mut stage = 0;
-    while stage < S::Q_STAGES {
+    while stage < S::Q_TILES {
         mbarrier_init(base + S::Q_FULL + 8 * stage, 1);
-        mbarrier_init(base + S::Q_EMPTY + 8 * stage, warps);
+        mbarrier_init(base + S::Q_EMPTY + 8 * stage, WARPGROUP / 32);
         stage += 1;
     }
     stage = 0;
@@ -220,13 +224,13 @@ fn init_barriers<S: Tile>(base: u32) {
     }
     stage = 0;
     while stage < S::MASK_STAGES {
-        mbarrier_init(base + S::MASK_FULL + 8 * stage, mask::WARPS);
-        mbarrier_init(base + S::MASK_EMPTY + 8 * stage, warps);
+        mbarrier_init(base + S::MASK_FULL + 8 * stage, copied);
+        mbarrier_init(base + S::MASK_EMPTY + 8 * stage, read);
         stage += 1;
     }
     let mut n = 0;
-    while n < DRAWN {
-        mbarrier_init(base + S::DRAWN_FULL + 8 * n, 1);
+    while n < WORK_SLOTS {
+        mbarrier_init(base + S::WORK_FULL + 8 * n, 1);
         n += 1;
     }
     fence_mbarrier_init();

@@ -3,7 +3,7 @@
 use super::mask::Mask;
 use super::output::{Destination, Output};
 use super::ring::Ring;
-use super::shape::{Tile, WARPGROUP};
+use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
 use super::softmax::{Raised, RowPair, Softmax, scale};
 use super::work::{KeyTiles, Slot};
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
@@ -71,7 +71,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
         let biased = pointers.mask.is_some_and(|mask| mask.is_bias());
         let factor = if p.softcap > 0.0 || biased { LOG2_E } else { p.scale * LOG2_E };
-        let row = warpgroup * 64 + warp() % 4 * 16 + lane() / 4;
+        let row = warpgroup * WARPGROUP_ROWS + warp() % 4 * 16 + lane() / 4;
         Self {
             p,
             base,
@@ -142,7 +142,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let State { mut o, weights, rows, begun } = state;
         self.clear_values(at, self.kv);
         self.wait_tile(self.kv);
-        self.take_turn();
+        self.take_last_turn();
         self.issue_output(&mut o, begun, &weights, self.kv);
         self.pass_turn();
         wgmma_wait::<0>();
@@ -226,10 +226,10 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         if self.works > 0 {
             self.q = self.q.next(S::Q_STAGES);
         }
-        mbarrier_wait(self.base + S::Q_FULL + self.q.barrier(), self.q.parity);
+        mbarrier_wait(self.base + S::Q_FULL + 8 * self.q_tile(), self.q.parity);
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
-        let keys = slot.keys();
+        let keys = slot.keys().agreed();
         // Large heads do better with one loop: they have too few registers for two.
         let mixed = self.p.softcap > 0.0 || S::D > 128;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
@@ -245,11 +245,27 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         named_barrier_sync(turn, 2 * WARPGROUP);
     }
 
+    /// The same behind the loop, in which there is no register to keep the number in.
+    #[inline(always)]
+    fn take_last_turn(&self) {
+        if S::MASK_STAGES > 0 {
+            self.take_turn();
+        } else {
+            named_barrier_sync(opaque(thread_idx()) / WARPGROUP, 2 * WARPGROUP);
+        }
+    }
+
     /// Hands the tensor cores on.
     #[inline(always)]
     fn pass_turn(&self) {
         let next = if self.warpgroup + 1 == S::WARPGROUPS { 0 } else { self.warpgroup + 1 };
         named_barrier_arrive(1 + next, 2 * WARPGROUP);
+    }
+
+    /// Number of the Q tile in use.
+    #[inline(always)]
+    fn q_tile(&self) -> u32 {
+        self.warpgroup * S::Q_STAGES + self.q.stage
     }
 
     #[inline(always)]
@@ -270,14 +286,14 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     #[inline(always)]
     fn release_queries(&self, at: &Place) {
         if at.tile == at.keys.first && lane() == 0 {
-            mbarrier_arrive(self.base + S::Q_EMPTY + self.q.barrier());
+            mbarrier_arrive(self.base + S::Q_EMPTY + 8 * self.q_tile());
         }
     }
 
     /// Issues S = Q · Kᵀ.
     #[inline(always)]
     fn issue_scores(&self) -> [f32; C] {
-        let q = self.base + self.q.stage * S::Q_BYTES + self.warpgroup * 64 * 128;
+        let q = self.base + self.q_tile() * S::Q_BYTES;
         let q = Descriptor::new(if S::Q_STAGES == 1 { opaque(q) } else { q }, 16);
         let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::KV_BYTES, 16);
         wgmma_fence();
@@ -285,7 +301,11 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let mut step = 1;
         while step < S::D / 16 {
             let (chunk, within) = (step / 4 * 128, step % 4 * 32);
-            T::wgmma_add(&mut s, q.at(chunk * S::ROWS + within), k.at(chunk * S::N + within));
+            T::wgmma_add(
+                &mut s,
+                q.at(chunk * WARPGROUP_ROWS + within),
+                k.at(chunk * S::N + within),
+            );
             step += 1;
         }
         wgmma_commit();
@@ -337,7 +357,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     #[inline(always)]
     fn mask_rows(&self, mask: Mask<T>) -> u32 {
         let tile = self.base + S::MASK + self.mask.stage * S::MASK_BYTES;
-        mask.rows(tile, self.warpgroup * 64 + warp() % 4 * 16)
+        mask.rows(tile, self.warpgroup * WARPGROUP_ROWS + warp() % 4 * 16)
     }
 
     /// Where a work tile begins, its rows start with these scores. With a bias they may start anew at any tile.
@@ -370,10 +390,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             if raised.any && mask.is_bias() {
                 mask.hide_again::<S, C>(self.mask_rows(mask), s);
             }
-            sync_warp();
-            if lane() == 0 {
-                mbarrier_arrive(self.base + S::MASK_EMPTY + self.mask.barrier());
-            }
+            mask.release(self.base + S::MASK_EMPTY + self.mask.barrier());
             self.mask = self.mask.next(S::MASK_STAGES);
             self.softmax.weigh(0, s, rows);
         } else {

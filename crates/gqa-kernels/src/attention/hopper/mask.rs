@@ -5,13 +5,13 @@
 
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP};
-use super::work::{Draw, Drawn, Work};
+use super::work::{KeyTiles, Place, Slot};
 use crate::num::{MmaElement, unpack};
 use crate::params::{AttentionParams, MaskedParams, vectors};
 use crate::simt::*;
 
 /// Warps that copy tiles: the last of the first warpgroup.
-pub(super) const WARPS: u32 = 2;
+const WARPS: u32 = 2;
 const FIRST_COPIER: u32 = WARPGROUP - 32 * WARPS;
 
 /// Bytes of a row's part in a chunk of a tile.
@@ -48,63 +48,66 @@ impl<T: MmaElement> Mask<T> {
         !self.bias.is_null()
     }
 
+    /// Arrivals that make a tile full, and those of `warps` warps of consumers that make its place empty: where threads copy, each
+    /// arrives for itself, which tools that look for races can follow.
+    #[inline(always)]
+    pub(super) fn arrivals(self, warps: u32) -> (u32, u32) {
+        if self.whole { (WARPS, warps) } else { (32 * WARPS, 32 * warps) }
+    }
+
+    /// This warp has read a tile for the last time.
+    #[inline(always)]
+    pub(super) fn release(self, empty: u32) {
+        if self.whole {
+            sync_warp();
+        }
+        if !self.whole || lane() == 0 {
+            mbarrier_arrive(empty);
+        }
+    }
+
     /// Two warps: all tiles of the work that the block has drawn.
     #[inline(always)]
-    pub(super) fn load<S: Tile>(
-        self,
-        base: u32,
-        seqlens_k: Global<i32>,
-        counter: Global<u32>,
-        p: &AttentionParams,
-    ) {
-        let draw = Draw::new::<S>(counter, p);
+    pub(super) fn load<S: Tile>(self, base: u32, p: &AttentionParams) {
         if !self.whole {
-            self.for_each_tile::<S>(base, seqlens_k, &draw, p, |to, full, work, key| {
-                self.copy::<S>(to, work, key, p);
-                sync_warp();
-                if lane() == 0 {
-                    mbarrier_arrive(full);
-                }
+            Self::for_each_tile::<S>(base, |to, full, place, key| {
+                self.copy::<S>(to, place, key, p);
+                mbarrier_arrive(full);
             });
         } else if lane() == 0 {
-            self.for_each_tile::<S>(base, seqlens_k, &draw, p, |to, full, work, key| {
-                self.load_chunk::<S>(to, full, work, key, p);
+            Self::for_each_tile::<S>(base, |to, full, place, key| {
+                self.load_chunk::<S>(to, full, place, key, p);
             });
         }
     }
 
-    /// Calls `f` with the place of each tile in shared memory, its barrier, its work tile and its first key, once the place is free.
+    /// Calls `f` with the place of each tile in shared memory, its barrier, whose it is and its first key, once the place is free.
     #[inline(always)]
-    fn for_each_tile<S: Tile>(
-        self,
-        base: u32,
-        seqlens_k: Global<i32>,
-        draw: &Draw,
-        p: &AttentionParams,
-        f: impl Fn(u32, u32, &Work, u32),
-    ) {
+    fn for_each_tile<S: Tile>(base: u32, f: impl Fn(u32, u32, Place, u32)) {
         let mut ring = Ring::START;
         let mut n = 0;
-        let mut index = Drawn::new::<S>(base, n).get();
-        while draw.is_work(index) {
-            let work = Work::new::<S>(index, p, seqlens_k, self.columns);
-            let mut tile = work.keys.end;
-            while tile > work.keys.first {
+        loop {
+            let slot = Slot::drawn::<S>(base, n);
+            let KeyTiles { first, end, .. } = slot.keys();
+            if first >= end {
+                return;
+            }
+            let mut tile = end;
+            while tile > first {
                 tile -= 1;
                 let barrier = base + ring.barrier();
                 mbarrier_wait(barrier + S::MASK_EMPTY, ring.parity ^ 1);
                 let to = base + S::MASK + ring.stage * S::MASK_BYTES;
-                f(to, barrier + S::MASK_FULL, &work, tile * S::N);
+                f(to, barrier + S::MASK_FULL, slot.place::<S>(), tile * S::N);
                 ring = ring.next(S::MASK_STAGES);
             }
             n += 1;
-            index = Drawn::new::<S>(base, n).get();
         }
     }
 
     /// One thread of each warp: the copy engine brings a chunk, if there is one for the warp.
     #[inline(always)]
-    fn load_chunk<S: Tile>(self, to: u32, full: u32, work: &Work, key: u32, p: &AttentionParams) {
+    fn load_chunk<S: Tile>(self, to: u32, full: u32, place: Place, key: u32, p: &AttentionParams) {
         let chunk = warp() - FIRST_COPIER / 32;
         let (words, chunks) = if !self.is_bias() { (key / 2, 1) } else { (key, S::N / 64) };
         if chunk >= chunks {
@@ -116,21 +119,21 @@ impl<T: MmaElement> Mask<T> {
         let strides = p.bias;
         let place = [
             words + chunk * 64,
-            at(strides.row, work.place.row),
-            at(strides.head, work.place.head),
-            at(strides.batch, work.place.batch),
+            at(strides.row, place.row),
+            at(strides.head, place.head),
+            at(strides.batch, place.batch),
         ];
         mbarrier_arrive_expect(full, S::ROWS * CHUNK_BYTES);
         tma_load(to + chunk * S::ROWS * CHUNK_BYTES, self.map, place, full);
     }
 
-    /// Copies the tile of a work tile's rows and the keys `key ..`, element by element. What lies behind the mask may become anything.
+    /// Copies the tile of the rows at `place` and the keys `key ..`, element by element. What lies behind the mask may become anything.
     #[inline(always)]
-    fn copy<S: Tile>(self, to: u32, work: &Work, key: u32, p: &AttentionParams) {
+    fn copy<S: Tile>(self, to: u32, place: Place, key: u32, p: &AttentionParams) {
         let tile = Source {
-            at: p.bias.at(work.place.batch, work.place.head, work.place.row) + key as usize,
+            at: p.bias.at(place.batch, place.head, place.row) + key as usize,
             row: p.bias.row as u32,
-            rows: if self.repeats { 1 } else { p.q_len - work.place.row },
+            rows: if self.repeats { 1 } else { p.q_len - place.row },
             columns: self.columns - key,
             read: if self.repeats { 1 } else { S::ROWS },
         };

@@ -3,8 +3,8 @@
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
-use super::shape::{CHUNK, Tile};
-use super::work::{Draw, Drawn, Place, Slot, Work, quotient};
+use super::shape::{CHUNK, Tile, WARPGROUP_ROWS};
+use super::work::{Draw, Place, Slot, Work, quotient};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -68,59 +68,64 @@ pub(super) fn load_keys_and_values<S: Tile>(
     let mut index = block_idx_x();
     while draw.is_work(index) {
         let work = Work::new::<S>(index, p, seqlens_k, columns);
-        if !work.keys.is_empty() {
-            Drawn::new::<S>(base, n).put(index);
-            n += 1;
+        if work.keys.is_empty() {
+            index = draw.next();
+            continue;
         }
+        Slot::announce::<S>(base, n, Some(&work));
+        n += 1;
         // Opaque, or the quotient would take a register for all the loop.
         let head = quotient(work.place.head, quotient(opaque(p.q_heads), p.kv_heads));
         let mut tile = work.keys.end;
         while tile > work.keys.first {
             tile -= 1;
+            // The answer comes while the last tiles wait for room.
+            if tile == work.keys.first {
+                index = draw.next();
+            }
             ring.load::<S>(k, tile, head, work.place.batch);
             if let Some([tile, head, batch]) = behind {
                 ring.load::<S>(v, tile, head, batch);
             }
             behind = Some([tile, head, work.place.batch]);
         }
-        index = draw.next();
     }
-    Drawn::new::<S>(base, n).put(index);
+    Slot::announce::<S>(base, n, None);
     if let Some([tile, head, batch]) = behind {
         ring.load::<S>(v, tile, head, batch);
     }
 }
 
-/// One thread: Q tiles and descriptions of the work that the other has drawn.
+/// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more use for its last.
 #[inline(always)]
-pub(super) fn load_queries<S: Tile>(
-    base: u32,
-    q: TensorMap,
-    seqlens_k: Global<i32>,
-    counter: Global<u32>,
-    columns: u32,
-    p: &AttentionParams,
-) {
-    let draw = Draw::new::<S>(counter, p);
+pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap) {
     let mut ring = Ring::START;
     let mut n = 0;
-    let mut index = Drawn::new::<S>(base, n).get();
-    while draw.is_work(index) {
-        let work = Work::new::<S>(index, p, seqlens_k, columns);
-        let barrier = base + ring.barrier();
-        mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
-        Slot::new::<S>(base, n).write(&work);
-        let destination = base + ring.stage * S::Q_BYTES;
-        let Place { batch, head, row, .. } = work.place;
-        load_tile::<S>(S::ROWS, destination, q, row, head, batch, barrier + S::Q_FULL);
+    loop {
+        let slot = Slot::drawn::<S>(base, n);
+        let ends = slot.keys().is_empty();
+        let Place { batch, head, row, .. } = slot.place::<S>();
+        let mut warpgroup = 0;
+        while warpgroup < S::WARPGROUPS {
+            let tile = warpgroup * S::Q_STAGES + ring.stage;
+            let barrier = base + 8 * tile;
+            let full = barrier + S::Q_FULL;
+            mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
+            if ends {
+                mbarrier_arrive(full);
+            } else {
+                let destination = base + tile * S::Q_BYTES;
+                let row = row + warpgroup * WARPGROUP_ROWS;
+                load_tile::<S>(WARPGROUP_ROWS, destination, q, row, head, batch, full);
+            }
+            warpgroup += 1;
+        }
+        if ends {
+            return;
+        }
         n += 1;
         ring = ring.next(S::Q_STAGES);
-        index = Drawn::new::<S>(base, n).get();
     }
-    let barrier = base + ring.barrier();
-    mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
-    Slot::new::<S>(base, n).write_end();
-    mbarrier_arrive(barrier + S::Q_FULL);
 }
 
 /// One warp: the rows of work tiles that see nothing, because all are padding, or none is in this part of the keys.

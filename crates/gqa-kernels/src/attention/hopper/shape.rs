@@ -4,10 +4,11 @@
 pub(super) const CHUNK: u32 = 64;
 /// Threads of a warpgroup.
 pub(super) const WARPGROUP: u32 = 128;
-/// Work tiles whose descriptions are kept: those with a Q stage, the one that is being stored, one to spare.
-pub(super) const WORK_SLOTS: u32 = 4;
-/// Work tiles drawn ahead: those with a tile in the ring, the next, and some to spare.
-pub(super) const DRAWN: u32 = MAX_STAGES;
+/// Query rows of a warpgroup.
+pub(super) const WARPGROUP_ROWS: u32 = 64;
+/// Work tiles whose descriptions are kept: the one that is drawn, those with tiles in the ring, two each at least, two that consumers
+/// may still be at, and one to spare.
+pub(super) const WORK_SLOTS: u32 = MAX_STAGES;
 /// Bytes of a description.
 pub(super) const WORK_BYTES: u32 = 48;
 /// Shared memory of a multiprocessor that one block can have.
@@ -25,9 +26,10 @@ pub(super) trait Tile {
     const WARPGROUPS: u32;
     /// A work tile is one part of its keys.
     const PARTS: bool;
-    const ROWS: u32 = Self::WARPGROUPS * 64;
+    const ROWS: u32 = Self::WARPGROUPS * WARPGROUP_ROWS;
     const CHUNKS: u32 = Self::D.div_ceil(CHUNK);
-    const Q_BYTES: u32 = Self::ROWS * Self::CHUNKS * 128;
+    /// Of one warpgroup.
+    const Q_BYTES: u32 = WARPGROUP_ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
     /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V: the sums are those of the rounded
     /// weights then.
@@ -36,28 +38,29 @@ pub(super) trait Tile {
     const ONES_BYTES: u32 = if Self::SUM_COLUMNS { 16 * 128 } else { 0 };
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
-    /// Q tiles in flight: two where shared memory allows, so that the next one is there before it is needed.
+    /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is there before it is needed.
     const Q_STAGES: u32 = if Self::D <= 128 && Self::MASK_STAGES == 0 { 2 } else { 1 };
+    /// Of all warpgroups.
+    const Q_TILES: u32 = Self::Q_STAGES * Self::WARPGROUPS;
     const MASK_BYTES: u32 = Self::ROWS * Self::N * 2;
     /// K and V tiles in flight together.
     const STAGES: u32 = {
-        let rest = Self::Q_STAGES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES;
+        let rest = Self::Q_TILES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES;
         let rest = rest + Self::ONES_BYTES + 1024;
         let fit = (SHARED - rest) / Self::KV_BYTES;
         if fit < MAX_STAGES { fit } else { MAX_STAGES }
     };
-    const KV: u32 = Self::Q_STAGES * Self::Q_BYTES;
+    const KV: u32 = Self::Q_TILES * Self::Q_BYTES;
     const MASK: u32 = Self::KV + Self::STAGES * Self::KV_BYTES;
     const ONES: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
     const Q_FULL: u32 = Self::ONES + Self::ONES_BYTES;
-    const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_STAGES;
-    const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_STAGES;
+    const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_TILES;
+    const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_TILES;
     const KV_EMPTY: u32 = Self::KV_FULL + 8 * Self::STAGES;
     const MASK_FULL: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
     const MASK_EMPTY: u32 = Self::MASK_FULL + 8 * Self::MASK_STAGES;
-    const DRAWN_FULL: u32 = Self::MASK_EMPTY + 8 * Self::MASK_STAGES;
-    const DRAWN: u32 = Self::DRAWN_FULL + 8 * DRAWN;
-    const WORK: u32 = Self::DRAWN + 4 * DRAWN;
+    const WORK_FULL: u32 = Self::MASK_EMPTY + 8 * Self::MASK_STAGES;
+    const WORK: u32 = Self::WORK_FULL + 8 * WORK_SLOTS;
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
 }
 
@@ -94,9 +97,9 @@ pub type D160 = Hopper<160, 112, 2, 56, 28, 80, 0, false>;
 /// Head sizes up to 192.
 pub type D192<const PARTS: bool> = Hopper<192, 112, 2, 56, 28, 96, 0, PARTS>;
 /// Head sizes up to 224.
-pub type D224 = Hopper<224, 80, 2, 40, 20, 112, 0, false>;
+pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false>;
 /// Head sizes up to 256.
-pub type D256<const PARTS: bool> = Hopper<256, 80, 2, 40, 20, 128, 0, PARTS>;
+pub type D256<const PARTS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, PARTS>;
 /// Head sizes up to 64, with a mask.
 pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false>;
 /// Head sizes up to 128, with a mask.

@@ -1,6 +1,6 @@
 //! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with the shortest.
 
-use super::shape::{DRAWN, Tile, WORK_BYTES, WORK_SLOTS};
+use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -105,6 +105,19 @@ impl KeyTiles {
     pub(super) fn is_empty(&self) -> bool {
         self.first >= self.end
     }
+
+    /// The same, shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
+    #[inline(always)]
+    pub(super) fn agreed(self) -> Self {
+        let Self { first, end, full_first, full_end } = self;
+        let agreed = |word| shfl_idx_u32(word, 0);
+        Self {
+            first: agreed(first),
+            end: agreed(end),
+            full_first: agreed(full_first),
+            full_end: agreed(full_end),
+        }
+    }
 }
 
 /// The work tiles of a block: the first by the block's number, each further one from a counter, when its keys are about to be
@@ -133,39 +146,8 @@ impl Draw {
     }
 }
 
-/// Where the thread that draws leaves the number of the block's `n`-th work tile for the one that loads Q. It cannot lap the other: it
-/// waits for room in the ring of K and V.
-pub(super) struct Drawn {
-    full: u32,
-    parity: u32,
-    number: u32,
-}
-
-impl Drawn {
-    #[inline(always)]
-    pub(super) fn new<S: Tile>(base: u32, n: u32) -> Self {
-        let at = n % DRAWN;
-        Self {
-            full: base + S::DRAWN_FULL + 8 * at,
-            parity: n / DRAWN % 2,
-            number: base + S::DRAWN + 4 * at,
-        }
-    }
-
-    #[inline(always)]
-    pub(super) fn put(&self, index: u32) {
-        st_shared(self.number, index);
-        mbarrier_arrive(self.full);
-    }
-
-    #[inline(always)]
-    pub(super) fn get(&self) -> u32 {
-        mbarrier_wait(self.full, self.parity);
-        ld_shared(self.number)
-    }
-}
-
-/// A description of a work tile in shared memory, written by the producer, read by the consumers where they need it.
+/// The description of a work tile in shared memory: written by the thread that draws, read where it is needed. The writer cannot lap a
+/// reader, because it waits for room in the ring of K and V.
 #[derive(Clone, Copy)]
 pub(super) struct Slot(u32);
 
@@ -176,33 +158,41 @@ impl Slot {
         Self(base + S::WORK + n % WORK_SLOTS * WORK_BYTES)
     }
 
+    /// The slot of work tile number `n` when that is drawn.
     #[inline(always)]
-    pub(super) fn write(self, work: &Work) {
-        let KeyTiles { first, end, full_first, full_end } = work.keys;
-        st_shared_vec(self.0, [first, end, full_first, full_end]);
-        let Place { batch, head, row, split } = work.place;
-        st_shared_vec(self.0 + 16, [batch, head, row, split]);
-        st_shared_vec(self.0 + 32, [work.seqlen.past, work.seqlen.total, work.hidden, 0]);
+    pub(super) fn drawn<S: Tile>(base: u32, n: u32) -> Self {
+        mbarrier_wait(Self::full::<S>(base, n), n / WORK_SLOTS % 2);
+        Self::new::<S>(base, n)
     }
 
-    /// Says that there is no more work.
+    /// The barrier of work tile number `n`.
     #[inline(always)]
-    pub(super) fn write_end(self) {
-        st_shared_vec(self.0, [0; 4]);
+    fn full<S: Tile>(base: u32, n: u32) -> u32 {
+        base + S::WORK_FULL + 8 * (n % WORK_SLOTS)
     }
 
-    /// Its key tiles; none at the end of work. Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what
-    /// follows in uniform registers.
+    /// Describes work tile number `n`, or says that there is none.
+    #[inline(always)]
+    pub(super) fn announce<S: Tile>(base: u32, n: u32, work: Option<&Work>) {
+        // Opaque, or addresses would take registers for all the loop over work.
+        let base = opaque(base);
+        let Self(at) = Self::new::<S>(base, n);
+        if let Some(Work { place, seqlen, hidden, keys }) = work {
+            st_shared_vec(at, [keys.first, keys.end, keys.full_first, keys.full_end]);
+            st_shared_vec(at + 16, [place.batch, place.head, place.row, place.split]);
+            st_shared_vec(at + 32, [seqlen.past, seqlen.total, *hidden, 0]);
+        } else {
+            st_shared_vec(at, [0; 4]);
+            st_shared_vec(at + 16, [0; 4]);
+        }
+        mbarrier_arrive(Self::full::<S>(base, n));
+    }
+
+    /// Its key tiles; none at the end of work.
     #[inline(always)]
     pub(super) fn keys(self) -> KeyTiles {
         let [first, end, full_first, full_end] = ld_shared_vec(self.0);
-        let agreed = |word| shfl_idx_u32(word, 0);
-        KeyTiles {
-            first: agreed(first),
-            end: agreed(end),
-            full_first: agreed(full_first),
-            full_end: agreed(full_end),
-        }
+        KeyTiles { first, end, full_first, full_end }
     }
 
     #[inline(always)]
