@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
-# Parts: tokens prompts operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
+# Parts: tokens prompts attention operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
 # leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch; ncu is used where it is installed.
 set -u
 gqa=$(realpath "$1"); out=$2; shift 2
@@ -27,6 +27,16 @@ compared() {
 
 tokens() { compared token tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
 prompts() { compared prompt prompts 32/8x128 32x512,8x2048,2x8192,1x16384; }
+# Attention alone, in one process with peers.
+attention() {
+  local call=(python3 "$here/peers.py") ours=(--cached --gqa "$gqa" --peers "FlashAttention-3; cuDNN")
+  local heads=32/8x128,64/8x128,32/8x64,16/4x256 sizes=1x1024,1x8192,1x32768,1x131072,8x8192,8x32768,32x2048,32x8192
+  part 170 attention "${call[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 32x512,8x2048,2x8192,1x16384 --out "$out/attention.json"
+  part 170 attention-bidirectional "${call[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 2x8192,1x16384 --bidirectional \
+    --out "$out/attention-bidirectional.json"
+  part 170 attention-tokens "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
+  part 60 attention-tokens-128 "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
+}
 # Whole calls with rotary embedding, of the sizes of which ONNX Runtime's figures are kept.
 operator() {
   local call=(bench token --packed --rotary half --checked-rows 4)
@@ -61,6 +71,6 @@ counters() {
 }
 
 nvidia-smi >"$out/nvidia-smi.log" 2>&1
-for name in "${@:-tokens prompts operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
+for name in "${@:-tokens prompts attention operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
 echo "$failed parts failed"
 exit "$failed"

@@ -6,7 +6,8 @@
 Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) and ONNX Runtime (wheel onnxruntime-gpu, with onnx) take part where they
 are installed. Each time is the median over replays of a CUDA graph whose calls walk over buffers larger than the second-level cache
 together, and of that the median over the rounds; ONNX Runtime cannot be captured here, its time is that of back-to-back runs.
-Peers compute attention alone, ONNX Runtime and gqa the operator: they also append to the cache (and rotate with --rotary).
+Peers compute attention alone, ONNX Runtime and gqa the operator: they also append to the cache (and rotate with --rotary). With
+--cached gqa computes attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX.
 """
 import argparse
 import json
@@ -19,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+import launches
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -206,14 +208,52 @@ PEERS = {
 }
 
 
+def layer(call):
+    """The program's options."""
+    return ["--heads", str(call.heads), "--kv-heads", str(call.kv_heads), "--head-size", str(call.head_size), "--window",
+            str(call.window), "--dtype", call.dtype] + ([] if call.causal else ["--bidirectional"])
+
+
+def attention_alone(program, folder):
+    """The program's plan, launched from here on a cache that holds all rows."""
+    def peer(call, sets, replays):
+        plan = launches.explain(program, "--cached", "--batch", call.batch, "--query-length", call.query_length,
+                                "--past-length", call.past_length, *layer(call))
+        lengths = torch.full((call.batch,), call.total - 1, device="cuda", dtype=torch.int32)
+
+        def prepared(q, k, v):
+            cache = [t.transpose(1, 2).contiguous() for t in (k, v)]
+            tensors = {"query": q, "seqlens_k": lengths, "present_key": cache[0], "present_value": cache[1], "output": torch.full_like(q, math.nan)}
+            return launches.Launches(plan, tensors, folder)
+        ours = [prepared(*tensors) for tensors in sets]
+        ours[0].run()
+        check(call, *sets[0], ours[0].tensors["output"])
+        return timed([call.run for call in ours], replays)
+    return peer
+
+
+def check(call, q, k, v, output):
+    """Some rows of a batch entry and a head against float64."""
+    batch, head = call.batch - 1, call.heads - 1
+    rows = torch.randint(call.query_length, (16,), device="cuda")
+    kv = head // (call.heads // call.kv_heads)
+    scores = q[batch, rows, head].double() @ k[batch, :, kv].double().T / math.sqrt(call.head_size)
+    position, key = (rows + call.past_length)[:, None], torch.arange(call.total, device="cuda")
+    if call.causal:
+        scores.masked_fill_(key > position, -math.inf)
+    if call.window >= 0:
+        scores.masked_fill_(key <= position - call.window, -math.inf)
+    error = (output[batch, rows, head].double() - scores.softmax(1) @ v[batch, :, kv].double()).abs().max().item()
+    if not error < 0.02:
+        raise RuntimeError(f"wrong by {error}")
+
+
 def ours(program, call, extra):
     """One row of `gqa bench --json`, in a process of its own."""
     mode = "token" if call.past_length else "prompt"
     size = ["--size", f"{call.batch}x{call.past_length}", "--query-length", str(call.query_length)] if call.past_length else [
         "--size", f"{call.batch}x{call.query_length}"]
-    layer = ["--heads", str(call.heads), "--kv-heads", str(call.kv_heads), "--head-size", str(call.head_size), "--window",
-             str(call.window), "--dtype", call.dtype] + ([] if call.causal else ["--bidirectional"])
-    command = [program, "bench", mode, "--backend", "cuda", "--json", *size, *layer, *extra]
+    command = [program, "bench", mode, "--backend", "cuda", "--json", *size, *layer(call), *extra]
     done = subprocess.run(command, capture_output=True, text=True)
     report = json.loads(done.stdout) if done.stdout else {"results": []}
     if done.returncode != 0 or not report["results"]:
@@ -272,7 +312,7 @@ def measure(call, options, peers):
             except Exception as reason:
                 print(f"  {name}: {str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__}", file=sys.stderr)
                 peers.pop(name)
-        if options.gqa:
+        if options.gqa and not options.cached:
             torch.cuda.empty_cache()
             try:
                 ours_last = ours(options.gqa, call, ["--rotary", "half"] if options.rotary else [])
@@ -303,6 +343,8 @@ def main():
     parser.add_argument("--window", type=int, default=-1)
     parser.add_argument("--bidirectional", action="store_true")
     parser.add_argument("--rotary", action="store_true", help="gqa rotates too")
+    parser.add_argument("--cached", action="store_true", help="gqa computes attention alone")
+    parser.add_argument("--ptx", default=str(launches.SHIPPED), help="with --cached: folders of kernels, several separated by commas")
     parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--replays", type=int, default=20)
@@ -312,6 +354,9 @@ def main():
     torch.manual_seed(0)
     wanted = options.peers.split(";") if options.peers else PEERS
     chosen = {name.strip(): PEERS[name.strip()] for name in wanted}
+    if options.cached and options.gqa:
+        for number, folder in enumerate(options.ptx.split(",")):
+            chosen["gqa" if number == 0 else f"gqa {folder}"] = attention_alone(options.gqa, folder)
     written = {"provenance": provenance(), "ceilings": ceilings(), "results": [], "gqa": []}
     for name, value in written["provenance"].items():
         print(f"{name:16} {value}")
@@ -320,7 +365,7 @@ def main():
     for call in calls(options):
         times, record = measure(call, options, dict(chosen))
         show(call, times)
-        written["results"] += [{"peer": name, **call.key(), "median_us": us} for name, us in times.items() if name != "gqa"]
+        written["results"] += [{"peer": name, **call.key(), "median_us": us} for name, us in times.items() if options.cached or name != "gqa"]
         if record:
             written["gqa"].append({**record, "median_us": times["gqa"]})
         with open(options.out + ".part", "w") as file:

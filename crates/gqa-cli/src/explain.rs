@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use gqa_host::Problem;
-use gqa_host::plan::{DeviceInfo, Explanation, Switches, plan};
+use gqa_host::plan::{Arg, DeviceInfo, Plan, Switches, TensorId, TensorMap, plan};
 use gqa_onnx::Model;
 use serde_json::{Map, Value, json};
 
@@ -47,11 +47,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         None if args.separate_cache => args.sizes.shape(args.layer).separate_problem()?,
         None => args.sizes.shape(args.layer).problem()?,
     };
-    let explanation = plan(&problem, &device, &Switches::from_env()?)?.explain();
+    let plan = plan(&problem, &device, &Switches::from_env()?)?;
     if args.json {
-        say!("{}", serde_json::to_string_pretty(&json(&explanation))?);
+        say!("{}", serde_json::to_string_pretty(&json(&plan))?);
     } else {
-        say!("{explanation}");
+        say!("{}", plan.explain());
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -70,21 +70,27 @@ fn from_model(path: &std::path::Path, data: Option<&std::path::Path>) -> Result<
     Ok(model.call(&data)?.problem()?)
 }
 
-/// The explanation's fields under their names; `bound` is memory or arithmetic.
-fn json(explanation: &Explanation) -> Value {
-    let launches = explanation.launches.iter().map(|launch| {
-        let arguments: Map<_, _> = launch
+/// The explanation's fields under their names, and of each launch all that it takes to repeat it (`bench/launches.py` does); `bound` is memory or
+/// arithmetic.
+fn json(plan: &Plan) -> Value {
+    let explanation = plan.explain();
+    let launches = explanation.launches.iter().zip(&plan.launches).map(|(explained, launch)| {
+        let arguments: Map<_, _> = explained
             .arguments
             .iter()
             .map(|(name, bound)| ((*name).to_owned(), json!(bound)))
             .collect();
         json!({
-            "entry": launch.entry,
-            "grid": launch.grid,
-            "cluster": launch.cluster,
-            "threads": launch.threads,
-            "shared_bytes": launch.shared_bytes,
+            "entry": explained.entry,
+            "grid": explained.grid,
+            "cluster": explained.cluster,
+            "max_cluster": launch.entry.max_cluster,
+            "programmatic": launch.programmatic,
+            "threads": explained.threads,
+            "shared_bytes": explained.shared_bytes,
             "arguments": arguments,
+            "values": launch.args.iter().map(value).collect::<Vec<_>>(),
+            "params": launch.params,
         })
     });
     let decisions = explanation.decisions.iter();
@@ -97,9 +103,27 @@ fn json(explanation: &Explanation) -> Value {
         "decisions": decisions.collect::<Vec<_>>(),
         "launches": launches.collect::<Vec<_>>(),
         "workspace_bytes": explanation.workspace_bytes,
+        "counters": plan.counters,
         "flops": explanation.cost.flops,
         "bytes": explanation.cost.bytes,
         "roofline_us": explanation.roofline_seconds * 1e6,
         "bound": if explanation.memory_bound { "memory" } else { "arithmetic" },
     })
+}
+
+/// What an argument is, offsets and strides in bytes: of a tensor by its role, of the workspace without one.
+fn value(arg: &Arg) -> Value {
+    match arg {
+        Arg::Null => Value::Null,
+        Arg::Tensor { id, offset } => json!({ "tensor": id.name(), "offset": offset }),
+        Arg::Workspace { offset, .. } => json!({ "tensor": null, "offset": offset }),
+        Arg::Counters { .. } => json!({ "counters": true }),
+        Arg::Map(map) => json!({
+            "tensor": map.id.map(TensorId::name),
+            "offset": map.offset,
+            "size": map.size,
+            "stride": map.stride,
+            "box": [TensorMap::TILE_COLUMNS, map.tile_rows, 1, 1],
+        }),
+    }
 }

@@ -85,7 +85,9 @@ impl Computed<'_> {
         for place in places {
             let kv = Place { head: place.head / p.group(), ..place };
             self.check_output(place, kv, &mut sampled)?;
-            self.check_cache(kv, &mut sampled)?;
+            if p.new_len > 0 {
+                self.check_cache(kv, &mut sampled)?;
+            }
         }
         Ok(sampled)
     }

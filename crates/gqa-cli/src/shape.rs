@@ -59,6 +59,9 @@ pub struct Layer {
     /// Query, key and value are one tensor.
     #[arg(long)]
     pub packed: bool,
+    /// The cache holds the new rows already: attention alone, nothing to append.
+    #[arg(long, conflicts_with = "packed")]
+    pub cached: bool,
     /// Rotary embedding of whole heads.
     #[arg(long, value_enum, default_value_t = Rotation::None)]
     pub rotary: Rotation,
@@ -93,6 +96,7 @@ impl Layer {
             head_size: 128,
             dtype,
             packed: false,
+            cached: false,
             rotary: Rotation::Half,
             window: -1,
             softcap: 0.0,
@@ -119,6 +123,7 @@ impl Layer {
         let mut features = String::new();
         for (present, text) in [
             (self.packed, " packed".to_owned()),
+            (self.cached, " cached".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),
@@ -221,9 +226,10 @@ impl Shape {
         let Layer { heads, kv_heads, head_size, .. } = self.layer;
         let dtype = self.layer.dtype.into();
         let desc = |shape| TensorDesc { dtype, shape };
-        let rows = |heads: u64| [self.batch, self.query_length, (heads * head_size) as usize];
-        let (query, key) = (rows(heads), rows(kv_heads));
-        let packed = rows(heads + 2 * kv_heads);
+        let rows = |count, heads: u64| [self.batch, count, (heads * head_size) as usize];
+        let query = rows(self.query_length, heads);
+        let key = rows(if self.layer.cached { 0 } else { self.query_length }, kv_heads);
+        let packed = rows(self.query_length, heads + 2 * kv_heads);
         let past = [self.batch, kv_heads as usize, past_rows, head_size as usize];
         let table = [self.capacity, head_size as usize / 2];
         let seqlens_k = TensorDesc { dtype: DType::I32, shape: &[self.batch] };

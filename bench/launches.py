@@ -1,0 +1,113 @@
+"""Launches that `gqa explain --json` describes, on tensors of PyTorch in this process, so that they are timed beside others' kernels.
+
+Kernels come from a folder of compressed PTX like this repository's ptx/, which may hold others under the same names.
+"""
+import ctypes
+import functools
+import gzip
+import json
+import pathlib
+import subprocess
+
+import torch
+
+SHIPPED = pathlib.Path(__file__).parent.parent / "ptx"
+MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # CU_FUNC_ATTRIBUTE_*
+CLUSTER, PROGRAMMATIC = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
+PORTABLE_CLUSTER = 8
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+class Config(ctypes.Structure):
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
+
+
+@functools.cache
+def driver():
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(name, *arguments):
+    code = getattr(driver(), name)(*arguments)
+    if code:
+        raise RuntimeError(f"{name} failed with {code}")
+
+
+@functools.cache
+def function(folder, entry, shared_bytes, cluster):
+    """The kernel, from a module of its own: a whole family takes long to assemble."""
+    major, minor = torch.cuda.get_device_capability()
+    modules = [m for m in json.loads((folder / "manifest.json").read_text())["modules"] if entry in m["entries"]]
+    usable = [m for m in modules if (m["arch"] == f"sm_{major}{minor}a" or
+                                     not m["arch"].endswith("a") and int(m["arch"][3:]) <= 10 * major + minor)]
+    module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))
+    header, *bodies = gzip.decompress((folder / module["file"]).read_bytes()).decode().split("\n.visible .entry ")
+    body = next(body for body in bodies if body.startswith(entry + "("))
+    text = f"{header}\n.visible .entry {body.rstrip()}\n".encode() + b"\0"
+    loaded, found = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(loaded), text)
+    call("cuModuleGetFunction", ctypes.byref(found), loaded, entry.encode())
+    call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, shared_bytes)
+    if cluster > PORTABLE_CLUSTER:
+        call("cuFuncSetAttribute", found, NON_PORTABLE_CLUSTER, 1)
+    return found
+
+
+def tensor_map(address, value):
+    storage = ctypes.create_string_buffer(192)
+    start = -ctypes.addressof(storage) % 64
+    aligned = (ctypes.c_char * 128).from_buffer(storage, start)
+    sizes, strides = (ctypes.c_uint64 * 4)(*value["size"]), (ctypes.c_uint64 * 3)(*value["stride"])
+    box, ones = (ctypes.c_uint32 * 4)(*value["box"]), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    # 16-bit elements, rank 4, no interleaving, 128-byte swizzle, 128-byte promotion, zeros outside.
+    call("cuTensorMapEncodeTiled", aligned, 1, 4, ctypes.c_void_p(address), sizes, strides, box, ones, 0, 3, 2, 0)
+    return aligned
+
+
+class Launches:
+    """A call's launches on these tensors (CUDA, contiguous, by role); `run` puts them into PyTorch's current stream."""
+
+    def __init__(self, plan, tensors, folder=SHIPPED):
+        self.tensors = tensors
+        self.workspace = torch.empty(max(plan["workspace_bytes"], 1), dtype=torch.uint8, device="cuda")
+        self.counters = torch.zeros(max(plan["counters"], 1), dtype=torch.int32, device="cuda")
+        self.launches = [self.prepared(launch, pathlib.Path(folder)) for launch in plan["launches"]]
+
+    def prepared(self, launch, folder):
+        found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"])
+        params = (ctypes.c_ubyte * len(launch["params"]))(*launch["params"])
+        values = [self.value(value) for value in launch["values"]] + [params]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        wanted = [(CLUSTER, [launch["cluster"], 1, 1])] if launch["max_cluster"] > 1 else []
+        wanted += [(PROGRAMMATIC, [1])] if launch["programmatic"] else []
+        attributes = (Attribute * 2)(*[Attribute(id, 0, (ctypes.c_uint * 16)(*value)) for id, value in wanted])
+        config = Config((ctypes.c_uint * 3)(*launch["grid"]), (ctypes.c_uint * 3)(launch["threads"], 1, 1), launch["shared_bytes"],
+                        None, attributes, len(wanted))
+        return config, found, pointers, values
+
+    def value(self, value):
+        if value is None:
+            return ctypes.c_uint64(0)
+        if "counters" in value:
+            return ctypes.c_uint64(self.counters.data_ptr())
+        memory = self.workspace if value["tensor"] is None else self.tensors[value["tensor"]]
+        address = memory.data_ptr() + value["offset"]
+        return tensor_map(address, value) if "box" in value else ctypes.c_uint64(address)
+
+    def run(self):
+        stream = torch.cuda.current_stream().cuda_stream
+        for config, found, pointers, _ in self.launches:
+            config.stream = stream
+            call("cuLaunchKernelEx", ctypes.byref(config), found, pointers, None)
+
+
+def explain(program, *options):
+    """The plan of a call on an H200."""
+    done = subprocess.run([program, "explain", "--json", *map(str, options)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip())
+    return json.loads(done.stdout)
