@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
-# Parts: tokens prompts attention operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
+# Parts: tokens prompts attention masked operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
 # leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch; ncu is used where it is installed.
 set -u
 gqa=$(realpath "$1"); out=$2; shift 2
@@ -37,6 +37,8 @@ attention() {
   part 170 attention-tokens "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
   part 60 attention-tokens-128 "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
 }
+# With a bias or a mask, beside PyTorch.
+masked() { part 120 masked python3 "$here/masked.py" --gqa "$gqa"; }
 # Whole calls with rotary embedding, of the sizes of which ONNX Runtime's figures are kept.
 operator() {
   local call=(bench token --packed --rotary half --checked-rows 4)
@@ -71,6 +73,6 @@ counters() {
 }
 
 nvidia-smi >"$out/nvidia-smi.log" 2>&1
-for name in "${@:-tokens prompts attention operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
+for name in "${@:-tokens prompts attention masked operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
 echo "$failed parts failed"
 exit "$failed"

@@ -72,7 +72,7 @@ class Launches:
     """A call's launches on these tensors (CUDA, contiguous, by role); `run` puts them into PyTorch's current stream."""
 
     def __init__(self, plan, tensors, folder=SHIPPED):
-        self.tensors = tensors
+        self.plan, self.tensors = plan, tensors
         self.workspace = torch.empty(max(plan["workspace_bytes"], 1), dtype=torch.uint8, device="cuda")
         self.counters = torch.zeros(max(plan["counters"], 1), dtype=torch.int32, device="cuda")
         self.launches = [self.prepared(launch, pathlib.Path(folder)) for launch in plan["launches"]]
