@@ -35,7 +35,7 @@ attention() {
   part 170 attention-bidirectional "${call[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 2x8192,1x16384 --bidirectional \
     --out "$out/attention-bidirectional.json"
   part 170 attention-tokens "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
-  part 60 attention-tokens-128 "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
+  part 120 attention-tokens-128 "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
 }
 # With a bias or a mask, beside PyTorch.
 masked() { part 120 masked python3 "$here/masked.py" --gqa "$gqa"; }
