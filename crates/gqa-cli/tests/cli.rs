@@ -288,6 +288,8 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "prompt --size 1x40,2x9 --packed",
         "prompt --size 1x16 --past-length 20",
         "token --size 2x65 --rotary half",
+        "prompt --size 1x40 --cached",
+        "token --size 2x65 --rotary half --cached",
     ] {
         let run = words(&format!(
             "bench {mode} --backend cpu --heads 4 --kv-heads 2 --head-size 32 --dtype f16 --runs 3 --json"
@@ -424,6 +426,14 @@ fn explanations_are_json_too() -> Result {
         launches.last().map(|launch| &launch["arguments"]["seqlens_k"]),
         Some(&"seqlens_k".into())
     );
+    // All that it takes to repeat a launch.
+    for launch in launches {
+        let count = |name: &str| launch[name].as_array().map(Vec::len);
+        assert_eq!(count("values"), launch["arguments"].as_object().map(serde_json::Map::len));
+        assert!(count("params") > Some(0));
+    }
+    let map = &launches[launches.len() - 1]["values"][0];
+    assert_eq!((&map["tensor"], &map["size"][0]), (&"query".into(), &128.into()));
     let candidates = gqa_host::plan::Candidate::ALL.len();
     assert_eq!(explained["decisions"].as_array().map(Vec::len), Some(candidates));
     assert_eq!(explained["bound"], "arithmetic");
