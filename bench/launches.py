@@ -44,6 +44,8 @@ def function(folder, entry, shared_bytes, cluster):
     modules = [m for m in json.loads((folder / "manifest.json").read_text())["modules"] if entry in m["entries"]]
     usable = [m for m in modules if (m["arch"] == f"sm_{major}{minor}a" or
                                      not m["arch"].endswith("a") and int(m["arch"][3:]) <= 10 * major + minor)]
+    if not usable:
+        raise RuntimeError(f"{entry}: {folder} has no module for compute capability {major}.{minor}; plans here are those of an H200")
     module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))
     header, *bodies = gzip.decompress((folder / module["file"]).read_bytes()).decode().split("\n.visible .entry ")
     body = next(body for body in bodies if body.startswith(entry + "("))

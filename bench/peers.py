@@ -351,6 +351,9 @@ def main():
     parser.add_argument("--gqa", help="this project's program, to be timed in the same rounds")
     parser.add_argument("--out", default="peers.json")
     options = parser.parse_args()
+    if options.cached and (not options.gqa or options.rotary):
+        got = "--rotary" if options.gqa else "no --gqa"
+        parser.error(f"--cached: got {got}; allowed: with --gqa, without --rotary")
     torch.manual_seed(0)
     wanted = options.peers.split(";") if options.peers else PEERS
     chosen = {name.strip(): PEERS[name.strip()] for name in wanted}
