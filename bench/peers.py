@@ -300,10 +300,12 @@ def calls(options):
 
 
 def measure(call, options, peers):
-    """Median microseconds by name; rounds are interleaved."""
+    """Median microseconds by name. Rounds are interleaved, and each begins with another peer, because a kernel finds the clock as the last one left it."""
     sets, times, ours_last = buffers(call), {}, None
     for number in range(options.rounds):
-        for name, peer in list(peers.items()):
+        turns = list(peers.items())
+        first = number % max(len(turns), 1)
+        for name, peer in turns[first:] + turns[:first]:
             try:
                 us = peer(call, sets, options.replays)
                 times.setdefault(name, []).append(us)

@@ -40,3 +40,22 @@ fn hopper_is_reference_in_tiles_for_long_prompts() {
     let prompts = prompts(64, 200).prop_map(|case| Case { dtype: DType::BF16, ..case });
     parity("sim, hopper, many rows", 40, prompts, &sim);
 }
+
+/// Tiles whose weights exceed what the first one made room for, some of them finite and some not.
+#[test]
+fn scores_may_rise_from_tile_to_tile() {
+    for (name, spread, cases) in [("exceed", 3.0, 40), ("overflow", 9.0, 40)] {
+        let prompts = prompts(128, 160).prop_map(move |case| Case {
+            spread,
+            past: case.past.iter().map(|past| past + 256).collect(),
+            first_prompt: false,
+            // A score of a hundred would feel one rounding of a rotated key.
+            rotary: None,
+            scale: 0.0,
+            softcap: 0.0,
+            window: -1,
+            ..case
+        });
+        parity(&format!("sim, hopper, weights {name}"), cases, prompts, &Sim::default());
+    }
+}

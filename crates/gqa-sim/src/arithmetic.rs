@@ -112,9 +112,19 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
     pack(f32_to_bf16(lo), f32_to_bf16(hi))
 }
 
+/// The greater of each half, as numbers without sign.
+pub fn max_u16x2(a: u32, b: u32) -> u32 {
+    (a >> 16).max(b >> 16) << 16 | (a & 0xffff).max(b & 0xffff)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::f16_to_f32;
+    use super::{f16_to_f32, max_u16x2};
+
+    #[test]
+    fn halves_do_not_mix() {
+        assert_eq!(max_u16x2(0x0001_ffff, 0x8000_0002), 0x8000_ffff);
+    }
 
     #[test]
     fn widening_agrees_with_half_for_every_value() {

@@ -36,7 +36,6 @@
 
 mod exchange;
 mod fresh;
-mod rolled;
 mod shape;
 mod stream;
 mod warpgroup;

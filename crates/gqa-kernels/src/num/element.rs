@@ -71,6 +71,9 @@ pub trait Element: Pod {
 
 /// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
 pub trait MmaElement: Element {
+    /// How many powers of two below 1 a softmax may keep a row's greatest weights, so that they have room to grow, before those that are
+    /// far below them lose precision.
+    const HEADROOM: u32;
     /// Rounds and packs two values.
     fn pack(lo: f32, hi: f32) -> u32;
     /// `d += a · b` for a 16×16 by 16×8 tile, fragments as PTX defines them for `mma.m16n8k16`.
@@ -132,6 +135,7 @@ impl Element for bf16 {
 }
 
 impl MmaElement for f16 {
+    const HEADROOM: u32 = 5;
     #[inline(always)]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_f16x2(lo, hi)
@@ -155,6 +159,7 @@ impl MmaElement for f16 {
 }
 
 impl MmaElement for bf16 {
+    const HEADROOM: u32 = 7;
     #[inline(always)]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)

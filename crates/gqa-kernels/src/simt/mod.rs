@@ -13,7 +13,7 @@
 //! | shared memory | `ld_shared::<T>(address)`, `st_shared::<T>(address, v)`, `ld_shared_vec(address)`, `st_shared_vec(address, [u32; 4])` on byte addresses that start at `shared_base()` |
 //! | async copy | `cp_async_16(shared address, Global<T>, element index, valid)`, `cp_async_commit()`, `cp_async_wait::<N>()` |
 //! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)`, `mma_m16n8k8_tf32(..)` |
-//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `fma(a, b, c)`, `max(a, b)` |
+//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `fma(a, b, c)`, `max(a, b)`, `max_u16x2(a, b)` (SM 90) |
 //! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80) |
 //! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
 //! | copy engine | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
@@ -22,13 +22,15 @@
 //! | between blocks | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
 //! | between grids | `grid_dependency_wait()`, `launch_dependents()` (SM 90) |
 //! | warpgroup | `wgmma_{f16,bf16}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
-//! | optimiser | `opaque(u32)`: the same value, of unknown origin |
+//! | optimiser | `opaque(u32)`: the same value, of unknown origin; [`Rolled`] |
 //! | abort | `trap()` |
 //!
 //! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch bound it, launches are checked by
 //! the planner, and the simulator faults on every access outside a view. Nothing here may be called outside a kernel.
 
+mod rolled;
 mod shared;
+pub use rolled::Rolled;
 pub use shared::{Peer, Shared};
 
 #[cfg(target_arch = "nvptx64")]

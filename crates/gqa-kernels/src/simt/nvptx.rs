@@ -424,6 +424,17 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
     packed
 }
 
+/// The greater of each half, as numbers without sign. SM 90.
+#[inline(always)]
+pub fn max_u16x2(a: u32, b: u32) -> u32 {
+    let greater;
+    // SAFETY: registers only.
+    unsafe {
+        asm!("max.u16x2 {}, {}, {};", out(reg32) greater, in(reg32) a, in(reg32) b, options(pure, nomem, nostack))
+    };
+    greater
+}
+
 /// The same value, of unknown origin to the optimiser: what is derived from it is computed anew.
 #[inline(always)]
 pub fn opaque(value: u32) -> u32 {

@@ -1,12 +1,11 @@
 //! The merge of a cluster's results through distributed shared memory, and of the parts' results through global memory.
 
-use super::rolled::Rolled;
 use super::{Decode, MAX_RANKS, Place};
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
-    Global, Shared, cluster_arrive_relaxed, cluster_wait, fence_mbarrier_init, fma, max,
+    Global, Rolled, Shared, cluster_arrive_relaxed, cluster_wait, fence_mbarrier_init, fma, max,
     mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster, peer_address, st_async_vec,
     st_async_vec2, sync_threads, thread_idx,
 };

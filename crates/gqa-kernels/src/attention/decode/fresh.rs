@@ -3,11 +3,10 @@
 //! They come into shared memory as they are given, by copies that are under way before those of the cache, of which a multiprocessor has so many
 //! in flight that whoever asks after them waits longest. Then they are rotated in place.
 
-use super::rolled::Rolled;
 use crate::num::MmaElement;
 use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
-use crate::simt::{Global, Shared, cp_async_16, thread_idx};
+use crate::simt::{Global, Rolled, Shared, cp_async_16, thread_idx};
 use crate::tile::copy::UNIT;
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::Swizzled;

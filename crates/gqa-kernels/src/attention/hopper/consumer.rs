@@ -4,7 +4,7 @@ use super::mask::Mask;
 use super::output::{Destination, Output};
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
-use super::softmax::{Raised, RowPair, Softmax, scale};
+use super::softmax::{Raised, RowPair, Softmax, exceed, greatest, scale};
 use super::work::{KeyTiles, Slot};
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -77,7 +77,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             base,
             warpgroup,
             pointers,
-            softmax: Softmax { p, factor, row, adds: !S::SUM_COLUMNS },
+            softmax: Softmax { p, factor, row, headroom: T::HEADROOM, adds: !S::SUM_COLUMNS },
             q: Ring::START,
             kv: Ring::START,
             mask: Ring::START,
@@ -113,25 +113,21 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let mut s = self.issue_scores();
         self.pass_turn();
         wgmma_wait::<0>();
-        self.release_tile();
+        self.release_tile(self.kv);
+        self.kv = self.kv.next(S::STAGES);
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
         let mut rows = RowPair::EMPTY;
-        let raised = self.start(&mut s, &mut rows, true);
-        self.relate_and_weigh(&mut s, &mut rows, raised);
+        self.relate_and_weigh(&mut s, &mut rows, true, &mut Raised::NONE);
         self.softmax.weigh(1, &mut s, &mut rows);
         let weights = pack::<T, C, W>(&s);
         let mut state = State { o, weights, rows, begun: false };
         loop {
             if S::MASK_STAGES == 0 && at.tile < at.keys.full_end && at.tile > at.bottom {
-                if !state.begun {
-                    at.tile -= 1;
-                    self.step(&mut state, false);
-                    state.begun = true;
-                }
                 while at.tile > at.bottom {
                     at.tile -= 1;
-                    self.step(&mut state, true);
+                    self.step(&mut state);
+                    state.begun = true;
                 }
                 self.release_queries(at);
             }
@@ -149,22 +145,31 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.finish(&mut o, rows.states(), at.slot);
     }
 
-    /// The scores of the next key tile, the output of the last: all rows see all keys of both.
+    /// The scores of the next key tile, the output of the last: all rows see all keys of both. That no exponent exceeds its limit
+    /// shows in the weights, which takes less than to find the greatest exponents; where one does, the tile is weighed again.
     #[inline(always)]
-    fn step(&mut self, state: &mut State<W, O>, begun: bool) {
-        let values = self.kv.next(S::STAGES);
-        let mut s = self.multiply(state, begun, values);
+    fn step(&mut self, state: &mut State<W, O>) {
+        let keys = self.kv;
+        let mut s = self.multiply(state);
         let State { o, weights, rows, .. } = state;
-        let mut raised = Raised::NONE;
-        self.softmax.relate(0, &mut s, rows, &mut raised);
+        let before = rows.sum;
+        self.softmax.relate(0, &mut s, rows.reference[0]);
         self.softmax.weigh(0, &mut s, rows);
-        self.softmax.relate(1, &mut s, rows, &mut raised);
+        self.softmax.relate(1, &mut s, rows.reference[1]);
         wgmma_wait::<0>();
-        self.release_tile();
+        self.release_tile(keys.next(S::STAGES));
         // The second row's exponentials hide the packing.
         self.softmax.weigh(1, &mut s, rows);
         *weights = pack::<T, C, W>(&s);
-        raised.apply(o);
+        if exceed(weights) {
+            rows.sum = before;
+            let factors = match self.softmax.lower::<T, W>(weights, rows) {
+                Some(factors) => factors,
+                None => self.weigh_again(keys, rows, weights),
+            };
+            scale(o, factors);
+        }
+        self.release_tile(keys);
     }
 
     /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
@@ -183,18 +188,20 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         } else {
             at.tile -= 1;
         }
-        let values = self.kv.next(S::STAGES);
+        let keys = self.kv;
+        let values = keys.next(S::STAGES);
         self.clear_values(&from, values);
-        let mut s = self.multiply(state, state.begun, values);
+        let mut s = self.multiply(state);
+        self.release_tile(keys);
         let State { o, weights, rows, begun } = state;
         *begun = !ends;
         self.release_queries(at);
         let done = rows.states();
         self.cap_and_mask(&mut s, at);
-        let raised = self.start(&mut s, rows, ends);
-        let raised = self.relate_and_weigh(&mut s, rows, raised);
+        let mut raised = Raised::NONE;
+        self.relate_and_weigh(&mut s, rows, ends, &mut raised);
         wgmma_wait::<0>();
-        self.release_tile();
+        self.release_tile(values);
         if !ends {
             raised.apply(o);
         }
@@ -208,15 +215,16 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Issues the next S and this O; returns S when it is there.
     #[inline(always)]
-    fn multiply(&mut self, state: &mut State<W, O>, begun: bool, values: Ring) -> [f32; C] {
+    fn multiply(&mut self, state: &mut State<W, O>) -> [f32; C] {
         self.wait_tile(self.kv);
         self.take_turn();
         let s = self.issue_scores();
+        let values = self.kv.next(S::STAGES);
         self.wait_tile(values);
-        self.issue_output(&mut state.o, begun, &state.weights, values);
+        self.issue_output(&mut state.o, state.begun, &state.weights, values);
         self.pass_turn();
         wgmma_wait::<1>();
-        self.release_tile();
+        self.kv = values.next(S::STAGES);
         s
     }
 
@@ -273,13 +281,12 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
     }
 
-    /// This warp has read the next K or V tile.
+    /// This warp has read the K or V tile.
     #[inline(always)]
-    fn release_tile(&mut self) {
+    fn release_tile(&self, at: Ring) {
         if lane() == 0 {
-            mbarrier_arrive(self.base + S::KV_EMPTY + self.kv.barrier());
+            mbarrier_arrive(self.base + S::KV_EMPTY + at.barrier());
         }
-        self.kv = self.kv.next(S::STAGES);
     }
 
     /// This warp has read the Q tile for the last time, if the key tile is the last.
@@ -294,7 +301,8 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     #[inline(always)]
     fn issue_scores(&self) -> [f32; C] {
         let q = self.base + self.q_tile() * S::Q_BYTES;
-        let q = Descriptor::new(if S::Q_STAGES == 1 { opaque(q) } else { q }, 16);
+        // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in such as are not uniform.
+        let q = Descriptor::new(if S::WARPGROUPS == 2 { opaque(q) } else { q }, 16);
         let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::KV_BYTES, 16);
         wgmma_fence();
         let mut s = T::wgmma(q.at(0), k.at(0));
@@ -310,6 +318,62 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         }
         wgmma_commit();
         s
+    }
+
+    /// What [`Self::step`] does, with references that are raised first, from this warp's scores, computed twice more by instructions that one
+    /// warp can give without the others.
+    #[inline(always)]
+    fn weigh_again(&self, keys: Ring, rows: &mut RowPair, weights: &mut [u32; W]) -> [f32; 2] {
+        let mut tops = [f32::NEG_INFINITY; 2];
+        for block in Rolled(0..S::N / 16, 1) {
+            let s = self.scores_of_block(keys, block);
+            tops = [max(tops[0], greatest(0, &s)), max(tops[1], greatest(1, &s))];
+        }
+        let factors = self.softmax.raise_to(tops, rows);
+        let mut block = 0;
+        while block < W / 4 {
+            let mut s = self.scores_of_block(keys, block as u32);
+            let mut half = 0;
+            while half < 2 {
+                self.softmax.relate(half, &mut s, rows.reference[half]);
+                self.softmax.weigh(half, &mut s, rows);
+                half += 1;
+            }
+            let packed: [u32; 4] = pack::<T, 8, 4>(&s);
+            let mut i = 0;
+            while i < 4 {
+                weights[4 * block + i] = packed[i];
+                i += 1;
+            }
+            block += 1;
+        }
+        sync_warp();
+        factors
+    }
+
+    /// This warp's scores of 16 keys of a tile.
+    #[inline(always)]
+    fn scores_of_block(&self, keys: Ring, block: u32) -> [f32; 8] {
+        // Blocks one after the other: for all at a time there are no registers.
+        sync_warp();
+        // Opaque, or addresses would take registers for all the loop over tiles.
+        let thread = opaque(thread_idx());
+        let (warp, lane) = (thread / 32, thread % 32);
+        let (query, key) = (lane % 16, lane / 16 * 8 + lane % 8);
+        let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
+        let k = self.base + S::KV + keys.stage * S::KV_BYTES + (16 * block + key) * 128;
+        let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
+        for step in Rolled(0..self.p.head_size.div_ceil(16), 1) {
+            let (chunk, unit) = (step / 4 * 128, step % 4 * 2);
+            // Units of 16 bytes trade places within eight rows.
+            let place = |row: u32, unit: u32| 16 * (unit ^ (row % 8));
+            let a = ldmatrix_x4(q + chunk * WARPGROUP_ROWS + place(query, unit + lane / 16));
+            let b = ldmatrix_x4(k + chunk * S::N + place(key, unit + lane / 8 % 2));
+            T::mma(&mut low, a, [b[0], b[1]]);
+            T::mma(&mut high, a, [b[2], b[3]]);
+        }
+        let ([a, b, c, d], [e, f, g, h]) = (low, high);
+        [a, b, c, d, e, f, g, h]
     }
 
     /// Issues O += P · V.
@@ -360,44 +424,40 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         mask.rows(tile, self.warpgroup * WARPGROUP_ROWS + warp() % 4 * 16)
     }
 
-    /// Where a work tile begins, its rows start with these scores. With a bias they may start anew at any tile.
-    #[inline(always)]
-    fn start(&self, s: &mut [f32; C], rows: &mut RowPair, begins: bool) -> Raised {
-        if S::MASK_STAGES > 0 {
-            if begins {
-                *rows = RowPair::EMPTY;
-            }
-            return self.softmax.settle(s, rows);
-        }
-        if begins {
-            *rows = RowPair::start(s, self.softmax.factor);
-        }
-        Raised::NONE
-    }
-
-    /// Scores become exponents, those of the first row weights.
+    /// Scores become exponents, those of the first row weights. Where a work tile begins, its rows start with these scores; with a bias
+    /// they may start anew at any tile.
     #[inline(always)]
     fn relate_and_weigh(
         &mut self,
         s: &mut [f32; C],
         rows: &mut RowPair,
-        mut raised: Raised,
-    ) -> Raised {
-        self.softmax.relate(0, s, rows, &mut raised);
+        begins: bool,
+        raised: &mut Raised,
+    ) {
+        let softmax = &self.softmax;
+        if begins {
+            *rows = if S::MASK_STAGES > 0 { RowPair::EMPTY } else { softmax.start(s) };
+        }
         if let Some(mask) = self.pointers.mask {
-            self.softmax.relate(1, s, rows, &mut raised);
+            *raised = softmax.settle(s, rows);
+            softmax.relate_and_raise(0, s, rows, raised);
+            softmax.relate_and_raise(1, s, rows, raised);
             // NaN raises rows too.
             if raised.any && mask.is_bias() {
                 mask.hide_again::<S, C>(self.mask_rows(mask), s);
             }
             mask.release(self.base + S::MASK_EMPTY + self.mask.barrier());
+            softmax.weigh(0, s, rows);
             self.mask = self.mask.next(S::MASK_STAGES);
-            self.softmax.weigh(0, s, rows);
+        } else if begins {
+            softmax.relate(0, s, rows.origin(0));
+            softmax.weigh(0, s, rows);
+            softmax.relate(1, s, rows.origin(1));
         } else {
-            self.softmax.weigh(0, s, rows);
-            self.softmax.relate(1, s, rows, &mut raised);
+            softmax.relate_and_raise(0, s, rows, raised);
+            softmax.weigh(0, s, rows);
+            softmax.relate_and_raise(1, s, rows, raised);
         }
-        raised
     }
 
     /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0.

@@ -3,62 +3,56 @@
 use super::mask;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
+use crate::num::{MmaElement, unpack};
 use crate::params::AttentionParams;
 use crate::simt::*;
 
 /// What a consumer thread keeps of its two rows, `row` and `row + 8`.
 #[derive(Clone, Copy)]
 pub(super) struct RowPair {
-    /// What exponents count from: the running maximum times `factor`, or at most [`SLACK`] less; 0 before the first score.
-    reference: [f32; 2],
-    /// Exponents above it raise the reference: bits of a float, compared as integers, of which all but the greatest negative one are
-    /// bits of floats.
-    limit: [i32; 2],
+    /// What exponents count from: `headroom` above the greatest of the row's first scores times `factor`, and raised to that when an
+    /// exponent exceeds [`LIMIT`]; -inf before the first score.
+    pub(super) reference: [f32; 2],
     /// This thread's share of the running sums.
-    sum: [f32; 2],
+    pub(super) sum: [f32; 2],
 }
 
-/// How far exponents may exceed the reference: weights up to 2^8 cost no precision, and few tiles raise a maximum by more than that.
-const SLACK: f32 = 8.0;
-/// The limit that every exponent exceeds.
-const UNSET: i32 = i32::MIN;
+/// The greatest exponent that does not raise the reference: from 2 on weights have the highest bit of their exponents set, in both
+/// 16-bit types.
+const LIMIT: f32 = 1.0;
+const HIGHEST_EXPONENT_BITS: u32 = 0x4000_4000;
 
 impl RowPair {
-    pub(super) const EMPTY: Self = Self { reference: [0.0; 2], limit: [UNSET; 2], sum: [0.0; 2] };
+    pub(super) const EMPTY: Self = Self { reference: [f32::NEG_INFINITY; 2], sum: [0.0; 2] };
 
-    /// Counted from the greatest of their first scores.
+    /// Whether exponents count from nothing yet.
     #[inline(always)]
-    pub(super) fn start<const C: usize>(s: &[f32; C], factor: f32) -> Self {
-        let mut rows = Self::EMPTY;
-        let mut half = 0;
-        while half < 2 {
-            let top = greatest(half, s);
-            if top > f32::NEG_INFINITY {
-                rows.reference[half] = top * factor;
-                rows.limit[half] = bits(SLACK);
-            }
-            half += 1;
-        }
-        rows
+    fn is_unset(&self, half: usize) -> bool {
+        self.reference[half] == f32::NEG_INFINITY
+    }
+
+    /// What exponents count from, or 0 where that is nothing yet.
+    #[inline(always)]
+    pub(super) fn origin(&self, half: usize) -> f32 {
+        if self.is_unset(half) { 0.0 } else { self.reference[half] }
     }
 
     /// Whether exponents count from nothing yet, or from so far down that they might be coarse.
     #[inline(always)]
     fn is_low(&self, half: usize) -> bool {
         const LOW: f32 = -1024.0;
-        self.limit[half] == UNSET || self.reference[half] < LOW
+        self.reference[half] < LOW
     }
 
-    /// Counts from `top` if that is a score and far above what has been counted from. Returns the factor for what was accumulated.
+    /// Counts from `new` if that is a number and far above what has been counted from. Returns the factor for what was accumulated.
     #[inline(always)]
-    fn start_anew(&mut self, half: usize, top: f32) -> f32 {
+    fn start_anew(&mut self, half: usize, new: f32) -> f32 {
         const FAR: f32 = 64.0;
-        let (unset, old) = (self.limit[half] == UNSET, self.reference[half]);
-        let starts = top > if unset { f32::NEG_INFINITY } else { old + FAR };
-        let factor = if starts && !unset { exp2(old - top) } else { 1.0 };
+        let (unset, old) = (self.is_unset(half), self.reference[half]);
+        let starts = new > old + FAR;
+        let factor = if starts && !unset { exp2(old - new) } else { 1.0 };
         if starts {
-            self.reference[half] = top;
-            self.limit[half] = bits(SLACK);
+            self.reference[half] = new;
         }
         self.sum[half] *= factor;
         factor
@@ -67,15 +61,8 @@ impl RowPair {
     /// As states, of whose sums each thread has its share.
     #[inline(always)]
     pub(super) fn states(&self) -> [SoftmaxState; 2] {
-        let mut states = [SoftmaxState::EMPTY; 2];
-        let mut half = 0;
-        while half < 2 {
-            if self.limit[half] != UNSET {
-                states[half] = SoftmaxState { max: self.reference[half], sum: self.sum[half] };
-            }
-            half += 1;
-        }
-        states
+        let state = |half| SoftmaxState { max: self.reference[half], sum: self.sum[half] };
+        [state(0), state(1)]
     }
 }
 
@@ -116,11 +103,26 @@ pub(super) struct Softmax<'a> {
     pub(super) factor: f32,
     /// First of this thread's two rows in the block's tile.
     pub(super) row: u32,
+    /// How far references are above the greatest score when they are set.
+    pub(super) headroom: u32,
     /// Weights are summed here, and not by the tensor cores.
     pub(super) adds: bool,
 }
 
 impl Softmax<'_> {
+    /// What exponents count from where `top` is the greatest score.
+    #[inline(always)]
+    fn reference(&self, top: f32) -> f32 {
+        fma(top, self.factor, self.headroom as f32)
+    }
+
+    /// Rows that start with these scores.
+    #[inline(always)]
+    pub(super) fn start<const C: usize>(&self, s: &[f32; C]) -> RowPair {
+        let reference = |half| self.reference(greatest(half, s));
+        RowPair { reference: [reference(0), reference(1)], ..RowPair::EMPTY }
+    }
+
     /// Scores of keys that their row does not see become -inf; the tile's rows start at `row`, its keys at `key`.
     #[inline(always)]
     pub(super) fn mask<const C: usize>(
@@ -180,64 +182,136 @@ impl Softmax<'_> {
                 tops = [mask::fold(tops[0]), mask::fold(tops[1])];
             }
             raised.factors = [
-                rows.start_anew(0, tops[0] * self.factor),
-                rows.start_anew(1, tops[1] * self.factor),
+                rows.start_anew(0, self.reference(tops[0])),
+                rows.start_anew(1, self.reference(tops[1])),
             ];
         }
         raised
     }
 
-    /// Online softmax, first step: the scores of one of the two rows become exponents of 2 relative to its reference, which is
-    /// raised where they exceed it by too much. Only exponents that do are positive, and positive floats are ordered like their
-    /// bits, of which one instruction finds the greatest of three.
+    /// Online softmax, first step: the scores of one of the two rows become exponents of 2 that count from `reference`.
     #[inline(always)]
-    pub(super) fn relate<const C: usize>(
+    pub(super) fn relate<const C: usize>(&self, half: usize, s: &mut [f32; C], reference: f32) {
+        let mut i = 0;
+        while i < C / 4 {
+            let at = 4 * i + 2 * half;
+            s[at] = fma(s[at], self.factor, -reference);
+            s[at + 1] = fma(s[at + 1], self.factor, -reference);
+            i += 1;
+        }
+    }
+
+    /// The same with a reference that is raised where exponents exceed it by too much. Only exponents that do are positive, and
+    /// positive floats are ordered like their bits, of which one instruction finds the greatest of three.
+    #[inline(always)]
+    pub(super) fn relate_and_raise<const C: usize>(
         &self,
         half: usize,
         s: &mut [f32; C],
         rows: &mut RowPair,
         raised: &mut Raised,
     ) {
+        let limit = if rows.is_unset(half) { i32::MIN } else { bits(LIMIT) };
+        let origin = rows.origin(half);
         // Independent chains, because one after the other comparisons only wait for each other.
-        let mut tops = [UNSET; 2];
+        let mut tops = [i32::MIN; 2];
         let mut i = 0;
         while i < C / 4 {
             let at = 4 * i + 2 * half;
-            s[at] = fma(s[at], self.factor, -rows.reference[half]);
-            s[at + 1] = fma(s[at + 1], self.factor, -rows.reference[half]);
+            s[at] = fma(s[at], self.factor, -origin);
+            s[at + 1] = fma(s[at + 1], self.factor, -origin);
             tops[i % 2] = tops[i % 2].max(bits(s[at])).max(bits(s[at + 1]));
             i += 1;
         }
         // A vote, so that the assembler sees that a warp's lanes agree.
-        if any_sync(tops[0].max(tops[1]) > rows.limit[half]) {
+        if any_sync(tops[0].max(tops[1]) > limit) {
             raised.any = true;
             raised.factors[half] *= self.raise(half, s, rows);
         }
     }
 
-    /// Raises the reference of a row to its greatest exponent, which becomes 0, where that exceeds the limit. Returns the factor
-    /// for what was accumulated.
+    /// Raises the reference of a row, to which these exponents are relative, where one exceeds the limit. Returns the factor for what was accumulated.
     #[inline(always)]
     fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
-        let mut top = greatest(half, s);
-        let empty = rows.limit[half] == UNSET;
-        if top <= if empty { f32::NEG_INFINITY } else { SLACK } {
-            top = 0.0;
-        } else {
-            rows.limit[half] = bits(SLACK);
+        let top = greatest(half, s);
+        let unset = rows.is_unset(half);
+        let rises = top > if unset { f32::NEG_INFINITY } else { LIMIT };
+        let rise = if rises { top + self.headroom as f32 } else { 0.0 };
+        if rises {
+            rows.reference[half] = if unset { rise } else { rows.reference[half] + rise };
         }
-        rows.reference[half] += top;
         let mut i = 0;
         while i < C / 4 {
-            s[4 * i + 2 * half] -= top;
-            s[4 * i + 2 * half + 1] -= top;
+            s[4 * i + 2 * half] -= rise;
+            s[4 * i + 2 * half + 1] -= rise;
             i += 1;
         }
-        let factor = exp2(-max(top, 0.0));
+        let factor = exp2(-max(rise, 0.0));
         if self.adds {
             rows.sum[half] *= factor;
         }
         factor
+    }
+
+    /// Weights of which one exceeds the limit fall by whole powers of two, which is exact, and references rise by as much. Sums become those of
+    /// the rounded weights, because where few weights count the quotient errs less then. Returns the factors for what was accumulated, or nothing
+    /// if weights are infinite or nearly so.
+    #[inline(always)]
+    pub(super) fn lower<T: MmaElement, const W: usize>(
+        &self,
+        weights: &mut [u32; W],
+        rows: &mut RowPair,
+    ) -> Option<[f32; 2]> {
+        let mut tops = [0; 2];
+        let mut half = 0;
+        while half < 2 {
+            let mut top = greatest_weight(half, weights);
+            top = top.max(shfl_xor_u32(top, 1));
+            top = top.max(shfl_xor_u32(top, 2));
+            let [top, ..] = unpack::<T>([top, 0, 0, 0]);
+            tops[half] = top.to_bits();
+            half += 1;
+        }
+        if any_sync(tops[0].max(tops[1]) >= exp2_bits(64)) {
+            return None;
+        }
+        let mut factors = [1.0; 2];
+        half = 0;
+        while half < 2 {
+            if tops[half] >= exp2_bits(LIMIT as u32) {
+                let fall = (tops[half] >> 23) - 127 + self.headroom;
+                rows.reference[half] += fall as f32;
+                factors[half] = exp2(-(fall as f32));
+            }
+            rows.sum[half] *= factors[half];
+            half += 1;
+        }
+        let mut i = 0;
+        while i < W {
+            let [low, high, ..] = unpack::<T>([weights[i], 0, 0, 0]);
+            let (low, high) = (low * factors[i % 2], high * factors[i % 2]);
+            rows.sum[i % 2] += low + high;
+            weights[i] = T::pack(low, high);
+            i += 1;
+        }
+        Some(factors)
+    }
+
+    /// Raises the references that exponents of the rows' greatest scores would exceed. Returns the factors for what was accumulated.
+    #[inline(always)]
+    pub(super) fn raise_to(&self, tops: [f32; 2], rows: &mut RowPair) -> [f32; 2] {
+        let mut factors = [1.0; 2];
+        let mut half = 0;
+        while half < 2 {
+            let old = rows.reference[half];
+            if fma(tops[half], self.factor, -old) > LIMIT {
+                rows.reference[half] = self.reference(tops[half]);
+                factors[half] = exp2(old - rows.reference[half]);
+                rows.sum[half] *= factors[half];
+            }
+            half += 1;
+        }
+        factors
     }
 
     /// Second step: the exponents of one of the two rows become weights.
@@ -275,7 +349,7 @@ fn keys_below(end: u32, key: u32) -> u32 {
 
 /// The greatest value of one of the two rows.
 #[inline(always)]
-fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
+pub(super) fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
     // Independent chains, because one after the other comparisons only wait for each other.
     let mut tops = [s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]];
     let mut i = 2;
@@ -288,6 +362,37 @@ fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
     let mut top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
     top = max(top, shfl_xor_f32(top, 1));
     max(top, shfl_xor_f32(top, 2))
+}
+
+/// Whether a weight of the warp's rows exceeds the limit; it may be infinite, or no number.
+#[inline(always)]
+pub(super) fn exceed<const W: usize>(weights: &[u32; W]) -> bool {
+    // Independent chains here too.
+    let mut bits = [0; 2];
+    let mut i = 0;
+    while i < W {
+        bits[i / 2 % 2] |= weights[i];
+        i += 1;
+    }
+    any_sync((bits[0] | bits[1]) & HIGHEST_EXPONENT_BITS != 0)
+}
+
+/// Bits of the greatest of this thread's weights; as they are not negative, they are ordered like their bits. NaN is the greatest.
+#[inline(always)]
+fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
+    let mut tops = 0;
+    let mut i = half;
+    while i < W {
+        tops = max_u16x2(tops, weights[i]);
+        i += 2;
+    }
+    (tops >> 16).max(tops & 0xffff)
+}
+
+/// Bits of 2 to the power of `exponent`.
+#[inline(always)]
+const fn exp2_bits(exponent: u32) -> u32 {
+    (127 + exponent) << 23
 }
 
 #[inline(always)]

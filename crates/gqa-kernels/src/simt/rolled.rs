@@ -1,11 +1,11 @@
 //! Loops that stay loops.
 
-use crate::simt::opaque;
+use super::opaque;
 use core::ops::Range;
 
 /// Every so manieth number of a range, counted where the compiler does not see it, so that it can neither unroll the loop nor peel it. What runs once
 /// in a launch comes from memory as it runs, and a short loop comes sooner than a long straight line.
-pub(super) struct Rolled(pub Range<u32>, pub u32);
+pub struct Rolled(pub Range<u32>, pub u32);
 
 impl Iterator for Rolled {
     type Item = u32;
