@@ -24,7 +24,7 @@
 //! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
 //! each stage of the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
-//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights rounded to the element type. [`D64`] divides by the sum of the
+//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`] divides by the sum of the
 //! rounded weights, which its log-sum-exp is of, too.
 
 mod consumer;

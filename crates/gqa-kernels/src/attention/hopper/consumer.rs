@@ -118,12 +118,13 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.release_queries(at);
         self.cap_and_mask(&mut s, at);
         let mut rows = RowPair::EMPTY;
-        self.relate_and_weigh(&mut s, &mut rows, true, &mut Raised::NONE);
+        let mut raised = Raised::NONE;
+        self.relate_and_weigh(&mut s, &mut rows, true, &mut raised);
         self.softmax.weigh(1, &mut s, &mut rows);
         let weights = pack::<T, C, W>(&s);
         let mut state = State { o, weights, rows, begun: false };
         loop {
-            if S::MASK_STAGES == 0 && at.tile < at.keys.full_end && at.tile > at.bottom {
+            if S::MASK_STAGES == 0 && at.tile < at.keys.settled_end && at.tile > at.bottom {
                 while at.tile > at.bottom {
                     at.tile -= 1;
                     self.step(&mut state);
@@ -145,8 +146,8 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.finish(&mut o, rows.states(), at.slot);
     }
 
-    /// The scores of the next key tile, the output of the last: all rows see all keys of both. That no exponent exceeds its limit
-    /// shows in the weights, which takes less than to find the greatest exponents; where one does, the tile is weighed again.
+    /// The scores of the next key tile, of which all rows see all keys, and the output of the last. Whether an exponent exceeds its limit
+    /// shows in the weights, which is less work than to find the greatest exponents. K stays until that is known.
     #[inline(always)]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
@@ -239,7 +240,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.works += 1;
         let keys = slot.keys().agreed();
         // Large heads do better with one loop: they have too few registers for two.
-        let mixed = self.p.softcap > 0.0 || S::D > 128;
+        let mixed = self.p.softcap > 0.0 || S::D > 160;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Place { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
@@ -320,8 +321,8 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         s
     }
 
-    /// What [`Self::step`] does, with references that are raised first, from this warp's scores, computed twice more by instructions that one
-    /// warp can give without the others.
+    /// Weights of a tile where some have become infinite: raises references and starts from scores once more, by instructions that a
+    /// warp can give without the others. Returns the factors for what was accumulated.
     #[inline(always)]
     fn weigh_again(&self, keys: Ring, rows: &mut RowPair, weights: &mut [u32; W]) -> [f32; 2] {
         let mut tops = [f32::NEG_INFINITY; 2];
@@ -335,7 +336,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             let mut s = self.scores_of_block(keys, block as u32);
             let mut half = 0;
             while half < 2 {
-                self.softmax.relate(half, &mut s, rows.reference[half]);
+                self.softmax.relate(half, &mut s, rows.origin(half));
                 self.softmax.weigh(half, &mut s, rows);
                 half += 1;
             }
@@ -363,6 +364,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
         let k = self.base + S::KV + keys.stage * S::KV_BYTES + (16 * block + key) * 128;
         let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
+        // Not up to `D`, or the assembler would unroll the loop.
         for step in Rolled(0..self.p.head_size.div_ceil(16), 1) {
             let (chunk, unit) = (step / 4 * 128, step % 4 * 2);
             // Units of 16 bytes trade places within eight rows.

@@ -236,9 +236,12 @@ impl Softmax<'_> {
         let top = greatest(half, s);
         let unset = rows.is_unset(half);
         let rises = top > if unset { f32::NEG_INFINITY } else { LIMIT };
-        let rise = if rises { top + self.headroom as f32 } else { 0.0 };
+        let mut rise = 0.0;
         if rises {
-            rows.reference[half] = if unset { rise } else { rows.reference[half] + rise };
+            let old = rows.origin(half);
+            rows.reference[half] = old + (top + self.headroom as f32);
+            // Of a large reference the sum is rounded.
+            rise = rows.reference[half] - old;
         }
         let mut i = 0;
         while i < C / 4 {
@@ -253,9 +256,9 @@ impl Softmax<'_> {
         factor
     }
 
-    /// Weights of which one exceeds the limit fall by whole powers of two, which is exact, and references rise by as much. Sums become those of
-    /// the rounded weights, because where few weights count the quotient errs less then. Returns the factors for what was accumulated, or nothing
-    /// if weights are infinite or nearly so.
+    /// Where one exceeds the limit, a row's weights fall by a power of two, which is exact, and its reference rises by as much. This tile's
+    /// sums become those of the rounded weights: where few weights count, the quotient errs less then. Returns the factors for what was
+    /// accumulated, or nothing if weights are infinite or nearly so.
     #[inline(always)]
     pub(super) fn lower<T: MmaElement, const W: usize>(
         &self,
@@ -280,8 +283,10 @@ impl Softmax<'_> {
         while half < 2 {
             if tops[half] >= exp2_bits(LIMIT as u32) {
                 let fall = (tops[half] >> 23) - 127 + self.headroom;
+                let old = rows.reference[half];
                 rows.reference[half] += fall as f32;
-                factors[half] = exp2(-(fall as f32));
+                // Of a large reference the sum is rounded.
+                factors[half] = exp2(old - rows.reference[half]);
             }
             rows.sum[half] *= factors[half];
             half += 1;

@@ -26,13 +26,15 @@ pub(super) struct Place {
     pub(super) split: u32,
 }
 
-/// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`.
+/// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`, and some key of the tiles `..settled_end`, of which
+/// all rows are valid.
 #[derive(Clone, Copy)]
 pub(super) struct KeyTiles {
     pub(super) first: u32,
     pub(super) end: u32,
     pub(super) full_first: u32,
     pub(super) full_end: u32,
+    pub(super) settled_end: u32,
 }
 
 impl Work {
@@ -90,6 +92,7 @@ impl KeyTiles {
             end: if past + row < total { high.min(seen).div_ceil(S::N) } else { 0 },
             full_first: window(high).div_ceil(S::N),
             full_end: low.min(seen) / S::N,
+            settled_end: low.div_ceil(S::N).min(total / S::N),
         }
     }
 
@@ -109,13 +112,14 @@ impl KeyTiles {
     /// The same, shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
     #[inline(always)]
     pub(super) fn agreed(self) -> Self {
-        let Self { first, end, full_first, full_end } = self;
+        let Self { first, end, full_first, full_end, settled_end } = self;
         let agreed = |word| shfl_idx_u32(word, 0);
         Self {
             first: agreed(first),
             end: agreed(end),
             full_first: agreed(full_first),
             full_end: agreed(full_end),
+            settled_end: agreed(settled_end),
         }
     }
 }
@@ -180,10 +184,13 @@ impl Slot {
         if let Some(Work { place, seqlen, hidden, keys }) = work {
             st_shared_vec(at, [keys.first, keys.end, keys.full_first, keys.full_end]);
             st_shared_vec(at + 16, [place.batch, place.head, place.row, place.split]);
-            st_shared_vec(at + 32, [seqlen.past, seqlen.total, *hidden, 0]);
+            st_shared_vec(at + 32, [seqlen.past, seqlen.total, *hidden, keys.settled_end]);
         } else {
-            st_shared_vec(at, [0; 4]);
-            st_shared_vec(at + 16, [0; 4]);
+            let mut vector = 0;
+            while vector < WORK_BYTES {
+                st_shared_vec(at + vector, [0; 4]);
+                vector += 16;
+            }
         }
         mbarrier_arrive(Self::full::<S>(base, n));
     }
@@ -192,7 +199,7 @@ impl Slot {
     #[inline(always)]
     pub(super) fn keys(self) -> KeyTiles {
         let [first, end, full_first, full_end] = ld_shared_vec(self.0);
-        KeyTiles { first, end, full_first, full_end }
+        KeyTiles { first, end, full_first, full_end, settled_end: ld_shared(self.0 + 44) }
     }
 
     #[inline(always)]
