@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
-# Parts: tokens prompts attention masked operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
+# Parts: tokens prompts attention steps sizes errors masked operator chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
 # leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch; ncu is used where it is installed.
 set -u
 gqa=$(realpath "$1"); out=$2; shift 2
@@ -27,16 +27,25 @@ compared() {
 
 tokens() { compared token tokens 32/8x128 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192; }
 prompts() { compared prompt prompts 32/8x128 32x512,8x2048,2x8192,1x16384; }
-# Attention alone, in one process with peers.
+# Attention alone, in one process with peers: prompts, tokens, further head sizes and a window.
+peers=(python3 "$here/peers.py") ours=(--cached --gqa "$gqa" --peers "FlashAttention-3; cuDNN")
 attention() {
-  local call=(python3 "$here/peers.py") ours=(--cached --gqa "$gqa" --peers "FlashAttention-3; cuDNN")
-  local heads=32/8x128,64/8x128,32/8x64,16/4x256 sizes=1x1024,1x8192,1x32768,1x131072,8x8192,8x32768,32x2048,32x8192
-  part 170 attention "${call[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 32x512,8x2048,2x8192,1x16384 --out "$out/attention.json"
-  part 170 attention-bidirectional "${call[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 2x8192,1x16384 --bidirectional \
+  local heads=32/8x128,64/8x128,32/8x64,16/4x256
+  part 170 attention "${peers[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 32x512,8x2048,2x8192,1x16384 --out "$out/attention.json"
+  part 170 attention-bidirectional "${peers[@]}" prompt "${ours[@]}" --rounds 5 --replays 5 --heads $heads --size 2x8192,1x16384 --bidirectional \
     --out "$out/attention-bidirectional.json"
-  part 170 attention-tokens "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
-  part 120 attention-tokens-128 "${call[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
 }
+steps() {
+  local sizes=1x1024,1x8192,1x32768,1x131072,8x8192,8x32768,32x2048,32x8192
+  part 170 attention-tokens "${peers[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
+  part 120 attention-tokens-128 "${peers[@]}" token "${ours[@]}" --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
+}
+sizes() {
+  local heads=32/8x80,32/8x96,32/8x128,32/8x160,16/4x192,16/4x224,16/4x256
+  part 170 attention-sizes "${peers[@]}" prompt "${ours[@]}" --rounds 3 --replays 5 --heads $heads --size 32x512,8x2048,2x8192 --out "$out/attention-sizes.json"
+  part 40 attention-window "${peers[@]}" prompt "${ours[@]}" --rounds 3 --replays 5 --size 1x16384 --window 1024 --out "$out/attention-window.json"
+}
+errors() { for size in 64 128 256; do part 60 errors-$size python3 "$here/errors.py" --gqa "$gqa" --head-size $size; done; }
 # With a bias or a mask, beside PyTorch.
 masked() { part 120 masked python3 "$here/masked.py" --gqa "$gqa"; }
 # Whole calls with rotary embedding, of the sizes of which ONNX Runtime's figures are kept.
@@ -73,6 +82,6 @@ counters() {
 }
 
 nvidia-smi >"$out/nvidia-smi.log" 2>&1
-for name in "${@:-tokens prompts attention masked operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
+for name in "${@:-tokens prompts attention steps sizes errors masked operator chunks models profile counters}"; do for each in $name; do "$each"; done; done
 echo "$failed parts failed"
 exit "$failed"

@@ -325,8 +325,11 @@ def measure(call, options, peers):
 
 
 def show(call, times):
-    rate = 4 * call.batch * call.heads * call.head_size * call.query_length * (
-        call.past_length + call.query_length / (2 if call.causal else 1))
+    pairs = call.query_length * (call.past_length + call.query_length / (2 if call.causal else 1))
+    if call.causal and call.window >= 0:
+        hidden = lambda keys: max(0, keys - call.window) ** 2 / 2
+        pairs -= hidden(call.total) - hidden(call.past_length)
+    rate = 4 * call.batch * call.heads * call.head_size * pairs
     kv = 2 * call.batch * call.kv_heads * call.total * call.head_size * torch.finfo(DTYPES[call.dtype][1]).bits / 8
     per = lambda us: f"{kv / us / 1e3:.0f} GB/s" if call.past_length else f"{rate / us / 1e6:.0f} TFLOP/s"
     own = times.get("gqa")

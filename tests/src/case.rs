@@ -298,7 +298,25 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
         })
 }
 
-/// The same with a bias.
+/// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the weights of others: some beyond what the first tile
+/// left room for, the wider the spread of queries and keys the more to infinity.
+pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> impl Strategy<Value = Case> {
+    prompts(128, max_rows).prop_map(move |case| Case {
+        spread,
+        past: case.past.iter().map(|past| past + 256).collect(),
+        first_prompt: false,
+        // Else values have the spread of queries, and so have errors.
+        packed: false,
+        // A score of a hundred would feel one rounding of a rotated key.
+        rotary: None,
+        scale: 0.0,
+        softcap: 0.0,
+        window: -1,
+        ..case
+    })
+}
+
+/// Prompts with a bias.
 pub fn biased_prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
     let bias = (any::<bool>(), any::<bool>(), 0..4usize);
     (prompts(max_head_size, max_rows), bias).prop_map(|(case, (batch, head, masked_rows))| Case {

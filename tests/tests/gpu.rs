@@ -7,7 +7,7 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, parity, prompts, sequences, steps, tall_steps,
+    half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, sequences, steps, tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -42,6 +42,14 @@ fn long_sequences() {
 #[test]
 fn prompts_as_planned() {
     run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
+}
+
+#[test]
+fn prompts_of_wide_scores_as_planned() {
+    for spread in [3.0, 9.0] {
+        let prompts = prompts_of_wide_scores(800, spread);
+        run("cuda, prompts, wide scores", 300, prompts, Switches::default());
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::Switches;
-use gqa_tests::{Case, biased_prompts, parity, prompts};
+use gqa_tests::{Case, biased_prompts, parity, prompts, prompts_of_wide_scores};
 use proptest::strategy::Strategy;
 
 #[test]
@@ -41,21 +41,9 @@ fn hopper_is_reference_in_tiles_for_long_prompts() {
     parity("sim, hopper, many rows", 40, prompts, &sim);
 }
 
-/// Tiles whose weights exceed what the first one made room for, some of them finite and some not.
 #[test]
-fn scores_may_rise_from_tile_to_tile() {
-    for (name, spread, cases) in [("exceed", 3.0, 40), ("overflow", 9.0, 40)] {
-        let prompts = prompts(128, 160).prop_map(move |case| Case {
-            spread,
-            past: case.past.iter().map(|past| past + 256).collect(),
-            first_prompt: false,
-            // A score of a hundred would feel one rounding of a rotated key.
-            rotary: None,
-            scale: 0.0,
-            softcap: 0.0,
-            window: -1,
-            ..case
-        });
-        parity(&format!("sim, hopper, weights {name}"), cases, prompts, &Sim::default());
-    }
+fn weights_may_exceed_what_the_first_tile_left_room_for() {
+    let sim = Sim::default();
+    parity("sim, hopper, weights exceed", 40, prompts_of_wide_scores(160, 3.0), &sim);
+    parity("sim, hopper, weights overflow", 40, prompts_of_wide_scores(160, 9.0), &sim);
 }
