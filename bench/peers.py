@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -300,12 +301,12 @@ def calls(options):
 
 
 def measure(call, options, peers):
-    """Median microseconds by name. Rounds are interleaved, and each begins with another peer, because a kernel finds the clock as the last one left it."""
+    """Median microseconds by name. Rounds are interleaved, each in another order, because a kernel finds the clock as the last one left it."""
     sets, times, ours_last = buffers(call), {}, None
     for number in range(options.rounds):
         turns = list(peers.items())
-        first = number % max(len(turns), 1)
-        for name, peer in turns[first:] + turns[:first]:
+        random.Random(number).shuffle(turns)
+        for name, peer in turns:
             try:
                 us = peer(call, sets, options.replays)
                 times.setdefault(name, []).append(us)
