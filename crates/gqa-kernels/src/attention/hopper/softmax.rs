@@ -10,8 +10,8 @@ use crate::simt::*;
 /// What a consumer thread keeps of its two rows, `row` and `row + 8`.
 #[derive(Clone, Copy)]
 pub(super) struct RowPair {
-    /// What exponents count from: `headroom` above the greatest of the row's first scores times `factor`, and raised to that when an
-    /// exponent exceeds [`LIMIT`]; -inf before the first score.
+    /// What exponents count from: a score times `factor` and `headroom`. The score is the greatest of the row's first, then the greatest
+    /// of those whose exponents exceed [`LIMIT`]. -inf before the first score.
     pub(super) reference: [f32; 2],
     /// This thread's share of the running sums.
     pub(super) sum: [f32; 2],
@@ -201,8 +201,8 @@ impl Softmax<'_> {
         }
     }
 
-    /// The same with a reference that is raised where exponents exceed it by too much. Only exponents that do are positive, and
-    /// positive floats are ordered like their bits, of which one instruction finds the greatest of three.
+    /// The same with a reference that is raised where exponents exceed the limit. Those that do are positive, and positive floats are
+    /// ordered like their bits, of which one instruction finds the greatest of three.
     #[inline(always)]
     pub(super) fn relate_and_raise<const C: usize>(
         &self,
@@ -230,7 +230,8 @@ impl Softmax<'_> {
         }
     }
 
-    /// Raises the reference of a row, to which these exponents are relative, where one exceeds the limit. Returns the factor for what was accumulated.
+    /// Raises the reference of a row, to which these exponents are relative, where one exceeds the limit. Returns the factor for what was
+    /// accumulated.
     #[inline(always)]
     fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
         let top = greatest(half, s);
