@@ -7,6 +7,7 @@ with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed.
 """
 import argparse
 import math
+import sys
 
 import launches
 import torch
@@ -58,7 +59,13 @@ def main():
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=8)
     options = parser.parse_args()
+    if options.heads < 4 or options.heads % 4:
+        parser.error(f"--heads: got {options.heads}; allowed: multiples of 4, because four share a KV head")
+    for name, value in (("--length", options.length), ("--head-size", options.head_size)):
+        if value < 1:
+            parser.error(f"{name}: got {value}; allowed: 1 or more")
     torch.manual_seed(0)
+    failed = False
     peers = {"FlashAttention-3": lambda q, k, v, causal: fa3.flash_attn_func(q, k, v, causal=causal)} if fa3 else {}
     for folder in options.ptx.split(","):
         peers[f"gqa {folder}"] = ours(options.gqa, options.dtype, folder)
@@ -70,12 +77,14 @@ def main():
             for name, peer in peers.items():
                 try:
                     error = peer(*tensors, causal).double() - want
-                except RuntimeError as reason:
-                    print(f"  {name}: {str(reason).splitlines()[0]}", flush=True)
+                except (RuntimeError, OSError) as reason:
+                    print(f"  {name}: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
+                    failed |= name.startswith("gqa")
                     continue
                 print(f"{options.dtype} {options.head_size} {'causal' if causal else 'all':6} {kind:8} {name:30} rms {error.square().mean().sqrt():.3e}"
                       f"  max {error.abs().max():.3e}", flush=True)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
