@@ -123,13 +123,19 @@ fn launches_one_by_one_are_the_call() {
     }
 }
 
-/// Token steps may start before the launch ahead of them has ended. Each of these asks with the output of the one before, of the rows that all of them
-/// have appended.
+/// Token steps may start before the launch ahead of them has ended: in clusters when that has, alone as soon as there is a place. Each of these asks with
+/// the output of the one before, of the rows that all of them have appended.
 #[test]
 fn steps_in_a_row_see_what_those_before_them_wrote() {
-    const STEPS: i32 = 64;
     let Some(device) = device() else { return };
-    let stream = Stream::new(&device).unwrap();
+    for cluster in [None, Some(1), Some(2)] {
+        steps_in_a_row(&device, &Switches { cluster, ..Switches::default() });
+    }
+}
+
+fn steps_in_a_row(device: &Device, switches: &Switches) {
+    const STEPS: i32 = 64;
+    let stream = Stream::new(device).unwrap();
     let shape = [2, 1, KV_HEADS as usize * SIZE];
     let steps: Vec<_> = (0..STEPS)
         .map(|i| Step {
@@ -138,17 +144,17 @@ fn steps_in_a_row_see_what_those_before_them_wrote() {
             ..Step::new(DType::F16, 1, &[100 + i, 1 + i], CAPACITY)
         })
         .collect();
-    let plan = plan(&steps[0].problem(), device.info(), &Switches::default()).unwrap();
+    let plan = plan(&steps[0].problem(), device.info(), switches).unwrap();
     let calls: Vec<_> = steps
         .iter()
         .map(|step| {
-            let call = Call::new(&device, plan.clone()).unwrap();
+            let call = Call::new(device, plan.clone()).unwrap();
             call.poison(&stream).unwrap();
             upload(step, &call, &stream);
             call
         })
         .collect();
-    let words = |count| DeviceTensor::new(&device, DType::I32, &[count]).unwrap();
+    let words = |count| DeviceTensor::new(device, DType::I32, &[count]).unwrap();
     let (workspace, counters) = (words(plan.workspace_bytes.div_ceil(4)), words(plan.counters));
     counters.fill(0, &stream).unwrap();
     stream.synchronize().unwrap();
@@ -159,10 +165,10 @@ fn steps_in_a_row_see_what_those_before_them_wrote() {
     };
     let view = |call: usize, id| calls[call].tensor(id).map(|tensor| (id, tensor.view()));
     for i in 0..calls.len() {
-        let mut views = TensorId::ALL
+        let mut views: Views<'_> = TensorId::ALL
             .into_iter()
             .filter_map(|id| view(if id.is_present() { 0 } else { i }, id))
-            .fold(Views::new(), |views, (id, view)| views.bind(id, view));
+            .collect();
         if i > 0 {
             views = views.bind(TensorId::Query, view(i - 1, TensorId::Output).unwrap().1);
         }
@@ -174,7 +180,7 @@ fn steps_in_a_row_see_what_those_before_them_wrote() {
         let inputs = Inputs { query: &query, ..step.inputs() };
         let want = operator().run_in_place(&inputs, &mut cache, &Reference).unwrap().output;
         query = call.download(TensorId::Output, &stream).unwrap();
-        assert_close(&query, &want, 2e-3, &format!("step {i}"));
+        assert_close(&query, &want, 2e-3, &format!("step {i}, {switches:?}"));
     }
 }
 
@@ -214,10 +220,8 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
         enqueue(&Views::new().bind(TensorId::Query, misplaced), usize::MAX)
             .starts_with("query: got float16")
     );
-    let views = TensorId::ALL
-        .into_iter()
-        .filter_map(|id| Some((id, call.tensor(id)?)))
-        .fold(Views::new(), |views, (id, tensor)| views.bind(id, tensor.view()));
+    let views: Views<'_> =
+        TensorId::ALL.into_iter().filter_map(|id| Some((id, call.tensor(id)?.view()))).collect();
     if call.plan().workspace_bytes > 0 {
         assert!(enqueue(&views, 0).starts_with("workspace: got 0 bytes"));
     }

@@ -80,8 +80,7 @@ impl Call {
     }
 
     fn views(&self) -> Views<'_> {
-        let tensors = self.tensors.iter();
-        tensors.fold(Views::new(), |views, (id, tensor)| views.bind(*id, tensor.view()))
+        self.tensors.iter().map(|(id, tensor)| (*id, tensor.view())).collect()
     }
 
     fn scratch(&self) -> Workspace {

@@ -30,7 +30,8 @@ impl<'a> Views<'a> {
         Self::default()
     }
 
-    /// With `view` in the role `id`.
+    /// With `view` in the role `id`. Many are quicker collected.
+    #[inline]
     pub fn bind(mut self, id: TensorId, view: DeviceView<'a>) -> Self {
         self.0[id as usize] = Some(view);
         self
@@ -58,6 +59,16 @@ impl<'a> Views<'a> {
 
     fn pointer(&self, id: TensorId) -> u64 {
         self.0[id as usize].map_or(0, |view| view.pointer)
+    }
+}
+
+impl<'a> FromIterator<(TensorId, DeviceView<'a>)> for Views<'a> {
+    fn from_iter<I: IntoIterator<Item = (TensorId, DeviceView<'a>)>>(tensors: I) -> Self {
+        let mut views = Self::new();
+        for (id, view) in tensors {
+            views.0[id as usize] = Some(view);
+        }
+        views
     }
 }
 
