@@ -12,8 +12,6 @@ use std::process::{Command, Stdio};
 /// Test programs that need a GPU: (package, test).
 const TESTS: &[(&str, &str)] =
     &[("gqa-host", "cuda"), ("gqa-host", "allocations"), ("gqa-tests", "gpu")];
-/// Some machines take no larger working tree.
-const MOST_BYTES: u64 = 64 << 20;
 const RUN: &str = "\
 #!/usr/bin/env bash
 # On a machine with an NVIDIA driver: every stored case, then the GPU tests. Ends with the number of steps that failed.
@@ -42,7 +40,6 @@ pub fn run() -> Result<()> {
     script(&bundle.join("run.sh"))?;
     let bytes = size(&bundle)?;
     println!("bundle/: {:.1} MiB; run ./run.sh there", bytes as f64 / f64::from(1 << 20));
-    ensure!(bytes < MOST_BYTES, "bundle/ is larger than {} MiB", MOST_BYTES >> 20);
     Ok(())
 }
 
