@@ -1,7 +1,7 @@
 //! The decode family on the simulated machine, against the f64 reference: token steps as planned, and in clusters of every size.
 
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::Switches;
+use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{parity, sequences, steps, tall_steps};
 
 fn clusters(cluster: u32, splits: u32) -> Sim {
@@ -23,6 +23,12 @@ fn decode_is_reference_in_large_clusters() {
 #[test]
 fn decode_is_reference_in_blocks_of_their_own() {
     parity("sim, clusters of 1", 40, steps(300), &clusters(1, 1));
+}
+
+#[test]
+fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
+    let device = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
+    parity("sim, one multiprocessor", 40, steps(200), &Sim::default().with_device(device));
 }
 
 #[test]

@@ -355,7 +355,8 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
-    gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short<false>, 1;
+    gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short, 1;
+    gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1;
     gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
     gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
     gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
@@ -370,7 +371,7 @@ kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
     ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
 }, unless quick {
-    gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::D64Short<true>, 1;
+    gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::D64Exact<true>, 1;
     gqa_hopper_split_f16_d192, gqa_hopper_split_bf16_d192 => hopper::D192<true>, 1;
     gqa_hopper_split_f16_d256, gqa_hopper_split_bf16_d256 => hopper::D256<true>, 1;
 });
@@ -404,42 +405,54 @@ kernels!(COMBINE, SplitKv, "family-split-kv",
     gqa_combine_bf16 => combine::<bf16>, T = bf16;
 });
 
-/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
+/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER SM`.
 macro_rules! decode_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
-        decode_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
+        decode_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
     };
-    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
+    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
         kernels!(DECODE, Decode, "family-decode",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: T, v: T, out: T, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
                 cluster: decode::MAX_RANKS, communicates: true };
         )* });
     };
 }
 
 decode_kernels! {
-    gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>;
-    gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>;
-    gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::Double64;
-    gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::Warpgroups64;
-    gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>;
-    gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>;
-    gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::Double80;
-    gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::Warpgroups80;
-    gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>;
-    gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>;
-    gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::Double96;
-    gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::Warpgroups96;
-    gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>;
-    gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>;
-    gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::Double128;
-    gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::Warpgroups128;
-    gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>;
-    gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>;
-    gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>;
-    gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>;
+    gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>, 1;
+    gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::Half64<1>, 2;
+    gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
+    gqa_decode_f16_d64_r16_w4, gqa_decode_bf16_d64_r16_w4 => decode::Half64<2>, 2;
+    gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::Double64, 1;
+    gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::Warpgroups64, 1;
+    gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>, 1;
+    gqa_decode_f16_d80_r8_w4, gqa_decode_bf16_d80_r8_w4 => decode::Half80<1>, 2;
+    gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>, 1;
+    gqa_decode_f16_d80_r16_w4, gqa_decode_bf16_d80_r16_w4 => decode::Half80<2>, 2;
+    gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::Double80, 1;
+    gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::Warpgroups80, 1;
+    gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>, 1;
+    gqa_decode_f16_d96_r8_w4, gqa_decode_bf16_d96_r8_w4 => decode::Half96<1>, 2;
+    gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>, 1;
+    gqa_decode_f16_d96_r16_w4, gqa_decode_bf16_d96_r16_w4 => decode::Half96<2>, 2;
+    gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::Double96, 1;
+    gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::Warpgroups96, 1;
+    gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>, 1;
+    gqa_decode_f16_d128_r8_w4, gqa_decode_bf16_d128_r8_w4 => decode::Half128<1>, 2;
+    gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>, 1;
+    gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::Half128<2>, 2;
+    gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::Double128, 1;
+    gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::Warpgroups128, 1;
+    gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>, 1;
+    gqa_decode_f16_d192_r8_w4, gqa_decode_bf16_d192_r8_w4 => decode::Half192<1>, 2;
+    gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>, 1;
+    gqa_decode_f16_d192_r16_w4, gqa_decode_bf16_d192_r16_w4 => decode::Half192<2>, 2;
+    gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>, 1;
+    gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::Half256<1>, 2;
+    gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>, 1;
+    gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::Half256<2>, 2;
 }

@@ -96,7 +96,7 @@ fn consider(
     }
     if candidate == Candidate::Decode {
         let entry = decode::entry(p, device, forced)?;
-        let clusters = decode::clusters(p, entry, device, switches)?;
+        let (entry, clusters) = decode::clusters(p, entry, device, switches)?;
         return Ok(Choice { candidate, entry, parts: Parts::Clusters(clusters) });
     }
     let entry = kernel(candidate, p, device, forced)?;
@@ -266,9 +266,9 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
         let tiles = p.q_len.saturating_mul(p.group()).div_ceil(rows);
         return [(!fits).into(), tiles, rows, usize::MAX - keys];
     }
-    // At head size 64 the larger tiles of `hopper` sum rounded weights, which is too coarse for a log-sum-exp.
-    let coarse = if p.lse && entry.head_size == 64 { entry.rows as usize } else { 0 };
-    [coarse, work(entry, p), 0, 0]
+    // At head size 64 `hopper` sums rounded weights, which is too coarse for a log-sum-exp, and has a slower kernel that does not.
+    let other = entry.name.ends_with("_lse") != p.lse;
+    [other.into(), work(entry, p), 0, 0]
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 60 rows more (measured: `docs/perf-log.md`).

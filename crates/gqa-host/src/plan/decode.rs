@@ -8,7 +8,7 @@ use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId};
 use crate::{CacheBinding, Problem, Result};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::decode;
+use gqa_kernels::attention::decode::{self, Shape};
 use gqa_kernels::params::{DecodeParams, RotaryParams, Strides};
 use gqa_kernels::registry::{Entry, Family, entries};
 
@@ -41,6 +41,7 @@ pub(super) fn entry(
         return Err(Rejection::Architecture { have: device.sm, need: SM });
     }
     let mine = || entries().filter(|entry| entry.family == Family::Decode);
+    let is_whole = |entry: &&Entry| entry.min_blocks == 1;
     let typed = || mine().filter(|entry| element(p.dtype) == Some(entry.dtype));
     if typed().next().is_none() {
         return Err(Rejection::ElementType { got: p.dtype });
@@ -49,7 +50,9 @@ pub(super) fn entry(
     let rows = p.q_len.saturating_mul(p.group());
     let chosen = match forced {
         Some(forced) => sized().find(|entry| entry.name == forced.name),
-        None => sized().min_by_key(|entry| (rows.div_ceil(entry.rows as usize), entry.rows)),
+        None => sized()
+            .filter(is_whole)
+            .min_by_key(|entry| (rows.div_ceil(entry.rows as usize), entry.rows)),
     };
     let entry = chosen.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
     if [p.keys_read(), p.values_read()].iter().any(|layout| layout.row != p.head_size) {
@@ -77,27 +80,48 @@ pub(super) fn entry(
     Ok(entry)
 }
 
-/// The switches' clusters, or those with which the call ends first.
+/// The same kernel in blocks of which a multiprocessor holds two.
+fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
+    /// What a block takes of a multiprocessor's shared memory besides its own.
+    const RESERVED: u32 = 1024;
+    let is_like = |other: &&Entry| {
+        other.family == entry.family
+            && other.dtype == entry.dtype
+            && (other.head_size, other.rows) == (entry.head_size, entry.rows)
+            && other.min_blocks == 2
+    };
+    let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;
+    entries().find(is_like).filter(fits)
+}
+
+/// The switches' clusters, or those with which the call ends first, and the kernel for them: `entry` or, unless that is forced, its half.
 pub(super) fn clusters(
     p: &Problem,
-    entry: &Entry,
+    entry: &'static Entry,
     device: &DeviceInfo,
     switches: &Switches,
-) -> Result<Clusters, Rejection> {
+) -> Result<(&'static Entry, Clusters), Rejection> {
     check_blocks(p, entry, Clusters { ranks: 1, parts: 1 })?;
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
     let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
-    let (ranks, parts) = decode::shape(&params, entry.rows, keys, device.multiprocessors);
-    let clusters = match (switches.cluster, switches.splits) {
-        (None, None) => Clusters { ranks, parts },
-        (ranks, parts) => Clusters { ranks: ranks.unwrap_or(1), parts: parts.unwrap_or(1) },
+    let (entry, clusters) = match (switches.cluster, switches.splits) {
+        (None, None) => {
+            let half = if switches.force.is_none() { half_of(entry, device) } else { None };
+            let Shape { ranks, parts, together } =
+                decode::shape(&params, entry.rows, keys, device.multiprocessors, half.is_some());
+            let entry = half.filter(|_| together == 2).unwrap_or(entry);
+            (entry, Clusters { ranks, parts })
+        }
+        (ranks, parts) => {
+            (entry, Clusters { ranks: ranks.unwrap_or(1), parts: parts.unwrap_or(1) })
+        }
     };
     check_blocks(p, entry, clusters)?;
     let need = decode::arrivals(&params, entry.rows, clusters.ranks, clusters.parts);
     if need > MAX_COUNTERS {
         return Err(Rejection::Counters { need, max: MAX_COUNTERS });
     }
-    Ok(clusters)
+    Ok((entry, clusters))
 }
 
 /// Errs where there are more blocks than CUDA starts.

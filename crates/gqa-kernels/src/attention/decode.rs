@@ -40,7 +40,7 @@ mod shape;
 mod stream;
 mod warpgroup;
 
-pub use shape::shape;
+pub use shape::{Shape, shape};
 
 use crate::concept::seqlen::Seqlen;
 use crate::num::MmaElement;
@@ -72,6 +72,7 @@ pub struct Decode<
 >;
 
 // One shape per head size, for 8 or 16 query rows, and ones for 32 and 64 where registers hold their output, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
+// Halves of those for 8 and 16, of which a multiprocessor holds two: one block streams while the other begins or ends, for where blocks come in waves.
 
 /// Head size 64.
 pub type D64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 8, 2>;
@@ -80,11 +81,23 @@ pub type D80<const HALVES: usize> = Decode<10, 1, HALVES, 4, 8, 2>;
 /// Head size 96.
 pub type D96<const HALVES: usize> = Decode<12, 1, HALVES, 4, 8, 1>;
 /// Head size 128.
-pub type D128<const HALVES: usize> = Decode<16, 1, HALVES, 4, 8, 1>;
+pub type D128<const HALVES: usize> = Decode<16, 1, HALVES, 2, 8, 2>;
 /// Head size 192.
 pub type D192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 8, 1>;
 /// Head size 256.
 pub type D256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 8, 1>;
+/// Head size 64, half a multiprocessor.
+pub type Half64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 4, 2>;
+/// Head size 80, half a multiprocessor.
+pub type Half80<const HALVES: usize> = Decode<10, 1, HALVES, 4, 4, 2>;
+/// Head size 96, half a multiprocessor.
+pub type Half96<const HALVES: usize> = Decode<12, 1, HALVES, 4, 4, 1>;
+/// Head size 128, half a multiprocessor.
+pub type Half128<const HALVES: usize> = Decode<16, 1, HALVES, 4, 4, 1>;
+/// Head size 192, half a multiprocessor.
+pub type Half192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 4, 1>;
+/// Head size 256, half a multiprocessor.
+pub type Half256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 4, 1>;
 /// Head size 64, 32 rows.
 pub type Double64 = Decode<8, 2, 2, 4, 8, 2>;
 /// Head size 80, 32 rows.

@@ -24,8 +24,8 @@
 //! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
 //! each stage of the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
-//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`] divides by the sum of the
-//! rounded weights, which its log-sum-exp is of, too.
+//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`] and [`D64Short`] divide by the sum of the
+//! rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does not.
 
 mod consumer;
 mod mask;
@@ -37,8 +37,8 @@ mod softmax;
 mod work;
 
 pub use shape::{
-    D64, D64Short, D80, D80Short, D96, D96Short, D128, D160, D192, D224, D256, Hopper, MaskedD64,
-    MaskedD128, MaskedD256,
+    D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D160, D192, D224, D256, Hopper,
+    MaskedD64, MaskedD128, MaskedD256,
 };
 
 use crate::num::MmaElement;

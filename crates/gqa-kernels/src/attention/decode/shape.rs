@@ -7,21 +7,53 @@ use crate::tile::rows::row_tiles;
 /// Most clusters that share a row tile's keys.
 const MAX_PARTS: u32 = 128;
 
-/// Blocks of a cluster, and clusters per row tile, with which the call ends first on a device with that many multiprocessors, if the longest
-/// sequence has `max_keys` keys; `rows` is the height of a row tile.
+/// How the blocks of a call are arranged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Blocks of a cluster.
+    pub ranks: u32,
+    /// Clusters that share a row tile's keys.
+    pub parts: u32,
+    /// Blocks that a multiprocessor has at a time.
+    pub together: u32,
+}
+
+impl Shape {
+    /// Those there are; two blocks to a multiprocessor where `halves` says that the kernel has blocks of half the size.
+    fn all(halves: bool) -> impl Iterator<Item = Self> {
+        let whole = [1, 2, 4, 8].into_iter().flat_map(|ranks| {
+            let parts = (0..=MAX_PARTS.ilog2()).map(|log| 1 << log);
+            parts.map(move |parts| Self { ranks, parts, together: 1 })
+        });
+        whole.chain(halves.then_some(Self { ranks: 1, parts: 1, together: 2 }))
+    }
+
+    /// Clusters that run at a time. Multiprocessors come in pairs, and pairs in groups that a cluster cannot leave; an H200 holds 66, 30, 15 and 7
+    /// clusters of 2, 4, 8 and 16 blocks of which each has a multiprocessor to itself.
+    fn at_a_time(self, multiprocessors: u32) -> u64 {
+        let usable = if self.ranks <= 2 { multiprocessors } else { multiprocessors * 10 / 11 };
+        u64::from((usable * self.together / self.ranks.min(MAX_RANKS)).max(1))
+    }
+}
+
+/// The arrangement with which the call ends first on a device with that many multiprocessors, if the longest sequence has `max_keys` keys; `rows` is
+/// the height of a row tile, and `halves` whether there are blocks of which a multiprocessor holds two.
 ///
-/// A block has a multiprocessor to itself. Half of an H200's multiprocessors can take in all that its memory delivers, so that more blocks than
+/// Half of an H200's multiprocessors can take in all that its memory delivers, so that more blocks than
 /// that at a time do not read faster, and clusters that do not fit at a time come in another wave. Times are in keys that one
 /// block streams alone; the constants were fitted to measurements (`docs/perf-log.md`).
-pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32) -> (u32, u32) {
+pub fn shape(
+    p: &AttentionParams,
+    rows: u32,
+    max_keys: u32,
+    multiprocessors: u32,
+    halves: bool,
+) -> Shape {
     let units = u64::from(row_tiles(p, rows)) * u64::from(p.kv_heads) * u64::from(p.batch);
     let keys =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
-    let candidates = [1, 2, 4, 8]
-        .into_iter()
-        .flat_map(|ranks| (0..=MAX_PARTS.ilog2()).map(move |log| (ranks, 1 << log)));
-    let sensible = |&(ranks, parts): &(u32, u32)| parts == 1 || keys / (ranks * parts) >= 64;
-    let time = |&(ranks, parts): &(u32, u32)| {
+    let sensible = |shape: &Shape| shape.parts == 1 || keys / (shape.ranks * shape.parts) >= 64;
+    let time = |&shape: &Shape| {
         /// To start a block and end it.
         const WAVE: u64 = 384;
         /// To merge ranks at all, and over one more.
@@ -29,12 +61,13 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
         const RANK: u64 = 8;
         /// To merge parts at all: this or what a rank has of the rows.
         const PARTS: u64 = 256;
+        let Shape { ranks, parts, together } = shape;
         let owned = u64::from(rows / ranks);
         let clusters = units * u64::from(parts);
-        let at_a_time = clusters_at_a_time(ranks, multiprocessors).min(clusters);
+        let at_a_time = shape.at_a_time(multiprocessors).min(clusters);
         let streamed = u64::from(keys.div_ceil(ranks * parts));
-        // Clusters that share keys stream them a little slower than one cluster.
-        let streamed = if parts > 1 { streamed + streamed / 16 } else { streamed };
+        // Clusters that share keys stream them a little slower than one cluster, and so do two blocks beside each other.
+        let streamed = if parts > 1 || together > 1 { streamed + streamed / 16 } else { streamed };
         // Per block, of what all blocks of a wave get together; row tiles get the same keys, of which the second-level cache has those of the other one.
         let blocks = at_a_time * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
         // 64 rows keep a block busier than memory does where half of the blocks read.
@@ -49,14 +82,8 @@ pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, multiprocessors: u32
             };
         clusters.div_ceil(at_a_time.max(1)) * wave + merge
     };
-    candidates.filter(sensible).min_by_key(time).unwrap_or((1, 1))
-}
-
-/// Clusters of that size that run together, a block to a multiprocessor. Multiprocessors come in pairs, and pairs in groups that a cluster
-/// cannot leave; an H200 holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16.
-fn clusters_at_a_time(ranks: u32, multiprocessors: u32) -> u64 {
-    let usable = if ranks <= 2 { multiprocessors } else { multiprocessors * 10 / 11 };
-    u64::from((usable / ranks.min(MAX_RANKS)).max(1))
+    let default = Shape { ranks: 1, parts: 1, together: 1 };
+    Shape::all(halves).filter(sensible).min_by_key(time).unwrap_or(default)
 }
 
 #[cfg(test)]
@@ -64,7 +91,7 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
 
-    fn chosen(batch: u32, kv_heads: u32, keys: u32) -> (u32, u32) {
+    fn shape_of(batch: u32, kv_heads: u32, keys: u32) -> Shape {
         let p = AttentionParams {
             batch,
             q_heads: 8 * kv_heads,
@@ -72,7 +99,12 @@ mod tests {
             q_len: 1,
             ..AttentionParams::zeroed()
         };
-        shape(&p, 8, keys, 132)
+        shape(&p, 8, keys, 132, true)
+    }
+
+    fn chosen(batch: u32, kv_heads: u32, keys: u32) -> (u32, u32) {
+        let Shape { ranks, parts, .. } = shape_of(batch, kv_heads, keys);
+        (ranks, parts)
     }
 
     #[test]
@@ -103,16 +135,31 @@ mod tests {
             q_len: 16,
             ..AttentionParams::zeroed()
         };
-        assert_eq!(shape(&p, 64, 8192, 132), (2, 4));
+        let of = |p: &AttentionParams| {
+            let Shape { ranks, parts, .. } = shape(p, 64, 8192, 132, false);
+            (ranks, parts)
+        };
+        assert_eq!(of(&p), (2, 4));
         let half = AttentionParams { q_len: 8, ..p };
-        assert_eq!(shape(&half, 64, 8192, 132), (8, 1));
-        assert_eq!(shape(&AttentionParams { batch: 4, ..half }, 64, 8192, 132), (2, 2));
+        assert_eq!(of(&half), (8, 1));
+        assert_eq!(of(&AttentionParams { batch: 4, ..half }), (2, 2));
     }
 
     #[test]
     fn many_sequences_take_one_block_each() {
         assert_eq!(chosen(32, 8, 8192), (1, 1));
         assert_eq!(chosen(128, 8, 2048), (1, 1));
+    }
+
+    #[test]
+    fn few_keys_of_many_sequences_take_two_blocks_to_a_multiprocessor() {
+        for (batch, keys) in [(17, 2048), (32, 128), (32, 2048), (128, 512), (128, 1024)] {
+            let shape = shape_of(batch, 8, keys);
+            assert_eq!(shape, Shape { ranks: 1, parts: 1, together: 2 }, "{batch} x {keys}");
+        }
+        for (batch, keys) in [(16, 512), (32, 8192), (128, 2048)] {
+            assert_eq!(shape_of(batch, 8, keys).together, 1, "{batch} x {keys}");
+        }
     }
 
     #[test]

@@ -239,8 +239,8 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
         let keys = slot.keys().agreed();
-        // Large heads do better with one loop: they have too few registers for two.
-        let mixed = self.p.softcap > 0.0 || S::D > 160;
+        // Large heads do better with one loop: the other one keeps K until weights are seen, and with their few tiles under way that keeps the next ones out.
+        let mixed = self.p.softcap > 0.0 || S::D > 128;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Place { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }

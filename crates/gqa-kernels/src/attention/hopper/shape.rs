@@ -79,11 +79,13 @@ pub struct Hopper<
 
 /// Head sizes up to 64. The tensor cores sum the weights, because the loop is bound by its instructions.
 pub type D64 = Hopper<64, 128, 3, 64, 32, 36, 0, false>;
-/// The same for short prompts, which fill tiles of fewer rows better, and for parts, whose way out needs more registers than three
-/// warpgroups have.
-pub type D64Short<const PARTS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, PARTS>;
+/// The same for short prompts, which fill tiles of fewer rows better.
+pub type D64Short = Hopper<64, 128, 2, 64, 32, 36, 0, false>;
+/// The same with sums of weights that are not rounded, which a log-sum-exp needs, and for parts, whose way out needs more registers than
+/// three warpgroups have.
+pub type D64Exact<const PARTS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, PARTS>;
 /// Head sizes up to 80.
-pub type D80 = Hopper<80, 112, 3, 56, 28, 40, 0, false>;
+pub type D80 = Hopper<80, 96, 3, 48, 24, 40, 0, false>;
 /// The same for short prompts.
 pub type D80Short = Hopper<80, 128, 2, 64, 32, 40, 0, false>;
 /// Head sizes up to 96.
@@ -93,9 +95,9 @@ pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
 /// Head sizes up to 128.
 pub type D128<const PARTS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, PARTS>;
 /// Head sizes up to 160.
-pub type D160 = Hopper<160, 112, 2, 56, 28, 80, 0, false>;
+pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false>;
 /// Head sizes up to 192.
-pub type D192<const PARTS: bool> = Hopper<192, 112, 2, 56, 28, 96, 0, PARTS>;
+pub type D192<const PARTS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, PARTS>;
 /// Head sizes up to 224.
 pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false>;
 /// Head sizes up to 256.

@@ -103,7 +103,7 @@ pub(super) struct Softmax<'a> {
     pub(super) factor: f32,
     /// First of this thread's two rows in the block's tile.
     pub(super) row: u32,
-    /// How far references are above the greatest score when they are set.
+    /// By how many powers of two references are above the greatest score when they are set: [`MmaElement::HEADROOM`].
     pub(super) headroom: u32,
     /// Weights are summed here, and not by the tensor cores.
     pub(super) adds: bool,
