@@ -40,8 +40,8 @@ impl Shape {
 /// the height of a row tile, and `halves` whether there are blocks of which a multiprocessor holds two.
 ///
 /// Half of an H200's multiprocessors can take in all that its memory delivers, so that more blocks than
-/// that at a time do not read faster, and clusters that do not fit at a time come in another wave. Times are in keys that one
-/// block streams alone; the constants were fitted to measurements (`docs/perf-log.md`).
+/// that at a time do not read faster, and clusters that do not fit at a time come in another wave. The constants were fitted to measurements
+/// (`docs/perf-log.md`).
 pub fn shape(
     p: &AttentionParams,
     rows: u32,
@@ -49,41 +49,71 @@ pub fn shape(
     multiprocessors: u32,
     halves: bool,
 ) -> Shape {
-    let units = u64::from(row_tiles(p, rows)) * u64::from(p.kv_heads) * u64::from(p.batch);
     let keys =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
     let sensible = |shape: &Shape| shape.parts == 1 || keys / (shape.ranks * shape.parts) >= 64;
-    let time = |&shape: &Shape| {
-        /// To start a block and end it.
-        const WAVE: u64 = 384;
+    let default = Shape { ranks: 1, parts: 1, together: 1 };
+    let time = |shape: &Shape| shape.time(p, rows, keys, multiprocessors);
+    Shape::all(halves).filter(sensible).min_by_key(time).unwrap_or(default)
+}
+
+impl Shape {
+    /// Times are in keys of head size 128 that one block streams alone.
+    fn time(self, p: &AttentionParams, rows: u32, keys: u32, multiprocessors: u32) -> u64 {
         /// To merge ranks at all, and over one more.
         const RANKS: u64 = 64;
         const RANK: u64 = 8;
         /// To merge parts at all: this or what a rank has of the rows.
         const PARTS: u64 = 256;
-        let Shape { ranks, parts, together } = shape;
+        let Self { ranks, parts, .. } = self;
+        let tiles = row_tiles(p, rows);
+        let clusters = u64::from(tiles) * u64::from(p.kv_heads) * u64::from(p.batch * parts);
         let owned = u64::from(rows / ranks);
-        let clusters = units * u64::from(parts);
-        let at_a_time = shape.at_a_time(multiprocessors).min(clusters);
-        let streamed = u64::from(keys.div_ceil(ranks * parts));
+        let ranks_merge = if ranks > 1 { RANKS + RANK * u64::from(ranks) } else { 0 };
+        let parts_merge = if parts > 1 {
+            PARTS.max(128 + 12 * owned) + owned.max(16) * u64::from(parts)
+        } else {
+            0
+        };
+        let at_a_time = self.at_a_time(multiprocessors);
+        let wave = |clusters| self.wave(clusters, p, rows, keys, multiprocessors);
+        let last = match clusters % at_a_time {
+            0 => 0,
+            rest => wave(rest),
+        };
+        clusters / at_a_time * wave(at_a_time) + last + ranks_merge + parts_merge
+    }
+
+    /// So many clusters at a time.
+    fn wave(
+        self,
+        clusters: u64,
+        p: &AttentionParams,
+        rows: u32,
+        keys: u32,
+        multiprocessors: u32,
+    ) -> u64 {
+        /// To start a block and end it.
+        const WAVE: u64 = 384;
+        let Self { ranks, parts, together } = self;
+        let streamed = u64::from(keys.div_ceil(ranks * parts)) * u64::from(p.head_size) / 128;
         // Clusters that share keys stream them a little slower than one cluster, and so do two blocks beside each other.
-        let streamed = if parts > 1 || together > 1 { streamed + streamed / 16 } else { streamed };
+        let streamed = match (parts, together) {
+            (1, 1) => streamed,
+            (1, _) => streamed + streamed / 32,
+            _ => streamed + streamed / 16,
+        };
         // Per block, of what all blocks of a wave get together; row tiles get the same keys, of which the second-level cache has those of the other one.
-        let blocks = at_a_time * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
-        // 64 rows keep a block busier than memory does where half of the blocks read.
-        let alone = u64::from(multiprocessors) * if rows > 32 { 13 } else { 10 } / 10;
-        let crowd = (2 * blocks).max(alone);
-        let wave = WAVE + streamed * crowd / u64::from(multiprocessors.max(1));
-        let merge = if ranks > 1 { RANKS + RANK * u64::from(ranks) } else { 0 }
-            + if parts > 1 {
-                PARTS.max(128 + 12 * owned) + owned.max(16) * u64::from(parts)
-            } else {
-                0
-            };
-        clusters.div_ceil(at_a_time.max(1)) * wave + merge
-    };
-    let default = Shape { ranks: 1, parts: 1, together: 1 };
-    Shape::all(halves).filter(sensible).min_by_key(time).unwrap_or(default)
+        let blocks = clusters * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
+        // What a block takes at most. Halves have half as much under way, and 64 rows keep a block busier than memory does where half of the blocks read.
+        let tenths = match (together, rows) {
+            (2, _) => 34,
+            (_, 33..) => 13,
+            _ => 10,
+        };
+        let alone = u64::from(multiprocessors) * tenths / 10;
+        WAVE + streamed * (2 * blocks).max(alone) / u64::from(multiprocessors.max(1))
+    }
 }
 
 #[cfg(test)]
@@ -97,6 +127,7 @@ mod tests {
             q_heads: 8 * kv_heads,
             kv_heads,
             q_len: 1,
+            head_size: 128,
             ..AttentionParams::zeroed()
         };
         shape(&p, 8, keys, 132, true)
@@ -133,6 +164,7 @@ mod tests {
             q_heads: 64,
             kv_heads: 8,
             q_len: 16,
+            head_size: 128,
             ..AttentionParams::zeroed()
         };
         let of = |p: &AttentionParams| {
@@ -153,11 +185,12 @@ mod tests {
 
     #[test]
     fn few_keys_of_many_sequences_take_two_blocks_to_a_multiprocessor() {
-        for (batch, keys) in [(17, 2048), (32, 128), (32, 2048), (128, 512), (128, 1024)] {
+        for (batch, keys) in [(32, 128), (32, 512), (32, 2048), (128, 512), (128, 1024)] {
             let shape = shape_of(batch, 8, keys);
             assert_eq!(shape, Shape { ranks: 1, parts: 1, together: 2 }, "{batch} x {keys}");
         }
-        for (batch, keys) in [(16, 512), (32, 8192), (128, 2048)] {
+        // One wave, hardly more than one wave, many keys.
+        for (batch, keys) in [(16, 512), (17, 2048), (20, 1024), (24, 2048), (32, 8192)] {
             assert_eq!(shape_of(batch, 8, keys).together, 1, "{batch} x {keys}");
         }
     }
