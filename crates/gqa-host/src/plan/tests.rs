@@ -245,6 +245,31 @@ fn long_prompts_take_tiles_of_more_rows() {
     }
 }
 
+/// At head size 64 the other kernels of `hopper` sum rounded weights.
+#[test]
+fn a_log_sum_exp_of_head_size_64_is_exact() {
+    for (lse, want) in [(false, "hopper_f16_d64_r128"), (true, "hopper_f16_d64_lse")] {
+        let prompt = with(llama(512, 0), |p| (p.head_size, p.lse) = (64, lse));
+        let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
+        assert_eq!(plan.launches.last().unwrap().entry.name, format!("gqa_{want}"));
+    }
+}
+
+#[test]
+fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
+    let entry = |batch, total: usize, switches: &Switches| {
+        let step = with(llama(1, total - 1), |p| p.batch = batch);
+        plan(&step, &device("h200"), switches).unwrap().launches[0].entry.name
+    };
+    let planned = |batch, total| entry(batch, total, &Switches::default());
+    assert_eq!(planned(32, 512), "gqa_decode_f16_d128_r8_w4");
+    assert_eq!(planned(32, 8192), "gqa_decode_f16_d128_r8");
+    assert_eq!(planned(16, 512), "gqa_decode_f16_d128_r8");
+    // Who says how many blocks there are means whole ones.
+    let alone = Switches { cluster: Some(1), ..Switches::default() };
+    assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
+}
+
 #[test]
 fn refusals_name_their_reason() {
     let off = Switches::default();
