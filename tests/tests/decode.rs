@@ -1,8 +1,9 @@
 //! The decode family on the simulated machine, against the f64 reference: token steps as planned, and in clusters of every size.
 
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
-use gqa_tests::{parity, sequences, steps, tall_steps};
+use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_tests::{Case, Parity, parity, sequences, steps, tall_steps};
+use proptest::strategy::Strategy;
 
 fn clusters(cluster: u32, splits: u32) -> Sim {
     let switches = Switches { cluster: Some(cluster), splits: Some(splits), ..Switches::default() };
@@ -28,7 +29,12 @@ fn decode_is_reference_in_blocks_of_their_own() {
 #[test]
 fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     let device = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
-    parity("sim, one multiprocessor", 40, steps(200), &Sim::default().with_device(device));
+    let takes_halves = |case: &Case| {
+        let plan = plan(&case.problem().unwrap(), &device, &Switches::default()).unwrap();
+        plan.launches.iter().any(|launch| launch.entry.name.ends_with("_w4"))
+    };
+    let steps = steps(200).prop_filter("blocks of their own", takes_halves);
+    parity("sim, halves", 40, steps, &Sim::default().with_device(device.clone()));
 }
 
 #[test]
