@@ -73,6 +73,8 @@ pub struct Case {
     pub qk_output: i64,
     /// Log-sum-exp wanted.
     pub lse: bool,
+    /// Lengths and cache may be read before the launch ahead has ended.
+    pub settled: bool,
     /// Standard deviation of queries and keys.
     pub spread: f32,
     /// Of all data.
@@ -132,6 +134,7 @@ impl Case {
             .qk_output(self.qk_output)
             .layout(self.layout)
             .log_sum_exp(self.lse)
+            .settled_cache(self.settled)
     }
 }
 
@@ -150,7 +153,7 @@ pub fn case(
 ) -> impl Strategy<Value = Case> {
     let phase = prop_oneof![Just(Phase::Prompt), Just(Phase::Chunk), Just(Phase::Token)];
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
-    let flags = (any::<[bool; 8]>(), 0..=9usize, any::<u64>());
+    let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>());
     let scores = (
         // Multiples of the default.
         prop_oneof![6 => Just(0.0f32), 2 => 0.3f32..2.0, 1 => -2.0f32..-0.3],
@@ -193,7 +196,7 @@ enum Phase {
 
 type Drawn = (
     (DType, usize, usize, usize, Phase, usize),
-    ([bool; 8], usize, u64),
+    ([bool; 9], usize, u64),
     (f32, f32, i64, i64, f32),
     Option<(usize, bool, Positions)>,
     Option<Bias>,
@@ -204,7 +207,8 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     let ((dtype, kv_heads, group, head_size, phase, _), (flags, spare, seed), scores, rotary, bias) =
         drawn;
     let (scale, softcap, window, qk_output, spread) = scores;
-    let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows] = flags;
+    let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows, settled] =
+        flags;
     let first_prompt = matches!(phase, Phase::Prompt);
     let q_len = match phase {
         Phase::Token => 1,
@@ -244,6 +248,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         bias,
         qk_output,
         lse,
+        settled,
         spread,
         seed,
     }

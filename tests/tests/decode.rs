@@ -2,6 +2,7 @@
 
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_kernels::params::DecodeParams;
 use gqa_tests::{Case, Parity, parity, sequences, steps, tall_steps};
 use proptest::strategy::Strategy;
 
@@ -35,6 +36,33 @@ fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     };
     let steps = steps(200).prop_filter("blocks of their own", takes_halves);
     parity("sim, halves", 40, steps, &Sim::default().with_device(device.clone()));
+}
+
+/// A long sequence, for which ranks ask for keys before they know how many there are, and short ones, which append among those.
+#[test]
+fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
+    let steps = (steps(200), 550..700usize).prop_filter_map("one sequence", |(case, long)| {
+        let short = case.past.get(1..).filter(|past| !past.is_empty())?;
+        Some(Case {
+            past: std::iter::once(long).chain(short.iter().copied()).collect(),
+            head_size: 128,
+            rotary: case.rotary.filter(|(sixteenths, ..)| *sixteenths <= 8),
+            q_len: 1,
+            shared: true,
+            first_prompt: false,
+            no_new_rows: false,
+            window: -1,
+            ..case
+        })
+    });
+    let asks_ahead = |case: &Case| {
+        let switches = Switches { cluster: Some(2), ..Switches::default() };
+        let plan = plan(&case.problem().unwrap(), &DeviceInfo::h200(), &switches).unwrap();
+        let params: DecodeParams = bytemuck::pod_read_unaligned(&plan.launches[0].params);
+        params.ahead == 1
+    };
+    let steps = steps.prop_filter("length first", asks_ahead);
+    parity("sim, keys asked for ahead", 30, steps, &clusters(2, 1));
 }
 
 #[test]

@@ -62,6 +62,9 @@ pub struct Layer {
     /// The cache holds the new rows already: attention alone, nothing to append.
     #[arg(long, conflicts_with = "packed")]
     pub cached: bool,
+    /// The launch ahead of a call writes nothing of it but query, key and value: a token step may read its cache while that one ends.
+    #[arg(long)]
+    pub settled: bool,
     /// Rotary embedding of whole heads.
     #[arg(long, value_enum, default_value_t = Rotation::None)]
     pub rotary: Rotation,
@@ -97,6 +100,7 @@ impl Layer {
             dtype,
             packed: false,
             cached: false,
+            settled: false,
             rotary: Rotation::Half,
             window: -1,
             softcap: 0.0,
@@ -116,6 +120,7 @@ impl Layer {
             .do_rotary(self.rotary != Rotation::None)
             .rotary_interleaved(self.rotary == Rotation::Interleaved)
             .smooth_softmax(self.smooth_softmax)
+            .settled_cache(self.settled)
     }
 
     /// Attributes that are not at their defaults, in words.
@@ -124,6 +129,7 @@ impl Layer {
         for (present, text) in [
             (self.packed, " packed".to_owned()),
             (self.cached, " cached".to_owned()),
+            (self.settled, " settled".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),

@@ -198,6 +198,8 @@ pub struct Problem {
     pub output_qk: QkOutput,
     /// Whether log-sum-exp is wanted.
     pub lse: bool,
+    /// The launch ahead of this call writes nothing that the call reads but query, key and value, so that all else may be read while that one still runs.
+    pub settled: bool,
 }
 
 /// Its numbers are never NaN.

@@ -129,22 +129,36 @@ fn launches_one_by_one_are_the_call() {
 fn steps_in_a_row_see_what_those_before_them_wrote() {
     let Some(device) = device() else { return };
     for cluster in [None, Some(1), Some(2)] {
-        steps_in_a_row(&device, &Switches { cluster, ..Switches::default() });
+        steps_in_a_row(&device, &Switches { cluster, ..Switches::default() }, 1);
     }
 }
 
-fn steps_in_a_row(device: &Device, switches: &Switches) {
+/// The same of as many caches as layers in turn, so that the launch ahead is another layer's: a step reads its cache before that one has ended.
+#[test]
+fn steps_of_layers_in_turn_read_their_settled_caches_early() {
+    let Some(device) = device() else { return };
+    for cluster in [None, Some(1), Some(2)] {
+        for layers in [2, 3] {
+            steps_in_a_row(&device, &Switches { cluster, ..Switches::default() }, layers);
+        }
+    }
+}
+
+fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
     const STEPS: i32 = 64;
     let stream = Stream::new(device).unwrap();
     let shape = [2, 1, KV_HEADS as usize * SIZE];
+    let lengths = |step: usize| [100, 1].map(|first| first + (step / layers) as i32);
     let steps: Vec<_> = (0..STEPS)
         .map(|i| Step {
             key: random(DType::F16, &shape, 100 + i as u32),
             value: random(DType::F16, &shape, 200 + i as u32),
-            ..Step::new(DType::F16, 1, &[100 + i, 1 + i], CAPACITY)
+            ..Step::new(DType::F16, 1, &lengths(i as usize), CAPACITY)
         })
         .collect();
-    let plan = plan(&steps[0].problem(), device.info(), switches).unwrap();
+    let mut problem = steps[0].problem();
+    problem.settled = layers > 1;
+    let plan = plan(&problem, device.info(), switches).unwrap();
     let calls: Vec<_> = steps
         .iter()
         .map(|step| {
@@ -167,7 +181,7 @@ fn steps_in_a_row(device: &Device, switches: &Switches) {
     for i in 0..calls.len() {
         let mut views: Views<'_> = TensorId::ALL
             .into_iter()
-            .filter_map(|id| view(if id.is_present() { 0 } else { i }, id))
+            .filter_map(|id| view(if id.is_present() { i % layers } else { i }, id))
             .collect();
         if i > 0 {
             views = views.bind(TensorId::Query, view(i - 1, TensorId::Output).unwrap().1);
@@ -175,12 +189,14 @@ fn steps_in_a_row(device: &Device, switches: &Switches) {
         // SAFETY: all memory belongs to calls that live until the stream is done.
         unsafe { device.enqueue(&plan, &views, scratch, stream.raw()) }.unwrap();
     }
-    let (mut query, mut cache) = (steps[0].query.clone(), steps[0].cache.clone());
+    let mut query = steps[0].query.clone();
+    let mut caches: Vec<_> = steps[..layers].iter().map(|step| step.cache.clone()).collect();
     for (i, (step, call)) in steps.iter().zip(&calls).enumerate() {
         let inputs = Inputs { query: &query, ..step.inputs() };
-        let want = operator().run_in_place(&inputs, &mut cache, &Reference).unwrap().output;
+        let want =
+            operator().run_in_place(&inputs, &mut caches[i % layers], &Reference).unwrap().output;
         query = call.download(TensorId::Output, &stream).unwrap();
-        assert_close(&query, &want, 2e-3, &format!("step {i}, {switches:?}"));
+        assert_close(&query, &want, 2e-3, &format!("step {i}, {layers} layers, {switches:?}"));
     }
 }
 

@@ -219,9 +219,18 @@ pub struct DecodeParams {
     pub clusters: u32,
     /// Rows of a row tile.
     pub rows: u32,
+    /// Blocks that the device has at a time.
+    pub at_a_time: u32,
+    /// 1: the launch ahead of this one writes nothing that this one reads but queries, new keys and new values.
+    pub settled: u32,
+    /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked for before it is known how
+    /// many there are.
+    pub ahead: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
-const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
+const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 14 * 4);

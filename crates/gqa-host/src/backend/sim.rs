@@ -45,14 +45,15 @@ impl Sim {
         let mut counters = vec![0u32; plan.counters];
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
             .with_counters(bytemuck::cast_slice_mut(&mut counters));
-        plan.launches.iter().try_for_each(|launch| self.launch(launch, &memory))?;
+        let settled = plan.problem.settled && plan.launches.len() == 1;
+        plan.launches.iter().try_for_each(|launch| self.launch(launch, &memory, settled))?;
         match counters.iter().position(|&count| count != 0) {
             Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
             None => Ok(()),
         }
     }
 
-    fn launch(&self, launch: &Launch, memory: &Memory<'_>) -> Result<()> {
+    fn launch(&self, launch: &Launch, memory: &Memory<'_>, settled: bool) -> Result<()> {
         let Launch { entry, grid, cluster, programmatic, args, params } = launch;
         launch.check_cluster()?;
         tracing::debug!(
@@ -66,7 +67,7 @@ impl Sim {
         );
         let bind = |arg: &Arg| {
             let bound = memory.bind(*arg);
-            if is_early(arg) { bound.early() } else { bound }
+            if settled && is_settled(arg) { bound.early() } else { bound }
         };
         let mut arguments: Vec<_> = args.iter().map(bind).collect();
         arguments.push(gqa_sim::Arg::params_bytes(params));
@@ -95,8 +96,8 @@ impl Backend for Sim {
     }
 }
 
-/// Whether the kernel before a call does not write that: it makes the new rows, while caches, lengths and weights are older.
-fn is_early(arg: &Arg) -> bool {
+/// Whether [`Problem::settled`] says that the launch ahead of a call does not write that.
+fn is_settled(arg: &Arg) -> bool {
     let (Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. })) = arg else {
         return false;
     };

@@ -117,6 +117,7 @@ impl KvCache {
             bias: None,
             output_qk: QkOutput::None,
             lse: false,
+            settled: false,
         })
     }
 }

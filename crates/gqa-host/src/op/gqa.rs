@@ -24,6 +24,7 @@ pub struct GroupQueryAttention {
     pub(crate) qk_output: i64,
     pub(crate) layout: Layout,
     pub(crate) lse: bool,
+    pub(crate) settled: bool,
 }
 
 impl GroupQueryAttention {
@@ -42,6 +43,7 @@ impl GroupQueryAttention {
             qk_output: 0,
             layout: Layout::Bsnh,
             lse: false,
+            settled: false,
         }
     }
 
@@ -93,6 +95,14 @@ impl GroupQueryAttention {
     /// Also return the logarithm of each softmax denominator (beyond ONNX).
     pub fn log_sum_exp(self, on: bool) -> Self {
         Self { lse: on, ..self }
+    }
+
+    /// The caller promises that the launch ahead of this call in its stream writes nothing that the call reads but query, key and value, and lets no
+    /// other launch start early before it has itself waited for those ahead of it. So it is where that launch is the layer's projection, or another
+    /// layer's attention, and the cache was last written a step ago. A token step on a GPU then has lengths and keys on their way while that launch
+    /// ends (programmatic dependent launch). Where the promise does not hold, results may be wrong. Other calls make no use of it (beyond ONNX).
+    pub fn settled_cache(self, on: bool) -> Self {
+        Self { settled: on, ..self }
     }
 
     /// Applies the operator. present_* are new tensors: past is copied, new rows follow.

@@ -113,6 +113,7 @@ impl RotaryEmbedding {
             bias: None,
             output_qk: QkOutput::None,
             lse: false,
+            settled: false,
         })
     }
 

@@ -89,6 +89,7 @@ impl GroupQueryAttention {
             bias: query.bias(inputs)?,
             output_qk: self.output_qk()?,
             lse: self.lse,
+            settled: self.settled,
         };
         check_sizes(&problem)?;
         Ok(problem)

@@ -61,6 +61,7 @@ impl Attention {
             bias: sizes.mask(inputs, total)?,
             output_qk: self.output_qk(),
             lse: false,
+            settled: false,
         };
         check_rows("Q", [problem.batch, problem.q_heads, problem.q_len])?;
         check_rows("K", [problem.batch, problem.kv_heads, problem.capacity])?;

@@ -432,7 +432,7 @@ pub(super) fn launches(
     let splits = match parts {
         Parts::Splits(splits) => splits,
         Parts::Clusters(clusters) => {
-            return decode::launches(p, entry, clusters, query, fused, scratch);
+            return decode::launches(p, device, entry, clusters, query, fused, scratch);
         }
     };
     match candidate {

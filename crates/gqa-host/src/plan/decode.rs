@@ -143,6 +143,7 @@ const MAX_COUNTERS: usize = 1 << 16;
 /// The launch; `query` is where a prologue left the queries, or else where the caller has them.
 pub(super) fn launches(
     p: &Problem,
+    device: &DeviceInfo,
     entry: &'static Entry,
     clusters: Clusters,
     query: Operand,
@@ -164,6 +165,10 @@ pub(super) fn launches(
         parts,
         clusters: decode::clusters(&attention, entry.rows),
         rows: entry.rows,
+        at_a_time: device.multiprocessors * entry.min_blocks,
+        settled: u32::from(fused && p.settled),
+        ahead: u32::from(asks_ahead(p, entry, clusters, fused && p.new_len > 0)),
+        reserved: 0,
         attention,
     };
     let mut bound = arguments(p, query.arg);
@@ -194,6 +199,18 @@ pub(super) fn launches(
     bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
     let grid = decode::grid(&params, ranks);
     Ok(vec![Launch { cluster: ranks, programmatic: true, ..launch(entry, grid, &bound, &params)? }])
+}
+
+/// Whether teams ask for their first keys before they know how many there are. Rows that the call appends must not be among them, unless one cluster
+/// alone reads them; it appends them later than otherwise if it has several ranks and few keys, which then costs more than asking early brings
+/// (`docs/perf-log.md`).
+fn asks_ahead(p: &Problem, entry: &Entry, clusters: Clusters, appends: bool) -> bool {
+    let Clusters { ranks, parts } = clusters;
+    let row_tiles = p.q_len.saturating_mul(p.group()).div_ceil(entry.rows as usize);
+    let is_alone = parts == 1 && row_tiles == 1;
+    let most_ahead = (ranks * entry.threads / 32 * entry.keys) as usize;
+    let has_more = ranks == 1 || p.total_len > 2 * most_ahead;
+    p.window.is_none() && has_more && (!appends || is_alone)
 }
 
 fn position_stride(p: &Problem) -> usize {

@@ -43,6 +43,7 @@ fn llama(s: usize, past: usize) -> Problem {
         bias: None,
         output_qk: QkOutput::None,
         lse: false,
+        settled: false,
     }
 }
 
@@ -268,6 +269,31 @@ fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
     // Who says how many blocks there are means whole ones.
     let alone = Switches { cluster: Some(1), ..Switches::default() };
     assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
+}
+
+#[test]
+fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
+    let params = |p: &Problem, switches: &Switches| -> DecodeParams {
+        let plan = plan(p, &DeviceInfo::h200(), switches).unwrap();
+        assert_eq!(plan.launches[0].entry.family, Family::Decode);
+        bytemuck::pod_read_unaligned(&plan.launches[0].params)
+    };
+    let planned = |p: &Problem| params(p, &Switches::default());
+    let step = |past| llama(1, past);
+    assert_eq!(planned(&step(8000)).ahead, 1);
+    assert_eq!(planned(&step(1000)).ahead, 0, "hardly more than the first keys");
+    assert_eq!(planned(&with(step(8000), |p| p.window = Some(4096))).ahead, 0);
+    let parts = Switches { cluster: Some(2), splits: Some(4), ..Switches::default() };
+    assert_eq!(params(&step(8000), &parts).ahead, 0, "another cluster reads what one appends");
+    assert_eq!(params(&with(step(8000), |p| p.new_len = 0), &parts).ahead, 1);
+    assert_eq!(planned(&step(8000)).settled, 0);
+    assert_eq!(planned(&with(step(8000), |p| p.settled = true)).settled, 1);
+    let separate = with(step(8000), |p| (p.settled, p.cache) = (true, CacheBinding::Separate));
+    let plan = plan(&separate, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let (attention, ahead) = plan.launches.split_last().unwrap();
+    assert_eq!((attention.entry.family, ahead.is_empty()), (Family::Decode, false));
+    let params: DecodeParams = bytemuck::pod_read_unaligned(&attention.params);
+    assert_eq!(params.settled, 0, "the launch ahead writes the cache");
 }
 
 #[test]

@@ -25,9 +25,14 @@
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team: STAGES × (keys [KEYS], values [KEYS])
 //! | per team: ROWS × (maximum, sum)`. After the loop a team's ring holds its accumulators as f32.
 //!
-//! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait for that before they read anything, which hides
-//! part of what it takes to start a grid. Blocks without others let the next launch take their places one by one; clusters do not, because those
-//! of the next launch would crowd in the parts of the device that end first, and share what such a part can read (`docs/perf-log.md`).
+//! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait for that before they read anything; where the
+//! caller says that lengths and cache are older than that launch, before they read anything but those, so that keys are on their way while it ends.
+//! Blocks without others let the next launch take their places one by one, but only after this wait, so that whoever comes next finds the launch before
+//! this one ended. Clusters do not, because those of the next launch would crowd in the parts of the device that end first, and share what such a part
+//! can read (`docs/perf-log.md`).
+//!
+//! **Before the length is known** teams ask for their first keys: those that turn out not to exist are masked like all that no query sees. A row that
+//! the call appends may be among them; then it is appended when all ranks have read.
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
@@ -47,15 +52,15 @@ use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::{
-    Global, block_idx_x, block_idx_y, block_idx_z, cluster_rank, cluster_size, cp_async_commit,
-    grid_dependency_wait, launch_dependents, opaque, sync_threads,
+    Global, block_idx_x, block_idx_y, block_idx_z, cluster_arrive, cluster_rank, cluster_size,
+    cluster_wait, cp_async_commit, grid_dependency_wait, launch_dependents, opaque, sync_threads,
 };
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
 use exchange::{Mailbox, Output, Parts};
 use fresh::{Fresh, Tiles};
-use stream::Share;
+use stream::{Cache, Share};
 
 /// Most ranks of a cluster.
 pub const MAX_RANKS: u32 = 16;
@@ -178,6 +183,19 @@ impl Place {
         }
     }
 
+    /// Whether the new rows are this rank's: the last one of the last part takes them.
+    #[inline(always)]
+    fn has_fresh(&self, p: &DecodeParams) -> bool {
+        let (ranks, index) = self.among(p);
+        p.new_len > 0 && index + 1 == ranks
+    }
+
+    /// Whether it also appends them: once for all row tiles.
+    #[inline(always)]
+    fn appends(&self, p: &DecodeParams) -> bool {
+        self.has_fresh(p) && self.row_tile == 0
+    }
+
     /// Ranks of all clusters that share the row tile's keys, and which of them this is.
     #[inline(always)]
     fn among(&self, p: &DecodeParams) -> (u32, u32) {
@@ -210,6 +228,11 @@ impl<
     pub const SHARED_BYTES: u32 =
         Self::STATES + Self::TEAMS * Self::ROWS * size_of::<[f32; 2]>() as u32;
 
+    /// Whether a multiprocessor has two such blocks.
+    const IS_HALF: bool = WARPS < 8;
+    /// Whether teams may ask for their first keys before they know how many there are: slower with more rows than 16, and with one stage in a block
+    /// that is alone (`docs/perf-log.md`).
+    const ASKS_AHEAD: bool = M == 1 && (STAGES > 1 || Self::IS_HALF);
     const QUERIES: u32 = Self::MAILBOX_BYTES;
     const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS);
@@ -243,31 +266,65 @@ impl<
         arrivals: Global<u32>,
         p: DecodeParams,
     ) {
-        if cluster_size() == 1 {
-            launch_dependents();
-        }
         let place = Place::new(&p);
-        grid_dependency_wait();
+        let is_settled = Self::ASKS_AHEAD && p.settled != 0;
+        if !is_settled {
+            Self::wait_for_launch_before(place);
+        }
         let last_index = seqlens_k.load(place.batch as usize);
         let a = &p.attention;
         let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
+        let mut cache = Cache::of(a, &rows, k, v);
+        if Self::ASKS_AHEAD {
+            cache.lanes = Self::lanes::<T>();
+        }
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let fresh = Fresh { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
-
         let tiles = Tiles {
             queries: Self::queries(),
             keys: Self::fresh_keys(),
             values: Self::fresh_values(),
         };
-        fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
+        let copy_new = |rows: &Rows, share: &Share| {
+            if share.has_fresh {
+                fresh.copy_new(&p, rows, &tiles, Self::KEYS, Self::THREADS);
+            }
+            cp_async_commit();
+        };
+
+        let cache_first = Self::takes_cache_first(&p, place);
+        let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;
+        if ahead {
+            Self::start_ahead(&p, place, &cache);
+        }
+        if !cache_first {
+            if is_settled {
+                Self::wait_for_launch_before(place);
+            }
+            fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
+        }
         rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
         let share = Share::new(&p, &rows, place, Self::KEYS);
-        if share.has_fresh {
-            fresh.copy_new(&p, &rows, &tiles, Self::KEYS, Self::THREADS);
-        }
-        cp_async_commit();
-        let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
-        let cache = Self::start(&p, &rows, &share, k, v);
+        let turns = if cache_first {
+            Self::start(&share, &cache, false);
+            let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
+            if is_settled {
+                Self::wait_for_launch_before(place);
+            }
+            fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
+            copy_new(&rows, &share);
+            // Who counts copies under way expects those of the first tiles behind the new rows.
+            (0..2 * STAGES).for_each(|_| cp_async_commit());
+            turns
+        } else {
+            copy_new(&rows, &share);
+            let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
+            if !Self::ASKS_AHEAD {
+                cache.lanes = Self::lanes::<T>();
+            }
+            Self::start(&share, &cache, ahead);
+            turns
+        };
         if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
         }
@@ -276,7 +333,7 @@ impl<
         if p.rotary.dim > 0 || p.new_len > 0 {
             fresh.turn(&rows, &tiles, turns, Self::THREADS);
             Self::sync_block();
-            if share.has_fresh && place.row_tile == 0 {
+            if place.appends(&p) && !Self::appends_late(&p, &rows, place) {
                 fresh.append(&p, &rows, &tiles, Self::THREADS);
             }
         }
@@ -297,6 +354,13 @@ impl<
             Self::finish_alone(&p, &rows, place, output, parts);
         } else {
             Self::send(&rows, mailbox);
+            if Self::appends_late(&p, &rows, place) {
+                cluster_arrive();
+                cluster_wait();
+                if place.appends(&p) {
+                    fresh.append(&p, &rows, &tiles, Self::THREADS);
+                }
+            }
         }
         // Where there are threads enough each has one column, which is over sooner; more of them have eight, of whose row they find the weights once.
         if mailbox.has_few_units(Self::THREADS) {
@@ -306,10 +370,36 @@ impl<
         }
     }
 
+    /// Whether the block asks for its first tiles of the cache before the new rows: where its multiprocessor has another one, which reads while this
+    /// one prepares the new rows. A block that is alone there is done sooner the other way round.
+    #[inline(always)]
+    fn takes_cache_first(p: &DecodeParams, place: Place) -> bool {
+        let is_later = place.index * p.parts + place.part >= p.at_a_time;
+        Self::IS_HALF && place.ranks == 1 && (p.settled != 0 || is_later)
+    }
+
+    /// Whether new rows are appended when all ranks have read: they may be among the keys that others have asked for ahead of their time.
+    #[inline(always)]
+    fn appends_late(p: &DecodeParams, rows: &Rows, place: Place) -> bool {
+        Self::ASKS_AHEAD
+            && place.ranks > 1
+            && p.new_len > 0
+            && rows.seqlen.past < Self::keys_ahead(p, place)
+    }
+
+    /// Waits for the launch before this one, and lets the next one take the places of blocks that end, one by one; not those of clusters.
+    #[inline(always)]
+    fn wait_for_launch_before(place: Place) {
+        grid_dependency_wait();
+        if place.ranks == 1 {
+            launch_dependents();
+        }
+    }
+
     /// The same, found out anew where the loop leaves no registers to remember it in.
     #[inline(always)]
     fn again(p: &DecodeParams, place: Place, rows: Rows) -> (Place, Rows) {
-        if !Self::IS_TIGHT {
+        if !Self::IS_TIGHT && D8 < 32 {
             return (place, rows);
         }
         let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);

@@ -150,7 +150,7 @@ impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
 
 /// A lane's part in copying rows that lie side by side in global memory: units `lane`, `lane + 32`, … of the tile. Where they go repeats after
 /// `PERIOD` of them, as many rows further on.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct WarpCopy<const D8: usize> {
     /// Bytes from the start of the tile; the first `PERIOD` are in use.
     places: [u32; 8],

@@ -13,7 +13,7 @@ use super::{Decode, Place};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
-use crate::params::DecodeParams;
+use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
     Global, Shared, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
 };
@@ -57,7 +57,7 @@ impl Share {
             old_end,
             tiles: old_end.saturating_sub(span.some.first).div_ceil(keys),
             past: rows.seqlen.past,
-            has_fresh: p.new_len > 0 && index + 1 == ranks,
+            has_fresh: place.has_fresh(p),
             ranks,
             index,
             keys,
@@ -98,6 +98,18 @@ pub(super) struct Cache<T, const D8: usize> {
     pub lanes: WarpCopy<D8>,
 }
 
+impl<T: MmaElement, const D8: usize> Cache<T, D8> {
+    /// Those of the row tile's head; where lanes copy to is found out later.
+    #[inline(always)]
+    pub fn of(a: &AttentionParams, rows: &Rows, k: Global<T>, v: Global<T>) -> Self {
+        Self {
+            k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
+            v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
+            lanes: WarpCopy::default(),
+        }
+    }
+}
+
 impl<
     const D8: usize,
     const M: usize,
@@ -120,27 +132,39 @@ impl<
         if Self::ROWS * padded * 4 <= Self::RING_BYTES { padded } else { Self::HEAD_SIZE }
     };
 
-    /// Starts the first copies of the warp.
+    /// Where lanes copy to.
     #[inline(always)]
-    pub(super) fn start<T: MmaElement>(
-        p: &DecodeParams,
-        rows: &Rows,
-        share: &Share,
-        k: Global<T>,
-        v: Global<T>,
-    ) -> Cache<T, D8> {
-        let a = &p.attention;
-        let cache = Cache {
-            k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
-            v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
-            lanes: WarpCopy::of(lane(), Self::keys::<T>(0)),
-        };
+    pub(super) fn lanes<T: MmaElement>() -> WarpCopy<D8> {
+        WarpCopy::of(lane(), Self::keys::<T>(0))
+    }
+
+    /// Starts copying the team's first keys before it is known how many there are: those that turn out not to exist are masked as all that no
+    /// query sees. The copies belong to the next group.
+    #[inline(always)]
+    pub(super) fn start_ahead<T: MmaElement>(p: &DecodeParams, place: Place, cache: &Cache<T, D8>) {
+        let (ranks, index) = place.among(p);
+        let begin = (Self::team() * ranks + index) * Self::KEYS;
+        Self::copy_rows(Self::keys(0), &cache.lanes, cache.k, begin, p.attention.capacity);
+    }
+
+    /// Keys that ranks ask for ahead of their time, of all together.
+    #[inline(always)]
+    pub(super) fn keys_ahead(p: &DecodeParams, place: Place) -> u32 {
+        if p.ahead != 0 { place.among(p).0 * Self::TEAMS * Self::KEYS } else { 0 }
+    }
+
+    /// Starts the first copies of the warp; `ahead` if its first keys are on their way.
+    #[inline(always)]
+    pub(super) fn start<T: MmaElement>(share: &Share, cache: &Cache<T, D8>, ahead: bool) {
         for slot in 0..STAGES {
             let tile = share.start(Self::team()) + slot * share.step(Self::TEAMS);
-            Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, tile);
+            if slot == 0 && ahead {
+                cp_async_commit();
+            } else {
+                Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, tile);
+            }
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, tile);
         }
-        cache
     }
 
     /// Starts copying a tile, if it is of the rank's share, as a group of its own.
@@ -153,14 +177,26 @@ impl<
         tile: u32,
     ) {
         if tile < share.tiles {
-            let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane()), place) } else { lanes };
-            let rows = Self::KEYS / Self::TEAM;
-            let first = warp() % Self::TEAM * rows;
-            let begin = share.begin(tile) + first;
-            let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
-            lanes.start(place.from(first), rows, source, share.old_end.saturating_sub(begin));
+            Self::copy_rows(place, lanes, source, share.begin(tile), share.old_end);
         }
         cp_async_commit();
+    }
+
+    /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows from `end` on become zero.
+    #[inline(always)]
+    fn copy_rows<T: MmaElement>(
+        place: Swizzled<T, D8>,
+        lanes: &WarpCopy<D8>,
+        source: Global<T>,
+        begin: u32,
+        end: u32,
+    ) {
+        let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane()), place) } else { lanes };
+        let rows = Self::KEYS / Self::TEAM;
+        let first = warp() % Self::TEAM * rows;
+        let begin = begin + first;
+        let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
+        lanes.start(place.from(first), rows, source, end.saturating_sub(begin));
     }
 
     /// The warp's part of the rank's share.
