@@ -373,6 +373,8 @@ def main():
     if options.cached and (not options.gqa or options.rotary):
         got = "--rotary" if options.gqa else "no --gqa"
         parser.error(f"--cached: got {got}; allowed: with --gqa, without --rotary")
+    if options.settled and not options.cached:
+        parser.error("--settled: got no --cached; allowed: with --cached and --gqa")
     torch.manual_seed(0)
     wanted = options.peers.split(";") if options.peers else PEERS
     chosen = {name.strip(): PEERS[name.strip()] for name in wanted}

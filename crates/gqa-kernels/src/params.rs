@@ -221,7 +221,7 @@ pub struct DecodeParams {
     pub rows: u32,
     /// Blocks that the device has at a time.
     pub at_a_time: u32,
-    /// 1: the launch ahead of this one writes nothing that this one reads but queries, new keys and new values.
+    /// 1: the launch ahead of this one writes nothing that this one reads but queries, new keys and new values. Kernels that ask for keys ahead heed it.
     pub settled: u32,
     /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked for before it is known how
     /// many there are.

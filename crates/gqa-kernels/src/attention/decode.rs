@@ -31,7 +31,7 @@
 //! this one ended. Clusters do not, because those of the next launch would crowd in the parts of the device that end first, and share what such a part
 //! can read (`docs/perf-log.md`).
 //!
-//! **Before the length is known** teams ask for their first keys: those that turn out not to exist are masked like all that no query sees. A row that
+//! **Before the length is known** teams of most shapes ask for their first keys: those that turn out not to exist are masked like all that no query sees. A row that
 //! the call appends may be among them; then it is appended when all ranks have read.
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
@@ -233,6 +233,8 @@ impl<
     /// Whether teams may ask for their first keys before they know how many there are: slower with more rows than 16, and with one stage in a block
     /// that is alone (`docs/perf-log.md`).
     const ASKS_AHEAD: bool = M == 1 && (STAGES > 1 || Self::IS_HALF);
+    /// Whether the loop leaves no registers to remember in where the block is.
+    const FORGETS: bool = Self::IS_TIGHT || D8 >= 32;
     const QUERIES: u32 = Self::MAILBOX_BYTES;
     const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS);
@@ -396,10 +398,10 @@ impl<
         }
     }
 
-    /// The same, found out anew where the loop leaves no registers to remember it in.
+    /// The same, found out anew where the loop has made threads forget it.
     #[inline(always)]
     fn again(p: &DecodeParams, place: Place, rows: Rows) -> (Place, Rows) {
-        if !Self::IS_TIGHT && D8 < 32 {
+        if !Self::FORGETS {
             return (place, rows);
         }
         let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);
