@@ -56,10 +56,10 @@ operator() {
   part 20 operator-token-mqa "$gqa" "${call[@]}" --heads 8 --kv-heads 1 --size 1x8192,1x131072
   part 20 operator-token-64 "$gqa" "${call[@]}" --heads 64 --head-size 64 --size 1x8192
   call=(bench prompt --rotary half --checked-rows 4)
-  part 60 operator-prompts "$gqa" "${call[@]}" --size 8x2048,2x8192,1x16384 --csv "$out/operator-prompts.csv"
+  part 60 operator-prompts "$gqa" "${call[@]}" --size 32x512,8x2048,2x8192,1x16384 --csv "$out/operator-prompts.csv"
   part 30 operator-prompt-packed "$gqa" "${call[@]}" --packed --size 1x16384
-  part 30 operator-prompt-64 "$gqa" "${call[@]}" --head-size 64 --size 2x8192
-  part 30 operator-prompt-256 "$gqa" "${call[@]}" --heads 16 --kv-heads 4 --head-size 256 --size 2x8192
+  part 30 operator-prompt-64 "$gqa" "${call[@]}" --head-size 64 --size 32x512,8x2048,2x8192
+  part 30 operator-prompt-256 "$gqa" "${call[@]}" --heads 16 --kv-heads 4 --head-size 256 --size 32x512,2x8192
 }
 chunks() { part 60 chunks "$gqa" bench prompt --past-length 7680 --size 1x512,4x512 --rotary half --csv "$out/chunks.csv"; }
 models() {

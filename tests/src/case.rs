@@ -303,6 +303,15 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
         })
 }
 
+/// The same with half-split pairs at positions that are not given, which some kernels rotate themselves.
+pub fn rotated_prompts(max_head: usize, max_rows: usize) -> impl Strategy<Value = Case> {
+    (1..=16usize, prompts(max_head, max_rows)).prop_map(|(sixteenths, case)| {
+        let sixteenths = sixteenths.min(case.head_size / 16);
+        let rotary = (case.head_size % 16 == 0).then_some((sixteenths, false, Positions::Implicit));
+        Case { rotary, ..case }
+    })
+}
+
 /// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the weights of others: some beyond what the first tile
 /// left room for, the wider the spread of queries and keys the more to infinity.
 pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> impl Strategy<Value = Case> {

@@ -7,7 +7,8 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, sequences, steps, tall_steps,
+    half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, rotated_prompts, sequences,
+    steps, tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -42,6 +43,11 @@ fn long_sequences() {
 #[test]
 fn prompts_as_planned() {
     run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
+}
+
+#[test]
+fn rotated_prompts_as_planned() {
+    run("cuda, rotated prompts", 500, rotated_prompts(256, 400), Switches::default());
 }
 
 #[test]

@@ -3,12 +3,18 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::Switches;
-use gqa_tests::{Case, biased_prompts, parity, prompts, prompts_of_wide_scores};
+use gqa_tests::{Case, biased_prompts, parity, prompts, prompts_of_wide_scores, rotated_prompts};
 use proptest::strategy::Strategy;
 
 #[test]
 fn hopper_is_reference() {
     parity("sim, hopper", 150, prompts(128, 200), &Sim::default());
+}
+
+#[test]
+fn hopper_rotates_queries() {
+    parity("sim, hopper, rotated", 60, rotated_prompts(128, 200), &Sim::default());
+    parity("sim, hopper, rotated, large heads", 30, rotated_prompts(256, 150), &Sim::default());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error};
-use step::{CAPACITY, Step, assert_close, int, operator, tolerance};
+use step::{CAPACITY, HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
 
 fn device(name: &str) -> DeviceInfo {
     DeviceInfo::known(name).unwrap()
@@ -62,6 +62,31 @@ fn lengths_that_lead_outside_the_cache_are_clamped() {
     let outputs = outputs.output.to_f64();
     let (full, empty) = outputs.split_at(outputs.len() / 2);
     assert!(full.iter().all(|x| x.is_finite()) && empty.iter().all(|x| *x == 0.0));
+}
+
+/// `hopper` rotates queries of a prompt itself.
+#[test]
+fn rows_behind_the_last_angles_are_nan() {
+    const ANGLES: usize = 100;
+    let table = |seed| random(DType::BF16, &[ANGLES, SIZE / 2], seed);
+    let step = Step::new(DType::BF16, 70, &[100, 90], ANGLES);
+    let step = Step { cos: table(4), sin: table(5), ..step };
+    let plan =
+        gqa_host::plan::plan(&step.problem(), &DeviceInfo::h200(), &Switches::default()).unwrap();
+    assert!(plan.launches[1].entry.arguments.contains(&"cos"), "{:?}", plan.launches);
+    // Positions 40 to 109 of the first sequence; as above, nobody checks.
+    let wild = Step { seqlens_k: int(&[109, 89]), ..step };
+    let mut cache = wild.cache.clone();
+    let inputs = wild.inputs();
+    let mut outputs = gqa_host::op::Outputs::new(&plan.problem);
+    let mut io = outputs.io(&inputs);
+    (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
+    Sim::default().execute(&plan, &mut io).unwrap();
+    let outputs = outputs.output.to_f64();
+    let (wild, tame) = outputs.split_at(outputs.len() / 2);
+    let (inside, outside) = wild.split_at(60 * HEADS as usize * SIZE);
+    assert!(inside.iter().chain(tame).all(|x| x.is_finite()));
+    assert!(outside.iter().all(|x| x.is_nan()));
 }
 
 #[test]

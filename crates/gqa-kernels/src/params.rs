@@ -120,6 +120,16 @@ pub struct AttentionParams {
     pub section: u32,
 }
 
+/// Scalars of `hopper` where it rotates queries.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct HopperParams {
+    /// Attention.
+    pub attention: AttentionParams,
+    /// Rotary embedding of queries, half-split; `dim` 0 where they are rotated already.
+    pub rotary: RotaryParams,
+}
+
 /// Scalars of `general`, `hopper_masked` and the unfused kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -232,5 +242,6 @@ pub struct DecodeParams {
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
+const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 14 * 4);

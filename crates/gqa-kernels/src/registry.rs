@@ -21,7 +21,7 @@ use {
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
     crate::num::{bf16, f16},
-    crate::params::{AttentionParams, DecodeParams, MaskedParams, PrologueParams},
+    crate::params::{AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams},
     crate::prologue::{
         self,
         append::concat_kv_in_place,
@@ -147,6 +147,7 @@ static TABLES: &[&[Entry]] = &[
     TILED_F32,
     TILED_WIDE,
     HOPPER,
+    HOPPER_TALL,
     HOPPER_SPLIT,
     HOPPER_MASKED,
     SPLIT_KV,
@@ -351,15 +352,12 @@ tiled_wide_kernels! {
 }
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
-    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
-    gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
     gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short, 1;
     gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1;
-    gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
     gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
-    gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
     gqa_hopper_f16_d96_r128, gqa_hopper_bf16_d96_r128 => hopper::D96Short, 1;
     gqa_hopper_f16_d160, gqa_hopper_bf16_d160 => hopper::D160, 1;
     gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192<false>, 1;
@@ -367,8 +365,16 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
 });
 
+kernels_by_head_size!(HOPPER_TALL, Hopper, "family-hopper",
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+}, unless quick {
+    gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
+    gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
+    gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
+});
+
 kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
-    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
 }, unless quick {
     gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::D64Exact<true>, 1;

@@ -4,13 +4,14 @@
 use super::decision::{Candidate, Decision, Rejection};
 use super::decode::{self, Clusters};
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
+use super::prologue::rotary_params;
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
-use crate::{Alignment, Bias, Error, Phase, Problem, QkOutput, Result, Sink};
+use crate::{Alignment, Bias, Error, Phase, Problem, QkOutput, Result, Rotary, Sink};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled, tiled_wide, unfused};
 use gqa_kernels::params::{
-    AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
+    AttentionParams, HopperParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
 };
 use gqa_kernels::registry::{Entry, Family, entries, find};
 
@@ -33,6 +34,11 @@ impl Choice {
     /// Whether the kernel needs no launches before it.
     pub(super) fn takes_new_rows(&self, p: &Problem, fused: bool) -> bool {
         matches!(self.parts, Parts::Clusters(_)) && decode::is_fused(p, fused)
+    }
+
+    /// Whether the kernel rotates queries that it finds as they are given.
+    pub(super) fn rotates_queries(&self, p: &Problem, fused: bool) -> bool {
+        fused && rotates(self.entry) && p.rotary.is_some_and(is_simple)
     }
 }
 
@@ -268,7 +274,11 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
     }
     // At head size 64 `hopper` sums rounded weights, which is too coarse for a log-sum-exp, and has a slower kernel that does not.
     let other = entry.name.ends_with("_lse") != p.lse;
-    [other.into(), work(entry, p), 0, 0]
+    // Queries that a launch before must rotate cost as much as some more scores each (measured, too).
+    const ROTATION: usize = 60;
+    let launch_rotates = p.rotary.is_some_and(is_simple) && !rotates(entry);
+    let rotation = if launch_rotates { p.q_len * ROTATION } else { 0 };
+    [other.into(), work(entry, p) + rotation, 0, 0]
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 60 rows more (measured: `docs/perf-log.md`).
@@ -288,6 +298,17 @@ fn work(entry: &Entry, p: &Problem) -> usize {
 /// The merge belongs to the family of `split_kv` and is never launched alone.
 fn is_combine(entry: &Entry) -> bool {
     entry.kernel().starts_with("combine")
+}
+
+/// Whether a kernel of `hopper` can rotate queries: those of two warpgroups have registers for it.
+fn rotates(entry: &Entry) -> bool {
+    entry.family == Family::Hopper && entry.arguments.contains(&"cos")
+}
+
+/// The rotation that `hopper` knows: half-split, by positions that are not given, and tables whose elements it can count in 32 bits.
+fn is_simple(rotary: Rotary) -> bool {
+    let elements = rotary.max_positions.saturating_mul(rotary.dim / 2);
+    !rotary.interleaved && rotary.explicit.is_none() && u32::try_from(elements).is_ok()
 }
 
 fn is_hopper_split(entry: &Entry) -> bool {
@@ -447,6 +468,11 @@ pub(super) fn launches(
             let grid = tiled::grid(&params.attention, entry.rows);
             return Ok(vec![launch(entry, grid, &arguments(p, query.arg), &params)?]);
         }
+        Candidate::Hopper if splits == 1 => {
+            let turns = choice.rotates_queries(p, fused);
+            return hopper_launch(p, device, entry, query, turns, scratch.count(1))
+                .map(|launch| vec![launch]);
+        }
         Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper
@@ -493,6 +519,28 @@ fn later(name: &str, p: &Problem, is_it: impl Fn(&Entry) -> bool) -> Result<&'st
 fn general_launch(p: &Problem, entry: &'static Entry, query: Operand) -> Result<Launch> {
     let params = masked_params(p, query.strides)?;
     launch(entry, general::grid(&params.attention), &arguments(p, query.arg), &params)
+}
+
+/// `hopper` with the whole keys, which rotates queries or finds them rotated.
+fn hopper_launch(
+    p: &Problem,
+    device: &DeviceInfo,
+    entry: &'static Entry,
+    query: Operand,
+    turns: bool,
+    counter: Arg,
+) -> Result<Launch> {
+    let mut attention = params(p, query.strides, 1)?;
+    attention.section = hopper::section(&attention, device.l2_bytes);
+    let grid = hopper::grid(&attention, entry.rows, device.multiprocessors);
+    let mut arguments = hopper_arguments(p, &attention, query.arg, counter, entry);
+    if !rotates(entry) {
+        return launch(entry, grid, &arguments, &attention);
+    }
+    let table = |id| if turns { tensor(p, id, 0) } else { Arg::Null };
+    arguments.extend([("cos", table(TensorId::CosCache)), ("sin", table(TensorId::SinCache))]);
+    let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
+    launch(entry, grid, &arguments, &HopperParams { attention, rotary })
 }
 
 fn hopper_masked_launch(

@@ -11,7 +11,8 @@
 //! | external cache | none |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! `decode` does all of this itself where the cache is shared. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
+//! `decode` does all of this itself where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where they are half-split
+//! and positions implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
 //! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
 //! are: `decode`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
 //! `tiled_wide` (and `combine`), `general`, or the three unfused kernels.
@@ -200,10 +201,11 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Resu
     };
     let mut scratch = Scratch::default();
     let absorbed = choice.as_ref().is_some_and(|choice| choice.takes_new_rows(problem, fused));
+    let rotates = choice.as_ref().is_some_and(|choice| choice.rotates_queries(problem, fused));
     let prologue::Prologue { mut launches, query } = if absorbed {
         prologue::Prologue::none(problem)
     } else {
-        prologue::prologue(problem, device, fused, &mut scratch)?
+        prologue::prologue(problem, device, fused, rotates, &mut scratch)?
     };
     if let Some(choice) = choice {
         launches.extend(attention::launches(problem, device, &choice, query, fused, &mut scratch)?);

@@ -46,8 +46,8 @@ pub fn positions(problem: &Problem, fused: bool) -> Option<Positions> {
 pub(super) enum Step {
     /// Rotate Q and K and append K and V to a shared cache, from packed or separate inputs.
     UnpackRotateAppend,
-    /// Append K and V to a shared cache.
-    Append,
+    /// Append K and V to a shared cache, K rotated if `rotate`.
+    Append { rotate: bool },
     /// Copy the past and append K and V, K rotated if `rotate`.
     Concat { rotate: bool },
     /// Copy the past and append K and V, whatever the sizes of their rows.
@@ -67,8 +67,8 @@ pub(super) enum Step {
     },
 }
 
-/// The launches for a call: as few as can be, or, where `fused` is false, one per duty.
-pub(super) fn steps(p: &Problem, fused: bool) -> Vec<Step> {
+/// The launches for a call, whose queries attention may rotate itself: as few as can be, or, where `fused` is false, one per duty.
+pub(super) fn steps(p: &Problem, fused: bool, attention_rotates: bool) -> Vec<Step> {
     if let (Computes::Rotation, Some(rotary)) = (p.computes, p.rotary) {
         let vector = 16 / p.dtype.size();
         let whole = p.head_size % vector == 0 && rotary.dim / 2 % vector == 0;
@@ -84,18 +84,19 @@ pub(super) fn steps(p: &Problem, fused: bool) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
     if fused {
-        let all_in_one = shared && rotate && new;
+        let rotate_query = rotate && !attention_rotates;
+        let all_in_one = shared && new && rotate_query;
         push(all_in_one, Step::UnpackRotateAppend);
         push(concat, Step::Concat { rotate });
         push(rows, Step::ConcatRows);
-        push(shared && new && !rotate, Step::Append);
-        push(rotate && !all_in_one, Step::RotateQuery);
+        push(shared && new && !all_in_one, Step::Append { rotate });
+        push(rotate_query && !all_in_one, Step::RotateQuery);
     } else {
         push(p.packed, Step::Unpack);
         push(positions(p, fused) == Some(Positions::Generated), Step::GeneratePositions);
         push(rotate, Step::RotateQuery);
         push(rotate && new, Step::RotateKey);
-        push(shared && new, Step::Append);
+        push(shared && new, Step::Append { rotate: false });
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
@@ -107,7 +108,7 @@ impl Step {
     const fn kernel(self) -> &'static str {
         match self {
             Self::UnpackRotateAppend => "unpack_qkv_with_rope_and_append_kv",
-            Self::Append => "concat_kv_in_place",
+            Self::Append { .. } => "concat_kv_in_place",
             Self::Concat { .. } => "concat_new_to_past_kv",
             Self::ConcatRows => "concat_rows",
             Self::Unpack => "unpack_qkv",
@@ -138,10 +139,11 @@ pub(super) fn prologue(
     p: &Problem,
     device: &DeviceInfo,
     fused: bool,
+    attention_rotates: bool,
     scratch: &mut Scratch,
 ) -> Result<Prologue> {
     let mut builder = Builder::new(p, device, scratch)?;
-    for step in steps(p, fused) {
+    for step in steps(p, fused, attention_rotates) {
         builder.step(step)?;
     }
     Ok(Prologue { launches: builder.launches, query: builder.query })
@@ -190,7 +192,7 @@ impl<'a> Builder<'a> {
                 self.launch(step, &[("q_out", query.arg)], |params| params.q_out = query.strides)?;
                 self.query = query;
             }
-            Step::Append | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
+            Step::Append { .. } | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
             Step::ConcatRows => self.concat_rows(step)?,
             Step::RotateOutput { .. } => {
                 let output = tensor(self.problem, TensorId::Output, 0);
@@ -366,6 +368,7 @@ impl Step {
         matches!(
             self,
             Self::UnpackRotateAppend
+                | Self::Append { rotate: true }
                 | Self::Concat { rotate: true }
                 | Self::RotateQuery
                 | Self::RotateKey

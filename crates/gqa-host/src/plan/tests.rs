@@ -4,7 +4,9 @@ use super::*;
 use crate::{
     Alignment, Bias, CacheBinding, Computes, DType, Layout, Phase, QkOutput, Rotary, Sink,
 };
-use gqa_kernels::params::{AttentionParams, DecodeParams, MaskedParams, PrologueParams, Strides};
+use gqa_kernels::params::{
+    AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, Strides,
+};
 use gqa_kernels::registry::Family;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
@@ -235,7 +237,9 @@ fn long_prompts_take_tiles_of_more_rows() {
         (96, 1024, true, 128),
         (96, 8192, true, 192),
     ] {
-        let prompt = with(llama(rows, 0), |p| (p.head_size, p.causal) = (size, causal));
+        let prompt = with(llama(rows, 0), |p| {
+            (p.head_size, p.causal, p.rotary) = (size, causal, None);
+        });
         let rows_of = |problem: &Problem| {
             let plan = plan(problem, &device("h200"), &Switches::default()).unwrap();
             plan.launches.last().unwrap().entry.rows
@@ -243,6 +247,19 @@ fn long_prompts_take_tiles_of_more_rows() {
         assert_eq!(rows_of(&prompt), want, "{rows} rows of {size}, causal {causal}");
         let with_lse = if size == 64 { 128 } else { want };
         assert_eq!(rows_of(&with(prompt, |p| p.lse = true)), with_lse, "log-sum-exp, {size}");
+    }
+}
+
+/// Tiles of fewer rows leave registers to rotate queries, which saves the launch before that writes them.
+#[test]
+fn prompts_that_rotate_take_tiles_of_few_rows_for_longer() {
+    for (size, rows, want) in [(64, 2048, 128), (80, 2048, 128), (96, 2048, 128), (64, 4096, 192)] {
+        let prompt = with(llama(rows, 0), |p| {
+            (p.head_size, p.v_head_size) = (size, size);
+            p.rotary = Some(Rotary { dim: size, ..ROTARY });
+        });
+        let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
+        assert_eq!(plan.launches.last().unwrap().entry.rows, want, "{rows} rows of {size}");
     }
 }
 
@@ -424,38 +441,52 @@ fn a_block_that_does_not_fit_is_refused() {
 
 #[test]
 fn the_prologue_is_as_short_as_the_call_allows() {
+    const ALL: &str = "unpack_qkv_with_rope_and_append_kv";
     let off = Switches::default();
     let separate = |p: &mut Problem| {
         (p.cache, p.past_capacity, p.capacity) = (CacheBinding::Separate, 64, 64 + p.new_len)
     };
     let no_rotary = |p: &mut Problem| p.rotary = None;
     let nothing_new = |p: &mut Problem| p.new_len = 0;
+    let interleaved = |p: &mut Problem| {
+        p.rotary = Some(Rotary { interleaved: true, ..ROTARY });
+    };
+    let explicit = |p: &mut Problem| p.rotary = Some(Rotary { explicit: Some(512), ..ROTARY });
     let base = || llama(512, 64);
+    let small = |p: &mut Problem| {
+        (p.head_size, p.v_head_size) = (64, 64);
+        p.rotary = Some(Rotary { dim: 64, ..ROTARY });
+    };
+    // `hopper` rotates queries whose pairs are half-split and whose positions are not given.
+    let elsewhere = || with(base(), interleaved);
     for (what, problem, want) in [
-        ("shared, rotary", base(), vec!["unpack_qkv_with_rope_and_append_kv"]),
-        (
-            "packed too",
-            with(base(), |p| p.packed = true),
-            vec!["unpack_qkv_with_rope_and_append_kv"],
-        ),
+        ("shared, rotary", base(), vec!["concat_kv_in_place"]),
+        ("packed too", with(base(), |p| p.packed = true), vec!["concat_kv_in_place"]),
+        ("shared, interleaved", elsewhere(), vec![ALL]),
+        ("packed too", with(elsewhere(), |p| p.packed = true), vec![ALL]),
+        ("shared, positions given", with(base(), explicit), vec![ALL]),
+        ("three warpgroups", with(llama(4096, 0), small), vec![ALL]),
+        ("parts of the keys", llama(64, 4096), vec![ALL]),
         ("shared", with(base(), no_rotary), vec!["concat_kv_in_place"]),
+        ("separate, rotary", with(base(), separate), vec!["concat_new_to_past_kv"]),
         (
-            "separate, rotary",
-            with(base(), separate),
+            "separate, interleaved",
+            with(elsewhere(), separate),
             vec!["concat_new_to_past_kv", "rotary_embedding"],
         ),
         ("separate", with(with(base(), separate), no_rotary), vec!["concat_new_to_past_kv"]),
-        ("nothing new, rotary", with(base(), nothing_new), vec!["rotary_embedding"]),
+        ("nothing new, rotary", with(base(), nothing_new), vec![]),
+        ("nothing new, interleaved", with(elsewhere(), nothing_new), vec!["rotary_embedding"]),
         ("nothing new", with(with(base(), nothing_new), no_rotary), vec![]),
         (
             "nothing new, separate",
-            with(with(base(), nothing_new), separate),
+            with(with(elsewhere(), nothing_new), separate),
             vec!["concat_new_to_past_kv", "rotary_embedding"],
         ),
     ] {
-        let mut got = kernels(&problem, &off);
-        got.pop();
-        assert_eq!(got, want, "{what}");
+        let got = kernels(&problem, &off);
+        let before = got.iter().take_while(|name| !name.starts_with("hopper")).copied();
+        assert_eq!(before.collect::<Vec<_>>(), want, "{what}");
     }
 }
 
@@ -741,6 +772,9 @@ fn check(plan: &Plan, launch: &Launch) {
                 masked_reach(name, p, element)
             }
             Family::Decode => decode_reach(name, launch, element),
+            Family::Hopper if launch.entry.arguments.contains(&"cos") => {
+                rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
+            }
             _ => attention_reach(name, bytemuck::from_bytes(&launch.params), element),
         };
         assert!(
@@ -811,6 +845,13 @@ fn decode_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "partial_states" => owners * (p.parts * p.rows) as usize * 8,
         "arrivals" => owners * 4,
         _ => attention_reach(name, a, element),
+    }
+}
+
+fn rotating_reach(name: &str, p: &HopperParams, element: usize) -> usize {
+    match name {
+        "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
+        _ => attention_reach(name, &p.attention, element),
     }
 }
 

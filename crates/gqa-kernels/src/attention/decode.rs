@@ -53,7 +53,8 @@ use crate::params::{AttentionParams, DecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::{
     Global, block_idx_x, block_idx_y, block_idx_z, cluster_arrive, cluster_rank, cluster_size,
-    cluster_wait, cp_async_commit, grid_dependency_wait, launch_dependents, opaque, sync_threads,
+    cluster_wait, cp_async_commit, grid_dependency_wait, lane, launch_dependents, opaque,
+    shfl_idx_u32, sync_threads,
 };
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
@@ -273,7 +274,7 @@ impl<
         if !is_settled {
             Self::wait_for_launch_before(place);
         }
-        let last_index = seqlens_k.load(place.batch as usize);
+        let asked = Self::ask_length(seqlens_k, place);
         let a = &p.attention;
         let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
         let mut cache = Cache::of(a, &rows, k, v);
@@ -305,6 +306,7 @@ impl<
             }
             fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
         }
+        let last_index = Self::length(asked);
         rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
         let share = Share::new(&p, &rows, place, Self::KEYS);
         let turns = if cache_first {
@@ -387,6 +389,20 @@ impl<
             && place.ranks > 1
             && p.new_len > 0
             && rows.seqlen.past < Self::keys_ahead(p, place)
+    }
+
+    /// Asks for the index of the sequence's last token; one lane for all where first keys are sent for before it is there.
+    #[inline(always)]
+    fn ask_length(seqlens_k: Global<i32>, place: Place) -> u32 {
+        let asks = !Self::ASKS_AHEAD || lane() == 0;
+        if asks { seqlens_k.load(place.batch as usize) as u32 } else { 0 }
+    }
+
+    /// What was asked for. The lane that has it tells the others here and not before: what they compute of a load of their own the
+    /// assembler moves up, and they would wait for it ahead of the keys that need no length.
+    #[inline(always)]
+    fn length(asked: u32) -> i32 {
+        (if Self::ASKS_AHEAD { shfl_idx_u32(asked, 0) } else { asked }) as i32
     }
 
     /// Waits for the launch before this one, and lets the next one take the places of blocks that end, one by one; not those of clusters.

@@ -18,6 +18,9 @@
 //! **Shared memory**: Q tiles of 64 rows, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
 //! then the barriers, then descriptions of work tiles. Columns behind `head_size` and rows behind the tensor arrive as zeros.
 //!
+//! **Queries** that are not rotated yet (half-split, positions implicit) are rotated by the kernels of two warpgroups: each warpgroup turns its rows in their
+//! tile, between their arrival and their first product (`rotate.rs`).
+//!
 //! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`) through the tensor map `tiles` or, where
 //! its rows are no vectors, through pointers; every tile is masked then.
 //!
@@ -32,6 +35,7 @@ mod mask;
 mod output;
 mod producer;
 mod ring;
+mod rotate;
 mod shape;
 mod softmax;
 mod work;
@@ -42,11 +46,12 @@ pub use shape::{
 };
 
 use crate::num::MmaElement;
-use crate::params::{AttentionParams, MaskedParams};
+use crate::params::{AttentionParams, HopperParams, MaskedParams};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
 use mask::Mask;
 use output::Destination;
+use rotate::Rotation;
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
 /// Query rows that the copy engine loads at a time.
@@ -136,19 +141,37 @@ impl<
     }
 }
 
-impl<
-    const D: u32,
-    const N: u32,
-    const G: u32,
-    const C: usize,
-    const W: usize,
-    const O: usize,
-    const PARTS: bool,
-> Hopper<D, N, G, C, W, O, 0, PARTS>
+impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, 2, C, W, O, 0, false>
 {
-    /// The kernel.
+    /// The kernel of two warpgroups, which have registers to rotate queries.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
+    pub fn run<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        counter: Global<u32>,
+        p: HopperParams,
+    ) {
+        let HopperParams { attention, rotary } = p;
+        let rotation = Some(Rotation { cos, sin, params: rotary });
+        let to = Destination { out, partial_out: lse, lse };
+        let pointers = Pointers { mask: None, rotation, head_sink, to };
+        Self::attend([q, k, v], seqlens_k, pointers, counter, &attention);
+    }
+}
+
+impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, 3, C, W, O, 0, false>
+{
+    /// The kernel of three warpgroups.
+    #[inline(always)]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -157,14 +180,35 @@ impl<
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
+        counter: Global<u32>,
+        p: AttentionParams,
+    ) {
+        let to = Destination { out, partial_out: lse, lse };
+        let pointers = Pointers { mask: None, rotation: None, head_sink, to };
+        Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
+    }
+}
+
+impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, G, C, W, O, 0, true>
+{
+    /// The kernel for parts of the keys.
+    #[inline(always)]
+    pub fn run<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
         partial_out: Global<f32>,
         partial_lse: Global<f32>,
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        let lse = if PARTS { partial_lse } else { lse };
-        let to = Destination { out, partial_out, lse };
-        Self::attend([q, k, v], seqlens_k, Pointers { mask: None, head_sink, to }, counter, &p);
+        let to = Destination { out, partial_out, lse: partial_lse };
+        let pointers = Pointers { mask: None, rotation: None, head_sink, to };
+        Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
     }
 }
 
@@ -189,7 +233,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, mask, &p));
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask, head_sink, to };
+        let pointers = Pointers { mask, rotation: None, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
 }

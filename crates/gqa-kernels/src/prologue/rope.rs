@@ -5,7 +5,7 @@ use super::seqlen;
 use super::walk::Walk;
 use crate::num::{Element, pack, pack_pairs, unpack};
 use crate::params::{PrologueParams, RotaryParams};
-use crate::simt::Global;
+use crate::simt::{Global, fma};
 
 /// The rotary embedding of one call. Pair `i` of a head turns by the angle whose cosine and sine are at column `i` of the
 /// caches, in the row of the token's position:
@@ -80,26 +80,17 @@ impl<T: Element> Rope<T> {
     /// Two vectors of a head, as far from each other as pairs are where they are half-split, rotated.
     #[inline(always)]
     pub fn turn(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
-        self.turned(vectors, angles).map(pack::<T>)
-    }
-
-    #[inline(always)]
-    fn turned(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[f32; 8]; 2] {
-        let [low, high] = vectors.map(unpack::<T>);
-        let [cos, sin] = angles.map(unpack::<T>);
         if self.params.interleaved == 0 {
-            return [
-                core::array::from_fn(|i| low[i] * cos[i] - high[i] * sin[i]),
-                core::array::from_fn(|i| high[i] * cos[i] + low[i] * sin[i]),
-            ];
+            return turn_halves::<T>(vectors, angles);
         }
+        let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
         let turned = |x: [f32; 8], first: usize| {
             core::array::from_fn(|i| {
                 let (sign, angle) = (if i % 2 == 0 { -1.0 } else { 1.0 }, first + i / 2);
-                x[i] * cos[angle] + sign * x[i ^ 1] * sin[angle]
+                fma(x[i], cos[angle], sign * x[i ^ 1] * sin[angle])
             })
         };
-        [turned(low, 0), turned(high, T::PER_VEC as usize / 2)]
+        [turned(low, 0), turned(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
     }
 
     /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come those that turn together, each pair half of `dim`
@@ -119,7 +110,7 @@ impl<T: Element> Rope<T> {
         let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
         let vectors = places.map(|place| x.load_vec(from + place));
         let angles = self.angles(pair * T::PER_VEC, position);
-        let turned = self.turned(vectors, angles).map(pack_pairs::<T>);
+        let turned = self.turn(vectors, angles);
         out.store_vec(to + places[0], turned[0]);
         out.store_vec(to + places[1], turned[1]);
     }
@@ -134,7 +125,7 @@ impl<T: Element> Rope<T> {
         let other = unpack::<T>(x.load_vec(head + partner as usize));
         let cos = unpack::<T>(self.cos.load_vec(angles + angle as usize));
         let sin = unpack::<T>(self.sin.load_vec(angles + angle as usize));
-        core::array::from_fn(|i| own[i] * cos[i] + sign * other[i] * sin[i])
+        core::array::from_fn(|i| fma(own[i], cos[i], sign * other[i] * sin[i]))
     }
 
     #[inline(always)]
@@ -145,9 +136,20 @@ impl<T: Element> Rope<T> {
         let sin = pairs(self.sin.load_vec8(angles + (e / 2) as usize));
         core::array::from_fn(|i| {
             let sign = if i % 2 == 0 { -1.0 } else { 1.0 };
-            own[i] * cos[i / 2] + sign * own[i ^ 1] * sin[i / 2]
+            fma(own[i], cos[i / 2], sign * own[i ^ 1] * sin[i / 2])
         })
     }
+}
+
+/// Two vectors of half-split pairs, turned.
+#[inline(always)]
+pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+    let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
+    let turned: [[f32; 8]; 2] = [
+        core::array::from_fn(|i| fma(low[i], cos[i], -(high[i] * sin[i]))),
+        core::array::from_fn(|i| fma(high[i], cos[i], low[i] * sin[i])),
+    ];
+    turned.map(pack_pairs::<T>)
 }
 
 /// Pairs of vectors of a head; where vectors are odd in number, one of them is alone.
@@ -236,7 +238,7 @@ pub fn rotary_rows<T: Element>(
                 f32::NAN
             } else {
                 let angle = position as usize * half as usize + pair as usize;
-                own * cos.load(angle).to_f32() + sign * other * sin.load(angle).to_f32()
+                fma(own, cos.load(angle).to_f32(), sign * other * sin.load(angle).to_f32())
             };
         }
         q_out.store(p.q_out.at(b, head, s) + e as usize, T::from_f32(value));

@@ -3,6 +3,7 @@
 use super::mask::Mask;
 use super::output::{Destination, Output};
 use super::ring::Ring;
+use super::rotate::Rotation;
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
 use super::softmax::{Raised, RowPair, Softmax, exceed, greatest, scale};
 use super::work::{KeyTiles, Slot};
@@ -19,6 +20,8 @@ const CLEARED: u32 = 8;
 #[derive(Clone, Copy)]
 pub(super) struct Pointers<T> {
     pub(super) mask: Option<Mask<T>>,
+    /// Of queries that are not rotated yet.
+    pub(super) rotation: Option<Rotation<T>>,
     pub(super) head_sink: Global<T>,
     pub(super) to: Destination<T>,
 }
@@ -239,6 +242,11 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
         let keys = slot.keys().agreed();
+        let rotation = self.pointers.rotation.filter(|rotation| rotation.params.dim > 0);
+        if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
+            let tile = self.base + self.q_tile() * S::Q_BYTES;
+            rotation.rotate::<S>(slot, self.p.q_len, tile, self.warpgroup);
+        }
         // Large heads do better with one loop: the other one keeps K until weights are seen, and with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };

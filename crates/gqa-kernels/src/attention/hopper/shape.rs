@@ -20,6 +20,11 @@ const MAX_STAGES: u32 = 8;
 pub(super) trait Tile {
     /// Head size in the tile, a multiple of 16.
     const D: u32;
+    /// Pairs of vectors of a row that turn together, at most, as a power of two.
+    const PAIRS: u32 = (Self::D / 16).next_power_of_two();
+    /// Rows that a warpgroup rotates at a time, and how often it does.
+    const PASS_ROWS: u32 = WARPGROUP / Self::PAIRS;
+    const PASSES: u32 = WARPGROUP_ROWS / Self::PASS_ROWS;
     /// Keys of a tile.
     const N: u32;
     /// Consumer warpgroups of 64 rows.
