@@ -5,7 +5,8 @@ mod step;
 
 use gqa_host::backend::Backend;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::op::Outputs;
+use gqa_host::plan::{DeviceInfo, Plan, Switches, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error};
 use step::{CAPACITY, HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
@@ -46,20 +47,25 @@ fn the_order_of_threads_does_not_matter() {
     assert!(outputs.iter().all(|output| *output == outputs[0]));
 }
 
+/// The output of a plan, which does not look into lengths as an operator that is applied does.
+fn executed(plan: &Plan, step: &Step) -> Vec<f64> {
+    let mut cache = step.cache.clone();
+    let inputs = step.inputs();
+    let mut outputs = Outputs::new(&plan.problem);
+    let mut io = outputs.io(&inputs);
+    (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
+    Sim::default().execute(plan, &mut io).unwrap();
+    outputs.output.to_f64()
+}
+
 #[test]
 fn lengths_that_lead_outside_the_cache_are_clamped() {
     let step = Step::new(DType::F16, 1, &[20, 20], 20);
     let problem = step.problem();
-    let plan = gqa_host::plan::plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let plan = plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap();
     // Lengths are checked when the operator is applied; what a graph replays with nobody checks.
     let wild = Step { seqlens_k: int(&[i32::MAX, -5]), ..step };
-    let mut cache = wild.cache.clone();
-    let inputs = wild.inputs();
-    let mut outputs = gqa_host::op::Outputs::new(&plan.problem);
-    let mut io = outputs.io(&inputs);
-    (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
-    Sim::default().execute(&plan, &mut io).unwrap();
-    let outputs = outputs.output.to_f64();
+    let outputs = executed(&plan, &wild);
     let (full, empty) = outputs.split_at(outputs.len() / 2);
     assert!(full.iter().all(|x| x.is_finite()) && empty.iter().all(|x| *x == 0.0));
 }
@@ -71,18 +77,11 @@ fn rows_behind_the_last_angles_are_nan() {
     let table = |seed| random(DType::BF16, &[ANGLES, SIZE / 2], seed);
     let step = Step::new(DType::BF16, 70, &[100, 90], ANGLES);
     let step = Step { cos: table(4), sin: table(5), ..step };
-    let plan =
-        gqa_host::plan::plan(&step.problem(), &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let plan = plan(&step.problem(), &DeviceInfo::h200(), &Switches::default()).unwrap();
     assert!(plan.launches[1].entry.arguments.contains(&"cos"), "{:?}", plan.launches);
     // Positions 40 to 109 of the first sequence; as above, nobody checks.
     let wild = Step { seqlens_k: int(&[109, 89]), ..step };
-    let mut cache = wild.cache.clone();
-    let inputs = wild.inputs();
-    let mut outputs = gqa_host::op::Outputs::new(&plan.problem);
-    let mut io = outputs.io(&inputs);
-    (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
-    Sim::default().execute(&plan, &mut io).unwrap();
-    let outputs = outputs.output.to_f64();
+    let outputs = executed(&plan, &wild);
     let (wild, tame) = outputs.split_at(outputs.len() / 2);
     let (inside, outside) = wild.split_at(60 * HEADS as usize * SIZE);
     assert!(inside.iter().chain(tame).all(|x| x.is_finite()));

@@ -202,6 +202,7 @@ fn features(p: &Problem) -> Vec<String> {
         let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };
         add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));
     }
+    add(p.settled, "settled cache".to_owned());
     add(!p.causal, "not causal".to_owned());
     add(p.right_window.is_some(), format!("right window {}", p.right_window.unwrap_or_default()));
     add(p.alignment != Alignment::Phase, p.alignment.to_string());
