@@ -87,6 +87,6 @@ impl<T: MmaElement> Rotation<T> {
 /// Byte offset of a vector in a tile. Within eight rows, vectors of 16 bytes trade places.
 #[inline(always)]
 fn place(row: u32, vector: u32) -> u32 {
-    let (chunk, unit) = (vector / 8, vector % 8 ^ row % 8);
+    let (chunk, unit) = (vector / 8, (vector % 8) ^ (row % 8));
     (chunk * WARPGROUP_ROWS + row) * ROW + unit * 16
 }
