@@ -9,7 +9,7 @@ use gqa_host::op::Outputs;
 use gqa_host::plan::{DeviceInfo, Plan, Switches, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error};
-use step::{CAPACITY, HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
+use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
 
 fn device(name: &str) -> DeviceInfo {
     DeviceInfo::known(name).unwrap()
@@ -70,15 +70,16 @@ fn lengths_that_lead_outside_the_cache_are_clamped() {
     assert!(full.iter().all(|x| x.is_finite()) && empty.iter().all(|x| *x == 0.0));
 }
 
-/// `hopper` rotates queries of a prompt itself.
+/// Queries that `hopper` rotates itself, on keys that are all in the cache.
 #[test]
 fn rows_behind_the_last_angles_are_nan() {
     const ANGLES: usize = 100;
     let table = |seed| random(DType::BF16, &[ANGLES, SIZE / 2], seed);
     let step = Step::new(DType::BF16, 70, &[100, 90], ANGLES);
-    let step = Step { cos: table(4), sin: table(5), ..step };
+    let none = || random(DType::BF16, &[2, 0, KV_HEADS as usize * SIZE], 0);
+    let step = Step { key: none(), value: none(), cos: table(4), sin: table(5), ..step };
     let plan = plan(&step.problem(), &DeviceInfo::h200(), &Switches::default()).unwrap();
-    assert!(plan.launches[1].entry.arguments.contains(&"cos"), "{:?}", plan.launches);
+    assert!(plan.launches[0].entry.arguments.contains(&"cos"), "{:?}", plan.launches);
     // Positions 40 to 109 of the first sequence; as above, nobody checks.
     let wild = Step { seqlens_k: int(&[109, 89]), ..step };
     let outputs = executed(&plan, &wild);
