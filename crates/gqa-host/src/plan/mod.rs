@@ -12,7 +12,7 @@
 //! | nothing to append | `rotary_embedding` for Q |
 //!
 //! `decode` does all of this itself where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where they are half-split
-//! and positions implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
+//! and positions implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
 //! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
 //! are: `decode`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
 //! `tiled_wide` (and `combine`), `general`, or the three unfused kernels.
