@@ -1,6 +1,7 @@
 //! A random but legal ONNX Attention call, described by small numbers so that proptest can shrink it, and its tensors.
 
 use crate::call::Data;
+use crate::case::{SUBNORMAL, extreme_softcap};
 use crate::compare::{optional, tensors};
 use crate::{Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
@@ -224,7 +225,7 @@ impl Tensors {
     fn run(&self, op: &Attention, backend: &dyn Backend) -> Result<AttentionOutputs> {
         let inputs = self.inputs();
         let problem = op.problem(&inputs)?;
-        let mut outputs = AttentionOutputs::new(&problem);
+        let mut outputs = AttentionOutputs::new(&problem)?;
         for tensor in [
             Some(&mut outputs.y),
             outputs.present_key.as_mut(),
@@ -343,8 +344,11 @@ pub fn attention_case(
     let scores = (
         any::<bool>(),
         [window(), window()],
-        proptest::option::weighted(0.3, 0.3f32..3.0),
-        prop_oneof![2 => Just(0.0f32), 1 => 0.5f32..30.0],
+        proptest::option::weighted(
+            0.3,
+            prop_oneof![8 => 0.3f32..3.0, 1 => Just(0.0), 1 => Just(SUBNORMAL)],
+        ),
+        prop_oneof![12 => Just(0.0f32), 6 => 0.5f32..30.0, 1 => extreme_softcap()],
         proptest::option::weighted(0.3, 0..=3i64),
     );
     let hides = prop_oneof![Just(Hides::Nothing), Just(Hides::Some), Just(Hides::Lowest)];

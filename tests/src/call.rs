@@ -87,7 +87,7 @@ impl Call {
     /// returned as present_*.
     pub fn run(&self, backend: &dyn Backend) -> Result<Outputs> {
         let problem = self.problem()?;
-        let mut outputs = Outputs::new(&problem);
+        let mut outputs = Outputs::new(&problem)?;
         for tensor in [
             Some(&mut outputs.output),
             Some(&mut outputs.present_key),
@@ -179,7 +179,7 @@ impl Data {
         Tensor::I32(ndarray::arr1(&last).into_dyn())
     }
 
-    /// Cosines and sines of random angles, and positions that are all legal.
+    /// Cosines and sines of random angles, and positions that are legal but for those of padding, which may be anything.
     fn rotary(&mut self, case: &Case) -> (Option<Tensor>, Option<Tensor>, Option<Tensor>) {
         let Some((sixteenths, _, positions)) = case.rotary else { return (None, None, None) };
         let rows = case.total_len().max(case.past_rows()) + 3;
@@ -192,8 +192,12 @@ impl Data {
             Positions::Implicit => None,
             Positions::Explicit { extra } => {
                 let shape = IxDyn(&[case.batch(), case.q_len + extra]);
-                Some(Tensor::I64(ArrayD::from_shape_fn(shape, |_| {
-                    self.rng.random_range(0..rows as i64)
+                let is_padding = |b: usize, s: usize| case.first_prompt && s >= case.total(b);
+                Some(Tensor::I64(ArrayD::from_shape_fn(shape, |at| {
+                    match is_padding(at[0], at[1]) {
+                        true => self.rng.random(),
+                        false => self.rng.random_range(0..rows as i64),
+                    }
                 })))
             }
         };

@@ -156,8 +156,8 @@ pub fn case(
     let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>());
     let scores = (
         // Multiples of the default.
-        prop_oneof![6 => Just(0.0f32), 2 => 0.3f32..2.0, 1 => -2.0f32..-0.3],
-        prop_oneof![3 => Just(0.0f32), 1 => 0.5f32..50.0],
+        prop_oneof![12 => Just(0.0f32), 4 => 0.3f32..2.0, 2 => -2.0f32..-0.3, 1 => Just(SUBNORMAL)],
+        prop_oneof![12 => Just(0.0f32), 4 => 0.5f32..50.0, 1 => extreme_softcap()],
         prop_oneof![2 => Just(-1i64), 1 => 1..=max_rows as i64],
         prop_oneof![4 => Just(0i64), 1 => Just(1), 1 => Just(2)],
         prop_oneof![Just(0.2f32), Just(1.0), Just(3.0)],
@@ -185,6 +185,14 @@ pub fn case(
             (Just(drawn), rows, 1..=max_rows.max(2) / 2)
         })
         .prop_map(|(drawn, rows, q_len)| assemble(drawn, rows, q_len))
+}
+
+/// A factor on scores that single precision may flush to 0.
+pub(crate) const SUBNORMAL: f32 = 1e-39;
+
+/// Softcaps that a float holds and whose inverse, or the difference of 1 and a tanh, it does not.
+pub(crate) fn extreme_softcap() -> impl Strategy<Value = f32> {
+    proptest::sample::select(vec![SUBNORMAL, 1e4, 1e6, 1e38])
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -284,7 +292,7 @@ fn step(case: Case, group: usize, q_len: usize) -> Case {
     Case { q_len, past, group, bias: None, qk_output: 0, ..case }
 }
 
-/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no bias, no score output. Few heads,
+/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no large softcap, no bias, no score output. Few heads,
 /// because the simulator multiplies whole tiles.
 pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
     (case(crate::half_dtype(), heads_up_to(max_head_size), max_rows), 64..=max_rows)
@@ -295,6 +303,7 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
                 kv_heads: 1 + case.kv_heads % 2,
                 group: 1 + case.group % 2,
                 scale: case.scale.abs(),
+                softcap: case.softcap.min(50.0),
                 window: if case.causal { case.window } else { -1 },
                 bias: None,
                 qk_output: 0,

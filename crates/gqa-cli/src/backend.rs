@@ -50,6 +50,8 @@ impl Machine {
     /// The machine of that choice, and in words what it is and why.
     pub fn select(choice: Choice) -> Result<(Self, String)> {
         let threads = rayon::current_num_threads();
+        // A switch that is wrong is a mistake, not a reason to take the CPU.
+        Switches::from_env()?;
         let gpu = match choice {
             Choice::Auto | Choice::Cuda => Gpu::open(),
             _ => return Ok((Self::Host(select(choice)?), format!("{choice:?}").to_lowercase())),

@@ -19,10 +19,10 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     backend: Choice,
     /// Relative tolerance for every output [default: per case, else per element type].
-    #[arg(long, value_parser = limit)]
+    #[arg(long, value_parser = limit, allow_negative_numbers = true)]
     rtol: Option<f64>,
     /// Absolute tolerance for every output [default: per case, else per element type].
-    #[arg(long, value_parser = limit)]
+    #[arg(long, value_parser = limit, allow_negative_numbers = true)]
     atol: Option<f64>,
     /// Cases, or folders of cases.
     #[arg(required = true)]

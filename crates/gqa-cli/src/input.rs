@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use gqa_host::{DType, Tensor};
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
@@ -66,7 +66,9 @@ fn repeated<T: Copy>(
 ) -> Result<ArrayD<T>> {
     let block: Vec<T> = block.iter().map(|&x| round(x)).collect();
     let count: usize = shape.iter().product();
-    let mut values = Vec::with_capacity(count);
+    let mut values = Vec::new();
+    let bytes = count.saturating_mul(size_of::<T>());
+    values.try_reserve_exact(count).with_context(|| format!("{bytes} bytes of noise"))?;
     while values.len() < count {
         let missing = count - values.len();
         values.extend_from_slice(&block[..block.len().min(missing)]);

@@ -97,8 +97,10 @@ fn run(command: Option<Command>) -> anyhow::Result<ExitCode> {
 
 /// Log lines go to stderr: warnings, or what GQA_LOG asks for.
 fn log() -> anyhow::Result<()> {
-    let wanted = std::env::var("GQA_LOG").unwrap_or_else(|_| "warn".to_owned());
-    let level: tracing::Level = wanted.parse().map_err(|_| {
+    let wanted = std::env::var_os("GQA_LOG").unwrap_or_else(|| "warn".into());
+    let known = wanted.to_str().filter(|wanted| !wanted.contains(|c: char| c.is_ascii_digit()));
+    let level: Option<tracing::Level> = known.and_then(|wanted| wanted.parse().ok());
+    let level = level.ok_or_else(|| {
         Usage(format!("GQA_LOG: got {wanted:?}; allowed: error, warn, info, debug, trace"))
     })?;
     let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level);
@@ -112,7 +114,12 @@ fn report_usage(error: &clap::Error) -> ExitCode {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     let text = error.render().to_string();
-    let reason = text.split("\n\n").next().unwrap_or_default();
+    let reason = match error.kind() {
+        clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            "bench: got nothing; allowed: prompt or token"
+        }
+        _ => text.split("\n\n").next().unwrap_or_default(),
+    };
     eprintln!("gqa: {} (see gqa --help)", one_line(reason.trim_start_matches("error: ")));
     ExitCode::from(2)
 }

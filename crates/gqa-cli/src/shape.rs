@@ -72,7 +72,7 @@ pub struct Layer {
     #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
     pub window: i64,
     /// Scores become softcap * tanh(score / softcap); 0: off.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub softcap: f32,
     /// Factor on q.k; 0: 1 / sqrt(head size).
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]

@@ -1,6 +1,7 @@
 //! The program as its users see it: what it prints, and how it exits.
 
 use std::error::Error;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -15,7 +16,7 @@ struct Run {
     stderr: String,
 }
 
-fn gqa<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Result<Run> {
+fn gqa<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Result<Run> {
     let output = Command::new(env!("CARGO_BIN_EXE_gqa")).args(arguments).output()?;
     Ok(Run {
         code: output.status.code(),
@@ -61,6 +62,11 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("bench token --length 64..8")?, 2, &["--length", "64..8", "FIRST..LAST"]);
     refused(&words("bench token --model gpt-2")?, 2, &["--model", "gpt-2", "llama3-8b"]);
     refused(&words("bench token --model llama3-8b --heads 8")?, 2, &["--model", "--heads"]);
+    refused(&words("bench")?, 2, &["bench: got nothing; allowed: prompt or token"]);
+    refused(&words("bench token --size 1x16 --batch 3")?, 2, &["--size", "--batch"]);
+    let twice = words("run /no/such/model --data x --out y")?;
+    refused(&twice, 1, &["/no/such/model: No such file or directory"]);
+    assert_eq!(twice.stderr.matches("No such file").count(), 1, "{}", twice.stderr);
     refused(&words("bench prompt --against /no/such/file")?, 1, &["--against", "/no/such/file"]);
     Ok(())
 }
@@ -218,10 +224,8 @@ fn what_run_writes_is_what_check_expects() -> Result {
 fn tolerances_on_the_command_line_win() -> Result {
     let wrong = cases("bad").join("output_slightly_wrong");
     let check = |tolerance: &[&str]| {
-        let fixed = ["check", "--backend=cpu"]
-            .into_iter()
-            .chain(tolerance.iter().copied())
-            .map(std::ffi::OsStr::new);
+        let fixed =
+            ["check", "--backend=cpu"].into_iter().chain(tolerance.iter().copied()).map(OsStr::new);
         gqa(fixed.chain([wrong.as_os_str()]))
     };
     assert_eq!(check(&[])?.code, Some(1));
@@ -440,20 +444,17 @@ fn explanations_are_json_too() -> Result {
     Ok(())
 }
 
-/// The program on a stored case, with one environment variable.
-fn with_variable(name: &str, value: &std::ffi::OsStr, backend: &str) -> Result<Run> {
-    let out = tempfile::tempdir()?;
-    let case = cases("gqa").join("decode_static_ragged");
-    let output = Command::new(env!("CARGO_BIN_EXE_gqa"))
-        .env(name, value)
-        .args([
-            "run".as_ref(),
-            case.join("model.onnx").as_os_str(),
-            "--data".as_ref(),
-            case.as_os_str(),
-        ])
-        .args(["--out".as_ref(), out.path().as_os_str(), "--backend".as_ref(), backend.as_ref()])
-        .output()?;
+/// A stored case: a token step of sequences of different lengths.
+const RAGGED: &str = "gqa/decode_static_ragged";
+
+/// The program with one environment variable set.
+fn with_variable<S: AsRef<OsStr>>(
+    name: &str,
+    value: &OsStr,
+    arguments: impl IntoIterator<Item = S>,
+) -> Result<Run> {
+    let program = env!("CARGO_BIN_EXE_gqa");
+    let output = Command::new(program).env(name, value).args(arguments).output()?;
     let text = |bytes| String::from_utf8(bytes);
     Ok(Run {
         code: output.status.code(),
@@ -462,23 +463,37 @@ fn with_variable(name: &str, value: &std::ffi::OsStr, backend: &str) -> Result<R
     })
 }
 
+/// `gqa run` on a stored case, with one environment variable set.
+fn run_with(name: &str, value: &OsStr, case: &str, backend: &str) -> Result<Run> {
+    let out = tempfile::tempdir()?;
+    let case = cases(case);
+    let model = case.join("model.onnx");
+    let files = [model.as_os_str(), "--data".as_ref(), case.as_os_str()];
+    let rest = ["--out".as_ref(), out.path().as_os_str(), "--backend".as_ref(), backend.as_ref()];
+    with_variable(name, value, ["run".as_ref()].into_iter().chain(files).chain(rest))
+}
+
 #[test]
 fn the_log_names_call_and_launches() -> Result {
-    let run = with_variable("GQA_LOG", "debug".as_ref(), "sim")?;
+    let run = run_with("GQA_LOG", "debug".as_ref(), RAGGED, "sim")?;
     assert_eq!(run.code, Some(0), "{}", run.stderr);
     for word in
         ["call=GroupQueryAttention float32", "entry=\"gqa_", "grid=[", "threads=", "shared_bytes="]
     {
         assert!(run.stderr.contains(word), "{word} in {}", run.stderr);
     }
-    refused(&with_variable("GQA_LOG", "loud".as_ref(), "cpu")?, 2, &["GQA_LOG", "loud", "debug"]);
+    refused(
+        &run_with("GQA_LOG", "loud".as_ref(), RAGGED, "cpu")?,
+        2,
+        &["GQA_LOG", "loud", "debug"],
+    );
     Ok(())
 }
 
 #[test]
 fn a_dump_has_every_tensor_of_the_call() -> Result {
     let folder = tempfile::tempdir()?;
-    let run = with_variable("GQA_DUMP", folder.path().as_os_str(), "cpu")?;
+    let run = run_with("GQA_DUMP", folder.path().as_os_str(), RAGGED, "cpu")?;
     assert_eq!(run.code, Some(0), "{}", run.stderr);
     let call = folder.path().join("000000-cpu");
     let names = names_in(&call)?;
@@ -505,6 +520,27 @@ fn a_dump_has_every_tensor_of_the_call() -> Result {
             std::fs::read(call.join(name).with_extension("npy"))?.starts_with(b"\x93NUMPY\x01\x00")
         );
     }
+    Ok(())
+}
+
+#[test]
+fn every_operator_dumps_its_calls() -> Result {
+    let folder = tempfile::tempdir()?;
+    let run = run_with("GQA_DUMP", folder.path().as_os_str(), "attention/3d", "cpu")?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let call = std::fs::read_to_string(folder.path().join("000000-cpu/call.txt"))?;
+    assert!(call.starts_with("Attention float32: batch "), "{call}");
+    let run = run_with("GQA_DUMP", "".as_ref(), "attention/3d", "cpu")?;
+    refused(&run, 1, &["GQA_DUMP: got \"\"; allowed: a folder"]);
+    Ok(())
+}
+
+/// A wrong switch is a mistake, and no reason to take the CPU instead of a GPU.
+#[test]
+fn a_wrong_switch_is_refused_whatever_the_machine() -> Result {
+    let run =
+        with_variable("GQA_SPLITS", "abc".as_ref(), "bench token --size 1x16 --runs 1".split(' '))?;
+    refused(&run, 1, &["GQA_SPLITS: got \"abc\"; allowed: 1 to 128"]);
     Ok(())
 }
 

@@ -30,6 +30,14 @@ pub enum Error {
     /// No kernel takes the problem on that device with these switches.
     #[error("no kernel takes this call: {0}")]
     NoKernel(String),
+    /// A tensor that the call makes does not fit in memory.
+    #[error("{argument}: {bytes} bytes cannot be had")]
+    OutOfMemory {
+        /// ONNX name of the output, or what else is made.
+        argument: &'static str,
+        /// Its size.
+        bytes: usize,
+    },
     /// An environment switch has a value that it does not take.
     #[error("environment variable {name}: got {got:?}; allowed: {allowed}")]
     Switch {

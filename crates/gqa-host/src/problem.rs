@@ -220,6 +220,20 @@ impl Problem {
         self.q_heads / self.kv_heads
     }
 
+    /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single precision flushes to 0.
+    pub(crate) fn least_scale(&self) -> f32 {
+        const LEAST: f32 = 1e-30;
+        if self.scale.abs() < LEAST { LEAST.copysign(self.scale) } else { self.scale }
+    }
+
+    /// The softcap as single precision can compute with it; 0: none. One that no score feels is none, and with a smaller one than the least all scores
+    /// are alike anyway.
+    pub(crate) fn softcap_in_f32(&self) -> f32 {
+        const LEAST: f32 = 1e-30;
+        const UNFELT: f32 = 1e20;
+        self.softcap.filter(|cap| *cap < UNFELT).map_or(0.0, |cap| cap.max(LEAST))
+    }
+
     /// Whether there are present tensors.
     pub fn has_present(&self) -> bool {
         self.cache != CacheBinding::External

@@ -153,6 +153,29 @@ impl Tensor {
         }
     }
 
+    /// A tensor of zeros named `argument`, or [`Error::OutOfMemory`] where there is no room for it.
+    pub(crate) fn try_zeros(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
+        fn array<T: bytemuck::Zeroable>(
+            argument: &'static str,
+            shape: &[usize],
+        ) -> Result<ArrayD<T>> {
+            let bytes = shape.iter().fold(size_of::<T>(), |all, &n| all.saturating_mul(n));
+            let no_room = || Error::OutOfMemory { argument, bytes };
+            let count = bytes / size_of::<T>();
+            let values = bytemuck::allocation::try_zeroed_vec(count).map_err(|()| no_room())?;
+            ArrayD::from_shape_vec(IxDyn(shape), values).map_err(|_| no_room())
+        }
+        Ok(match dtype {
+            DType::F32 => Self::F32(array(argument, shape)?),
+            DType::F16 => Self::F16(array(argument, shape)?),
+            DType::BF16 => Self::BF16(array(argument, shape)?),
+            DType::I32 => Self::I32(array(argument, shape)?),
+            DType::I64 => Self::I64(array(argument, shape)?),
+            DType::F64 => Self::F64(array(argument, shape)?),
+            DType::Bool => Self::Bool(array(argument, shape)?),
+        })
+    }
+
     /// A floating-point tensor rounded from `f32` values; integer types are a caller's mistake and give `None`.
     pub fn from_f32(dtype: DType, shape: &[usize], values: &[f32]) -> Option<Self> {
         let array = ArrayD::from_shape_vec(IxDyn(shape), values.to_vec()).ok()?;

@@ -288,7 +288,7 @@ fn a_separate_cache_is_written_whole() {
     let inputs = Inputs { past_key: Some(&past), past_value: Some(&past), ..step.inputs() };
     let problem = operator().problem(&inputs, CacheBinding::Separate).unwrap();
     let run = |backend: &dyn Backend| {
-        let mut outputs = Outputs::new(&problem);
+        let mut outputs = Outputs::new(&problem).unwrap();
         let io: &mut Io<'_> = &mut outputs.io(&inputs);
         backend.run(&problem, io).unwrap();
         outputs

@@ -396,7 +396,7 @@ fn rotated_rows_are_rounded_and_outputs_once() {
     };
     let op = one_head().do_rotary(true).qk_output(1);
     let problem = op.problem(&inputs, CacheBinding::Separate).unwrap();
-    let mut outputs = Outputs::new(&problem);
+    let mut outputs = Outputs::new(&problem).unwrap();
     let exact = {
         let mut io: Io<'_> = outputs.io(&inputs);
         exact(&problem, &mut io)

@@ -51,7 +51,7 @@ fn the_order_of_threads_does_not_matter() {
 fn executed(plan: &Plan, step: &Step) -> Vec<f64> {
     let mut cache = step.cache.clone();
     let inputs = step.inputs();
-    let mut outputs = Outputs::new(&plan.problem);
+    let mut outputs = Outputs::new(&plan.problem).unwrap();
     let mut io = outputs.io(&inputs);
     (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
     Sim::default().execute(plan, &mut io).unwrap();

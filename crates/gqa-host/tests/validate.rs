@@ -593,10 +593,14 @@ fn shapes_alone() {
         "query: got (1048576, 1, 1048576) rows; allowed: up to 4294967295 in all",
     );
     let scores = GroupQueryAttention::new(1, 1).qk_output(1);
-    let query = [1, u32::MAX as usize, 24];
+    let query = [1, i32::MAX as usize, 24];
     let shapes = Shapes::new(desc(DType::F16, &query), desc(DType::I32, &[1]), query[1]);
     refused(
         scores.problem_from_shapes(&shapes, CacheBinding::Separate),
-        &format!("qk_output: got (1, 1, 4294967295, 4294967295); allowed: {limits}"),
+        &format!("qk_output: got (1, 1, 2147483647, 2147483647); allowed: {limits}"),
+    );
+    refused(
+        prompt(&[1, 1 << 31, 24], 1 << 31),
+        "total_sequence_length: got 2147483648; allowed: up to 2147483647, as seqlens_k is int32",
     );
 }

@@ -108,7 +108,7 @@ pub struct Comparison {
     pub compared: usize,
     /// Elements out of tolerance.
     pub failed: usize,
-    /// Largest difference between finite values.
+    /// Largest difference; infinite where one value is out of tolerance and not finite.
     pub max_abs: f64,
     /// Largest difference between finite values as a fraction of the expected one, where that is not 0.
     pub max_rel: f64,
@@ -143,6 +143,9 @@ impl Comparison {
             return;
         }
         self.failed += 1;
+        if !(got.is_finite() && want.is_finite()) {
+            self.max_abs = f64::INFINITY;
+        }
         let excess = tolerance.excess(got, want);
         if self.worst.as_ref().is_none_or(|worst| excess > worst.excess) {
             self.worst = Some(Worst { index: index.to_vec(), got, want, excess });

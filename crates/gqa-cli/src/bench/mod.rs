@@ -22,6 +22,7 @@ use anyhow::{Context, Result};
 use gqa_host::DType;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::Usage;
 use crate::backend::{Choice, Machine};
 use crate::input::Noise;
 use crate::oracle::Computed;
@@ -161,7 +162,11 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
         failed: Vec::new(),
         peers: peers.as_ref().map(|peers| peers.provenance.clone()).unwrap_or_default(),
     };
-    measure_all(mode, &machine, &mut report);
+    let rows = mode.rows(&machine);
+    if rows.is_empty() {
+        return Err(Usage("--length: got more than any of the models takes".to_owned()).into());
+    }
+    measure_all(rows, common, &machine, &mut report);
     report.provenance.finish();
     if let Some(peers) = &peers {
         report.results.iter_mut().for_each(|record| peers.join(record));
@@ -185,8 +190,7 @@ fn ceilings(machine: &Machine, peers: Option<&Peers>) -> Result<Option<Ceilings>
 }
 
 /// A call that cannot be measured does not keep the others from being measured.
-fn measure_all(mode: &Mode, machine: &Machine, report: &mut Report) {
-    let rows = mode.rows(machine);
+fn measure_all(rows: Vec<Row>, common: &Common, machine: &Machine, report: &mut Report) {
     let bar = ProgressBar::new(rows.len() as u64);
     if let Ok(style) = ProgressStyle::with_template("{bar:32} {pos}/{len} {msg} {elapsed}") {
         bar.set_style(style);
@@ -196,7 +200,7 @@ fn measure_all(mode: &Mode, machine: &Machine, report: &mut Report) {
         let (model, dtype) = (row.model.unwrap_or("layer"), DType::from(row.shape.layer.dtype));
         let call = format!("{model} {dtype} {batch} x {query_length} past {past_length}");
         bar.set_message(call.clone());
-        match one(machine, &row, mode.common(), report.ceilings.as_ref()) {
+        match one(machine, &row, common, report.ceilings.as_ref()) {
             Ok(record) => {
                 log(&bar, &format!("{call}: {:.1} us, {}", record.median_us, record.verdict()));
                 report.results.push(record);

@@ -16,7 +16,7 @@ pub struct Selection {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16")]
     dtype: Vec<Element>,
     /// Sequences of a call, several separated by commas; every one with every length.
-    #[arg(long, value_delimiter = ',', requires = "length", value_parser = count(1 << 24))]
+    #[arg(long, value_delimiter = ',', requires = "length", conflicts_with = "size", value_parser = count(1 << 24))]
     batch: Vec<u64>,
     /// Lengths, several separated by commas; 64..8192 doubles from 64 to 8192.
     #[arg(long, value_delimiter = ',', conflicts_with = "size")]

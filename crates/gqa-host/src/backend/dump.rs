@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The variable that names the folder.
 pub const VARIABLE: &str = "GQA_DUMP";
 
-/// Runs `problem` on `backend`, as [`GroupQueryAttention`](crate::op::GroupQueryAttention) does: with a log line, and with the tensors
-/// written to the folder that `GQA_DUMP` names, if it names one.
+/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and with the tensors written to the folder that
+/// `GQA_DUMP` names, if it names one.
 pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     static CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -20,6 +20,9 @@ pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> 
     let Some(folder) = FOLDER.get_or_init(|| std::env::var_os(VARIABLE).map(PathBuf::from)) else {
         return backend.run(problem, io);
     };
+    if folder.as_os_str().is_empty() {
+        return Err(Error::Switch { name: VARIABLE, got: String::new(), allowed: "a folder" });
+    }
     let number = CALLS.fetch_add(1, Ordering::Relaxed);
     dumped(&folder.join(format!("{number:06}-{}", backend.name())), backend, problem, io)
 }
@@ -35,6 +38,10 @@ pub fn dumped(
     problem: &Problem,
     io: &mut Io<'_>,
 ) -> Result<()> {
+    let unwritable = |error: std::io::Error| {
+        let got = format!("{} ({error})", folder.display());
+        Error::invalid(VARIABLE, got, "a folder that can be written")
+    };
     let write = |name: &str, tensor: &Tensor| {
         write_npy(&folder.join(name).with_extension("npy"), tensor).map_err(unwritable)
     };
@@ -50,10 +57,6 @@ pub fn dumped(
     backend.run(problem, io)?;
     let mut outputs = io.outputs();
     outputs.try_for_each(|(id, tensor)| write(id.name(), tensor))
-}
-
-fn unwritable(error: std::io::Error) -> Error {
-    Error::invalid(VARIABLE, error, "a folder that can be written")
 }
 
 /// Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes, the elements.

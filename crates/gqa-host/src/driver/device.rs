@@ -1,8 +1,7 @@
 //! A GPU: its primary context and the modules loaded into it.
 
-use super::cust::{self, Context, Entered, Failure, Properties, RawFunction, Shape};
+use super::cust::{self, Context, Entered, Failure, Properties, RawFunction};
 use super::error::{CudaVersion, DriverError};
-use super::launch;
 use super::modules::Modules;
 use crate::plan::DeviceInfo;
 use gqa_kernels::registry::Entry;
@@ -29,7 +28,6 @@ struct Inner {
     context: Context,
     info: DeviceInfo,
     memory_bytes: usize,
-    version: CudaVersion,
 }
 
 impl Inner {
@@ -44,7 +42,7 @@ impl Inner {
         }
         let modules = Mutex::new(Modules::new(properties.sm, version));
         let memory_bytes = properties.memory_bytes;
-        Ok(Self { modules, context, info: info(properties), memory_bytes, version })
+        Ok(Self { modules, context, info: info(properties), memory_bytes })
     }
 }
 
@@ -85,11 +83,6 @@ impl Device {
         self.0.memory_bytes
     }
 
-    /// The driver's CUDA version.
-    pub fn driver_version(&self) -> CudaVersion {
-        self.0.version
-    }
-
     /// Makes the GPU's context current for this thread as long as the guard lives.
     pub(super) fn enter(&self) -> Result<Entered, Failure> {
         self.0.context.enter()
@@ -98,17 +91,6 @@ impl Device {
     /// The kernel, from its module, which is loaded when it is first asked for. The context must be entered.
     pub(super) fn function(&self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
         self.0.modules.lock().unwrap_or_else(PoisonError::into_inner).function(entry)
-    }
-
-    /// How many clusters of `cluster` blocks of the kernel the GPU runs at once; loads the kernel.
-    pub fn active_clusters(&self, entry: &'static Entry, cluster: u32) -> Result<u32, DriverError> {
-        let _entered = self.enter()?;
-        let function = self.function(entry)?;
-        let (threads, shared_bytes) = (entry.threads, entry.shared_bytes);
-        let shape =
-            Shape { grid: [cluster, 1, 1], threads, shared_bytes, cluster, programmatic: false };
-        // SAFETY: the function was just found.
-        Ok(unsafe { launch::active_clusters(function, &shape) }?)
     }
 }
 

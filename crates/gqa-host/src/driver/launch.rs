@@ -31,11 +31,6 @@ unsafe extern "C" {
         arguments: *mut *mut c_void,
         extra: *mut *mut c_void,
     ) -> i32;
-    fn cuOccupancyMaxActiveClusters(
-        clusters: *mut i32,
-        function: RawFunction,
-        config: *const Config,
-    ) -> i32;
 }
 
 const CLUSTER_DIMENSION: i32 = 4;
@@ -88,20 +83,6 @@ pub(super) unsafe fn launch(
         cuLaunchKernelEx(config, function, arguments.as_mut_ptr(), null_mut())
     });
     done("cuLaunchKernelEx", code)
-}
-
-/// How many clusters of that shape the GPU runs at once.
-///
-/// # Safety
-/// The function exists.
-pub(super) unsafe fn active_clusters(function: RawFunction, shape: &Shape) -> Result<u32, Failure> {
-    let mut clusters = 0;
-    // SAFETY: the caller's; the driver stores one integer.
-    let code = configure(shape, null_mut(), |config| unsafe {
-        cuOccupancyMaxActiveClusters(&raw mut clusters, function, config)
-    });
-    done("cuOccupancyMaxActiveClusters", code)?;
-    Ok(clusters.max(0).unsigned_abs())
 }
 
 fn done(call: &'static str, code: i32) -> Result<(), Failure> {

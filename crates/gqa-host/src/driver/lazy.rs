@@ -121,7 +121,6 @@ delay_load! {
     cuStreamWaitEvent cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc
     cuTexObjectCreate cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
     cuTensorMapEncodeTiled cuThreadExchangeStreamCaptureMode cuLaunchKernelEx
-    cuOccupancyMaxActiveClusters
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! ONNX `Attention`, operator sets 23 to 25.
 
-use crate::backend::{Backend, Io};
+use crate::backend::{Backend, Io, dump};
 use crate::{DType, Layout, Problem, QkOutput, Result, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
@@ -115,10 +115,10 @@ impl Attention {
         backend: &dyn Backend,
     ) -> Result<AttentionOutputs> {
         let problem = self.problem(inputs)?;
-        let mut outputs = AttentionOutputs::new(&problem);
+        let mut outputs = AttentionOutputs::new(&problem)?;
         let seqlens_k = inputs.seqlens_k(&problem);
         let mut no_cache = [Tensor::zeros(DType::F32, &[0]), Tensor::zeros(DType::F32, &[0])];
-        backend.run(&problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;
+        dump::run(backend, &problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;
         Ok(outputs)
     }
 }
@@ -173,18 +173,19 @@ pub struct AttentionOutputs {
 }
 
 impl AttentionOutputs {
-    /// Room for the outputs of `problem`.
-    pub fn new(problem: &Problem) -> Self {
+    /// Room for the outputs of `problem`, or an error where memory has none.
+    pub fn new(problem: &Problem) -> Result<Self> {
         let p = problem;
-        let cache =
-            |dtype, shape: [usize; 4]| p.has_present().then(|| Tensor::zeros(dtype, &shape));
-        Self {
-            y: Tensor::zeros(p.dtype, &p.output_shape()),
-            present_key: cache(p.dtype, p.key_cache_shape(p.capacity)),
-            present_value: cache(p.v_dtype, p.value_cache_shape(p.capacity)),
-            qk_matmul_output: (p.output_qk != QkOutput::None)
-                .then(|| Tensor::zeros(p.dtype, &p.scores_shape())),
-        }
+        let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
+        let key = || Tensor::try_zeros("present_key", p.dtype, &key);
+        let value = || Tensor::try_zeros("present_value", p.v_dtype, &value);
+        let scores = || Tensor::try_zeros("qk_matmul_output", p.dtype, &p.scores_shape());
+        Ok(Self {
+            y: Tensor::try_zeros("Y", p.dtype, &p.output_shape())?,
+            present_key: p.has_present().then(key).transpose()?,
+            present_value: p.has_present().then(value).transpose()?,
+            qk_matmul_output: (p.output_qk != QkOutput::None).then(scores).transpose()?,
+        })
     }
 
     /// The call's tensors: these outputs, those inputs, [`AttentionInputs::seqlens_k`], and what stands for present tensors where

@@ -2,7 +2,7 @@
 
 use super::KvCache;
 use super::validate::{Dim, MAX_HEAD_SIZE, Pattern, check_rows, shape};
-use crate::backend::{Backend, Io};
+use crate::backend::{Backend, Io, dump};
 use crate::{
     Alignment, CacheBinding, Computes, DType, Error, Layout, Phase, Problem, QkOutput, Result,
     Sink, Tensor,
@@ -23,7 +23,8 @@ impl KvCache {
         let problem = self.update(key, value)?;
         let seqlens_k = last_rows(&problem, write_indices)?;
         let mut output = Tensor::zeros(problem.dtype, &[0]);
-        backend.run(
+        dump::run(
+            backend,
             &problem,
             &mut Io {
                 query: key,
@@ -69,6 +70,9 @@ impl KvCache {
                 .check(tensor.desc(argument)?)
         };
         check("past_value", &self.value, &dims(rows))?;
+        if capacity == 0 {
+            return Err(Error::invalid("past_key", shape(cache.shape), "1 row or more"));
+        }
         let new_len = key.shape().get(if key.shape().len() == 3 { 1 } else { 2 }).copied();
         let new_len = new_len.filter(|n| (1..=capacity).contains(n)).ok_or_else(|| {
             let allowed = format!("1 to {capacity} rows, those of the cache");

@@ -1,7 +1,7 @@
 //! `com.microsoft.GroupQueryAttention`.
 
 use crate::backend::{Backend, Io, dump};
-use crate::{CacheBinding, Layout, Problem, QkOutput, Result, Sink, Tensor};
+use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Sink, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
 ///
@@ -97,10 +97,10 @@ impl GroupQueryAttention {
         Self { lse: on, ..self }
     }
 
-    /// The caller promises that the launch ahead of this call in its stream writes nothing that the call reads but query, key and value, and lets no
-    /// other launch start early before it has itself waited for those ahead of it. So it is where that launch is the layer's projection, or another
-    /// layer's attention, and the cache was last written a step ago. A token step on a GPU then has lengths and keys on their way while that launch
-    /// ends (programmatic dependent launch). Where the promise does not hold, results may be wrong. Other calls make no use of it (beyond ONNX).
+    /// Promises that the kernel launched just before this call in its stream writes none of the call's inputs except query, key and value, and does not
+    /// let its own dependents start before it has waited for what it depends on itself. That is so where that kernel is the layer's QKV projection or
+    /// another layer's attention, and the cache was last written a step ago. `decode` may then fetch lengths and cached keys while that kernel still
+    /// runs (programmatic dependent launch); other kernels ignore the promise. If it is broken, results may be wrong. Beyond ONNX.
     pub fn settled_cache(self, on: bool) -> Self {
         Self { settled: on, ..self }
     }
@@ -108,7 +108,7 @@ impl GroupQueryAttention {
     /// Applies the operator. present_* are new tensors: past is copied, new rows follow.
     pub fn run(&self, inputs: &Inputs<'_>, backend: &dyn Backend) -> Result<Outputs> {
         let problem = self.problem(inputs, CacheBinding::Separate)?;
-        let mut outputs = Outputs::new(&problem);
+        let mut outputs = Outputs::new(&problem)?;
         dump::run(backend, &problem, &mut outputs.io(inputs))?;
         Ok(outputs)
     }
@@ -122,7 +122,7 @@ impl GroupQueryAttention {
         backend: &dyn Backend,
     ) -> Result<Outputs> {
         let problem = self.problem_in_place(inputs, cache)?;
-        let mut outputs = Outputs::without_present(&problem);
+        let mut outputs = Outputs::without_present(&problem)?;
         let mut io = outputs.io(inputs);
         io.present_key = &mut cache.key;
         io.present_value = &mut cache.value;
@@ -209,29 +209,28 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// Room for the outputs of `problem`.
-    pub fn new(problem: &Problem) -> Self {
-        Self {
-            present_key: Tensor::zeros(problem.dtype, &problem.key_cache_shape(problem.capacity)),
-            present_value: Tensor::zeros(
-                problem.v_dtype,
-                &problem.value_cache_shape(problem.capacity),
-            ),
-            ..Self::without_present(problem)
-        }
+    /// Room for the outputs of `problem`, or an error where memory has none.
+    pub fn new(problem: &Problem) -> Result<Self> {
+        let p = problem;
+        let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
+        Ok(Self {
+            present_key: Tensor::try_zeros("present_key", p.dtype, &key)?,
+            present_value: Tensor::try_zeros("present_value", p.v_dtype, &value)?,
+            ..Self::without_present(p)?
+        })
     }
 
-    fn without_present(problem: &Problem) -> Self {
-        let rows = [problem.batch, problem.q_heads, problem.q_len];
-        let empty = Tensor::zeros(problem.dtype, &[0]);
-        Self {
-            output: Tensor::zeros(problem.dtype, &problem.output_shape()),
+    fn without_present(p: &Problem) -> Result<Self> {
+        let scores = || Tensor::try_zeros("output_qk", p.dtype, &p.scores_shape());
+        let lse = || Tensor::try_zeros("lse", DType::F32, &[p.batch, p.q_heads, p.q_len]);
+        let empty = Tensor::zeros(p.dtype, &[0]);
+        Ok(Self {
+            output: Tensor::try_zeros("output", p.dtype, &p.output_shape())?,
             present_key: empty.clone(),
             present_value: empty,
-            output_qk: (problem.output_qk != QkOutput::None)
-                .then(|| Tensor::zeros(problem.dtype, &problem.scores_shape())),
-            lse: problem.lse.then(|| Tensor::zeros(crate::DType::F32, &rows)),
-        }
+            output_qk: (p.output_qk != QkOutput::None).then(scores).transpose()?,
+            lse: p.lse.then(lse).transpose()?,
+        })
     }
 
     /// The call's tensors: these outputs and those inputs.

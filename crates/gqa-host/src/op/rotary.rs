@@ -1,7 +1,7 @@
 //! ONNX `RotaryEmbedding`, operator set 23.
 
 use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
-use crate::backend::{Backend, Io};
+use crate::backend::{Backend, Io, dump};
 use crate::{
     Alignment, CacheBinding, Computes, DType, Error, Layout, Phase, Problem, QkOutput, Result,
     Rotary, Sink, Tensor, TensorDesc,
@@ -44,10 +44,11 @@ impl RotaryEmbedding {
         let (b, s) = rows;
         let every_row: Tensor = Array2::from_shape_fn(rows, |(b, row)| (b * s + row) as i64).into();
         let seqlens_k: Tensor = Array1::from(vec![s as i32 - 1; b]).into();
-        let mut output = Tensor::zeros(problem.dtype, &problem.output_shape());
+        let mut output = Tensor::try_zeros("Y", problem.dtype, &problem.output_shape())?;
         let mut no_cache = [(); 2].map(|()| Tensor::zeros(DType::F32, &[0]));
         let [present_key, present_value] = &mut no_cache;
-        backend.run(
+        dump::run(
+            backend,
             &problem,
             &mut Io {
                 query: inputs.x,

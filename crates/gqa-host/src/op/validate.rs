@@ -220,5 +220,11 @@ fn check_sizes(p: &Problem) -> Result<()> {
     check_rows("query", [p.batch, p.q_heads, p.q_len])?;
     check_rows("total_sequence_length", [p.batch, p.kv_heads, p.capacity])?;
     addressable("total_sequence_length", &p.key_cache_shape(p.capacity))?;
-    addressable("qk_output", &p.scores_shape())
+    if i32::try_from(p.total_len).is_err() {
+        let allowed = format!("up to {}, as seqlens_k is int32", i32::MAX);
+        return Err(Error::invalid("total_sequence_length", p.total_len, allowed));
+    }
+    let of_scores =
+        if p.output_qk == QkOutput::None { "total_sequence_length" } else { "qk_output" };
+    addressable(of_scores, &p.scores_shape())
 }

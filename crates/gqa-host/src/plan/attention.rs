@@ -274,11 +274,21 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
     }
     // At head size 64 `hopper` sums rounded weights, which is too coarse for a log-sum-exp, and has a slower kernel that does not.
     let other = entry.name.ends_with("_lse") != p.lse;
+    let wrong_length = (entry.keys > SHORT_TILE) != sees_many_keys(p);
     // Queries that a launch before must rotate cost as much as some more scores each (measured, too).
     const ROTATION: usize = 60;
     let launch_rotates = p.rotary.is_some_and(is_simple) && !rotates(entry);
     let rotation = if launch_rotates { p.q_len * ROTATION } else { 0 };
-    [other.into(), work(entry, p) + rotation, 0, 0]
+    [other.into(), wrong_length.into(), work(entry, p) + rotation, 0]
+}
+
+/// Keys of `hopper`'s tiles at most, but for those of head size 128 for many keys.
+const SHORT_TILE: u32 = 128;
+
+/// Whether larger tiles pay: a border between work tiles costs more with them, a key that all rows see less (measured, too).
+fn sees_many_keys(p: &Problem) -> bool {
+    const MANY: usize = 8192;
+    !p.causal && p.window.is_none() && p.softcap.is_none() && p.total_len >= MANY
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 60 rows more (measured: `docs/perf-log.md`).
@@ -342,6 +352,11 @@ fn suits_hopper(
     }
     if p.scale <= 0.0 {
         return Err(Rejection::Scale { got: p.scale });
+    }
+    // It takes tanh(x) as 1 - 2 / (1 + e^2x), which is off by 2.4e-7 near 0, and scores by as much of the softcap.
+    const MAX_SOFTCAP: f32 = 1000.0;
+    if p.softcap_in_f32() > MAX_SOFTCAP {
+        return Err(Rejection::Softcap { got: p.softcap_in_f32(), max: MAX_SOFTCAP });
     }
     let forced = switches.force.is_some();
     if p.q_len < HOPPER_ROWS && !forced && !mostly_empty_tiles_pay(p, entry, device) {
@@ -704,8 +719,9 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
         },
         qk_columns: u32_of("total_sequence_length", p.total_len)?,
         splits,
-        scale: p.scale,
-        softcap: p.softcap.unwrap_or(0.0),
+        // Kernels that show scores do not scale hidden ones.
+        scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale },
+        softcap: p.softcap_in_f32(),
         section: 0,
     })
 }

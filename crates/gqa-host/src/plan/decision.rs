@@ -178,6 +178,13 @@ pub enum Rejection {
         /// The kernel's, times ten.
         need: u32,
     },
+    /// The kernel's tanh is too coarse for the scores of such a softcap.
+    Softcap {
+        /// The call's.
+        got: f32,
+        /// The kernel's.
+        max: f32,
+    },
     /// The kernel takes maxima before the factor, so that has to be positive.
     Scale {
         /// The call's.
@@ -229,6 +236,7 @@ impl fmt::Display for Rejection {
                 capability(*need),
                 capability(*have)
             ),
+            Self::Softcap { got, max } => write!(f, "softcap {got} is more than {max}"),
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::OneSplit => write!(f, "one part of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),

@@ -85,7 +85,7 @@ pub static AIDS: [(&str, &str, &str); 2] = [
     (
         crate::backend::dump::VARIABLE,
         "a folder, made if it is not there",
-        "every call of the operator writes its tensors there as `.npy`",
+        "every call of an operator of the library writes its tensors there as `.npy`",
     ),
     (
         "GQA_LOG",

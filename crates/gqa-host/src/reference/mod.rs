@@ -224,10 +224,12 @@ impl<'a> Call<'a> {
             true => Vec::new(),
             false => self.rotated(&self.query, b, n, s),
         };
-        let logits: Vec<f64> = visible
-            .clone()
-            .map(|j| self.capped(self.scaled(&query, b, n, j)) + self.bias(b, n, s, j))
-            .collect();
+        let logit = |j| match self.bias(b, n, s, j) {
+            // Hidden, whatever the score: NaN too.
+            f64::NEG_INFINITY => f64::NEG_INFINITY,
+            bias => self.capped(self.scaled(&query, b, n, j)) + bias,
+        };
+        let logits: Vec<f64> = visible.clone().map(logit).collect();
         let (weights, lse) = softmax(&logits, if visible.is_empty() { None } else { self.sink(n) });
         let mut output = vec![0.0; self.problem.v_head_size];
         for (weight, j) in weights.iter().zip(visible.clone()) {

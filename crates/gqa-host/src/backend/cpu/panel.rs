@@ -211,7 +211,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         for (score, key) in single.iter_mut().zip(single_keys.chunks_exact(size)) {
             self.dot(simd, key, array::from_mut(score));
         }
-        if let Some(cap) = self.rows.problem().softcap.filter(|_| stage >= Stage::Capped) {
+        let cap = self.rows.problem().softcap_in_f32();
+        if cap > 0.0 && stage >= Stage::Capped {
             let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
             for score in scores.iter_mut() {
                 for n in 0..N {

@@ -16,12 +16,14 @@ pub(super) struct Rope<'a, T> {
 }
 
 impl<T: Element> Rope<'_, T> {
-    /// Rotates new row `s` of batch entry `b`; the result is not rounded.
+    /// Rotates new row `s` of batch entry `b`; the result is not rounded. Only rows of padding stand outside the tables, and stay as they are.
     pub(super) fn rotate(&self, b: usize, s: usize, sequence: Sequence, row: &mut [f32]) {
         let position = match self.rotary.explicit {
-            Some(row_length) => self.position_ids[b * row_length + s] as usize,
-            None => (sequence.position + s as i64) as usize,
+            Some(row_length) => self.position_ids[b * row_length + s],
+            None => sequence.position + s as i64,
         };
+        let inside = |position: &usize| *position < self.rotary.max_positions;
+        let Some(position) = usize::try_from(position).ok().filter(inside) else { return };
         let half = self.rotary.dim / 2;
         let mut angles = [[0.0; MAX_HEAD_SIZE / 2]; 2];
         for (table, angles) in [self.cos, self.sin].into_iter().zip(&mut angles) {
