@@ -38,13 +38,23 @@ fn parts_of_the_keys_are_merged() {
     parity("sim, hopper, 5 parts", 20, prompts(256, 300), &sim(5));
 }
 
-/// Prompts as short as these take tiles of fewer rows unless told otherwise.
+/// Prompts as short as these take tiles of fewer rows and keys unless told otherwise.
 #[test]
 fn hopper_is_reference_in_tiles_for_long_prompts() {
-    let force = Some("gqa_hopper_bf16_d64");
-    let sim = Sim::default().with_switches(Switches { force, ..Switches::default() });
-    let prompts = prompts(64, 200).prop_map(|case| Case { dtype: DType::BF16, ..case });
-    parity("sim, hopper, many rows", 40, prompts, &sim);
+    let forced = |kernel| Switches { force: Some(kernel), ..Switches::default() };
+    let sim = |kernel| Sim::default().with_switches(forced(kernel));
+    let rows = prompts(64, 200).prop_map(of(DType::BF16));
+    parity("sim, hopper, many rows", 40, rows, &sim("gqa_hopper_bf16_d64"));
+    let keys = rotated_prompts(128, 400).prop_map(of(DType::BF16));
+    parity("sim, hopper, many keys", 40, keys, &sim("gqa_hopper_bf16_d128_k176"));
+    let keys = prompts_of_wide_scores(160, 9.0).prop_map(of(DType::F16));
+    let sim = sim("gqa_hopper_f16_d128_k176");
+    parity("sim, hopper, many keys, weights overflow", 20, keys, &sim);
+}
+
+/// The same with elements of that type.
+fn of(dtype: DType) -> impl Fn(Case) -> Case {
+    move |case| Case { dtype, ..case }
 }
 
 #[test]

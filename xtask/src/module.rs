@@ -81,5 +81,5 @@ impl Module {
 
 fn bounds(entry: &Entry) -> post::Bounds {
     let min_blocks = (entry.min_blocks > 0).then_some(entry.min_blocks);
-    post::Bounds { max_threads: Some(entry.threads), min_blocks, ..Default::default() }
+    post::Bounds { max_threads: Some(entry.threads), min_blocks }
 }

@@ -117,12 +117,11 @@ fn calls() -> Vec<Call> {
     ]
 }
 
-/// The kernel's name without its head size.
+/// The kernel's name without element type and, where it ends the name, head size.
 fn stem(entry: &Entry) -> String {
-    let kernel = entry.kernel();
+    let kernel = entry.kernel().replace("_bf16", "").replace("_f16", "");
     let size = kernel.rfind("_d").filter(|at| kernel[at + 2..].bytes().all(|b| b.is_ascii_digit()));
-    let plain = size.map_or(kernel, |at| &kernel[..at]);
-    plain.trim_end_matches("_bf16").trim_end_matches("_f16").to_owned()
+    size.map_or(kernel.as_str(), |at| &kernel[..at]).to_owned()
 }
 
 fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
@@ -141,7 +140,7 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
             entry.min_sm / 10,
             entry.min_sm % 10
         );
-        let integers = ["sequence_lengths", "seqlens_to_pos_ids"].contains(&entry.kernel());
+        let integers = entry.kernel() == "seqlens_to_pos_ids";
         let dtype = if integers {
             "integers".to_owned()
         } else {

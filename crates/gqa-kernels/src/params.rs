@@ -72,7 +72,7 @@ pub mod vectors {
     pub const MASK: u32 = 4;
 }
 
-/// Scalars of every attention kernel (`general`, `tiled`, `hopper`, `split_kv`, `combine`).
+/// Scalars of every attention kernel: those of `tiled`, `tiled_f32`, `tiled_wide`, `hopper`, `split_kv` and `combine`, and a part of the others'.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct AttentionParams {
@@ -110,7 +110,7 @@ pub struct AttentionParams {
     pub qk_output: u32,
     /// Columns of output_qk: total_sequence_length.
     pub qk_columns: u32,
-    /// Equal parts the keys are cut into (split_kv, combine); partial results are (split, batch, query head, row).
+    /// Equal parts the keys are cut into (tiled_wide, hopper, split_kv, combine); partial results are (split, batch, query head, row).
     pub splits: u32,
     /// Factor on q·k.
     pub scale: f32,
@@ -130,7 +130,7 @@ pub struct HopperParams {
     pub rotary: RotaryParams,
 }
 
-/// Scalars of `general`, `hopper_masked` and the unfused kernels.
+/// Scalars of `general`, `tiled_masked`, `hopper_masked` and the unfused kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct MaskedParams {

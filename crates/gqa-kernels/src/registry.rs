@@ -26,7 +26,7 @@ use {
         self,
         append::concat_kv_in_place,
         concat::{concat_new_to_past_kv, concat_rows},
-        lengths::{seqlens_to_pos_ids, sequence_lengths},
+        positions::seqlens_to_pos_ids,
         rope::{rotary_embedding, rotary_rows},
         unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
     },
@@ -136,7 +136,6 @@ static TABLES: &[&[Entry]] = &[
     UNPACK_QKV_WITH_ROPE_AND_APPEND_KV,
     ROTARY_EMBEDDING,
     ROTARY_ROWS,
-    SEQUENCE_LENGTHS,
     SEQLENS_TO_POS_IDS,
     GENERAL,
     UNFUSED_SCORES,
@@ -207,11 +206,6 @@ kernels!(ROTARY_ROWS, Prologue, "family-prologue",
     gqa_rotary_rows_f32 => rotary_rows::<f32>, T = f32;
     gqa_rotary_rows_f16 => rotary_rows::<f16>, T = f16;
     gqa_rotary_rows_bf16 => rotary_rows::<bf16>, T = bf16;
-});
-
-kernels!(SEQUENCE_LENGTHS, Prologue, "family-prologue", (seqlens_k: i32, past: i32, total: i32; p: PrologueParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
-    gqa_sequence_lengths => sequence_lengths, T = f32;
 });
 
 kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, position_ids: i64; p: PrologueParams),
@@ -355,6 +349,7 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
+    gqa_hopper_f16_d128_k176, gqa_hopper_bf16_d128_k176 => hopper::D128Long, 1;
     gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short, 1;
     gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1;
     gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
@@ -430,35 +425,35 @@ macro_rules! decode_kernels {
 
 decode_kernels! {
     gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>, 1;
-    gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::Half64<1>, 2;
+    gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
-    gqa_decode_f16_d64_r16_w4, gqa_decode_bf16_d64_r16_w4 => decode::Half64<2>, 2;
-    gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::Double64, 1;
-    gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::Warpgroups64, 1;
+    gqa_decode_f16_d64_r16_w4, gqa_decode_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
+    gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::D64R32, 1;
+    gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>, 1;
-    gqa_decode_f16_d80_r8_w4, gqa_decode_bf16_d80_r8_w4 => decode::Half80<1>, 2;
+    gqa_decode_f16_d80_r8_w4, gqa_decode_bf16_d80_r8_w4 => decode::D80W4<1>, 2;
     gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>, 1;
-    gqa_decode_f16_d80_r16_w4, gqa_decode_bf16_d80_r16_w4 => decode::Half80<2>, 2;
-    gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::Double80, 1;
-    gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::Warpgroups80, 1;
+    gqa_decode_f16_d80_r16_w4, gqa_decode_bf16_d80_r16_w4 => decode::D80W4<2>, 2;
+    gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::D80R32, 1;
+    gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::D80R64, 1;
     gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>, 1;
-    gqa_decode_f16_d96_r8_w4, gqa_decode_bf16_d96_r8_w4 => decode::Half96<1>, 2;
+    gqa_decode_f16_d96_r8_w4, gqa_decode_bf16_d96_r8_w4 => decode::D96W4<1>, 2;
     gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>, 1;
-    gqa_decode_f16_d96_r16_w4, gqa_decode_bf16_d96_r16_w4 => decode::Half96<2>, 2;
-    gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::Double96, 1;
-    gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::Warpgroups96, 1;
+    gqa_decode_f16_d96_r16_w4, gqa_decode_bf16_d96_r16_w4 => decode::D96W4<2>, 2;
+    gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::D96R32, 1;
+    gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::D96R64, 1;
     gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>, 1;
-    gqa_decode_f16_d128_r8_w4, gqa_decode_bf16_d128_r8_w4 => decode::Half128<1>, 2;
+    gqa_decode_f16_d128_r8_w4, gqa_decode_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::Half128<2>, 2;
-    gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::Double128, 1;
-    gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::Warpgroups128, 1;
+    gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
+    gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::D128R32, 1;
+    gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::D128R64, 1;
     gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>, 1;
-    gqa_decode_f16_d192_r8_w4, gqa_decode_bf16_d192_r8_w4 => decode::Half192<1>, 2;
+    gqa_decode_f16_d192_r8_w4, gqa_decode_bf16_d192_r8_w4 => decode::D192W4<1>, 2;
     gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>, 1;
-    gqa_decode_f16_d192_r16_w4, gqa_decode_bf16_d192_r16_w4 => decode::Half192<2>, 2;
+    gqa_decode_f16_d192_r16_w4, gqa_decode_bf16_d192_r16_w4 => decode::D192W4<2>, 2;
     gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>, 1;
-    gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::Half256<1>, 2;
+    gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>, 1;
-    gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::Half256<2>, 2;
+    gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
 }

@@ -11,27 +11,16 @@ pub struct Bounds {
     pub max_threads: Option<u32>,
     /// `.minnctapersm`: blocks that must fit on an SM together.
     pub min_blocks: Option<u32>,
-    /// `.maxnreg`: registers of a thread at most.
-    pub max_registers: Option<u32>,
-    /// `.reqnctapercluster`: shape of the cluster that every launch must have.
-    pub cluster: Option<[u32; 3]>,
 }
 
 impl Bounds {
     fn directives(&self) -> String {
         let mut text = String::new();
-        let numbers = [
-            (".maxntid", self.max_threads),
-            (".minnctapersm", self.min_blocks),
-            (".maxnreg", self.max_registers),
-        ];
+        let numbers = [(".maxntid", self.max_threads), (".minnctapersm", self.min_blocks)];
         for (directive, value) in
             numbers.into_iter().filter_map(|(directive, value)| Some((directive, value?)))
         {
             let _ = writeln!(text, "{directive} {value}");
-        }
-        if let Some([x, y, z]) = self.cluster {
-            let _ = writeln!(text, ".explicitcluster\n.reqnctapercluster {x}, {y}, {z}");
         }
         text
     }
@@ -94,14 +83,9 @@ mod tests {
 
     #[test]
     fn bounds_follow_the_signature_of_their_entry_only() {
-        let bounds = Bounds {
-            max_threads: Some(128),
-            min_blocks: Some(2),
-            max_registers: Some(168),
-            cluster: Some([2, 1, 1]),
-        };
+        let bounds = Bounds { max_threads: Some(128), min_blocks: Some(2) };
         let text = set_bounds(SAMPLE, "scale", bounds).unwrap();
-        let directives = ".maxntid 128\n.minnctapersm 2\n.maxnreg 168\n.explicitcluster\n.reqnctapercluster 2, 1, 1\n";
+        let directives = ".maxntid 128\n.minnctapersm 2\n";
         assert!(text.contains(&format!("scale_param_1[40]\n)\n{directives}{{\n")), "{text}");
         assert_eq!(text.replacen(directives, "", 1), SAMPLE);
     }

@@ -110,7 +110,7 @@ fn the_assembler_accepts_what_was_written_into_the_text() {
         Ok(ptxas) => ptxas,
         Err(error) => return eprintln!("SKIPPED, no ptxas: {error}"),
     };
-    let bounds = post::Bounds { max_threads: Some(256), min_blocks: Some(4), ..Default::default() };
+    let bounds = post::Bounds { max_threads: Some(256), min_blocks: Some(4) };
     let text = post::set_bounds(&text, "accumulate", bounds).unwrap();
     let text = post::align_parameter(&text, "scale", 2, 64).unwrap();
     let path = Path::new(TARGET_DIR).join("ptx/assembled.ptx");

@@ -252,6 +252,20 @@ fn long_prompts_take_tiles_of_more_rows() {
 
 /// Tiles of fewer rows leave registers to rotate queries, which saves the launch before that writes them.
 #[test]
+fn many_keys_that_all_rows_see_take_larger_tiles() {
+    let everywhere = |rows| with(llama(rows, 0), |p| p.causal = false);
+    let keys = |p: &Problem| {
+        let plan = plan(p, &device("h200"), &Switches::default()).unwrap();
+        plan.launches.last().unwrap().entry.keys
+    };
+    assert_eq!(keys(&everywhere(8192)), 176);
+    assert_eq!(keys(&everywhere(8191)), 128);
+    assert_eq!(keys(&llama(16384, 0)), 128);
+    assert_eq!(keys(&with(everywhere(16384), |p| p.softcap = Some(30.0))), 128);
+    assert_eq!(keys(&with(everywhere(16384), |p| p.head_size = 112)), 176);
+}
+
+#[test]
 fn prompts_that_rotate_take_tiles_of_few_rows_for_longer() {
     for (size, rows, want) in [(64, 2048, 128), (80, 2048, 128), (96, 2048, 128), (64, 4096, 192)] {
         let prompt = with(llama(rows, 0), |p| {

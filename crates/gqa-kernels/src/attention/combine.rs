@@ -1,4 +1,4 @@
-//! Merges the results of the splits that [`split_kv`](super::split_kv) left.
+//! Merges the results of splits of the keys, which [`split_kv`](super::split_kv), `hopper_split` and [`tiled_wide`](super::tiled_wide) leave.
 //!
 //! **One block** computes one row of out at a time. Each of its warps turns the splits' log-sum-exps into weights, a few splits to a
 //! lane, and leaves them in shared memory. Then the threads add up: a thread has eight columns, and as many threads have the same

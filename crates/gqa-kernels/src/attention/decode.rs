@@ -60,7 +60,7 @@ use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
 use exchange::{Mailbox, Output, Parts};
-use fresh::{Fresh, Tiles};
+use fresh::{Fresh, Tiles, Turns};
 use stream::{Cache, Share};
 
 /// Most ranks of a cluster.
@@ -77,8 +77,9 @@ pub struct Decode<
     const STAGES: u32,
 >;
 
-// One shape per head size, for 8 or 16 query rows, and ones for 32 and 64 where registers hold their output, with as many bytes under way as a multiprocessor's share of the memory's bandwidth needs.
-// Halves of those for 8 and 16, of which a multiprocessor holds two: one block streams while the other begins or ends, for where blocks come in waves.
+// One shape per head size, for 8 or 16 query rows (`HALVES` of 16), and `R32` and `R64` for as many where registers hold their output, with as many bytes
+// under way as a multiprocessor's share of the memory's bandwidth needs. `W4`, of four warps, are half of those for 8 and 16, of which a multiprocessor
+// holds two: one block streams while the other begins or ends, for where blocks come in waves.
 
 /// Head size 64.
 pub type D64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 8, 2>;
@@ -93,33 +94,33 @@ pub type D192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 8, 1>;
 /// Head size 256.
 pub type D256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 8, 1>;
 /// Head size 64, half a multiprocessor.
-pub type Half64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 4, 2>;
+pub type D64W4<const HALVES: usize> = Decode<8, 1, HALVES, 4, 4, 2>;
 /// Head size 80, half a multiprocessor.
-pub type Half80<const HALVES: usize> = Decode<10, 1, HALVES, 4, 4, 2>;
+pub type D80W4<const HALVES: usize> = Decode<10, 1, HALVES, 4, 4, 2>;
 /// Head size 96, half a multiprocessor.
-pub type Half96<const HALVES: usize> = Decode<12, 1, HALVES, 4, 4, 1>;
+pub type D96W4<const HALVES: usize> = Decode<12, 1, HALVES, 4, 4, 1>;
 /// Head size 128, half a multiprocessor.
-pub type Half128<const HALVES: usize> = Decode<16, 1, HALVES, 4, 4, 1>;
+pub type D128W4<const HALVES: usize> = Decode<16, 1, HALVES, 4, 4, 1>;
 /// Head size 192, half a multiprocessor.
-pub type Half192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 4, 1>;
+pub type D192W4<const HALVES: usize> = Decode<24, 1, HALVES, 2, 4, 1>;
 /// Head size 256, half a multiprocessor.
-pub type Half256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 4, 1>;
+pub type D256W4<const HALVES: usize> = Decode<32, 1, HALVES, 2, 4, 1>;
 /// Head size 64, 32 rows.
-pub type Double64 = Decode<8, 2, 2, 4, 8, 2>;
+pub type D64R32 = Decode<8, 2, 2, 4, 8, 2>;
 /// Head size 80, 32 rows.
-pub type Double80 = Decode<10, 2, 2, 4, 8, 2>;
+pub type D80R32 = Decode<10, 2, 2, 4, 8, 2>;
 /// Head size 96, 32 rows.
-pub type Double96 = Decode<12, 2, 2, 4, 8, 1>;
+pub type D96R32 = Decode<12, 2, 2, 4, 8, 1>;
 /// Head size 128, 32 rows.
-pub type Double128 = Decode<16, 2, 2, 4, 8, 1>;
+pub type D128R32 = Decode<16, 2, 2, 4, 8, 1>;
 /// Head size 64, 64 rows.
-pub type Warpgroups64 = Decode<8, 4, 2, 8, 8, 4>;
+pub type D64R64 = Decode<8, 4, 2, 8, 8, 4>;
 /// Head size 80, 64 rows.
-pub type Warpgroups80 = Decode<10, 4, 2, 8, 8, 2>;
+pub type D80R64 = Decode<10, 4, 2, 8, 8, 2>;
 /// Head size 96, 64 rows.
-pub type Warpgroups96 = Decode<12, 4, 2, 8, 8, 2>;
+pub type D96R64 = Decode<12, 4, 2, 8, 8, 2>;
 /// Head size 128, 64 rows.
-pub type Warpgroups128 = Decode<16, 4, 2, 8, 8, 2>;
+pub type D128R64 = Decode<16, 4, 2, 8, 8, 2>;
 
 /// Clusters of one part of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -204,6 +205,16 @@ impl Place {
     }
 }
 
+/// What a block needs to ask for queries, new rows and cache.
+struct Opening<'a, T, const D8: usize> {
+    p: &'a DecodeParams,
+    place: Place,
+    fresh: &'a Fresh<T>,
+    tiles: &'a Tiles<T, D8>,
+    /// Whether lengths and cache are older than the launch before this one.
+    is_settled: bool,
+}
+
 impl<
     const D8: usize,
     const M: usize,
@@ -250,7 +261,6 @@ impl<
 
     /// The kernel.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
@@ -288,46 +298,22 @@ impl<
             keys: Self::fresh_keys(),
             values: Self::fresh_values(),
         };
-        let copy_new = |rows: &Rows, share: &Share| {
-            if share.has_fresh {
-                fresh.copy_new(&p, rows, &tiles, Self::KEYS, Self::THREADS);
-            }
-            cp_async_commit();
-        };
-
+        let opening = Opening { p: &p, place, fresh: &fresh, tiles: &tiles, is_settled };
         let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;
         if ahead {
             Self::start_ahead(&p, place, &cache);
         }
         if !cache_first {
-            if is_settled {
-                Self::wait_for_launch_before(place);
-            }
-            fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
+            Self::ask_queries(&opening, &rows);
         }
         let last_index = Self::length(asked);
         rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
         let share = Share::new(&p, &rows, place, Self::KEYS);
         let turns = if cache_first {
-            Self::start(&share, &cache, false);
-            let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
-            if is_settled {
-                Self::wait_for_launch_before(place);
-            }
-            fresh.copy_queries(&p, &rows, &tiles, Self::ROWS, Self::THREADS);
-            copy_new(&rows, &share);
-            // Who counts copies under way expects those of the first tiles behind the new rows.
-            (0..2 * STAGES).for_each(|_| cp_async_commit());
-            turns
+            Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
-            copy_new(&rows, &share);
-            let turns = fresh.turns(&p, &rows, &tiles, share.has_fresh);
-            if !Self::ASKS_AHEAD {
-                cache.lanes = Self::lanes::<T>();
-            }
-            Self::start(&share, &cache, ahead);
-            turns
+            Self::ask_new_rows_first(&opening, &rows, &share, &mut cache, ahead)
         };
         if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
@@ -372,6 +358,59 @@ impl<
         } else {
             Self::finish::<T, 8>(&p, &rows, mailbox, output, parts);
         }
+    }
+
+    /// Asks for the queries, when the launch before this one has written them.
+    #[inline(always)]
+    fn ask_queries<T: MmaElement>(opening: &Opening<T, D8>, rows: &Rows) {
+        if opening.is_settled {
+            Self::wait_for_launch_before(opening.place);
+        }
+        opening.fresh.copy_queries(opening.p, rows, opening.tiles, Self::ROWS, Self::THREADS);
+    }
+
+    /// Asks for the new keys and values, if they are this rank's, as a group of copies of its own.
+    #[inline(always)]
+    fn ask_new_rows<T: MmaElement>(opening: &Opening<T, D8>, rows: &Rows, share: &Share) {
+        if share.has_fresh {
+            opening.fresh.copy_new(opening.p, rows, opening.tiles, Self::KEYS, Self::THREADS);
+        }
+        cp_async_commit();
+    }
+
+    /// The first tiles of the cache, then queries and new rows.
+    #[inline(always)]
+    fn ask_cache_first<T: MmaElement>(
+        opening: &Opening<T, D8>,
+        rows: &Rows,
+        share: &Share,
+        cache: &Cache<T, D8>,
+    ) -> Turns<T> {
+        Self::start(share, cache, false);
+        let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
+        Self::ask_queries(opening, rows);
+        Self::ask_new_rows(opening, rows, share);
+        // Who counts copies under way expects those of the first tiles behind the new rows.
+        (0..2 * STAGES).for_each(|_| cp_async_commit());
+        turns
+    }
+
+    /// New rows, behind the queries, then the first tiles of the cache, but for keys that were asked for ahead.
+    #[inline(always)]
+    fn ask_new_rows_first<T: MmaElement>(
+        opening: &Opening<T, D8>,
+        rows: &Rows,
+        share: &Share,
+        cache: &mut Cache<T, D8>,
+        ahead: bool,
+    ) -> Turns<T> {
+        Self::ask_new_rows(opening, rows, share);
+        let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
+        if !Self::ASKS_AHEAD {
+            cache.lanes = Self::lanes::<T>();
+        }
+        Self::start(share, cache, ahead);
+        turns
     }
 
     /// Whether the block asks for its first tiles of the cache before the new rows: where its multiprocessor has another one, which reads while this

@@ -86,7 +86,6 @@ fn tiles_per_head(p: &AttentionParams) -> u32 {
 }
 
 /// The kernel.
-#[expect(clippy::too_many_arguments)]
 #[inline(always)]
 pub fn general<T: Element>(
     q: Global<T>,

@@ -41,8 +41,8 @@ mod softmax;
 mod work;
 
 pub use shape::{
-    D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D160, D192, D224, D256, Hopper,
-    MaskedD64, MaskedD128, MaskedD256,
+    D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
+    Hopper, MaskedD64, MaskedD128, MaskedD256,
 };
 
 use crate::num::MmaElement;

@@ -135,7 +135,6 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
 
     /// The kernel.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,
@@ -328,7 +327,6 @@ fn write_row<T: MmaElement>(
 
 /// Writes eight columns of this split's result, unless it saw nothing, and with the first of them its log-sum-exp.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 fn write_partial(
     p: &AttentionParams,
     rows: &Rows,

@@ -92,7 +92,6 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
 {
     /// The kernel.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,
@@ -113,7 +112,6 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
 {
     /// The kernel with a bias or a mask.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,

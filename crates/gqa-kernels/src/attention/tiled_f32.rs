@@ -67,7 +67,6 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
 
     /// The kernel.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     pub fn run(
         q: Global<f32>,
         k: Global<f32>,

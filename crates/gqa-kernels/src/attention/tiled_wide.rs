@@ -143,7 +143,6 @@ impl<
 
     /// The kernel.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,

@@ -243,7 +243,6 @@ fn store_scores(tile: &Tile, product: &Product, scores: Global<f32>, p: &Attenti
 }
 
 /// Scores to weights, a warp per row.
-#[expect(clippy::too_many_arguments)]
 #[inline(always)]
 pub fn unfused_softmax<T: Element>(
     seqlens_k: Global<i32>,

@@ -55,7 +55,6 @@ pub fn concat_kv_in_place_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
 }
 
 /// Appends new K and V rows to a shared cache.
-#[expect(clippy::too_many_arguments)]
 #[inline(always)]
 pub fn concat_kv_in_place<T: Element>(
     k: Global<T>,

@@ -52,7 +52,6 @@ pub fn concat_new_to_past_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] 
 }
 
 /// Copies past and appends new K and V rows.
-#[expect(clippy::too_many_arguments)]
 #[inline(always)]
 pub fn concat_new_to_past_kv<T: Element>(
     past_k: Global<T>,

@@ -1,6 +1,6 @@
 //! How many blocks a launch has.
 
-use super::{THREADS, append, concat, lengths, rope, unpack};
+use super::{THREADS, append, concat, positions, rope, unpack};
 use crate::num::DType;
 use crate::params::PrologueParams;
 use crate::registry::Entry;
@@ -28,11 +28,10 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
         "concat_rows" => concat::concat_rows_size(p),
         "rotary_embedding" => rope::rotary_embedding_size(p, per_vec),
         "rotary_rows" => rope::rotary_rows_size(p),
-        "sequence_lengths" => lengths::sequence_lengths_size(p),
         "unpack_qkv_with_rope_and_append_kv" => {
             unpack::unpack_qkv_with_rope_and_append_kv_size(p, per_vec)
         }
-        "seqlens_to_pos_ids" => lengths::seqlens_to_pos_ids_size(p),
+        "seqlens_to_pos_ids" => positions::seqlens_to_pos_ids_size(p),
         _ => unpack::unpack_qkv_size(p, per_vec),
     }
 }

@@ -13,11 +13,11 @@
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
-//! | `sequence_lengths`, `seqlens_to_pos_ids` | lengths, positions | [`lengths`] |
+//! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
 
 pub mod append;
 pub mod concat;
-pub mod lengths;
+pub mod positions;
 pub mod rope;
 pub mod unpack;
 pub mod walk;

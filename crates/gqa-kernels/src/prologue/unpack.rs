@@ -53,7 +53,6 @@ pub fn unpack_qkv<T: Element>(
 }
 
 /// Rotates Q into `q_out`, padding rows included, and appends K, rotated, and V to a shared cache.
-#[expect(clippy::too_many_arguments)]
 #[inline(always)]
 pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     q: Global<T>,

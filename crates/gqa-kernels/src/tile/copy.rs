@@ -104,7 +104,6 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
     /// Starts copying rows `begin..begin + rows` of `source`, which lie `stride` elements apart and are `width` long, into a tile.
     /// Rows from `end` on, and columns from `width` on, become zero.
     #[inline(always)]
-    #[expect(clippy::too_many_arguments)]
     pub fn copy<T: MmaElement>(
         self,
         tile: Tile<T, D8>,

@@ -46,7 +46,7 @@ pub(super) struct Consumer<'a, T, S, const C: usize, const W: usize, const O: us
 
 /// Where a consumer is: the key tile whose weights it holds, and those still to come.
 #[derive(Clone, Copy)]
-struct Place {
+struct Cursor {
     slot: Slot,
     keys: KeyTiles,
     tile: u32,
@@ -109,7 +109,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// The next S = Q · Kᵀ is issued before the P · V of the current one, over the borders of work tiles too: the softmax of a work
     /// tile's first scores and the way out of its output hide behind matrix products like all others.
     #[inline(always)]
-    fn attend(&mut self, at: &mut Place) {
+    fn attend(&mut self, at: &mut Cursor) {
         let o = [0.0; O];
         self.wait_tile(self.kv);
         self.take_turn();
@@ -179,7 +179,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
     /// whether there is a next one.
     #[inline(always)]
-    fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Place) -> bool {
+    fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Cursor) -> bool {
         let from = *at;
         // A vote, so that the assembler sees that a warp's lanes agree.
         let ends = any_sync(at.tile == at.keys.first);
@@ -234,7 +234,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Waits for the next work tile's description and Q.
     #[inline(always)]
-    fn begin(&mut self) -> Place {
+    fn begin(&mut self) -> Cursor {
         if self.works > 0 {
             self.q = self.q.next(S::Q_STAGES);
         }
@@ -250,7 +250,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         // Large heads do better with one loop: the other one keeps K until weights are seen, and with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
-        Place { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
+        Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
 
     /// Waits for the tensor cores.
@@ -300,7 +300,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// This warp has read the Q tile for the last time, if the key tile is the last.
     #[inline(always)]
-    fn release_queries(&self, at: &Place) {
+    fn release_queries(&self, at: &Cursor) {
         if at.tile == at.keys.first && lane() == 0 {
             mbarrier_arrive(self.base + S::Q_EMPTY + 8 * self.q_tile());
         }
@@ -412,7 +412,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// What few calls and few tiles need.
     #[inline(always)]
-    fn cap_and_mask(&self, s: &mut [f32; C], at: &Place) {
+    fn cap_and_mask(&self, s: &mut [f32; C], at: &Cursor) {
         if self.p.softcap > 0.0 {
             self.softmax.cap(s);
         }
@@ -472,7 +472,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
 
     /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0.
     #[inline(always)]
-    fn clear_values(&self, at: &Place, values: Ring) {
+    fn clear_values(&self, at: &Cursor, values: Ring) {
         if at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
             return;
         }

@@ -4,7 +4,7 @@
 //! where rows are not whole 16-byte vectors, two warps do, element by element.
 
 use super::ring::Ring;
-use super::shape::{Tile, WARPGROUP};
+use super::shape::{Tile, WARPGROUP, swizzled};
 use super::work::{KeyTiles, Place, Slot};
 use crate::num::{MmaElement, unpack};
 use crate::params::{AttentionParams, MaskedParams, vectors};
@@ -170,7 +170,7 @@ impl<T: MmaElement> Mask<T> {
         let mut unit = 0;
         while unit < C / 4 {
             // Two units of eight keys, each of them eight upper and eight lower rows.
-            let at = place::<S>(unit as u32 + lane() / 16, row);
+            let at = swizzled(S::ROWS, row, unit as u32 + lane() / 16);
             let numbers = unpack::<T>(ldmatrix_x4(rows + at));
             let mut i = 0;
             while i < 8 {
@@ -189,7 +189,7 @@ impl<T: MmaElement> Mask<T> {
         let mut i = 0;
         while i < C {
             let (unit, half) = (i as u32 / 8, i as u32 / 2 % 2);
-            let at = half * lower + place::<S>(unit, row) + i as u32 / 4 % 2 * 8;
+            let at = half * lower + swizzled(S::ROWS, row, unit) + i as u32 / 4 % 2 * 8;
             let bytes: u16 = ld_shared(rows + at);
             if bytes & 0xff == 0 {
                 s[i] = f32::NEG_INFINITY;
@@ -236,12 +236,6 @@ pub(super) fn unfold(score: f32) -> f32 {
     if is_foldable(score) { -f32::from_bits(LOW.abs().to_bits() + (steps << 16)) } else { score }
 }
 
-/// Where the `unit`th 16 bytes of a row lie in a tile: in chunks of 128 bytes of all rows, permuted as the copy engine does.
-#[inline(always)]
-fn place<S: Tile>(unit: u32, row: u32) -> u32 {
-    (unit / 8 * S::ROWS + row) * 128 + ((unit % 8) ^ (row % 8)) * 16
-}
-
 /// A tile in memory.
 struct Source {
     /// Index of its first element.
@@ -283,7 +277,7 @@ impl Source {
                 }
                 r = 0;
                 while r < R {
-                    let at = place::<S>(column / 4, row + r as u32) + column % 4 * 4;
+                    let at = swizzled(S::ROWS, row + r as u32, column / 4) + column % 4 * 4;
                     st_shared(to + at, got[r]);
                     r += 1;
                 }

@@ -1,7 +1,7 @@
 //! Rotary embedding of queries, half-split, in their tile in shared memory, before its first product: a launch of its own would write
 //! all queries for attention to read them again.
 
-use super::shape::{CHUNK, Tile, WARPGROUP, WARPGROUP_ROWS};
+use super::shape::{CHUNK, Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
 use super::work::Slot;
 use crate::num::MmaElement;
 use crate::params::RotaryParams;
@@ -40,7 +40,8 @@ impl<T: MmaElement> Rotation<T> {
             let past = slot.seqlen().past;
             // Rows of the tile behind the last one stay zeros: NaN would take the way of weights that overflow.
             let outside = (past + rows).saturating_sub(self.params.max_positions);
-            let vectors = [pair, pair + pairs].map(|vector| tile + place(row, vector));
+            let vectors =
+                [pair, pair + pairs].map(|vector| tile + swizzled(WARPGROUP_ROWS, row, vector));
             for ahead in Rolled(0..WARPGROUP_ROWS, TOGETHER * S::PASS_ROWS) {
                 let vectors = vectors.map(|vector| vector + ahead * ROW);
                 self.rotate_rows::<S>(past + first + ahead, outside, pair, vectors);
@@ -82,11 +83,4 @@ impl<T: MmaElement> Rotation<T> {
         let row = position.min(max_positions - 1) * (dim / 2);
         [self.cos, self.sin].map(|table| table.load_vec((row + pair * T::PER_VEC) as usize))
     }
-}
-
-/// Byte offset of a vector in a tile. Within eight rows, vectors of 16 bytes trade places.
-#[inline(always)]
-fn place(row: u32, vector: u32) -> u32 {
-    let (chunk, unit) = (vector / 8, (vector % 8) ^ (row % 8));
-    (chunk * WARPGROUP_ROWS + row) * ROW + unit * 16
 }

@@ -16,6 +16,14 @@ const SHARED: u32 = 227 * 1024;
 /// More K and V tiles in flight hide no more latency.
 const MAX_STAGES: u32 = 8;
 
+/// Byte offset of the `unit`th 16 bytes of a row in a tile of `rows` rows: in chunks of 128 bytes of all rows, in which units trade places within eight
+/// rows, as the copy engine has it.
+#[inline(always)]
+pub(super) fn swizzled(rows: u32, row: u32, unit: u32) -> u32 {
+    let (chunk, unit) = (unit / 8, (unit % 8) ^ (row % 8));
+    (chunk * rows + row) * 128 + unit * 16
+}
+
 /// Shape of a block's work, and the shared-memory map that follows from it.
 pub(super) trait Tile {
     /// Head size in the tile, a multiple of 16.
@@ -44,7 +52,8 @@ pub(super) trait Tile {
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
     /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is there before it is needed.
-    const Q_STAGES: u32 = if Self::D <= 128 && Self::MASK_STAGES == 0 { 2 } else { 1 };
+    const Q_STAGES: u32 =
+        if Self::D <= 128 && Self::N <= 128 && Self::MASK_STAGES == 0 { 2 } else { 1 };
     /// Of all warpgroups.
     const Q_TILES: u32 = Self::Q_STAGES * Self::WARPGROUPS;
     const MASK_BYTES: u32 = Self::ROWS * Self::N * 2;
@@ -99,6 +108,8 @@ pub type D96 = Hopper<96, 96, 3, 48, 24, 48, 0, false>;
 pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
 /// Head sizes up to 128.
 pub type D128<const PARTS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, PARTS>;
+/// The same for many keys that all rows see: fewer, larger tiles.
+pub type D128Long = Hopper<128, 176, 2, 88, 44, 64, 0, false>;
 /// Head sizes up to 160.
 pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false>;
 /// Head sizes up to 192.

@@ -132,7 +132,8 @@ impl Softmax<'_> {
         row: u32,
         key: u32,
     ) {
-        let mut visible = [0; 2];
+        // A bit for each of this thread's keys, 32 of every 128.
+        let mut visible = [[0; 2]; 2];
         let mut half = 0;
         while half < 2 {
             let position = seqlen.past + row + self.row + 8 * half as u32;
@@ -140,12 +141,18 @@ impl Softmax<'_> {
                 if self.p.causal != 0 { (position + 1).min(seqlen.total) } else { seqlen.total };
             let first =
                 if self.p.window > 0 { (position + 1).saturating_sub(self.p.window) } else { 0 };
-            visible[half] = keys_below(end, key) & !keys_below(first, key);
+            let mut word = 0;
+            while word < C.div_ceil(64) {
+                let key = key + 128 * word as u32;
+                visible[half][word] = keys_below(end, key) & !keys_below(first, key);
+                word += 1;
+            }
             half += 1;
         }
         let mut i = 0;
         while i < C {
-            if visible[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 == 0 {
+            let n = i / 4 * 2 + i % 2;
+            if visible[i / 2 % 2][n / 32] >> (n % 32) & 1 == 0 {
                 s[i] = f32::NEG_INFINITY;
             }
             i += 1;
@@ -345,7 +352,7 @@ impl Softmax<'_> {
     }
 }
 
-/// One bit for each of this thread's keys of a row, in their order, if it is below `end`; the tile's keys start at `key`.
+/// One bit for each of this thread's keys of a row, in their order, if it is below `end`; of 128 keys that start at `key`.
 #[inline(always)]
 fn keys_below(end: u32, key: u32) -> u32 {
     let ahead = end.saturating_sub(key + lane() % 4 * 2);

@@ -1,0 +1,21 @@
+//! Positions as a tensor of their own, for rotary embeddings that take them explicitly; the other kernels read `seqlens_k`.
+
+use super::seqlen;
+use super::walk::Walk;
+use crate::params::PrologueParams;
+use crate::simt::Global;
+
+/// Index space of [`seqlens_to_pos_ids`]: (batch, row).
+#[inline(always)]
+pub fn seqlens_to_pos_ids_size(p: &PrologueParams) -> [u32; 4] {
+    [p.batch, 1, 1, p.q_len]
+}
+
+/// `position_ids[b, s] = past_b + s`, padding rows included.
+#[inline(always)]
+pub fn seqlens_to_pos_ids(seqlens_k: Global<i32>, position_ids: Global<i64>, p: PrologueParams) {
+    for [b, .., s] in Walk::over(seqlens_to_pos_ids_size(&p)) {
+        let at = b as usize * p.rotary.position_stride as usize + s as usize;
+        position_ids.store(at, (seqlen(&p, seqlens_k, b).past + s) as i64);
+    }
+}
