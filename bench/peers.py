@@ -3,11 +3,11 @@
     python3 bench/peers.py prompt --gqa target/release/gqa --out peers.json
     gqa bench prompt --against peers.json --report prompts.html
 
-Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) and ONNX Runtime (wheel onnxruntime-gpu, with onnx) take part where they
-are installed. Each time is the median over replays of a CUDA graph whose calls walk over buffers larger than the second-level cache
-together, and of that the median over the rounds; ONNX Runtime cannot be captured here, its time is that of back-to-back runs.
-Peers compute attention alone, ONNX Runtime and gqa the operator: they also append to the cache (and rotate with --rotary). With
---cached gqa computes attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX.
+Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Each time is the median over replays of a
+CUDA graph whose calls walk over buffers larger than the second-level cache together, and of that the median over the rounds. Peers
+compute attention alone, gqa the operator: it also appends to the cache (and rotates with --rotary). With --cached gqa computes
+attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX. Exits with 1 if gqa fails.
+ort_cuda.py has ONNX Runtime.
 """
 import argparse
 import json
@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 
 import launches
+import timing
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,11 +32,6 @@ try:
     import fa3_fwd_interface as fa3
 except ImportError:
     fa3 = None
-try:
-    import onnxruntime
-    from onnx import TensorProto, helper
-except ImportError:
-    onnxruntime = None
 
 DTYPES = {"bf16": ("bfloat16", torch.bfloat16), "f16": ("float16", torch.float16), "f32": ("float32", torch.float32)}
 SIZES = {"prompt": "32x512,8x2048,2x8192,1x16384", "token": "1x1024,1x8192,8x8192,32x2048,32x8192"}
@@ -71,46 +67,8 @@ def buffers(call):
     shape = lambda rows, heads: torch.randn(call.batch, rows, heads, call.head_size, device="cuda", dtype=dtype)
     one = lambda: (shape(call.query_length, call.heads), shape(call.total, call.kv_heads), shape(call.total, call.kv_heads))
     first = one()
-    bytes_ = sum(t.numel() * t.element_size() for t in first)
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    count = max(2, min(64, math.ceil(4 * cache / bytes_)))
+    count = timing.sets(sum(t.numel() * t.element_size() for t in first))
     return [first] + [one() for _ in range(count - 1)]
-
-
-LEAST_GRAPH_US = 2000  # so that what it takes to start a graph does not count
-
-
-def captured(runs, stream):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for run in runs:
-            run()
-    return graph
-
-
-def replayed(graph):
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def timed(runs, replays):
-    """Median microseconds of a call: all of them in a graph, again and again if they are short, replayed."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in runs:
-            run()
-    torch.cuda.synchronize()
-    graph = captured(runs, stream)
-    us = min(replayed(graph) for _ in range(3))
-    if us < LEAST_GRAPH_US:
-        runs = runs * math.ceil(LEAST_GRAPH_US / us)
-        graph = captured(runs, stream)
-        replayed(graph)
-    return statistics.median(replayed(graph) for _ in range(replays)) / len(runs)
 
 
 def flash_attention_3(call, sets, replays):
@@ -123,7 +81,7 @@ def flash_attention_3(call, sets, replays):
             q, k, v, cache_seqlens=lengths, causal=call.causal, num_splits=0, **window)
     else:
         run = lambda q, k, v: lambda: fa3.flash_attn_func(q, k, v, causal=call.causal, **window)
-    return timed([run(*tensors) for tensors in sets], replays)
+    return timing.timed([run(*tensors) for tensors in sets], replays)
 
 
 def scaled_dot_product(backend):
@@ -141,7 +99,7 @@ def scaled_dot_product(backend):
                 with sdpa_kernel(backend):
                     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
             return attend
-        return timed([run(*tensors) for tensors in sets], replays)
+        return timing.timed([run(*tensors) for tensors in sets], replays)
     return peer
 
 
@@ -160,55 +118,7 @@ def flex(call, sets, replays):
     def run(q, k, v):
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
         return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=call.heads != call.kv_heads)
-    return timed([run(*tensors) for tensors in sets], replays)
-
-
-def onnx_model(call):
-    element = {"bf16": TensorProto.BFLOAT16, "f16": TensorProto.FLOAT16, "f32": TensorProto.FLOAT}[call.dtype]
-    names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"]
-    outputs = ["output", "present_key", "present_value"]
-    node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", num_heads=call.heads,
-                            kv_num_heads=call.kv_heads, local_window_size=call.window)
-    types = [element] * 5 + [TensorProto.INT32] * 2
-    ranks = [3, 3, 3, 4, 4, 1, 1]
-    info = [helper.make_tensor_value_info(n, t, [f"{n}{i}" for i in range(r)]) for n, t, r in zip(names, types, ranks)]
-    out = [helper.make_tensor_value_info(n, element, [f"{n}{i}" for i in range(r)]) for n, r in zip(outputs, [3, 4, 4])]
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph([node], "gqa", info, out)
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10), element
-
-
-def onnx_runtime(call, sets, replays):
-    if onnxruntime is None or "CUDAExecutionProvider" not in onnxruntime.get_available_providers() or not call.causal:
-        raise Unsupported
-    model, element = onnx_model(call)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CUDAExecutionProvider"])
-    query, key, value = sets[0]
-    rows = lambda t: t[:, -call.query_length:].reshape(call.batch, call.query_length, -1).contiguous()
-    cache = lambda t: t.transpose(1, 2).contiguous()
-    seqlens = torch.full((call.batch,), call.total - 1, dtype=torch.int32, device="cuda")
-    total = torch.tensor([call.total], dtype=torch.int32)
-    tensors = {"query": rows(query), "key": rows(key), "value": rows(value), "past_key": cache(key), "past_value": cache(value),
-               "seqlens_k": seqlens, "total_sequence_length": total}
-    output = torch.empty_like(tensors["query"])
-    binding = session.io_binding()
-    place = lambda t, name: (name, t.device.type, 0, TensorProto.INT32 if t.dtype == torch.int32 else element, tuple(t.shape), t.data_ptr())
-    for name, tensor in tensors.items():
-        binding.bind_input(*place(tensor, name))
-    for name, tensor in (("output", output), ("present_key", tensors["past_key"]), ("present_value", tensors["past_value"])):
-        binding.bind_output(*place(tensor, name))
-    samples = []
-    for warm in [True] + [False] * replays:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(8):
-            session.run_with_iobinding(binding)
-        torch.cuda.synchronize()
-        if not warm:
-            samples.append((time.perf_counter() - start) * 1e6 / 8)
-    return statistics.median(samples)
+    return timing.timed([run(*tensors) for tensors in sets], replays)
 
 
 PEERS = {
@@ -217,7 +127,6 @@ PEERS = {
     "FlashAttention-2": scaled_dot_product(SDPBackend.FLASH_ATTENTION),
     "memory-efficient": scaled_dot_product(SDPBackend.EFFICIENT_ATTENTION),
     "FlexAttention": flex,
-    "ONNX Runtime (operator, wall)": onnx_runtime,
 }
 
 
@@ -238,10 +147,10 @@ def attention_alone(program, folder, *promises):
             cache = [t.transpose(1, 2).contiguous() for t in (k, v)]
             tensors = {"query": q, "seqlens_k": lengths, "present_key": cache[0], "present_value": cache[1], "output": torch.full_like(q, math.nan)}
             return launches.Launches(plan, tensors, folder)
-        ours = [prepared(*tensors) for tensors in sets]
-        ours[0].run()
-        check(call, *sets[0], ours[0].tensors["output"])
-        return timed([call.run for call in ours], replays)
+        prepared_calls = [prepared(*tensors) for tensors in sets]
+        prepared_calls[0].run()
+        check(call, *sets[0], prepared_calls[0].tensors["output"])
+        return timing.timed([each.run for each in prepared_calls], replays)
     return peer
 
 
@@ -279,13 +188,13 @@ def ceilings():
     bf16 = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     big = torch.empty(2 << 30, device="cuda", dtype=torch.uint8)
     other = torch.empty_like(big)
-    copied = 2 * big.numel() / timed([lambda: other.copy_(big)] * 2, 10) / 1e3
+    copied = 2 * big.numel() / timing.timed([lambda: other.copy_(big)] * 2, 10) / 1e3
     del big, other
     values = bf16(1 << 30)
-    read = values.numel() * 2 / timed([lambda: values.sum()] * 2, 10) / 1e3
+    read = values.numel() * 2 / timing.timed([lambda: values.sum()] * 2, 10) / 1e3
     del values
     a, b = bf16(8192, 8192), bf16(8192, 8192)
-    product = 2 * 8192 ** 3 / timed([lambda: a @ b] * 4, 10) / 1e6
+    product = 2 * 8192 ** 3 / timing.timed([lambda: a @ b] * 4, 10) / 1e6
     memory = f"measured by bench/peers.py: {'copy' if copied > read else 'sum'} of 2 GiB"
     return {"memory": {"per_second": max(copied, read) * 1e9, "source": memory},
             "half": {"per_second": product * 1e12, "source": "measured by bench/peers.py: bfloat16 product 8192 x 8192 x 8192"}}
@@ -295,8 +204,6 @@ def provenance():
     found = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": str(torch.version.cuda),
              "cudnn": str(torch.backends.cudnn.version()), "python": platform.python_version(), "command": " ".join(sys.argv),
              "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
-    if onnxruntime:
-        found["onnxruntime"] = onnxruntime.__version__
     return found
 
 
@@ -313,8 +220,9 @@ def calls(options):
 
 
 def measure(call, options, peers):
-    """Median microseconds by name. Rounds are interleaved, each in another order, because a kernel finds the clock as the last one left it."""
-    sets, times, ours_last = buffers(call), {}, None
+    """Median microseconds by name, the last record of `gqa bench`, and whether gqa failed. Rounds are interleaved, each in another order, because a
+    kernel finds the clock as the last one left it."""
+    sets, times, ours_last, failed = buffers(call), {}, None, False
     for number in range(options.rounds):
         turns = list(peers.items())
         random.Random(number).shuffle(turns)
@@ -327,6 +235,7 @@ def measure(call, options, peers):
             except Exception as reason:
                 print(f"  {name}: {str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__}", file=sys.stderr)
                 peers.pop(name)
+                failed |= name.startswith("gqa")
         if options.gqa and not options.cached:
             torch.cuda.empty_cache()
             try:
@@ -334,7 +243,8 @@ def measure(call, options, peers):
                 times.setdefault("gqa", []).append(ours_last["median_us"])
             except (RuntimeError, OSError, ValueError) as reason:
                 print(f"  gqa: {reason}", file=sys.stderr)
-    return {name: statistics.median(samples) for name, samples in times.items()}, ours_last
+                failed = True
+    return {name: statistics.median(samples) for name, samples in times.items()}, ours_last, failed
 
 
 def show(call, times):
@@ -382,14 +292,16 @@ def main():
         for number, folder in enumerate(options.ptx.split(",")):
             chosen["gqa" if number == 0 else f"gqa {folder}"] = attention_alone(options.gqa, folder)
         if options.settled:
-            chosen["gqa, settled"] = attention_alone(options.gqa, launches.SHIPPED, "--settled")
+            chosen["gqa, settled"] = attention_alone(options.gqa, options.ptx.split(",")[0], "--settled")
     written = {"provenance": provenance(), "ceilings": ceilings(), "results": [], "gqa": []}
     for name, value in written["provenance"].items():
         print(f"{name:16} {value}")
     for name, rate in written["ceilings"].items():
         print(f"{name:16} {rate['per_second']:.3e}/s, {rate['source']}")
+    failed = False
     for call in calls(options):
-        times, record = measure(call, options, dict(chosen))
+        times, record, wrong = measure(call, options, dict(chosen))
+        failed |= wrong
         show(call, times)
         written["results"] += [{"peer": name, **call.key(), "median_us": us} for name, us in times.items() if options.cached or name != "gqa"]
         if record:
@@ -397,7 +309,8 @@ def main():
         with open(options.out + ".part", "w") as file:
             json.dump(written, file, indent=1)
         os.replace(options.out + ".part", options.out)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Times whole GroupQueryAttention calls, this project's and those of ONNX Runtime's CUDA provider, on the same tensors in one process.
+
+    python3 bench/ort_cuda.py --gqa target/release/gqa --out ort.json
+
+Shared cache, rotary embedding (half-split, implicit positions), bfloat16. Each call walks over buffers larger than the second-level cache
+together. Two times of each side: of the kernels of a run that has the GPU to itself, by the same profiler for both; and of runs back to back,
+ONNX Runtime's through IO binding, ours as replays of a CUDA graph. The two take turns, in another order in each round. Outputs and rows appended
+to the caches are compared with each other. Needs torch with a GPU, onnxruntime-gpu and onnx.
+"""
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import launches
+import numpy
+import onnxruntime
+import timing
+import torch
+from onnx import TensorProto, helper
+from torch.profiler import ProfilerActivity, profile
+
+BF16, INT32 = TensorProto.BFLOAT16, TensorProto.INT32
+TOKENS = "32/8x128:1x1+1023,1x1+8191,1x1+32767,8x1+8191,32x1+2047,32x1+8191,128x1+2047 8/1x128:1x1+8191 64/8x64:1x1+8191"
+PROMPTS = "32/8x128:8x2048,2x8192,1x16384 32/8x64:2x8192 16/4x256:2x8192 32/8x128:1x512+7680"
+
+
+@dataclass(frozen=True)
+class Call:
+    heads: int
+    kv_heads: int
+    size: int
+    batch: int
+    rows: int
+    past: int
+    packed: bool
+
+    @property
+    def total(self):
+        return self.past + self.rows
+
+    def __str__(self):
+        return f"{self.heads}/{self.kv_heads} x {self.size}, {self.batch} x {self.rows} after {self.past}{', packed' if self.packed else ''}"
+
+
+def calls(text, packed):
+    """From HEADS/KVxSIZE:BATCHxROWS+PAST,… and more of that behind spaces."""
+    for layer in text.split():
+        heads, shapes = layer.split(":")
+        query, rest = heads.split("/")
+        kv, size = rest.split("x")
+        for shape in shapes.split(","):
+            batch, rows = shape.split("x")
+            rows, past = (rows.split("+") + ["0"])[:2]
+            yield Call(int(query), int(kv), int(size), int(batch), int(rows), int(past), packed)
+
+
+def tensors(call):
+    """Sets of tensors by role; the cache's rows from `past` on are NaN until a call appends them."""
+    r = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    width = call.heads * call.size
+    angles = torch.outer(torch.arange(call.total), 1e4 ** -torch.linspace(0, 1, call.size // 2))
+    shared = {"cos_cache": angles.cos().bfloat16().cuda(), "sin_cache": angles.sin().bfloat16().cuda(),
+              "seqlens_k": torch.full((call.batch,), call.total - 1, device="cuda", dtype=torch.int32)}
+
+    def one():
+        new = {} if call.packed else {name: r(call.batch, call.rows, call.kv_heads * call.size) for name in ("key", "value")}
+        cache = {name: r(call.batch, call.kv_heads, call.total, call.size) for name in ("present_key", "present_value")}
+        for tensor in cache.values():
+            tensor[:, :, call.past:] = math.nan
+        query = r(call.batch, call.rows, width + (2 * call.kv_heads * call.size if call.packed else 0))
+        return {**shared, "query": query, **new, **cache, "output": r(call.batch, call.rows, width).fill_(math.nan)}
+    first = one()
+    count = timing.sets(sum(first[name].numel() * 2 for name in ("query", "present_key", "present_value", "output")))
+    return [first] + [one() for _ in range(count - 1)]
+
+
+def model(call):
+    names = ["query", "" if call.packed else "key", "" if call.packed else "value", "past_key", "past_value", "seqlens_k",
+             "total_sequence_length", "cos_cache", "sin_cache"]
+    outputs = ["output", "present_key", "present_value"]
+    node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", num_heads=call.heads,
+                            kv_num_heads=call.kv_heads, do_rotary=1)
+    types = {"seqlens_k": INT32, "total_sequence_length": INT32}
+    ranks = {"query": 3, "key": 3, "value": 3, "output": 3, "seqlens_k": 1, "total_sequence_length": 1, "cos_cache": 2, "sin_cache": 2}
+    info = lambda name: helper.make_tensor_value_info(name, types.get(name, BF16), [f"{name}{i}" for i in range(ranks.get(name, 4))])
+    graph = helper.make_graph([node], "gqa", [info(name) for name in names if name], [info(name) for name in outputs])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def onnx_runtime(call, sets):
+    """Runs of ONNX Runtime, one for each set of tensors."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model(call), options, providers=["CUDAExecutionProvider"])
+    if session.get_providers()[0] != "CUDAExecutionProvider":
+        raise RuntimeError("ONNX Runtime has no CUDA provider here")
+
+    def bound(tensors):
+        binding = session.io_binding()
+        place = lambda name, t: (name, "cuda", 0, INT32 if t.dtype == torch.int32 else BF16, tuple(t.shape), t.data_ptr())
+        for name in ("query", "key", "value", "seqlens_k", "cos_cache", "sin_cache"):
+            if name in tensors:
+                binding.bind_input(*place(name, tensors[name]))
+        binding.bind_cpu_input("total_sequence_length", numpy.array([call.total], dtype=numpy.int32))
+        for name in ("key", "value"):
+            binding.bind_input(*place(f"past_{name}", tensors[f"present_{name}"]))
+            binding.bind_output(*place(f"present_{name}", tensors[f"present_{name}"]))
+        binding.bind_output(*place("output", tensors["output"]))
+        return lambda: session.run_with_iobinding(binding)
+    return [bound(tensors) for tensors in sets]
+
+
+def ours(program, call, sets):
+    """The program's launches, for each set of tensors."""
+    plan = launches.explain(program, "--rotary", "half", *(["--packed"] if call.packed else []), "--batch", call.batch, "--query-length", call.rows,
+                            "--past-length", call.past, "--heads", call.heads, "--kv-heads", call.kv_heads, "--head-size", call.size)
+    return [launches.Launches(plan, tensors).run for tensors in sets]
+
+
+def back_to_back(runs, repeats):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        for run in runs:
+            run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / (repeats * len(runs))
+
+
+def kernels(runs):
+    """Microseconds of all kernels and copies of a run that has the GPU to itself, and how many these are."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(3):
+            for run in runs:
+                run()
+                torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    count = 3 * len(runs)
+    return sum(event.self_device_time_total for event in events) / count, len(events) / count
+
+
+def differ(call, theirs, mine):
+    """The largest difference of outputs and of the rows that were appended; every one has to be a number."""
+    worst = 0.0
+    for name, rows in (("output", slice(None)), ("present_key", slice(call.past, None)), ("present_value", slice(call.past, None))):
+        a, b = (t[name][..., rows, :].float() for t in (theirs, mine))
+        worst = max(worst, (a - b).abs().max().item() if (a - b).isfinite().all() else math.inf)
+    return worst
+
+
+def measured(call, options):
+    sets = tensors(call)
+    run = {"ORT": onnx_runtime(call, sets), "gqa": ours(options.gqa, call, sets)}
+    seen = {}
+    for name, runs in run.items():
+        sets[0]["output"].fill_(math.nan)
+        for cache in ("present_key", "present_value"):
+            sets[0][cache][:, :, call.past:] = math.nan
+        runs[0]()
+        torch.cuda.synchronize()
+        seen[name] = {key: sets[0][key].clone() for key in ("output", "present_key", "present_value")}
+    off = differ(call, seen["ORT"], seen["gqa"])
+    if not off < options.tolerance:
+        raise RuntimeError(f"outputs differ by {off}")
+    times = {"ORT": {"kernels": [], "back to back": []}, "gqa": {"kernels": [], "back to back": []}}
+    count = {}
+    for number in range(options.rounds):
+        turns = ["ORT", "gqa"]
+        random.Random(number + call.total).shuffle(turns)
+        for name in turns:
+            repeats = max(1, 30 // len(sets))
+            whole = back_to_back(run[name], repeats) if name == "ORT" else timing.timed(run[name], 7)
+            us, count[name] = kernels(run[name])
+            times[name]["kernels"].append(us)
+            times[name]["back to back"].append(whole)
+    us = {name: {kind: statistics.median(samples) for kind, samples in kinds.items()} for name, kinds in times.items()}
+    return {"call": str(call), **call.__dict__, "us": us, "launches": count, "off": off}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gqa", required=True, help="this project's program")
+    parser.add_argument("--packed", default=TOKENS + " 32/8x128:1x16384", help="calls with packed QKV, as HEADS/KVxSIZE:BATCHxROWS+PAST,…")
+    parser.add_argument("--separate", default=PROMPTS, help="calls with separate query, key and value")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tolerance", type=float, default=0.05, help="what outputs and appended rows may differ by")
+    parser.add_argument("--out", default="ort.json")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, ONNX Runtime {onnxruntime.__version__}")
+    print(f"{'':46}{'kernels, us':>24}{'back to back, us':>30}{'launches':>14}")
+    print(f"{'':46}{'ORT':>8}{'gqa':>8}{'ratio':>8}{'ORT':>12}{'gqa':>9}{'ratio':>9}{'ORT':>8}{'gqa':>6}  differ by")
+    failed, rows = False, []
+    for call in [*calls(options.packed, True), *calls(options.separate, False)]:
+        try:
+            row = measured(call, options)
+        except (RuntimeError, OSError) as reason:
+            print(f"{call}: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        us, number = row["us"], row["launches"]
+        ratio = lambda kind: us["ORT"][kind] / us["gqa"][kind]
+        print(f"{row['call']:46}{us['ORT']['kernels']:8.1f}{us['gqa']['kernels']:8.1f}{ratio('kernels'):8.2f}"
+              f"{us['ORT']['back to back']:12.1f}{us['gqa']['back to back']:9.1f}{ratio('back to back'):9.2f}"
+              f"{number['ORT']:8.1f}{number['gqa']:6.1f}  {row['off']:.1e}", flush=True)
+        rows.append(row)
+        with open(options.out, "w") as file:
+            json.dump(rows, file, indent=1)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
