@@ -220,6 +220,16 @@ impl Problem {
         self.q_heads / self.kv_heads
     }
 
+    /// Query rows of one KV head: those of all query heads that share it.
+    pub(crate) fn packed_rows(&self) -> usize {
+        self.q_len.saturating_mul(self.group())
+    }
+
+    /// Keys of the longest sequence at most, as kernels count them.
+    pub(crate) fn most_keys(&self) -> u32 {
+        u32::try_from(self.total_len).unwrap_or(u32::MAX)
+    }
+
     /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single precision flushes to 0.
     pub(crate) fn least_scale(&self) -> f32 {
         const LEAST: f32 = 1e-30;

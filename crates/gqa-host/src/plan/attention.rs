@@ -3,16 +3,17 @@
 
 use super::decision::{Candidate, Decision, Rejection};
 use super::decode::{self, Clusters};
-use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
-use super::prologue::rotary_params;
+use super::hopper;
+use super::launch::{Operand, Scratch, element, launch};
+use super::params::{arguments, masked_params, params};
 use super::switches::Switches;
-use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
-use crate::{Alignment, Bias, Error, Phase, Problem, QkOutput, Result, Rotary, Sink};
+use super::{Arg, DeviceInfo, Launch};
+use crate::{Alignment, Error, Problem, QkOutput, Result};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::{combine, general, hopper, split_kv, tiled, tiled_wide, unfused};
-use gqa_kernels::params::{
-    AttentionParams, HopperParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
+use gqa_kernels::attention::{
+    self as kernels, combine, general, split_kv, tiled, tiled_wide, unfused,
 };
+use gqa_kernels::params::Strides;
 use gqa_kernels::registry::{Entry, Family, entries, find};
 
 /// Attention's kernel, and how many parts the keys are cut into.
@@ -38,7 +39,7 @@ impl Choice {
 
     /// Whether the kernel rotates queries that it finds as they are given.
     pub(super) fn rotates_queries(&self, p: &Problem, fused: bool) -> bool {
-        fused && rotates(self.entry) && p.rotary.is_some_and(is_simple)
+        fused && hopper::rotates(self.entry) && p.rotary.is_some_and(hopper::knows)
     }
 }
 
@@ -110,9 +111,11 @@ fn consider(
         Candidate::SplitKv => splits(p, entry, device, switches)?,
         Candidate::TiledWide => wide_splits(p, entry, device, switches)?,
         Candidate::Hopper | Candidate::HopperMasked => {
-            suits_hopper(p, entry, device, switches)?;
-            if candidate == Candidate::Hopper {
-                return Ok(hopper_choice(p, entry, device, switches));
+            hopper::suits(p, entry, device, switches)?;
+            let whole = candidate == Candidate::HopperMasked;
+            let parts = if whole { None } else { hopper::parts(p, entry, device, switches) };
+            if let Some((entry, splits)) = parts {
+                return Ok(Choice { candidate, entry, parts: Parts::Splits(splits) });
             }
             1
         }
@@ -269,26 +272,17 @@ fn unsuited(entry: &Entry, p: &Problem, device: &DeviceInfo) -> [usize; 4] {
         // One that fits, with as few tiles of the rows as there can be, as few rows to a tile, and as many keys.
         let (rows, keys) = (entry.rows as usize, entry.keys as usize);
         let fits = entry.shared_bytes <= device.shared_bytes;
-        let tiles = p.q_len.saturating_mul(p.group()).div_ceil(rows);
+        let tiles = p.packed_rows().div_ceil(rows);
         return [(!fits).into(), tiles, rows, usize::MAX - keys];
     }
     // At head size 64 `hopper` sums rounded weights, which is too coarse for a log-sum-exp, and has a slower kernel that does not.
     let other = entry.name.ends_with("_lse") != p.lse;
-    let wrong_length = (entry.keys > SHORT_TILE) != sees_many_keys(p);
+    let wrong_length = (entry.keys > hopper::SHORT_TILE) != hopper::sees_many_keys(p);
     // Queries that a launch before must rotate cost as much as some more scores each (measured, too).
     const ROTATION: usize = 60;
-    let launch_rotates = p.rotary.is_some_and(is_simple) && !rotates(entry);
+    let launch_rotates = p.rotary.is_some_and(hopper::knows) && !hopper::rotates(entry);
     let rotation = if launch_rotates { p.q_len * ROTATION } else { 0 };
     [other.into(), wrong_length.into(), work(entry, p) + rotation, 0]
-}
-
-/// Keys of `hopper`'s tiles at most, but for those of head size 128 for many keys.
-const SHORT_TILE: u32 = 128;
-
-/// Whether larger tiles pay: a border between work tiles costs more with them, a key that all rows see less (measured, too).
-fn sees_many_keys(p: &Problem) -> bool {
-    const MANY: usize = 8192;
-    !p.causal && p.window.is_none() && p.softcap.is_none() && p.total_len >= MANY
 }
 
 /// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of about 60 rows more (measured: `docs/perf-log.md`).
@@ -310,107 +304,16 @@ fn is_combine(entry: &Entry) -> bool {
     entry.kernel().starts_with("combine")
 }
 
-/// Whether a kernel of `hopper` can rotate queries: those of two warpgroups have registers for it.
-fn rotates(entry: &Entry) -> bool {
-    entry.family == Family::Hopper && entry.arguments.contains(&"cos")
-}
-
-/// The rotation that `hopper` knows: half-split, by positions that are not given, and tables whose elements it can count in 32 bits.
-fn is_simple(rotary: Rotary) -> bool {
-    let elements = rotary.max_positions.saturating_mul(rotary.dim / 2);
-    !rotary.interleaved && rotary.explicit.is_none() && u32::try_from(elements).is_ok()
-}
-
-fn is_hopper_split(entry: &Entry) -> bool {
-    entry.kernel().starts_with("hopper_split")
-}
-
 /// Whether a kernel is its family's first: the merge of parts and the later unfused ones are never launched alone, and whether `hopper` takes
 /// parts is decided after `hopper`.
 fn leads(entry: &Entry) -> bool {
     !is_combine(entry)
-        && !is_hopper_split(entry)
+        && !hopper::is_split(entry)
         && !matches!(entry.kernel(), "unfused_softmax" | "unfused_values")
 }
 
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
 const FEW_ROWS: u32 = 64;
-
-/// Query rows from which a tile of 64 rows or more per query head pays, however many sequences there are.
-const HOPPER_ROWS: usize = 64;
-
-/// Why [`tiled`] does better, or must do.
-fn suits_hopper(
-    p: &Problem,
-    entry: &Entry,
-    device: &DeviceInfo,
-    switches: &Switches,
-) -> Result<(), Rejection> {
-    const SM: u32 = 90;
-    if device.sm != SM {
-        return Err(Rejection::Architecture { have: device.sm, need: SM });
-    }
-    if p.scale <= 0.0 {
-        return Err(Rejection::Scale { got: p.scale });
-    }
-    // It takes tanh(x) as 1 - 2 / (1 + e^2x), which is off by 2.4e-7 near 0, and scores by as much of the softcap.
-    const MAX_SOFTCAP: f32 = 1000.0;
-    if p.softcap_in_f32() > MAX_SOFTCAP {
-        return Err(Rejection::Softcap { got: p.softcap_in_f32(), max: MAX_SOFTCAP });
-    }
-    let forced = switches.force.is_some();
-    if p.q_len < HOPPER_ROWS && !forced && !mostly_empty_tiles_pay(p, entry, device) {
-        return Err(Rejection::FewRows { got: p.q_len, min: HOPPER_ROWS });
-    }
-    Ok(())
-}
-
-/// Whether tiles of few rows of one query head each are done before the fuller tiles of [`tiled`], which hold a KV head's rows together: where
-/// multiprocessors would be idle otherwise. `docs/perf-log.md` has the figures.
-fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bool {
-    /// Time of a block of `tiled` for a key, in that of a block of `hopper`.
-    const TILED_TIME: usize = 3;
-    /// Rows of a tile of `tiled`, and tiles on a multiprocessor at a time.
-    const TILED: (usize, usize) = (64, 2);
-    let multiprocessors = (device.multiprocessors as usize).max(1);
-    let waves = |heads: usize, rows: usize, tile: usize, at_a_time: usize| {
-        let tiles = heads.saturating_mul(p.batch).saturating_mul(rows.div_ceil(tile));
-        tiles.div_ceil(at_a_time * multiprocessors)
-    };
-    let rows = p.q_len.saturating_mul(p.group());
-    let tiled = waves(p.kv_heads, rows, TILED.0, TILED.1);
-    waves(p.q_heads, p.q_len, entry.rows as usize, 1) < TILED_TIME.saturating_mul(tiled)
-}
-
-/// `hopper` with the whole keys, or its kernel for parts of them. GQA_SPLITS and GQA_FORCE know better than the heuristic.
-fn hopper_choice(
-    p: &Problem,
-    entry: &'static Entry,
-    device: &DeviceInfo,
-    switches: &Switches,
-) -> Choice {
-    let fits = |parts: &&Entry| {
-        let holds = parts.head_size as usize >= p.head_size;
-        is_hopper_split(parts) && parts.dtype == entry.dtype && holds
-    };
-    let parts = entries().filter(fits).min_by_key(|parts| parts.head_size);
-    let splits = |parts: &Entry| {
-        let params = params(p, Strides::zeroed(), 1).ok()?;
-        let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
-        let best = hopper::splits(&params, parts.rows, parts.keys, keys, device.multiprocessors);
-        // Forced, it takes parts however few pay.
-        let least = if switches.force == Some(parts.name) { 2 } else { 1 };
-        Some(switches.splits.unwrap_or(best).max(least))
-    };
-    let whole = Choice { candidate: Candidate::Hopper, entry, parts: Parts::Splits(1) };
-    let parts = parts.filter(|parts| switches.force.is_none_or(|forced| forced == parts.name));
-    match parts.and_then(|entry| Some((entry, splits(entry)?))) {
-        Some((entry, splits)) if splits > 1 => {
-            Choice { entry, parts: Parts::Splits(splits), ..whole }
-        }
-        _ => whole,
-    }
-}
 
 /// Parts of the keys for `split_kv`, or why [`tiled`] does better. GQA_SPLITS and GQA_FORCE know better than this.
 fn splits(
@@ -422,13 +325,13 @@ fn splits(
     if let Some(splits) = switches.splits {
         return Ok(splits);
     }
-    let rows = p.q_len.saturating_mul(p.group());
+    let rows = p.packed_rows();
     let forced = switches.force.is_some();
     if rows > FEW_ROWS as usize && !forced {
         return Err(Rejection::Rows { got: rows, max: FEW_ROWS });
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
-    let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+    let keys = p.most_keys();
     let splits = split_kv::splits(&params, keys, device.multiprocessors);
     // Two row tiles that read the keys each for itself still do.
     if splits == 1 && rows > 2 * entry.rows as usize && !forced {
@@ -448,7 +351,7 @@ fn wide_splits(
         return Ok(splits);
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
-    let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+    let keys = p.most_keys();
     Ok(tiled_wide::splits(&params, entry.rows, entry.keys, keys, device.multiprocessors))
 }
 
@@ -475,7 +378,7 @@ pub(super) fn launches(
         Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
         Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
         Candidate::HopperMasked => {
-            return hopper_masked_launch(p, device, entry, query, scratch.count(1))
+            return hopper::masked_launch(p, device, entry, query, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
         Candidate::TiledMasked => {
@@ -485,7 +388,7 @@ pub(super) fn launches(
         }
         Candidate::Hopper if splits == 1 => {
             let turns = choice.rotates_queries(p, fused);
-            return hopper_launch(p, device, entry, query, turns, scratch.count(1))
+            return hopper::whole_launch(p, device, entry, query, turns, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
         Candidate::Decode
@@ -496,16 +399,16 @@ pub(super) fn launches(
         | Candidate::TiledWide => {}
     }
     let mut params = params(p, query.strides, splits)?;
-    params.section = hopper::section(&params, device.l2_bytes);
+    params.section = kernels::hopper::section(&params, device.l2_bytes);
     let mut arguments = if candidate == Candidate::Hopper {
         let counter = scratch.count(1);
-        hopper_arguments(p, &params, query.arg, counter, entry)
+        hopper::arguments(p, &params, query.arg, counter, entry)
     } else {
         arguments(p, query.arg)
     };
     let grid = match candidate {
         Candidate::SplitKv => split_kv::grid(&params),
-        Candidate::Hopper => hopper::grid(&params, entry.rows, device.multiprocessors),
+        Candidate::Hopper => kernels::hopper::grid(&params, entry.rows, device.multiprocessors),
         Candidate::TiledWide => tiled_wide::grid(&params, entry.rows),
         _ => tiled::grid(&params, entry.rows),
     };
@@ -536,44 +439,6 @@ fn general_launch(p: &Problem, entry: &'static Entry, query: Operand) -> Result<
     launch(entry, general::grid(&params.attention), &arguments(p, query.arg), &params)
 }
 
-/// `hopper` with the whole keys, which rotates queries or finds them rotated.
-fn hopper_launch(
-    p: &Problem,
-    device: &DeviceInfo,
-    entry: &'static Entry,
-    query: Operand,
-    turns: bool,
-    counter: Arg,
-) -> Result<Launch> {
-    let mut attention = params(p, query.strides, 1)?;
-    attention.section = hopper::section(&attention, device.l2_bytes);
-    let grid = hopper::grid(&attention, entry.rows, device.multiprocessors);
-    let mut arguments = hopper_arguments(p, &attention, query.arg, counter, entry);
-    if !rotates(entry) {
-        return launch(entry, grid, &arguments, &attention);
-    }
-    let table = |id| if turns { tensor(p, id, 0) } else { Arg::Null };
-    arguments.extend([("cos", table(TensorId::CosCache)), ("sin", table(TensorId::SinCache))]);
-    let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
-    launch(entry, grid, &arguments, &HopperParams { attention, rotary })
-}
-
-fn hopper_masked_launch(
-    p: &Problem,
-    device: &DeviceInfo,
-    entry: &'static Entry,
-    query: Operand,
-    counter: Arg,
-) -> Result<Launch> {
-    let mut params = masked_params(p, query.strides)?;
-    params.attention.section = hopper::section(&params.attention, device.l2_bytes);
-    let grid = hopper::grid(&params.attention, entry.rows, device.multiprocessors);
-    let mut arguments = hopper_arguments(p, &params.attention, query.arg, counter, entry);
-    arguments.extend(bias_or_mask(p));
-    arguments.push(("tiles", mask_map(p, &params, entry).unwrap_or(arguments[0].1)));
-    launch(entry, grid, &arguments, &params)
-}
-
 /// Scores, softmax, and the weighted values.
 fn unfused_launches(
     p: &Problem,
@@ -593,164 +458,4 @@ fn unfused_launches(
         (then("unfused_values")?, unfused::values_grid(&params)),
     ];
     kernels.into_iter().map(|(entry, grid)| launch(entry, grid, &arguments, &params)).collect()
-}
-
-/// Where attention finds K and V.
-fn keys_and_values(p: &Problem) -> [Arg; 2] {
-    let [key, value] = match p.has_present() {
-        true => [TensorId::PresentKey, TensorId::PresentValue],
-        false => [TensorId::Key, TensorId::Value],
-    };
-    [tensor(p, key, 0), tensor(p, value, 0)]
-}
-
-/// attention_bias as numbers or as booleans.
-fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
-    let bias = tensor(p, TensorId::AttentionBias, 0);
-    match p.bias {
-        Some(Bias { boolean: true, .. }) => [("bias", Arg::Null), ("mask", bias)],
-        _ => [("bias", bias), ("mask", Arg::Null)],
-    }
-}
-
-/// Everything an attention kernel may ask for.
-pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
-    let [k, v] = keys_and_values(p);
-    let [bias, mask] = bias_or_mask(p);
-    vec![
-        ("q", query),
-        ("k", k),
-        ("v", v),
-        ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
-        bias,
-        mask,
-        ("head_sink", tensor(p, TensorId::HeadSink, 0)),
-        ("out", tensor(p, TensorId::Output, 0)),
-        ("lse", tensor(p, TensorId::Lse, 0)),
-        ("output_qk", tensor(p, TensorId::OutputQk, 0)),
-    ]
-}
-
-/// Everything `hopper` asks for: tensor maps of what it reads by tiles.
-fn hopper_arguments(
-    p: &Problem,
-    params: &AttentionParams,
-    query: Arg,
-    counter: Arg,
-    entry: &Entry,
-) -> Vec<(&'static str, Arg)> {
-    let AttentionParams { q_len, q_heads, kv_heads, capacity, .. } = *params;
-    let map = |arg, strides, rows, heads, tile_rows| {
-        tensor_map(p, arg, strides, [params.head_size, rows, heads, params.batch], tile_rows)
-    };
-    let tensor = |id| tensor(p, id, 0);
-    let [k, v] = keys_and_values(p);
-    vec![
-        ("q", map(query, params.q, q_len, q_heads, hopper::QUERY_BOX)),
-        ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
-        ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
-        ("seqlens_k", tensor(TensorId::SeqlensK)),
-        ("head_sink", tensor(TensorId::HeadSink)),
-        ("out", tensor(TensorId::Output)),
-        ("lse", tensor(TensorId::Lse)),
-        ("counter", counter),
-    ]
-}
-
-/// The map of a bias or mask in words of 16 bits, if its rows are vectors. What is the same for all has one entry, whatever its stride.
-fn mask_map(p: &Problem, params: &MaskedParams, entry: &Entry) -> Option<Arg> {
-    let (bias, shape) = p.bias.zip(p.bias_shape())?;
-    if params.vectors & vectors::MASK == 0 {
-        return None;
-    }
-    let columns = if bias.boolean { shape[3] / 2 } else { shape[3] };
-    let [batch, heads, rows, columns] =
-        [shape[0], shape[1], shape[2], columns].map(|n| u32::try_from(n).unwrap_or(u32::MAX));
-    let row = u64::from(columns);
-    let head = row * u64::from(rows);
-    let strides = Strides { row, head, batch: head * u64::from(heads) };
-    let arg = tensor(p, TensorId::AttentionBias, 0);
-    Some(tensor_map(p, arg, strides, [columns, rows, heads, batch], entry.rows))
-}
-
-/// The map of a (batch, head, row) tensor.
-fn tensor_map(p: &Problem, arg: Arg, strides: Strides, size: [u32; 4], tile_rows: u32) -> Arg {
-    let element = p.dtype.size();
-    let (id, offset) = match arg {
-        Arg::Tensor { id, offset } => (Some(id), offset),
-        Arg::Workspace { offset, .. } => (None, offset),
-        Arg::Null | Arg::Counters { .. } | Arg::Map(_) => return arg,
-    };
-    let stride = [strides.row, strides.head, strides.batch];
-    let last: u64 = (1..4).map(|i| u64::from(size[i] - 1) * stride[i - 1]).sum();
-    let bytes = (last as usize + size[0] as usize) * element;
-    let stride = stride.map(|elements| elements * element as u64);
-    Arg::Map(TensorMap { id, offset, bytes, size, stride, tile_rows })
-}
-
-pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
-    Ok(AttentionParams {
-        q,
-        k: strides(p.keys_read()),
-        v: strides(p.values_read()),
-        out: strides(p.output_layout()),
-        bias: p.bias_layout().map_or_else(Strides::zeroed, strides),
-        batch: u32_of("batch", p.batch)?,
-        q_heads: u32_of("query heads", p.q_heads)?,
-        kv_heads: u32_of("KV heads", p.kv_heads)?,
-        head_size: u32_of("head size", p.head_size)?,
-        q_len: u32_of("query rows", p.q_len)?,
-        capacity: u32_of("present rows", p.capacity)?,
-        first_prompt: (p.phase == Phase::FirstPrompt).into(),
-        causal: p.causal.into(),
-        window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
-        sink: match p.sink {
-            Sink::None => sink::NONE,
-            Sink::Zero => sink::ZERO,
-            Sink::PerHead => sink::PER_HEAD,
-        },
-        qk_output: match p.output_qk {
-            QkOutput::None => qk_output::NONE,
-            QkOutput::BeforeSoftmax => qk_output::BEFORE_SOFTMAX,
-            QkOutput::AfterSoftmax => qk_output::AFTER_SOFTMAX,
-            QkOutput::Scaled => qk_output::SCALED,
-            QkOutput::Capped => qk_output::CAPPED,
-            QkOutput::Biased => qk_output::BIASED,
-        },
-        qk_columns: u32_of("total_sequence_length", p.total_len)?,
-        splits,
-        // Kernels that show scores do not scale hidden ones.
-        scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale },
-        softcap: p.softcap_in_f32(),
-        section: 0,
-    })
-}
-
-fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
-    let bound = |bound: Option<usize>| {
-        bound.map_or(u32::MAX, |bound| u32::try_from(bound).unwrap_or(u32::MAX))
-    };
-    let (alignment, position) = match p.alignment {
-        Alignment::Phase => (alignment::PHASE, 0),
-        Alignment::Past(past) => (alignment::POSITION, past),
-        Alignment::End => (alignment::END, 0),
-    };
-    let whole_bias = |bias: Bias| {
-        let size = if bias.boolean { 1 } else { p.dtype.size() };
-        bias.columns * size % 16 == 0
-    };
-    let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
-    Ok(MaskedParams {
-        attention: params(p, q, 1)?,
-        v_head_size: u32_of("value head size", p.v_head_size)?,
-        alignment,
-        position: u32_of("past rows", position)?,
-        left: bound(p.window.map(|window| window.saturating_sub(1))),
-        right: if p.causal { 0 } else { bound(p.right_window) },
-        columns: bound(p.bias.map(|bias| bias.columns)),
-        vectors: whole(p.head_size, vectors::KEYS)
-            | whole(p.v_head_size, vectors::VALUES)
-            | if p.bias.is_some_and(whole_bias) { vectors::MASK } else { 0 },
-        reserved: 0,
-    })
 }

@@ -1,8 +1,8 @@
 //! A token step in one launch: when, with which kernel, in which clusters.
 
-use super::attention::{arguments, params};
 use super::decision::Rejection;
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
+use super::params::{arguments, params};
 use super::prologue::rotary_params;
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId};
@@ -47,7 +47,7 @@ pub(super) fn entry(
         return Err(Rejection::ElementType { got: p.dtype });
     }
     let sized = || typed().filter(|entry| entry.head_size as usize == p.head_size);
-    let rows = p.q_len.saturating_mul(p.group());
+    let rows = p.packed_rows();
     let chosen = match forced {
         Some(forced) => sized().find(|entry| entry.name == forced.name),
         None => sized()
@@ -103,7 +103,7 @@ pub(super) fn clusters(
 ) -> Result<(&'static Entry, Clusters), Rejection> {
     check_blocks(p, entry, Clusters { ranks: 1, parts: 1 })?;
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
-    let keys = u32::try_from(p.total_len).unwrap_or(u32::MAX);
+    let keys = p.most_keys();
     let (entry, clusters) = match (switches.cluster, switches.splits) {
         (None, None) => {
             let half = if switches.force.is_none() { half_of(entry, device) } else { None };
@@ -127,7 +127,7 @@ pub(super) fn clusters(
 /// Errs where there are more blocks than CUDA starts.
 fn check_blocks(p: &Problem, entry: &Entry, clusters: Clusters) -> Result<(), Rejection> {
     const MAX: [usize; 3] = [i32::MAX as usize, 65_535, 65_535];
-    let row_tiles = p.q_len.saturating_mul(p.group()).div_ceil(entry.rows as usize);
+    let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
     let blocks = clusters.ranks as usize * clusters.parts as usize;
     let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch)];
     let fits = grid.iter().zip(MAX).all(|(&blocks, max)| blocks <= max);
@@ -206,7 +206,7 @@ pub(super) fn launches(
 /// (`docs/perf-log.md`).
 fn asks_ahead(p: &Problem, entry: &Entry, clusters: Clusters, appends: bool) -> bool {
     let Clusters { ranks, parts } = clusters;
-    let row_tiles = p.q_len.saturating_mul(p.group()).div_ceil(entry.rows as usize);
+    let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
     let is_alone = parts == 1 && row_tiles == 1;
     let most_ahead = (ranks * entry.threads / 32 * entry.keys) as usize;
     let has_more = ranks == 1 || p.total_len > 2 * most_ahead;

@@ -1,0 +1,114 @@
+//! What attention kernels are told: tensors by name, and scalars.
+
+use super::launch::{strides, tensor, u32_of};
+use super::{Arg, TensorId};
+use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Sink};
+use bytemuck::Zeroable;
+use gqa_kernels::params::{
+    AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
+};
+
+/// Where attention finds K and V.
+pub(super) fn keys_and_values(p: &Problem) -> [Arg; 2] {
+    let [key, value] = match p.has_present() {
+        true => [TensorId::PresentKey, TensorId::PresentValue],
+        false => [TensorId::Key, TensorId::Value],
+    };
+    [tensor(p, key, 0), tensor(p, value, 0)]
+}
+
+/// attention_bias as numbers or as booleans.
+pub(super) fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
+    let bias = tensor(p, TensorId::AttentionBias, 0);
+    match p.bias {
+        Some(Bias { boolean: true, .. }) => [("bias", Arg::Null), ("mask", bias)],
+        _ => [("bias", bias), ("mask", Arg::Null)],
+    }
+}
+
+/// Everything an attention kernel may ask for.
+pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
+    let [k, v] = keys_and_values(p);
+    let [bias, mask] = bias_or_mask(p);
+    vec![
+        ("q", query),
+        ("k", k),
+        ("v", v),
+        ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
+        bias,
+        mask,
+        ("head_sink", tensor(p, TensorId::HeadSink, 0)),
+        ("out", tensor(p, TensorId::Output, 0)),
+        ("lse", tensor(p, TensorId::Lse, 0)),
+        ("output_qk", tensor(p, TensorId::OutputQk, 0)),
+    ]
+}
+
+/// Scalars of an attention kernel; `q` are the strides of the queries that it reads.
+pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionParams> {
+    Ok(AttentionParams {
+        q,
+        k: strides(p.keys_read()),
+        v: strides(p.values_read()),
+        out: strides(p.output_layout()),
+        bias: p.bias_layout().map_or_else(Strides::zeroed, strides),
+        batch: u32_of("batch", p.batch)?,
+        q_heads: u32_of("query heads", p.q_heads)?,
+        kv_heads: u32_of("KV heads", p.kv_heads)?,
+        head_size: u32_of("head size", p.head_size)?,
+        q_len: u32_of("query rows", p.q_len)?,
+        capacity: u32_of("present rows", p.capacity)?,
+        first_prompt: (p.phase == Phase::FirstPrompt).into(),
+        causal: p.causal.into(),
+        window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
+        sink: match p.sink {
+            Sink::None => sink::NONE,
+            Sink::Zero => sink::ZERO,
+            Sink::PerHead => sink::PER_HEAD,
+        },
+        qk_output: match p.output_qk {
+            QkOutput::None => qk_output::NONE,
+            QkOutput::BeforeSoftmax => qk_output::BEFORE_SOFTMAX,
+            QkOutput::AfterSoftmax => qk_output::AFTER_SOFTMAX,
+            QkOutput::Scaled => qk_output::SCALED,
+            QkOutput::Capped => qk_output::CAPPED,
+            QkOutput::Biased => qk_output::BIASED,
+        },
+        qk_columns: u32_of("total_sequence_length", p.total_len)?,
+        splits,
+        // Kernels that show scores do not scale hidden ones.
+        scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale },
+        softcap: p.softcap_in_f32(),
+        section: 0,
+    })
+}
+
+/// The same for a kernel that takes a bias or a mask.
+pub(super) fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
+    let bound = |bound: Option<usize>| {
+        bound.map_or(u32::MAX, |bound| u32::try_from(bound).unwrap_or(u32::MAX))
+    };
+    let (alignment, position) = match p.alignment {
+        Alignment::Phase => (alignment::PHASE, 0),
+        Alignment::Past(past) => (alignment::POSITION, past),
+        Alignment::End => (alignment::END, 0),
+    };
+    let whole_bias = |bias: Bias| {
+        let size = if bias.boolean { 1 } else { p.dtype.size() };
+        bias.columns * size % 16 == 0
+    };
+    let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
+    Ok(MaskedParams {
+        attention: params(p, q, 1)?,
+        v_head_size: u32_of("value head size", p.v_head_size)?,
+        alignment,
+        position: u32_of("past rows", position)?,
+        left: bound(p.window.map(|window| window.saturating_sub(1))),
+        right: if p.causal { 0 } else { bound(p.right_window) },
+        columns: bound(p.bias.map(|bias| bias.columns)),
+        vectors: whole(p.head_size, vectors::KEYS)
+            | whole(p.v_head_size, vectors::VALUES)
+            | if p.bias.is_some_and(whole_bias) { vectors::MASK } else { 0 },
+        reserved: 0,
+    })
+}
