@@ -150,6 +150,15 @@ fn a_row_that_sees_nothing_is_zero() {
 
 /// Sequences of 1 and 2 tokens in a prompt of 3 rows; what is behind is NaN.
 #[test]
+fn a_bias_of_minus_infinity_hides_a_score_that_is_no_number() {
+    let prompt = Prompt::new(&[f32::NAN, 1.0], &[1.0, 5.0]);
+    let bias = float(&[1, 1, 2, 2], &[f32::NEG_INFINITY, 0.0, f32::NEG_INFINITY, 0.0]);
+    let inputs = Inputs { attention_bias: Some(&bias), ..prompt.inputs() };
+    let out = one_head().run(&inputs, &Reference).unwrap();
+    near(&first(&out.output), &[0.0, 5.0]);
+}
+
+#[test]
 fn padding_is_zero_and_never_seen() {
     let nan = f32::NAN;
     let value = heads(&[2, 3, SIZE], &[1.0, nan, nan, 2.0, 4.0, nan]);

@@ -1,8 +1,9 @@
 //! Every rule of the operator: the message names the argument, what was got and what is allowed.
 
-use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Shapes};
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, Shapes};
 use gqa_host::{
-    Bias, CacheBinding, DType, Layout, Phase, Problem, QkOutput, Result, Sink, Tensor, TensorDesc,
+    Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkOutput, Result, Sink, Tensor,
+    TensorDesc,
 };
 use ndarray::Array;
 
@@ -565,6 +566,17 @@ fn elements_must_be_in_order() {
         Call { query: Tensor::F32(transposed), ..Call::new() },
         "query: got a transposed or strided array; allowed: row-major order, which `Tensor::from` makes",
     );
+}
+
+/// Scores of which there are more bytes than addresses.
+#[test]
+fn outputs_that_do_not_fit_are_refused() {
+    let query = [1, 1 << 29, 24];
+    let desc = |dtype, shape| TensorDesc { dtype, shape };
+    let shapes = Shapes::new(desc(DType::F16, &query), desc(DType::I32, &query[..1]), query[1]);
+    let op = GroupQueryAttention::new(1, 1).qk_output(1);
+    let problem = op.problem_from_shapes(&shapes, CacheBinding::Separate).unwrap();
+    assert!(matches!(Outputs::new(&problem), Err(Error::OutOfMemory { .. })));
 }
 
 /// Shapes on a device are only numbers: sizes that no memory holds must not overflow anything.
