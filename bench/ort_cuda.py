@@ -193,12 +193,18 @@ def main():
     parser.add_argument("--tolerance", type=float, default=0.05, help="what outputs and appended rows may differ by")
     parser.add_argument("--out", default="ort.json")
     options = parser.parse_args()
+    chosen = []
+    for name, text, packed in (("--packed", options.packed, True), ("--separate", options.separate, False)):
+        try:
+            chosen += calls(text, packed)
+        except ValueError:
+            parser.error(f"{name}: got {text}; allowed: HEADS/KVxSIZE:BATCHxROWS+PAST,… and more of that behind spaces")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, ONNX Runtime {onnxruntime.__version__}")
     print(f"{'':46}{'kernels, us':>24}{'back to back, us':>30}{'launches':>14}")
     print(f"{'':46}{'ORT':>8}{'gqa':>8}{'ratio':>8}{'ORT':>12}{'gqa':>9}{'ratio':>9}{'ORT':>8}{'gqa':>6}  differ by")
     failed, rows = False, []
-    for call in [*calls(options.packed, True), *calls(options.separate, False)]:
+    for call in chosen:
         try:
             row = measured(call, options)
         except (RuntimeError, OSError) as reason:

@@ -262,7 +262,7 @@ impl Shape {
             let Some(spec) = id.spec(problem) else { continue };
             let tensor = match id {
                 TensorId::SeqlensK => lengths(self.batch, self.total()).0,
-                TensorId::Output => Tensor::zeros(spec.dtype, &spec.shape),
+                TensorId::Output => Tensor::try_zeros(id.name(), spec.dtype, &spec.shape)?,
                 TensorId::CosCache | TensorId::SinCache => continue,
                 _ => noise.tensor(spec.dtype, &spec.shape, 1.0)?,
             };

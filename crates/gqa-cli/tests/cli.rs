@@ -16,13 +16,19 @@ struct Run {
     stderr: String,
 }
 
+impl Run {
+    fn of(command: &mut Command) -> Result<Self> {
+        let output = command.output()?;
+        Ok(Self {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout)?,
+            stderr: String::from_utf8(output.stderr)?,
+        })
+    }
+}
+
 fn gqa<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Result<Run> {
-    let output = Command::new(env!("CARGO_BIN_EXE_gqa")).args(arguments).output()?;
-    Ok(Run {
-        code: output.status.code(),
-        stdout: String::from_utf8(output.stdout)?,
-        stderr: String::from_utf8(output.stderr)?,
-    })
+    Run::of(Command::new(env!("CARGO_BIN_EXE_gqa")).args(arguments))
 }
 
 fn words(line: &str) -> Result<Run> {
@@ -47,7 +53,7 @@ fn refused(run: &Run, code: i32, fragments: &[&str]) {
 fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("check")?, 2, &["<PATH>..."]);
     refused(&words("check --rtol nan x")?, 2, &["--rtol", "nan", "finite number"]);
-    refused(&words("check --atol -1 x")?, 2, &["-1"]);
+    refused(&words("check --atol -1 x")?, 2, &["--atol", "-1", "finite number"]);
     refused(
         &words("check --backend gpu x")?,
         2,
@@ -64,6 +70,7 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("bench token --model llama3-8b --heads 8")?, 2, &["--model", "--heads"]);
     refused(&words("bench")?, 2, &["bench: got nothing; allowed: prompt or token"]);
     refused(&words("bench token --size 1x16 --batch 3")?, 2, &["--size", "--batch"]);
+    refused(&words("bench token --model llama3-8b --size 1x1000000")?, 2, &["--size", "allowed: 8192"]);
     let twice = words("run /no/such/model --data x --out y")?;
     refused(&twice, 1, &["/no/such/model: No such file or directory"]);
     assert_eq!(twice.stderr.matches("No such file").count(), 1, "{}", twice.stderr);
@@ -453,14 +460,7 @@ fn with_variable<S: AsRef<OsStr>>(
     value: &OsStr,
     arguments: impl IntoIterator<Item = S>,
 ) -> Result<Run> {
-    let program = env!("CARGO_BIN_EXE_gqa");
-    let output = Command::new(program).env(name, value).args(arguments).output()?;
-    let text = |bytes| String::from_utf8(bytes);
-    Ok(Run {
-        code: output.status.code(),
-        stdout: text(output.stdout)?,
-        stderr: text(output.stderr)?,
-    })
+    Run::of(Command::new(env!("CARGO_BIN_EXE_gqa")).env(name, value).args(arguments))
 }
 
 /// `gqa run` on a stored case, with one environment variable set.

@@ -30,10 +30,10 @@ pub enum Error {
     /// No kernel takes the problem on that device with these switches.
     #[error("no kernel takes this call: {0}")]
     NoKernel(String),
-    /// A tensor that the call makes does not fit in memory.
-    #[error("{argument}: {bytes} bytes cannot be had")]
+    /// A tensor that is to be made does not fit in memory.
+    #[error("{argument}: got {bytes} bytes; allowed: what fits in memory")]
     OutOfMemory {
-        /// ONNX name of the output, or what else is made.
+        /// ONNX name of the tensor, or what it is made for.
         argument: &'static str,
         /// Its size.
         bytes: usize,

@@ -154,7 +154,7 @@ impl Tensor {
     }
 
     /// A tensor of zeros named `argument`, or [`Error::OutOfMemory`] where there is no room for it.
-    pub(crate) fn try_zeros(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
+    pub fn try_zeros(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
         fn array<T: bytemuck::Zeroable>(
             argument: &'static str,
             shape: &[usize],

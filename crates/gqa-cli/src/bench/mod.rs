@@ -164,7 +164,8 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     };
     let rows = mode.rows(&machine);
     if rows.is_empty() {
-        return Err(Usage("--length: got more than any of the models takes".to_owned()).into());
+        let longest = common.selection.longest();
+        return Err(Usage(format!("--size, --length: got too many tokens; allowed: {longest}, the most that one of the models takes")).into());
     }
     measure_all(rows, common, &machine, &mut report);
     report.provenance.finish();

@@ -47,6 +47,11 @@ impl Selection {
         rows
     }
 
+    /// Tokens of the longest sequence that one of the models takes.
+    pub fn longest(&self) -> usize {
+        self.model.iter().map(|model| model.max_length).max().unwrap_or(usize::MAX)
+    }
+
     fn layers(&self) -> Vec<(Option<Model>, Layer)> {
         let models: Vec<_> = match self.model.as_slice() {
             [] => vec![(None, self.layer)],

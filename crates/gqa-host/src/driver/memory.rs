@@ -51,7 +51,7 @@ impl DeviceTensor {
 
     /// Waits for the stream and copies the tensor to the host.
     pub fn download(&self, stream: &Stream) -> Result<Tensor> {
-        let mut tensor = Tensor::zeros(self.dtype, &self.shape);
+        let mut tensor = Tensor::try_zeros("download", self.dtype, &self.shape)?;
         self.download_to(&mut tensor, stream)?;
         Ok(tensor)
     }

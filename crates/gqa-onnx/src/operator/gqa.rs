@@ -129,7 +129,7 @@ pub(super) fn run(
     let output_qk = match outputs.output_qk {
         None if count > OUTPUT_QK => {
             let problem = problem(op, arguments)?;
-            Some(Tensor::zeros(problem.dtype, &problem.scores_shape()))
+            Some(Tensor::try_zeros("output_qk", problem.dtype, &problem.scores_shape())?)
         }
         output_qk => output_qk,
     };
