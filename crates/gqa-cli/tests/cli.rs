@@ -70,7 +70,11 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
     refused(&words("bench token --model llama3-8b --heads 8")?, 2, &["--model", "--heads"]);
     refused(&words("bench")?, 2, &["bench: got nothing; allowed: prompt or token"]);
     refused(&words("bench token --size 1x16 --batch 3")?, 2, &["--size", "--batch"]);
-    refused(&words("bench token --model llama3-8b --size 1x1000000")?, 2, &["--size", "allowed: 8192"]);
+    refused(
+        &words("bench token --model llama3-8b --size 1x1000000")?,
+        2,
+        &["--size", "allowed: 8192"],
+    );
     let twice = words("run /no/such/model --data x --out y")?;
     refused(&twice, 1, &["/no/such/model: No such file or directory"]);
     assert_eq!(twice.stderr.matches("No such file").count(), 1, "{}", twice.stderr);
