@@ -21,7 +21,8 @@ pub fn run() -> Result<()> {
     steps.run("ptx as shipped", || ptx::run(&ptx::Args::check_everything()));
     steps.run_or_skip("ptxas", assembled);
     steps.run("ratchet", || ratchet::run(false));
-    steps.run("tests", tests);
+    steps.run("tests", || tests(Where::Anywhere));
+    steps.run_or_skip("tests on a GPU", gpu_tests);
     steps.run_or_skip("node cases as stored", node_cases);
     steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
     steps.run("documentation", || {
@@ -44,11 +45,36 @@ fn assembled() -> Result<Option<String>> {
     }
 }
 
-fn tests() -> Result<()> {
-    if has_nextest() {
-        return shown(cargo().args(["nextest", "run", "--workspace"]));
+/// Where tests can run. Those that need a GPU are ignored unless they are asked for.
+enum Where {
+    Anywhere,
+    Gpu,
+}
+
+fn tests(place: Where) -> Result<()> {
+    let mut command = cargo();
+    match (has_nextest(), place) {
+        (true, Where::Anywhere) => command.args(["nextest", "run", "--workspace"]),
+        (true, Where::Gpu) => command.args([
+            "nextest",
+            "run",
+            "--workspace",
+            "--run-ignored=only",
+            "--test-threads=1",
+        ]),
+        (false, Where::Anywhere) => command.args(["test", "--workspace", "--all-targets"]),
+        (false, Where::Gpu) => command.args(["test", "--workspace", "--tests", "--", "--ignored"]),
+    };
+    shown(&mut command)
+}
+
+fn gpu_tests() -> Result<Option<String>> {
+    // It comes with the driver.
+    let listed = Command::new("nvidia-smi").arg("--list-gpus").output();
+    if !listed.is_ok_and(|listed| listed.status.success() && !listed.stdout.is_empty()) {
+        return Ok(Some("no NVIDIA GPU".to_owned()));
     }
-    shown(cargo().args(["test", "--workspace", "--all-targets"]))
+    tests(Where::Gpu).map(|()| None)
 }
 
 /// Makes the `onnx` package's node cases again, where python3 has that version of the package.

@@ -17,15 +17,8 @@ use gqa_host::{CacheBinding, DType, Error};
 use std::sync::Arc;
 use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, operator, random, tolerance};
 
-/// The GPU, or `None` after saying why not.
-fn device() -> Option<Device> {
-    match Device::open(0) {
-        Ok(device) => Some(device),
-        Err(reason) => {
-            println!("skipped: no CUDA device ({reason})");
-            None
-        }
-    }
+fn device() -> Device {
+    Device::open(0).expect("a GPU")
 }
 
 fn upload(step: &Step, call: &Call, stream: &Stream) {
@@ -44,8 +37,9 @@ fn upload(step: &Step, call: &Call, stream: &Stream) {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn the_gpu_agrees_with_the_reference() {
-    let Some(device) = device() else { return };
+    let device = device();
     let cuda = Cuda::on(device, Switches::default()).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (rows, lengths, total) in
@@ -62,8 +56,9 @@ fn the_gpu_agrees_with_the_reference() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_graph_captured_once_follows_the_lengths() {
-    let Some(device) = device() else { return };
+    let device = device();
     let stream = Stream::new(&device).unwrap();
     // Captured for sequences of up to CAPACITY tokens.
     let first = Step::new(DType::F16, 1, &[CAPACITY as i32, 17], CAPACITY);
@@ -98,8 +93,9 @@ fn a_graph_captured_once_follows_the_lengths() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn launches_one_by_one_are_the_call() {
-    let Some(device) = device() else { return };
+    let device = device();
     let stream = Stream::new(&device).unwrap();
     for (rows, lengths, total) in [(1, [211, 90], 211), (70, [70, 33], 70)] {
         let step = Step::new(DType::F16, rows, &lengths, total);
@@ -126,8 +122,9 @@ fn launches_one_by_one_are_the_call() {
 /// Token steps may start before the launch ahead of them has ended: in clusters when that has, alone as soon as there is a place. Each of these asks with
 /// the output of the one before, of the rows that all of them have appended.
 #[test]
+#[ignore = "needs a GPU"]
 fn steps_in_a_row_see_what_those_before_them_wrote() {
-    let Some(device) = device() else { return };
+    let device = device();
     for cluster in [None, Some(1), Some(2)] {
         steps_in_a_row(&device, &Switches { cluster, ..Switches::default() }, 1);
     }
@@ -135,8 +132,9 @@ fn steps_in_a_row_see_what_those_before_them_wrote() {
 
 /// The same of as many caches as layers in turn, so that the launch ahead is another layer's: a step reads its cache before that one has ended.
 #[test]
+#[ignore = "needs a GPU"]
 fn steps_of_layers_in_turn_read_their_settled_caches_early() {
-    let Some(device) = device() else { return };
+    let device = device();
     for cluster in [None, Some(1), Some(2)] {
         for layers in [2, 3] {
             steps_in_a_row(&device, &Switches { cluster, ..Switches::default() }, layers);
@@ -201,8 +199,9 @@ fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn tensors_are_copied_on_the_gpu() {
-    let Some(device) = device() else { return };
+    let device = device();
     let stream = Stream::new(&device).unwrap();
     let tensor = |shape| DeviceTensor::new(&device, DType::F32, shape).unwrap();
     let (from, to) = (tensor(&[3, 5]), tensor(&[15]));
@@ -215,8 +214,9 @@ fn tensors_are_copied_on_the_gpu() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn views_that_do_not_fit_are_refused_before_any_launch() {
-    let Some(device) = device() else { return };
+    let device = device();
     let stream = Stream::new(&device).unwrap();
     let step = Step::new(DType::F16, 1, &[20], 20);
     let call =
@@ -244,8 +244,9 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn too_much_memory_is_an_error_value() {
-    let Some(device) = device() else { return };
+    let device = device();
     let elements = device.memory_bytes() / 2 + 1;
     match DeviceTensor::new(&device, DType::F32, &[elements]) {
         Err(Error::Driver(DriverError::OutOfMemory { requested, free })) => {
@@ -280,8 +281,9 @@ fn without_a_driver_everything_says_so() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_separate_cache_is_written_whole() {
-    let Some(device) = device() else { return };
+    let device = device();
     let cuda = Cuda::on(device, Switches::default()).unwrap();
     let step = Step::new(DType::BF16, 5, &[40, 23], 40);
     let past = random(DType::BF16, &[2, KV_HEADS as usize, 35, SIZE], 8);
