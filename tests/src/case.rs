@@ -73,6 +73,8 @@ pub struct Case {
     pub qk_output: i64,
     /// Log-sum-exp wanted.
     pub lse: bool,
+    /// Output of float32, whatever the type.
+    pub float32_output: bool,
     /// Lengths and cache may be read before the launch ahead has ended.
     pub settled: bool,
     /// Standard deviation of queries and keys.
@@ -135,6 +137,7 @@ impl Case {
             .layout(self.layout)
             .log_sum_exp(self.lse)
             .settled_cache(self.settled)
+            .float32_output(self.float32_output)
     }
 }
 
@@ -153,7 +156,7 @@ pub fn case(
 ) -> impl Strategy<Value = Case> {
     let phase = prop_oneof![Just(Phase::Prompt), Just(Phase::Chunk), Just(Phase::Token)];
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
-    let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>());
+    let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), proptest::bool::weighted(0.2));
     let scores = (
         // Multiples of the default.
         prop_oneof![12 => Just(0.0f32), 4 => 0.3f32..2.0, 2 => -2.0f32..-0.3, 1 => Just(SUBNORMAL)],
@@ -204,7 +207,7 @@ enum Phase {
 
 type Drawn = (
     (DType, usize, usize, usize, Phase, usize),
-    ([bool; 9], usize, u64),
+    ([bool; 9], usize, u64, bool),
     (f32, f32, i64, i64, f32),
     Option<(usize, bool, Positions)>,
     Option<Bias>,
@@ -212,8 +215,8 @@ type Drawn = (
 
 /// Turns independent draws into a legal call.
 fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
-    let ((dtype, kv_heads, group, head_size, phase, _), (flags, spare, seed), scores, rotary, bias) =
-        drawn;
+    let ((dtype, kv_heads, group, head_size, phase, _), flags, scores, rotary, bias) = drawn;
+    let (flags, spare, seed, float32_output) = flags;
     let (scale, softcap, window, qk_output, spread) = scores;
     let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows, settled] =
         flags;
@@ -257,6 +260,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         qk_output,
         lse,
         settled,
+        float32_output,
         spread,
         seed,
     }
@@ -292,7 +296,8 @@ fn step(case: Case, group: usize, q_len: usize) -> Case {
     Case { q_len, past, group, bias: None, qk_output: 0, ..case }
 }
 
-/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no large softcap, no bias, no score output. Few heads,
+/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no large softcap, no bias, no score output, output in
+/// its type. Few heads,
 /// because the simulator multiplies whole tiles.
 pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
     (case(crate::half_dtype(), heads_up_to(max_head_size), max_rows), 64..=max_rows)
@@ -304,6 +309,7 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
                 group: 1 + case.group % 2,
                 scale: case.scale.abs(),
                 softcap: case.softcap.min(50.0),
+                float32_output: false,
                 window: if case.causal { case.window } else { -1 },
                 bias: None,
                 qk_output: 0,

@@ -69,6 +69,22 @@ pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Er
     Ok(errors)
 }
 
+/// Errs where `got` was rounded to `dtype` before it became what it is: all of its numbers are such as `dtype` has, and many of `want` are not.
+pub(crate) fn unrounded(got: &Tensor, want: &Tensor, dtype: DType) -> Result<(), String> {
+    const MANY: usize = 16;
+    let finer = |tensor: &Tensor| {
+        let numbers: Vec<_> = tensor.to_f64().into_iter().map(|x| x as f32).collect();
+        let rounded = Tensor::from_f32(dtype, &[numbers.len()], &numbers);
+        let rounded = rounded.expect("a floating-point type").to_f64();
+        let pairs = numbers.iter().map(|&x| f64::from(x)).zip(rounded);
+        pairs.filter(|(x, rounded)| x.is_finite() && x != rounded).count()
+    };
+    match (finer(got), finer(want)) {
+        (0, MANY..) => Err(format!("output: all of it is rounded to {dtype}")),
+        _ => Ok(()),
+    }
+}
+
 pub(crate) fn optional(
     name: &str,
     got: &Option<Tensor>,

@@ -2,7 +2,7 @@
 
 use crate::parity::count;
 use crate::{
-    AttentionCase, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
+    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
     heads_up_to, prompts, steps,
 };
 use gqa_host::backend::Backend;
@@ -68,6 +68,7 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         prompts(256, 200).prop_map(shared),
         biased_prompts(256, 200).prop_map(shared),
         steps(400).prop_map(shared),
+        steps(400).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
         attention_case(any_dtype(), 512, 40).prop_map(shared),
         attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),

@@ -1,4 +1,4 @@
-//! The kernels on a GPU against the f64 reference: random calls through the planner. Skips, visibly, where there is no GPU.
+//! The kernels on a GPU against the f64 reference: random calls through the planner.
 
 mod replay;
 
@@ -13,44 +13,41 @@ use gqa_tests::{
 use proptest::prelude::*;
 use replay::Replay;
 
-fn cuda(switches: Switches) -> Option<Cuda> {
-    match Cuda::new(switches) {
-        Ok(cuda) => Some(cuda),
-        Err(reason) => {
-            println!("skipped: {reason}");
-            None
-        }
-    }
+fn cuda(switches: Switches) -> Cuda {
+    Cuda::new(switches).expect("a GPU")
 }
 
 fn run<C: Parity>(name: &str, cases: u32, strategy: impl Strategy<Value = C>, switches: Switches) {
-    if let Some(cuda) = cuda(switches) {
-        parity(name, cases, strategy, &cuda);
-    }
+    parity(name, cases, strategy, &cuda(switches));
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn as_planned() {
     run("cuda", 3000, case(any_dtype(), heads_up_to(256), 80), Switches::default());
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn long_sequences() {
     run("cuda, long", 150, case(half_dtype(), heads_up_to(128), 1500), Switches::default());
 }
 
 /// Prompts and chunks long enough for the Hopper family, where the GPU is one.
 #[test]
+#[ignore = "needs a GPU"]
 fn prompts_as_planned() {
     run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn rotated_prompts_as_planned() {
     run("cuda, rotated prompts", 500, rotated_prompts(256, 400), Switches::default());
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn prompts_of_wide_scores_as_planned() {
     for spread in [3.0, 9.0] {
         let prompts = prompts_of_wide_scores(800, spread);
@@ -60,6 +57,7 @@ fn prompts_of_wide_scores_as_planned() {
 
 /// Tiles of 176 keys, of which the planner makes use behind thousands of keys only.
 #[test]
+#[ignore = "needs a GPU"]
 fn prompts_in_large_tiles() {
     for (dtype, kernel) in
         [(DType::BF16, "gqa_hopper_bf16_d128_k176"), (DType::F16, "gqa_hopper_f16_d128_k176")]
@@ -74,6 +72,7 @@ fn prompts_in_large_tiles() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn prompts_in_parts() {
     for splits in [2, 7] {
         let splits = Some(splits);
@@ -84,17 +83,20 @@ fn prompts_in_parts() {
 
 /// Token steps of the decode family, where the GPU is a Hopper.
 #[test]
+#[ignore = "needs a GPU"]
 fn steps_as_planned() {
     run("cuda, steps", 2000, steps(1500), Switches::default());
 }
 
 /// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
+#[ignore = "needs a GPU"]
 fn tall_steps_as_planned() {
     run("cuda, tall steps", 600, tall_steps(1500), Switches::default());
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn steps_in_clusters() {
     for (cluster, splits) in [(16, 1), (8, 2), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
@@ -102,16 +104,24 @@ fn steps_in_clusters() {
     }
 }
 
+/// Output in float32 by the kernels for prompts, which `prompts` leaves out.
 #[test]
+#[ignore = "needs a GPU"]
+fn float32_output() {
+    let wide = |case| Case { float32_output: true, ..case };
+    run("cuda, float32", 200, prompts(256, 300).prop_map(wide), Switches::default());
+    run("cuda, float32", 200, biased_prompts(256, 300).prop_map(wide), Switches::default());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn the_cache_is_carried_from_step_to_step() {
-    let cuda = || cuda(Switches::default());
-    if cuda().is_some() {
-        sequences("cuda, steps", 100, 12, steps(500), || cuda().expect("it was there"));
-    }
+    sequences("cuda, steps", 100, 12, steps(500), || cuda(Switches::default()));
 }
 
 /// One graph a sequence, captured at its first token for all that the cache holds.
 #[test]
+#[ignore = "needs a GPU"]
 fn a_graph_captured_once_serves_a_thousand_tokens() {
     // Small, because the reference computes every token too.
     let tokens = steps(20).prop_map(|case| Case {
@@ -123,18 +133,19 @@ fn a_graph_captured_once_serves_a_thousand_tokens() {
         rotary: case.rotary.filter(|(sixteenths, ..)| *sixteenths <= 4),
         ..case
     });
-    if let Some(cuda) = cuda(Switches::default()) {
-        sequences("cuda, graph", 2, 1000, tokens, || Replay::on(cuda.device()));
-    }
+    let cuda = cuda(Switches::default());
+    sequences("cuda, graph", 2, 1000, tokens, || Replay::on(cuda.device()));
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn memory_efficient() {
     let switches = Switches { disable_flash_attention: true, ..Switches::default() };
     run("cuda, general", 1000, case(any_dtype(), heads_up_to(256), 100), switches);
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn without_split_kv() {
     let switches = Switches { disable_flash_decode: true, ..Switches::default() };
     run("cuda, no split_kv", 600, case(half_dtype(), heads_up_to(256), 300), switches);
@@ -142,24 +153,28 @@ fn without_split_kv() {
 
 /// `tiled_f32` where nothing asks for more than flash attention has.
 #[test]
+#[ignore = "needs a GPU"]
 fn float32_as_planned() {
     let cases = case(Just(DType::F32), heads_up_to(192), 400);
     run("cuda, float32", 1500, cases, Switches::default());
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn separate_prologue() {
     let switches = Switches { disable_fused_kv: true, ..Switches::default() };
     run("cuda, unfused", 600, case(any_dtype(), heads_up_to(128), 60), switches);
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn seven_splits() {
     let switches = Switches { splits: Some(7), ..Switches::default() };
     run("cuda, 7 splits", 600, case(half_dtype(), heads_up_to(256), 600), switches);
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn large_heads() {
     let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
     run("cuda, large heads", 300, case(any_dtype(), heads, 60), Switches::default());
@@ -167,6 +182,7 @@ fn large_heads() {
 
 /// `tiled_wide`, as planned and in parts of the keys.
 #[test]
+#[ignore = "needs a GPU"]
 fn wide_heads() {
     let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
     run("cuda, wide heads", 600, cases(300), Switches::default());
@@ -177,12 +193,14 @@ fn wide_heads() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_as_planned() {
     run("cuda, Attention", 3000, attention_case(any_dtype(), 160, 100), Switches::default());
 }
 
 /// Calls that flash attention takes.
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_flash() {
     let flash = attention_case(half_dtype(), 256, 300).prop_map(AttentionCase::for_flash);
     run("cuda, Attention, flash", 1000, flash, Switches::default());
@@ -190,6 +208,7 @@ fn attention_flash() {
 
 /// And with a mask or a bias.
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_masked_flash() {
     let masked = (attention_case(half_dtype(), 256, 100), 1..=400usize)
         .prop_map(|(case, rows)| case.for_masked_flash(rows));
@@ -199,18 +218,21 @@ fn attention_masked_flash() {
 
 /// The same in float32: `tiled_f32`.
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_flash_float32() {
     let flash = attention_case(Just(DType::F32), 192, 300).prop_map(AttentionCase::for_flash);
     run("cuda, Attention, flash, float32", 1000, flash, Switches::default());
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_memory_efficient() {
     let switches = Switches { disable_flash_attention: true, ..Switches::default() };
     run("cuda, Attention, general", 1500, attention_case(any_dtype(), 512, 120), switches);
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn attention_unfused() {
     let switches = Switches {
         disable_flash_attention: true,
@@ -222,11 +244,11 @@ fn attention_unfused() {
 
 /// `rotary_rows` belongs to another operator.
 #[test]
+#[ignore = "needs a GPU"]
 fn every_kernel() {
-    if let Some(cuda) = cuda(Switches::default()) {
-        let device = cuda.device();
-        every_entry("cuda, each kernel", 4, device.info(), &["rotary_rows"], |switches| {
-            Box::new(Cuda::on(device.clone(), switches).expect("it was there"))
-        });
-    }
+    let cuda = cuda(Switches::default());
+    let device = cuda.device();
+    every_entry("cuda, each kernel", 4, device.info(), &["rotary_rows"], |switches| {
+        Box::new(Cuda::on(device.clone(), switches).expect("it was there"))
+    });
 }

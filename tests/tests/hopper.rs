@@ -38,6 +38,13 @@ fn parts_of_the_keys_are_merged() {
     parity("sim, hopper, 5 parts", 20, prompts(256, 300), &sim(5));
 }
 
+/// The whole keys are a part, too, whose results are left in float32 for the merge.
+#[test]
+fn output_in_float32_is_a_merge_of_parts() {
+    let wide = |case| Case { float32_output: true, ..case };
+    parity("sim, hopper, float32 output", 40, prompts(256, 200).prop_map(wide), &Sim::default());
+}
+
 /// Prompts as short as these take tiles of fewer rows and keys unless told otherwise.
 #[test]
 fn hopper_is_reference_in_tiles_for_long_prompts() {

@@ -3,7 +3,7 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
-use gqa_tests::{any_dtype, case, every_entry, half_dtype, heads_up_to, parity};
+use gqa_tests::{Case, any_dtype, case, every_entry, half_dtype, heads_up_to, parity};
 use proptest::prelude::*;
 
 fn sim(switches: Switches) -> Sim {
@@ -44,6 +44,24 @@ fn without_split_kv() {
 fn float32_as_planned() {
     let cases = case(Just(DType::F32), heads_up_to(192), 90);
     parity("sim, float32", 400, cases, &sim(Switches::default()));
+}
+
+/// Output in float32, by every family that has it.
+#[test]
+fn float32_output() {
+    let wide = |case| Case { float32_output: true, ..case };
+    let on_ampere = case(half_dtype(), heads_up_to(256), 90).prop_map(wide);
+    parity("sim, a100, float32 output", 200, on_ampere, &ampere(Switches::default()));
+    let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
+    let wide_heads = case(half_dtype(), heads, 60).prop_map(wide);
+    parity("sim, wide heads, float32 output", 40, wide_heads, &sim(Switches::default()));
+    let plain = case(half_dtype(), heads_up_to(128), 24).prop_map(wide);
+    let unfused = Switches {
+        disable_memory_efficient_attention: true,
+        disable_flash_attention: true,
+        ..Switches::default()
+    };
+    parity("sim, unfused, float32 output", 100, plain, &sim(unfused));
 }
 
 #[test]

@@ -65,6 +65,9 @@ pub struct Layer {
     /// The launch ahead of a call writes nothing of it but query, key and value: a token step may read its cache while that one ends.
     #[arg(long)]
     pub settled: bool,
+    /// Output of type float32, whatever the inputs'.
+    #[arg(long)]
+    pub float32_output: bool,
     /// Rotary embedding of whole heads.
     #[arg(long, value_enum, default_value_t = Rotation::None)]
     pub rotary: Rotation,
@@ -101,6 +104,7 @@ impl Layer {
             packed: false,
             cached: false,
             settled: false,
+            float32_output: false,
             rotary: Rotation::Half,
             window: -1,
             softcap: 0.0,
@@ -121,6 +125,7 @@ impl Layer {
             .rotary_interleaved(self.rotary == Rotation::Interleaved)
             .smooth_softmax(self.smooth_softmax)
             .settled_cache(self.settled)
+            .float32_output(self.float32_output)
     }
 
     /// Attributes that are not at their defaults, in words.
@@ -130,6 +135,7 @@ impl Layer {
             (self.packed, " packed".to_owned()),
             (self.cached, " cached".to_owned()),
             (self.settled, " settled".to_owned()),
+            (self.float32_output, " float32-output".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),

@@ -263,6 +263,16 @@ fn explain_names_a_kernel_for_every_phase_and_type() -> Result {
 }
 
 #[test]
+fn explain_tells_the_type_of_the_output() -> Result {
+    let run = words("explain --query-length 1 --past-length 1000 --device h200 --float32-output")?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    for words in ["output float32", "chosen: gqa_decode_out32_bf16_d128_r16", "out_f32=output"] {
+        assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
+    }
+    Ok(())
+}
+
+#[test]
 fn explain_reads_models() -> Result {
     let model = cases("gqa").join("chunk_static/model.onnx");
     let run = gqa(["explain".as_ref(), model.as_os_str()])?;

@@ -144,10 +144,12 @@ pub struct Problem {
     pub operator: &'static str,
     /// What it computes.
     pub computes: Computes,
-    /// Type of query, key, key cache, bias, sink, output.
+    /// Type of query, key, key cache, bias, sink, output_qk.
     pub dtype: DType,
     /// Type of value and value cache. Not that of the others in some calls of ONNX Attention only.
     pub v_dtype: DType,
+    /// Type of output: `dtype`, or float32 where GroupQueryAttention is asked for that.
+    pub out_dtype: DType,
     /// B
     pub batch: usize,
     /// N
@@ -215,6 +217,48 @@ impl Hash for Problem {
 }
 
 impl Problem {
+    /// A call of no size, without anything that a call may have: what the operators start from.
+    pub(crate) const fn plain(operator: &'static str, dtype: DType) -> Self {
+        Self {
+            operator,
+            computes: Computes::Attention,
+            dtype,
+            v_dtype: dtype,
+            out_dtype: dtype,
+            batch: 0,
+            q_heads: 0,
+            kv_heads: 0,
+            head_size: 0,
+            v_head_size: 0,
+            q_len: 0,
+            new_len: 0,
+            total_len: 0,
+            past_capacity: 0,
+            capacity: 0,
+            phase: Phase::FirstPrompt,
+            alignment: Alignment::Phase,
+            cache: CacheBinding::External,
+            packed: false,
+            layout: Layout::Bsnh,
+            rotary: None,
+            scale: 1.0,
+            softcap: None,
+            window: None,
+            right_window: None,
+            causal: false,
+            sink: Sink::None,
+            bias: None,
+            output_qk: QkOutput::None,
+            lse: false,
+            settled: false,
+        }
+    }
+
+    /// Whether output is not of the type that kernels compute with.
+    pub(crate) fn widens_output(&self) -> bool {
+        self.out_dtype != self.dtype
+    }
+
     /// Query heads per KV head.
     pub fn group(&self) -> usize {
         self.q_heads / self.kv_heads

@@ -106,6 +106,8 @@ fn calls() -> Vec<Call> {
         Call { op: |op| op.softcap(30.0), ..prompt("a prompt, softcap") },
         Call { sink: true, ..prompt("a prompt, head_sink") },
         Call { op: |op| op.do_rotary(false).causal(0), ..prompt("a prompt, not causal") },
+        Call { op: |op| op.float32_output(true), ..prompt("a prompt, float32_output") },
+        Call { op: |op| op.float32_output(true), ..token("a token, float32_output") },
         Call { op: |op| op.scale(-1.0), ..prompt("a prompt, negative scale") },
         Call { bias: true, ..prompt("a prompt, attention_bias") },
         Call { op: |op| op.qk_output(2), ..prompt("a prompt, output_qk") },

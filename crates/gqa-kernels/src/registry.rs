@@ -138,9 +138,11 @@ static TABLES: &[&[Entry]] = &[
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
     GENERAL,
+    GENERAL_OUT32,
     UNFUSED_SCORES,
     UNFUSED_SOFTMAX,
     UNFUSED_VALUES,
+    UNFUSED_VALUES_OUT32,
     TILED,
     TILED_MASKED,
     TILED_F32,
@@ -151,7 +153,9 @@ static TABLES: &[&[Entry]] = &[
     HOPPER_MASKED,
     SPLIT_KV,
     COMBINE,
+    COMBINE_OUT32,
     DECODE,
+    DECODE_OUT32,
 ];
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
@@ -217,9 +221,17 @@ kernels!(GENERAL, General, "family-general",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
            shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
-    gqa_general_f32 => general::<f32>, T = f32;
-    gqa_general_f16 => general::<f16>, T = f16;
-    gqa_general_bf16 => general::<bf16>, T = bf16;
+    gqa_general_f32 => general::<f32, f32>, T = f32;
+    gqa_general_f16 => general::<f16, f16>, T = f16;
+    gqa_general_bf16 => general::<bf16, bf16>, T = bf16;
+});
+
+kernels!(GENERAL_OUT32, General, "family-general",
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out_f32: f32, lse: f32, output_qk: T; p: MaskedParams),
+    each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
+           shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
+    gqa_general_out32_f16 => general::<f16, f32>, T = f16;
+    gqa_general_out32_bf16 => general::<bf16, f32>, T = bf16;
 });
 
 kernels!(UNFUSED_SCORES, Unfused, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
@@ -241,9 +253,16 @@ kernels!(UNFUSED_SOFTMAX, Unfused, "family-unfused",
 kernels!(UNFUSED_VALUES, Unfused, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
            shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
-    gqa_unfused_values_f32 => unfused_values::<f32>, T = f32;
-    gqa_unfused_values_f16 => unfused_values::<f16>, T = f16;
-    gqa_unfused_values_bf16 => unfused_values::<bf16>, T = bf16;
+    gqa_unfused_values_f32 => unfused_values::<f32, f32>, T = f32;
+    gqa_unfused_values_f16 => unfused_values::<f16, f16>, T = f16;
+    gqa_unfused_values_bf16 => unfused_values::<bf16, bf16>, T = bf16;
+});
+
+kernels!(UNFUSED_VALUES_OUT32, Unfused, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out_f32: f32; p: MaskedParams),
+    each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
+           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
+    gqa_unfused_values_out32_f16 => unfused_values::<f16, f32>, T = f16;
+    gqa_unfused_values_out32_bf16 => unfused_values::<bf16, f32>, T = bf16;
 });
 
 /// Rows of a kernel with one shape of tiles per head size, for both 16-bit types:
@@ -402,18 +421,25 @@ kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
 kernels!(COMBINE, SplitKv, "family-split-kv",
     (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
     each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 0, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
-    gqa_combine_f16 => combine::<f16>, T = f16;
-    gqa_combine_bf16 => combine::<bf16>, T = bf16;
+    gqa_combine_f16 => combine::<f16, f16>, T = f16;
+    gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16;
+});
+
+kernels!(COMBINE_OUT32, SplitKv, "family-split-kv",
+    (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 0, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_combine_out32_f16 => combine::<f16, f32>, T = f16;
+    gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16;
 });
 
 /// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER SM`.
 macro_rules! decode_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
-        decode_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+    ($table:ident, $out:ident: $o:ty, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_kernels!(@rows $table, $out: $o, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
-        kernels!(DECODE, Decode, "family-decode",
-            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: T, v: T, out: T, lse: f32,
+    (@rows $table:ident, $out:ident: $o:ty, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        kernels!($table, Decode, "family-decode",
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: T, v: T, $out: $o, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
@@ -423,7 +449,7 @@ macro_rules! decode_kernels {
     };
 }
 
-decode_kernels! {
+decode_kernels!(DECODE, out: T, {
     gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>, 1;
     gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
@@ -456,4 +482,14 @@ decode_kernels! {
     gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>, 1;
     gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
-}
+});
+
+// Output in f32: one shape per head size.
+decode_kernels!(DECODE_OUT32, out_f32: f32, {
+    gqa_decode_out32_f16_d64_r16, gqa_decode_out32_bf16_d64_r16 => decode::D64<2>, 1;
+    gqa_decode_out32_f16_d80_r16, gqa_decode_out32_bf16_d80_r16 => decode::D80<2>, 1;
+    gqa_decode_out32_f16_d96_r16, gqa_decode_out32_bf16_d96_r16 => decode::D96<2>, 1;
+    gqa_decode_out32_f16_d128_r16, gqa_decode_out32_bf16_d128_r16 => decode::D128<2>, 1;
+    gqa_decode_out32_f16_d192_r16, gqa_decode_out32_bf16_d192_r16 => decode::D192<2>, 1;
+    gqa_decode_out32_f16_d256_r16, gqa_decode_out32_bf16_d256_r16 => decode::D256<2>, 1;
+});

@@ -3,10 +3,7 @@
 use super::KvCache;
 use super::validate::{Dim, MAX_HEAD_SIZE, Pattern, check_rows, shape};
 use crate::backend::{Backend, Io, dump};
-use crate::{
-    Alignment, CacheBinding, Computes, DType, Error, Layout, Phase, Problem, QkOutput, Result,
-    Sink, Tensor,
-};
+use crate::{CacheBinding, Computes, DType, Error, Layout, Phase, Problem, Result, Tensor};
 use ndarray::Array1;
 
 impl KvCache {
@@ -92,10 +89,7 @@ impl KvCache {
         check("value", value, &dims)?;
         check_rows("past_key", [batch, heads, capacity])?;
         Ok(Problem {
-            operator: "TensorScatter",
             computes: Computes::Cache,
-            dtype: cache.dtype,
-            v_dtype: cache.dtype,
             batch,
             q_heads: heads,
             kv_heads: heads,
@@ -107,21 +101,10 @@ impl KvCache {
             past_capacity: capacity,
             capacity,
             phase: Phase::SubsequentPrompt,
-            alignment: Alignment::Phase,
             cache: CacheBinding::Shared,
-            packed: false,
             layout,
-            rotary: None,
-            scale: 1.0,
-            softcap: None,
-            window: None,
-            right_window: None,
             causal: true,
-            sink: Sink::None,
-            bias: None,
-            output_qk: QkOutput::None,
-            lse: false,
-            settled: false,
+            ..Problem::plain("TensorScatter", cache.dtype)
         })
     }
 }

@@ -25,6 +25,7 @@ pub struct GroupQueryAttention {
     pub(crate) layout: Layout,
     pub(crate) lse: bool,
     pub(crate) settled: bool,
+    pub(crate) float32_output: bool,
 }
 
 impl GroupQueryAttention {
@@ -44,6 +45,7 @@ impl GroupQueryAttention {
             layout: Layout::Bsnh,
             lse: false,
             settled: false,
+            float32_output: false,
         }
     }
 
@@ -95,6 +97,12 @@ impl GroupQueryAttention {
     /// Also return the logarithm of each softmax denominator (beyond ONNX).
     pub fn log_sum_exp(self, on: bool) -> Self {
         Self { lse: on, ..self }
+    }
+
+    /// Output is float32 whatever the inputs' type: not rounded to that, for callers who merge parts of a sequence by their log-sum-exps or go on in
+    /// float32 (beyond ONNX).
+    pub fn float32_output(self, on: bool) -> Self {
+        Self { float32_output: on, ..self }
     }
 
     /// Promises that the kernel launched just before this call in its stream writes none of the call's inputs except query, key and value, and does not
@@ -196,7 +204,7 @@ pub struct KvCache {
 /// The operator's outputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outputs {
-    /// Shape of query without the packed heads.
+    /// Shape of query without the packed heads; of its type, or float32 where asked for.
     pub output: Tensor,
     /// (B, Nk, max(P, T), H); empty where the cache is shared.
     pub present_key: Tensor,
@@ -225,7 +233,7 @@ impl Outputs {
         let lse = || Tensor::try_zeros("lse", DType::F32, &[p.batch, p.q_heads, p.q_len]);
         let empty = Tensor::zeros(p.dtype, &[0]);
         Ok(Self {
-            output: Tensor::try_zeros("output", p.dtype, &p.output_shape())?,
+            output: Tensor::try_zeros("output", p.out_dtype, &p.output_shape())?,
             present_key: empty.clone(),
             present_value: empty,
             output_qk: (p.output_qk != QkOutput::None).then(scores).transpose()?,

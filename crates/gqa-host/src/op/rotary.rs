@@ -2,10 +2,7 @@
 
 use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
 use crate::backend::{Backend, Io, dump};
-use crate::{
-    Alignment, CacheBinding, Computes, DType, Error, Layout, Phase, Problem, QkOutput, Result,
-    Rotary, Sink, Tensor, TensorDesc,
-};
+use crate::{Computes, DType, Error, Layout, Problem, Result, Rotary, Tensor, TensorDesc};
 use ndarray::{Array1, Array2};
 
 /// The operator's attributes, with ONNX's defaults.
@@ -80,24 +77,15 @@ impl RotaryEmbedding {
         let max_positions = check_caches(inputs, x.dtype, [batch, rows, dim / 2])?;
         check_rows("X", [batch, heads, rows])?;
         Ok(Problem {
-            operator: "RotaryEmbedding",
             computes: Computes::Rotation,
-            dtype: x.dtype,
-            v_dtype: x.dtype,
             batch,
             q_heads: heads,
             kv_heads: heads,
             head_size: size,
             v_head_size: size,
             q_len: rows,
-            new_len: 0,
             total_len: rows,
-            past_capacity: 0,
             capacity: rows,
-            phase: Phase::FirstPrompt,
-            alignment: Alignment::Phase,
-            cache: CacheBinding::External,
-            packed: false,
             layout,
             rotary: Some(Rotary {
                 dim,
@@ -105,16 +93,7 @@ impl RotaryEmbedding {
                 max_positions,
                 explicit: Some(rows),
             }),
-            scale: 1.0,
-            softcap: None,
-            window: None,
-            right_window: None,
-            causal: false,
-            sink: Sink::None,
-            bias: None,
-            output_qk: QkOutput::None,
-            lse: false,
-            settled: false,
+            ..Problem::plain("RotaryEmbedding", x.dtype)
         })
     }
 

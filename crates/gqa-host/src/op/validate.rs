@@ -5,9 +5,7 @@ mod pattern;
 mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
-use crate::{
-    Alignment, CacheBinding, Computes, Error, Phase, Problem, QkOutput, Result, Rotary, Sink,
-};
+use crate::{CacheBinding, DType, Error, Phase, Problem, QkOutput, Result, Rotary, Sink};
 use inputs::{Heads, Query};
 pub(super) use inputs::{MAX_HEAD_SIZE, both};
 pub(super) use pattern::{Dim, MAX_COUNT, Pattern, addressable, shape};
@@ -56,10 +54,7 @@ impl GroupQueryAttention {
         query.check_seqlens_k(inputs)?;
         let capacity = present_rows(rows, cache)?;
         let problem = Problem {
-            operator: "GroupQueryAttention",
-            computes: Computes::Attention,
-            dtype: query.dtype,
-            v_dtype: query.dtype,
+            out_dtype: if self.float32_output { DType::F32 } else { query.dtype },
             batch: query.batch,
             q_heads: heads.query,
             kv_heads: heads.kv,
@@ -71,7 +66,6 @@ impl GroupQueryAttention {
             past_capacity: rows.past,
             capacity,
             phase: phase(query.rows, rows.total),
-            alignment: Alignment::Phase,
             cache,
             packed: query.packed,
             layout: self.layout,
@@ -83,13 +77,13 @@ impl GroupQueryAttention {
             },
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: self.window(capacity),
-            right_window: None,
             causal: self.causal == 1,
             sink: Sink::from_inputs(query.head_sink(inputs)?, self.smooth_softmax),
             bias: query.bias(inputs)?,
             output_qk: self.output_qk()?,
             lse: self.lse,
             settled: self.settled,
+            ..Problem::plain("GroupQueryAttention", query.dtype)
         };
         check_sizes(&problem)?;
         Ok(problem)

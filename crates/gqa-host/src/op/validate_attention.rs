@@ -5,8 +5,8 @@ use super::validate::{
 };
 use super::{Attention, AttentionInputs};
 use crate::{
-    Alignment, Bias, CacheBinding, Computes, DType, Error, Layout, Phase, Problem, QkOutput,
-    Result, Sink, Tensor, TensorDesc,
+    Alignment, Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkOutput, Result, Tensor,
+    TensorDesc,
 };
 
 /// softmax_precision: float32, float16, float64, bfloat16.
@@ -32,9 +32,6 @@ impl Attention {
             sizes.alignment(past, cache, inputs.nonpad_kv_seqlen.is_some(), window.is_some());
         let scale = self.scale.unwrap_or(1.0 / (sizes.head_size as f32).sqrt());
         let problem = Problem {
-            operator: "Attention",
-            computes: Computes::Attention,
-            dtype: inputs.q.dtype,
             v_dtype: inputs.v.dtype,
             batch: sizes.batch,
             q_heads: sizes.q_heads,
@@ -49,19 +46,15 @@ impl Attention {
             phase,
             alignment,
             cache,
-            packed: false,
             layout: sizes.layout,
-            rotary: None,
             scale,
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: window.left.map(|left| left.saturating_add(1)),
             right_window: window.right.filter(|&right| right > 0),
             causal: window.right == Some(0),
-            sink: Sink::None,
             bias: sizes.mask(inputs, total)?,
             output_qk: self.output_qk(),
-            lse: false,
-            settled: false,
+            ..Problem::plain("Attention", inputs.q.dtype)
         };
         check_rows("Q", [problem.batch, problem.q_heads, problem.q_len])?;
         check_rows("K", [problem.batch, problem.kv_heads, problem.capacity])?;

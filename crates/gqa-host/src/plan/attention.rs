@@ -90,6 +90,11 @@ fn consider(
         return Err(Rejection::NotForced { forced: forced.name });
     }
     takes_values(p)?;
+    if let (Some(forced), Candidate::Decode | Candidate::General) = (forced, candidate)
+        && !writes(forced, p)
+    {
+        return Err(Rejection::OutputType { got: p.out_dtype });
+    }
     match candidate {
         Candidate::Unfused => {}
         Candidate::General => takes_scores(p)?,
@@ -117,14 +122,10 @@ fn consider(
             if let Some((entry, splits)) = parts {
                 return Ok(Choice { candidate, entry, parts: Parts::Splits(splits) });
             }
-            1
+            rounds_output(p)?
         }
-        Candidate::Decode
-        | Candidate::Tiled
-        | Candidate::TiledMasked
-        | Candidate::TiledF32
-        | Candidate::General
-        | Candidate::Unfused => 1,
+        Candidate::Tiled | Candidate::TiledMasked => rounds_output(p)?,
+        Candidate::Decode | Candidate::TiledF32 | Candidate::General | Candidate::Unfused => 1,
     };
     Ok(Choice { candidate, entry, parts: Parts::Splits(splits) })
 }
@@ -180,6 +181,19 @@ fn takes_values(p: &Problem) -> Result<(), Rejection> {
         true => Ok(()),
         false => Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size }),
     }
+}
+
+/// One part of the keys, in kernels that have their output in the element type only.
+fn rounds_output(p: &Problem) -> Result<u32, Rejection> {
+    match p.widens_output() {
+        false => Ok(1),
+        true => Err(Rejection::OutputType { got: p.out_dtype }),
+    }
+}
+
+/// Fewest parts of the keys in kernels that have one part's output in the element type only: the merge knows both types.
+fn least_parts(p: &Problem) -> u32 {
+    if p.widens_output() { 2 } else { 1 }
 }
 
 /// Memory-efficient attention has scores after the mask only.
@@ -238,6 +252,7 @@ fn kernel(
     forced: Option<&'static Entry>,
 ) -> Result<&'static Entry, Rejection> {
     let mine = entries().filter(|entry| entry.family == candidate.family() && leads(entry));
+    let mine = mine.filter(|entry| candidate != Candidate::General || writes(entry, p));
     let mine = mine
         .filter(|entry| forced.is_none_or(|forced| forced.name == entry.name || !leads(forced)));
     let typed: Vec<_> = mine.filter(|entry| element(p.dtype) == Some(entry.dtype)).collect();
@@ -309,7 +324,13 @@ fn is_combine(entry: &Entry) -> bool {
 fn leads(entry: &Entry) -> bool {
     !is_combine(entry)
         && !hopper::is_split(entry)
-        && !matches!(entry.kernel(), "unfused_softmax" | "unfused_values")
+        && entry.kernel() != "unfused_softmax"
+        && !entry.kernel().starts_with("unfused_values")
+}
+
+/// Whether a kernel that ends with the output has it in the call's type.
+pub(super) fn writes(entry: &Entry, p: &Problem) -> bool {
+    entry.arguments.contains(&"out_f32") == p.widens_output()
 }
 
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of [`tiled`] with few rows.
@@ -322,11 +343,14 @@ fn splits(
     device: &DeviceInfo,
     switches: &Switches,
 ) -> Result<u32, Rejection> {
+    let least = least_parts(p);
     if let Some(splits) = switches.splits {
-        return Ok(splits);
+        return Ok(splits.max(least));
     }
     let rows = p.packed_rows();
-    let forced = switches.force.is_some();
+    // Of those with larger tiles only `hopper` has output in another type.
+    let is_alone = p.widens_output() && !hopper::may_take(p, device);
+    let forced = switches.force.is_some() || is_alone;
     if rows > FEW_ROWS as usize && !forced {
         return Err(Rejection::Rows { got: rows, max: FEW_ROWS });
     }
@@ -337,7 +361,7 @@ fn splits(
     if splits == 1 && rows > 2 * entry.rows as usize && !forced {
         return Err(Rejection::OneSplit);
     }
-    Ok(splits)
+    Ok(splits.max(least))
 }
 
 /// Parts of the keys for `tiled_wide`. GQA_SPLITS knows better than this.
@@ -347,12 +371,14 @@ fn wide_splits(
     device: &DeviceInfo,
     switches: &Switches,
 ) -> Result<u32, Rejection> {
+    let least = least_parts(p);
     if let Some(splits) = switches.splits {
-        return Ok(splits);
+        return Ok(splits.max(least));
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
     let keys = p.most_keys();
-    Ok(tiled_wide::splits(&params, entry.rows, entry.keys, keys, device.multiprocessors))
+    let splits = tiled_wide::splits(&params, entry.rows, entry.keys, keys, device.multiprocessors);
+    Ok(splits.max(least))
 }
 
 /// Blocks of the merge per multiprocessor: more only wait.
@@ -386,7 +412,7 @@ pub(super) fn launches(
             let grid = tiled::grid(&params.attention, entry.rows);
             return Ok(vec![launch(entry, grid, &arguments(p, query.arg), &params)?]);
         }
-        Candidate::Hopper if splits == 1 => {
+        Candidate::Hopper if !hopper::is_split(entry) => {
             let turns = choice.rotates_queries(p, fused);
             return hopper::whole_launch(p, device, entry, query, turns, scratch.count(1))
                 .map(|launch| vec![launch]);
@@ -412,7 +438,8 @@ pub(super) fn launches(
         Candidate::TiledWide => tiled_wide::grid(&params, entry.rows),
         _ => tiled::grid(&params, entry.rows),
     };
-    if splits > 1 {
+    let merges = splits > 1 || hopper::is_split(entry);
+    if merges {
         let (out, lse) = split_kv::partial_elements(&params);
         arguments.push(("partial_out", scratch.take(out, size_of::<f32>())?));
         arguments.push(("partial_lse", scratch.take(lse, size_of::<f32>())?));
@@ -420,8 +447,9 @@ pub(super) fn launches(
         arguments.extend([("partial_out", Arg::Null), ("partial_lse", Arg::Null)]);
     }
     let mut launches = vec![launch(entry, grid, &arguments, &params)?];
-    if splits > 1 {
-        let combine = later("combine", p, |other| is_combine(other) && other.dtype == entry.dtype)?;
+    if merges {
+        let same = |other: &Entry| is_combine(other) && other.dtype == entry.dtype;
+        let combine = later("combine", p, |other| same(other) && writes(other, p))?;
         let grid = combine::grid(&params, device.multiprocessors * WAVES);
         launches.push(launch(combine, grid, &arguments, &params)?);
     }
@@ -452,10 +480,11 @@ fn unfused_launches(
     let mut arguments = arguments(p, query.arg);
     arguments.push(("scores", scratch.take(elements.unwrap_or(usize::MAX), size_of::<f32>())?));
     let then = |kernel: &str| later(kernel, p, |e| e.kernel() == kernel && e.dtype == entry.dtype);
+    let values = if p.widens_output() { "unfused_values_out32" } else { "unfused_values" };
     let kernels = [
         (entry, unfused::scores_grid(&params)),
         (then("unfused_softmax")?, unfused::softmax_grid(&params)),
-        (then("unfused_values")?, unfused::values_grid(&params)),
+        (then(values)?, unfused::values_grid(&params)),
     ];
     kernels.into_iter().map(|(entry, grid)| launch(entry, grid, &arguments, &params)).collect()
 }

@@ -24,7 +24,8 @@ impl Cost {
         let widths = (p.head_size + p.v_head_size) as f64;
         let [s, l, t] = [p.q_len, p.new_len, p.total_len].map(|x| x as f64);
         let row = b * nk * widths;
-        let query_and_output = b * n * s * widths;
+        let query = b * n * s * p.head_size as f64;
+        let output = b * n * s * (p.v_head_size * p.out_dtype.size()) as f64;
         let kept = (keys_read(p) - l).max(0.0);
         let cache = match p.cache {
             CacheBinding::Shared => row * (l + l + kept),
@@ -39,7 +40,7 @@ impl Cost {
         let lse = if p.lse { 4.0 * b * n * s } else { 0.0 };
         Self {
             flops: 2.0 * b * n * widths * visible_pairs(p),
-            bytes: size * (query_and_output + cache + bias + scores) + lse,
+            bytes: size * (query + cache + bias + scores) + output + lse,
         }
     }
 

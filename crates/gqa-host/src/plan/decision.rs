@@ -190,6 +190,11 @@ pub enum Rejection {
         /// The call's.
         got: f32,
     },
+    /// The kernel rounds its output to the type that it computes with.
+    OutputType {
+        /// The call's type of output.
+        got: DType,
+    },
     /// Cutting the keys into parts would not make the call faster.
     OneSplit,
     /// An earlier candidate was taken.
@@ -238,6 +243,7 @@ impl fmt::Display for Rejection {
             ),
             Self::Softcap { got, max } => write!(f, "softcap {got} is more than {max}"),
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
+            Self::OutputType { got } => write!(f, "does not write output in {got}"),
             Self::OneSplit => write!(f, "one part of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),
         }

@@ -1,5 +1,6 @@
 //! A token step in one launch: when, with which kernel, in which clusters.
 
+use super::attention::writes;
 use super::decision::Rejection;
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::params::{arguments, params};
@@ -40,7 +41,7 @@ pub(super) fn entry(
     if device.sm != SM {
         return Err(Rejection::Architecture { have: device.sm, need: SM });
     }
-    let mine = || entries().filter(|entry| entry.family == Family::Decode);
+    let mine = || entries().filter(|entry| entry.family == Family::Decode && writes(entry, p));
     let is_whole = |entry: &&Entry| entry.min_blocks == 1;
     let typed = || mine().filter(|entry| element(p.dtype) == Some(entry.dtype));
     if typed().next().is_none() {
@@ -88,6 +89,7 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
         other.family == entry.family
             && other.dtype == entry.dtype
             && (other.head_size, other.rows) == (entry.head_size, entry.rows)
+            && other.arguments == entry.arguments
             && other.min_blocks == 2
     };
     let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;

@@ -216,6 +216,7 @@ fn features(p: &Problem) -> Vec<String> {
     }
     add(p.output_qk != QkOutput::None, "output_qk".to_owned());
     add(p.lse, "log-sum-exp".to_owned());
+    add(p.out_dtype != p.dtype, format!("output {}", p.out_dtype));
     features
 }
 

@@ -2,7 +2,7 @@
 
 use super::decision::Rejection;
 use super::launch::{Operand, launch, tensor};
-use super::params::{bias_or_mask, keys_and_values, masked_params, params};
+use super::params::{bias_or_mask, keys_and_values, masked_params, output, params};
 use super::prologue::rotary_params;
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
@@ -12,11 +12,19 @@ use gqa_kernels::attention::hopper;
 use gqa_kernels::params::{AttentionParams, HopperParams, MaskedParams, Strides, vectors};
 use gqa_kernels::registry::{Entry, Family, entries};
 
+/// The compute capability that the family is made for, times ten.
+const SM: u32 = 90;
+
 /// Keys of a tile at most, but for those of head size 128 for many keys.
 pub(super) const SHORT_TILE: u32 = 128;
 
 /// Query rows from which a tile of 64 rows or more per query head pays, however many sequences there are.
 const LEAST_ROWS: usize = 64;
+
+/// Whether the call has rows, and the device instructions, for the family.
+pub(super) fn may_take(p: &Problem, device: &DeviceInfo) -> bool {
+    device.sm == SM && p.q_len >= LEAST_ROWS
+}
 
 /// Whether larger tiles pay: a border between work tiles costs more with them, a key that all rows see less (measured, too).
 pub(super) fn sees_many_keys(p: &Problem) -> bool {
@@ -47,7 +55,6 @@ pub(super) fn suits(
     device: &DeviceInfo,
     switches: &Switches,
 ) -> Result<(), Rejection> {
-    const SM: u32 = 90;
     if device.sm != SM {
         return Err(Rejection::Architecture { have: device.sm, need: SM });
     }
@@ -83,8 +90,8 @@ fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bo
     waves(p.q_heads, p.q_len, entry.rows as usize, 1) < TILED_TIME.saturating_mul(tiled)
 }
 
-/// The kernel for parts of the keys, and how many, where they pay instead of `entry` for the whole. GQA_SPLITS and GQA_FORCE know better than the
-/// heuristic.
+/// The kernel for parts of the keys, and how many, where they pay instead of `entry` for the whole, or where their f32 is wanted, if only of one.
+/// GQA_SPLITS and GQA_FORCE know better than the heuristic.
 pub(super) fn parts(
     p: &Problem,
     entry: &'static Entry,
@@ -105,7 +112,8 @@ pub(super) fn parts(
         Some(switches.splits.unwrap_or(best).max(least))
     };
     let parts = parts.filter(|parts| switches.force.is_none_or(|forced| forced == parts.name));
-    parts.and_then(|entry| Some((entry, splits(entry)?))).filter(|(_, splits)| *splits > 1)
+    let chosen = parts.and_then(|entry| Some((entry, splits(entry)?)));
+    chosen.filter(|(_, splits)| *splits > 1 || p.widens_output())
 }
 
 /// `hopper` with the whole keys, which rotates queries or finds them rotated.
@@ -161,13 +169,15 @@ pub(super) fn arguments(
     };
     let tensor = |id| tensor(p, id, 0);
     let [k, v] = keys_and_values(p);
+    let [out, out_f32] = output(p);
     vec![
         ("q", map(query, params.q, q_len, q_heads, hopper::QUERY_BOX)),
         ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
         ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
         ("seqlens_k", tensor(TensorId::SeqlensK)),
         ("head_sink", tensor(TensorId::HeadSink)),
-        ("out", tensor(TensorId::Output)),
+        out,
+        out_f32,
         ("lse", tensor(TensorId::Lse)),
         ("counter", counter),
     ]

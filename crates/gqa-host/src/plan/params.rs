@@ -26,10 +26,20 @@ pub(super) fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
     }
 }
 
+/// Output in the element type, or in f32.
+pub(super) fn output(p: &Problem) -> [(&'static str, Arg); 2] {
+    let output = tensor(p, TensorId::Output, 0);
+    match p.widens_output() {
+        false => [("out", output), ("out_f32", Arg::Null)],
+        true => [("out", Arg::Null), ("out_f32", output)],
+    }
+}
+
 /// Everything an attention kernel may ask for.
 pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
     let [k, v] = keys_and_values(p);
     let [bias, mask] = bias_or_mask(p);
+    let [out, out_f32] = output(p);
     vec![
         ("q", query),
         ("k", k),
@@ -38,7 +48,8 @@ pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
         bias,
         mask,
         ("head_sink", tensor(p, TensorId::HeadSink, 0)),
-        ("out", tensor(p, TensorId::Output, 0)),
+        out,
+        out_f32,
         ("lse", tensor(p, TensorId::Lse, 0)),
         ("output_qk", tensor(p, TensorId::OutputQk, 0)),
     ]

@@ -144,7 +144,7 @@ impl TensorId {
     fn output_spec(self, p: &Problem) -> Option<TensorSpec> {
         let shape = match self {
             Self::Output if p.computes == Computes::Cache => return None,
-            Self::Output => p.output_shape(),
+            Self::Output => return Some(TensorSpec::new(p.out_dtype, p.output_shape())),
             Self::PresentKey | Self::PresentValue if !p.has_present() => return None,
             Self::PresentKey => p.key_cache_shape(p.capacity).to_vec(),
             Self::PresentValue => {

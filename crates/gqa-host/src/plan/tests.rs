@@ -1,9 +1,7 @@
 //! Which kernels for which call, as tables; and that what launches are given lies inside the tensors.
 
 use super::*;
-use crate::{
-    Alignment, Bias, CacheBinding, Computes, DType, Layout, Phase, QkOutput, Rotary, Sink,
-};
+use crate::{Bias, CacheBinding, DType, Layout, Phase, QkOutput, Rotary, Sink};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, Strides,
 };
@@ -12,10 +10,6 @@ use gqa_kernels::registry::Family;
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
 fn llama(s: usize, past: usize) -> Problem {
     Problem {
-        operator: "GroupQueryAttention",
-        computes: Computes::Attention,
-        dtype: DType::F16,
-        v_dtype: DType::F16,
         batch: 1,
         q_heads: 32,
         kv_heads: 8,
@@ -31,21 +25,11 @@ fn llama(s: usize, past: usize) -> Problem {
             (_, 1) => Phase::TokenGeneration,
             _ => Phase::SubsequentPrompt,
         },
-        alignment: Alignment::Phase,
         cache: CacheBinding::Shared,
-        packed: false,
-        layout: Layout::Bsnh,
         rotary: Some(ROTARY),
         scale: 0.088,
-        softcap: None,
-        window: None,
-        right_window: None,
         causal: true,
-        sink: Sink::None,
-        bias: None,
-        output_qk: QkOutput::None,
-        lse: false,
-        settled: false,
+        ..Problem::plain("GroupQueryAttention", DType::F16)
     }
 }
 
@@ -54,6 +38,9 @@ const ROTARY: Rotary = Rotary { dim: 128, interleaved: false, max_positions: 819
 fn with(mut problem: Problem, change: impl FnOnce(&mut Problem)) -> Problem {
     change(&mut problem);
     (problem.v_head_size, problem.v_dtype) = (problem.head_size, problem.dtype);
+    if problem.out_dtype != DType::F32 {
+        problem.out_dtype = problem.dtype;
+    }
     problem
 }
 
@@ -597,6 +584,34 @@ fn work_tiles_that_leave_a_hopper_idle_are_cut() {
 }
 
 #[test]
+fn output_in_float32_is_written_by_kernels_that_have_it() {
+    let off = Switches::default();
+    let wide = |problem| with(problem, |p| p.out_dtype = DType::F32);
+    let names = |problem: &Problem, name: &str| -> Vec<_> {
+        let plan = plan(problem, &device(name), &off).unwrap();
+        plan.launches.iter().map(|launch| launch.entry.kernel()).collect()
+    };
+    assert_eq!(names(&wide(llama(1, 8000)), "h200"), ["decode_out32_f16_d128_r16"]);
+    let prompt = wide(llama(2048, 0));
+    assert_eq!(names(&prompt, "h200")[1..], ["hopper_split_f16_d128", "combine_out32"]);
+    assert_eq!(names(&prompt, "a100")[1..], ["split_kv_f16_d128", "combine_out32"]);
+    assert_eq!(names(&prompt, "v100")[1..], ["general_out32"]);
+    // Too few rows for `hopper`, too many for `decode`.
+    let few = wide(with(llama(40, 8000), |p| p.kv_heads = 4));
+    assert_eq!(names(&few, "h200")[1..], ["split_kv_f16_d128", "combine_out32"]);
+    let biased = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
+    assert_eq!(names(&biased, "h200")[1..], ["general_out32"]);
+    let one = Switches { splits: Some(1), ..Switches::default() };
+    let merged = plan(&prompt, &device("a100"), &one).unwrap();
+    assert_eq!(merged.launches[1].grid[1], 2, "one part alone is rounded");
+    let why = rejection(&biased, "h200", &off, Candidate::HopperMasked);
+    assert_eq!(why, "does not write output in float32");
+    let force = Switches { force: Some(find("gqa_decode_f16_d128_r8")), ..Switches::default() };
+    let error = plan(&wide(llama(1, 8000)), &device("h200"), &force).unwrap_err().to_string();
+    assert!(error.contains("decode does not write output in float32"), "{error}");
+}
+
+#[test]
 fn a_token_step_on_hopper_is_one_launch() {
     let h200 = device("h200");
     let planned = |problem: &Problem, switches| plan(problem, &h200, &switches).unwrap();
@@ -713,6 +728,7 @@ fn problems() -> impl Iterator<Item = Problem> {
             p.past_capacity = if separate { past } else { past + s + 5 };
             p.capacity = if separate { past + s } else { past + s + 5 };
             p.dtype = [DType::F16, DType::BF16, DType::F32][kind % 3];
+            p.out_dtype = if kind % 8 == 5 { DType::F32 } else { p.dtype };
             p.bias = bias(bit(0), bit(1), past + s).filter(|_| kind % 5 == 1);
             p.output_qk = if kind % 7 == 1 { QkOutput::AfterSoftmax } else { QkOutput::None };
             p.sink = if kind % 4 == 3 { Sink::PerHead } else { Sink::None };
@@ -836,6 +852,7 @@ fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
     match name {
         "v" => values(p.v, p.kv_heads, p.capacity),
         "out" => values(p.out, p.q_heads, p.q_len),
+        "out_f32" => values(p.out, p.q_heads, p.q_len) / element * 4,
         "mask" => bias,
         "bias" => bias * element,
         "scores" => (p.batch * p.q_heads * p.q_len) as usize * p.qk_columns as usize * 4,
@@ -875,6 +892,7 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
     match name {
         "q" => rows(p.q, p.q_heads, p.q_len),
         "out" => rows(p.out, p.q_heads, p.q_len),
+        "out_f32" => rows(p.out, p.q_heads, p.q_len) / element * 4,
         "k" | "v" => rows(p.k, p.kv_heads, p.capacity),
         "head_sink" => p.q_heads as usize * element,
         "lse" => all * 4,

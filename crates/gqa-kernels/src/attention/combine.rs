@@ -7,7 +7,7 @@
 //! **Grid**: any number of blocks in x; rows are taken in turn. **Block**: 128 threads.
 //!
 //! **Tensors**: partial_out (split, batch, query head, S, head size), not read where partial_lse (split, batch, query head, S) is -inf;
-//! out (batch, query head, S, head size) with its strides; lse (batch, query head, S) or null.
+//! out (batch, query head, S, head size) with its strides, which may be f32; lse (batch, query head, S) or null.
 //!
 //! **Shared memory**: `per warp: 128 weights | per warp: 32 lanes × 8 sums`, all f32.
 //!
@@ -16,6 +16,7 @@
 //!
 //! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp, all sums f32. The sink joins here, once.
 
+use super::out::OutElement;
 use super::split_kv::MAX_SPLITS;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
@@ -25,7 +26,7 @@ use crate::simt::{
     Global, Shared, block_idx_x, fma, grid_dim_x, lane, max, shfl_xor_f32, sync_threads, sync_warp,
     thread_idx, warp,
 };
-use crate::tile::copy::{UNIT, to_unit};
+use crate::tile::copy::UNIT;
 use crate::tile::rows::close;
 
 /// Threads of a block.
@@ -47,14 +48,14 @@ pub fn grid(p: &AttentionParams, most: u32) -> [u32; 3] {
     [rows.min(u64::from(most)) as u32, 1, 1]
 }
 
-/// The kernel.
+/// The kernel, with output of type `O`.
 #[inline(always)]
-pub fn combine<T: MmaElement>(
+pub fn combine<T: MmaElement, O: OutElement>(
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
     seqlens_k: Global<i32>,
     head_sink: Global<T>,
-    out: Global<T>,
+    out: Global<O>,
     lse: Global<f32>,
     p: AttentionParams,
 ) {
@@ -123,12 +124,12 @@ fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
 
 /// Adds up the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of eight columns.
 #[inline(always)]
-fn add_up<T: MmaElement>(
+fn add_up<O: OutElement>(
     p: &AttentionParams,
     weights: Shared<f32>,
     partial_out: Global<f32>,
     stride: usize,
-    out: Global<T>,
+    out: Global<O>,
 ) {
     let units = p.head_size / UNIT;
     let across = units.next_power_of_two().min(32);
@@ -148,7 +149,7 @@ fn add_up<T: MmaElement>(
             for warp in 0..WARPS {
                 add(&mut sums, 1.0, [sums_of(warp).load_vec(0), sums_of(warp).load_vec(4)]);
             }
-            out.store_vec(column, to_unit::<T>(sums));
+            O::store_unit(out, column, sums);
         }
         sync_threads();
         unit += across;

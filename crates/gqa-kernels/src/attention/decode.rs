@@ -18,7 +18,7 @@
 //! **Grid**: `ranks × parts` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row tiles` in z. **Block**: `32 WARPS` threads.
 //!
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size) with their strides, unrotated; k, v
-//! (batch, KV head, capacity, head size), the cache that is read and appended to; out and lse as in [`tiled`](super::tiled). With parts:
+//! (batch, KV head, capacity, head size), the cache that is read and appended to; out, which may be f32, and lse as in [`tiled`](super::tiled). With parts:
 //! partial_out (part, batch, query head, S, head size), f32; partial_states (part, cluster, rank, row), maxima and sums;
 //! arrivals (cluster, rank), counters that are zero before and after. Clusters are counted without their parts.
 //!
@@ -47,6 +47,7 @@ mod warpgroup;
 
 pub use shape::{Shape, shape};
 
+use super::out::OutElement;
 use crate::concept::seqlen::Seqlen;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
@@ -259,9 +260,9 @@ impl<
         if Self::BY_WARPGROUPS { chunked_bytes(rows, D8) } else { swizzled_bytes(rows, D8) }
     }
 
-    /// The kernel.
+    /// The kernel, with output of type `O`.
     #[inline(always)]
-    pub fn run<T: MmaElement>(
+    pub fn run<T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -272,7 +273,7 @@ impl<
         head_sink: Global<T>,
         k: Global<T>,
         v: Global<T>,
-        out: Global<T>,
+        out: Global<O>,
         lse: Global<f32>,
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
@@ -354,9 +355,9 @@ impl<
         }
         // Where there are threads enough each has one column, which is over sooner; more of them have eight, of whose row they find the weights once.
         if mailbox.has_few_units(Self::THREADS) {
-            Self::finish::<T, 1>(&p, &rows, mailbox, output, parts);
+            Self::finish::<T, O, 1>(&p, &rows, mailbox, output, parts);
         } else {
-            Self::finish::<T, 8>(&p, &rows, mailbox, output, parts);
+            Self::finish::<T, O, 8>(&p, &rows, mailbox, output, parts);
         }
     }
 

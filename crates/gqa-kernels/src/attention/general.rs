@@ -8,7 +8,7 @@
 //! bias       (batch, query head, row, key)         added; null: none
 //! mask       (batch, query head, row, key)         bytes, 0 hides the key; null: none; strides are the bias's
 //! head_sink  (query head)                          null unless sink::PER_HEAD
-//! out        (batch, query head, row, v_head_size)
+//! out        (batch, query head, row, v_head_size) of the element type or f32
 //! lse        (batch, query head, row)              f32, contiguous; null: not wanted
 //! output_qk  (batch, query head, row, qk_columns)  contiguous; null unless wanted
 //! ```
@@ -85,9 +85,9 @@ fn tiles_per_head(p: &AttentionParams) -> u32 {
     Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(ROWS)
 }
 
-/// The kernel.
+/// The kernel, with output of type `O`.
 #[inline(always)]
-pub fn general<T: Element>(
+pub fn general<T: Element, O: Element>(
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
@@ -95,7 +95,7 @@ pub fn general<T: Element>(
     bias: Global<T>,
     mask: Global<u8>,
     head_sink: Global<T>,
-    out: Global<T>,
+    out: Global<O>,
     lse: Global<f32>,
     output_qk: Global<T>,
     p: MaskedParams,
@@ -209,14 +209,14 @@ impl Row {
 }
 
 /// The tensors and the scalars.
-struct Call<'a, T> {
+struct Call<'a, T, O> {
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
     bias: Global<T>,
     mask: Global<u8>,
     head_sink: Global<T>,
-    out: Global<T>,
+    out: Global<O>,
     lse: Global<f32>,
     output_qk: Global<T>,
     masked: &'a MaskedParams,
@@ -236,7 +236,7 @@ struct Head<T> {
 
 type Accumulators = [[f32; LANE_COLUMNS]; WARP_ROWS];
 
-impl<T: Element> Call<'_, T> {
+impl<T: Element, O: Element> Call<'_, T, O> {
     /// Computes one tile of rows.
     #[inline(always)]
     fn attend(&self, tile: &Tile) {
@@ -410,7 +410,7 @@ impl<T: Element> Call<'_, T> {
         for (c, accumulator) in accumulators.iter().enumerate() {
             let column = 32 * c as u32 + lane();
             if column < self.masked.v_head_size {
-                self.out.store(at + column as usize, T::from_f32(accumulator * factor));
+                self.out.store(at + column as usize, O::from_f32(accumulator * factor));
             }
         }
         if !self.lse.is_null() && lane() == 0 {

@@ -8,7 +8,7 @@
 //! scores     (batch, query head, row, qk_columns)  f32, contiguous: q·k, then weights
 //! bias, mask (batch, query head, row, key)         as in [`general`](super::general)
 //! head_sink  (query head)                          null unless sink::PER_HEAD
-//! out        (batch, query head, row, v_head_size)
+//! out        (batch, query head, row, v_head_size) of the element type or f32
 //! lse        (batch, query head, row)              f32, contiguous; null: not wanted
 //! output_qk  (batch, query head, row, qk_columns)  contiguous; null unless wanted
 //! ```
@@ -370,13 +370,13 @@ impl<T: Element> Line<'_, T> {
     }
 }
 
-/// The weights times V.
+/// The weights times V, as elements of `O`.
 #[inline(always)]
-pub fn unfused_values<T: Element>(
+pub fn unfused_values<T: Element, O: Element>(
     v: Global<T>,
     seqlens_k: Global<i32>,
     scores: Global<f32>,
-    out: Global<T>,
+    out: Global<O>,
     masked: MaskedParams,
 ) {
     let p = &masked.attention;
@@ -429,7 +429,7 @@ fn stage_values<T: Element>(tile: &Tile, key: u32, keys: u32, v: Global<T>, mask
 }
 
 #[inline(always)]
-fn store_output<T: Element>(tile: &Tile, product: &Product, out: Global<T>, masked: &MaskedParams) {
+fn store_output<O: Element>(tile: &Tile, product: &Product, out: Global<O>, masked: &MaskedParams) {
     let (p, (row, column)) = (&masked.attention, corner());
     for r in 0..4 {
         if let Some((s, head)) = tile.place(row + r, p) {
@@ -437,7 +437,7 @@ fn store_output<T: Element>(tile: &Tile, product: &Product, out: Global<T>, mask
             for c in 0..4 {
                 let e = tile.column + column + c;
                 if e < masked.v_head_size {
-                    out.store(at + e as usize, T::from_f32(product[r as usize][c as usize]));
+                    out.store(at + e as usize, O::from_f32(product[r as usize][c as usize]));
                 }
             }
         }

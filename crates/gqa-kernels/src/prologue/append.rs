@@ -1,10 +1,10 @@
 //! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and the part of
 //! `unpack_qkv_with_rope_and_append_kv` that does the same.
 //!
-//! One thread moves two 16-byte vectors of one new row; K is rotated on the way. Row `s` of batch entry `b` lands in cache row
+//! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is rotated on the way. Row `s` of batch entry `b` lands in cache row
 //! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
 
-use super::rope::{Rope, move_rest, pairs};
+use super::rope::{Rope, Unturned, pairs};
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::seqlen::Seqlen;
@@ -37,21 +37,47 @@ impl<T: Element> Append<'_, T> {
         }
         let p = self.params;
         if head < p.kv_heads {
-            let position = self.rope.position(b, s, seqlen.past);
-            let to = (self.present_k, p.kv_out.at(b, head, seqlen.past + s));
-            self.rope.move_pair((self.k, p.k.at(b, head, s)), to, (pair, p.head_size), position);
+            self.turn_keys([b, s, head, pair], seqlen);
         } else {
             let head = head - p.kv_heads;
-            let to = (self.present_v, p.kv_out.at(b, head, seqlen.past + s));
-            move_rest((self.v, p.v.at(b, head, s)), to, 0, pair, p.head_size);
+            self.load_values([b, s, head, pair]).store(self.values_to([b, s, head], seqlen));
         }
+    }
+
+    /// The same of both heads number `head`: values are on their way while keys wait for angles.
+    #[inline(always)]
+    fn both(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
+        if seqlen.is_token(s) {
+            let values = self.load_values([b, s, head, pair]);
+            self.turn_keys([b, s, head, pair], seqlen);
+            values.store(self.values_to([b, s, head], seqlen));
+        }
+    }
+
+    #[inline(always)]
+    fn turn_keys(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
+        let p = self.params;
+        let position = self.rope.position(b, s, seqlen.past);
+        let to = (self.present_k, p.kv_out.at(b, head, seqlen.past + s));
+        self.rope.move_pair((self.k, p.k.at(b, head, s)), to, (pair, p.head_size), position);
+    }
+
+    #[inline(always)]
+    fn load_values(&self, [b, s, head, pair]: [u32; 4]) -> Unturned {
+        let p = self.params;
+        Unturned::load((self.v, p.v.at(b, head, s)), 0, pair, p.head_size)
+    }
+
+    #[inline(always)]
+    fn values_to(&self, [b, s, head]: [u32; 3], seqlen: Seqlen) -> (Global<T>, usize) {
+        (self.present_v, self.params.kv_out.at(b, head, seqlen.past + s))
     }
 }
 
-/// Index space of [`concat_kv_in_place`]: (batch, new row, key heads and then value heads, pair of vectors).
+/// Index space of [`concat_kv_in_place`]: (batch, new row, KV head, pair of vectors).
 #[inline(always)]
 pub fn concat_kv_in_place_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, p.new_len, 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+    [p.batch, p.new_len, p.kv_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Appends new K and V rows to a shared cache.
@@ -70,6 +96,6 @@ pub fn concat_kv_in_place<T: Element>(
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, pair] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
-        append.pair([b, s, head, pair], seqlen(&p, seqlens_k, b));
+        append.both([b, s, head, pair], seqlen(&p, seqlens_k, b));
     }
 }

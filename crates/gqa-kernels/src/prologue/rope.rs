@@ -105,7 +105,7 @@ impl<T: Element> Rope<T> {
     ) {
         let half = self.params.dim / (2 * T::PER_VEC);
         if pair >= half {
-            return move_rest((x, from), (out, to), 2 * half, pair - half, head_size);
+            return Unturned::load((x, from), 2 * half, pair - half, head_size).store((out, to));
         }
         let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
         let vectors = places.map(|place| x.load_vec(from + place));
@@ -158,24 +158,39 @@ pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
     (head_size / per_vec).div_ceil(2)
 }
 
-/// Moves pair number `pair` of the vectors of a head from vector `first` on, as they are.
-#[inline(always)]
-pub(super) fn move_rest<T: Element>(
-    (x, from): (Global<T>, usize),
-    (out, to): (Global<T>, usize),
-    first: u32,
-    pair: u32,
-    head_size: u32,
-) {
-    let vectors = head_size / T::PER_VEC;
-    let low = first + pair;
-    let high = low + (vectors - first).div_ceil(2);
-    let place = |vector: u32| (vector * T::PER_VEC) as usize;
-    let moved = x.load_vec(from + place(low));
-    if high < vectors {
-        out.store_vec(to + place(high), x.load_vec(from + place(high)));
+/// Two vectors of a head on their way, as they are, each with its element of the head. The second may not be there.
+pub(super) struct Unturned {
+    low: (usize, [u32; 4]),
+    high: Option<(usize, [u32; 4])>,
+}
+
+impl Unturned {
+    /// Pair number `pair` of the vectors of the head that starts at `x[from]`, from vector `first` on.
+    #[inline(always)]
+    pub fn load<T: Element>(
+        (x, from): (Global<T>, usize),
+        first: u32,
+        pair: u32,
+        head_size: u32,
+    ) -> Self {
+        let vectors = head_size / T::PER_VEC;
+        let low = first + pair;
+        let high = low + (vectors - first).div_ceil(2);
+        let vector = |number: u32| {
+            let element = (number * T::PER_VEC) as usize;
+            (element, x.load_vec(from + element))
+        };
+        Self { low: vector(low), high: (high < vectors).then(|| vector(high)) }
     }
-    out.store_vec(to + place(low), moved);
+
+    /// To the head that starts at `out[to]`.
+    #[inline(always)]
+    pub fn store<T: Element>(self, (out, to): (Global<T>, usize)) {
+        out.store_vec(to + self.low.0, self.low.1);
+        if let Some((element, vector)) = self.high {
+            out.store_vec(to + element, vector);
+        }
+    }
 }
 
 /// Index space of [`rotary_embedding`]: (batch, row, query head, pair of vectors).

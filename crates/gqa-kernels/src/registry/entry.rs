@@ -130,7 +130,7 @@ impl core::fmt::Debug for Entry {
 }
 
 impl Entry {
-    /// Name of the kernel without prefix and, where it ends the name, element type. What follows an element type is the shape, where one head size or
+    /// Name of the kernel without prefix and, where it ends the name, element type. `_out32`: of those with output in f32. What follows an element type is the shape, where one head size or
     /// more has several: `_d` head size, `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for sums that a log-sum-exp needs.
     pub fn kernel(&self) -> &'static str {
         let name = self.name.strip_prefix("gqa_").unwrap_or(self.name);

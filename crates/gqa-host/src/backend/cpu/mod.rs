@@ -56,10 +56,23 @@ impl Cpu {
             append(p, &sequences, rope.as_ref(), io)?;
         }
         match p.computes {
-            Computes::Attention => {}
-            Computes::Rotation => return rotate(p, &sequences, rope.as_ref(), io),
-            Computes::Cache => return Ok(()),
+            Computes::Attention if p.widens_output() => {
+                self.attend::<T, f32>(p, &sequences, rope.as_ref(), io)
+            }
+            Computes::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), io),
+            Computes::Rotation => rotate(p, &sequences, rope.as_ref(), io),
+            Computes::Cache => Ok(()),
         }
+    }
+
+    /// Attention over the present cache, with output of type `O`.
+    fn attend<T: Element, O: Element>(
+        &self,
+        p: &Problem,
+        sequences: &[Sequence],
+        rope: Option<&Rope<'_, T>>,
+        io: &mut Io<'_>,
+    ) -> Result<()> {
         let lse = io.lse.as_deref_mut().map(|lse| elements_mut("lse", lse)).transpose()?;
         let output_qk =
             io.output_qk.as_deref_mut().map(|qk| elements_mut("output_qk", qk)).transpose()?;
@@ -69,15 +82,15 @@ impl Cpu {
         };
         let call = Call {
             problem: p,
-            sequences: &sequences,
+            sequences,
             query: elements::<T>("query", io.query)?,
-            rope: rope.as_ref(),
+            rope,
             keys: elements("key", key)?,
             values: elements("value", value)?,
             bias: io.attention_bias.map(Bias::of).transpose()?,
             head_sink: io.head_sink.map(|sink| elements("head_sink", sink)).transpose()?,
         };
-        let mut rows = output_rows(p, elements_mut("output", io.output)?, output_qk, lse);
+        let mut rows = output_rows(p, elements_mut::<O>("output", io.output)?, output_qk, lse);
         tasks(&call, &mut rows).into_par_iter().for_each(|(task, rows)| task.run(self.arch, rows));
         Ok(())
     }
@@ -157,10 +170,10 @@ fn append<T: Element>(
 }
 
 /// The rows in tasks of up to [`TASK_ROWS`].
-fn tasks<'a, 'r, T>(
+fn tasks<'a, 'r, T, O>(
     call: &'a Call<'a, T>,
-    rows: &'r mut [OutputRow<'r, T>],
-) -> Vec<(Task<'a, T>, &'r mut [OutputRow<'r, T>])> {
+    rows: &'r mut [OutputRow<'r, T, O>],
+) -> Vec<(Task<'a, T>, &'r mut [OutputRow<'r, T, O>])> {
     let (p, mut tasks) = (call.problem, Vec::new());
     for (head, rows) in rows.chunks_mut(p.q_len * p.group()).enumerate() {
         for (i, rows) in rows.chunks_mut(TASK_ROWS).enumerate() {

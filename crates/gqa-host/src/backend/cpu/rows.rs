@@ -2,21 +2,21 @@
 
 use crate::{Layout, Problem};
 
-/// What one query row's result goes to.
-pub(super) struct OutputRow<'a, T> {
-    pub(super) output: &'a mut [T],
+/// What one query row's result goes to: output of type `O`, scores of type `T`.
+pub(super) struct OutputRow<'a, T, O> {
+    pub(super) output: &'a mut [O],
     /// The row of output_qk.
     pub(super) scores: Option<&'a mut [T]>,
     pub(super) lse: Option<&'a mut f32>,
 }
 
 /// All rows, those of a KV head together: (batch, KV head, token, query head of the group).
-pub(super) fn output_rows<'a, T>(
+pub(super) fn output_rows<'a, T, O>(
     p: &Problem,
-    output: &'a mut [T],
+    output: &'a mut [O],
     output_qk: Option<&'a mut [T]>,
     lse: Option<&'a mut [f32]>,
-) -> Vec<OutputRow<'a, T>> {
+) -> Vec<OutputRow<'a, T, O>> {
     let output = grouped(p, p.layout, output.chunks_exact_mut(p.v_head_size));
     let scores =
         output_qk.map(|scores| grouped(p, Layout::Bnsh, scores.chunks_exact_mut(p.total_len)));

@@ -89,7 +89,7 @@ impl<T: Element> Task<'_, T> {
     }
 
     /// Computes the rows.
-    pub(super) fn run(&self, arch: Arch, rows: &mut [OutputRow<'_, T>]) {
+    pub(super) fn run<O: Element>(&self, arch: Arch, rows: &mut [OutputRow<'_, T, O>]) {
         let visible: Vec<_> = (0..self.count).map(|row| self.visible(row)).collect();
         let span = span(&visible);
         let length = if self.count <= FEW_ROWS { PART_KEYS } else { usize::MAX };
@@ -121,7 +121,12 @@ impl<T: Element> Task<'_, T> {
     }
 
     /// Joins the parts of a row and writes its output.
-    fn finish(&self, row: usize, parts: &[Partial], to: &mut OutputRow<'_, T>) -> Softmax {
+    fn finish<O: Element>(
+        &self,
+        row: usize,
+        parts: &[Partial],
+        to: &mut OutputRow<'_, T, O>,
+    ) -> Softmax {
         let sink = if self.visible(row).is_empty() { None } else { self.sink(row) };
         let states = || parts.iter().map(|part| part.softmax[row]);
         let max = states().map(|state| state.max).chain(sink).fold(f32::MIN, f32::max);
@@ -138,7 +143,7 @@ impl<T: Element> Task<'_, T> {
                 output.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
             }
         }
-        T::narrow(output, to.output);
+        O::narrow(output, to.output);
         if let Some(lse) = &mut to.lse {
             **lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
         }

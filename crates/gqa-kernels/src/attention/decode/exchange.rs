@@ -1,6 +1,7 @@
 //! The merge of a cluster's results through distributed shared memory, and of the parts' results through global memory.
 
 use super::{Decode, MAX_RANKS, Place};
+use crate::attention::out::OutElement;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
@@ -9,7 +10,7 @@ use crate::simt::{
     mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster, peer_address, st_async_vec,
     st_async_vec2, sync_threads, thread_idx,
 };
-use crate::tile::copy::{UNIT, to_unit};
+use crate::tile::copy::UNIT;
 use crate::tile::rows::{Row, Rows, close};
 
 /// Bytes of a row's maximum and sum, and of eight columns.
@@ -173,11 +174,11 @@ impl<
 
     /// Writes the result of a block that is a cluster, or leaves it to the last part.
     #[inline(always)]
-    pub(super) fn finish_alone<T: MmaElement>(
+    pub(super) fn finish_alone<T: MmaElement, O: OutElement>(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
-        output: Output<T>,
+        output: Output<T, O>,
         parts: Parts,
     ) {
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
@@ -205,28 +206,28 @@ impl<
 
     /// What is left to do where a block is not alone, `N` columns at a time.
     #[inline(always)]
-    pub(super) fn finish<T: MmaElement, const N: usize>(
+    pub(super) fn finish<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
-        output: Output<T>,
+        output: Output<T, O>,
         parts: Parts,
     ) {
         if mailbox.place.ranks > 1 {
-            Self::finish_received::<T, N>(p, rows, mailbox, output, parts);
+            Self::finish_received::<T, O, N>(p, rows, mailbox, output, parts);
         }
         if p.parts > 1 {
-            Self::finish_parts::<T, N>(p, rows, mailbox, output, parts);
+            Self::finish_parts::<T, O, N>(p, rows, mailbox, output, parts);
         }
     }
 
     /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to the last part.
     #[inline(always)]
-    fn finish_received<T: MmaElement, const N: usize>(
+    fn finish_received<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
-        output: Output<T>,
+        output: Output<T, O>,
         parts: Parts,
     ) {
         for i in Self::owned::<N>(mailbox) {
@@ -247,11 +248,11 @@ impl<
 
     /// In the last part to come, adds up what all of them left, and writes the rank's columns.
     #[inline(always)]
-    fn finish_parts<T: MmaElement, const N: usize>(
+    fn finish_parts<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
-        output: Output<T>,
+        output: Output<T, O>,
         parts: Parts,
     ) {
         if mailbox.owned() > 0 && parts.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
@@ -273,13 +274,13 @@ impl<
 
 /// Where results go.
 #[derive(Clone, Copy)]
-pub(super) struct Output<T> {
+pub(super) struct Output<T, O> {
     pub head_sink: Global<T>,
-    pub out: Global<T>,
+    pub out: Global<O>,
     pub lse: Global<f32>,
 }
 
-impl<T: MmaElement> Output<T> {
+impl<T: MmaElement, O: OutElement> Output<T, O> {
     /// Ends columns of a row, one or eight, and with the first ones the row.
     #[inline(always)]
     fn write<const N: usize>(
@@ -295,9 +296,9 @@ impl<T: MmaElement> Output<T> {
         let sums = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * factor });
         let to = a.out.at(rows.batch, row.head, row.s) + column as usize;
         if let Some(unit) = sums.first_chunk() {
-            self.out.store_vec(to, to_unit::<T>(*unit));
+            O::store_unit(self.out, to, *unit);
         } else {
-            self.out.store(to, T::from_f32(sums[0]));
+            self.out.store(to, O::from_f32(sums[0]));
         }
         if column == 0 && !self.lse.is_null() {
             self.lse.store(rows.index(a, row), log_sum_exp);
