@@ -70,10 +70,12 @@ fn separate_prologue() {
     parity("sim, unfused", 400, case(any_dtype(), heads_up_to(64), 24), &sim(switches));
 }
 
+/// Few, which a warp merges, and more, which a block does.
 #[test]
-fn three_splits() {
-    let switches = Switches { splits: Some(3), ..Switches::default() };
-    parity("sim, 3 splits", 300, case(half_dtype(), heads_up_to(96), 150), &ampere(switches));
+fn splits() {
+    let sim = |splits| ampere(Switches { splits: Some(splits), ..Switches::default() });
+    parity("sim, 3 splits", 300, case(half_dtype(), heads_up_to(96), 150), &sim(3));
+    parity("sim, 11 splits", 100, case(half_dtype(), heads_up_to(96), 300), &sim(11));
 }
 
 #[test]

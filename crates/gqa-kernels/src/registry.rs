@@ -420,14 +420,14 @@ kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
 
 kernels!(COMBINE, SplitKv, "family-split-kv",
     (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 0, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
     gqa_combine_f16 => combine::<f16, f16>, T = f16;
     gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16;
 });
 
 kernels!(COMBINE_OUT32, SplitKv, "family-split-kv",
     (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 0, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
     gqa_combine_out32_f16 => combine::<f16, f32>, T = f16;
     gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16;
 });

@@ -1,7 +1,7 @@
 //! Merges the results of splits of the keys, which [`split_kv`](super::split_kv), `hopper_split` and [`tiled_wide`](super::tiled_wide) leave.
 //!
-//! **One block** computes one row of out at a time. Each of its warps turns the splits' log-sum-exps into weights, a few splits to a
-//! lane, and leaves them in shared memory. Then the threads add up: a thread has eight columns, and as many threads have the same
+//! **One block** computes one row of out at a time, or, where splits are few, each of its warps does. Each warp turns the splits' log-sum-exps into
+//! weights, a few splits to a lane, and leaves them in shared memory. Then the threads add up: a thread has eight columns, and as many threads have the same
 //! ones as there are to spare, each for some of the splits. Shuffles add what lanes of a warp have, shared memory what warps have.
 //!
 //! **Grid**: any number of blocks in x; rows are taken in turn. **Block**: 128 threads.
@@ -11,7 +11,7 @@
 //!
 //! **Shared memory**: `per warp: 128 weights | per warp: 32 lanes × 8 sums`, all f32.
 //!
-//! **Order**: weights are a warp's own, ordered by `sync_warp`. A barrier stands between the warps' sums and the first warp, which
+//! **Order**: weights are a warp's own, ordered by `sync_warp`. Where the block adds up, a barrier stands between the warps' sums and the first warp, which
 //! adds and writes them; another one between that and the next sums.
 //!
 //! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp, all sums f32. The sink joins here, once.
@@ -42,10 +42,44 @@ const PER_LANE: usize = MAX_SPLITS as usize / 32;
 /// Splits whose values a thread has under way together.
 const UNROLL: u32 = 4;
 
-/// Blocks of a call: one for each row, up to `most`.
+/// Who adds up a row: a warp of the block, where splits are few and rows perhaps many, or all of it.
+struct Team<const IS_WARP: bool>;
+
+impl<const IS_WARP: bool> Team<IS_WARP> {
+    /// Threads of a team.
+    const THREADS: u32 = if IS_WARP { 32 } else { THREADS };
+
+    /// Which team this is.
+    #[inline(always)]
+    fn number() -> u32 {
+        if IS_WARP { block_idx_x() * WARPS + warp() } else { block_idx_x() }
+    }
+
+    /// Teams of the grid.
+    #[inline(always)]
+    fn count() -> u32 {
+        if IS_WARP { grid_dim_x() * WARPS } else { grid_dim_x() }
+    }
+
+    /// Which thread of the team this is.
+    #[inline(always)]
+    fn thread() -> u32 {
+        if IS_WARP { lane() } else { thread_idx() }
+    }
+}
+
+/// Blocks of a call: enough for a row to each team, up to `most`.
 pub fn grid(p: &AttentionParams, most: u32) -> [u32; 3] {
     let rows = u64::from(p.batch) * u64::from(p.q_heads) * u64::from(p.q_len);
-    [rows.min(u64::from(most)) as u32, 1, 1]
+    let blocks = if has_few_splits(p) { rows.div_ceil(u64::from(WARPS)) } else { rows };
+    [blocks.min(u64::from(most)) as u32, 1, 1]
+}
+
+/// Whether a warp adds up a row by itself.
+#[inline(always)]
+fn has_few_splits(p: &AttentionParams) -> bool {
+    const FEW: u32 = 8;
+    p.splits <= FEW
 }
 
 /// The kernel, with output of type `O`.
@@ -59,18 +93,37 @@ pub fn combine<T: MmaElement, O: OutElement>(
     lse: Global<f32>,
     p: AttentionParams,
 ) {
-    // No count is 0, and saying so spares the device the check.
-    let (q_len, q_heads) = (p.q_len.max(1) as usize, p.q_heads.max(1) as usize);
-    let rows = p.batch as usize * q_heads * q_len;
-    let weights = Shared::<f32>::at(0).offset(warp() * MAX_SPLITS);
-    let mut index = block_idx_x() as usize;
-    while index < rows {
-        let (s, head) = ((index % q_len) as u32, (index / q_len % q_heads) as u32);
-        let batch = index / q_len / q_heads;
-        let seqlen = Seqlen::new(seqlens_k.load(batch), p.q_len, p.capacity, p.first_prompt != 0);
+    if has_few_splits(&p) {
+        combine_rows::<T, O, true>(&p, partial_out, partial_lse, seqlens_k, head_sink, out, lse);
+    } else {
+        combine_rows::<T, O, false>(&p, partial_out, partial_lse, seqlens_k, head_sink, out, lse);
+    }
+}
 
-        let (state, shares) = weigh(&p, partial_lse.offset(index), rows);
-        let (factor, log_sum_exp) = close(&p, seqlen.is_token(s), head, head_sink, state);
+/// The rows of this thread's team.
+#[inline(always)]
+fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
+    p: &AttentionParams,
+    partial_out: Global<f32>,
+    partial_lse: Global<f32>,
+    seqlens_k: Global<i32>,
+    head_sink: Global<T>,
+    out: Global<O>,
+    lse: Global<f32>,
+) {
+    // No count is 0, and saying so spares the device the check. All rows together are counted in 32 bits.
+    let (q_len, q_heads) = (p.q_len.max(1), p.q_heads.max(1));
+    let rows = p.batch * q_heads * q_len;
+    let weights = Shared::<f32>::at(0).offset(warp() * MAX_SPLITS);
+    let mut index = Team::<IS_WARP>::number();
+    while index < rows {
+        let (s, head) = (index % q_len, index / q_len % q_heads);
+        let (batch, place) = (index / q_len / q_heads, index as usize);
+        let last_index = seqlens_k.load(batch as usize);
+        let seqlen = Seqlen::new(last_index, p.q_len, p.capacity, p.first_prompt != 0);
+
+        let (state, shares) = weigh(p, partial_lse.offset(place), rows as usize);
+        let (factor, log_sum_exp) = close(p, seqlen.is_token(s), head, head_sink, state);
         for i in 0..PER_LANE {
             weights.store(
                 lane() + 32 * i as u32,
@@ -79,18 +132,17 @@ pub fn combine<T: MmaElement, O: OutElement>(
         }
         sync_warp();
 
-        let source = partial_out.offset(index * p.head_size as usize);
-        add_up(
-            &p,
-            weights,
-            source,
-            rows * p.head_size as usize,
-            out.offset(p.out.at(batch as u32, head, s)),
-        );
-        if thread_idx() == 0 && !lse.is_null() {
-            lse.store(index, log_sum_exp);
+        let source = partial_out.offset(place * p.head_size as usize);
+        let to = out.offset(p.out.at(batch, head, s));
+        add_up::<O, IS_WARP>(p, weights, source, rows as usize * p.head_size as usize, to);
+        if Team::<IS_WARP>::thread() == 0 && !lse.is_null() {
+            lse.store(place, log_sum_exp);
         }
-        index += grid_dim_x() as usize;
+        if IS_WARP {
+            // Others may still read weights.
+            sync_warp();
+        }
+        index = index.saturating_add(Team::<IS_WARP>::count());
     }
 }
 
@@ -124,7 +176,7 @@ fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
 
 /// Adds up the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of eight columns.
 #[inline(always)]
-fn add_up<O: OutElement>(
+fn add_up<O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
     weights: Shared<f32>,
     partial_out: Global<f32>,
@@ -133,32 +185,45 @@ fn add_up<O: OutElement>(
 ) {
     let units = p.head_size / UNIT;
     let across = units.next_power_of_two().min(32);
-    let sums_of = |warp: u32| Shared::<f32>::at(SUMS).offset((warp * 32 + lane()) * UNIT);
     let mut unit = lane() % across;
     while unit - lane() % across < units {
         let column = (unit * UNIT) as usize;
         let mine = if unit < units {
-            add_splits(p, weights, partial_out.offset(column), stride, across)
+            add_splits::<IS_WARP>(p, weights, partial_out.offset(column), stride, across)
         } else {
             [0.0; 8]
         };
-        store(sums_of(warp()), add_lanes(mine, across));
-        sync_threads();
-        if warp() == 0 && lane() < across && unit < units {
-            let mut sums = [0.0; 8];
-            for warp in 0..WARPS {
-                add(&mut sums, 1.0, [sums_of(warp).load_vec(0), sums_of(warp).load_vec(4)]);
+        let of_warp = add_lanes(mine, across);
+        if IS_WARP {
+            if lane() < across && unit < units {
+                O::store_unit(out, column, of_warp);
             }
-            O::store_unit(out, column, sums);
+        } else {
+            add_warps(of_warp, lane() < across && unit < units, column, out);
         }
-        sync_threads();
         unit += across;
     }
 }
 
-/// This thread's share of the splits: those `lane / across` of its warp, and so on in steps of all such shares.
+/// Adds up what the block's warps have in the same columns, and writes it where `writes`.
 #[inline(always)]
-fn add_splits(
+fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out: Global<O>) {
+    let sums_of = |warp: u32| Shared::<f32>::at(SUMS).offset((warp * 32 + lane()) * UNIT);
+    store(sums_of(warp()), of_warp);
+    sync_threads();
+    if warp() == 0 && writes {
+        let mut sums = [0.0; 8];
+        for warp in 0..WARPS {
+            add(&mut sums, 1.0, [sums_of(warp).load_vec(0), sums_of(warp).load_vec(4)]);
+        }
+        O::store_unit(out, column, sums);
+    }
+    sync_threads();
+}
+
+/// This thread's share of the splits: those `thread / across` of its team, and so on in steps of all such shares.
+#[inline(always)]
+fn add_splits<const IS_WARP: bool>(
     p: &AttentionParams,
     weights: Shared<f32>,
     partial_out: Global<f32>,
@@ -166,8 +231,8 @@ fn add_splits(
     across: u32,
 ) -> [f32; 8] {
     let mut sums = [0.0; 8];
-    let shares = THREADS / across;
-    let mut split = thread_idx() / across;
+    let shares = Team::<IS_WARP>::THREADS / across;
+    let mut split = Team::<IS_WARP>::thread() / across;
     while split < p.splits {
         for i in 0..UNROLL {
             let split = split + i * shares;
@@ -214,9 +279,11 @@ mod tests {
     use bytemuck::Zeroable;
 
     #[test]
-    fn a_block_takes_a_row_or_more() {
+    fn a_team_takes_a_row_or_more() {
         let p = AttentionParams { batch: 2, q_heads: 12, q_len: 3, ..AttentionParams::zeroed() };
-        assert_eq!(grid(&p, 1000), [72, 1, 1]);
-        assert_eq!(grid(&p, 50), [50, 1, 1]);
+        assert_eq!(grid(&p, 1000), [72 / 4, 1, 1]);
+        let many = AttentionParams { splits: 9, ..p };
+        assert_eq!(grid(&many, 1000), [72, 1, 1]);
+        assert_eq!(grid(&many, 50), [50, 1, 1]);
     }
 }
