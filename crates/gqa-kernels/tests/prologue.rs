@@ -547,7 +547,7 @@ proptest! {
         let pairs = |rows, heads| items(rows, heads, (case.head_size / 4).div_ceil(2));
         let new_heads = if case.appends { 2 * case.kv_heads } else { 0 };
         for (kernel, work) in [
-            ("concat_kv_in_place", pairs(case.new_len(), 2 * case.kv_heads)),
+            ("concat_kv_in_place", pairs(case.new_len(), case.kv_heads)),
             ("concat_new_to_past_kv", vectors(case.capacity(), 2 * case.kv_heads)),
             ("unpack_qkv", vectors(case.q_len, case.q_heads() + new_heads)),
             ("unpack_qkv_with_rope_and_append_kv", pairs(case.q_len, case.q_heads() + new_heads)),

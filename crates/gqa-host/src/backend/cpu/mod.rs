@@ -169,11 +169,14 @@ fn append<T: Element>(
     Ok(())
 }
 
+/// A task, and the rows that it writes.
+type TaskAndRows<'a, 'r, T, O> = (Task<'a, T>, &'r mut [OutputRow<'r, T, O>]);
+
 /// The rows in tasks of up to [`TASK_ROWS`].
 fn tasks<'a, 'r, T, O>(
     call: &'a Call<'a, T>,
     rows: &'r mut [OutputRow<'r, T, O>],
-) -> Vec<(Task<'a, T>, &'r mut [OutputRow<'r, T, O>])> {
+) -> Vec<TaskAndRows<'a, 'r, T, O>> {
     let (p, mut tasks) = (call.problem, Vec::new());
     for (head, rows) in rows.chunks_mut(p.q_len * p.group()).enumerate() {
         for (i, rows) in rows.chunks_mut(TASK_ROWS).enumerate() {
