@@ -297,8 +297,7 @@ fn step(case: Case, group: usize, q_len: usize) -> Case {
 }
 
 /// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no large softcap, no bias, no score output, output in
-/// its type. Few heads,
-/// because the simulator multiplies whole tiles.
+/// its type. Few heads, because the simulator multiplies whole tiles.
 pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
     (case(crate::half_dtype(), heads_up_to(max_head_size), max_rows), 64..=max_rows)
         .prop_filter_map("one row", |(case, rows)| {

@@ -153,3 +153,22 @@ fn excess(got: f64, want: f64, tolerance: Tolerance) -> (f64, f64) {
     let allowed = tolerance.absolute + tolerance.relative * want.abs();
     ((difference - allowed).max(0.0), difference)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_were_rounded_first_are_found_out() {
+        let thirds: Vec<f32> = (1..40).map(|i| i as f32 / 3.0).collect();
+        let tensor =
+            |dtype, values: &[f32]| Tensor::from_f32(dtype, &[values.len()], values).unwrap();
+        let want = tensor(DType::F32, &thirds);
+        for dtype in [DType::F16, DType::BF16] {
+            let rounded = tensor(dtype, &thirds).to_f64();
+            let rounded: Vec<_> = rounded.into_iter().map(|x| x as f32).collect();
+            assert!(unrounded(&tensor(DType::F32, &rounded), &want, dtype).is_err());
+            assert!(unrounded(&want, &want, dtype).is_ok());
+        }
+    }
+}

@@ -308,6 +308,16 @@ fn doctor_is_content_without_a_gpu() -> Result {
 }
 
 #[test]
+fn bench_checks_float32_output_by_the_type_of_the_call() -> Result {
+    let run = words(
+        "bench token --float32-output --backend sim --size 1x64 --heads 4 --kv-heads 2 --head-size 64 --runs 1",
+    )?;
+    assert_eq!(run.code, Some(0), "{}{}", run.stdout, run.stderr);
+    assert!(run.stdout.contains("gqa_decode_out32_bf16_d64_r16"), "{}", run.stdout);
+    Ok(())
+}
+
+#[test]
 fn bench_prints_json_and_checks_its_results() -> Result {
     for mode in [
         "prompt --size 1x40,2x9 --packed",

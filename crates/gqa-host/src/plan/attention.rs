@@ -349,16 +349,16 @@ fn splits(
     }
     let rows = p.packed_rows();
     // Of those with larger tiles only `hopper` has output in another type.
-    let is_alone = p.widens_output() && !hopper::may_take(p, device);
-    let forced = switches.force.is_some() || is_alone;
-    if rows > FEW_ROWS as usize && !forced {
+    let has_no_rival = p.widens_output() && !hopper::may_take(p, device);
+    let takes_all = switches.force.is_some() || has_no_rival;
+    if rows > FEW_ROWS as usize && !takes_all {
         return Err(Rejection::Rows { got: rows, max: FEW_ROWS });
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
     let keys = p.most_keys();
     let splits = split_kv::splits(&params, keys, device.multiprocessors);
     // Two row tiles that read the keys each for itself still do.
-    if splits == 1 && rows > 2 * entry.rows as usize && !forced {
+    if splits == 1 && rows > 2 * entry.rows as usize && !takes_all {
         return Err(Rejection::OneSplit);
     }
     Ok(splits.max(least))
