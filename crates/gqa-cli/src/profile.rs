@@ -1,4 +1,4 @@
-//! `gqa profile`: what each launch of a call takes, and how to look inside with NVIDIA's profilers.
+//! `gqa profile`: what each launch of a call takes, what the call takes of the processor, and how to look inside with NVIDIA's profilers.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -8,9 +8,12 @@ use gqa_host::driver::{Call, Graph};
 use gqa_host::plan::Plan;
 use serde::Serialize;
 
+mod processor;
+
 use crate::bench::measure::{cold_calls, replays, short_calls_repeated};
 use crate::gpu::Gpu;
 use crate::input::Noise;
+use crate::profile::processor::Processor;
 use crate::shape::{Layer, Sizes, count};
 
 /// Arguments of `gqa profile`.
@@ -45,6 +48,7 @@ struct Profile {
     stream_us: f64,
     /// Least time by the vendor's figures.
     roofline_us: f64,
+    processor: Processor,
     /// Command lines.
     ncu: String,
     nsys: String,
@@ -74,8 +78,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let calls = cold_calls(&gpu, &plan, &tensors)?;
-    let profile =
-        measure(&gpu, &plan, &short_calls_repeated(&gpu, &plan, &calls), args.runs as usize)?;
+    let profile = measure(&gpu, &plan, &calls, args.runs as usize)?;
     if args.json {
         say!("{}", serde_json::to_string_pretty(&profile)?);
     } else {
@@ -84,7 +87,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn measure(gpu: &Gpu, plan: &Plan, calls: &[Arc<Call>], runs: usize) -> Result<Profile> {
+fn measure(gpu: &Gpu, plan: &Plan, cold: &[Arc<Call>], runs: usize) -> Result<Profile> {
+    let calls = &short_calls_repeated(gpu, plan, cold)[..];
     let whole = Graph::capture(&gpu.stream, calls)?;
     let graph_us = median_us(replays(gpu, &whole, runs)?);
     let mut launches = Vec::new();
@@ -110,11 +114,13 @@ fn measure(gpu: &Gpu, plan: &Plan, calls: &[Arc<Call>], runs: usize) -> Result<P
         graph_us,
         stream_us: median_us(streamed?),
         roofline_us: plan.cost.roofline_seconds(plan.problem.dtype, gpu.device.info()) * 1e6,
+        processor: Processor::measure(gpu, &plan.problem, cold, runs)?,
         ncu,
         nsys,
     })
 }
 
+/// Median in microseconds.
 fn median_us(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
     seconds[seconds.len() / 2] * 1e6
@@ -145,6 +151,7 @@ fn show(profile: &Profile) -> Result<()> {
         graph_us,
         stream_us,
         roofline_us,
+        processor,
         ncu,
         nsys,
     } = profile;
@@ -166,6 +173,7 @@ fn show(profile: &Profile) -> Result<()> {
         over(stream_us)
     );
     say!("{roofline_us:10.2} us         the vendor's figures allow\n");
+    processor.show()?;
     say!("counters:  {ncu}\ntime line: {nsys}");
     Ok(())
 }

@@ -92,6 +92,44 @@ fn a_graph_captured_once_follows_the_lengths() {
     assert!(seconds > 0.0 && seconds < 1.0, "{seconds}");
 }
 
+/// One recording, on the memory of two calls in turn: a token step in clusters, and a prompt whose launches take tensor maps.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_recording_runs_on_other_memory_each_time() {
+    let device = device();
+    let stream = Stream::new(&device).unwrap();
+    for (rows, total, lengths) in
+        [(1, CAPACITY, [[211, 90], [17, 211]]), (70, 70, [[70, 33], [8, 70]])]
+    {
+        let steps = lengths.map(|lengths| Step::new(DType::F16, rows, &lengths, total));
+        let plan = plan(&steps[0].problem(), device.info(), &Switches::default()).unwrap();
+        let calls = [(); 2].map(|()| Call::new(&device, plan.clone()).unwrap());
+        let mut recording = device.record(&Arc::new(plan)).unwrap();
+        for round in 0..3 {
+            for (step, call) in steps.iter().zip(&calls) {
+                call.poison(&stream).unwrap();
+                upload(step, call, &stream);
+                call.enqueue_recorded(&mut recording, &stream).unwrap();
+            }
+            for (step, call) in steps.iter().zip(&calls) {
+                let (want, want_cache) = step.run(&Reference);
+                let what = format!("{rows} rows, round {round}");
+                let close = |id, want: &_| {
+                    assert_close(&call.download(id, &stream).unwrap(), want, 2e-3, &what);
+                };
+                close(TensorId::Output, &want);
+                close(TensorId::PresentKey, &want_cache.key);
+                close(TensorId::PresentValue, &want_cache.value);
+            }
+        }
+        let other = Step::new(DType::F16, rows + 1, &[100, 100], CAPACITY);
+        let other = gqa_host::plan::plan(&other.problem(), device.info(), &Switches::default());
+        let other = Call::new(&device, other.unwrap()).unwrap();
+        let error = other.enqueue_recorded(&mut recording, &stream).unwrap_err().to_string();
+        assert!(error.starts_with("query: got "), "{error}");
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn launches_one_by_one_are_the_call() {

@@ -4,6 +4,7 @@ use super::cust::{self, RawGraph};
 use super::device::Device;
 use super::enqueue::{Views, Workspace};
 use super::memory::DeviceTensor;
+use super::recording::Recording;
 use super::stream::{Stream, report};
 use crate::backend::POISON;
 use crate::plan::{Plan, TensorId};
@@ -67,6 +68,12 @@ impl Call {
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
         // SAFETY: all memory belongs to this call and is freed, which waits for its kernels, when the call goes.
         unsafe { self.device.enqueue(&self.plan, &self.views(), self.scratch(), stream.raw()) }
+    }
+
+    /// Puts the call into the stream by a recording of such a plan; does not wait.
+    pub fn enqueue_recorded(&self, recording: &mut Recording, stream: &Stream) -> Result<()> {
+        // SAFETY: as in `enqueue`; the recording checks that tensors and workspace are what its plan wants.
+        unsafe { recording.enqueue(&self.views(), self.scratch(), stream.raw()) }
     }
 
     /// Puts one launch of the plan into the stream, by its number; does not wait. For timing it alone: a launch gives the same result

@@ -19,8 +19,12 @@ pub(super) type RawEvent = sys::CUevent;
 pub(super) type RawFunction = sys::CUfunction;
 /// A loaded module.
 pub(super) type RawModule = sys::CUmodule;
-/// A captured graph, ready to be launched.
+/// A graph, ready to be launched.
 pub(super) type RawGraph = sys::CUgraphExec;
+/// What a graph is made from.
+pub(super) type RawTemplate = sys::CUgraph;
+/// A kernel's launch in a template, and in the graph made from it.
+pub(super) type RawNode = sys::CUgraphNode;
 
 /// A driver function as cust declares it, called with its result as a number: the declared enumeration lacks the results of
 /// newer drivers, and an enumeration of Rust must never hold a value that it does not name.
@@ -382,16 +386,97 @@ pub(super) unsafe fn begin_capture(stream: RawStream) -> Result<(), Failure> {
 /// # Safety
 /// `stream` is being captured.
 pub(super) unsafe fn end_capture(stream: RawStream) -> Result<RawGraph, Failure> {
-    let mut graph: sys::CUgraph = null_mut();
-    let mut executable: RawGraph = null_mut();
-    // SAFETY: the caller's; the driver stores handles, and the template is not needed once it is instantiated.
+    let mut template: RawTemplate = null_mut();
+    // SAFETY: the caller's; the driver stores a handle, and the template is not needed once it is instantiated.
     unsafe {
-        call!(cuStreamEndCapture(stream, &raw mut graph))?;
-        let instantiated = call!(cuGraphInstantiateWithFlags(&raw mut executable, graph, 0u64));
-        call!(cuGraphDestroy(graph))?;
-        instantiated?;
+        call!(cuStreamEndCapture(stream, &raw mut template))?;
+        let graph = instantiate(template);
+        destroy_template(template)?;
+        graph
     }
-    Ok(executable)
+}
+
+/// A template without nodes.
+pub(super) fn create_template() -> Result<RawTemplate, Failure> {
+    let mut template: RawTemplate = null_mut();
+    // SAFETY: the driver stores one handle.
+    unsafe { call!(cuGraphCreate(&raw mut template, 0 as c_uint)) }?;
+    Ok(template)
+}
+
+/// Adds a kernel to a template, behind another one. The driver copies the arguments before this returns.
+///
+/// # Safety
+/// Template, function and the node ahead exist; `arguments` points at one value for each parameter of the kernel, and whoever launches the graph sets those
+/// that the kernel may be given.
+pub(super) unsafe fn add_kernel(
+    template: RawTemplate,
+    after: Option<RawNode>,
+    function: RawFunction,
+    shape: &Shape,
+    arguments: &mut [*mut c_void],
+) -> Result<RawNode, Failure> {
+    let mut node: RawNode = null_mut();
+    let (after, params) = (after.as_slice(), node_params(function, shape, arguments));
+    let (ahead, count) = (after.as_ptr(), after.len());
+    // SAFETY: the caller's; the driver stores one handle.
+    unsafe {
+        call!(cuGraphAddKernelNode(&raw mut node, template, ahead, count, &raw const params))
+    }?;
+    Ok(node)
+}
+
+/// # Safety
+/// `template` exists.
+pub(super) unsafe fn instantiate(template: RawTemplate) -> Result<RawGraph, Failure> {
+    let mut graph: RawGraph = null_mut();
+    // SAFETY: the caller's; the driver stores one handle.
+    unsafe { call!(cuGraphInstantiateWithFlags(&raw mut graph, template, 0u64)) }?;
+    Ok(graph)
+}
+
+/// Gives a kernel in a graph other arguments from its next launch on. The driver copies them before this returns.
+///
+/// # Safety
+/// `node` is one of the template that `graph` was made from, which exists, with this function and shape; `arguments` points at one value for each parameter of the
+/// kernel.
+pub(super) unsafe fn set_arguments(
+    graph: RawGraph,
+    node: RawNode,
+    function: RawFunction,
+    shape: &Shape,
+    arguments: &mut [*mut c_void],
+) -> Result<(), Failure> {
+    let params = node_params(function, shape, arguments);
+    // SAFETY: the caller's.
+    unsafe { call!(cuGraphExecKernelNodeSetParams(graph, node, &raw const params)) }
+}
+
+fn node_params(
+    function: RawFunction,
+    shape: &Shape,
+    arguments: &mut [*mut c_void],
+) -> sys::CUDA_KERNEL_NODE_PARAMS {
+    let [x, y, z] = shape.grid;
+    sys::CUDA_KERNEL_NODE_PARAMS {
+        func: function,
+        gridDimX: x,
+        gridDimY: y,
+        gridDimZ: z,
+        blockDimX: shape.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shape.shared_bytes,
+        kernelParams: arguments.as_mut_ptr(),
+        extra: null_mut(),
+    }
+}
+
+/// # Safety
+/// `template` exists and is not used again.
+pub(super) unsafe fn destroy_template(template: RawTemplate) -> Result<(), Failure> {
+    // SAFETY: the caller's.
+    unsafe { call!(cuGraphDestroy(template)) }
 }
 
 /// # Safety
@@ -402,7 +487,7 @@ pub(super) unsafe fn launch_graph(graph: RawGraph, stream: RawStream) -> Result<
 }
 
 /// # Safety
-/// `graph` comes from [`end_capture`] and is not used again.
+/// `graph` comes from [`end_capture`] or [`instantiate`] and is not used again.
 pub(super) unsafe fn destroy_graph(graph: RawGraph) -> Result<(), Failure> {
     // SAFETY: the caller's.
     unsafe { call!(cuGraphExecDestroy(graph)) }

@@ -1,13 +1,12 @@
 //! Plans put into streams, on memory that belongs to the caller.
 
+use super::arguments::Addresses;
 use super::cust::{self, RawStream, Shape};
 use super::device::Device;
 use super::error::DriverError;
-use super::launch;
-use super::tensor_map::Encoded;
-use crate::plan::{Arg, Launch, Plan, TensorId, TensorMap};
+use super::launch::{self, launch_failed};
+use crate::plan::{Launch, Plan, TensorId};
 use crate::{DType, Error, Result};
-use std::ffi::c_void;
 
 /// A tensor in device memory, row-major and contiguous, 16-byte aligned.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +37,7 @@ impl<'a> Views<'a> {
     }
 
     /// Errs unless every tensor of the plan's problem is there with its type and shape.
-    fn check(&self, plan: &Plan) -> Result<()> {
+    pub(super) fn check(&self, plan: &Plan) -> Result<()> {
         for (id, spec) in plan.tensors.iter().filter(|(_, spec)| !spec.is_empty()) {
             let allowed = || format!("{} {:?}, 16-byte aligned", spec.dtype, spec.shape);
             match self.0[*id as usize] {
@@ -57,7 +56,7 @@ impl<'a> Views<'a> {
         Ok(())
     }
 
-    fn pointer(&self, id: TensorId) -> u64 {
+    pub(super) fn pointer(&self, id: TensorId) -> u64 {
         self.0[id as usize].map_or(0, |view| view.pointer)
     }
 }
@@ -86,7 +85,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    fn check(self, plan: &Plan) -> Result<()> {
+    pub(super) fn check(self, plan: &Plan) -> Result<()> {
         if plan.counters > 0 && (self.counters == 0 || !self.counters.is_multiple_of(4)) {
             let allowed = format!("{} zeroed 32-bit counters in device memory", plan.counters);
             return Err(Error::invalid(
@@ -104,25 +103,6 @@ impl Workspace {
             got,
             format!("{} bytes, 256-byte aligned", plan.workspace_bytes),
         ))
-    }
-}
-
-/// More pointer arguments than any kernel has.
-const MAX_ARGUMENTS: usize = 24;
-/// More tensor maps than any kernel has.
-const MAX_TENSOR_MAPS: usize = 4;
-
-/// Where an argument's memory starts.
-fn address(arg: Arg, tensors: &Views<'_>, workspace: Workspace) -> u64 {
-    match arg {
-        Arg::Null => 0,
-        Arg::Tensor { id, offset } | Arg::Map(TensorMap { id: Some(id), offset, .. }) => {
-            tensors.pointer(id) + offset as u64
-        }
-        Arg::Workspace { offset, .. } | Arg::Map(TensorMap { id: None, offset, .. }) => {
-            workspace.pointer + offset as u64
-        }
-        Arg::Counters { .. } => workspace.counters,
     }
 }
 
@@ -193,20 +173,7 @@ impl Device {
         workspace: Workspace,
         stream: RawStream,
     ) -> Result<()> {
-        let Launch { entry, grid, cluster, programmatic, args, params } = launch;
-        let is_map = |arg: &Arg| matches!(arg, Arg::Map(_));
-        if args.len() > MAX_ARGUMENTS
-            || entry.tensor_maps > MAX_TENSOR_MAPS
-            || !args.iter().enumerate().all(|(i, arg)| is_map(arg) == (i < entry.tensor_maps))
-            || args.len() != entry.arguments.len()
-            || params.len() != entry.params_bytes
-        {
-            return Err(Error::NoKernel(format!(
-                "{} is launched with other arguments than it has",
-                entry.name
-            )));
-        }
-        launch.check_cluster()?;
+        let Launch { entry, grid, cluster, programmatic, .. } = launch;
         tracing::debug!(
             entry = entry.name,
             ?grid,
@@ -216,35 +183,15 @@ impl Device {
             shared_bytes = entry.shared_bytes,
             "launch"
         );
+        let shape = Shape::of(launch)?;
+        let addresses = Addresses::new(launch, tensors, workspace)?;
         let _range = super::range::open(entry.name);
         let function = self.function(entry)?;
-        let mut pointers = [0u64; MAX_ARGUMENTS];
-        let mut maps = [Encoded::default(); MAX_TENSOR_MAPS];
-        let mut arguments = [std::ptr::null_mut::<c_void>(); MAX_ARGUMENTS + 1];
-        for (i, arg) in args.iter().enumerate() {
-            pointers[i] = address(*arg, tensors, workspace);
-            arguments[i] = std::ptr::from_mut(&mut pointers[i]).cast();
-            if let Arg::Map(map) = arg {
-                // Maps are the first arguments.
-                maps[i] = Encoded::new(map, pointers[i], entry.name)?;
-                arguments[i] = std::ptr::from_mut(&mut maps[i]).cast();
-            }
-        }
-        arguments[args.len()] = params.as_ptr().cast_mut().cast();
-        let shape = Shape {
-            grid: *grid,
-            threads: entry.threads,
-            shared_bytes: entry.shared_bytes,
-            // A kernel made for clusters is launched as one even of one block: its instructions for them are illegal otherwise.
-            cluster: if entry.max_cluster > 1 { *cluster } else { 0 },
-            programmatic: *programmatic,
-        };
         let plain = shape.cluster == 0 && !shape.programmatic;
         let start = if plain { cust::launch } else { launch::launch };
         // SAFETY: one value per argument, then the parameters, of the sizes that the entry has.
-        let launched = unsafe { start(function, &shape, &mut arguments[..=args.len()], stream) };
-        launched.map_err(|failure| {
-            DriverError::LaunchFailed { kernel: entry.name.to_owned(), code: failure.code }.into()
-        })
+        let launched = addresses
+            .with(launch, |arguments| unsafe { start(function, &shape, arguments, stream) })?;
+        launched.map_err(|failure| launch_failed(entry, failure))
     }
 }

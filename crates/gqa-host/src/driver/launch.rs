@@ -1,8 +1,11 @@
 //! Launches with attributes: clusters, and grids that start before the one before them has ended. cust knows CUDA 11.4, which has
 //! neither, so the functions needed are declared here, beside [`lazy`](super::lazy), which finds them.
 
-use super::cust::{Failure, RawFunction, RawStream, Shape};
-use super::error::Code;
+use super::cust::{Failure, RawFunction, RawNode, RawStream, Shape};
+use super::error::{Code, DriverError};
+use crate::plan::Launch;
+use crate::{Error, Result};
+use gqa_kernels::registry::Entry;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -21,7 +24,7 @@ struct Config {
 struct Attribute {
     id: i32,
     padding: u32,
-    value: [u32; 16],
+    value: Value,
 }
 
 unsafe extern "C" {
@@ -31,10 +34,30 @@ unsafe extern "C" {
         arguments: *mut *mut c_void,
         extra: *mut *mut c_void,
     ) -> i32;
+    fn cuGraphKernelNodeSetAttribute(node: RawNode, id: i32, value: *const Value) -> i32;
 }
+
+/// The value of an attribute, as long as the longest.
+type Value = [u32; 16];
 
 const CLUSTER_DIMENSION: i32 = 4;
 const PROGRAMMATIC_STREAM_SERIALIZATION: i32 = 6;
+
+impl Shape {
+    /// Errs where the kernel does not take such clusters.
+    pub(super) fn of(launch: &Launch) -> Result<Self> {
+        launch.check_cluster()?;
+        let Launch { entry, grid, cluster, programmatic, .. } = launch;
+        Ok(Self {
+            grid: *grid,
+            threads: entry.threads,
+            shared_bytes: entry.shared_bytes,
+            // A kernel made for clusters is launched as one even of one block: its instructions for them are illegal otherwise.
+            cluster: if entry.max_cluster > 1 { *cluster } else { 0 },
+            programmatic: *programmatic,
+        })
+    }
+}
 
 impl Attribute {
     fn new(id: i32, given: [u32; 3]) -> Self {
@@ -83,6 +106,25 @@ pub(super) unsafe fn launch(
         cuLaunchKernelEx(config, function, arguments.as_mut_ptr(), null_mut())
     });
     done("cuLaunchKernelEx", code)
+}
+
+/// Makes a kernel in a graph one of clusters, where its shape says so.
+///
+/// # Safety
+/// `node` exists, and its graph is not instantiated yet.
+pub(super) unsafe fn set_cluster(node: RawNode, shape: &Shape) -> Result<(), Failure> {
+    if shape.cluster == 0 {
+        return Ok(());
+    }
+    let Attribute { id, value, .. } = Attribute::new(CLUSTER_DIMENSION, [shape.cluster, 1, 1]);
+    // SAFETY: the caller's; the driver only reads the value.
+    let code = unsafe { cuGraphKernelNodeSetAttribute(node, id, &raw const value) };
+    done("cuGraphKernelNodeSetAttribute", code)
+}
+
+/// A kernel that did not start.
+pub(super) fn launch_failed(entry: &Entry, failure: Failure) -> Error {
+    DriverError::LaunchFailed { kernel: entry.name.to_owned(), code: failure.code }.into()
 }
 
 fn done(call: &'static str, code: i32) -> Result<(), Failure> {

@@ -121,6 +121,7 @@ delay_load! {
     cuStreamWaitEvent cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc
     cuTexObjectCreate cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
     cuTensorMapEncodeTiled cuThreadExchangeStreamCaptureMode cuLaunchKernelEx
+    cuGraphExecKernelNodeSetParams cuGraphKernelNodeSetAttribute
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! GPUs through the CUDA driver: devices, memory, streams, graphs, and plans put into streams.
 //!
 //! Two levels. [`Device::enqueue`] takes a stream, device pointers and a workspace that belong to the caller, allocates nothing
-//! and never waits, so a CUDA graph can capture it and replay it after `seqlens_k` has changed in place. On top of it
-//! [`Call`] owns its memory and is safe; a [`Graph`] captures calls.
+//! and never waits, so a CUDA graph can capture it and replay it after `seqlens_k` has changed in place; a [`Recording`] does the same as a graph of its own, for less of
+//! the processor's time. On top of it [`Call`] owns its memory and is safe; a [`Graph`] captures calls.
 //!
 //! ```no_run
 //! use gqa_host::driver::{Call, Device, Graph, Stream};
@@ -20,6 +20,7 @@
 //! # }
 //! ```
 
+mod arguments;
 mod call;
 mod cust;
 mod device;
@@ -30,6 +31,7 @@ mod lazy;
 mod memory;
 mod modules;
 mod range;
+mod recording;
 mod stream;
 mod tensor_map;
 
@@ -40,4 +42,5 @@ pub use enqueue::{DeviceView, Views, Workspace};
 pub use error::{Code, CudaVersion, DriverError};
 pub use memory::DeviceTensor;
 pub use modules::{Shipped, shipped};
+pub use recording::Recording;
 pub use stream::{Event, Stream};

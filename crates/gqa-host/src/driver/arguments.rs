@@ -1,0 +1,159 @@
+//! A launch's arguments as the driver takes them.
+
+use super::enqueue::{Views, Workspace};
+use super::tensor_map::Encoded;
+use crate::plan::{Arg, Launch, TensorMap};
+use crate::{Error, Result};
+use std::ffi::c_void;
+
+/// More pointer arguments than any kernel has.
+const MAX_ARGUMENTS: usize = 24;
+/// More tensor maps than any kernel has.
+const MAX_TENSOR_MAPS: usize = 4;
+
+/// Where the memory of each argument of a launch starts; 0 where there is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Addresses([u64; MAX_ARGUMENTS]);
+
+impl Addresses {
+    /// Errs where the launch has other arguments than its kernel.
+    pub(super) fn new(launch: &Launch, tensors: &Views<'_>, workspace: Workspace) -> Result<Self> {
+        let mut addresses = Self::unknown(launch)?;
+        for (address, arg) in addresses.0.iter_mut().zip(&launch.args) {
+            *address = start(*arg, tensors, workspace);
+        }
+        Ok(addresses)
+    }
+
+    /// For a launch that is described before its memory is known.
+    pub(super) fn unknown(launch: &Launch) -> Result<Self> {
+        let Launch { entry, args, params, .. } = launch;
+        let is_map = |arg: &Arg| matches!(arg, Arg::Map(_));
+        if args.len() > MAX_ARGUMENTS
+            || entry.tensor_maps > MAX_TENSOR_MAPS
+            || !args.iter().enumerate().all(|(i, arg)| is_map(arg) == (i < entry.tensor_maps))
+            || args.len() != entry.arguments.len()
+            || params.len() != entry.params_bytes
+        {
+            return Err(Error::NoKernel(format!(
+                "{} is launched with other arguments than it has",
+                entry.name
+            )));
+        }
+        Ok(Self([0; MAX_ARGUMENTS]))
+    }
+
+    /// Calls `f` with a pointer to each argument, tensor maps and the parameters among them. `launch` is the one that these were made for.
+    pub(super) fn with<R>(
+        &self,
+        launch: &Launch,
+        f: impl FnOnce(&mut [*mut c_void]) -> R,
+    ) -> Result<R> {
+        let mut maps = [Encoded::default(); MAX_TENSOR_MAPS];
+        let mut arguments = [std::ptr::null_mut::<c_void>(); MAX_ARGUMENTS + 1];
+        for (i, arg) in launch.args.iter().enumerate() {
+            arguments[i] = std::ptr::from_ref(&self.0[i]).cast_mut().cast();
+            if let Arg::Map(map) = arg {
+                // Maps are the first arguments. There is none of unknown memory.
+                if self.0[i] != 0 {
+                    maps[i] = Encoded::new(map, self.0[i], launch.entry.name)?;
+                }
+                arguments[i] = std::ptr::from_mut(&mut maps[i]).cast();
+            }
+        }
+        let count = launch.args.len();
+        arguments[count] = launch.params.as_ptr().cast_mut().cast();
+        Ok(f(&mut arguments[..=count]))
+    }
+}
+
+fn start(arg: Arg, tensors: &Views<'_>, workspace: Workspace) -> u64 {
+    match arg {
+        Arg::Null => 0,
+        Arg::Tensor { id, offset } | Arg::Map(TensorMap { id: Some(id), offset, .. }) => {
+            tensors.pointer(id) + offset as u64
+        }
+        Arg::Workspace { offset, .. } | Arg::Map(TensorMap { id: None, offset, .. }) => {
+            workspace.pointer + offset as u64
+        }
+        Arg::Counters { .. } => workspace.counters,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::DeviceView;
+    use crate::op::{GroupQueryAttention, Shapes};
+    use crate::plan::{DeviceInfo, Plan, Switches, TensorId, plan};
+    use crate::{CacheBinding, DType, TensorDesc};
+
+    /// A token step without tensor maps: parts of the keys, then their merge.
+    fn step() -> Plan {
+        let f16 = |shape| TensorDesc { dtype: DType::F16, shape };
+        let shapes = Shapes {
+            past_key: Some(f16(&[1, 8, 4096, 128])),
+            past_value: Some(f16(&[1, 8, 4096, 128])),
+            ..Shapes::new(
+                f16(&[1, 1, 48 * 128]),
+                TensorDesc { dtype: DType::I32, shape: &[1] },
+                4096,
+            )
+        };
+        let operator = GroupQueryAttention::new(32, 8);
+        let problem = operator.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
+        plan(&problem, &DeviceInfo::known("a100").unwrap(), &Switches::default()).unwrap()
+    }
+
+    /// The tensor in a role, far from all others.
+    fn pointer(id: TensorId) -> u64 {
+        (1 + id as u64) << 32
+    }
+
+    const SCRATCH: Workspace = Workspace { pointer: 1 << 50, bytes: 1 << 30, counters: 1 << 51 };
+
+    fn views(plan: &Plan) -> Views<'_> {
+        let view = |id, shape| DeviceView { pointer: pointer(id), dtype: DType::F16, shape };
+        plan.tensors.iter().map(|(id, spec)| (*id, view(*id, &spec.shape[..]))).collect()
+    }
+
+    #[test]
+    fn the_driver_finds_each_argument_and_then_the_parameters() {
+        let plan = step();
+        assert!(plan.launches.len() > 1);
+        let mut scratch = 0;
+        for launch in &plan.launches {
+            let addresses = Addresses::new(launch, &views(&plan), SCRATCH).unwrap();
+            let found = addresses.with(launch, |arguments| {
+                let (params, pointers) = arguments.split_last().unwrap();
+                assert_eq!(params.cast_const().cast(), launch.params.as_ptr());
+                // SAFETY: each leads to an address.
+                pointers.iter().map(|at| unsafe { at.cast::<u64>().read() }).collect::<Vec<_>>()
+            });
+            let found = found.unwrap();
+            assert_eq!(found.len(), launch.args.len());
+            for (arg, found) in launch.args.iter().zip(found) {
+                let want = match *arg {
+                    Arg::Null => 0,
+                    Arg::Tensor { id, offset } => pointer(id) + offset as u64,
+                    Arg::Workspace { offset, .. } => SCRATCH.pointer + offset as u64,
+                    Arg::Counters { .. } => SCRATCH.counters,
+                    Arg::Map(_) => panic!("no kernel of the step has a tensor map"),
+                };
+                scratch += u32::from(want >= SCRATCH.pointer);
+                assert_eq!(found, want, "{arg:?} of {}", launch.entry.name);
+            }
+        }
+        assert!(scratch > 0);
+    }
+
+    #[test]
+    fn a_launch_without_one_of_its_arguments_is_refused() {
+        let mut plan = step();
+        let unknown = Addresses::unknown(&plan.launches[0]).unwrap();
+        assert_ne!(unknown, Addresses::new(&plan.launches[0], &views(&plan), SCRATCH).unwrap());
+        plan.launches[0].args.pop();
+        let error = Addresses::unknown(&plan.launches[0]).unwrap_err().to_string();
+        assert!(error.contains("other arguments than it has"), "{error}");
+    }
+}
