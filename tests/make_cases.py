@@ -140,6 +140,9 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
                 y[s, :, hi] = x[s, :, hi] * cos[at, i] + x[s, :, lo] * sin[at, i]
         return y
 
+    def normed(x, weight):  # each row of each head by its root mean square
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + attrs.get("qk_norm_epsilon", 1e-6)) * f64[weight]
+
     present_rows = max(past_rows, total)
     present_k = np.zeros((batch, kv_heads, present_rows, size))
     present_v = np.zeros((batch, kv_heads, present_rows, size))
@@ -152,6 +155,10 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
         real = min(s_len, valid - past[b])  # new tokens that are not padding
         q_b = q[b, :real]
         k_b, v_b = k[b, :real], v[b, :real]
+        if "q_norm_weight" in feeds:
+            q_b, k_b = normed(q_b, "q_norm_weight"), rounded(normed(k_b, "k_norm_weight"))
+            if noise is None:
+                q_b = rounded(q_b)
         if attrs.get("do_rotary", 0) == 1:
             q_b, k_b = rotate(q_b, b), rounded(rotate(k_b, b))
             if noise is None:  # a kernel may well keep the rotated query in float32
@@ -265,7 +272,7 @@ class Case:
 
     def __init__(self, name, about, dtype="f32", B=1, S=4, N=2, K=1, H=8, P=None, T=None, lens=None, L=None, packed=False,
                  rope=None, interleaved=False, max_pos=None, base=10000.0, random_angles=False, position_ids=None,
-                 bias=None, sink=None, qk=0, attrs=None, fix=None, std=1.0, quirk=None, typed=False, initializers=(),
+                 bias=None, sink=None, qk_norm=False, qk=0, attrs=None, fix=None, std=1.0, quirk=None, typed=False, initializers=(),
                  seqlens_shape=None, total_shape=(), only=None, shapes=True, tolerance=None, compare_padding=False, exact_scores=False, register=True):
         if register:
             assert name not in Case.all, name
@@ -305,6 +312,8 @@ class Case:
             f["attention_bias"] = make(B if bias[0] == "B" else 1, N if bias[1] == "N" else 1, S, T)
         if sink is not None:
             f["head_sink"] = (rng.normal((N,)) if sink is True else np.array(sink, np.float64)).astype(dt)
+        if qk_norm:
+            f["q_norm_weight"], f["k_norm_weight"] = make(H), make(H)
         if fix:
             fix(f)
         self.feeds = {n: f[n] for n in INPUTS if n in f}
@@ -640,6 +649,13 @@ def define_cases():
       quirk="computes something for padded queries and caches the padding")
     c("future_values_nan_free", "Key and value of masked future tokens may be huge", S=3, N=2, K=1, fix=lambda f: f["value"][0, 2].fill(1e30))
 
+    no_norm = "refuses QK-norm on the CPU"
+    c("qk_norm_prompt", "Queries and keys divided by their root mean square, then rotated", B=2, S=5, N=4, K=2, H=16, lens=[5, 3], rope=16, qk_norm=True, quirk=no_norm)
+    c("qk_norm_packed_decode_f16", "The same of packed QKV, interleaved, in decode, an epsilon that is felt, float16", B=2, S=1, N=4, K=2, H=32, P=8, T=8, lens=[8, 5],
+      packed=True, rope=16, interleaved=True, qk_norm=True, attrs={"qk_norm_epsilon": 0.5}, dtype="f16", quirk=no_norm)
+    c("qk_norm_shared_kv", "Nothing to append: only queries are normalised", S=2, N=4, K=2, L=0, P=6, T=6, qk_norm=True, quirk=no_norm)
+    c("bf16_qk_norm_chunk", "A chunk without rotation, bfloat16", S=3, N=4, K=2, H=64, P=5, qk_norm=True, dtype="bf16", quirk=no_norm)
+
     def peaked(f):
         f["query"] *= 60
         f["key"] *= 60
@@ -872,7 +888,9 @@ def define_bad():
       attrs={"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}, later=True)
     b("sliding_window_cache", "sliding_window_cache = 1", "sliding_window_cache", attrs={"sliding_window_cache": 1, "local_window_size": 4}, later=True)
     ones = np.ones(8, np.float32)
-    b("q_norm_weight", "QK-norm", "q_norm_weight", feeds={"q_norm_weight": ones, "k_norm_weight": ones}, later=True)
+    b("q_norm_weight_alone", "q_norm_weight without k_norm_weight", "k_norm_weight", feeds={"q_norm_weight": ones})
+    b("k_norm_weight_long", "k_norm_weight of 16 elements, heads of 8", "k_norm_weight", feeds={"q_norm_weight": ones, "k_norm_weight": np.ones(16, np.float32)})
+    b("qk_norm_epsilon_zero", "qk_norm_epsilon = 0", "qk_norm_epsilon", attrs={"qk_norm_epsilon": 0.0}, feeds={"q_norm_weight": ones, "k_norm_weight": ones})
 
     # query, key, value
     as_type = lambda t: lambda x: x.astype(t)

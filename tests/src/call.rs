@@ -25,6 +25,8 @@ pub struct Call {
     position_ids: Option<Tensor>,
     attention_bias: Option<Tensor>,
     head_sink: Option<Tensor>,
+    /// q_norm_weight and k_norm_weight.
+    norm_weights: Option<[Tensor; 2]>,
 }
 
 impl Call {
@@ -59,6 +61,7 @@ impl Call {
             position_ids,
             attention_bias: data.bias(case),
             head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
+            norm_weights: case.qk_norm.then(|| [(); 2].map(|()| data.normal(&[size], 1.0))),
             case: case.clone(),
         }
     }
@@ -117,6 +120,8 @@ impl Call {
             position_ids: self.position_ids.as_ref(),
             attention_bias: self.attention_bias.as_ref(),
             head_sink: self.head_sink.as_ref(),
+            q_norm_weight: self.norm_weights.as_ref().map(|[query, _]| query),
+            k_norm_weight: self.norm_weights.as_ref().map(|[_, key]| key),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
         }
     }

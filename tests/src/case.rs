@@ -53,6 +53,8 @@ pub struct Case {
     pub packed: bool,
     /// Order of dimensions.
     pub layout: Layout,
+    /// q_norm_weight and k_norm_weight given.
+    pub qk_norm: bool,
     /// Rotated sixteenths of the head and pairing; only where head_size is a multiple of 16.
     pub rotary: Option<(usize, bool, Positions)>,
     /// 0: 1/sqrt(head_size).
@@ -115,7 +117,9 @@ impl Case {
     pub fn score_deviation(&self) -> f32 {
         let root = (self.head_size as f32).sqrt();
         let scale = if self.scale == 0.0 { 1.0 / root } else { self.scale.abs() };
-        scale * root * self.spread * self.spread
+        // Normalised rows have the deviation of their weights.
+        let spread = if self.qk_norm { 1.0 } else { self.spread };
+        scale * root * spread * spread
     }
 
     /// Binding of the cache.
@@ -134,12 +138,16 @@ impl Case {
             .rotary_interleaved(matches!(self.rotary, Some((_, true, _))))
             .smooth_softmax(self.smooth_softmax)
             .qk_output(self.qk_output)
+            .qk_norm_epsilon(EPSILON)
             .layout(self.layout)
             .log_sum_exp(self.lse)
             .settled_cache(self.settled)
             .float32_output(self.float32_output)
     }
 }
+
+/// Large enough to be felt.
+const EPSILON: f32 = 0.01;
 
 /// Head sizes up to `limit`, most often the usual ones.
 pub fn heads_up_to(limit: usize) -> impl Strategy<Value = usize> {
@@ -156,7 +164,8 @@ pub fn case(
 ) -> impl Strategy<Value = Case> {
     let phase = prop_oneof![Just(Phase::Prompt), Just(Phase::Chunk), Just(Phase::Token)];
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
-    let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), proptest::bool::weighted(0.2));
+    let sometimes = || proptest::bool::weighted(0.2);
+    let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), [sometimes(), sometimes()]);
     let scores = (
         // Multiples of the default.
         prop_oneof![12 => Just(0.0f32), 4 => 0.3f32..2.0, 2 => -2.0f32..-0.3, 1 => Just(SUBNORMAL)],
@@ -207,7 +216,7 @@ enum Phase {
 
 type Drawn = (
     (DType, usize, usize, usize, Phase, usize),
-    ([bool; 9], usize, u64, bool),
+    ([bool; 9], usize, u64, [bool; 2]),
     (f32, f32, i64, i64, f32),
     Option<(usize, bool, Positions)>,
     Option<Bias>,
@@ -216,7 +225,7 @@ type Drawn = (
 /// Turns independent draws into a legal call.
 fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     let ((dtype, kv_heads, group, head_size, phase, _), flags, scores, rotary, bias) = drawn;
-    let (flags, spare, seed, float32_output) = flags;
+    let (flags, spare, seed, [float32_output, qk_norm]) = flags;
     let (scale, softcap, window, qk_output, spread) = scores;
     let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows, settled] =
         flags;
@@ -249,6 +258,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         spare_rows: if spare < 4 { 0 } else { spare },
         packed,
         layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
+        qk_norm,
         rotary: rotary.map(|(dim, inter, pos)| (1 + (dim - 1) % (head_size / 16), inter, pos)),
         scale: scale / (head_size as f32).sqrt(),
         softcap,
@@ -317,13 +327,15 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
         })
 }
 
-/// The same with half-split pairs at positions that are not given, which some kernels rotate themselves.
+/// The same rotated at positions that are not given, which some kernels do themselves.
 pub fn rotated_prompts(max_head: usize, max_rows: usize) -> impl Strategy<Value = Case> {
-    (1..=16usize, prompts(max_head, max_rows)).prop_map(|(sixteenths, case)| {
-        let sixteenths = sixteenths.min(case.head_size / 16);
-        let rotary = (case.head_size % 16 == 0).then_some((sixteenths, false, Positions::Implicit));
-        Case { rotary, ..case }
-    })
+    (1..=16usize, any::<bool>(), prompts(max_head, max_rows)).prop_map(
+        |(sixteenths, interleaved, case)| {
+            let sixteenths = sixteenths.min(case.head_size / 16);
+            let rotary = (sixteenths, interleaved, Positions::Implicit);
+            Case { rotary: (case.head_size % 16 == 0).then_some(rotary), ..case }
+        },
+    )
 }
 
 /// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the weights of others: some beyond what the first tile

@@ -16,11 +16,11 @@ pub struct Tolerance {
 impl Tolerance {
     /// What rounding of the operands allows. Weights are rounded to the element type before they meet the values (tensor cores)
     /// and the output is rounded once more. A score `x` computed in float32 is off by about `ε·|x|`, and its weight by that
-    /// fraction, so the float32 bound grows with the scores. So does the bound of a rotated 16-bit call: near a tie, float32 and
-    /// double precision round an element of a rotated query or key to different neighbours.
+    /// fraction, so the float32 bound grows with the scores. So does the bound of a rotated or normalised 16-bit call: near a tie, float32 and
+    /// double precision round an element of such a query or key to different neighbours.
     pub fn of(case: &Case) -> Self {
         let scores = f64::from(case.score_deviation()).max(1.0);
-        let ties = if case.rotary.is_some() { scores } else { 1.0 };
+        let ties = if case.rotary.is_some() || case.qk_norm { scores } else { 1.0 };
         match case.dtype {
             DType::F16 => Self { absolute: 4e-3 * ties, relative: 4e-3 },
             DType::BF16 => Self { absolute: 2e-2 * ties, relative: 2e-2 },

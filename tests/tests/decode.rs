@@ -58,7 +58,8 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
     let asks_ahead = |case: &Case| {
         let switches = Switches { cluster: Some(2), ..Switches::default() };
         let plan = plan(&case.problem().unwrap(), &DeviceInfo::h200(), &switches).unwrap();
-        let params: DecodeParams = bytemuck::pod_read_unaligned(&plan.launches[0].params);
+        let params: DecodeParams =
+            bytemuck::pod_read_unaligned(&plan.launches.last().unwrap().params);
         params.ahead == 1
     };
     let steps = steps.prop_filter("length first", asks_ahead);

@@ -156,6 +156,8 @@ impl Computed<'_> {
             cos_cache: self.tensors.get(TensorId::CosCache),
             sin_cache: self.tensors.get(TensorId::SinCache),
             position_ids: self.problem.rotary.map(|_| &position_ids),
+            q_norm_weight: self.tensors.get(TensorId::QNormWeight),
+            k_norm_weight: self.tensors.get(TensorId::KNormWeight),
             ..Inputs::new(operands.query, &seqlens_k, &total_length)
         };
         Ok(self.shape.layer.op(1, 1).run(&inputs, &Reference)?)

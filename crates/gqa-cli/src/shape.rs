@@ -71,6 +71,9 @@ pub struct Layer {
     /// Rotary embedding of whole heads.
     #[arg(long, value_enum, default_value_t = Rotation::None)]
     pub rotary: Rotation,
+    /// Rows of query and key divided by their root mean square before they rotate.
+    #[arg(long)]
+    pub qk_norm: bool,
     /// Newest keys a query sees, its own included; -1: all.
     #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
     pub window: i64,
@@ -106,6 +109,7 @@ impl Layer {
             settled: false,
             float32_output: false,
             rotary: Rotation::Half,
+            qk_norm: false,
             window: -1,
             softcap: 0.0,
             scale: 0.0,
@@ -136,6 +140,7 @@ impl Layer {
             (self.cached, " cached".to_owned()),
             (self.settled, " settled".to_owned()),
             (self.float32_output, " float32-output".to_owned()),
+            (self.qk_norm, " qk-norm".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),
@@ -244,10 +249,12 @@ impl Shape {
         let packed = rows(self.query_length, heads + 2 * kv_heads);
         let past = [self.batch, kv_heads as usize, past_rows, head_size as usize];
         let table = [self.capacity, head_size as usize / 2];
+        let weight = [head_size as usize];
         let seqlens_k = TensorDesc { dtype: DType::I32, shape: &[self.batch] };
         let separate = (!self.layer.packed).then_some(desc(&key));
         let past = (past_rows > 0).then_some(desc(&past));
         let table = (self.layer.rotary != Rotation::None).then_some(desc(&table));
+        let weight = self.layer.qk_norm.then_some(desc(&weight));
         let query = desc(if self.layer.packed { &packed } else { &query });
         let shapes = Shapes {
             key: separate,
@@ -256,6 +263,8 @@ impl Shape {
             past_value: past,
             cos_cache: table,
             sin_cache: table,
+            q_norm_weight: weight,
+            k_norm_weight: weight,
             ..Shapes::new(query, seqlens_k, self.total())
         };
         Ok(self.layer.op(heads, kv_heads).problem_from_shapes(&shapes, cache)?)
@@ -341,6 +350,8 @@ impl Tensors {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            q_norm_weight: self.get(TensorId::QNormWeight),
+            k_norm_weight: self.get(TensorId::KNormWeight),
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,

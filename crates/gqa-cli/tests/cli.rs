@@ -325,6 +325,8 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "token --size 2x65 --rotary half",
         "prompt --size 1x40 --cached",
         "token --size 2x65 --rotary half --cached",
+        "token --size 2x65 --rotary half --qk-norm",
+        "prompt --size 1x40 --packed --qk-norm",
     ] {
         let run = words(&format!(
             "bench {mode} --backend cpu --heads 4 --kv-heads 2 --head-size 32 --dtype f16 --runs 3 --json"

@@ -71,6 +71,13 @@ pub struct Rotary {
     pub explicit: Option<usize>,
 }
 
+/// Normalisation of each head's rows of query and key by their root mean square, before they rotate (QK-norm).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNorm {
+    /// Added to the mean of squares.
+    pub epsilon: f32,
+}
+
 /// The extra logit in the softmax denominator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sink {
@@ -180,6 +187,8 @@ pub struct Problem {
     pub packed: bool,
     /// Order of the dimensions of query, key, value and output.
     pub layout: Layout,
+    /// Normalisation of query and key.
+    pub qk_norm: Option<QkNorm>,
     /// Rotary embedding.
     pub rotary: Option<Rotary>,
     /// Factor on q·k, resolved.
@@ -240,6 +249,7 @@ impl Problem {
             cache: CacheBinding::External,
             packed: false,
             layout: Layout::Bsnh,
+            qk_norm: None,
             rotary: None,
             scale: 1.0,
             softcap: None,

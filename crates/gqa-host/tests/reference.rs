@@ -302,6 +302,38 @@ fn rotation_pairs_halves_or_neighbours() {
 }
 
 #[test]
+fn rows_are_normalised_before_they_rotate() {
+    // Root mean square 5 with epsilon 9: half of the elements are 4, the others -4.
+    let row: Vec<f32> = (0..16).map(|i| if i % 2 == 0 { 4.0 } else { -4.0 }).collect();
+    let weights: Vec<f32> = (0..16).map(|i| if i < 8 { 5.0 } else { 10.0 }).collect();
+    let (cos, sin) = quarters(8);
+    let (key, weight) = (float(&[1, 1, 16], &row), float(&[16], &weights));
+    let twice: Vec<f32> = weights.iter().map(|weight| 2.0 * weight).collect();
+    let query_weight = float(&[16], &twice);
+    let (last, total) = (ints(&[0]), ints(&[1]));
+    let position = Tensor::from(Array::from_elem((1, 1), 1i64));
+    let inputs = Inputs {
+        key: Some(&key),
+        value: Some(&key),
+        cos_cache: Some(&cos),
+        sin_cache: Some(&sin),
+        position_ids: Some(&position),
+        q_norm_weight: Some(&query_weight),
+        k_norm_weight: Some(&weight),
+        ..Inputs::new(&key, &last, &total)
+    };
+    let op = one_head().do_rotary(true).qk_norm_epsilon(9.0).qk_output(1).scale(1.0);
+    let out = op.run(&inputs, &Reference).unwrap();
+    // Normalised 4, -4, … and then 8, -8, …; a quarter turn makes of (a, b) (-b, a). The value is what it was.
+    let halves = [[-8.0, 8.0], [4.0, -4.0]];
+    let want: Vec<f64> = halves.iter().flat_map(|half| half.repeat(4)).collect();
+    near(&out.present_key.to_f64(), &want);
+    near(&out.present_value.to_f64(), &key.to_f64());
+    // The query is twice the key.
+    near(&out.output_qk.unwrap().to_f64(), &[2.0 * (8.0 * 64.0 + 8.0 * 16.0)]);
+}
+
+#[test]
 fn positions_follow_the_past_unless_given() {
     let (cos, sin) = quarters(8);
     let row = heads(&[2, 1, SIZE], &[1.0, 1.0]);

@@ -2,8 +2,8 @@
 
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, Shapes};
 use gqa_host::{
-    Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkOutput, Result, Sink, Tensor,
-    TensorDesc,
+    Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkNorm, QkOutput, Result, Sink,
+    Tensor, TensorDesc,
 };
 use ndarray::Array;
 
@@ -23,6 +23,7 @@ struct Call {
     position_ids: Option<Tensor>,
     attention_bias: Option<Tensor>,
     head_sink: Option<Tensor>,
+    norm_weights: [Option<Tensor>; 2],
 }
 
 fn float(shape: &[usize]) -> Tensor {
@@ -53,6 +54,7 @@ impl Call {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            norm_weights: [None, None],
         }
     }
 
@@ -102,6 +104,8 @@ impl Call {
             position_ids: self.position_ids.as_ref(),
             attention_bias: self.attention_bias.as_ref(),
             head_sink: self.head_sink.as_ref(),
+            q_norm_weight: self.norm_weights[0].as_ref(),
+            k_norm_weight: self.norm_weights[1].as_ref(),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
         }
     }
@@ -517,6 +521,34 @@ fn bias_and_sink() {
         sink(Tensor::zeros(DType::F16, &[4])),
         "head_sink: got float16; allowed: float32, the type of query",
     );
+}
+
+#[test]
+fn normalisation() {
+    let norm = |norm_weights| Call { norm_weights, ..Call::new() };
+    let both = |weight: Tensor| [Some(weight.clone()), Some(weight)];
+    let op = |op: fn(GroupQueryAttention) -> GroupQueryAttention| norm(both(float(&[16]))).op(op);
+    assert_eq!(accepts(Call::new()).qk_norm, None);
+    assert_eq!(accepts(norm(both(float(&[16])))).qk_norm, Some(QkNorm { epsilon: 1e-6 }));
+    let p = accepts(op(|op| op.qk_norm_epsilon(1e-5)));
+    assert_eq!(p.qk_norm, Some(QkNorm { epsilon: 1e-5 }));
+    let one = || Some(float(&[16]));
+    let missing = "k_norm_weight: got no input; allowed: a tensor, as q_norm_weight is given";
+    refuses(norm([one(), None]), missing);
+    let missing = "q_norm_weight: got no input; allowed: a tensor, as k_norm_weight is given";
+    refuses(norm([None, one()]), missing);
+    refuses(norm(both(float(&[8]))), "q_norm_weight: got (8); allowed: (head_size = 16)");
+    refuses(
+        norm([one(), Some(float(&[1, 16]))]),
+        "k_norm_weight: got (1, 16); allowed: (head_size = 16)",
+    );
+    refuses(
+        norm(both(Tensor::zeros(DType::BF16, &[16]))),
+        "q_norm_weight: got bfloat16; allowed: float32, the type of query",
+    );
+    let allowed = "allowed: a finite number greater than 0";
+    refuses(op(|op| op.qk_norm_epsilon(0.0)), &format!("qk_norm_epsilon: got 0; {allowed}"));
+    refuses(op(|op| op.qk_norm_epsilon(f32::NAN)), &format!("qk_norm_epsilon: got NaN; {allowed}"));
 }
 
 #[test]

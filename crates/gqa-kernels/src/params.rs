@@ -126,7 +126,7 @@ pub struct AttentionParams {
 pub struct HopperParams {
     /// Attention.
     pub attention: AttentionParams,
-    /// Rotary embedding of queries, half-split; `dim` 0 where they are rotated already.
+    /// Rotary embedding of queries; `dim` 0 where they are rotated already.
     pub rotary: RotaryParams,
 }
 
@@ -205,8 +205,8 @@ pub struct PrologueParams {
     pub first_prompt: u32,
     /// Rotary embedding.
     pub rotary: RotaryParams,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// What `qk_norm` adds to the mean of squares.
+    pub epsilon: f32,
 }
 
 /// Scalars of the decode kernels.

@@ -26,6 +26,7 @@ use {
         self,
         append::concat_kv_in_place,
         concat::{concat_new_to_past_kv, concat_rows},
+        norm::qk_norm,
         positions::seqlens_to_pos_ids,
         rope::{rotary_embedding, rotary_rows},
         unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
@@ -134,6 +135,7 @@ static TABLES: &[&[Entry]] = &[
     CONCAT_ROWS,
     UNPACK_QKV,
     UNPACK_QKV_WITH_ROPE_AND_APPEND_KV,
+    QK_NORM,
     ROTARY_EMBEDDING,
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
@@ -194,6 +196,14 @@ kernels!(UNPACK_QKV_WITH_ROPE_AND_APPEND_KV, Prologue, "family-prologue",
     gqa_unpack_qkv_with_rope_and_append_kv_f32 => unpack_qkv_with_rope_and_append_kv::<f32>, T = f32;
     gqa_unpack_qkv_with_rope_and_append_kv_f16 => unpack_qkv_with_rope_and_append_kv::<f16>, T = f16;
     gqa_unpack_qkv_with_rope_and_append_kv_bf16 => unpack_qkv_with_rope_and_append_kv::<bf16>, T = bf16;
+});
+
+kernels!(QK_NORM, Prologue, "family-prologue",
+    (q: T, k: T, q_norm_weight: T, k_norm_weight: T, q_out: T, k_out: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_qk_norm_f32 => qk_norm::<f32>, T = f32;
+    gqa_qk_norm_f16 => qk_norm::<f16>, T = f16;
+    gqa_qk_norm_bf16 => qk_norm::<bf16>, T = bf16;
 });
 
 kernels!(ROTARY_EMBEDDING, Prologue, "family-prologue",

@@ -473,6 +473,36 @@ fn rotary_embedding<T: Element>(case: &Case) -> Result<(), TestCaseError> {
     check_query(case, &t, &q)
 }
 
+fn qk_norm<T: Element>(case: &Case) -> Result<(), TestCaseError> {
+    const EPSILON: f32 = 0.01;
+    let t = case.tensors::<T>();
+    let random = &mut Random::new(case.seed ^ 1);
+    let weights = [(); 2].map(|()| random.values::<T>(case.head_size as usize));
+    let mut q = Rows::nan(case.q_shape(), case.layout);
+    let mut k = Rows::nan(case.new_shape(), case.layout);
+    let p = case.params(&t, q.strides, k.strides, Strides::default());
+    let p = PrologueParams { epsilon: EPSILON, ..p };
+    let k_out = if case.appends { Arg::write(&mut k.data) } else { Arg::null() };
+    let tensors = [
+        Arg::read(&t.q.data),
+        if case.appends { Arg::read(&t.k.data) } else { Arg::null() },
+        Arg::read(&weights[0]),
+        Arg::read(&weights[1]),
+        Arg::write(&mut q.data),
+        k_out,
+        Arg::params(&p),
+    ];
+    start(entry("qk_norm", T::DTYPE), case.blocks, case.seed, &tensors)?;
+    let normed = |row: &[T], weight: &[T]| -> Vec<Want<T>> {
+        let mean = row.iter().map(|&x| wide(x).powi(2)).sum::<f64>() / row.len() as f64;
+        let root = (mean + f64::from(EPSILON)).sqrt();
+        let y = row.iter().zip(weight).map(|(&x, &weight)| wide(x) / root * wide(weight));
+        y.map(|y| Want::Near(y, y.abs() * (1.01 * unit::<T>() + 2e-6) + 1e-7)).collect()
+    };
+    check("q_out", &q, case.q_shape(), |b, h, s| normed(t.q.row(b, h, s), &weights[0]))?;
+    check("k_out", &k, case.new_shape(), |b, h, s| normed(t.k.row(b, h, s), &weights[1]))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(250) })]
 
@@ -494,6 +524,11 @@ proptest! {
     #[test]
     fn unpack_qkv_with_rope_and_append_kv_does_everything(case in case()) {
         with_type!(case.dtype, unpack_qkv_with_rope_and_append_kv(&case))?;
+    }
+
+    #[test]
+    fn qk_norm_divides_by_the_root_mean_square(case in case()) {
+        with_type!(case.dtype, qk_norm(&case))?;
     }
 
     #[test]

@@ -25,6 +25,11 @@ pub fn rcp(x: f32) -> f32 {
     flush(1.0 / flush(x))
 }
 
+/// `1 / √x`, within 2 ulp; subnormals are zero.
+pub fn rsqrt(x: f32) -> f32 {
+    flush((1.0 / f64::from(flush(x)).sqrt()) as f32)
+}
+
 /// `a·b + c`, rounded once; subnormals are zero.
 #[inline]
 pub fn fma(a: f32, b: f32, c: f32) -> f32 {

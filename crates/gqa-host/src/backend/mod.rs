@@ -36,6 +36,10 @@ pub struct Io<'a> {
     pub attention_bias: Option<&'a Tensor>,
     /// head_sink
     pub head_sink: Option<&'a Tensor>,
+    /// q_norm_weight
+    pub q_norm_weight: Option<&'a Tensor>,
+    /// k_norm_weight
+    pub k_norm_weight: Option<&'a Tensor>,
     /// output
     pub output: &'a mut Tensor,
     /// present_key

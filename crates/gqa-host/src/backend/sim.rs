@@ -45,15 +45,21 @@ impl Sim {
         let mut counters = vec![0u32; plan.counters];
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
             .with_counters(bytemuck::cast_slice_mut(&mut counters));
-        let settled = plan.problem.settled && plan.launches.len() == 1;
-        plan.launches.iter().try_for_each(|launch| self.launch(launch, &memory, settled))?;
+        for (number, launch) in plan.launches.iter().enumerate() {
+            self.launch(launch, &memory, |arg| is_settled(plan, number, arg))?;
+        }
         match counters.iter().position(|&count| count != 0) {
             Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
             None => Ok(()),
         }
     }
 
-    fn launch(&self, launch: &Launch, memory: &Memory<'_>, settled: bool) -> Result<()> {
+    fn launch(
+        &self,
+        launch: &Launch,
+        memory: &Memory<'_>,
+        is_settled: impl Fn(&Arg) -> bool,
+    ) -> Result<()> {
         let Launch { entry, grid, cluster, programmatic, args, params } = launch;
         launch.check_cluster()?;
         tracing::debug!(
@@ -67,7 +73,7 @@ impl Sim {
         );
         let bind = |arg: &Arg| {
             let bound = memory.bind(*arg);
-            if settled && is_settled(arg) { bound.early() } else { bound }
+            if is_settled(arg) { bound.early() } else { bound }
         };
         let mut arguments: Vec<_> = args.iter().map(bind).collect();
         arguments.push(gqa_sim::Arg::params_bytes(params));
@@ -96,12 +102,22 @@ impl Backend for Sim {
     }
 }
 
-/// Whether [`Problem::settled`] says that the launch ahead of a call does not write that.
-fn is_settled(arg: &Arg) -> bool {
-    let (Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. })) = arg else {
-        return false;
+/// Whether a launch of the plan may read that while the one ahead of it still runs.
+fn is_settled(plan: &Plan, number: usize, arg: &Arg) -> bool {
+    let tensor = |arg: &Arg| match *arg {
+        Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. }) => Some(id),
+        _ => None,
     };
-    !matches!(id, TensorId::Query | TensorId::Key | TensorId::Value)
+    let (ahead, Some(id)) = (&plan.launches[..number], tensor(arg)) else { return false };
+    if ahead.is_empty() {
+        // As the caller says.
+        let is_new = matches!(id, TensorId::Query | TensorId::Key | TensorId::Value);
+        return plan.problem.settled && !is_new;
+    }
+    // Launches of the plan that began when all before them had ended.
+    let is_written =
+        || ahead.iter().flat_map(|launch| &launch.args).any(|arg| tensor(arg) == Some(id));
+    ahead.iter().all(|launch| !launch.programmatic) && !(id.is_output() && is_written())
 }
 
 /// What kernels see of the host's memory.

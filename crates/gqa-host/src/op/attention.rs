@@ -208,6 +208,8 @@ impl AttentionOutputs {
             position_ids: None,
             attention_bias: inputs.attn_mask,
             head_sink: None,
+            q_norm_weight: None,
+            k_norm_weight: None,
             output: &mut self.y,
             present_key: self.present_key.as_mut().unwrap_or(no_key),
             present_value: self.present_value.as_mut().unwrap_or(no_value),

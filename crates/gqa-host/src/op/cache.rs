@@ -35,6 +35,8 @@ impl KvCache {
                 position_ids: None,
                 attention_bias: None,
                 head_sink: None,
+                q_norm_weight: None,
+                k_norm_weight: None,
                 output: &mut output,
                 present_key: &mut self.key,
                 present_value: &mut self.value,

@@ -22,6 +22,7 @@ pub struct GroupQueryAttention {
     pub(crate) rotary_interleaved: bool,
     pub(crate) smooth_softmax: bool,
     pub(crate) qk_output: i64,
+    pub(crate) qk_norm_epsilon: f32,
     pub(crate) layout: Layout,
     pub(crate) lse: bool,
     pub(crate) settled: bool,
@@ -42,6 +43,7 @@ impl GroupQueryAttention {
             rotary_interleaved: false,
             smooth_softmax: false,
             qk_output: 0,
+            qk_norm_epsilon: 1e-6,
             layout: Layout::Bsnh,
             lse: false,
             settled: false,
@@ -87,6 +89,11 @@ impl GroupQueryAttention {
     /// output_qk: 0 none, 1 scores before softmax, 2 softmax weights.
     pub fn qk_output(self, mode: i64) -> Self {
         Self { qk_output: mode, ..self }
+    }
+
+    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater than 0. It counts only where these are given.
+    pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
+        Self { qk_norm_epsilon: epsilon, ..self }
     }
 
     /// Order of the dimensions of query, key, value and output (beyond ONNX, which has BSNH only).
@@ -166,6 +173,10 @@ pub struct Inputs<'a> {
     pub attention_bias: Option<&'a Tensor>,
     /// (N)
     pub head_sink: Option<&'a Tensor>,
+    /// (H): each head's rows of query are divided by their root mean square and multiplied by this, before they rotate
+    pub q_norm_weight: Option<&'a Tensor>,
+    /// (H): the same of key
+    pub k_norm_weight: Option<&'a Tensor>,
 }
 
 impl<'a> Inputs<'a> {
@@ -188,6 +199,8 @@ impl<'a> Inputs<'a> {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            q_norm_weight: None,
+            k_norm_weight: None,
         }
     }
 }
@@ -255,6 +268,8 @@ impl Outputs {
             position_ids: inputs.position_ids,
             attention_bias: inputs.attention_bias,
             head_sink: inputs.head_sink,
+            q_norm_weight: inputs.q_norm_weight,
+            k_norm_weight: inputs.k_norm_weight,
             output: &mut self.output,
             present_key: &mut self.present_key,
             present_value: &mut self.present_value,

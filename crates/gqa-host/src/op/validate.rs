@@ -69,6 +69,7 @@ impl GroupQueryAttention {
             cache,
             packed: query.packed,
             layout: self.layout,
+            qk_norm: query.qk_norm(inputs, self.qk_norm_epsilon)?,
             rotary: self.rotary(inputs, &query)?,
             scale: if self.scale == 0.0 {
                 1.0 / (query.head_size as f32).sqrt()
@@ -114,6 +115,10 @@ impl GroupQueryAttention {
             if !number.is_finite() {
                 return Err(Error::invalid(argument, number, "a finite number"));
             }
+        }
+        if !(self.qk_norm_epsilon.is_finite() && self.qk_norm_epsilon > 0.0) {
+            let allowed = "a finite number greater than 0";
+            return Err(Error::invalid("qk_norm_epsilon", self.qk_norm_epsilon, allowed));
         }
         if !(0..=1).contains(&self.causal) {
             return Err(Error::invalid("causal", self.causal, "0 or 1"));

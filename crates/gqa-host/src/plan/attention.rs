@@ -6,6 +6,7 @@ use super::decode::{self, Clusters};
 use super::hopper;
 use super::launch::{Operand, Scratch, element, launch};
 use super::params::{arguments, masked_params, params};
+use super::prologue::Rows;
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch};
 use crate::{Alignment, Error, Problem, QkOutput, Result};
@@ -389,15 +390,16 @@ pub(super) fn launches(
     p: &Problem,
     device: &DeviceInfo,
     choice: &Choice,
-    query: Operand,
+    rows: Rows,
     fused: bool,
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Choice { candidate, entry, parts } = *choice;
+    let query = rows.query;
     let splits = match parts {
         Parts::Splits(splits) => splits,
         Parts::Clusters(clusters) => {
-            return decode::launches(p, device, entry, clusters, query, fused, scratch);
+            return decode::launches(p, device, entry, clusters, rows, fused, scratch);
         }
     };
     match candidate {

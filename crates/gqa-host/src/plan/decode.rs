@@ -2,9 +2,9 @@
 
 use super::attention::writes;
 use super::decision::Rejection;
-use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
+use super::launch::{Scratch, element, launch, tensor, u32_of};
 use super::params::{arguments, params};
-use super::prologue::rotary_params;
+use super::prologue::{Rows, rotary_params};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId};
 use crate::{CacheBinding, Problem, Result};
@@ -142,22 +142,22 @@ fn check_blocks(p: &Problem, entry: &Entry, clusters: Clusters) -> Result<(), Re
 /// Most counters of a call: what is shared among so many blocks does not need parts.
 const MAX_COUNTERS: usize = 1 << 16;
 
-/// The launch; `query` is where a prologue left the queries, or else where the caller has them.
+/// The launch; `rows` are where a prologue left them, or else where the caller has them.
 pub(super) fn launches(
     p: &Problem,
     device: &DeviceInfo,
     entry: &'static Entry,
     clusters: Clusters,
-    query: Operand,
+    rows: Rows,
     fused: bool,
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Clusters { ranks, parts } = clusters;
     let fused = is_fused(p, fused);
-    let attention = params(p, query.strides, 1)?;
+    let attention = params(p, rows.query.strides, 1)?;
     let params = DecodeParams {
-        new_k: strides(p.key_layout()),
-        new_v: strides(p.value_layout()),
+        new_k: rows.key.strides,
+        new_v: rows.value.strides,
         rotary: if fused {
             rotary_params(p.rotary, u32_of("a row of position_ids", position_stride(p))?)?
         } else {
@@ -168,21 +168,17 @@ pub(super) fn launches(
         clusters: decode::clusters(&attention, entry.rows),
         rows: entry.rows,
         at_a_time: device.multiprocessors * entry.min_blocks,
-        settled: u32::from(fused && p.settled),
+        // The launch that normalises begins when all before it has ended, and writes scratch.
+        settled: u32::from(fused && (p.settled || p.qk_norm.is_some())),
         ahead: u32::from(asks_ahead(p, entry, clusters, fused && p.new_len > 0)),
         reserved: 0,
         attention,
     };
-    let mut bound = arguments(p, query.arg);
+    let mut bound = arguments(p, rows.query.arg);
     let given = |arg: Arg| if fused { arg } else { Arg::Null };
-    let (key, value) = if p.packed {
-        (TensorId::Query, TensorId::Query)
-    } else {
-        (TensorId::Key, TensorId::Value)
-    };
     bound.extend([
-        ("new_k", given(Operand::tensor(p, key, p.key_layout()).arg)),
-        ("new_v", given(Operand::tensor(p, value, p.value_layout()).arg)),
+        ("new_k", given(rows.key.arg)),
+        ("new_v", given(rows.value.arg)),
         ("cos", given(tensor(p, TensorId::CosCache, 0))),
         ("sin", given(tensor(p, TensorId::SinCache, 0))),
         ("position_ids", given(tensor(p, TensorId::PositionIds, 0))),

@@ -198,6 +198,7 @@ fn features(p: &Problem) -> Vec<String> {
     };
     add(p.packed, "packed QKV".to_owned());
     add(p.layout == Layout::Bnsh, "BNSH".to_owned());
+    add(p.qk_norm.is_some(), "QK-norm".to_owned());
     if let Some(rotary) = p.rotary {
         let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };
         add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));

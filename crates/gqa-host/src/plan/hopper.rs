@@ -37,10 +37,10 @@ pub(super) fn rotates(entry: &Entry) -> bool {
     entry.family == Family::Hopper && entry.arguments.contains(&"cos")
 }
 
-/// Whether it is the rotation that these kernels know: half-split, by positions that are not given, and tables whose elements it can count in 32 bits.
+/// Whether it is a rotation that these kernels know: by positions that are not given, and tables whose elements they can count in 32 bits.
 pub(super) fn knows(rotary: Rotary) -> bool {
     let elements = rotary.max_positions.saturating_mul(rotary.dim / 2);
-    !rotary.interleaved && rotary.explicit.is_none() && u32::try_from(elements).is_ok()
+    rotary.explicit.is_none() && u32::try_from(elements).is_ok()
 }
 
 /// Whether a kernel takes parts of the keys.

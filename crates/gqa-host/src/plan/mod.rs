@@ -11,8 +11,8 @@
 //! | external cache | none |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! `decode` does all of this itself where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where they are half-split
-//! and positions implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
+//! `decode` does all of this itself where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where
+//! positions are implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
 //! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
 //! are: `decode`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
 //! `tiled_wide` (and `combine`), `general`, or the three unfused kernels.
@@ -48,6 +48,7 @@ pub(crate) use device::capability;
 use crate::{Computes, Error, Problem, Result};
 use gqa_kernels::registry::Entry;
 use launch::Scratch;
+use prologue::{Absorbed, prologue};
 
 /// A tensor of the call, by its role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -74,6 +75,10 @@ pub enum TensorId {
     AttentionBias,
     /// head_sink
     HeadSink,
+    /// q_norm_weight
+    QNormWeight,
+    /// k_norm_weight
+    KNormWeight,
     /// output
     Output,
     /// present_key
@@ -202,15 +207,13 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Resu
         Computes::Rotation | Computes::Cache => (None, Vec::new()),
     };
     let mut scratch = Scratch::default();
-    let absorbed = choice.as_ref().is_some_and(|choice| choice.takes_new_rows(problem, fused));
-    let rotates = choice.as_ref().is_some_and(|choice| choice.rotates_queries(problem, fused));
-    let prologue::Prologue { mut launches, query } = if absorbed {
-        prologue::Prologue::none(problem)
-    } else {
-        prologue::prologue(problem, device, fused, rotates, &mut scratch)?
-    };
+    let absorbed = choice.as_ref().map_or_else(Absorbed::default, |choice| Absorbed {
+        new_rows: choice.takes_new_rows(problem, fused),
+        query_rotation: choice.rotates_queries(problem, fused),
+    });
+    let (mut launches, rows) = prologue(problem, device, fused, absorbed, &mut scratch)?;
     if let Some(choice) = choice {
-        launches.extend(attention::launches(problem, device, &choice, query, fused, &mut scratch)?);
+        launches.extend(attention::launches(problem, device, &choice, rows, fused, &mut scratch)?);
     }
     check_forced(switches, &launches)?;
     Ok(Plan {

@@ -1,4 +1,4 @@
-//! What happens before attention: unpacking, rotation, and the cache update.
+//! What happens before attention: unpacking, normalisation, rotation, and the cache update.
 
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
 use super::{Arg, DeviceInfo, Launch, TensorId};
@@ -44,6 +44,8 @@ pub fn positions(problem: &Problem, fused: bool) -> Option<Positions> {
 /// One launch before attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
+    /// Normalise Q and K.
+    Normalise,
     /// Rotate Q and K and append K and V to a shared cache, from packed or separate inputs.
     UnpackRotateAppend,
     /// Append K and V to a shared cache, K rotated if `rotate`.
@@ -67,8 +69,17 @@ pub(super) enum Step {
     },
 }
 
-/// The launches for a call, whose queries attention may rotate itself: as few as can be, or, where `fused` is false, one per duty.
-pub(super) fn steps(p: &Problem, fused: bool, attention_rotates: bool) -> Vec<Step> {
+/// What attention does by itself.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Absorbed {
+    /// Rotates and appends.
+    pub(super) new_rows: bool,
+    /// Rotates queries.
+    pub(super) query_rotation: bool,
+}
+
+/// The launches for a call: as few as can be, or, where `fused` is false, one per duty.
+pub(super) fn steps(p: &Problem, fused: bool, absorbed: Absorbed) -> Vec<Step> {
     if let (Computes::Rotation, Some(rotary)) = (p.computes, p.rotary) {
         let vector = 16 / p.dtype.size();
         let whole = p.head_size % vector == 0 && rotary.dim / 2 % vector == 0;
@@ -83,8 +94,12 @@ pub(super) fn steps(p: &Problem, fused: bool, attention_rotates: bool) -> Vec<St
     };
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
+    push(p.qk_norm.is_some(), Step::Normalise);
+    if absorbed.new_rows {
+        return steps;
+    }
     if fused {
-        let rotate_query = rotate && !attention_rotates;
+        let rotate_query = rotate && !absorbed.query_rotation;
         let all_in_one = shared && new && rotate_query;
         push(all_in_one, Step::UnpackRotateAppend);
         push(concat, Step::Concat { rotate });
@@ -107,6 +122,7 @@ impl Step {
     /// Name of its kernels, without prefix and element type.
     const fn kernel(self) -> &'static str {
         match self {
+            Self::Normalise => "qk_norm",
             Self::UnpackRotateAppend => "unpack_qkv_with_rope_and_append_kv",
             Self::Append { .. } => "concat_kv_in_place",
             Self::Concat { .. } => "concat_new_to_past_kv",
@@ -121,32 +137,45 @@ impl Step {
     }
 }
 
-/// The launches before attention, and where attention finds Q. K and V are in the present cache.
-pub(super) struct Prologue {
-    pub(super) launches: Vec<Launch>,
+/// Where a call's rows are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows {
     pub(super) query: Operand,
+    /// New ones.
+    pub(super) key: Operand,
+    /// New ones.
+    pub(super) value: Operand,
 }
 
-impl Prologue {
-    /// No launches: attention takes the rows as the caller has them.
-    pub(super) fn none(p: &Problem) -> Self {
-        let query = Operand::tensor(p, TensorId::Query, p.query_layout());
-        Self { launches: Vec::new(), query }
+impl Rows {
+    /// As the caller has them.
+    fn given(p: &Problem) -> Self {
+        let (key, value) = if p.packed {
+            (TensorId::Query, TensorId::Query)
+        } else {
+            (TensorId::Key, TensorId::Value)
+        };
+        Self {
+            query: Operand::tensor(p, TensorId::Query, p.query_layout()),
+            key: Operand::tensor(p, key, p.key_layout()),
+            value: Operand::tensor(p, value, p.value_layout()),
+        }
     }
 }
 
+/// The launches before attention, and where attention finds the rows. Unless it appends them itself, K and V are in the present cache.
 pub(super) fn prologue(
     p: &Problem,
     device: &DeviceInfo,
     fused: bool,
-    attention_rotates: bool,
+    absorbed: Absorbed,
     scratch: &mut Scratch,
-) -> Result<Prologue> {
+) -> Result<(Vec<Launch>, Rows)> {
     let mut builder = Builder::new(p, device, scratch)?;
-    for step in steps(p, fused, attention_rotates) {
+    for step in steps(p, fused, absorbed) {
         builder.step(step)?;
     }
-    Ok(Prologue { launches: builder.launches, query: builder.query })
+    Ok((builder.launches, builder.rows))
 }
 
 /// Where the rows of this call are after the steps so far.
@@ -155,20 +184,13 @@ struct Builder<'a> {
     device: &'a DeviceInfo,
     scratch: &'a mut Scratch,
     launches: Vec<Launch>,
-    query: Operand,
-    key: Operand,
-    value: Operand,
+    rows: Rows,
     /// position_ids, null where implicit, and the distance between its rows.
     positions: (Arg, u32),
 }
 
 impl<'a> Builder<'a> {
     fn new(p: &'a Problem, device: &'a DeviceInfo, scratch: &'a mut Scratch) -> Result<Self> {
-        let (key, value) = if p.packed {
-            (TensorId::Query, TensorId::Query)
-        } else {
-            (TensorId::Key, TensorId::Value)
-        };
         let stride = u32_of(
             "a row of position_ids",
             p.rotary.and_then(|rotary| rotary.explicit).unwrap_or(0),
@@ -178,38 +200,56 @@ impl<'a> Builder<'a> {
             device,
             scratch,
             launches: Vec::new(),
-            query: Operand::tensor(p, TensorId::Query, p.query_layout()),
-            key: Operand::tensor(p, key, p.key_layout()),
-            value: Operand::tensor(p, value, p.value_layout()),
+            rows: Rows::given(p),
             positions: (tensor(p, TensorId::PositionIds, 0), stride),
         })
     }
 
     fn step(&mut self, step: Step) -> Result<()> {
+        let p = self.problem;
         match step {
+            Step::Normalise => self.normalise(step)?,
             Step::UnpackRotateAppend => {
-                let query = self.rows(self.problem.q_heads, self.problem.q_len)?;
+                let query = self.scratch_rows(p.q_heads, p.q_len)?;
                 self.launch(step, &[("q_out", query.arg)], |params| params.q_out = query.strides)?;
-                self.query = query;
+                self.rows.query = query;
             }
             Step::Append { .. } | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
             Step::ConcatRows => self.concat_rows(step)?,
             Step::RotateOutput { .. } => {
-                let output = tensor(self.problem, TensorId::Output, 0);
-                let to = strides(self.problem.output_layout());
+                let output = tensor(p, TensorId::Output, 0);
+                let to = strides(p.output_layout());
                 self.launch(step, &[("q_out", output)], |params| params.q_out = to)?;
             }
             Step::Unpack => self.unpack(step)?,
             Step::GeneratePositions => self.generate_positions(step)?,
             Step::RotateQuery => {
-                self.query =
-                    self.rotate(step, self.query, self.problem.q_heads, self.problem.q_len)?
+                self.rows.query = self.rotate(step, self.rows.query, p.q_heads, p.q_len)?
             }
             Step::RotateKey => {
-                self.key =
-                    self.rotate(step, self.key, self.problem.kv_heads, self.problem.new_len)?
+                self.rows.key = self.rotate(step, self.rows.key, p.kv_heads, p.new_len)?
             }
         }
+        Ok(())
+    }
+
+    fn normalise(&mut self, step: Step) -> Result<()> {
+        let p = self.problem;
+        let query = self.scratch_rows(p.q_heads, p.q_len)?;
+        // Of no rows there is nothing to normalise.
+        let key =
+            if p.new_len == 0 { self.rows.key } else { self.scratch_rows(p.kv_heads, p.new_len)? };
+        let arguments = [
+            ("q_out", query.arg),
+            ("k_out", key.arg),
+            ("q_norm_weight", tensor(p, TensorId::QNormWeight, 0)),
+            ("k_norm_weight", tensor(p, TensorId::KNormWeight, 0)),
+        ];
+        self.launch(step, &arguments, |params| {
+            params.q_out = query.strides;
+            params.kv_out = key.strides;
+        })?;
+        self.rows = Rows { query, key, ..self.rows };
         Ok(())
     }
 
@@ -218,8 +258,8 @@ impl<'a> Builder<'a> {
         let p = self.problem;
         let tensor = |id| tensor(p, id, 0);
         let ids = [
-            (TensorId::PastKey, self.key, TensorId::PresentKey, p.head_size),
-            (TensorId::PastValue, self.value, TensorId::PresentValue, p.v_head_size),
+            (TensorId::PastKey, self.rows.key, TensorId::PresentKey, p.head_size),
+            (TensorId::PastValue, self.rows.value, TensorId::PresentValue, p.v_head_size),
         ];
         for (past, new, present, size) in ids {
             let arguments =
@@ -242,14 +282,15 @@ impl<'a> Builder<'a> {
 
     fn unpack(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
-        let query = self.rows(p.q_heads, p.q_len)?;
-        let (key, value) = (self.rows(p.kv_heads, p.new_len)?, self.rows(p.kv_heads, p.new_len)?);
+        let query = self.scratch_rows(p.q_heads, p.q_len)?;
+        let [key, value] =
+            [self.scratch_rows(p.kv_heads, p.new_len)?, self.scratch_rows(p.kv_heads, p.new_len)?];
         let outputs = [("q_out", query.arg), ("k_out", key.arg), ("v_out", value.arg)];
         self.launch(step, &outputs, |params| {
             params.q_out = query.strides;
             params.kv_out = key.strides;
         })?;
-        (self.query, self.key, self.value) = (query, key, value);
+        self.rows = Rows { query, key, value };
         Ok(())
     }
 
@@ -266,7 +307,7 @@ impl<'a> Builder<'a> {
 
     /// `rotary_embedding` takes any rows as its query.
     fn rotate(&mut self, step: Step, from: Operand, heads: usize, rows: usize) -> Result<Operand> {
-        let to = self.rows(heads, rows)?;
+        let to = self.scratch_rows(heads, rows)?;
         let heads = u32_of("heads", heads)?;
         self.launch(step, &[("q", from.arg), ("q_out", to.arg)], |params| {
             params.q = from.strides;
@@ -277,7 +318,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Scratch for dense rows, (batch, row, head) in this order.
-    fn rows(&mut self, heads: usize, rows: usize) -> Result<Operand> {
+    fn scratch_rows(&mut self, heads: usize, rows: usize) -> Result<Operand> {
         let h = self.problem.head_size;
         let layout = RowLayout { offset: 0, batch: rows * heads * h, head: h, row: heads * h };
         let arg =
@@ -306,9 +347,9 @@ impl<'a> Builder<'a> {
         let p = self.problem;
         let rotation = |arg| if step.rotates() { arg } else { Arg::Null };
         [
-            ("q", self.query.arg),
-            ("k", self.key.arg),
-            ("v", self.value.arg),
+            ("q", self.rows.query.arg),
+            ("k", self.rows.key.arg),
+            ("v", self.rows.value.arg),
             ("past_k", tensor(p, TensorId::PastKey, 0)),
             ("past_v", tensor(p, TensorId::PastValue, 0)),
             ("present_k", tensor(p, TensorId::PresentKey, 0)),
@@ -332,9 +373,9 @@ impl<'a> Builder<'a> {
         let p = self.problem;
         let rotary = p.rotary.filter(|_| step.rotates());
         Ok(PrologueParams {
-            q: self.query.strides,
-            k: self.key.strides,
-            v: self.value.strides,
+            q: self.rows.query.strides,
+            k: self.rows.key.strides,
+            v: self.rows.value.strides,
             q_out: Strides::zeroed(),
             kv_out: strides(p.cache_layout(p.capacity)),
             past: strides(p.cache_layout(p.past_capacity)),
@@ -348,7 +389,8 @@ impl<'a> Builder<'a> {
             capacity: u32_of("present rows", p.capacity)?,
             first_prompt: (p.phase == Phase::FirstPrompt).into(),
             rotary: rotary_params(rotary, self.positions.1)?,
-            reserved: 0,
+            // A kernel takes a smaller one for 0, and rows may be.
+            epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
         })
     }
 }

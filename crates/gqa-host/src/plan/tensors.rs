@@ -40,7 +40,7 @@ impl TensorSpec {
 
 impl TensorId {
     /// All roles.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::Query,
         Self::Key,
         Self::Value,
@@ -52,6 +52,8 @@ impl TensorId {
         Self::PositionIds,
         Self::AttentionBias,
         Self::HeadSink,
+        Self::QNormWeight,
+        Self::KNormWeight,
         Self::Output,
         Self::PresentKey,
         Self::PresentValue,
@@ -73,6 +75,8 @@ impl TensorId {
             Self::PositionIds => "position_ids",
             Self::AttentionBias => "attention_bias",
             Self::HeadSink => "head_sink",
+            Self::QNormWeight => "q_norm_weight",
+            Self::KNormWeight => "k_norm_weight",
             Self::Output => "output",
             Self::PresentKey => "present_key",
             Self::PresentValue => "present_value",
@@ -135,6 +139,7 @@ impl TensorId {
                 let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
                 return Some(TensorSpec::new(dtype, p.bias_shape()?));
             }
+            Self::QNormWeight | Self::KNormWeight => p.qk_norm.map(|_| vec![p.head_size])?,
             Self::HeadSink => (p.sink == Sink::PerHead).then(|| vec![p.q_heads])?,
             _ => return None,
         };

@@ -1,7 +1,7 @@
 //! Which kernels for which call, as tables; and that what launches are given lies inside the tensors.
 
 use super::*;
-use crate::{Bias, CacheBinding, DType, Layout, Phase, QkOutput, Rotary, Sink};
+use crate::{Bias, CacheBinding, DType, Layout, Phase, QkNorm, QkOutput, Rotary, Sink};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, Strides,
 };
@@ -306,6 +306,10 @@ fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
     assert_eq!(params(&with(step(8000), |p| p.new_len = 0), &parts).ahead, 1);
     assert_eq!(planned(&step(8000)).settled, 0);
     assert_eq!(planned(&with(step(8000), |p| p.settled = true)).settled, 1);
+    let normed = with(step(8000), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    let normed = plan(&normed, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let params: DecodeParams = bytemuck::pod_read_unaligned(&normed.launches[1].params);
+    assert_eq!(params.settled, 1, "the launch ahead writes scratch");
     let separate = with(step(8000), |p| (p.settled, p.cache) = (true, CacheBinding::Separate));
     let plan = plan(&separate, &DeviceInfo::h200(), &Switches::default()).unwrap();
     let (attention, ahead) = plan.launches.split_last().unwrap();
@@ -458,26 +462,26 @@ fn the_prologue_is_as_short_as_the_call_allows() {
         (p.head_size, p.v_head_size) = (64, 64);
         p.rotary = Some(Rotary { dim: 64, ..ROTARY });
     };
-    // `hopper` rotates queries whose pairs are half-split and whose positions are not given.
-    let elsewhere = || with(base(), interleaved);
+    // `hopper` rotates queries whose positions are not given.
+    let elsewhere = || with(base(), explicit);
     for (what, problem, want) in [
         ("shared, rotary", base(), vec!["concat_kv_in_place"]),
         ("packed too", with(base(), |p| p.packed = true), vec!["concat_kv_in_place"]),
-        ("shared, interleaved", elsewhere(), vec![ALL]),
+        ("shared, interleaved", with(base(), interleaved), vec!["concat_kv_in_place"]),
+        ("shared, positions given", elsewhere(), vec![ALL]),
         ("packed too", with(elsewhere(), |p| p.packed = true), vec![ALL]),
-        ("shared, positions given", with(base(), explicit), vec![ALL]),
         ("three warpgroups", with(llama(4096, 0), small), vec![ALL]),
         ("parts of the keys", llama(64, 4096), vec![ALL]),
         ("shared", with(base(), no_rotary), vec!["concat_kv_in_place"]),
         ("separate, rotary", with(base(), separate), vec!["concat_new_to_past_kv"]),
         (
-            "separate, interleaved",
+            "separate, positions given",
             with(elsewhere(), separate),
             vec!["concat_new_to_past_kv", "rotary_embedding"],
         ),
         ("separate", with(with(base(), separate), no_rotary), vec!["concat_new_to_past_kv"]),
         ("nothing new, rotary", with(base(), nothing_new), vec![]),
-        ("nothing new, interleaved", with(elsewhere(), nothing_new), vec!["rotary_embedding"]),
+        ("nothing new, positions given", with(elsewhere(), nothing_new), vec!["rotary_embedding"]),
         ("nothing new", with(with(base(), nothing_new), no_rotary), vec![]),
         (
             "nothing new, separate",
@@ -488,6 +492,39 @@ fn the_prologue_is_as_short_as_the_call_allows() {
         let got = kernels(&problem, &off);
         let before = got.iter().take_while(|name| !name.starts_with("hopper")).copied();
         assert_eq!(before.collect::<Vec<_>>(), want, "{what}");
+    }
+}
+
+/// One launch more, before all others, from which these take queries and new keys; also where attention does all the rest itself.
+#[test]
+fn normalisation_comes_first() {
+    let norm = |p: &mut Problem| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
+    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    for base in [
+        llama(1, 64),
+        llama(512, 64),
+        llama(64, 4096),
+        with(llama(1, 64), |p| p.packed = true),
+        with(llama(512, 64), |p| p.packed = true),
+        with(llama(1, 64), |p| p.rotary = None),
+        with(llama(512, 0), |p| {
+            (p.cache, p.past_capacity, p.capacity) = (CacheBinding::Separate, 0, 512)
+        }),
+        with(llama(1, 64), |p| p.new_len = 0),
+    ] {
+        for switches in [&Switches::default(), &unfused] {
+            let normed = with(base.clone(), norm);
+            let plan = plan(&normed, &device("h200"), switches).unwrap();
+            let names: Vec<_> = plan.launches.iter().map(|launch| launch.entry.kernel()).collect();
+            assert_eq!((names[0], &names[1..]), ("qk_norm", &kernels(&base, switches)[..]));
+            let arguments = plan.launches[1..].iter().flat_map(|launch| &launch.args);
+            let given =
+                |id| move |arg: &&Arg| matches!(arg, Arg::Tensor { id: it, .. } if *it == id);
+            assert_eq!(arguments.clone().filter(given(TensorId::Key)).count(), 0, "{names:?}");
+            // Packed, values are still there.
+            let queries = arguments.filter(given(TensorId::Query)).count();
+            assert_eq!(queries, usize::from(base.packed), "{names:?}");
+        }
     }
 }
 
@@ -839,6 +876,7 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
         "cos" | "sin" => angles,
         "position_ids" => ((p.batch - 1) * p.rotary.position_stride + p.q_len) as usize * 8,
         "seqlens_k" => p.batch as usize * 4,
+        "q_norm_weight" | "k_norm_weight" => p.head_size as usize * element,
         other => panic!("{other}"),
     }
 }

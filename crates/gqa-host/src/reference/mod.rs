@@ -6,7 +6,9 @@
 mod rows;
 
 use crate::backend::{Backend, Io};
-use crate::{Alignment, CacheBinding, Computes, Phase, Problem, QkOutput, Result, Sink, Tensor};
+use crate::{
+    Alignment, CacheBinding, Computes, Phase, Problem, QkNorm, QkOutput, Result, Sink, Tensor,
+};
 use rayon::prelude::*;
 use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;
@@ -66,6 +68,8 @@ struct Call<'a> {
     position_ids: Vec<f64>,
     bias: Vec<f64>,
     sink: Vec<f64>,
+    /// q_norm_weight and k_norm_weight.
+    norm_weights: [Vec<f64>; 2],
     key: Heads,
     value: Heads,
 }
@@ -95,13 +99,14 @@ impl<'a> Call<'a> {
             position_ids: values(io.position_ids),
             bias: values(io.attention_bias),
             sink: values(io.head_sink),
+            norm_weights: [values(io.q_norm_weight), values(io.k_norm_weight)],
             key: heads(io.key, n, nk, p.new_len, h),
             value: heads(io.value, n + nk, nk, p.new_len, p.v_head_size),
         };
         if p.cache != CacheBinding::External {
             let (past_key, past_value) = (values(io.past_key), values(io.past_value));
             let key = call.present(io.present_key, &past_key, h, |b, head, s| {
-                call.rotated(&call.key, b, head, s)
+                call.rotated(b, s, call.normed(call.key.row(b, head, s), 1))
             });
             let value = call.present(io.present_value, &past_value, p.v_head_size, |b, head, s| {
                 call.value.row(b, head, s).to_vec()
@@ -161,16 +166,24 @@ impl<'a> Call<'a> {
         bnsh(tensor, p.kv_heads, p.capacity, size)
     }
 
-    /// A new row, rotated to its position and rounded to the element type, as the cache holds it.
-    fn rotated(&self, heads: &Heads, b: usize, head: usize, s: usize) -> Vec<f64> {
-        let x = heads.row(b, head, s);
-        let Some(rotary) = self.problem.rotary else { return x.to_vec() };
+    /// A row of query (0) or key (1) divided by its root mean square and rounded to the element type.
+    fn normed(&self, x: &[f64], which: usize) -> Vec<f64> {
+        let Some(QkNorm { epsilon }) = self.problem.qk_norm else { return x.to_vec() };
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+        let root = (mean + f64::from(epsilon)).sqrt();
+        let weights = &self.norm_weights[which];
+        rounded(self.problem, x.iter().zip(weights).map(|(x, weight)| x / root * weight).collect())
+    }
+
+    /// New row `s`, rotated to its position and rounded to the element type, as the cache holds it.
+    fn rotated(&self, b: usize, s: usize, x: Vec<f64>) -> Vec<f64> {
+        let Some(rotary) = self.problem.rotary else { return x };
         let position = match rotary.explicit {
             Some(row_length) => self.position_ids[b * row_length + s] as usize,
             None => self.position(b, s) as usize,
         };
         let half = rotary.dim / 2;
-        let mut y = x.to_vec();
+        let mut y = x.clone();
         for i in 0..half {
             let (first, second) =
                 if rotary.interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
@@ -189,7 +202,11 @@ impl<'a> Call<'a> {
             let (head, s) = (row / p.q_len, row % p.q_len);
             let (b, n) = (head / p.q_heads, head % p.q_heads);
             let at = place(p.layout, p.q_heads, p.q_len, [b, n, s]) * p.head_size;
-            output[at..at + p.head_size].copy_from_slice(&self.rotated(&self.query, b, n, s));
+            output[at..at + p.head_size].copy_from_slice(&self.rotated(
+                b,
+                s,
+                self.query.row(b, n, s).to_vec(),
+            ));
         }
         Exact { output, output_qk: Vec::new(), lse: Vec::new() }
     }
@@ -222,7 +239,7 @@ impl<'a> Call<'a> {
         // Padding may have any position.
         let query = match visible.is_empty() && self.problem.rotary.is_some() {
             true => Vec::new(),
-            false => self.rotated(&self.query, b, n, s),
+            false => self.rotated(b, s, self.normed(self.query.row(b, n, s), 0)),
         };
         let logit = |j| match self.bias(b, n, s, j) {
             // Hidden, whatever the score: NaN too.

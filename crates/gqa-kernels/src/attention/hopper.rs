@@ -18,7 +18,7 @@
 //! **Shared memory**: Q tiles of 64 rows, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
 //! then the barriers, then descriptions of work tiles. Columns behind `head_size` and rows behind the tensor arrive as zeros.
 //!
-//! **Queries** that are not rotated yet (half-split, positions implicit) are rotated by the kernels of two warpgroups: each warpgroup turns its rows in their
+//! **Queries** that are not rotated yet (positions implicit) are rotated by the kernels of two warpgroups: each warpgroup turns its rows in their
 //! tile, between their arrival and their first product (`rotate.rs`).
 //!
 //! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`) through the tensor map `tiles` or, where

@@ -1,4 +1,4 @@
-//! Work before attention: take packed QKV apart, rotate, update the cache.
+//! Work before attention: take packed QKV apart, normalise, rotate, update the cache.
 //!
 //! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors or pairs of
 //! them, and each is copied or rotated ([`rope`]) on its own. No shared memory, no barriers, no template on the head size; the only
@@ -11,12 +11,14 @@
 //! | `concat_rows` | the same of K or V alone, rows of any size | [`mod@concat`] |
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
+//! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
 
 pub mod append;
 pub mod concat;
+pub mod norm;
 pub mod positions;
 pub mod rope;
 pub mod unpack;

@@ -83,14 +83,7 @@ impl<T: Element> Rope<T> {
         if self.params.interleaved == 0 {
             return turn_halves::<T>(vectors, angles);
         }
-        let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
-        let turned = |x: [f32; 8], first: usize| {
-            core::array::from_fn(|i| {
-                let (sign, angle) = (if i % 2 == 0 { -1.0 } else { 1.0 }, first + i / 2);
-                fma(x[i], cos[angle], sign * x[i ^ 1] * sin[angle])
-            })
-        };
-        [turned(low, 0), turned(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
+        turn_pairs::<T>(vectors, angles)
     }
 
     /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come those that turn together, each pair half of `dim`
@@ -150,6 +143,19 @@ pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) ->
         core::array::from_fn(|i| fma(high[i], cos[i], low[i] * sin[i])),
     ];
     turned.map(pack_pairs::<T>)
+}
+
+/// Two vectors of interleaved pairs, turned: the first by the first half of the angles, the second by the other half.
+#[inline(always)]
+pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+    let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
+    let turned = |x: [f32; 8], first: usize| {
+        core::array::from_fn(|i| {
+            let (sign, angle) = (if i % 2 == 0 { -1.0 } else { 1.0 }, first + i / 2);
+            fma(x[i], cos[angle], sign * x[i ^ 1] * sin[angle])
+        })
+    };
+    [turned(low, 0), turned(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
 }
 
 /// Pairs of vectors of a head; where vectors are odd in number, one of them is alone.

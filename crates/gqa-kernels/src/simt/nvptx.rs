@@ -392,6 +392,8 @@ arithmetic! {
     log2(x: reg32 f32) -> reg32 f32 = "lg2.approx.ftz.f32 {}, {};";
     /// `1 / x`, within 1 ulp; subnormals are zero.
     rcp(x: reg32 f32) -> reg32 f32 = "rcp.approx.ftz.f32 {}, {};";
+    /// `1 / √x`, within 2 ulp; subnormals are zero.
+    rsqrt(x: reg32 f32) -> reg32 f32 = "rsqrt.approx.ftz.f32 {}, {};";
     /// `a·b + c`, rounded once; subnormals are zero.
     fma(a: reg32 f32, b: reg32 f32, c: reg32 f32) -> reg32 f32 = "fma.rn.ftz.f32 {}, {}, {}, {};";
     /// The larger value; a NaN loses against a number.

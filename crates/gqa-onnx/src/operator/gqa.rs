@@ -54,6 +54,8 @@ const ATTRIBUTES: [(&str, Kind); 15] = [
 
 /// Positions of the inputs that must be there.
 const REQUIRED: [usize; 3] = [0, 5, 6];
+/// Positions of k_scale and v_scale.
+const SCALES: [usize; 2] = [12, 13];
 /// Position of the output that qk_output asks for.
 const OUTPUT_QK: usize = 3;
 
@@ -77,10 +79,11 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
         .do_rotary(attributes.on("do_rotary"))
         .rotary_interleaved(attributes.on("rotary_interleaved"))
         .smooth_softmax(attributes.on("smooth_softmax"))
-        .qk_output(qk_output))
+        .qk_output(qk_output)
+        .qk_norm_epsilon(attributes.float("qk_norm_epsilon").unwrap_or(1e-6)))
 }
 
-/// Quantised caches, windowed caches and QK-norm.
+/// Quantised and windowed caches.
 fn refuse_what_is_not_there_yet(node: &NodeProto, attributes: &Attributes<'_>) -> Result<()> {
     for name in ["k_quant_type", "v_quant_type"] {
         let word = attributes.text(name).unwrap_or_else(|| "NONE".to_owned());
@@ -103,7 +106,7 @@ fn refuse_what_is_not_there_yet(node: &NodeProto, attributes: &Attributes<'_>) -
         1 => return Err(not_yet("sliding_window_cache", 1, "0, with local_window_size")),
         other => return Err(Error::invalid("sliding_window_cache", other, "0, 1")),
     }
-    match (12..INPUTS.len()).find(|&i| is_named(&node.input, i)) {
+    match SCALES.into_iter().find(|&i| is_named(&node.input, i)) {
         Some(given) => Err(not_yet(INPUTS[given], "a tensor", "leave the input out")),
         None => Ok(()),
     }
@@ -154,6 +157,8 @@ fn inputs(arguments: &Arguments) -> Result<Inputs<'_>> {
         position_ids: arguments.get(9),
         attention_bias: arguments.get(10),
         head_sink: arguments.get(11),
+        q_norm_weight: arguments.get(14),
+        k_norm_weight: arguments.get(15),
         ..Inputs::new(required(query)?, required(seqlens_k)?, required(total_sequence_length)?)
     })
 }

@@ -1,6 +1,7 @@
-//! The cache: past rows kept or copied, new rows appended, K rotated.
+//! The cache: past rows kept or copied, new rows appended, K normalised and rotated.
 
 use super::element::Element;
+use super::norm::Norm;
 use super::rope::{MAX_HEAD_SIZE, Rope};
 use super::sequence::Sequence;
 use crate::{CacheBinding, Problem, RowLayout};
@@ -18,6 +19,8 @@ pub(super) struct Append<'a, T> {
     pub(super) layout: RowLayout,
     /// Elements of one head.
     pub(super) size: usize,
+    /// For K, where it is normalised.
+    pub(super) norm: Option<Norm<'a, T>>,
     /// For K, where it rotates.
     pub(super) rope: Option<&'a Rope<'a, T>>,
 }
@@ -43,16 +46,20 @@ impl<T: Element> Append<'_, T> {
         let rows = present[kept * size..sequence.total * size].chunks_exact_mut(size);
         for (s, row) in rows.enumerate() {
             let new = &self.new[self.layout.at(b, head, s)..][..size];
-            match self.rope {
-                None => row.copy_from_slice(new),
-                Some(rope) => {
-                    let mut buffer = [0.0; MAX_HEAD_SIZE];
-                    let buffer = &mut buffer[..size];
-                    T::widen(new, buffer);
-                    rope.rotate(b, s, sequence, buffer);
-                    T::narrow(buffer, row);
-                }
+            if self.norm.is_none() && self.rope.is_none() {
+                row.copy_from_slice(new);
+                continue;
             }
+            let mut buffer = [0.0; MAX_HEAD_SIZE];
+            let buffer = &mut buffer[..size];
+            T::widen(new, buffer);
+            if let Some(norm) = self.norm {
+                norm.normalise(buffer);
+            }
+            if let Some(rope) = self.rope {
+                rope.rotate(b, s, sequence, buffer);
+            }
+            T::narrow(buffer, row);
         }
     }
 }

@@ -10,6 +10,7 @@ mod attend;
 mod double;
 mod element;
 mod lanes;
+mod norm;
 mod panel;
 mod rope;
 mod rows;
@@ -17,10 +18,11 @@ mod sequence;
 mod task;
 
 use super::{Backend, Io};
-use crate::{CacheBinding, Computes, DType, Layout, Problem, Result, Tensor};
+use crate::{CacheBinding, Computes, DType, Layout, Problem, QkNorm, Result, Tensor};
 use append::Append;
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
+use norm::Norm;
 use rayon::prelude::*;
 use rope::{MAX_HEAD_SIZE, Rope};
 use rows::{OutputRow, output_rows};
@@ -84,6 +86,7 @@ impl Cpu {
             problem: p,
             sequences,
             query: elements::<T>("query", io.query)?,
+            norm: norm(p, io.q_norm_weight)?,
             rope,
             keys: elements("key", key)?,
             values: elements("value", value)?,
@@ -119,6 +122,12 @@ fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>>
         sin: elements("sin_cache", sin)?,
         position_ids,
     }))
+}
+
+/// A normalisation by that weight, where the call has one.
+fn norm<'a, T: Element>(p: &Problem, weight: Option<&'a Tensor>) -> Result<Option<Norm<'a, T>>> {
+    let (Some(QkNorm { epsilon }), Some(weight)) = (p.qk_norm, weight) else { return Ok(None) };
+    Ok(Some(Norm { epsilon, weight: elements("q_norm_weight and k_norm_weight", weight)? }))
 }
 
 /// Rotates the query into the output.
@@ -159,9 +168,10 @@ fn append<T: Element>(
         let elements =
             |tensor: Option<_>| tensor.map_or(Ok(&[][..]), |tensor| elements(name, tensor));
         let (past, new) = (elements(past)?, elements(if p.packed { Some(io.query) } else { new })?);
-        Ok(Append { problem: p, sequences, past, new, layout, size, rope })
+        Ok(Append { problem: p, sequences, past, new, layout, size, norm: None, rope })
     };
     let key = rows("key", io.past_key, io.key, p.key_layout(), p.head_size, rope)?;
+    let key = Append { norm: norm(p, io.k_norm_weight)?, ..key };
     let value = rows("value", io.past_value, io.value, p.value_layout(), p.v_head_size, None)?;
     let present_key = elements_mut("present_key", io.present_key)?;
     let present_value = elements_mut("present_value", io.present_value)?;

@@ -2,6 +2,7 @@
 
 use super::attend::{Attend, Partial, Scores, Softmax};
 use super::element::{Element, elements};
+use super::norm::{Norm, round};
 use super::panel::{CHUNK, KEYS, Rows, Tile, span};
 use super::rope::{MAX_HEAD_SIZE, Rope};
 use super::rows::OutputRow;
@@ -25,6 +26,8 @@ pub(super) struct Call<'a, T> {
     pub(super) problem: &'a Problem,
     pub(super) sequences: &'a [Sequence],
     pub(super) query: &'a [T],
+    /// Of queries.
+    pub(super) norm: Option<Norm<'a, T>>,
     pub(super) rope: Option<&'a Rope<'a, T>>,
     /// present_key, or key where the cache is external
     pub(super) keys: &'a [T],
@@ -187,12 +190,12 @@ impl<T: Element> Rows for Task<'_, T> {
         let to = &mut to[..self.call.problem.head_size];
         let start = self.call.problem.query_layout().at(self.b, head, s);
         T::widen(&self.call.query[start..][..to.len()], to);
+        if let Some(norm) = self.call.norm {
+            norm.normalise(to);
+        }
         if let Some(rope) = self.call.rope {
             rope.rotate(self.b, s, self.call.sequences[self.b], to);
-            let mut rounded = [T::ZERO; MAX_HEAD_SIZE];
-            let rounded = &mut rounded[..to.len()];
-            T::narrow(to, rounded);
-            T::widen(rounded, to);
+            round::<T>(to);
         }
         to.iter_mut().for_each(|x| *x *= self.call.problem.scale);
     }

@@ -2,7 +2,7 @@
 
 use super::pattern::{Dim, Pattern, addressable, shape};
 use crate::op::Shapes;
-use crate::{Bias, CacheBinding, DType, Error, Layout, Result, TensorDesc};
+use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Result, TensorDesc};
 
 /// Head sizes are multiples of 8 up to this.
 pub(in crate::op) const MAX_HEAD_SIZE: usize = 512;
@@ -215,6 +215,17 @@ impl Query {
             columns: inputs.total_sequence_length,
             boolean: false,
         }))
+    }
+
+    /// The normalisation of query and key, where their weights are given.
+    pub(super) fn qk_norm(&self, inputs: &Shapes<'_>, epsilon: f32) -> Result<Option<QkNorm>> {
+        const NAMES: [&str; 2] = ["q_norm_weight", "k_norm_weight"];
+        let weights = both((NAMES[0], inputs.q_norm_weight), (NAMES[1], inputs.k_norm_weight))?;
+        let Some((query, key)) = weights else { return Ok(None) };
+        for (argument, weight) in NAMES.into_iter().zip([query, key]) {
+            self.check(argument, weight, &[Dim::Is("head_size", self.head_size)])?;
+        }
+        Ok(Some(QkNorm { epsilon }))
     }
 
     /// Whether there is a head_sink.

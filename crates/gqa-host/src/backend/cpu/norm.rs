@@ -1,0 +1,32 @@
+//! Normalisation of one row by its root mean square.
+
+use super::element::Element;
+use super::rope::MAX_HEAD_SIZE;
+
+/// One of q_norm_weight and k_norm_weight.
+#[derive(Clone, Copy)]
+pub(super) struct Norm<'a, T> {
+    pub(super) epsilon: f32,
+    pub(super) weight: &'a [T],
+}
+
+impl<T: Element> Norm<'_, T> {
+    /// Normalises a row; the result is rounded.
+    pub(super) fn normalise(&self, row: &mut [f32]) {
+        let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
+        let factor = 1.0 / (mean + self.epsilon).sqrt();
+        let mut weight = [0.0; MAX_HEAD_SIZE];
+        let weight = &mut weight[..row.len()];
+        T::widen(self.weight, weight);
+        row.iter_mut().zip(&*weight).for_each(|(x, weight)| *x *= factor * weight);
+        round::<T>(row);
+    }
+}
+
+/// Rounds a row to the element type.
+pub(super) fn round<T: Element>(row: &mut [f32]) {
+    let mut rounded = [T::ZERO; MAX_HEAD_SIZE];
+    let rounded = &mut rounded[..row.len()];
+    T::narrow(row, rounded);
+    T::widen(rounded, row);
+}
