@@ -200,7 +200,7 @@ kernels!(UNPACK_QKV_WITH_ROPE_AND_APPEND_KV, Prologue, "family-prologue",
 
 kernels!(QK_NORM, Prologue, "family-prologue",
     (q: T, k: T, q_norm_weight: T, k_norm_weight: T, q_out: T, k_out: T; p: PrologueParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 8, shared: 0, hot: true, min_sm: 70 }, {
     gqa_qk_norm_f32 => qk_norm::<f32>, T = f32;
     gqa_qk_norm_f16 => qk_norm::<f16>, T = f16;
     gqa_qk_norm_bf16 => qk_norm::<bf16>, T = bf16;

@@ -13,12 +13,13 @@ pub(super) struct Norm<'a, T> {
 impl<T: Element> Norm<'_, T> {
     /// Normalises a row; the result is rounded.
     pub(super) fn normalise(&self, row: &mut [f32]) {
-        let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
-        let factor = 1.0 / (mean + self.epsilon).sqrt();
+        // Squares of large elements are beyond f32.
+        let mean = row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / row.len() as f64;
+        let factor = (1.0 / (mean + f64::from(self.epsilon)).sqrt()) as f32;
         let mut weight = [0.0; MAX_HEAD_SIZE];
         let weight = &mut weight[..row.len()];
         T::widen(self.weight, weight);
-        row.iter_mut().zip(&*weight).for_each(|(x, weight)| *x *= factor * weight);
+        row.iter_mut().zip(&*weight).for_each(|(x, weight)| *x = *x * factor * weight);
         round::<T>(row);
     }
 }
