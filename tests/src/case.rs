@@ -117,7 +117,7 @@ impl Case {
     pub fn score_deviation(&self) -> f32 {
         let root = (self.head_size as f32).sqrt();
         let scale = if self.scale == 0.0 { 1.0 / root } else { self.scale.abs() };
-        // Normalised rows have the deviation of their weights.
+        // Normalised rows have the deviation of their weights. Keys of the past may have more; the bounds are not widened for that.
         let spread = if self.qk_norm { 1.0 } else { self.spread };
         scale * root * spread * spread
     }

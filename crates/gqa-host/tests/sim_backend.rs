@@ -4,11 +4,12 @@
 mod step;
 
 use gqa_host::backend::Backend;
+use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::op::Outputs;
+use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{DeviceInfo, Plan, Switches, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Error};
+use gqa_host::{DType, Error, Tensor};
 use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
 
 fn device(name: &str) -> DeviceInfo {
@@ -37,6 +38,29 @@ fn any_gpu_in_any_phase_agrees_with_the_reference() {
                 );
             }
         }
+    }
+}
+
+/// Of zeros there is no root mean square, and the least epsilon is one that GPUs take for 0.
+#[test]
+fn rows_of_zeros_are_normalised_to_zeros() {
+    let (heads, size) = (HEADS as usize, SIZE);
+    let query = Tensor::zeros(DType::F32, &[1, 1, heads * size]);
+    let key = Tensor::zeros(DType::F32, &[1, 1, KV_HEADS as usize * size]);
+    let (value, weight) = (random(DType::F32, key.shape(), 1), random(DType::F32, &[size], 2));
+    let (last, total) = (int(&[0]), int(&[1]));
+    let inputs = Inputs {
+        key: Some(&key),
+        value: Some(&value),
+        q_norm_weight: Some(&weight),
+        k_norm_weight: Some(&weight),
+        ..Inputs::new(&query, &last, &total)
+    };
+    let operator = operator().do_rotary(false).qk_norm_epsilon(f32::from_bits(1));
+    for backend in [&Reference as &dyn Backend, &Cpu::default(), &Sim::default()] {
+        let got = operator.run(&inputs, backend).unwrap();
+        assert!(got.present_key.to_f64().iter().all(|&x| x == 0.0), "{}", backend.name());
+        assert!(got.output.to_f64().iter().all(|x| x.is_finite()), "{}", backend.name());
     }
 }
 

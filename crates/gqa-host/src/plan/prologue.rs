@@ -389,7 +389,7 @@ impl<'a> Builder<'a> {
             capacity: u32_of("present rows", p.capacity)?,
             first_prompt: (p.phase == Phase::FirstPrompt).into(),
             rotary: rotary_params(rotary, self.positions.1)?,
-            // A kernel takes a smaller one for 0, and rows may be.
+            // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
             epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
         })
     }

@@ -68,8 +68,8 @@ struct Call<'a> {
     position_ids: Vec<f64>,
     bias: Vec<f64>,
     sink: Vec<f64>,
-    /// q_norm_weight and k_norm_weight.
-    norm_weights: [Vec<f64>; 2],
+    q_norm_weight: Vec<f64>,
+    k_norm_weight: Vec<f64>,
     key: Heads,
     value: Heads,
 }
@@ -99,14 +99,15 @@ impl<'a> Call<'a> {
             position_ids: values(io.position_ids),
             bias: values(io.attention_bias),
             sink: values(io.head_sink),
-            norm_weights: [values(io.q_norm_weight), values(io.k_norm_weight)],
+            q_norm_weight: values(io.q_norm_weight),
+            k_norm_weight: values(io.k_norm_weight),
             key: heads(io.key, n, nk, p.new_len, h),
             value: heads(io.value, n + nk, nk, p.new_len, p.v_head_size),
         };
         if p.cache != CacheBinding::External {
             let (past_key, past_value) = (values(io.past_key), values(io.past_value));
             let key = call.present(io.present_key, &past_key, h, |b, head, s| {
-                call.rotated(b, s, call.normed(call.key.row(b, head, s), 1))
+                call.rotated(b, s, call.normed(call.key.row(b, head, s), &call.k_norm_weight))
             });
             let value = call.present(io.present_value, &past_value, p.v_head_size, |b, head, s| {
                 call.value.row(b, head, s).to_vec()
@@ -166,12 +167,11 @@ impl<'a> Call<'a> {
         bnsh(tensor, p.kv_heads, p.capacity, size)
     }
 
-    /// A row of query (0) or key (1) divided by its root mean square and rounded to the element type.
-    fn normed(&self, x: &[f64], which: usize) -> Vec<f64> {
+    /// A row divided by its root mean square, weighed, and rounded to the element type.
+    fn normed(&self, x: &[f64], weights: &[f64]) -> Vec<f64> {
         let Some(QkNorm { epsilon }) = self.problem.qk_norm else { return x.to_vec() };
         let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
         let root = (mean + f64::from(epsilon)).sqrt();
-        let weights = &self.norm_weights[which];
         rounded(self.problem, x.iter().zip(weights).map(|(x, weight)| x / root * weight).collect())
     }
 
@@ -239,7 +239,7 @@ impl<'a> Call<'a> {
         // Padding may have any position.
         let query = match visible.is_empty() && self.problem.rotary.is_some() {
             true => Vec::new(),
-            false => self.rotated(b, s, self.normed(self.query.row(b, n, s), 0)),
+            false => self.rotated(b, s, self.normed(self.query.row(b, n, s), &self.q_norm_weight)),
         };
         let logit = |j| match self.bias(b, n, s, j) {
             // Hidden, whatever the score: NaN too.

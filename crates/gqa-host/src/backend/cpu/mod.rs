@@ -86,7 +86,7 @@ impl Cpu {
             problem: p,
             sequences,
             query: elements::<T>("query", io.query)?,
-            norm: norm(p, io.q_norm_weight)?,
+            norm: norm(p, "q_norm_weight", io.q_norm_weight)?,
             rope,
             keys: elements("key", key)?,
             values: elements("value", value)?,
@@ -125,9 +125,13 @@ fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>>
 }
 
 /// A normalisation by that weight, where the call has one.
-fn norm<'a, T: Element>(p: &Problem, weight: Option<&'a Tensor>) -> Result<Option<Norm<'a, T>>> {
+fn norm<'a, T: Element>(
+    p: &Problem,
+    name: &'static str,
+    weight: Option<&'a Tensor>,
+) -> Result<Option<Norm<'a, T>>> {
     let (Some(QkNorm { epsilon }), Some(weight)) = (p.qk_norm, weight) else { return Ok(None) };
-    Ok(Some(Norm { epsilon, weight: elements("q_norm_weight and k_norm_weight", weight)? }))
+    Ok(Some(Norm { epsilon, weight: elements(name, weight)? }))
 }
 
 /// Rotates the query into the output.
@@ -171,7 +175,7 @@ fn append<T: Element>(
         Ok(Append { problem: p, sequences, past, new, layout, size, norm: None, rope })
     };
     let key = rows("key", io.past_key, io.key, p.key_layout(), p.head_size, rope)?;
-    let key = Append { norm: norm(p, io.k_norm_weight)?, ..key };
+    let key = Append { norm: norm(p, "k_norm_weight", io.k_norm_weight)?, ..key };
     let value = rows("value", io.past_value, io.value, p.value_layout(), p.v_head_size, None)?;
     let present_key = elements_mut("present_key", io.present_key)?;
     let present_value = elements_mut("present_value", io.present_value)?;
