@@ -12,7 +12,7 @@ use crate::plan::{Launch, Plan};
 use std::sync::Arc;
 
 /// A plan recorded as a CUDA graph of its launches: [`enqueue`](Self::enqueue) does what [`Device::enqueue`] does, for about half of the processor's time where the
-/// plan has several launches, and a tenth to a third less where it has one. Unlike a captured [`Graph`](super::Graph), which takes less still, it is not bound to memory.
+/// plan has several launches, and as a rule somewhat less where it has one. Unlike a captured [`Graph`](super::Graph), which takes less still, it is not bound to memory.
 ///
 /// On the GPU the first launch begins when all that is ahead of it in the stream has ended, whereas [`Device::enqueue`] lets a token step begin before that.
 pub struct Recording {
