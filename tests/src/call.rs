@@ -1,9 +1,11 @@
 //! The tensors of a [`Case`]: fresh random inputs, poisoned outputs.
 
 use crate::{Case, Positions};
+use float8::F8E4M3;
 use gqa_host::backend::Backend;
 use gqa_host::op::{Inputs, KvCache, Outputs};
-use gqa_host::{DType, Layout, Problem, Result, Tensor};
+use gqa_host::reference::Reference;
+use gqa_host::{CacheBinding, CodeFormat, DType, Layout, Problem, Quantisation, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -25,6 +27,8 @@ pub struct Call {
     position_ids: Option<Tensor>,
     attention_bias: Option<Tensor>,
     head_sink: Option<Tensor>,
+    /// k_scale and v_scale.
+    scales: Option<[Tensor; 2]>,
     /// q_norm_weight and k_norm_weight.
     norm_weights: Option<[Tensor; 2]>,
 }
@@ -47,6 +51,7 @@ impl Call {
             )
         };
         let (cos_cache, sin_cache, position_ids) = data.rotary(case);
+        let scales = case.quantised.map(|how| data.scales(case, how));
         Self {
             query,
             key,
@@ -61,6 +66,7 @@ impl Call {
             position_ids,
             attention_bias: data.bias(case),
             head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
+            scales,
             norm_weights: case.qk_norm.then(|| [(); 2].map(|()| data.normal(&[size], 1.0))),
             case: case.clone(),
         }
@@ -108,6 +114,18 @@ impl Call {
         Ok(outputs)
     }
 
+    /// What the call's results should be with the cache that it left: nothing is appended any more.
+    pub fn reference_after(&self, cache: &Outputs) -> Result<Outputs> {
+        let problem = self.problem()?;
+        let mut outputs = Outputs::new(&problem)?;
+        outputs.present_key = cache.present_key.clone();
+        outputs.present_value = cache.present_value.clone();
+        let mut complete = problem;
+        (complete.new_len, complete.cache) = (0, CacheBinding::Shared);
+        Reference.run(&complete, &mut outputs.io(&self.inputs()))?;
+        Ok(outputs)
+    }
+
     fn inputs(&self) -> Inputs<'_> {
         let past = self.past.as_ref().filter(|_| !self.case.shared);
         Inputs {
@@ -120,6 +138,8 @@ impl Call {
             position_ids: self.position_ids.as_ref(),
             attention_bias: self.attention_bias.as_ref(),
             head_sink: self.head_sink.as_ref(),
+            k_scale: self.scales.as_ref().map(|[key, _]| key),
+            v_scale: self.scales.as_ref().map(|[_, value]| value),
             q_norm_weight: self.norm_weights.as_ref().map(|[query, _]| query),
             k_norm_weight: self.norm_weights.as_ref().map(|[_, key]| key),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
@@ -160,7 +180,7 @@ impl Data {
     /// The past, NaN behind the valid rows.
     fn past(&mut self, case: &Case) -> Option<KvCache> {
         let rows = case.past_rows();
-        if rows == 0 && !case.shared {
+        if rows == 0 && !case.shared && case.quantised.is_none() {
             return None;
         }
         let valid = |b: usize| match (case.first_prompt, case.no_new_rows) {
@@ -168,6 +188,10 @@ impl Data {
             (false, true) => case.total(b),
             (false, false) => case.past[b],
         };
+        if let Some(how) = case.quantised {
+            let mut cache = || self.codes(case, how, rows, valid);
+            return Some(KvCache { key: cache(), value: cache() });
+        }
         let mut cache = |spread| {
             let shape = [case.batch(), case.kv_heads, rows, case.head_size];
             let mut values = self.values(shape.iter().product(), spread);
@@ -177,6 +201,49 @@ impl Data {
             self.tensor(&shape, &values)
         };
         Some(KvCache { key: cache(case.spread), value: cache(1.0) })
+    }
+
+    /// A cache of random codes; behind the valid rows all bits are set, which makes an 8-bit float NaN.
+    fn codes(
+        &mut self,
+        case: &Case,
+        how: Quantisation,
+        rows: usize,
+        valid: impl Fn(usize) -> usize,
+    ) -> Tensor {
+        let width = case.head_size / how.codes_per_element();
+        let shape = IxDyn(&[case.batch(), case.kv_heads, rows, width]);
+        let mut code = |b, row| -> u8 {
+            match self.rng.random() {
+                _ if row >= valid(b) => 0xff,
+                // The two that are NaN.
+                0x7f | 0xff if how.format == CodeFormat::Float8 => 0,
+                // About normal, as numbers are: integers are evenly spread instead.
+                code if how.format == CodeFormat::Float8 => code & 0x80 | (code & 0x7f).min(0x58),
+                code => code,
+            }
+        };
+        let bytes = ArrayD::from_shape_fn(shape, |at| code(at[0], at[2]));
+        match how.format {
+            CodeFormat::Int8 => Tensor::I8(bytes.mapv(|byte| byte as i8)),
+            CodeFormat::Int4 => Tensor::U8(bytes),
+            CodeFormat::Float8 => Tensor::F8E4M3(bytes.mapv(F8E4M3::from_bits)),
+        }
+    }
+
+    /// k_scale and v_scale such that the codes reach to about two standard deviations of keys and values, so that some are clamped.
+    fn scales(&mut self, case: &Case, how: Quantisation) -> [Tensor; 2] {
+        let most = match how.format {
+            CodeFormat::Int8 => 127.0,
+            CodeFormat::Int4 => 7.0,
+            CodeFormat::Float8 => 16.0,
+        };
+        let count = if how.per_channel { case.kv_heads * case.head_size } else { 1 };
+        let key_spread = if case.qk_norm { 1.0 } else { case.spread };
+        [key_spread, 1.0].map(|spread| {
+            let mut scale = || spread * self.rng.random_range(1.5..2.5) / most;
+            Tensor::F32(ArrayD::from_shape_simple_fn(IxDyn(&[count]), &mut scale))
+        })
     }
 
     fn seqlens(&self, case: &Case) -> Tensor {

@@ -1,6 +1,7 @@
 //! A random but legal GroupQueryAttention call, described by small numbers so that proptest can shrink it.
 
-use gqa_host::{CacheBinding, DType, Layout, op::GroupQueryAttention};
+use gqa_host::op::{GroupQueryAttention, QuantType};
+use gqa_host::{CacheBinding, CodeFormat, DType, Layout, Quantisation};
 use proptest::prelude::*;
 
 /// Where rotary positions come from.
@@ -53,6 +54,8 @@ pub struct Case {
     pub packed: bool,
     /// Order of dimensions.
     pub layout: Layout,
+    /// The cache holds codes.
+    pub quantised: Option<Quantisation>,
     /// q_norm_weight and k_norm_weight given.
     pub qk_norm: bool,
     /// Rotated sixteenths of the head and pairing; only where head_size is a multiple of 16.
@@ -139,10 +142,36 @@ impl Case {
             .smooth_softmax(self.smooth_softmax)
             .qk_output(self.qk_output)
             .qk_norm_epsilon(EPSILON)
+            .k_quant_type(self.quant_type())
+            .v_quant_type(self.quant_type())
+            .kv_cache_bit_width(self.bit_width())
             .layout(self.layout)
             .log_sum_exp(self.lse)
             .settled_cache(self.settled)
             .float32_output(self.float32_output)
+    }
+}
+
+impl Case {
+    fn quant_type(&self) -> QuantType {
+        match self.quantised {
+            None => QuantType::None,
+            Some(Quantisation { per_channel: false, .. }) => QuantType::PerTensor,
+            Some(Quantisation { per_channel: true, .. }) => QuantType::PerChannel,
+        }
+    }
+
+    fn bit_width(&self) -> i64 {
+        match self.quantised.map(|how| how.format) {
+            None => 0,
+            Some(CodeFormat::Int4) => 4,
+            Some(CodeFormat::Int8 | CodeFormat::Float8) => 8,
+        }
+    }
+
+    /// Whether the codes of a new key depend on how something was rounded before.
+    pub fn rounds_before_codes(&self) -> bool {
+        self.quantised.is_some() && (self.rotary.is_some() || self.qk_norm)
     }
 }
 
@@ -165,7 +194,9 @@ pub fn case(
     let phase = prop_oneof![Just(Phase::Prompt), Just(Phase::Chunk), Just(Phase::Token)];
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
     let sometimes = || proptest::bool::weighted(0.2);
-    let flags = (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), [sometimes(), sometimes()]);
+    let sometimes_set = [sometimes(), sometimes()];
+    let flags =
+        (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), sometimes_set, sometimes_quantised());
     let scores = (
         // Multiples of the default.
         prop_oneof![12 => Just(0.0f32), 4 => 0.3f32..2.0, 2 => -2.0f32..-0.3, 1 => Just(SUBNORMAL)],
@@ -199,6 +230,18 @@ pub fn case(
         .prop_map(|(drawn, rows, q_len)| assemble(drawn, rows, q_len))
 }
 
+/// Every way to quantise a cache, and most often none.
+fn sometimes_quantised() -> impl Strategy<Value = Option<Quantisation>> {
+    proptest::option::weighted(0.2, any_quantisation())
+}
+
+/// Every way to quantise a cache.
+pub fn any_quantisation() -> impl Strategy<Value = Quantisation> {
+    let formats = vec![CodeFormat::Int8, CodeFormat::Int4, CodeFormat::Float8];
+    (proptest::sample::select(formats), any::<bool>())
+        .prop_map(|(format, per_channel)| Quantisation { format, per_channel })
+}
+
 /// A factor on scores that single precision may flush to 0.
 pub(crate) const SUBNORMAL: f32 = 1e-39;
 
@@ -216,7 +259,7 @@ enum Phase {
 
 type Drawn = (
     (DType, usize, usize, usize, Phase, usize),
-    ([bool; 9], usize, u64, [bool; 2]),
+    ([bool; 9], usize, u64, [bool; 2], Option<Quantisation>),
     (f32, f32, i64, i64, f32),
     Option<(usize, bool, Positions)>,
     Option<Bias>,
@@ -225,7 +268,7 @@ type Drawn = (
 /// Turns independent draws into a legal call.
 fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     let ((dtype, kv_heads, group, head_size, phase, _), flags, scores, rotary, bias) = drawn;
-    let (flags, spare, seed, [float32_output, qk_norm]) = flags;
+    let (flags, spare, seed, [float32_output, qk_norm], quantised) = flags;
     let (scale, softcap, window, qk_output, spread) = scores;
     let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows, settled] =
         flags;
@@ -258,6 +301,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         spare_rows: if spare < 4 { 0 } else { spare },
         packed,
         layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
+        quantised,
         qk_norm,
         rotary: rotary.map(|(dim, inter, pos)| (1 + (dim - 1) % (head_size / 16), inter, pos)),
         scale: scale / (head_size as f32).sqrt(),

@@ -17,10 +17,12 @@ impl Tolerance {
     /// What rounding of the operands allows. Weights are rounded to the element type before they meet the values (tensor cores)
     /// and the output is rounded once more. A score `x` computed in float32 is off by about `ε·|x|`, and its weight by that
     /// fraction, so the float32 bound grows with the scores. So does the bound of a rotated or normalised 16-bit call: near a tie, float32 and
-    /// double precision round an element of such a query or key to different neighbours.
+    /// double precision round an element of such a query or key to different neighbours. And that of one with a quantised cache, whose numbers
+    /// most kernels round to the element type.
     pub fn of(case: &Case) -> Self {
         let scores = f64::from(case.score_deviation()).max(1.0);
-        let ties = if case.rotary.is_some() || case.qk_norm { scores } else { 1.0 };
+        let rounded = case.rotary.is_some() || case.qk_norm || case.quantised.is_some();
+        let ties = if rounded { scores } else { 1.0 };
         match case.dtype {
             DType::F16 => Self { absolute: 4e-3 * ties, relative: 4e-3 },
             DType::BF16 => Self { absolute: 2e-2 * ties, relative: 2e-2 },
@@ -57,13 +59,10 @@ impl Errors {
 /// Compares every output; the error of `output` itself is returned. `Err` describes the worst element out of tolerance.
 pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Errors, String> {
     let errors = tensors("output", &got.output, &want.output, tolerance)?;
-    tensors("present_key", &got.present_key, &want.present_key, tolerance)?;
-    tensors(
-        "present_value",
-        &got.present_value,
-        &want.present_value,
-        Tolerance { absolute: 0.0, relative: 0.0 },
-    )?;
+    let exact = Tolerance { absolute: 0.0, relative: 0.0 };
+    let keys = if want.present_key.dtype().is_float() { tolerance } else { exact };
+    tensors("present_key", &got.present_key, &want.present_key, keys)?;
+    tensors("present_value", &got.present_value, &want.present_value, exact)?;
     optional("output_qk", &got.output_qk, &want.output_qk, tolerance)?;
     optional("lse", &got.lse, &want.lse, tolerance)?;
     Ok(errors)
@@ -82,6 +81,16 @@ pub(crate) fn unrounded(got: &Tensor, want: &Tensor, dtype: DType) -> Result<(),
     match (finer(got), finer(want)) {
         (0, MANY..) => Err(format!("output: all of it is rounded to {dtype}")),
         _ => Ok(()),
+    }
+}
+
+/// Errs unless every code is `want`'s or next to it.
+pub(crate) fn neighbouring_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), String> {
+    let tolerance = gqa_onnx::Tolerance::of(want.dtype());
+    let found = gqa_onnx::compare(got, want, &[], tolerance).map_err(|e| format!("{name}: {e}"))?;
+    match found.worst {
+        None => Ok(()),
+        Some(worst) => Err(format!("{name}: {worst:?}")),
     }
 }
 

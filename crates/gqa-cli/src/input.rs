@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use float8::F8E4M3;
 use gqa_host::{DType, Tensor};
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
@@ -53,7 +54,14 @@ impl Noise {
             DType::F16 => repeated(&block, f16::from_f32, shape)?.into(),
             DType::BF16 => repeated(&block, bf16::from_f32, shape)?.into(),
             DType::F32 => repeated(&block, |x| x, shape)?.into(),
-            DType::I32 | DType::I64 | DType::F64 | DType::Bool => bail!("noise of type {dtype}"),
+            // As many codes as fit 3 to 4 standard deviations.
+            DType::I8 => repeated(&block, |x| (x * 40.0) as i8, shape)?.into(),
+            DType::F8E4M3 => repeated(&block, |x| F8E4M3::from_f32(x * 16.0), shape)?.into(),
+            DType::U8 => {
+                let code = |x: f32| (x * 8.0 / 3.0).clamp(-8.0, 7.0) as i8 as u8 + 8 & 15;
+                repeated(&block, |x| code(x) | code(-x) << 4, shape)?.into()
+            }
+            _ => bail!("noise of type {dtype}"),
         })
     }
 }

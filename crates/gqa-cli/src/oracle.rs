@@ -10,7 +10,7 @@ use gqa_host::plan::TensorId;
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, RowLayout, Tensor};
 use gqa_onnx::{Tolerance, compare};
-use ndarray::Array2;
+use ndarray::{Array1, Array2};
 
 use crate::input::Noise;
 use crate::shape::{Shape, Tensors, lengths};
@@ -69,6 +69,7 @@ struct Operands<'a> {
     key: &'a Tensor,
     value: &'a Tensor,
     past: Option<(&'a Tensor, &'a Tensor)>,
+    kv_head: usize,
 }
 
 impl Computed<'_> {
@@ -100,10 +101,9 @@ impl Computed<'_> {
         let visible = if p.causal { position + 1 } else { self.past_length + p.q_len };
         let cache = p.cache_layout(p.capacity);
         let start = Place { row: 0, ..kv };
-        let past_key =
-            self.rows(TensorId::PresentKey, cache, start, &[1, 1, visible, p.head_size])?;
-        let past_value =
-            self.rows(TensorId::PresentValue, cache, start, &[1, 1, visible, p.head_size])?;
+        let seen = self.cache_shape(visible);
+        let past_key = self.rows(TensorId::PresentKey, cache, start, &seen)?;
+        let past_value = self.rows(TensorId::PresentValue, cache, start, &seen)?;
         let query = self.rows(TensorId::Query, p.query_layout(), place, &[1, 1, p.head_size])?;
         let nothing = Tensor::zeros(p.dtype, &[1, 0, p.head_size]);
         let operands = Operands {
@@ -111,6 +111,7 @@ impl Computed<'_> {
             key: &nothing,
             value: &nothing,
             past: Some((&past_key, &past_value)),
+            kv_head: kv.head,
         };
         let want = self.reference(&operands, position, visible)?;
         let got = self.rows(TensorId::Output, p.output_layout(), place, want.output.shape())?;
@@ -129,25 +130,44 @@ impl Computed<'_> {
         };
         let key = self.rows(key, p.key_layout(), kv, &one)?;
         let value = self.rows(value, p.value_layout(), kv, &one)?;
-        let operands = Operands { query: &key, key: &key, value: &value, past: None };
+        // What a prompt finds in its cache does not matter, but says what codes are.
+        let empty = Tensor::zeros(p.key_cache_dtype(), &self.cache_shape(1));
+        let past = p.quantised.map(|_| (&empty, &empty));
+        let operands = Operands { query: &key, key: &key, value: &value, past, kv_head: kv.head };
         let want = self.reference(&operands, position, 1)?;
         let (cache, row) = (p.cache_layout(p.capacity), Place { row: position, ..kv });
         sampled.add(
-            &self.rows(TensorId::PresentKey, cache, row, &[1, 1, 1, p.head_size])?,
+            &self.rows(TensorId::PresentKey, cache, row, &self.cache_shape(1))?,
             &want.present_key,
-            p.dtype,
+            p.key_cache_dtype(),
         )?;
         sampled.add(
-            &self.rows(TensorId::PresentValue, cache, row, &[1, 1, 1, p.head_size])?,
+            &self.rows(TensorId::PresentValue, cache, row, &self.cache_shape(1))?,
             &want.present_value,
-            p.dtype,
+            p.value_cache_dtype(),
         )
+    }
+
+    /// Shape of so many rows of one head's cache.
+    fn cache_shape(&self, rows: usize) -> [usize; 4] {
+        let [.., width] = self.problem.key_cache_shape(rows);
+        [1, 1, rows, width]
+    }
+
+    /// k_scale or v_scale of one KV head.
+    fn scale(&self, id: TensorId, kv_head: usize) -> Option<Tensor> {
+        let Tensor::F32(scales) = self.tensors.get(id)? else { return None };
+        let width = scales.len().min(self.problem.head_size);
+        let scales = scales.iter().copied().skip(if width > 1 { kv_head * width } else { 0 });
+        Some(Array1::from_iter(scales.take(width)).into())
     }
 
     /// One query row at `position` over `total` keys, by the reference.
     fn reference(&self, operands: &Operands<'_>, position: usize, total: usize) -> Result<Outputs> {
         let (seqlens_k, total_length) = lengths(1, total);
         let position_ids = Tensor::from(Array2::from_elem((1, 1), position as i64));
+        let [k_scale, v_scale] =
+            [TensorId::KScale, TensorId::VScale].map(|id| self.scale(id, operands.kv_head));
         let inputs = Inputs {
             key: Some(operands.key),
             value: Some(operands.value),
@@ -156,6 +176,8 @@ impl Computed<'_> {
             cos_cache: self.tensors.get(TensorId::CosCache),
             sin_cache: self.tensors.get(TensorId::SinCache),
             position_ids: self.problem.rotary.map(|_| &position_ids),
+            k_scale: k_scale.as_ref(),
+            v_scale: v_scale.as_ref(),
             q_norm_weight: self.tensors.get(TensorId::QNormWeight),
             k_norm_weight: self.tensors.get(TensorId::KNormWeight),
             ..Inputs::new(operands.query, &seqlens_k, &total_length)
@@ -173,9 +195,14 @@ impl Computed<'_> {
     ) -> Result<Tensor> {
         let source = self.tensors.expect(id)?;
         let mut rows = Tensor::zeros(source.dtype(), shape);
-        let width = self.problem.head_size * source.dtype().size();
+        // A number of a quantised cache may be less than an element.
+        let bytes = |numbers: usize| match source.dtype() {
+            DType::U8 => numbers / 2,
+            dtype => numbers * dtype.size(),
+        };
+        let width = bytes(self.problem.head_size);
         for (i, row) in rows.bytes_mut().chunks_exact_mut(width).enumerate() {
-            let start = layout.at(first.batch, first.head, first.row + i) * source.dtype().size();
+            let start = bytes(layout.at(first.batch, first.head, first.row + i));
             let bytes = source.bytes().get(start..start + width);
             row.copy_from_slice(bytes.with_context(|| format!("{} ends early", id.name()))?);
         }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use gqa_host::backend::Io;
-use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
 use gqa_host::{CacheBinding, DType, Problem, Tensor, TensorDesc};
 use ndarray::Array1;
@@ -41,6 +41,40 @@ pub enum Rotation {
     Interleaved,
 }
 
+/// `--kv-cache`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Codes {
+    /// int8
+    Int8,
+    /// 4-bit integers, two to a byte
+    Int4,
+    /// float8e4m3fn
+    Float8,
+}
+
+impl Codes {
+    fn dtype(self) -> DType {
+        match self {
+            Self::Int8 => DType::I8,
+            Self::Int4 => DType::U8,
+            Self::Float8 => DType::F8E4M3,
+        }
+    }
+
+    fn bits(self) -> i64 {
+        if self == Self::Int4 { 4 } else { 8 }
+    }
+
+    /// A scale with which standard normal numbers have codes of all sizes.
+    fn scale(self) -> f32 {
+        match self {
+            Self::Int8 => 1.0 / 40.0,
+            Self::Int4 => 3.0 / 8.0,
+            Self::Float8 => 1.0 / 16.0,
+        }
+    }
+}
+
 /// Heads, element type and attributes.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Layer {
@@ -74,6 +108,12 @@ pub struct Layer {
     /// Rows of query and key divided by their root mean square before they rotate.
     #[arg(long)]
     pub qk_norm: bool,
+    /// The cache holds codes instead of numbers.
+    #[arg(long, value_enum)]
+    pub kv_cache: Option<Codes>,
+    /// A quantised cache has a scale for each element of each KV head rather than one for all.
+    #[arg(long, requires = "kv_cache")]
+    pub per_channel: bool,
     /// Newest keys a query sees, its own included; -1: all.
     #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
     pub window: i64,
@@ -110,6 +150,8 @@ impl Layer {
             float32_output: false,
             rotary: Rotation::Half,
             qk_norm: false,
+            kv_cache: None,
+            per_channel: false,
             window: -1,
             softcap: 0.0,
             scale: 0.0,
@@ -128,8 +170,19 @@ impl Layer {
             .do_rotary(self.rotary != Rotation::None)
             .rotary_interleaved(self.rotary == Rotation::Interleaved)
             .smooth_softmax(self.smooth_softmax)
+            .k_quant_type(self.quant_type())
+            .v_quant_type(self.quant_type())
+            .kv_cache_bit_width(self.kv_cache.map_or(0, Codes::bits))
             .settled_cache(self.settled)
             .float32_output(self.float32_output)
+    }
+
+    fn quant_type(&self) -> QuantType {
+        match self.kv_cache {
+            None => QuantType::None,
+            Some(_) if self.per_channel => QuantType::PerChannel,
+            Some(_) => QuantType::PerTensor,
+        }
     }
 
     /// Attributes that are not at their defaults, in words.
@@ -141,6 +194,10 @@ impl Layer {
             (self.settled, " settled".to_owned()),
             (self.float32_output, " float32-output".to_owned()),
             (self.qk_norm, " qk-norm".to_owned()),
+            (self.kv_cache == Some(Codes::Int8), " int8-cache".to_owned()),
+            (self.kv_cache == Some(Codes::Int4), " int4-cache".to_owned()),
+            (self.kv_cache == Some(Codes::Float8), " float8-cache".to_owned()),
+            (self.per_channel, " per-channel".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),
@@ -247,12 +304,17 @@ impl Shape {
         let query = rows(self.query_length, heads);
         let key = rows(if self.layer.cached { 0 } else { self.query_length }, kv_heads);
         let packed = rows(self.query_length, heads + 2 * kv_heads);
-        let past = [self.batch, kv_heads as usize, past_rows, head_size as usize];
+        let codes = self.layer.kv_cache;
+        let width = head_size as usize / if codes == Some(Codes::Int4) { 2 } else { 1 };
+        let past = [self.batch, kv_heads as usize, past_rows, width];
+        let scale = [if self.layer.per_channel { (kv_heads * head_size) as usize } else { 1 }];
+        let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
         let table = [self.capacity, head_size as usize / 2];
         let weight = [head_size as usize];
         let seqlens_k = TensorDesc { dtype: DType::I32, shape: &[self.batch] };
         let separate = (!self.layer.packed).then_some(desc(&key));
-        let past = (past_rows > 0).then_some(desc(&past));
+        let past = (past_rows > 0 || codes.is_some())
+            .then_some(TensorDesc { dtype: codes.map_or(dtype, Codes::dtype), shape: &past });
         let table = (self.layer.rotary != Rotation::None).then_some(desc(&table));
         let weight = self.layer.qk_norm.then_some(desc(&weight));
         let query = desc(if self.layer.packed { &packed } else { &query });
@@ -263,6 +325,8 @@ impl Shape {
             past_value: past,
             cos_cache: table,
             sin_cache: table,
+            k_scale: scale,
+            v_scale: scale,
             q_norm_weight: weight,
             k_norm_weight: weight,
             ..Shapes::new(query, seqlens_k, self.total())
@@ -279,6 +343,10 @@ impl Shape {
                 TensorId::SeqlensK => lengths(self.batch, self.total()).0,
                 TensorId::Output => Tensor::try_zeros(id.name(), spec.dtype, &spec.shape)?,
                 TensorId::CosCache | TensorId::SinCache => continue,
+                TensorId::KScale | TensorId::VScale => {
+                    let scale = self.layer.kv_cache.map_or(1.0, Codes::scale);
+                    Array1::from_elem(spec.len(), scale).into()
+                }
                 _ => noise.tensor(spec.dtype, &spec.shape, 1.0)?,
             };
             tensors.set(id, tensor);
@@ -350,6 +418,8 @@ impl Tensors {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            k_scale: self.get(TensorId::KScale),
+            v_scale: self.get(TensorId::VScale),
             q_norm_weight: self.get(TensorId::QNormWeight),
             k_norm_weight: self.get(TensorId::KNormWeight),
             output: &mut output,

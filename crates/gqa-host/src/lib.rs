@@ -17,8 +17,8 @@ mod tensor;
 
 pub use error::{Error, Result};
 pub use problem::{
-    Alignment, Bias, CacheBinding, Computes, Layout, Phase, Problem, QkNorm, QkOutput, Rotary,
-    RowLayout, Sink,
+    Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Phase, Problem, QkNorm, QkOutput,
+    Quantisation, Rotary, RowLayout, Sink,
 };
 pub use tensor::{DType, Tensor, TensorDesc};
 

@@ -1,6 +1,7 @@
 //! One validated call: plain numbers, no data.
 
 use crate::DType;
+pub use gqa_kernels::num::Format as CodeFormat;
 use std::hash::{Hash, Hasher};
 
 /// What `seqlens_k` means for this call's rows.
@@ -78,6 +79,31 @@ pub struct QkNorm {
     pub epsilon: f32,
 }
 
+/// A cache that holds codes: each times its scale is a number (`gqa_kernels::num::Code` says how).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Quantisation {
+    /// What the codes are.
+    pub format: CodeFormat,
+    /// A scale for each channel, which is an element of a KV head, rather than one for all.
+    pub per_channel: bool,
+}
+
+impl Quantisation {
+    /// Element type of the cache's tensors.
+    pub fn dtype(self) -> DType {
+        match self.format {
+            CodeFormat::Int8 => DType::I8,
+            CodeFormat::Int4 => DType::U8,
+            CodeFormat::Float8 => DType::F8E4M3,
+        }
+    }
+
+    /// Codes of an element of the cache's tensors.
+    pub fn codes_per_element(self) -> usize {
+        if self.format == CodeFormat::Int4 { 2 } else { 1 }
+    }
+}
+
 /// The extra logit in the softmax denominator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sink {
@@ -151,9 +177,9 @@ pub struct Problem {
     pub operator: &'static str,
     /// What it computes.
     pub computes: Computes,
-    /// Type of query, key, key cache, bias, sink, output_qk.
+    /// Type of query, key, bias, sink, output_qk, and of the key cache unless that is quantised.
     pub dtype: DType,
-    /// Type of value and value cache. Not that of the others in some calls of ONNX Attention only.
+    /// Type of value and value cache, likewise. Not that of the others in some calls of ONNX Attention only.
     pub v_dtype: DType,
     /// Type of output: `dtype`, or float32 where GroupQueryAttention is asked for that.
     pub out_dtype: DType,
@@ -183,6 +209,8 @@ pub struct Problem {
     pub alignment: Alignment,
     /// Where present lives.
     pub cache: CacheBinding,
+    /// What the cache holds instead of numbers.
+    pub quantised: Option<Quantisation>,
     /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
     pub packed: bool,
     /// Order of the dimensions of query, key, value and output.
@@ -221,7 +249,7 @@ impl Hash for Problem {
         // What varies between the calls of a program.
         [self.batch, self.q_heads, self.kv_heads, self.head_size].hash(state);
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
-        (self.operator, self.dtype, self.packed, self.window).hash(state);
+        (self.operator, self.dtype, self.packed, self.window, self.quantised).hash(state);
     }
 }
 
@@ -247,6 +275,7 @@ impl Problem {
             phase: Phase::FirstPrompt,
             alignment: Alignment::Phase,
             cache: CacheBinding::External,
+            quantised: None,
             packed: false,
             layout: Layout::Bsnh,
             qk_norm: None,
@@ -333,12 +362,33 @@ impl Problem {
 
     /// Shape of present_key, or of past_key with `rows` rows.
     pub fn key_cache_shape(&self, rows: usize) -> [usize; 4] {
-        [self.batch, self.kv_heads, rows, self.head_size]
+        [self.batch, self.kv_heads, rows, self.cached(self.head_size)]
     }
 
     /// Shape of present_value, or of past_value with `rows` rows.
     pub fn value_cache_shape(&self, rows: usize) -> [usize; 4] {
-        [self.batch, self.kv_heads, rows, self.v_head_size]
+        [self.batch, self.kv_heads, rows, self.cached(self.v_head_size)]
+    }
+
+    /// Elements of a cache's tensor that hold so many numbers.
+    fn cached(&self, numbers: usize) -> usize {
+        numbers / self.quantised.map_or(1, Quantisation::codes_per_element)
+    }
+
+    /// Element type of present_key.
+    pub fn key_cache_dtype(&self) -> DType {
+        self.quantised.map_or(self.dtype, Quantisation::dtype)
+    }
+
+    /// Element type of present_value.
+    pub fn value_cache_dtype(&self) -> DType {
+        self.quantised.map_or(self.v_dtype, Quantisation::dtype)
+    }
+
+    /// Elements of k_scale, and of v_scale; their shape does not matter.
+    pub fn scales(&self) -> Option<usize> {
+        let channels = self.kv_heads * self.head_size;
+        self.quantised.map(|how| if how.per_channel { channels } else { 1 })
     }
 
     /// Shape of output_qk.
@@ -401,7 +451,7 @@ impl Problem {
         self.rows_layout(self.q_heads, self.q_len, self.v_head_size)
     }
 
-    /// A BNSH cache of `rows` key rows; of value rows too where these are as long.
+    /// A BNSH cache of `rows` key rows, in numbers, not in elements of its tensor; of value rows too where these are as long.
     pub fn cache_layout(&self, rows: usize) -> RowLayout {
         self.bnsh(rows, self.head_size)
     }

@@ -1,6 +1,7 @@
 //! Host tensors: `ndarray` arrays of one of the operator's element types.
 
 use crate::{Error, Result};
+use float8::F8E4M3;
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
 
@@ -21,13 +22,19 @@ pub enum DType {
     F64,
     /// Masks.
     Bool,
+    /// Codes of a quantised cache.
+    I8,
+    /// Two 4-bit codes of a quantised cache.
+    U8,
+    /// 8-bit floating point without infinities, 4 bits of it exponent: codes of a quantised cache.
+    F8E4M3,
 }
 
 impl DType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
-            Self::Bool => 1,
+            Self::Bool | Self::I8 | Self::U8 | Self::F8E4M3 => 1,
             Self::F16 | Self::BF16 => 2,
             Self::F32 | Self::I32 => 4,
             Self::I64 | Self::F64 => 8,
@@ -51,6 +58,9 @@ impl std::fmt::Display for DType {
             Self::I64 => "int64",
             Self::F64 => "float64",
             Self::Bool => "bool",
+            Self::I8 => "int8",
+            Self::U8 => "uint8",
+            Self::F8E4M3 => "float8e4m3fn",
         })
     }
 }
@@ -81,6 +91,12 @@ pub enum Tensor {
     F64(ArrayD<f64>),
     /// bool
     Bool(ArrayD<bool>),
+    /// int8
+    I8(ArrayD<i8>),
+    /// uint8
+    U8(ArrayD<u8>),
+    /// float8e4m3fn
+    F8E4M3(ArrayD<F8E4M3>),
 }
 
 /// Runs `$body` with `$array` bound to the array inside, whatever its element type.
@@ -94,6 +110,9 @@ macro_rules! with_array {
             $crate::Tensor::I64($array) => $body,
             $crate::Tensor::F64($array) => $body,
             $crate::Tensor::Bool($array) => $body,
+            $crate::Tensor::I8($array) => $body,
+            $crate::Tensor::U8($array) => $body,
+            $crate::Tensor::F8E4M3($array) => $body,
         }
     };
 }
@@ -109,6 +128,9 @@ impl Tensor {
             Self::I64(_) => DType::I64,
             Self::F64(_) => DType::F64,
             Self::Bool(_) => DType::Bool,
+            Self::I8(_) => DType::I8,
+            Self::U8(_) => DType::U8,
+            Self::F8E4M3(_) => DType::F8E4M3,
         }
     }
 
@@ -150,6 +172,9 @@ impl Tensor {
             DType::I64 => Self::I64(ArrayD::zeros(shape)),
             DType::F64 => Self::F64(ArrayD::zeros(shape)),
             DType::Bool => Self::Bool(ArrayD::from_elem(shape, false)),
+            DType::I8 => Self::I8(ArrayD::zeros(shape)),
+            DType::U8 => Self::U8(ArrayD::zeros(shape)),
+            DType::F8E4M3 => Self::F8E4M3(ArrayD::from_elem(shape, F8E4M3::ZERO)),
         }
     }
 
@@ -173,6 +198,9 @@ impl Tensor {
             DType::I64 => Self::I64(array(argument, shape)?),
             DType::F64 => Self::F64(array(argument, shape)?),
             DType::Bool => Self::Bool(array(argument, shape)?),
+            DType::I8 => Self::I8(array(argument, shape)?),
+            DType::U8 => Self::U8(array(argument, shape)?),
+            DType::F8E4M3 => Self::F8E4M3(array(argument, shape)?),
         })
     }
 
@@ -184,7 +212,8 @@ impl Tensor {
             DType::F16 => Some(Self::F16(array.mapv(f16::from_f32))),
             DType::BF16 => Some(Self::BF16(array.mapv(bf16::from_f32))),
             DType::F64 => Some(Self::F64(array.mapv(f64::from))),
-            DType::I32 | DType::I64 | DType::Bool => None,
+            DType::F8E4M3 => Some(Self::F8E4M3(array.mapv(F8E4M3::from_f32))),
+            DType::I32 | DType::I64 | DType::Bool | DType::I8 | DType::U8 => None,
         }
     }
 
@@ -198,6 +227,9 @@ impl Tensor {
             Self::I64(a) => a.iter().map(|&x| x as f64).collect(),
             Self::F64(a) => a.iter().copied().collect(),
             Self::Bool(a) => a.iter().map(|&x| f64::from(u8::from(x))).collect(),
+            Self::I8(a) => a.iter().map(|&x| x.into()).collect(),
+            Self::U8(a) => a.iter().map(|&x| x.into()).collect(),
+            Self::F8E4M3(a) => a.iter().map(|x| x.to_f64()).collect(),
         }
     }
 
@@ -216,6 +248,9 @@ impl Tensor {
             Self::I64(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
             Self::F64(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
             Self::Bool(_) => &mut [],
+            Self::I8(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
+            Self::U8(a) => a.as_slice_mut().unwrap_or_default(),
+            Self::F8E4M3(a) => bytemuck::cast_slice_mut(a.as_slice_mut().unwrap_or_default()),
         }
     }
 }
@@ -231,4 +266,15 @@ macro_rules! from_array {
         }
     )*};
 }
-from_array!(F32(f32), F16(f16), BF16(bf16), I32(i32), I64(i64), F64(f64), Bool(bool));
+from_array!(
+    F32(f32),
+    F16(f16),
+    BF16(bf16),
+    I32(i32),
+    I64(i64),
+    F64(f64),
+    Bool(bool),
+    I8(i8),
+    U8(u8),
+    F8E4M3(F8E4M3)
+);

@@ -1,7 +1,7 @@
 //! The reference against numbers worked out by hand.
 
 use gqa_host::backend::Io;
-use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs};
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
 use gqa_host::reference::{Reference, exact};
 use gqa_host::{CacheBinding, DType, Layout, Tensor};
 use ndarray::Array;
@@ -331,6 +331,65 @@ fn rows_are_normalised_before_they_rotate() {
     near(&out.present_value.to_f64(), &key.to_f64());
     // The query is twice the key.
     near(&out.output_qk.unwrap().to_f64(), &[2.0 * (8.0 * 64.0 + 8.0 * 16.0)]);
+}
+
+/// A step of one head of 8 elements behind one row of codes; the new key and the new value are `row`.
+fn quantised_step(past: Tensor, bits: i64, scales: [&[f32]; 2], row: &[f32]) -> Outputs {
+    let row = float(&[1, 1, 8], row);
+    let [k_scale, v_scale] = scales.map(|scale| float(&[scale.len()], scale));
+    let (last, total) = (ints(&[1]), ints(&[2]));
+    let how = if scales[0].len() > 1 { QuantType::PerChannel } else { QuantType::PerTensor };
+    let inputs = Inputs {
+        key: Some(&row),
+        value: Some(&row),
+        past_key: Some(&past),
+        past_value: Some(&past),
+        k_scale: Some(&k_scale),
+        v_scale: Some(&v_scale),
+        ..Inputs::new(&row, &last, &total)
+    };
+    let op = one_head().k_quant_type(how).v_quant_type(how).kv_cache_bit_width(bits);
+    op.qk_output(1).scale(1.0).run(&inputs, &Reference).unwrap()
+}
+
+#[test]
+fn codes_are_numbers_divided_by_their_scale() {
+    let past = || Tensor::from(Array::from_shape_vec((1, 1, 1, 8), vec![1i8; 8]).unwrap());
+    // Halves go to the even code, and no code is beyond its range.
+    let row = [0.25, 0.75, -0.25, -0.75, 1.0, 100.0, -100.0, 63.25];
+    let out = quantised_step(past(), 8, [&[0.5], &[0.25]], &row);
+    let keys = [0.0, 2.0, 0.0, -2.0, 2.0, 127.0, -128.0, 126.0];
+    let values = [1.0, 3.0, -1.0, -3.0, 4.0, 127.0, -128.0, 127.0];
+    near(&out.present_key.to_f64(), &[[1.0; 8], keys].concat());
+    near(&out.present_value.to_f64(), &[[1.0; 8], values].concat());
+    // Keys and values are what the codes say.
+    let query_key: f64 = row.iter().zip(keys).map(|(&q, k)| f64::from(q) * k * 0.5).sum();
+    near(&out.output_qk.unwrap().to_f64()[1..], &[query_key]);
+    near(&out.output.to_f64(), &values.map(|value| value * 0.25));
+    // A scale for each element.
+    let scales: Vec<f32> = (1..=8).map(|i| i as f32).collect();
+    let out = quantised_step(past(), 8, [&scales, &scales], &[8.0; 8]);
+    let want = [8.0, 4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0];
+    near(&out.present_key.to_f64()[8..], &want);
+}
+
+#[test]
+fn codes_of_four_bits_lie_two_to_a_byte() {
+    let past = Tensor::from(Array::from_shape_vec((1, 1, 1, 4), vec![0x98u8; 4]).unwrap());
+    let row = [-8.0, 7.0, -9.0, 9.0, 0.5, 1.5, -0.5, 1.0];
+    let out = quantised_step(past, 4, [&[1.0], &[1.0]], &row);
+    assert_eq!(out.present_key.bytes(), [0x98, 0x98, 0x98, 0x98, 0xf0, 0xf0, 0xa8, 0x98]);
+    // 0 and 1 in turn were there.
+    near(&out.output_qk.unwrap().to_f64()[..1], &[7.0 + 9.0 + 1.5 + 1.0]);
+}
+
+#[test]
+fn codes_of_eight_bit_floats_have_three_bits_of_mantissa() {
+    let past = Tensor::zeros(DType::F8E4M3, &[1, 1, 1, 8]);
+    let row = [1.0, 1.0625, 1.1875, -17.0, 1000.0, -1000.0, 0.001_953_125, 0.0];
+    let out = quantised_step(past, 8, [&[1.0], &[1.0]], &row);
+    let want = [1.0, 1.0, 1.25, -16.0, 448.0, -448.0, 0.001_953_125, 0.0];
+    near(&out.present_key.to_f64()[8..], &want);
 }
 
 #[test]

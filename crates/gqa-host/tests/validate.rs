@@ -1,9 +1,9 @@
 //! Every rule of the operator: the message names the argument, what was got and what is allowed.
 
-use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, Shapes};
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType, Shapes};
 use gqa_host::{
-    Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkNorm, QkOutput, Result, Sink,
-    Tensor, TensorDesc,
+    Bias, CacheBinding, CodeFormat, DType, Error, Layout, Phase, Problem, QkNorm, QkOutput,
+    Quantisation, Result, Sink, Tensor, TensorDesc,
 };
 use ndarray::Array;
 
@@ -23,6 +23,8 @@ struct Call {
     position_ids: Option<Tensor>,
     attention_bias: Option<Tensor>,
     head_sink: Option<Tensor>,
+    /// k_scale and v_scale.
+    scales: [Option<Tensor>; 2],
     norm_weights: [Option<Tensor>; 2],
 }
 
@@ -54,6 +56,7 @@ impl Call {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            scales: [None, None],
             norm_weights: [None, None],
         }
     }
@@ -93,6 +96,20 @@ impl Call {
         Self { past_key: past(), past_value: past(), ..Self::new() }
     }
 
+    /// A cache of such codes, and scales of so many elements.
+    fn quantised(how: QuantType, bits: i64, dtype: DType, scales: usize) -> Self {
+        let past = || Some(Tensor::zeros(dtype, &[2, 2, 2, if bits == 4 { 8 } else { 16 }]));
+        let scale = || Some(Tensor::from(Array::from_elem(scales, 0.5f32)));
+        let plain = Self::new();
+        Self {
+            op: plain.op.clone().k_quant_type(how).v_quant_type(how).kv_cache_bit_width(bits),
+            past_key: past(),
+            past_value: past(),
+            scales: [scale(), scale()],
+            ..plain
+        }
+    }
+
     fn inputs(&self) -> Inputs<'_> {
         Inputs {
             key: self.key.as_ref(),
@@ -104,6 +121,8 @@ impl Call {
             position_ids: self.position_ids.as_ref(),
             attention_bias: self.attention_bias.as_ref(),
             head_sink: self.head_sink.as_ref(),
+            k_scale: self.scales[0].as_ref(),
+            v_scale: self.scales[1].as_ref(),
             q_norm_weight: self.norm_weights[0].as_ref(),
             k_norm_weight: self.norm_weights[1].as_ref(),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
@@ -549,6 +568,124 @@ fn normalisation() {
     let allowed = "allowed: a finite number greater than 0";
     refuses(op(|op| op.qk_norm_epsilon(0.0)), &format!("qk_norm_epsilon: got 0; {allowed}"));
     refuses(op(|op| op.qk_norm_epsilon(f32::NAN)), &format!("qk_norm_epsilon: got NaN; {allowed}"));
+}
+
+#[test]
+fn quantised_caches() {
+    use QuantType::{PerChannel, PerTensor};
+    assert_eq!(accepts(Call::new()).quantised, None);
+    for (bits, dtype, format) in [
+        (8, DType::I8, CodeFormat::Int8),
+        (8, DType::F8E4M3, CodeFormat::Float8),
+        (4, DType::U8, CodeFormat::Int4),
+    ] {
+        for (how, scales) in [(PerTensor, 1), (PerChannel, 32)] {
+            let p = accepts(Call::quantised(how, bits, dtype, scales));
+            let per_channel = how == PerChannel;
+            assert_eq!(p.quantised, Some(Quantisation { format, per_channel }));
+            assert_eq!((p.dtype, p.key_cache_dtype()), (DType::F32, dtype));
+            assert_eq!(p.key_cache_shape(5), [2, 2, 5, if bits == 4 { 8 } else { 16 }]);
+        }
+    }
+    // A scale may have any shape, and what is not quantised may have one.
+    let scales = || Some(Tensor::from(Array::from_elem((1, 2, 1, 16), 0.5f32)));
+    accepts(Call { scales: [scales(), scales()], ..int8(PerChannel, 32) });
+    accepts(Call { scales: [scales(), None], ..Call::new() });
+}
+
+fn int8(how: QuantType, scales: usize) -> Call {
+    Call::quantised(how, 8, DType::I8, scales)
+}
+
+#[test]
+fn attributes_of_quantised_caches() {
+    use QuantType::{PerChannel, PerTensor};
+    let call = || int8(PerTensor, 1);
+    let plain = |op: fn(GroupQueryAttention) -> GroupQueryAttention| Call::new().op(op);
+    refuses(
+        call().op(|op| op.v_quant_type(PerChannel)),
+        "v_quant_type: got PER_CHANNEL; allowed: PER_TENSOR, as k_quant_type",
+    );
+    refuses(
+        call().op(|op| op.v_quant_type(QuantType::None)),
+        "v_quant_type: got NONE; allowed: PER_TENSOR, as k_quant_type",
+    );
+    refuses(
+        call().op(|op| op.kv_cache_bit_width(0)),
+        "kv_cache_bit_width: got 0; allowed: 8 or 4, as k_quant_type is PER_TENSOR",
+    );
+    refuses(
+        call().op(|op| op.kv_cache_bit_width(5)),
+        "kv_cache_bit_width: got 5; allowed: 0, 4 or 8",
+    );
+    refuses(
+        plain(|op| op.kv_cache_bit_width(8)),
+        "kv_cache_bit_width: got 8; allowed: 0, as k_quant_type is NONE",
+    );
+}
+
+#[test]
+fn tensors_of_quantised_caches() {
+    use QuantType::{PerChannel, PerTensor};
+    let zeros = |dtype, shape: &[usize]| Some(Tensor::zeros(dtype, shape));
+    let call = || int8(PerTensor, 1);
+    refuses(
+        Call { past_key: None, past_value: None, ..call() },
+        "past_key: got no input; allowed: a tensor, whose type says what the codes of a quantised cache are",
+    );
+    refuses(
+        Call { past_key: zeros(DType::F32, &[2, 2, 2, 16]), ..call() },
+        "past_key: got float32; allowed: int8 or float8e4m3fn, as kv_cache_bit_width is 8",
+    );
+    refuses(
+        call().op(|op| op.kv_cache_bit_width(4)),
+        "past_key: got int8; allowed: uint8, as kv_cache_bit_width is 4",
+    );
+    refuses(
+        Call { past_value: zeros(DType::F8E4M3, &[2, 2, 2, 16]), ..call() },
+        "past_value: got float8e4m3fn; allowed: int8, the type of past_key",
+    );
+    refuses(
+        Call {
+            past_key: zeros(DType::U8, &[2, 2, 2, 16]),
+            ..Call::quantised(PerTensor, 4, DType::U8, 1)
+        },
+        "past_key: got (2, 2, 2, 16); allowed: (batch_size = 2, kv_num_heads = 2, past_sequence_length, head_size / 2 = 8)",
+    );
+    refuses(
+        Call {
+            past_key: zeros(DType::I8, &[2, 2, 2, 16]),
+            past_value: zeros(DType::I8, &[2, 2, 2, 16]),
+            ..Call::new()
+        },
+        "past_key: got int8; allowed: float32, the type of query",
+    );
+    let scale = |values: &[f32]| Some(Tensor::from(Array::from(values.to_vec())));
+    let scaled = |k_scale| Call { scales: [k_scale, scale(&[1.0])], ..call() };
+    refuses(
+        scaled(None),
+        "k_scale: got no input; allowed: 1 elements, as k_quant_type is PER_TENSOR",
+    );
+    refuses(
+        Call { scales: [scale(&[1.0]), None], ..call() },
+        "v_scale: got no input; allowed: 1 elements, as k_quant_type is PER_TENSOR",
+    );
+    refuses(
+        scaled(scale(&[1.0; 32])),
+        "k_scale: got (32); allowed: 1 elements, as k_quant_type is PER_TENSOR",
+    );
+    refuses(
+        int8(PerChannel, 16),
+        "k_scale: got (16); allowed: 32 elements, as k_quant_type is PER_CHANNEL",
+    );
+    refuses(scaled(zeros(DType::F16, &[1])), "k_scale: got float16; allowed: float32");
+    for (bad, shown) in [(0.0, "0"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        let allowed = "finite numbers other than 0, none subnormal";
+        refuses(
+            scaled(scale(&[bad])),
+            &format!("k_scale: got {shown} at element 0; allowed: {allowed}"),
+        );
+    }
 }
 
 #[test]

@@ -207,6 +207,10 @@ pub struct PrologueParams {
     pub rotary: RotaryParams,
     /// What `qk_norm` adds to the mean of squares.
     pub epsilon: f32,
+    /// 1: `quantise_kv` has a scale for each channel, an element of a KV head. 0: one for all.
+    pub per_channel: u32,
+    /// 1: past is present (`quantise_kv`).
+    pub in_place: u32,
 }
 
 /// Scalars of the decode kernels.
@@ -244,4 +248,4 @@ const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
-const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 14 * 4);
+const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);

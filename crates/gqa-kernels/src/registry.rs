@@ -20,7 +20,7 @@ use {
         hopper, split_kv, tiled, tiled_f32, tiled_wide,
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
-    crate::num::{bf16, f16},
+    crate::num::{Float8, Int4, Int8, bf16, f16},
     crate::params::{AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams},
     crate::prologue::{
         self,
@@ -28,6 +28,7 @@ use {
         concat::{concat_new_to_past_kv, concat_rows},
         norm::qk_norm,
         positions::seqlens_to_pos_ids,
+        quantise::quantise_kv,
         rope::{rotary_embedding, rotary_rows},
         unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
     },
@@ -136,6 +137,7 @@ static TABLES: &[&[Entry]] = &[
     UNPACK_QKV,
     UNPACK_QKV_WITH_ROPE_AND_APPEND_KV,
     QK_NORM,
+    QUANTISE_KV,
     ROTARY_EMBEDDING,
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
@@ -204,6 +206,20 @@ kernels!(QK_NORM, Prologue, "family-prologue",
     gqa_qk_norm_f32 => qk_norm::<f32>, T = f32;
     gqa_qk_norm_f16 => qk_norm::<f16>, T = f16;
     gqa_qk_norm_bf16 => qk_norm::<bf16>, T = bf16;
+});
+
+kernels!(QUANTISE_KV, Prologue, "family-prologue",
+    (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_quantise_kv_i8_f32 => quantise_kv::<f32, Int8>, T = f32;
+    gqa_quantise_kv_i8_f16 => quantise_kv::<f16, Int8>, T = f16;
+    gqa_quantise_kv_i8_bf16 => quantise_kv::<bf16, Int8>, T = bf16;
+    gqa_quantise_kv_i4_f32 => quantise_kv::<f32, Int4>, T = f32;
+    gqa_quantise_kv_i4_f16 => quantise_kv::<f16, Int4>, T = f16;
+    gqa_quantise_kv_i4_bf16 => quantise_kv::<bf16, Int4>, T = bf16;
+    gqa_quantise_kv_f8_f32 => quantise_kv::<f32, Float8>, T = f32;
+    gqa_quantise_kv_f8_f16 => quantise_kv::<f16, Float8>, T = f16;
+    gqa_quantise_kv_f8_bf16 => quantise_kv::<bf16, Float8>, T = bf16;
 });
 
 kernels!(ROTARY_EMBEDDING, Prologue, "family-prologue",

@@ -173,6 +173,8 @@ impl Case {
         past: Strides,
     ) -> PrologueParams {
         PrologueParams {
+            per_channel: 0,
+            in_place: 0,
             q: t.q.strides,
             k: t.k.strides,
             v: t.v.strides,

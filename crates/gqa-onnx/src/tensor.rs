@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use float8::F8E4M3;
 use gqa_host::{DType, Tensor};
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
@@ -14,18 +15,22 @@ use crate::{Error, Result};
 const MAX_RANK: usize = 8;
 
 /// Element types as messages list them.
-pub(crate) const ELEMENT_TYPES: &str = "float32, float16, bfloat16, float64, int32, int64, bool";
+pub(crate) const ELEMENT_TYPES: &str =
+    "float32, float16, bfloat16, float64, float8e4m3fn, int32, int64, int8, uint8, bool";
 
 /// The [`DType`] of a TensorProto.DataType number.
 pub(crate) fn dtype_of(number: i32) -> Option<DType> {
     match number {
         1 => Some(DType::F32),
+        2 => Some(DType::U8),
+        3 => Some(DType::I8),
         6 => Some(DType::I32),
         7 => Some(DType::I64),
         9 => Some(DType::Bool),
         10 => Some(DType::F16),
         11 => Some(DType::F64),
         16 => Some(DType::BF16),
+        17 => Some(DType::F8E4M3),
         _ => None,
     }
 }
@@ -34,12 +39,15 @@ pub(crate) fn dtype_of(number: i32) -> Option<DType> {
 fn number_of(dtype: DType) -> i32 {
     match dtype {
         DType::F32 => 1,
+        DType::U8 => 2,
+        DType::I8 => 3,
         DType::I32 => 6,
         DType::I64 => 7,
         DType::Bool => 9,
         DType::F16 => 10,
         DType::F64 => 11,
         DType::BF16 => 16,
+        DType::F8E4M3 => 17,
     }
 }
 
@@ -108,6 +116,19 @@ pub(crate) fn from_proto(proto: &TensorProto, what: &str) -> Result<Tensor> {
         DType::Bool => payload
             .array(|[byte]: [u8; 1]| byte != 0, &proto.int32_data, |x| Some(x != 0))
             .map(Tensor::Bool),
+        DType::I8 => payload
+            .array(i8::from_le_bytes, &proto.int32_data, |x| i8::try_from(x).ok())
+            .map(Tensor::I8),
+        DType::U8 => payload
+            .array(u8::from_le_bytes, &proto.int32_data, |x| u8::try_from(x).ok())
+            .map(Tensor::U8),
+        DType::F8E4M3 => payload
+            .array(
+                |[byte]: [u8; 1]| F8E4M3::from_bits(byte),
+                &proto.int32_data,
+                |x| Some(F8E4M3::from_bits(x.try_into().ok()?)),
+            )
+            .map(Tensor::F8E4M3),
     }
 }
 
@@ -231,16 +252,16 @@ mod tests {
             (proto(1, &[2, -1]), "query: got dimensions [2, -1]; allowed: no negative dimension"),
             (proto(1, &[1; 9]), "query: got 9 dimensions; allowed: at most 8"),
             (
-                proto(3, &[1]),
-                "query: got int8; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
+                proto(4, &[1]),
+                "query: got uint16; allowed: float32, float16, bfloat16, float64, float8e4m3fn, int32, int64, int8, uint8, bool",
             ),
             (
                 proto(0, &[]),
-                "query: got undefined; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
+                "query: got undefined; allowed: float32, float16, bfloat16, float64, float8e4m3fn, int32, int64, int8, uint8, bool",
             ),
             (
                 proto(-7, &[]),
-                "query: got element type -7; allowed: float32, float16, bfloat16, float64, int32, int64, bool",
+                "query: got element type -7; allowed: float32, float16, bfloat16, float64, float8e4m3fn, int32, int64, int8, uint8, bool",
             ),
             (
                 TensorProto { raw_data: vec![0; 5], ..proto(1, &[1]) },
@@ -275,7 +296,7 @@ mod tests {
     }
 
     fn any_tensor() -> impl Strategy<Value = Tensor> {
-        let dtype = prop_oneof![Just(1), Just(6), Just(7), Just(9), Just(10), Just(11), Just(16)];
+        let dtype = proptest::sample::select(vec![1, 2, 3, 6, 7, 9, 10, 11, 16, 17]);
         (dtype, proptest::collection::vec(0..5i64, 0..4)).prop_flat_map(|(number, dims)| {
             let count = dims.iter().product::<i64>() as usize;
             let size = dtype_of(number).map_or(0, DType::size);

@@ -28,8 +28,8 @@ pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> 
 }
 
 /// Runs `problem` and leaves in `folder` the call in words (`call.txt`), the inputs as they were before (`query.npy`, …; a shared cache
-/// as `past_key.npy` and `past_value.npy`), and the outputs as they are after. NumPy has no bfloat16: such tensors are stored as the
-/// 16-bit integers of their bits, for `.view(ml_dtypes.bfloat16)`.
+/// as `past_key.npy` and `past_value.npy`), and the outputs as they are after. NumPy has neither bfloat16 nor 8-bit floats:
+/// such tensors are stored as the integers of their bits, for `.view(ml_dtypes.bfloat16)` and `.view(ml_dtypes.float8_e4m3fn)`.
 ///
 /// Fails where the folder cannot be written.
 pub fn dumped(
@@ -69,6 +69,8 @@ fn write_npy(path: &Path, tensor: &Tensor) -> std::io::Result<()> {
         DType::I64 => "<i8",
         DType::F64 => "<f8",
         DType::Bool => "|b1",
+        DType::I8 => "|i1",
+        DType::U8 | DType::F8E4M3 => "|u1",
     };
     let shape: String = tensor.shape().iter().map(|size| format!("{size},")).collect();
     let mut header =

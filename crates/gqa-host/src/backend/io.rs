@@ -19,6 +19,8 @@ impl<'a> Io<'a> {
             TensorId::PositionIds => self.position_ids,
             TensorId::AttentionBias => self.attention_bias,
             TensorId::HeadSink => self.head_sink,
+            TensorId::KScale => self.k_scale,
+            TensorId::VScale => self.v_scale,
             TensorId::QNormWeight => self.q_norm_weight,
             TensorId::KNormWeight => self.k_norm_weight,
             _ => None,

@@ -36,6 +36,10 @@ pub struct Io<'a> {
     pub attention_bias: Option<&'a Tensor>,
     /// head_sink
     pub head_sink: Option<&'a Tensor>,
+    /// k_scale
+    pub k_scale: Option<&'a Tensor>,
+    /// v_scale
+    pub v_scale: Option<&'a Tensor>,
     /// q_norm_weight
     pub q_norm_weight: Option<&'a Tensor>,
     /// k_norm_weight

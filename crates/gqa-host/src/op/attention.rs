@@ -208,6 +208,8 @@ impl AttentionOutputs {
             position_ids: None,
             attention_bias: inputs.attn_mask,
             head_sink: None,
+            k_scale: None,
+            v_scale: None,
             q_norm_weight: None,
             k_norm_weight: None,
             output: &mut self.y,

@@ -35,6 +35,8 @@ impl KvCache {
                 position_ids: None,
                 attention_bias: None,
                 head_sink: None,
+                k_scale: None,
+                v_scale: None,
                 q_norm_weight: None,
                 k_norm_weight: None,
                 output: &mut output,

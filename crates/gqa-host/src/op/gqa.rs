@@ -3,6 +3,29 @@
 use crate::backend::{Backend, Io, dump};
 use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Sink, Tensor};
 
+/// How a cache is quantised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum QuantType {
+    /// Not at all.
+    #[default]
+    None,
+    /// One scale for all of it.
+    PerTensor,
+    /// A scale for each element of each KV head.
+    PerChannel,
+}
+
+impl std::fmt::Display for QuantType {
+    /// The word ONNX uses.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::None => "NONE",
+            Self::PerTensor => "PER_TENSOR",
+            Self::PerChannel => "PER_CHANNEL",
+        })
+    }
+}
+
 /// The operator's attributes, with ONNX's defaults.
 ///
 /// ```
@@ -23,6 +46,9 @@ pub struct GroupQueryAttention {
     pub(crate) smooth_softmax: bool,
     pub(crate) qk_output: i64,
     pub(crate) qk_norm_epsilon: f32,
+    pub(crate) k_quant_type: QuantType,
+    pub(crate) v_quant_type: QuantType,
+    pub(crate) kv_cache_bit_width: i64,
     pub(crate) layout: Layout,
     pub(crate) lse: bool,
     pub(crate) settled: bool,
@@ -44,6 +70,9 @@ impl GroupQueryAttention {
             smooth_softmax: false,
             qk_output: 0,
             qk_norm_epsilon: 1e-6,
+            k_quant_type: QuantType::None,
+            v_quant_type: QuantType::None,
+            kv_cache_bit_width: 0,
             layout: Layout::Bsnh,
             lse: false,
             settled: false,
@@ -94,6 +123,22 @@ impl GroupQueryAttention {
     /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater than 0. It counts only where these are given.
     pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
         Self { qk_norm_epsilon: epsilon, ..self }
+    }
+
+    /// How past_key and present_key are quantised; as v_quant_type. Then k_scale and v_scale are needed, and past_key and past_value, whose type says what
+    /// codes are: int8, float8e4m3fn, or uint8 with two codes of 4 bits each.
+    pub fn k_quant_type(self, how: QuantType) -> Self {
+        Self { k_quant_type: how, ..self }
+    }
+
+    /// How past_value and present_value are quantised; as k_quant_type.
+    pub fn v_quant_type(self, how: QuantType) -> Self {
+        Self { v_quant_type: how, ..self }
+    }
+
+    /// Bits of a code: 8 or 4 where the cache is quantised, else 0.
+    pub fn kv_cache_bit_width(self, bits: i64) -> Self {
+        Self { kv_cache_bit_width: bits, ..self }
     }
 
     /// Order of the dimensions of query, key, value and output (beyond ONNX, which has BSNH only).
@@ -155,7 +200,7 @@ pub struct Inputs<'a> {
     pub key: Option<&'a Tensor>,
     /// As key
     pub value: Option<&'a Tensor>,
-    /// (B, Nk, P, H)
+    /// (B, Nk, P, H); of 4-bit codes H/2
     pub past_key: Option<&'a Tensor>,
     /// As past_key
     pub past_value: Option<&'a Tensor>,
@@ -173,6 +218,10 @@ pub struct Inputs<'a> {
     pub attention_bias: Option<&'a Tensor>,
     /// (N)
     pub head_sink: Option<&'a Tensor>,
+    /// float32, finite and not 0: one for all keys in a quantised cache, or (Nk·H) in any shape
+    pub k_scale: Option<&'a Tensor>,
+    /// The same of values
+    pub v_scale: Option<&'a Tensor>,
     /// (H): each head's rows of query are divided by their root mean square and multiplied by this, before they rotate
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
@@ -199,13 +248,15 @@ impl<'a> Inputs<'a> {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            k_scale: None,
+            v_scale: None,
             q_norm_weight: None,
             k_norm_weight: None,
         }
     }
 }
 
-/// A cache that past and present share: (B, Nk, capacity, H) each.
+/// A cache that past and present share: (B, Nk, capacity, H) each; of 4-bit codes H/2.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvCache {
     /// Rotated keys.
@@ -235,8 +286,8 @@ impl Outputs {
         let p = problem;
         let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
         Ok(Self {
-            present_key: Tensor::try_zeros("present_key", p.dtype, &key)?,
-            present_value: Tensor::try_zeros("present_value", p.v_dtype, &value)?,
+            present_key: Tensor::try_zeros("present_key", p.key_cache_dtype(), &key)?,
+            present_value: Tensor::try_zeros("present_value", p.value_cache_dtype(), &value)?,
             ..Self::without_present(p)?
         })
     }
@@ -268,6 +319,8 @@ impl Outputs {
             position_ids: inputs.position_ids,
             attention_bias: inputs.attention_bias,
             head_sink: inputs.head_sink,
+            k_scale: inputs.k_scale,
+            v_scale: inputs.v_scale,
             q_norm_weight: inputs.q_norm_weight,
             k_norm_weight: inputs.k_norm_weight,
             output: &mut self.output,

@@ -9,7 +9,7 @@ mod validate;
 mod validate_attention;
 
 pub use attention::{Attention, AttentionInputs, AttentionOutputs};
-pub use gqa::{GroupQueryAttention, Inputs, KvCache, Outputs};
+pub use gqa::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
 pub use rotary::{RotaryEmbedding, RotaryInputs};
 pub use shapes::Shapes;
 pub use validate_attention::AttentionShapes;

@@ -59,6 +59,8 @@ impl RotaryEmbedding {
                 position_ids: Some(inputs.position_ids.unwrap_or(&every_row)),
                 attention_bias: None,
                 head_sink: None,
+                k_scale: None,
+                v_scale: None,
                 q_norm_weight: None,
                 k_norm_weight: None,
                 output: &mut output,

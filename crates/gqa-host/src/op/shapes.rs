@@ -31,6 +31,10 @@ pub struct Shapes<'a> {
     pub attention_bias: Option<TensorDesc<'a>>,
     /// head_sink
     pub head_sink: Option<TensorDesc<'a>>,
+    /// k_scale
+    pub k_scale: Option<TensorDesc<'a>>,
+    /// v_scale
+    pub v_scale: Option<TensorDesc<'a>>,
     /// q_norm_weight
     pub q_norm_weight: Option<TensorDesc<'a>>,
     /// k_norm_weight
@@ -57,6 +61,8 @@ impl<'a> Shapes<'a> {
             position_ids: None,
             attention_bias: None,
             head_sink: None,
+            k_scale: None,
+            v_scale: None,
             q_norm_weight: None,
             k_norm_weight: None,
         }
@@ -79,6 +85,8 @@ impl<'a> Shapes<'a> {
             position_ids: optional("position_ids", inputs.position_ids)?,
             attention_bias: optional("attention_bias", inputs.attention_bias)?,
             head_sink: optional("head_sink", inputs.head_sink)?,
+            k_scale: optional("k_scale", inputs.k_scale)?,
+            v_scale: optional("v_scale", inputs.v_scale)?,
             q_norm_weight: optional("q_norm_weight", inputs.q_norm_weight)?,
             k_norm_weight: optional("k_norm_weight", inputs.k_norm_weight)?,
         })

@@ -2,6 +2,7 @@
 
 mod inputs;
 mod pattern;
+mod quantisation;
 mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
@@ -9,6 +10,7 @@ use crate::{CacheBinding, DType, Error, Phase, Problem, QkOutput, Result, Rotary
 use inputs::{Heads, Query};
 pub(super) use inputs::{MAX_HEAD_SIZE, both};
 pub(super) use pattern::{Dim, MAX_COUNT, Pattern, addressable, shape};
+use quantisation::quantisation;
 
 impl GroupQueryAttention {
     /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that present shares.
@@ -45,11 +47,12 @@ impl GroupQueryAttention {
         let heads = self.heads()?;
         self.check_numbers()?;
         let query = Query::of(inputs, heads, self.layout)?;
+        let quantised = quantisation(self, inputs, heads, query.head_size)?;
         let rows = Rows {
             query: query.rows,
             total: inputs.total_sequence_length,
             new: query.new_rows(inputs)?,
-            past: query.past_rows(inputs, cache)?,
+            past: query.past_rows(inputs, quantised, cache)?,
         };
         query.check_seqlens_k(inputs)?;
         let capacity = present_rows(rows, cache)?;
@@ -67,6 +70,7 @@ impl GroupQueryAttention {
             capacity,
             phase: phase(query.rows, rows.total),
             cache,
+            quantised,
             packed: query.packed,
             layout: self.layout,
             qk_norm: query.qk_norm(inputs, self.qk_norm_epsilon)?,

@@ -4,7 +4,7 @@
 use super::decision::{Candidate, Decision, Rejection};
 use super::decode::{self, Clusters};
 use super::hopper;
-use super::launch::{Operand, Scratch, element, launch};
+use super::launch::{Scratch, element, launch};
 use super::params::{arguments, masked_params, params};
 use super::prologue::Rows;
 use super::switches::Switches;
@@ -403,20 +403,20 @@ pub(super) fn launches(
         }
     };
     match candidate {
-        Candidate::General => return general_launch(p, entry, query).map(|launch| vec![launch]),
-        Candidate::Unfused => return unfused_launches(p, entry, query, scratch),
+        Candidate::General => return general_launch(p, entry, rows).map(|launch| vec![launch]),
+        Candidate::Unfused => return unfused_launches(p, entry, rows, scratch),
         Candidate::HopperMasked => {
-            return hopper::masked_launch(p, device, entry, query, scratch.count(1))
+            return hopper::masked_launch(p, device, entry, &rows, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
         Candidate::TiledMasked => {
             let params = masked_params(p, query.strides)?;
             let grid = tiled::grid(&params.attention, entry.rows);
-            return Ok(vec![launch(entry, grid, &arguments(p, query.arg), &params)?]);
+            return Ok(vec![launch(entry, grid, &arguments(p, &rows), &params)?]);
         }
         Candidate::Hopper if !hopper::is_split(entry) => {
             let turns = choice.rotates_queries(p, fused);
-            return hopper::whole_launch(p, device, entry, query, turns, scratch.count(1))
+            return hopper::whole_launch(p, device, entry, &rows, turns, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
         Candidate::Decode
@@ -430,9 +430,9 @@ pub(super) fn launches(
     params.section = kernels::hopper::section(&params, device.l2_bytes);
     let mut arguments = if candidate == Candidate::Hopper {
         let counter = scratch.count(1);
-        hopper::arguments(p, &params, query.arg, counter, entry)
+        hopper::arguments(p, &params, &rows, counter, entry)
     } else {
-        arguments(p, query.arg)
+        arguments(p, &rows)
     };
     let grid = match candidate {
         Candidate::SplitKv => split_kv::grid(&params),
@@ -464,22 +464,22 @@ fn later(name: &str, p: &Problem, is_it: impl Fn(&Entry) -> bool) -> Result<&'st
     found.ok_or_else(|| Error::NoKernel(format!("{name} has no kernel for {}", p.dtype)))
 }
 
-fn general_launch(p: &Problem, entry: &'static Entry, query: Operand) -> Result<Launch> {
-    let params = masked_params(p, query.strides)?;
-    launch(entry, general::grid(&params.attention), &arguments(p, query.arg), &params)
+fn general_launch(p: &Problem, entry: &'static Entry, rows: Rows) -> Result<Launch> {
+    let params = masked_params(p, rows.query.strides)?;
+    launch(entry, general::grid(&params.attention), &arguments(p, &rows), &params)
 }
 
 /// Scores, softmax, and the weighted values.
 fn unfused_launches(
     p: &Problem,
     entry: &'static Entry,
-    query: Operand,
+    rows: Rows,
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
-    let mut params = masked_params(p, query.strides)?;
+    let mut params = masked_params(p, rows.query.strides)?;
     params.columns = params.columns.min(params.attention.qk_columns);
     let elements = p.scores_shape().iter().try_fold(1usize, |all, &n| all.checked_mul(n));
-    let mut arguments = arguments(p, query.arg);
+    let mut arguments = arguments(p, &rows);
     arguments.push(("scores", scratch.take(elements.unwrap_or(usize::MAX), size_of::<f32>())?));
     let then = |kernel: &str| later(kernel, p, |e| e.kernel() == kernel && e.dtype == entry.dtype);
     let values = if p.widens_output() { "unfused_values_out32" } else { "unfused_values" };

@@ -27,10 +27,14 @@ impl Cost {
         let query = b * n * s * p.head_size as f64;
         let output = b * n * s * (p.v_head_size * p.out_dtype.size()) as f64;
         let kept = (keys_read(p) - l).max(0.0);
+        // Of a number in the cache.
+        let cached = p.quantised.map_or(size, |how| 1.0 / how.codes_per_element() as f64);
         let cache = match p.cache {
-            CacheBinding::Shared => row * (l + l + kept),
-            CacheBinding::Separate => row * (l + (t - l).max(0.0) + p.capacity as f64),
-            CacheBinding::External => row * keys_read(p),
+            CacheBinding::Shared => row * (l * size + (l + kept) * cached),
+            CacheBinding::Separate => {
+                row * (l * size + ((t - l).max(0.0) + p.capacity as f64) * cached)
+            }
+            CacheBinding::External => row * keys_read(p) * size,
         };
         let bias = p.bias.zip(p.bias_shape()).map_or(0.0, |(bias, shape)| {
             let elements: f64 = shape.iter().map(|&n| n as f64).product();
@@ -40,7 +44,7 @@ impl Cost {
         let lse = if p.lse { 4.0 * b * n * s } else { 0.0 };
         Self {
             flops: 2.0 * b * n * widths * visible_pairs(p),
-            bytes: size * (query + cache + bias + scores) + output + lse,
+            bytes: size * (query + bias + scores) + cache + output + lse,
         }
     }
 

@@ -22,9 +22,9 @@ pub(super) struct Clusters {
     parts: u32,
 }
 
-/// Whether the kernel also rotates and appends: where the cache is shared it reads the new rows as they are given.
+/// Whether the kernel also rotates and appends: where the cache is shared and holds numbers it reads the new rows as they are given.
 pub(super) fn is_fused(p: &Problem, fused: bool) -> bool {
-    fused && p.cache == CacheBinding::Shared
+    fused && p.cache == CacheBinding::Shared && p.quantised.is_none()
 }
 
 /// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys come from memory once, and that is faster than
@@ -174,7 +174,7 @@ pub(super) fn launches(
         reserved: 0,
         attention,
     };
-    let mut bound = arguments(p, rows.query.arg);
+    let mut bound = arguments(p, &rows);
     let given = |arg: Arg| if fused { arg } else { Arg::Null };
     bound.extend([
         ("new_k", given(rows.key.arg)),

@@ -1,7 +1,7 @@
 //! A plan in words.
 
 use super::{Arg, Cost, Decision, DeviceInfo, Launch, Plan};
-use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
+use crate::{Alignment, CacheBinding, CodeFormat, Layout, Phase, Problem, QkOutput, Sink};
 use std::fmt;
 
 /// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.
@@ -198,6 +198,15 @@ fn features(p: &Problem) -> Vec<String> {
     };
     add(p.packed, "packed QKV".to_owned());
     add(p.layout == Layout::Bnsh, "BNSH".to_owned());
+    if let Some(how) = p.quantised {
+        let scales = if how.per_channel { "channel" } else { "tensor" };
+        let codes = match how.format {
+            CodeFormat::Int8 => "int8",
+            CodeFormat::Int4 => "4-bit",
+            CodeFormat::Float8 => "float8e4m3fn",
+        };
+        add(true, format!("{codes} cache with a scale per {scales}"));
+    }
     add(p.qk_norm.is_some(), "QK-norm".to_owned());
     if let Some(rotary) = p.rotary {
         let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };

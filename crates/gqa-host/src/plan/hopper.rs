@@ -1,9 +1,9 @@
 //! The Hopper family: which calls it suits, with which tiles, in how many parts of the keys, and its launches.
 
 use super::decision::Rejection;
-use super::launch::{Operand, launch, tensor};
-use super::params::{bias_or_mask, keys_and_values, masked_params, output, params};
-use super::prologue::rotary_params;
+use super::launch::{launch, tensor};
+use super::params::{bias_or_mask, masked_params, output, params};
+use super::prologue::{Rows, rotary_params};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
 use crate::{Problem, Result, Rotary};
@@ -121,14 +121,14 @@ pub(super) fn whole_launch(
     p: &Problem,
     device: &DeviceInfo,
     entry: &'static Entry,
-    query: Operand,
+    rows: &Rows,
     turns: bool,
     counter: Arg,
 ) -> Result<Launch> {
-    let mut attention = params(p, query.strides, 1)?;
+    let mut attention = params(p, rows.query.strides, 1)?;
     attention.section = hopper::section(&attention, device.l2_bytes);
     let grid = hopper::grid(&attention, entry.rows, device.multiprocessors);
-    let mut arguments = arguments(p, &attention, query.arg, counter, entry);
+    let mut arguments = arguments(p, &attention, rows, counter, entry);
     if !rotates(entry) {
         return launch(entry, grid, &arguments, &attention);
     }
@@ -143,13 +143,13 @@ pub(super) fn masked_launch(
     p: &Problem,
     device: &DeviceInfo,
     entry: &'static Entry,
-    query: Operand,
+    rows: &Rows,
     counter: Arg,
 ) -> Result<Launch> {
-    let mut params = masked_params(p, query.strides)?;
+    let mut params = masked_params(p, rows.query.strides)?;
     params.attention.section = hopper::section(&params.attention, device.l2_bytes);
     let grid = hopper::grid(&params.attention, entry.rows, device.multiprocessors);
-    let mut arguments = arguments(p, &params.attention, query.arg, counter, entry);
+    let mut arguments = arguments(p, &params.attention, rows, counter, entry);
     arguments.extend(bias_or_mask(p));
     arguments.push(("tiles", mask_map(p, &params, entry).unwrap_or(arguments[0].1)));
     launch(entry, grid, &arguments, &params)
@@ -159,7 +159,7 @@ pub(super) fn masked_launch(
 pub(super) fn arguments(
     p: &Problem,
     params: &AttentionParams,
-    query: Arg,
+    rows: &Rows,
     counter: Arg,
     entry: &Entry,
 ) -> Vec<(&'static str, Arg)> {
@@ -168,10 +168,10 @@ pub(super) fn arguments(
         tensor_map(p, arg, strides, [params.head_size, rows, heads, params.batch], tile_rows)
     };
     let tensor = |id| tensor(p, id, 0);
-    let [k, v] = keys_and_values(p);
+    let [k, v] = rows.attended;
     let [out, out_f32] = output(p);
     vec![
-        ("q", map(query, params.q, q_len, q_heads, hopper::QUERY_BOX)),
+        ("q", map(rows.query.arg, params.q, q_len, q_heads, hopper::QUERY_BOX)),
         ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
         ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
         ("seqlens_k", tensor(TensorId::SeqlensK)),

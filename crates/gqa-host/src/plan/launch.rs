@@ -103,6 +103,12 @@ pub(super) fn element(dtype: DType) -> Option<gqa_kernels::num::DType> {
         DType::F32 => Some(gqa_kernels::num::DType::F32),
         DType::F16 => Some(gqa_kernels::num::DType::F16),
         DType::BF16 => Some(gqa_kernels::num::DType::BF16),
-        DType::I32 | DType::I64 | DType::F64 | DType::Bool => None,
+        DType::I32
+        | DType::I64
+        | DType::F64
+        | DType::Bool
+        | DType::I8
+        | DType::U8
+        | DType::F8E4M3 => None,
     }
 }

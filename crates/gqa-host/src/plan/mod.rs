@@ -76,6 +76,10 @@ pub enum TensorId {
     AttentionBias,
     /// head_sink
     HeadSink,
+    /// k_scale
+    KScale,
+    /// v_scale
+    VScale,
     /// q_norm_weight
     QNormWeight,
     /// k_norm_weight

@@ -1,6 +1,7 @@
 //! What attention kernels are told: tensors by name, and scalars.
 
 use super::launch::{strides, tensor, u32_of};
+use super::prologue::Rows;
 use super::{Arg, TensorId};
 use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Sink};
 use bytemuck::Zeroable;
@@ -8,7 +9,7 @@ use gqa_kernels::params::{
     AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
 };
 
-/// Where attention finds K and V.
+/// Where K and V are that attention reads, if no launch puts them elsewhere.
 pub(super) fn keys_and_values(p: &Problem) -> [Arg; 2] {
     let [key, value] = match p.has_present() {
         true => [TensorId::PresentKey, TensorId::PresentValue],
@@ -36,12 +37,12 @@ pub(super) fn output(p: &Problem) -> [(&'static str, Arg); 2] {
 }
 
 /// Everything an attention kernel may ask for.
-pub(super) fn arguments(p: &Problem, query: Arg) -> Vec<(&'static str, Arg)> {
-    let [k, v] = keys_and_values(p);
+pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
+    let [k, v] = rows.attended;
     let [bias, mask] = bias_or_mask(p);
     let [out, out_f32] = output(p);
     vec![
-        ("q", query),
+        ("q", rows.query.arg),
         ("k", k),
         ("v", v),
         ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),

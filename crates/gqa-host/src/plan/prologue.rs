@@ -1,9 +1,11 @@
 //! What happens before attention: unpacking, normalisation, rotation, and the cache update.
 
 use super::launch::{Operand, Scratch, element, launch, strides, tensor, u32_of};
+use super::params::keys_and_values;
 use super::{Arg, DeviceInfo, Launch, TensorId};
 use crate::{
-    Alignment, CacheBinding, Computes, DType, Error, Phase, Problem, Result, Rotary, RowLayout,
+    Alignment, CacheBinding, CodeFormat, Computes, DType, Error, Phase, Problem, Result, Rotary,
+    RowLayout,
 };
 use bytemuck::Zeroable;
 use gqa_kernels::params::{PrologueParams, RotaryParams, Strides};
@@ -54,6 +56,8 @@ pub(super) enum Step {
     Concat { rotate: bool },
     /// Copy the past and append K and V, whatever the sizes of their rows.
     ConcatRows,
+    /// Codes of new rows to the cache, and numbers of all codes to scratch.
+    Quantise(CodeFormat),
     /// Packed QKV to Q, K and V.
     Unpack,
     /// Positions to memory.
@@ -86,11 +90,12 @@ pub(super) fn steps(p: &Problem, fused: bool, absorbed: Absorbed) -> Vec<Step> {
         return vec![Step::RotateOutput { whole }];
     }
     let (rotate, new) = (p.rotary.is_some(), p.new_len > 0);
-    let shared = p.cache == CacheBinding::Shared;
+    // Rows are appended to the numbers of a quantised cache, which are in scratch, as to a shared one.
+    let shared = p.cache == CacheBinding::Shared || p.quantised.is_some();
     let whole = p.v_head_size == p.head_size && p.head_size * p.dtype.size() % 16 == 0;
     let (concat, rows) = match p.cache {
-        CacheBinding::Separate => (whole, !whole),
-        CacheBinding::Shared | CacheBinding::External => (false, false),
+        CacheBinding::Separate if !shared => (whole, !whole),
+        _ => (false, false),
     };
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
@@ -115,6 +120,7 @@ pub(super) fn steps(p: &Problem, fused: bool, absorbed: Absorbed) -> Vec<Step> {
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
+    steps.extend(p.quantised.map(|how| Step::Quantise(how.format)));
     steps
 }
 
@@ -127,6 +133,9 @@ impl Step {
             Self::Append { .. } => "concat_kv_in_place",
             Self::Concat { .. } => "concat_new_to_past_kv",
             Self::ConcatRows => "concat_rows",
+            Self::Quantise(CodeFormat::Int8) => "quantise_kv_i8",
+            Self::Quantise(CodeFormat::Int4) => "quantise_kv_i4",
+            Self::Quantise(CodeFormat::Float8) => "quantise_kv_f8",
             Self::Unpack => "unpack_qkv",
             Self::GeneratePositions => "seqlens_to_pos_ids",
             Self::RotateQuery | Self::RotateKey | Self::RotateOutput { whole: true } => {
@@ -145,6 +154,8 @@ pub(super) struct Rows {
     pub(super) key: Operand,
     /// New ones.
     pub(super) value: Operand,
+    /// Where attention finds K and V.
+    pub(super) attended: [Arg; 2],
 }
 
 impl Rows {
@@ -159,6 +170,7 @@ impl Rows {
             query: Operand::tensor(p, TensorId::Query, p.query_layout()),
             key: Operand::tensor(p, key, p.key_layout()),
             value: Operand::tensor(p, value, p.value_layout()),
+            attended: keys_and_values(p),
         }
     }
 }
@@ -172,6 +184,9 @@ pub(super) fn prologue(
     scratch: &mut Scratch,
 ) -> Result<(Vec<Launch>, Rows)> {
     let mut builder = Builder::new(p, device, scratch)?;
+    if p.quantised.is_some() && !absorbed.new_rows {
+        builder.take_room_for_numbers()?;
+    }
     for step in steps(p, fused, absorbed) {
         builder.step(step)?;
     }
@@ -221,6 +236,7 @@ impl<'a> Builder<'a> {
                 let to = strides(p.output_layout());
                 self.launch(step, &[("q_out", output)], |params| params.q_out = to)?;
             }
+            Step::Quantise(_) => self.quantise(step)?,
             Step::Unpack => self.unpack(step)?,
             Step::GeneratePositions => self.generate_positions(step)?,
             Step::RotateQuery => {
@@ -251,6 +267,29 @@ impl<'a> Builder<'a> {
         })?;
         self.rows = Rows { query, key, ..self.rows };
         Ok(())
+    }
+
+    /// Scratch for the numbers of a quantised cache.
+    fn take_room_for_numbers(&mut self) -> Result<()> {
+        let p = self.problem;
+        let layout = p.cache_layout(p.capacity);
+        let mut room = || self.scratch.take(p.batch * layout.batch, p.dtype.size());
+        self.rows.attended = [room()?, room()?];
+        Ok(())
+    }
+
+    fn quantise(&mut self, step: Step) -> Result<()> {
+        let p = self.problem;
+        let [k, v] = self.rows.attended;
+        let arguments = [
+            ("k", k),
+            ("v", v),
+            ("present_k", tensor(p, TensorId::PresentKey, 0)),
+            ("present_v", tensor(p, TensorId::PresentValue, 0)),
+            ("k_scale", tensor(p, TensorId::KScale, 0)),
+            ("v_scale", tensor(p, TensorId::VScale, 0)),
+        ];
+        self.launch(step, &arguments, |_| {})
     }
 
     /// K and V one after the other.
@@ -290,7 +329,7 @@ impl<'a> Builder<'a> {
             params.q_out = query.strides;
             params.kv_out = key.strides;
         })?;
-        self.rows = Rows { query, key, value };
+        self.rows = Rows { query, key, value, ..self.rows };
         Ok(())
     }
 
@@ -352,8 +391,8 @@ impl<'a> Builder<'a> {
             ("v", self.rows.value.arg),
             ("past_k", tensor(p, TensorId::PastKey, 0)),
             ("past_v", tensor(p, TensorId::PastValue, 0)),
-            ("present_k", tensor(p, TensorId::PresentKey, 0)),
-            ("present_v", tensor(p, TensorId::PresentValue, 0)),
+            ("present_k", self.rows.attended[0]),
+            ("present_v", self.rows.attended[1]),
             ("seqlens_k", tensor(p, TensorId::SeqlensK, 0)),
             ("cos", rotation(tensor(p, TensorId::CosCache, 0))),
             ("sin", rotation(tensor(p, TensorId::SinCache, 0))),
@@ -391,6 +430,8 @@ impl<'a> Builder<'a> {
             rotary: rotary_params(rotary, self.positions.1)?,
             // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
             epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
+            per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+            in_place: (p.cache == CacheBinding::Shared).into(),
         })
     }
 }

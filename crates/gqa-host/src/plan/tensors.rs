@@ -40,7 +40,7 @@ impl TensorSpec {
 
 impl TensorId {
     /// All roles.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::Query,
         Self::Key,
         Self::Value,
@@ -52,6 +52,8 @@ impl TensorId {
         Self::PositionIds,
         Self::AttentionBias,
         Self::HeadSink,
+        Self::KScale,
+        Self::VScale,
         Self::QNormWeight,
         Self::KNormWeight,
         Self::Output,
@@ -75,6 +77,8 @@ impl TensorId {
             Self::PositionIds => "position_ids",
             Self::AttentionBias => "attention_bias",
             Self::HeadSink => "head_sink",
+            Self::KScale => "k_scale",
+            Self::VScale => "v_scale",
             Self::QNormWeight => "q_norm_weight",
             Self::KNormWeight => "k_norm_weight",
             Self::Output => "output",
@@ -124,9 +128,17 @@ impl TensorId {
             {
                 return None;
             }
-            Self::PastKey => p.key_cache_shape(p.past_capacity).to_vec(),
+            Self::PastKey => {
+                return Some(TensorSpec::new(
+                    p.key_cache_dtype(),
+                    p.key_cache_shape(p.past_capacity),
+                ));
+            }
             Self::PastValue => {
-                return Some(TensorSpec::new(p.v_dtype, p.value_cache_shape(p.past_capacity)));
+                return Some(TensorSpec::new(
+                    p.value_cache_dtype(),
+                    p.value_cache_shape(p.past_capacity),
+                ));
             }
             Self::SeqlensK => return Some(TensorSpec::new(DType::I32, [p.batch])),
             Self::CosCache | Self::SinCache => {
@@ -140,6 +152,7 @@ impl TensorId {
                 return Some(TensorSpec::new(dtype, p.bias_shape()?));
             }
             Self::QNormWeight | Self::KNormWeight => p.qk_norm.map(|_| vec![p.head_size])?,
+            Self::KScale | Self::VScale => return Some(TensorSpec::new(DType::F32, [p.scales()?])),
             Self::HeadSink => (p.sink == Sink::PerHead).then(|| vec![p.q_heads])?,
             _ => return None,
         };
@@ -151,9 +164,14 @@ impl TensorId {
             Self::Output if p.computes == Computes::Cache => return None,
             Self::Output => return Some(TensorSpec::new(p.out_dtype, p.output_shape())),
             Self::PresentKey | Self::PresentValue if !p.has_present() => return None,
-            Self::PresentKey => p.key_cache_shape(p.capacity).to_vec(),
+            Self::PresentKey => {
+                return Some(TensorSpec::new(p.key_cache_dtype(), p.key_cache_shape(p.capacity)));
+            }
             Self::PresentValue => {
-                return Some(TensorSpec::new(p.v_dtype, p.value_cache_shape(p.capacity)));
+                return Some(TensorSpec::new(
+                    p.value_cache_dtype(),
+                    p.value_cache_shape(p.capacity),
+                ));
             }
             Self::OutputQk if p.output_qk == QkOutput::None => return None,
             Self::OutputQk => p.scores_shape().to_vec(),

@@ -3,12 +3,14 @@
 //! Every back end is compared with this one. It shares no code with them and is written to be read next to the formulas in
 //! `docs/numerics.md`.
 
+mod codes;
 mod rows;
 
 use crate::backend::{Backend, Io};
 use crate::{
     Alignment, CacheBinding, Computes, Phase, Problem, QkNorm, QkOutput, Result, Sink, Tensor,
 };
+use codes::Codes;
 use rayon::prelude::*;
 use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;
@@ -74,6 +76,16 @@ struct Call<'a> {
     value: Heads,
 }
 
+/// What a row of the cache is made from.
+enum Source {
+    /// A row of past_key or past_value, by its number in the tensor.
+    Past(usize),
+    /// Batch entry, KV head and number of a new row.
+    New([usize; 3]),
+    /// Zeros.
+    Nothing,
+}
+
 /// One query row's results.
 struct Row {
     output: Vec<f64>,
@@ -105,13 +117,25 @@ impl<'a> Call<'a> {
             value: heads(io.value, n + nk, nk, p.new_len, p.v_head_size),
         };
         if p.cache != CacheBinding::External {
-            let (past_key, past_value) = (values(io.past_key), values(io.past_value));
-            let key = call.present(io.present_key, &past_key, h, |b, head, s| {
+            let new_key = |[b, head, s]: [usize; 3]| {
                 call.rotated(b, s, call.normed(call.key.row(b, head, s), &call.k_norm_weight))
-            });
-            let value = call.present(io.present_value, &past_value, p.v_head_size, |b, head, s| {
-                call.value.row(b, head, s).to_vec()
-            });
+            };
+            let new_value = |[b, head, s]: [usize; 3]| call.value.row(b, head, s).to_vec();
+            let (past_key, past_value) = (io.past_key, io.past_value);
+            let (key, value) = match p.quantised {
+                None => (
+                    call.present(io.present_key, past_key, h, new_key),
+                    call.present(io.present_value, past_value, p.v_head_size, new_value),
+                ),
+                Some(how) => {
+                    let keys = Codes { how, scales: values(io.k_scale) };
+                    let codes = Codes { how, scales: values(io.v_scale) };
+                    (
+                        call.present_codes(io.present_key, past_key, h, &keys, new_key),
+                        call.present_codes(io.present_value, past_value, h, &codes, new_value),
+                    )
+                }
+            };
             (call.key, call.value) = (key, value);
         }
         call
@@ -143,28 +167,67 @@ impl<'a> Call<'a> {
     fn present(
         &self,
         tensor: &mut Tensor,
-        past: &[f64],
+        past: Option<&Tensor>,
         size: usize,
-        new: impl Fn(usize, usize, usize) -> Vec<f64>,
+        new: impl Fn([usize; 3]) -> Vec<f64>,
     ) -> Heads {
-        let p = self.problem;
+        let (p, past) = (self.problem, past.map(Tensor::to_f64).unwrap_or_default());
+        for (row, source) in self.rows_written() {
+            let values = match source {
+                Source::Past(row) => past[row * size..][..size].to_vec(),
+                Source::New(row) => new(row),
+                Source::Nothing => vec![0.0; size],
+            };
+            store(tensor, row * size, &values);
+        }
+        bnsh(tensor.to_f64(), p.kv_heads, p.capacity, size)
+    }
+
+    /// The same of a quantised cache: the new rows' codes are written, and all codes' numbers are returned.
+    fn present_codes(
+        &self,
+        tensor: &mut Tensor,
+        past: Option<&Tensor>,
+        size: usize,
+        codes: &Codes,
+        new: impl Fn([usize; 3]) -> Vec<f64>,
+    ) -> Heads {
+        let (p, bytes) = (self.problem, codes.bytes(size));
+        let past = past.map(Tensor::bytes).unwrap_or_default();
+        for (row, source) in self.rows_written() {
+            let values = match source {
+                Source::Past(row) => past[row * bytes..][..bytes].to_vec(),
+                Source::New([b, head, s]) => codes.encode(head, &new([b, head, s])),
+                Source::Nothing => vec![0; bytes],
+            };
+            tensor.bytes_mut()[row * bytes..][..bytes].copy_from_slice(&values);
+        }
+        let heads = tensor.bytes().chunks_exact(p.capacity * bytes).enumerate();
+        let rows = heads.flat_map(|(head, rows)| {
+            rows.chunks_exact(bytes).map(move |row| codes.decode(head % p.kv_heads, row))
+        });
+        bnsh(rows.flatten().collect(), p.kv_heads, p.capacity, size)
+    }
+
+    /// The rows of the cache that a call writes, by their number in its tensor, and what becomes of them.
+    fn rows_written(&self) -> Vec<(usize, Source)> {
+        let (p, mut rows) = (self.problem, Vec::new());
         let shared = p.cache == CacheBinding::Shared;
         for head in 0..p.batch * p.kv_heads {
             let b = head / p.kv_heads;
             let (total, kept) = (self.total(b), self.kept(b));
-            let rows = if shared { kept..total } else { 0..p.capacity };
-            for row in rows {
-                let values = if row < kept {
-                    past[(head * p.past_capacity + row) * size..][..size].to_vec()
+            for row in if shared { kept..total } else { 0..p.capacity } {
+                let source = if row < kept {
+                    Source::Past(head * p.past_capacity + row)
                 } else if row < total {
-                    new(b, head % p.kv_heads, row - kept)
+                    Source::New([b, head % p.kv_heads, row - kept])
                 } else {
-                    vec![0.0; size]
+                    Source::Nothing
                 };
-                store(tensor, (head * p.capacity + row) * size, &values);
+                rows.push((head * p.capacity + row, source));
             }
         }
-        bnsh(tensor, p.kv_heads, p.capacity, size)
+        rows
     }
 
     /// A row divided by its root mean square, weighed, and rounded to the element type.

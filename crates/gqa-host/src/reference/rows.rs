@@ -1,6 +1,7 @@
 //! Tensors as rows of numbers in double precision, and rounding back.
 
 use crate::{Layout, Problem, Tensor};
+use float8::F8E4M3;
 use half::{bf16, f16};
 
 /// The heads of a query-like tensor.
@@ -37,8 +38,8 @@ impl Heads {
 }
 
 /// The heads of a cache.
-pub(super) fn bnsh(tensor: &Tensor, heads: usize, rows: usize, size: usize) -> Heads {
-    Heads { values: tensor.to_f64(), layout: Layout::Bnsh, heads, first: 0, rows, size }
+pub(super) fn bnsh(values: Vec<f64>, heads: usize, rows: usize, size: usize) -> Heads {
+    Heads { values, layout: Layout::Bnsh, heads, first: 0, rows, size }
 }
 
 /// Number of the row `s` of a head in memory.
@@ -63,6 +64,9 @@ pub(super) fn store(tensor: &mut Tensor, start: usize, values: &[f64]) {
         Tensor::I64(a) => put(a.as_slice_mut(), start, values, |x| x as i64),
         Tensor::F64(a) => put(a.as_slice_mut(), start, values, |x| x),
         Tensor::Bool(a) => put(a.as_slice_mut(), start, values, |x| x != 0.0),
+        Tensor::I8(a) => put(a.as_slice_mut(), start, values, |x| x as i8),
+        Tensor::U8(a) => put(a.as_slice_mut(), start, values, |x| x as u8),
+        Tensor::F8E4M3(a) => put(a.as_slice_mut(), start, values, F8E4M3::from_f64),
     }
 }
 

@@ -21,7 +21,7 @@ use crate::params::PrologueParams;
 use crate::simt::Global;
 
 /// Where a row of present comes from.
-enum Source {
+pub(super) enum Source {
     /// The same row of past.
     Past,
     /// This new row.
@@ -33,7 +33,7 @@ enum Source {
 impl Source {
     /// Of present's `row`. No length on the device, however wrong, leads outside past or the new rows.
     #[inline(always)]
-    fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
+    pub(super) fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
         let copied = if p.new_len == 0 { seqlen.total } else { seqlen.past };
         if row < copied {
             if row < p.past_capacity { Self::Past } else { Self::Nothing }

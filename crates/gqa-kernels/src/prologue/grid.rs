@@ -1,6 +1,6 @@
 //! How many blocks a launch has.
 
-use super::{THREADS, append, concat, norm, positions, rope, unpack};
+use super::{THREADS, append, concat, norm, positions, quantise, rope, unpack};
 use crate::num::DType;
 use crate::params::PrologueParams;
 use crate::registry::Entry;
@@ -26,6 +26,7 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
         "concat_kv_in_place" => append::concat_kv_in_place_size(p, per_vec),
         "concat_new_to_past_kv" => concat::concat_new_to_past_kv_size(p, per_vec),
         "concat_rows" => concat::concat_rows_size(p),
+        "quantise_kv_i8" | "quantise_kv_i4" | "quantise_kv_f8" => quantise::quantise_kv_size(p),
         "qk_norm" => norm::qk_norm_size(p, per_vec),
         "rotary_embedding" => rope::rotary_embedding_size(p, per_vec),
         "rotary_rows" => rope::rotary_rows_size(p),

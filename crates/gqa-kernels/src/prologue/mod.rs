@@ -1,7 +1,7 @@
 //! Work before attention: take packed QKV apart, normalise, rotate, update the cache.
 //!
 //! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors or pairs of
-//! them, and each is copied or rotated ([`rope`]) on its own. No shared memory, no barriers, no template on the head size; the only
+//! them, and each is copied or rotated ([`rope`]) on its own; in [`norm`] neighbouring lanes share a row. No shared memory, no barriers, no template on the head size; the only
 //! limits are that head_size is a multiple of 8, rotary_dim of 16, and that every row starts on a 16-byte boundary.
 //!
 //! | kernel | does | where |
@@ -12,6 +12,7 @@
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
+//! | `quantise_kv` | codes of new rows in a quantised cache, and numbers of all codes | [`quantise`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
@@ -20,6 +21,7 @@ pub mod append;
 pub mod concat;
 pub mod norm;
 pub mod positions;
+pub mod quantise;
 pub mod rope;
 pub mod unpack;
 pub mod walk;

@@ -4,6 +4,8 @@
 //! y[i] = x[i] / sqrt(mean(x²) + epsilon) · weight[i]
 //! ```
 //!
+//! Tensors: q, k as given and q_out, k_out (batch, head, row, head size) with their strides; q_norm_weight, k_norm_weight (head size). Head sizes are multiples of 8.
+//!
 //! Neighbouring lanes of a warp share a row, as many as it has vectors if they are so many; shuffles add up their squares. Arithmetic in f32, one
 //! rounding to `T`.
 

@@ -2,7 +2,7 @@
 
 use gqa_host::Tensor;
 use gqa_host::backend::Backend;
-use gqa_host::op::{GroupQueryAttention, Inputs};
+use gqa_host::op::{GroupQueryAttention, Inputs, QuantType};
 use gqa_host::{CacheBinding, Problem};
 
 use super::{Arguments, check_lists, is_named};
@@ -54,15 +54,13 @@ const ATTRIBUTES: [(&str, Kind); 15] = [
 
 /// Positions of the inputs that must be there.
 const REQUIRED: [usize; 3] = [0, 5, 6];
-/// Positions of k_scale and v_scale.
-const SCALES: [usize; 2] = [12, 13];
 /// Position of the output that qk_output asks for.
 const OUTPUT_QK: usize = 3;
 
 /// The operator of a GroupQueryAttention node.
 pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
-    refuse_what_is_not_there_yet(node, &attributes)?;
+    refuse_a_windowed_cache(&attributes)?;
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
     let qk_output = attributes.int("qk_output").unwrap_or(0);
     if qk_output != 0 && !is_named(&node.output, OUTPUT_QK) {
@@ -80,35 +78,28 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
         .rotary_interleaved(attributes.on("rotary_interleaved"))
         .smooth_softmax(attributes.on("smooth_softmax"))
         .qk_output(qk_output)
+        .k_quant_type(quant_type(&attributes, "k_quant_type")?)
+        .v_quant_type(quant_type(&attributes, "v_quant_type")?)
+        .kv_cache_bit_width(attributes.int("kv_cache_bit_width").unwrap_or(0))
         .qk_norm_epsilon(attributes.float("qk_norm_epsilon").unwrap_or(1e-6)))
 }
 
-/// Quantised and windowed caches.
-fn refuse_what_is_not_there_yet(node: &NodeProto, attributes: &Attributes<'_>) -> Result<()> {
-    for name in ["k_quant_type", "v_quant_type"] {
-        let word = attributes.text(name).unwrap_or_else(|| "NONE".to_owned());
-        match word.to_ascii_uppercase().as_str() {
-            "NONE" => {}
-            "PER_TENSOR" | "PER_CHANNEL" => return Err(not_yet(name, &word, "NONE")),
-            _ => {
-                let got = format!("{word:?}");
-                return Err(Error::invalid(name, got, "NONE, PER_TENSOR, PER_CHANNEL"));
-            }
-        }
+/// k_quant_type or v_quant_type, in letters of either case.
+fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Result<QuantType> {
+    let word = attributes.text(name).unwrap_or_else(|| "NONE".to_owned());
+    match word.to_ascii_uppercase().as_str() {
+        "NONE" => Ok(QuantType::None),
+        "PER_TENSOR" => Ok(QuantType::PerTensor),
+        "PER_CHANNEL" => Ok(QuantType::PerChannel),
+        _ => Err(Error::invalid(name, format!("{word:?}"), "NONE, PER_TENSOR, PER_CHANNEL")),
     }
-    match attributes.int("kv_cache_bit_width").unwrap_or(0) {
-        0 => {}
-        width @ (4 | 8) => return Err(not_yet("kv_cache_bit_width", width, "0")),
-        width => return Err(Error::invalid("kv_cache_bit_width", width, "0, 4, 8")),
-    }
+}
+
+fn refuse_a_windowed_cache(attributes: &Attributes<'_>) -> Result<()> {
     match attributes.int("sliding_window_cache").unwrap_or(0) {
-        0 => {}
-        1 => return Err(not_yet("sliding_window_cache", 1, "0, with local_window_size")),
-        other => return Err(Error::invalid("sliding_window_cache", other, "0, 1")),
-    }
-    match SCALES.into_iter().find(|&i| is_named(&node.input, i)) {
-        Some(given) => Err(not_yet(INPUTS[given], "a tensor", "leave the input out")),
-        None => Ok(()),
+        0 => Ok(()),
+        1 => Err(not_yet("sliding_window_cache", 1, "0, with local_window_size")),
+        other => Err(Error::invalid("sliding_window_cache", other, "0, 1")),
     }
 }
 
@@ -157,6 +148,8 @@ fn inputs(arguments: &Arguments) -> Result<Inputs<'_>> {
         position_ids: arguments.get(9),
         attention_bias: arguments.get(10),
         head_sink: arguments.get(11),
+        k_scale: arguments.get(12),
+        v_scale: arguments.get(13),
         q_norm_weight: arguments.get(14),
         k_norm_weight: arguments.get(15),
         ..Inputs::new(required(query)?, required(seqlens_k)?, required(total_sequence_length)?)

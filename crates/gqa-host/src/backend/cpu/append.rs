@@ -1,7 +1,8 @@
 //! The cache: past rows kept or copied, new rows appended, K normalised and rotated.
 
+use super::codes::Codes;
 use super::element::Element;
-use super::norm::Norm;
+use super::norm::{Norm, round};
 use super::rope::{MAX_HEAD_SIZE, Rope};
 use super::sequence::Sequence;
 use crate::{CacheBinding, Problem, RowLayout};
@@ -11,8 +12,6 @@ use rayon::prelude::*;
 pub(super) struct Append<'a, T> {
     pub(super) problem: &'a Problem,
     pub(super) sequences: &'a [Sequence],
-    /// past_key or past_value; empty where there is none or where it is shared.
-    pub(super) past: &'a [T],
     /// The tensor with the new rows.
     pub(super) new: &'a [T],
     /// Where in it they are.
@@ -26,40 +25,66 @@ pub(super) struct Append<'a, T> {
 }
 
 impl<T: Element> Append<'_, T> {
-    /// Writes a present tensor.
-    pub(super) fn run(&self, present: &mut [T]) {
-        let p = self.problem;
-        present
-            .par_chunks_exact_mut(p.capacity * self.size)
-            .enumerate()
-            .for_each(|(head, present)| self.head(head / p.kv_heads, head % p.kv_heads, present));
-    }
-
-    fn head(&self, b: usize, head: usize, present: &mut [T]) {
-        let (p, size, sequence) = (self.problem, self.size, self.sequences[b]);
-        let kept = sequence.kept(p);
-        if p.cache == CacheBinding::Separate {
-            let past = &self.past[(b * p.kv_heads + head) * p.past_capacity * size..];
-            present[..kept * size].copy_from_slice(&past[..kept * size]);
-            present[sequence.total * size..].fill(T::ZERO);
-        }
-        let rows = present[kept * size..sequence.total * size].chunks_exact_mut(size);
-        for (s, row) in rows.enumerate() {
-            let new = &self.new[self.layout.at(b, head, s)..][..size];
+    /// Writes a present tensor; `past` is empty where there is none or where it is shared.
+    pub(super) fn run(&self, past: &[T], present: &mut [T]) {
+        self.update(past, present, self.size, T::ZERO, |[b, head, s], row| {
+            let new = self.new_row([b, head, s]);
             if self.norm.is_none() && self.rope.is_none() {
                 row.copy_from_slice(new);
-                continue;
+            } else {
+                let mut buffer = [0.0; MAX_HEAD_SIZE];
+                T::narrow(self.turned([b, head, s], &mut buffer), row);
             }
+        });
+    }
+
+    /// The same of a quantised cache.
+    pub(super) fn run_codes(&self, codes: Codes<'_>, past: &[u8], present: &mut [u8]) {
+        self.update(past, present, codes.bytes(self.size), 0, |[b, head, s], row| {
             let mut buffer = [0.0; MAX_HEAD_SIZE];
-            let buffer = &mut buffer[..size];
-            T::widen(new, buffer);
-            if let Some(norm) = self.norm {
-                norm.normalise(buffer);
+            let turned = self.turned([b, head, s], &mut buffer);
+            round::<T>(turned);
+            codes.encode(head, turned, row);
+        });
+    }
+
+    /// Writes a present tensor whose rows have `size` elements: `new` writes the new row of a batch entry, a KV head and a number.
+    fn update<C: Copy + Send + Sync>(
+        &self,
+        past: &[C],
+        present: &mut [C],
+        size: usize,
+        zero: C,
+        new: impl Fn([usize; 3], &mut [C]) + Sync,
+    ) {
+        let p = self.problem;
+        present.par_chunks_exact_mut(p.capacity * size).enumerate().for_each(|(i, present)| {
+            let sequence = self.sequences[i / p.kv_heads];
+            let kept = sequence.kept(p);
+            if p.cache == CacheBinding::Separate {
+                let past = &past[i * p.past_capacity * size..];
+                present[..kept * size].copy_from_slice(&past[..kept * size]);
+                present[sequence.total * size..].fill(zero);
             }
-            if let Some(rope) = self.rope {
-                rope.rotate(b, s, sequence, buffer);
-            }
-            T::narrow(buffer, row);
+            let rows = present[kept * size..sequence.total * size].chunks_exact_mut(size);
+            rows.enumerate().for_each(|(s, row)| new([i / p.kv_heads, i % p.kv_heads, s], row));
+        });
+    }
+
+    fn new_row(&self, [b, head, s]: [usize; 3]) -> &[T] {
+        &self.new[self.layout.at(b, head, s)..][..self.size]
+    }
+
+    /// A new row, normalised and rotated.
+    fn turned<'b>(&self, [b, head, s]: [usize; 3], buffer: &'b mut [f32]) -> &'b mut [f32] {
+        let row = &mut buffer[..self.size];
+        T::widen(self.new_row([b, head, s]), row);
+        if let Some(norm) = self.norm {
+            norm.normalise(row);
         }
+        if let Some(rope) = self.rope {
+            rope.rotate(b, s, self.sequences[b], row);
+        }
+        row
     }
 }

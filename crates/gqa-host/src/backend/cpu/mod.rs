@@ -7,6 +7,7 @@
 
 mod append;
 mod attend;
+mod codes;
 mod double;
 mod element;
 mod lanes;
@@ -20,6 +21,7 @@ mod task;
 use super::{Backend, Io};
 use crate::{CacheBinding, Computes, DType, Layout, Problem, QkNorm, Result, Tensor};
 use append::Append;
+use codes::Codes;
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
 use norm::Norm;
@@ -27,7 +29,7 @@ use rayon::prelude::*;
 use rope::{MAX_HEAD_SIZE, Rope};
 use rows::{OutputRow, output_rows};
 use sequence::Sequence;
-use task::{Bias, Call, TASK_ROWS, Task};
+use task::{Bias, Cached, Call, TASK_ROWS, Task};
 
 /// Computes on the CPU.
 #[derive(Clone, Copy, Debug, Default)]
@@ -88,8 +90,8 @@ impl Cpu {
             query: elements::<T>("query", io.query)?,
             norm: norm(p, "q_norm_weight", io.q_norm_weight)?,
             rope,
-            keys: elements("key", key)?,
-            values: elements("value", value)?,
+            keys: cached("key", key, Codes::of(p, "k_scale", io.k_scale)?)?,
+            values: cached("value", value, Codes::of(p, "v_scale", io.v_scale)?)?,
             bias: io.attention_bias.map(Bias::of).transpose()?,
             head_sink: io.head_sink.map(|sink| elements("head_sink", sink)).transpose()?,
         };
@@ -168,19 +170,48 @@ fn append<T: Element>(
     rope: Option<&Rope<'_, T>>,
     io: &mut Io<'_>,
 ) -> Result<()> {
-    let rows = |name, past: Option<_>, new: Option<_>, layout, size, rope| -> Result<_> {
-        let elements =
-            |tensor: Option<_>| tensor.map_or(Ok(&[][..]), |tensor| elements(name, tensor));
-        let (past, new) = (elements(past)?, elements(if p.packed { Some(io.query) } else { new })?);
-        Ok(Append { problem: p, sequences, past, new, layout, size, norm: None, rope })
+    let rows = |name, new: Option<_>, layout, size, rope| -> Result<_> {
+        let new = if p.packed { Some(io.query) } else { new };
+        let new = all(name, new)?;
+        Ok(Append { problem: p, sequences, new, layout, size, norm: None, rope })
     };
-    let key = rows("key", io.past_key, io.key, p.key_layout(), p.head_size, rope)?;
+    let key = rows("key", io.key, p.key_layout(), p.head_size, rope)?;
     let key = Append { norm: norm(p, "k_norm_weight", io.k_norm_weight)?, ..key };
-    let value = rows("value", io.past_value, io.value, p.value_layout(), p.v_head_size, None)?;
+    let value = rows("value", io.value, p.value_layout(), p.v_head_size, None)?;
+    let codes = [Codes::of(p, "k_scale", io.k_scale)?, Codes::of(p, "v_scale", io.v_scale)?];
+    if let [Some(key_codes), Some(value_codes)] = codes {
+        let past_key = io.past_key.map(Tensor::bytes).unwrap_or_default();
+        let past_value = io.past_value.map(Tensor::bytes).unwrap_or_default();
+        let present_key = io.present_key.bytes_mut();
+        let present_value = io.present_value.bytes_mut();
+        rayon::join(
+            || key.run_codes(key_codes, past_key, present_key),
+            || value.run_codes(value_codes, past_value, present_value),
+        );
+        return Ok(());
+    }
+    let (past_key, past_value) = (all("past_key", io.past_key)?, all("past_value", io.past_value)?);
     let present_key = elements_mut("present_key", io.present_key)?;
     let present_value = elements_mut("present_value", io.present_value)?;
-    rayon::join(|| key.run(present_key), || value.run(present_value));
+    rayon::join(|| key.run(past_key, present_key), || value.run(past_value, present_value));
     Ok(())
+}
+
+/// The elements of a tensor that a call may lack.
+fn all<'a, T: Element>(name: &'static str, tensor: Option<&'a Tensor>) -> Result<&'a [T]> {
+    tensor.map_or(Ok(&[]), |tensor| elements(name, tensor))
+}
+
+/// Rows that attention reads.
+fn cached<'a, T: Element>(
+    name: &'static str,
+    tensor: &'a Tensor,
+    codes: Option<Codes<'a>>,
+) -> Result<Cached<'a, T>> {
+    match codes {
+        None => elements(name, tensor).map(Cached::Numbers),
+        Some(codes) => Ok(Cached::Codes(codes, tensor.bytes())),
+    }
 }
 
 /// A task, and the rows that it writes.

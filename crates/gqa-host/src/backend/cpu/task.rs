@@ -1,6 +1,7 @@
 //! One KV head's query rows, from their keys to their outputs.
 
 use super::attend::{Attend, Partial, Scores, Softmax};
+use super::codes::Codes;
 use super::element::{Element, elements};
 use super::norm::{Norm, round};
 use super::panel::{CHUNK, KEYS, Rows, Tile, span};
@@ -30,11 +31,20 @@ pub(super) struct Call<'a, T> {
     pub(super) norm: Option<Norm<'a, T>>,
     pub(super) rope: Option<&'a Rope<'a, T>>,
     /// present_key, or key where the cache is external
-    pub(super) keys: &'a [T],
+    pub(super) keys: Cached<'a, T>,
     /// Likewise
-    pub(super) values: &'a [T],
+    pub(super) values: Cached<'a, T>,
     pub(super) bias: Option<Bias<'a, T>>,
     pub(super) head_sink: Option<&'a [T]>,
+}
+
+/// Keys or values.
+#[derive(Clone, Copy)]
+pub(super) enum Cached<'a, T> {
+    /// As they are.
+    Numbers(&'a [T]),
+    /// By their codes.
+    Codes(Codes<'a>, &'a [u8]),
 }
 
 /// attention_bias or attn_mask.
@@ -213,9 +223,15 @@ impl<T: Element> Rows for Task<'_, T> {
         let count = keys.len();
         Tile {
             first: keys.start,
-            keys: in_f32(self.call.keys, place(p.keys_read()), count, p.head_size, key_buffer),
-            values: in_f32(
-                self.call.values,
+            keys: self.call.keys.in_f32(
+                self.head,
+                place(p.keys_read()),
+                count,
+                p.head_size,
+                key_buffer,
+            ),
+            values: self.call.values.in_f32(
+                self.head,
                 place(p.values_read()),
                 count,
                 p.v_head_size,
@@ -229,6 +245,28 @@ impl<T: Element> Rows for Task<'_, T> {
         let (Some(bias), Some(layout)) = (self.call.bias, p.bias_layout()) else { return };
         let (s, head) = self.place(row);
         bias.add(layout.at(self.b, head, s) + first, scores);
+    }
+}
+
+impl<'a, T: Element> Cached<'a, T> {
+    /// `count` rows of a KV head in `f32`, from `layout.offset` on.
+    fn in_f32(
+        self,
+        head: usize,
+        layout: RowLayout,
+        count: usize,
+        size: usize,
+        buffer: &'a mut [f32],
+    ) -> &'a [f32] {
+        match self {
+            Self::Numbers(elements) => in_f32(elements, layout, count, size, buffer),
+            Self::Codes(codes, bytes) => {
+                // A head's rows lie side by side, and head sizes are multiples of CHUNK.
+                let to = &mut buffer[..count * size];
+                codes.decode(head, &bytes[codes.bytes(layout.offset)..], size, to);
+                to
+            }
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::pattern::{Dim, Pattern, addressable, shape};
 use crate::op::Shapes;
-use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Result, TensorDesc};
+use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantisation, Result, TensorDesc};
 
 /// Head sizes are multiples of 8 up to this.
 pub(in crate::op) const MAX_HEAD_SIZE: usize = 512;
@@ -117,7 +117,12 @@ impl Query {
     }
 
     /// Rows of past_key and past_value, 0 where absent.
-    pub(super) fn past_rows(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<usize> {
+    pub(super) fn past_rows(
+        &self,
+        inputs: &Shapes<'_>,
+        quantised: Option<Quantisation>,
+        cache: CacheBinding,
+    ) -> Result<usize> {
         const NAME: &str = "past_sequence_length";
         let Some((key, value)) =
             both(("past_key", inputs.past_key), ("past_value", inputs.past_value))?
@@ -129,14 +134,22 @@ impl Query {
                 CacheBinding::Separate | CacheBinding::External => Ok(0),
             };
         };
-        let dims = |rows| {
+        let (dtype, why) = match quantised {
+            Some(codes) => (codes.dtype(), ", the type of past_key"),
+            None => (self.dtype, ", the type of query"),
+        };
+        let element = match quantised.map_or(1, Quantisation::codes_per_element) {
+            1 => Dim::Is("head_size", self.head_size),
+            codes => Dim::Is("head_size / 2", self.head_size / codes),
+        };
+        let check = |argument, got, rows| {
             let (batch, heads) =
                 (Dim::Is("batch_size", self.batch), Dim::Is("kv_num_heads", self.heads.kv));
-            [batch, heads, rows, Dim::Is("head_size", self.head_size)]
+            Pattern { argument, dtype, why, dims: &[batch, heads, rows, element] }.check(got)
         };
-        self.check("past_key", key, &dims(Dim::Any(NAME)))?;
+        check("past_key", key, Dim::Any(NAME))?;
         let rows = key.shape[2];
-        self.check("past_value", value, &dims(Dim::Is(NAME, rows)))?;
+        check("past_value", value, Dim::Is(NAME, rows))?;
         Ok(rows)
     }
 

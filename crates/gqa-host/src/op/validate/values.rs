@@ -1,4 +1,4 @@
-//! What is in lengths and positions. Checked where that is in host memory; kernels clamp it where it is not.
+//! What is in lengths, positions and scales. Checked where that is in host memory; kernels clamp it where it is not.
 
 use super::pattern::shape;
 use crate::op::Inputs;
@@ -22,11 +22,27 @@ pub(super) fn check(p: &Problem, inputs: &Inputs<'_>) -> Result<()> {
     let (Tensor::I32(last), bounds) = (inputs.seqlens_k, Bounds::of(p, inputs)) else {
         return Err(Error::invalid("seqlens_k", inputs.seqlens_k.dtype(), "int32"));
     };
+    if p.quantised.is_some() {
+        check_scale("k_scale", inputs.k_scale)?;
+        check_scale("v_scale", inputs.v_scale)?;
+    }
     for (b, &last) in last.iter().enumerate() {
         let length = bounds.length(b, last)?;
         check_positions(p, inputs, b, length)?;
     }
     Ok(())
+}
+
+/// Errs unless numbers can be divided by every scale.
+fn check_scale(argument: &'static str, scale: Option<&Tensor>) -> Result<()> {
+    let Some(Tensor::F32(scales)) = scale else { return Ok(()) };
+    match scales.iter().position(|scale| !scale.is_normal()) {
+        None => Ok(()),
+        Some(i) => {
+            let got = format!("{} at element {i}", scales.iter().nth(i).unwrap_or(&0.0));
+            Err(Error::invalid(argument, got, "finite numbers other than 0, none subnormal"))
+        }
+    }
 }
 
 /// Lengths a sequence can have after the call, and what limits them.
