@@ -1,8 +1,10 @@
 //! Element types and their conversions; functions the hardware lacks.
 
+mod code;
 mod element;
 mod tanh;
 mod vector;
+pub use code::{Code, Float8, Format, Int4, Int8};
 pub use element::{DType, Element, MmaElement, bf16, f16};
 pub use tanh::tanh;
 pub use vector::{pack, pack_pairs, unpack};

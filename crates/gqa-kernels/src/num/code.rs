@@ -1,0 +1,168 @@
+//! Numbers of a quantised cache: codes of 8 or 4 bits, each of which times a scale is the number.
+//!
+//! | format | code of `x` | number of a code |
+//! |---|---|---|
+//! | [`Int8`] | `x / scale` rounded to nearest, ties to even, clamped to -128 … 127 | `code · scale` |
+//! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
+//! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
+//!
+//! A scale is one for all of a tensor or one for each channel (KV head and element); never NaN, and what 0 gives is unspecified.
+
+/// Names a format at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// [`Int8`]
+    Int8,
+    /// [`Int4`]
+    Int4,
+    /// [`Float8`]
+    Float8,
+}
+
+/// A format of codes.
+pub trait Code: Copy + 'static {
+    /// The format's run-time name.
+    const FORMAT: Format;
+    /// Bits of a code.
+    const BITS: u32;
+    /// Codes of a 32-bit word, the first in its lowest bits.
+    const PER_WORD: u32 = 32 / Self::BITS;
+    /// The code of a number divided by its scale.
+    fn encode(quotient: f32) -> u32;
+    /// A code as a number, to be multiplied by its scale: exact in `f32` and in half precision. Bits above the code's do not count.
+    fn decode(code: u32) -> f32;
+}
+
+/// Signed 8-bit integers.
+#[derive(Clone, Copy, Debug)]
+pub struct Int8;
+
+/// Signed 4-bit integers, 8 added, two to a byte.
+#[derive(Clone, Copy, Debug)]
+pub struct Int4;
+
+/// e4m3: a sign, 4 bits of exponent, 3 of mantissa.
+#[derive(Clone, Copy, Debug)]
+pub struct Float8;
+
+impl Code for Int8 {
+    const FORMAT: Format = Format::Int8;
+    const BITS: u32 = 8;
+    #[inline(always)]
+    fn encode(quotient: f32) -> u32 {
+        (nearest(quotient, -128.0, 127.0) & 0xff) as u32
+    }
+    #[inline(always)]
+    fn decode(code: u32) -> f32 {
+        code as u8 as i8 as f32
+    }
+}
+
+impl Code for Int4 {
+    const FORMAT: Format = Format::Int4;
+    const BITS: u32 = 4;
+    #[inline(always)]
+    fn encode(quotient: f32) -> u32 {
+        (nearest(quotient, -8.0, 7.0) + 8) as u32
+    }
+    #[inline(always)]
+    fn decode(code: u32) -> f32 {
+        ((code & 0xf) as i32 - 8) as f32
+    }
+}
+
+/// The integer nearest to `x`, the even one of two, within bounds of less than 2^22.
+#[inline(always)]
+fn nearest(x: f32, least: f32, most: f32) -> i32 {
+    /// Next to it floats are one apart, so that an addition rounds.
+    const ONE_APART: f32 = 12_582_912.0;
+    let rounded = x.max(least).min(most) + ONE_APART;
+    rounded.to_bits().wrapping_sub(ONE_APART.to_bits()) as i32
+}
+
+impl Float8 {
+    /// The largest number.
+    pub const MAX: f32 = 448.0;
+    const NAN: u32 = 0x7f;
+    /// Bits of a mantissa of single precision that e4m3 has not.
+    const DROPPED: u32 = 20;
+    /// What exponents of single precision count beyond those of e4m3.
+    const BIAS: u32 = (127 - 7) << 23;
+    /// Smaller numbers are multiples of [`Self::STEP`].
+    const LEAST_NORMAL: f32 = 0.015_625;
+    const STEP: f32 = 0.001_953_125;
+}
+
+impl Code for Float8 {
+    const FORMAT: Format = Format::Float8;
+    const BITS: u32 = 8;
+    #[inline(always)]
+    fn encode(quotient: f32) -> u32 {
+        /// Next to it floats are [`Float8::STEP`] apart, so that an addition rounds.
+        const STEP_APART: f32 = 16_384.0;
+        let sign = quotient.to_bits() >> 24 & 0x80;
+        let size = f32::from_bits(quotient.to_bits() & 0x7fff_ffff);
+        if size.is_nan() {
+            return Self::NAN;
+        }
+        let size = size.min(Self::MAX);
+        let code = if size < Self::LEAST_NORMAL {
+            (size + STEP_APART).to_bits() - STEP_APART.to_bits()
+        } else {
+            let bits = size.to_bits() - Self::BIAS;
+            let half = (1 << (Self::DROPPED - 1)) - 1;
+            (bits + half + (bits >> Self::DROPPED & 1)) >> Self::DROPPED
+        };
+        sign | code
+    }
+    #[inline(always)]
+    fn decode(code: u32) -> f32 {
+        let (sign, size) = ((code & 0x80) << 24, code & 0x7f);
+        let number = match size {
+            Self::NAN => f32::NAN,
+            0..8 => size as f32 * Self::STEP,
+            _ => f32::from_bits((size << Self::DROPPED) + Self::BIAS),
+        };
+        f32::from_bits(number.to_bits() | sign)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use float8::F8E4M3;
+
+    /// Numbers of all sizes, and what lies on and next to ties of `step`.
+    fn numbers(step: f32) -> impl Iterator<Item = f32> {
+        let ties = (-600..600).flat_map(move |i| {
+            let tie = i as f32 * step / 2.0;
+            [tie, tie.next_up(), tie.next_down()]
+        });
+        let all_bits = (0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16 | 0x8000));
+        ties.chain(all_bits).filter(|x| !x.is_nan())
+    }
+
+    #[test]
+    fn integers_round_to_even_and_clamp() {
+        for x in numbers(1.0) {
+            let want = x.round_ties_even().clamp(-128.0, 127.0);
+            assert_eq!(Int8::decode(Int8::encode(x)), want, "{x}");
+            let want = x.round_ties_even().clamp(-8.0, 7.0);
+            assert_eq!(Int4::decode(Int4::encode(x)), want, "{x}");
+        }
+        assert_eq!([Int8::encode(-1.0), Int8::encode(-128.0), Int4::encode(-8.0)], [0xff, 0x80, 0]);
+    }
+
+    #[test]
+    fn eight_bit_floats_are_those_of_the_library() {
+        for code in 0..=u8::MAX {
+            let (got, want) = (Float8::decode(code.into()), F8E4M3::from_bits(code).to_f32());
+            assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{code:#x}");
+        }
+        for x in [0.002, 0.125, 4.0, 64.0].into_iter().flat_map(numbers) {
+            let want = F8E4M3::from_f32(x.clamp(-448.0, 448.0)).to_bits();
+            assert_eq!(Float8::encode(x), want.into(), "{x:e}");
+        }
+        assert!(Float8::decode(Float8::encode(f32::NAN)).is_nan());
+    }
+}
