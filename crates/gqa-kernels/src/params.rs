@@ -217,7 +217,7 @@ pub struct PrologueParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct DecodeParams {
-    /// Attention; k and v are the cache, which is also appended to.
+    /// Attention; k and v are the cache, which is also appended to. Where it holds codes, their strides count bytes.
     pub attention: AttentionParams,
     /// Strides of the new keys given.
     pub new_k: Strides,
@@ -240,8 +240,8 @@ pub struct DecodeParams {
     /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked for before it is known how
     /// many there are.
     pub ahead: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// 1: scales of a cache of codes are one for each KV head and channel. 0: one for all, and where the cache holds no codes.
+    pub per_channel: u32,
 }
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);

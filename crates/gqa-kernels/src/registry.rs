@@ -20,7 +20,7 @@ use {
         hopper, split_kv, tiled, tiled_f32, tiled_wide,
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
-    crate::num::{Float8, Int4, Int8, bf16, f16},
+    crate::num::{Code, Float8, Int4, Int8, bf16, f16},
     crate::params::{AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams},
     crate::prologue::{
         self,
@@ -36,7 +36,8 @@ use {
 };
 
 /// Rows of one argument list. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`;
-/// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow.
+/// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow, and `codes` where the
+/// cache holds such.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows have in common may come before them:
 /// `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
@@ -84,11 +85,12 @@ macro_rules! host_entry {
     };
     ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? }) => {
+       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? }) => {
         Entry {
             name: stringify!($name),
             family: Family::$family,
             dtype: <$ty as crate::num::Element>::DTYPE,
+            codes: optional!(None $(, Some($codes))?),
             head_size: $head,
             rows: $rows,
             keys: $keys,
@@ -160,6 +162,7 @@ static TABLES: &[&[Entry]] = &[
     COMBINE_OUT32,
     DECODE,
     DECODE_OUT32,
+    DECODE_CODES,
 ];
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
@@ -519,3 +522,41 @@ decode_kernels!(DECODE_OUT32, out_f32: f32, {
     gqa_decode_out32_f16_d192_r16, gqa_decode_out32_bf16_d192_r16 => decode::D192<2>, 1;
     gqa_decode_out32_f16_d256_r16, gqa_decode_out32_bf16_d256_r16 => decode::D256<2>, 1;
 });
+
+/// Rows of the decode kernels whose cache holds codes, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, FORMAT`.
+macro_rules! decode_codes_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty, $format:ident;)*) => {
+        decode_codes_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
+        kernels!(DECODE_CODES, DecodeCodes, "family-decode-codes",
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: u8, v: u8, k_scale: f32, v_scale: f32,
+             out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
+            $name => <$shape>::run_codes::<$format, _, _>, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                cluster: decode::MAX_RANKS, communicates: true, codes: $format::FORMAT };
+        )* });
+    };
+}
+
+decode_codes_kernels! {
+    gqa_decode_i8_f16_d64_r8, gqa_decode_i8_bf16_d64_r8 => decode::D64Codes8<1>, Int8;
+    gqa_decode_i8_f16_d64_r16, gqa_decode_i8_bf16_d64_r16 => decode::D64Codes8<2>, Int8;
+    gqa_decode_i8_f16_d128_r8, gqa_decode_i8_bf16_d128_r8 => decode::D128Codes8<1>, Int8;
+    gqa_decode_i8_f16_d128_r16, gqa_decode_i8_bf16_d128_r16 => decode::D128Codes8<2>, Int8;
+    gqa_decode_i8_f16_d256_r8, gqa_decode_i8_bf16_d256_r8 => decode::D256Codes8<1>, Int8;
+    gqa_decode_i8_f16_d256_r16, gqa_decode_i8_bf16_d256_r16 => decode::D256Codes8<2>, Int8;
+    gqa_decode_f8_f16_d64_r8, gqa_decode_f8_bf16_d64_r8 => decode::D64Codes8<1>, Float8;
+    gqa_decode_f8_f16_d64_r16, gqa_decode_f8_bf16_d64_r16 => decode::D64Codes8<2>, Float8;
+    gqa_decode_f8_f16_d128_r8, gqa_decode_f8_bf16_d128_r8 => decode::D128Codes8<1>, Float8;
+    gqa_decode_f8_f16_d128_r16, gqa_decode_f8_bf16_d128_r16 => decode::D128Codes8<2>, Float8;
+    gqa_decode_f8_f16_d256_r8, gqa_decode_f8_bf16_d256_r8 => decode::D256Codes8<1>, Float8;
+    gqa_decode_f8_f16_d256_r16, gqa_decode_f8_bf16_d256_r16 => decode::D256Codes8<2>, Float8;
+    gqa_decode_i4_f16_d64_r8, gqa_decode_i4_bf16_d64_r8 => decode::D64Codes4<1>, Int4;
+    gqa_decode_i4_f16_d64_r16, gqa_decode_i4_bf16_d64_r16 => decode::D64Codes4<2>, Int4;
+    gqa_decode_i4_f16_d128_r8, gqa_decode_i4_bf16_d128_r8 => decode::D128Codes4<1>, Int4;
+    gqa_decode_i4_f16_d128_r16, gqa_decode_i4_bf16_d128_r16 => decode::D128Codes4<2>, Int4;
+    gqa_decode_i4_f16_d256_r8, gqa_decode_i4_bf16_d256_r8 => decode::D256Codes4<1>, Int4;
+    gqa_decode_i4_f16_d256_r16, gqa_decode_i4_bf16_d256_r16 => decode::D256Codes4<2>, Int4;
+}

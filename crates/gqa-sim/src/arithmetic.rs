@@ -117,6 +117,42 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
     pack(f32_to_bf16(lo), f32_to_bf16(hi))
 }
 
+/// The difference of each half, as f16. SM 80.
+pub fn sub_f16x2(a: u32, b: u32) -> u32 {
+    let half =
+        |shift: u32| f32_to_f16(f16_to_f32((a >> shift) as u16) - f16_to_f32((b >> shift) as u16));
+    pack(half(0), half(16))
+}
+
+/// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower nibbles names one, or with its upper bit set
+/// eight times that one's sign.
+pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
+    let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
+    u32::from_le_bytes(core::array::from_fn(|i| {
+        let nibble = selector >> (4 * i) & 0xf;
+        let byte = bytes[nibble as usize % 8];
+        if nibble < 8 { byte } else { ((byte as i8) >> 7) as u8 }
+    }))
+}
+
+/// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 90.
+pub fn e4m3x2_to_f16x2(x: u16) -> u32 {
+    let [low, high] = x.to_le_bytes();
+    pack(e4m3_to_f16(low), e4m3_to_f16(high))
+}
+
+fn e4m3_to_f16(x: u8) -> u16 {
+    /// What exponents of f16 count beyond those of e4m3.
+    const BIAS: u16 = (15 - 7) << 10;
+    const STEP: f32 = 1.0 / 512.0;
+    let (sign, size) = (u16::from(x & 0x80) << 8, x & 0x7f);
+    match size {
+        0x7f => CANONICAL_NAN_16,
+        0..8 => sign | f32_to_f16(f32::from(size) * STEP),
+        _ => sign | ((u16::from(size) << 7) + BIAS),
+    }
+}
+
 /// The greater of each half, as numbers without sign.
 pub fn max_u16x2(a: u32, b: u32) -> u32 {
     (a >> 16).max(b >> 16) << 16 | (a & 0xffff).max(b & 0xffff)
@@ -124,11 +160,47 @@ pub fn max_u16x2(a: u32, b: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{f16_to_f32, max_u16x2};
+    use super::{e4m3x2_to_f16x2, f16_to_f32, max_u16x2, prmt, sub_f16x2};
 
     #[test]
     fn halves_do_not_mix() {
         assert_eq!(max_u16x2(0x0001_ffff, 0x8000_0002), 0x8000_ffff);
+    }
+
+    #[test]
+    fn halves_are_subtracted_each_for_itself() {
+        let pair = |lo, hi| super::f32x2_to_f16x2(lo, hi);
+        assert_eq!(sub_f16x2(pair(1024.0, -2.5), pair(1152.0, 65504.0)), pair(-128.0, -65504.0));
+        assert_eq!(sub_f16x2(pair(0.0, f32::NAN), pair(1.0, 1.0)), pair(-1.0, f32::NAN));
+    }
+
+    #[test]
+    fn bytes_are_chosen_and_signs_spread() {
+        let (a, b) = (0x7372_8170, 0x8786_8504);
+        assert_eq!(prmt(a, b, 0x7531), 0x8785_7381);
+        assert_eq!(prmt(a, b, 0xf420), 0xff04_7270);
+        assert_eq!(prmt(a, b, 0xc98b), 0x00ff_0000);
+    }
+
+    #[test]
+    fn eight_bit_floats_are_those_of_the_format() {
+        for code in 0..=u8::MAX {
+            let (sign, exponent, mantissa) = (code >> 7, code >> 3 & 15, f32::from(code & 7));
+            let size = match (exponent, code & 7) {
+                (15, 7) => f32::NAN,
+                (0, _) => mantissa / 512.0,
+                _ => (1.0 + mantissa / 8.0) * f32::from(exponent).exp2() / 128.0,
+            };
+            let want = if sign == 0 { size } else { -size };
+            let [low, high] = [0, 16].map(|shift| {
+                f16_to_f32((e4m3x2_to_f16x2(u16::from_le_bytes([0x38, code])) >> shift) as u16)
+            });
+            assert_eq!(low, 1.0);
+            assert!(
+                high.to_bits() == want.to_bits() || high.is_nan() && want.is_nan(),
+                "{code:#x}"
+            );
+        }
     }
 
     #[test]

@@ -171,7 +171,7 @@ pub(super) fn launches(
         // The launch that normalises begins when all before it has ended, and writes scratch.
         settled: u32::from(fused && (p.settled || p.qk_norm.is_some())),
         ahead: u32::from(asks_ahead(p, entry, clusters, fused && p.new_len > 0)),
-        reserved: 0,
+        per_channel: 0,
         attention,
     };
     let mut bound = arguments(p, &rows);

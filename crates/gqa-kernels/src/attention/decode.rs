@@ -39,17 +39,21 @@
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
 //! warps, ranks and parts are merged in f32.
 
+mod cached;
+mod codes;
 mod exchange;
 mod fresh;
 mod shape;
 mod stream;
 mod warpgroup;
 
+pub use cached::Cached;
+pub use codes::{Codes, Scales};
 pub use shape::{Shape, shape};
 
 use super::out::OutElement;
 use crate::concept::seqlen::Seqlen;
-use crate::num::MmaElement;
+use crate::num::{MmaCode, MmaElement};
 use crate::params::{AttentionParams, DecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::{
@@ -60,17 +64,19 @@ use crate::simt::{
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
+use cached::{Block, Desk};
 use exchange::{Mailbox, Output, Parts};
-use fresh::{Fresh, Tiles, Turns};
+use fresh::{Fresh, Tiles, Turns, new_tokens};
 use stream::{Cache, Share};
 
 /// Most ranks of a cluster.
 pub const MAX_RANKS: u32 = 16;
 
-/// A kernel for head size `8 D8` and `16 (M - 1) + 8 HALVES` packed query rows, whose teams among `WARPS` warps have `STAGES` tiles of `8 N8` keys each
-/// under way.
+/// A kernel for head size `8 D8`, rows of the cache of `UNITS` times 16 bytes, and `16 (M - 1) + 8 HALVES` packed query rows, whose teams among `WARPS`
+/// warps have `STAGES` tiles of `8 N8` keys each under way.
 pub struct Decode<
     const D8: usize,
+    const UNITS: usize,
     const M: usize,
     const HALVES: usize,
     const N8: usize,
@@ -78,50 +84,75 @@ pub struct Decode<
     const STAGES: u32,
 >;
 
+/// A kernel whose cache holds elements of 16 bits.
+pub type OfElements<
+    const D8: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+> = Decode<D8, D8, M, HALVES, N8, WARPS, STAGES>;
+
 // One shape per head size, for 8 or 16 query rows (`HALVES` of 16), and `R32` and `R64` for as many where registers hold their output, with as many bytes
 // under way as a multiprocessor's share of the memory's bandwidth needs. `W4`, of four warps, are half of those for 8 and 16, of which a multiprocessor
 // holds two: one block streams while the other begins or ends, for where blocks come in waves.
 
 /// Head size 64.
-pub type D64<const HALVES: usize> = Decode<8, 1, HALVES, 4, 8, 2>;
+pub type D64<const HALVES: usize> = OfElements<8, 1, HALVES, 4, 8, 2>;
 /// Head size 80.
-pub type D80<const HALVES: usize> = Decode<10, 1, HALVES, 4, 8, 2>;
+pub type D80<const HALVES: usize> = OfElements<10, 1, HALVES, 4, 8, 2>;
 /// Head size 96.
-pub type D96<const HALVES: usize> = Decode<12, 1, HALVES, 4, 8, 1>;
+pub type D96<const HALVES: usize> = OfElements<12, 1, HALVES, 4, 8, 1>;
 /// Head size 128.
-pub type D128<const HALVES: usize> = Decode<16, 1, HALVES, 2, 8, 2>;
+pub type D128<const HALVES: usize> = OfElements<16, 1, HALVES, 2, 8, 2>;
 /// Head size 192.
-pub type D192<const HALVES: usize> = Decode<24, 1, HALVES, 2, 8, 1>;
+pub type D192<const HALVES: usize> = OfElements<24, 1, HALVES, 2, 8, 1>;
 /// Head size 256.
-pub type D256<const HALVES: usize> = Decode<32, 1, HALVES, 2, 8, 1>;
+pub type D256<const HALVES: usize> = OfElements<32, 1, HALVES, 2, 8, 1>;
 /// Head size 64, half a multiprocessor.
-pub type D64W4<const HALVES: usize> = Decode<8, 1, HALVES, 4, 4, 2>;
+pub type D64W4<const HALVES: usize> = OfElements<8, 1, HALVES, 4, 4, 2>;
 /// Head size 80, half a multiprocessor.
-pub type D80W4<const HALVES: usize> = Decode<10, 1, HALVES, 4, 4, 2>;
+pub type D80W4<const HALVES: usize> = OfElements<10, 1, HALVES, 4, 4, 2>;
 /// Head size 96, half a multiprocessor.
-pub type D96W4<const HALVES: usize> = Decode<12, 1, HALVES, 4, 4, 1>;
+pub type D96W4<const HALVES: usize> = OfElements<12, 1, HALVES, 4, 4, 1>;
 /// Head size 128, half a multiprocessor.
-pub type D128W4<const HALVES: usize> = Decode<16, 1, HALVES, 4, 4, 1>;
+pub type D128W4<const HALVES: usize> = OfElements<16, 1, HALVES, 4, 4, 1>;
 /// Head size 192, half a multiprocessor.
-pub type D192W4<const HALVES: usize> = Decode<24, 1, HALVES, 2, 4, 1>;
+pub type D192W4<const HALVES: usize> = OfElements<24, 1, HALVES, 2, 4, 1>;
 /// Head size 256, half a multiprocessor.
-pub type D256W4<const HALVES: usize> = Decode<32, 1, HALVES, 2, 4, 1>;
+pub type D256W4<const HALVES: usize> = OfElements<32, 1, HALVES, 2, 4, 1>;
 /// Head size 64, 32 rows.
-pub type D64R32 = Decode<8, 2, 2, 4, 8, 2>;
+pub type D64R32 = OfElements<8, 2, 2, 4, 8, 2>;
 /// Head size 80, 32 rows.
-pub type D80R32 = Decode<10, 2, 2, 4, 8, 2>;
+pub type D80R32 = OfElements<10, 2, 2, 4, 8, 2>;
 /// Head size 96, 32 rows.
-pub type D96R32 = Decode<12, 2, 2, 4, 8, 1>;
+pub type D96R32 = OfElements<12, 2, 2, 4, 8, 1>;
 /// Head size 128, 32 rows.
-pub type D128R32 = Decode<16, 2, 2, 4, 8, 1>;
+pub type D128R32 = OfElements<16, 2, 2, 4, 8, 1>;
 /// Head size 64, 64 rows.
-pub type D64R64 = Decode<8, 4, 2, 8, 8, 4>;
+pub type D64R64 = OfElements<8, 4, 2, 8, 8, 4>;
 /// Head size 80, 64 rows.
-pub type D80R64 = Decode<10, 4, 2, 8, 8, 2>;
+pub type D80R64 = OfElements<10, 4, 2, 8, 8, 2>;
 /// Head size 96, 64 rows.
-pub type D96R64 = Decode<12, 4, 2, 8, 8, 2>;
+pub type D96R64 = OfElements<12, 4, 2, 8, 8, 2>;
 /// Head size 128, 64 rows.
-pub type D128R64 = Decode<16, 4, 2, 8, 8, 2>;
+pub type D128R64 = OfElements<16, 4, 2, 8, 8, 2>;
+
+// Caches of codes: for 8 or 16 query rows, with as many bytes under way.
+
+/// Head size 64, codes of 8 bits.
+pub type D64Codes8<const HALVES: usize> = Decode<8, 4, 1, HALVES, 4, 8, 4>;
+/// Head size 128, codes of 8 bits.
+pub type D128Codes8<const HALVES: usize> = Decode<16, 8, 1, HALVES, 4, 8, 2>;
+/// Head size 256, codes of 8 bits.
+pub type D256Codes8<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 8, 2>;
+/// Head size 64, codes of 4 bits.
+pub type D64Codes4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 8, 4>;
+/// Head size 128, codes of 4 bits.
+pub type D128Codes4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 8, 2>;
+/// Head size 256, codes of 4 bits.
+pub type D256Codes4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 4, 8, 2>;
 
 /// Clusters of one part of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -207,23 +238,24 @@ impl Place {
 }
 
 /// What a block needs to ask for queries, new rows and cache.
-struct Opening<'a, T, const D8: usize> {
+struct Opening<'a, C: Cached, const D8: usize, const UNITS: usize> {
     p: &'a DecodeParams,
     place: Place,
-    fresh: &'a Fresh<T>,
-    tiles: &'a Tiles<T, D8>,
+    fresh: &'a Fresh<C>,
+    tiles: &'a Tiles<C, D8, UNITS>,
     /// Whether lengths and cache are older than the launch before this one.
     is_settled: bool,
 }
 
 impl<
     const D8: usize,
+    const UNITS: usize,
     const M: usize,
     const HALVES: usize,
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, M, HALVES, N8, WARPS, STAGES>
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
@@ -249,15 +281,25 @@ impl<
     /// Whether the loop leaves no registers to remember in where the block is.
     const FORGETS: bool = Self::IS_TIGHT || D8 >= 32;
     const QUERIES: u32 = Self::MAILBOX_BYTES;
-    const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS);
-    const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS);
-    const RINGS: u32 = Self::FRESH + Self::STAGE_BYTES;
+    const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
+    const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
+    /// Whether the cache holds less than elements: codes of them.
+    const HAS_CODES: bool = UNITS < D8;
+    /// New rows as they are given.
+    const GIVEN: u32 = if Self::HAS_CODES { Self::FRESH + Self::STAGE_BYTES } else { Self::FRESH };
+    const GIVEN_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, D8);
+    const DESK: u32 = Self::GIVEN + Self::GIVEN_BYTES;
+    const RINGS: u32 =
+        if Self::HAS_CODES { Self::DESK + Desk::bytes(Self::HEAD_SIZE) } else { Self::DESK };
     const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
     const STATES: u32 = Self::RINGS + Self::TEAMS * Self::RING_BYTES;
 
+    /// What preparing needs to know of a block.
+    const BLOCK: Block = Block { rows: Self::ROWS, keys: Self::KEYS, threads: Self::THREADS };
+
     /// Bytes of a tile.
-    const fn tile_bytes(rows: u32) -> u32 {
-        if Self::BY_WARPGROUPS { chunked_bytes(rows, D8) } else { swizzled_bytes(rows, D8) }
+    const fn tile_bytes(rows: u32, units: usize) -> u32 {
+        if Self::BY_WARPGROUPS { chunked_bytes(rows, units) } else { swizzled_bytes(rows, units) }
     }
 
     /// The kernel, with output of type `O`.
@@ -280,6 +322,60 @@ impl<
         arrivals: Global<u32>,
         p: DecodeParams,
     ) {
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, lse };
+        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        Self::step(fresh, seqlens_k, (), output, parts, p);
+    }
+
+    /// The kernel for a cache of codes of format `F`: its tensors are (batch, KV head, capacity, bytes of a row), and its scales one or (KV head,
+    /// head size).
+    #[inline(always)]
+    pub fn run_codes<F: MmaCode, T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<u8>,
+        v: Global<u8>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        const {
+            assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
+            assert!(Self::HEAD_SIZE <= Self::THREADS);
+            assert!(Self::ROWS * D8 as u32 <= codes::PASSES as u32 * Self::THREADS);
+        }
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let fresh =
+            Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let scales = Scales { k: k_scale, v: v_scale };
+        let output = Output { head_sink, out, lse };
+        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        Self::step(fresh, seqlens_k, scales, output, parts, p);
+    }
+
+    /// The kernel, whatever the cache holds.
+    #[inline(always)]
+    fn step<C: Cached, O: OutElement>(
+        fresh: Fresh<C>,
+        seqlens_k: Global<i32>,
+        scales: C::Scales,
+        output: Output<C::Element, O>,
+        parts: Parts,
+        p: DecodeParams,
+    ) {
         let place = Place::new(&p);
         let is_settled = Self::ASKS_AHEAD && p.settled != 0;
         if !is_settled {
@@ -288,17 +384,19 @@ impl<
         let asked = Self::ask_length(seqlens_k, place);
         let a = &p.attention;
         let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
-        let mut cache = Cache::of(a, &rows, k, v);
+        let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v);
         if Self::ASKS_AHEAD {
-            cache.lanes = Self::lanes::<T>();
+            cache.lanes = Self::lanes::<C>();
         }
-        let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let fresh = Fresh { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let tiles = Tiles {
             queries: Self::queries(),
-            keys: Self::fresh_keys(),
-            values: Self::fresh_values(),
+            operands: Self::queries(),
+            keys: Self::tile(Self::GIVEN, Self::KEYS),
+            values: Self::tile(Self::GIVEN + Self::GIVEN_BYTES / 2, Self::KEYS),
+            cached_keys: Self::fresh_keys(),
+            cached_values: Self::fresh_values(),
         };
+        let desk = Desk::at(Self::DESK, Self::HEAD_SIZE);
         let opening = Opening { p: &p, place, fresh: &fresh, tiles: &tiles, is_settled };
         let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;
@@ -319,27 +417,31 @@ impl<
         if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
         }
+        let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE);
         wait_for_all_but(2 * STAGES);
+        C::keep(scale, desk);
         Self::sync_block();
         if p.rotary.dim > 0 || p.new_len > 0 {
             fresh.turn(&rows, &tiles, turns, Self::THREADS);
             Self::sync_block();
+            if share.has_fresh {
+                C::encode(&tiles, desk, new_tokens(&p, &rows), Self::BLOCK);
+            }
             if place.appends(&p) && !Self::appends_late(&p, &rows, place) {
                 fresh.append(&p, &rows, &tiles, Self::THREADS);
             }
         }
+        let unit = C::prepare(&tiles, desk, Self::BLOCK);
         if Self::BY_WARPGROUPS {
-            let (states, acc) = Self::attend_together(&p, &rows, &share, cache);
+            let (states, acc) = Self::attend_together::<C>(&p, &rows, &share, cache);
             Self::publish_together(states, &acc);
         } else {
-            let (states, acc) = Self::attend(&p, &rows, &share, cache);
-            Self::publish(states, &acc);
+            let (states, acc) = Self::attend::<C>(&p, &rows, &share, cache, unit);
+            Self::publish::<C>(states, &acc, desk);
         }
         sync_threads();
 
-        let output = Output { head_sink, out, lse };
         let (place, rows) = Self::again(&p, place, rows);
-        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         let mailbox = Mailbox::<D8>::new(&rows, place);
         if place.ranks == 1 {
             Self::finish_alone(&p, &rows, place, output, parts);
@@ -355,15 +457,15 @@ impl<
         }
         // Where there are threads enough each has one column, which is over sooner; more of them have eight, of whose row they find the weights once.
         if mailbox.has_few_units(Self::THREADS) {
-            Self::finish::<T, O, 1>(&p, &rows, mailbox, output, parts);
+            Self::finish::<C::Element, O, 1>(&p, &rows, mailbox, output, parts);
         } else {
-            Self::finish::<T, O, 8>(&p, &rows, mailbox, output, parts);
+            Self::finish::<C::Element, O, 8>(&p, &rows, mailbox, output, parts);
         }
     }
 
     /// Asks for the queries, when the launch before this one has written them.
     #[inline(always)]
-    fn ask_queries<T: MmaElement>(opening: &Opening<T, D8>, rows: &Rows) {
+    fn ask_queries<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
         if opening.is_settled {
             Self::wait_for_launch_before(opening.place);
         }
@@ -372,7 +474,7 @@ impl<
 
     /// Asks for the new keys and values, if they are this rank's, as a group of copies of its own.
     #[inline(always)]
-    fn ask_new_rows<T: MmaElement>(opening: &Opening<T, D8>, rows: &Rows, share: &Share) {
+    fn ask_new_rows<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows, share: &Share) {
         if share.has_fresh {
             opening.fresh.copy_new(opening.p, rows, opening.tiles, Self::KEYS, Self::THREADS);
         }
@@ -381,12 +483,12 @@ impl<
 
     /// The first tiles of the cache, then queries and new rows.
     #[inline(always)]
-    fn ask_cache_first<T: MmaElement>(
-        opening: &Opening<T, D8>,
+    fn ask_cache_first<C: Cached>(
+        opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         share: &Share,
-        cache: &Cache<T, D8>,
-    ) -> Turns<T> {
+        cache: &Cache<C, UNITS>,
+    ) -> Turns<C::Element> {
         Self::start(share, cache, false);
         let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
         Self::ask_queries(opening, rows);
@@ -398,17 +500,17 @@ impl<
 
     /// New rows, behind the queries, then the first tiles of the cache, but for keys that were asked for ahead.
     #[inline(always)]
-    fn ask_new_rows_first<T: MmaElement>(
-        opening: &Opening<T, D8>,
+    fn ask_new_rows_first<C: Cached>(
+        opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         share: &Share,
-        cache: &mut Cache<T, D8>,
+        cache: &mut Cache<C, UNITS>,
         ahead: bool,
-    ) -> Turns<T> {
+    ) -> Turns<C::Element> {
         Self::ask_new_rows(opening, rows, share);
         let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
         if !Self::ASKS_AHEAD {
-            cache.lanes = Self::lanes::<T>();
+            cache.lanes = Self::lanes::<C>();
         }
         Self::start(share, cache, ahead);
         turns

@@ -1,6 +1,6 @@
 //! What the host knows of an entry point.
 
-use crate::num::DType;
+use crate::num::{DType, Format};
 
 /// Kernels that are compiled into one PTX module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,11 +27,13 @@ pub enum Family {
     SplitKv,
     /// A whole token step: rotation, append, attention by clusters of blocks, merge.
     Decode,
+    /// The same with a cache of codes.
+    DecodeCodes,
 }
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
@@ -43,6 +45,7 @@ impl Family {
         Self::HopperMasked,
         Self::SplitKv,
         Self::Decode,
+        Self::DecodeCodes,
     ];
 
     /// Cargo feature of this crate that compiles the family's entries.
@@ -59,6 +62,7 @@ impl Family {
             Self::HopperMasked => "family-hopper-masked",
             Self::SplitKv => "family-split-kv",
             Self::Decode => "family-decode",
+            Self::DecodeCodes => "family-decode-codes",
         }
     }
 
@@ -66,7 +70,7 @@ impl Family {
     pub const fn ptx(self) -> Option<u32> {
         match self {
             // `st.async` came after the target.
-            Self::Decode => Some(81),
+            Self::Decode | Self::DecodeCodes => Some(81),
             _ => None,
         }
     }
@@ -80,7 +84,7 @@ impl Family {
             Self::TiledMasked => &["sm_80"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
             Self::TiledF32 | Self::TiledWide => &["sm_80"],
-            Self::Hopper | Self::HopperMasked | Self::Decode => &["sm_90a"],
+            Self::Hopper | Self::HopperMasked | Self::Decode | Self::DecodeCodes => &["sm_90a"],
         }
     }
 }
@@ -93,6 +97,8 @@ pub struct Entry {
     pub family: Family,
     /// Element type; `F32` where a kernel has integers only.
     pub dtype: DType,
+    /// What the cache holds instead of elements.
+    pub codes: Option<Format>,
     /// Largest head size; 0: any.
     pub head_size: u32,
     /// Query rows of a block's tile; 0: not tiled.
@@ -130,7 +136,8 @@ impl core::fmt::Debug for Entry {
 }
 
 impl Entry {
-    /// Name of the kernel without prefix and, where it ends the name, element type. `_out32`: of those with output in f32. What follows an element type is the shape, where one head size or
+    /// Name of the kernel without prefix and, where it ends the name, element type. `_out32`: of those with output in f32; `_i8`, `_i4`, `_f8`: of those whose cache
+    /// holds codes. What follows an element type is the shape, where one head size or
     /// more has several: `_d` head size, `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for sums that a log-sum-exp needs.
     pub fn kernel(&self) -> &'static str {
         let name = self.name.strip_prefix("gqa_").unwrap_or(self.name);

@@ -402,6 +402,13 @@ arithmetic! {
     f16_to_f32(bits: reg16 u16) -> reg32 f32 = "cvt.f32.f16 {}, {};";
     /// To nearest, ties to even; overflow is infinite.
     f32_to_f16(value: reg32 f32) -> reg16 u16 = "cvt.rn.f16.f32 {}, {};";
+    /// The difference of each half, as f16. SM 80.
+    sub_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "sub.rn.f16x2 {}, {}, {};";
+    /// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower nibbles names one, or with its upper bit set
+    /// eight times that one's sign.
+    prmt(a: reg32 u32, b: reg32 u32, selector: reg32 u32) -> reg32 u32 = "prmt.b32 {}, {}, {}, {};";
+    /// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 90.
+    e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
 }
 
 /// Rounds two values to f16, the first into the low half. SM 80.

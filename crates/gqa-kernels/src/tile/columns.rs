@@ -158,22 +158,23 @@ fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
     largest
 }
 
-/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys.
+/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`.
 #[inline(always)]
 pub fn accumulate<
     T: MmaElement,
     const M: usize,
     const HALVES: usize,
     const D8: usize,
+    const U: usize,
     const N8: usize,
 >(
     out: &mut Columns<M, D8>,
     weights: &Fragments<M, N8>,
-    values: Swizzled<T, D8>,
-    read: &WarpRead<D8>,
+    values: Swizzled<T, U>,
+    read: &WarpRead<U>,
 ) {
     for depth in 0..N8 / 2 {
-        for pair in 0..D8 / 2 {
+        for pair in 0..U / 2 {
             let a = ldmatrix_x4_trans(read.address(values, depth, pair));
             for m in 0..M {
                 for half in 0..HALVES {

@@ -8,9 +8,9 @@
 //!
 //! `wgmma` reads rows of 128 bytes: for it wider ones are cut into chunks of eight units, chunk by chunk a tile of its own.
 
-use super::copy::UNIT;
-use crate::num::{Element, MmaElement, f16};
+use crate::num::{Element, f16};
 use crate::simt::{Global, Shared, cp_async_16, lane, thread_idx};
+use bytemuck::Pod;
 
 /// Rows of `D8` units each, `D8` even.
 pub struct Swizzled<T, const D8: usize> {
@@ -37,7 +37,9 @@ pub const fn chunked_bytes(rows: u32, d8: usize) -> u32 {
     swizzled_bytes(rows, d8.next_multiple_of(8))
 }
 
-impl<T: Element, const D8: usize> Swizzled<T, D8> {
+impl<T: Pod, const D8: usize> Swizzled<T, D8> {
+    /// Elements of a unit.
+    pub const PER_UNIT: u32 = 16 / size_of::<T>() as u32;
     /// Units that trade places.
     const GROUP: u32 = 1 << (D8 as u32 | 8).trailing_zeros();
 
@@ -62,7 +64,7 @@ impl<T: Element, const D8: usize> Swizzled<T, D8> {
     /// Where unit `unit` of row `row` is.
     #[inline(always)]
     pub fn place(self, row: u32, unit: u32) -> Shared<T> {
-        self.start.offset(self.number(row, unit) * T::PER_VEC)
+        self.start.offset(self.number(row, unit) * Self::PER_UNIT)
     }
 
     /// Number of the 16 bytes that hold unit `unit` of row `row`.
@@ -90,7 +92,7 @@ impl<T: Element, const D8: usize> Swizzled<T, D8> {
     /// What starts at row `row`, a multiple of 8, seen as a tile.
     #[inline(always)]
     pub fn from(self, row: u32) -> Self {
-        Self { start: self.start.offset(row * self.pitch() * T::PER_VEC), ..self }
+        Self { start: self.start.offset(row * self.pitch() * Self::PER_UNIT), ..self }
     }
 }
 
@@ -163,7 +165,7 @@ impl<const D8: usize> WarpCopy<D8> {
 
     /// The part of `lane`, this thread's, of tiles like this one.
     #[inline(always)]
-    pub fn of<T: Element>(lane: u32, tile: Swizzled<T, D8>) -> Self {
+    pub fn of<T: Pod>(lane: u32, tile: Swizzled<T, D8>) -> Self {
         let place = |i| {
             let unit = lane + 32 * i as u32;
             let place = tile.number(unit / D8 as u32, unit % D8 as u32);
@@ -175,19 +177,13 @@ impl<const D8: usize> WarpCopy<D8> {
 
     /// Starts copying `rows` rows, a constant, from `source` on; those from `valid` on become zero.
     #[inline(always)]
-    pub fn start<T: MmaElement>(
-        &self,
-        tile: Swizzled<T, D8>,
-        rows: u32,
-        source: Global<T>,
-        valid: u32,
-    ) {
+    pub fn start<T: Pod>(&self, tile: Swizzled<T, D8>, rows: u32, source: Global<T>, valid: u32) {
         let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
-        let tile = tile.start.address();
+        let (tile, per_unit) = (tile.start.address(), Swizzled::<T, D8>::PER_UNIT);
         for pass in 0..rows as usize * D8 / 32 {
             let further = (pass / Self::PERIOD) as u32 * self.further;
             let place = tile + self.places[pass % Self::PERIOD] + further;
-            let element = (lane() * UNIT) as usize + 256 * pass;
+            let element = (lane() * per_unit) as usize + (32 * per_unit) as usize * pass;
             cp_async_16(place, source, element, units > 32 * pass as u32);
         }
     }
@@ -220,7 +216,7 @@ impl<const D8: usize> WarpRead<D8> {
 
     /// What the lane tells `ldmatrix` of rows `16 block ..` and units `2 pair ..`.
     #[inline(always)]
-    pub fn address<T: Element>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
+    pub fn address<T: Pod>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
         let further = (pair / Self::PERIOD * Self::PERIOD * 32) as u32;
         let block = swizzled_bytes(16 * block as u32, D8);
         tile.start.address() + self.places[pair % Self::PERIOD] + further + block
@@ -252,6 +248,7 @@ mod tests {
 
     #[test]
     fn eight_rows_are_in_eight_groups_of_banks() {
+        check::<2>();
         check::<4>();
         check::<8>();
         check::<10>();

@@ -142,12 +142,13 @@ impl<const D8: usize> Mailbox<D8> {
 
 impl<
     const D8: usize,
+    const UNITS: usize,
     const M: usize,
     const HALVES: usize,
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, M, HALVES, N8, WARPS, STAGES>
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
     /// Threads that merge a row of the block's results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;

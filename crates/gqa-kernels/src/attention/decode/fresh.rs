@@ -3,7 +3,7 @@
 //! They come into shared memory as they are given, by copies that are under way before those of the cache, of which a multiprocessor has so many
 //! in flight that whoever asks after them waits longest. Then they are rotated in place.
 
-use crate::num::MmaElement;
+use super::cached::Cached;
 use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
 use crate::simt::{Global, Rolled, Shared, cp_async_16, thread_idx};
@@ -12,26 +12,30 @@ use crate::tile::rows::Rows;
 use crate::tile::swizzle::Swizzled;
 
 /// Where the rows of this step come from, and where keys and values go besides shared memory.
-pub(super) struct Fresh<T> {
+pub(super) struct Fresh<C: Cached> {
     /// Queries, not rotated.
-    pub q: Global<T>,
+    pub q: Global<C::Element>,
     /// Keys, not rotated.
-    pub k: Global<T>,
+    pub k: Global<C::Element>,
     /// Values.
-    pub v: Global<T>,
+    pub v: Global<C::Element>,
     /// The key cache.
-    pub present_k: Global<T>,
+    pub present_k: Global<C::Cell>,
     /// The value cache.
-    pub present_v: Global<T>,
+    pub present_v: Global<C::Cell>,
     /// For queries and keys.
-    pub rope: Rope<T>,
+    pub rope: Rope<C::Element>,
 }
 
-/// Tiles in shared memory.
-pub(super) struct Tiles<T, const D8: usize> {
-    pub queries: Swizzled<T, D8>,
-    pub keys: Swizzled<T, D8>,
-    pub values: Swizzled<T, D8>,
+/// Tiles in shared memory: this step's rows, and what the cache holds of the new ones, which is the same where it holds elements.
+pub struct Tiles<C: Cached, const D8: usize, const UNITS: usize> {
+    pub(super) queries: Swizzled<C::Element, D8>,
+    /// In the place of the queries, when they are prepared.
+    pub(super) operands: Swizzled<C::Operand, D8>,
+    pub(super) keys: Swizzled<C::Element, D8>,
+    pub(super) values: Swizzled<C::Element, D8>,
+    pub(super) cached_keys: Swizzled<C::Cell, UNITS>,
+    pub(super) cached_values: Swizzled<C::Cell, UNITS>,
 }
 
 /// Two vectors that turn together, and by how much.
@@ -47,14 +51,14 @@ pub(super) struct Turns<T> {
     keys: u32,
 }
 
-impl<T: MmaElement> Fresh<T> {
+impl<C: Cached> Fresh<C> {
     /// Starts copying the queries into their tile, of `height` rows; rows that do not exist become zero.
     #[inline(always)]
-    pub fn copy_queries<const D8: usize>(
+    pub fn copy_queries<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
-        tiles: &Tiles<T, D8>,
+        tiles: &Tiles<C, D8, UNITS>,
         height: u32,
         threads: u32,
     ) {
@@ -70,11 +74,11 @@ impl<T: MmaElement> Fresh<T> {
 
     /// Starts copying the new keys and values into their tiles, of `height` rows; rows that are no tokens become zero.
     #[inline(always)]
-    pub fn copy_new<const D8: usize>(
+    pub fn copy_new<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
-        tiles: &Tiles<T, D8>,
+        tiles: &Tiles<C, D8, UNITS>,
         height: u32,
         threads: u32,
     ) {
@@ -95,24 +99,24 @@ impl<T: MmaElement> Fresh<T> {
 
     /// What the thread turns of queries and, where the rank has them, new keys.
     #[inline(always)]
-    pub fn turns<const D8: usize>(
+    pub fn turns<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
-        tiles: &Tiles<T, D8>,
+        tiles: &Tiles<C, D8, UNITS>,
         has_fresh: bool,
-    ) -> Turns<T> {
+    ) -> Turns<C::Element> {
         let keys = if has_fresh { new_tokens(p, rows) } else { 0 };
         Turns { first: self.pair(rows, tiles, keys, thread_idx()), keys }
     }
 
     /// Turns them in place.
     #[inline(always)]
-    pub fn turn<const D8: usize>(
+    pub fn turn<const D8: usize, const UNITS: usize>(
         &self,
         rows: &Rows,
-        tiles: &Tiles<T, D8>,
-        turns: Turns<T>,
+        tiles: &Tiles<C, D8, UNITS>,
+        turns: Turns<C::Element>,
         threads: u32,
     ) {
         let (mut next, mut i) = (turns.first, thread_idx());
@@ -127,13 +131,13 @@ impl<T: MmaElement> Fresh<T> {
 
     /// Number `i` of the pairs of all queries and of `keys` keys.
     #[inline(always)]
-    fn pair<const D8: usize>(
+    fn pair<const D8: usize, const UNITS: usize>(
         &self,
         rows: &Rows,
-        tiles: &Tiles<T, D8>,
+        tiles: &Tiles<C, D8, UNITS>,
         keys: u32,
         i: u32,
-    ) -> Option<Pair<T>> {
+    ) -> Option<Pair<C::Element>> {
         let half = self.rope.params.dim / (2 * UNIT);
         if i >= (rows.count() + keys) * half {
             return None;
@@ -152,27 +156,28 @@ impl<T: MmaElement> Fresh<T> {
 
     /// Appends the new keys and values.
     #[inline(always)]
-    pub fn append<const D8: usize>(
+    pub fn append<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
-        tiles: &Tiles<T, D8>,
+        tiles: &Tiles<C, D8, UNITS>,
         threads: u32,
     ) {
         let (a, past) = (&p.attention, rows.seqlen.past);
-        for unit in Rolled(thread_idx()..new_tokens(p, rows) * D8 as u32, threads) {
-            let (s, unit) = (unit / D8 as u32, unit % D8 as u32);
+        for unit in Rolled(thread_idx()..new_tokens(p, rows) * UNITS as u32, threads) {
+            let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
             let to = |cache: Strides| {
-                cache.at(rows.batch, rows.kv_head, past + s) + (unit * UNIT) as usize
+                cache.at(rows.batch, rows.kv_head, past + s)
+                    + (unit * Swizzled::<C::Cell, UNITS>::PER_UNIT) as usize
             };
-            self.present_k.store_vec(to(a.k), tiles.keys.place(s, unit).load_vec(0));
-            self.present_v.store_vec(to(a.v), tiles.values.place(s, unit).load_vec(0));
+            self.present_k.store_vec(to(a.k), tiles.cached_keys.place(s, unit).load_vec(0));
+            self.present_v.store_vec(to(a.v), tiles.cached_values.place(s, unit).load_vec(0));
         }
     }
 }
 
 /// New rows that are tokens.
 #[inline(always)]
-fn new_tokens(p: &DecodeParams, rows: &Rows) -> u32 {
+pub(super) fn new_tokens(p: &DecodeParams, rows: &Rows) -> u32 {
     p.new_len.min(rows.seqlen.total - rows.seqlen.past)
 }

@@ -9,20 +9,21 @@
 //!
 //! The tile of new rows, where the rank has it, comes behind its last tile of old ones and was never copied.
 
+use super::cached::{Cached, Desk};
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
-use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
     Global, Shared, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
 };
-use crate::tile::columns::{Columns, accumulate, load_depth, load_queries, scores, weigh};
+use crate::tile::columns::{Columns, load_depth, load_queries, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
 use crate::tile::fragment::row_of;
 use crate::tile::rows::{Rows, Span};
 use crate::tile::softmax::{ScoreScale, States, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
+use bytemuck::Pod;
 
 /// What a rank attends to.
 pub(super) struct Share {
@@ -92,16 +93,16 @@ impl Share {
 
 /// The cache rows of one head.
 #[derive(Clone, Copy)]
-pub(super) struct Cache<T, const D8: usize> {
-    pub k: Global<T>,
-    pub v: Global<T>,
-    pub lanes: WarpCopy<D8>,
+pub(super) struct Cache<C: Cached, const UNITS: usize> {
+    pub k: Global<C::Cell>,
+    pub v: Global<C::Cell>,
+    pub lanes: WarpCopy<UNITS>,
 }
 
-impl<T: MmaElement, const D8: usize> Cache<T, D8> {
+impl<C: Cached, const UNITS: usize> Cache<C, UNITS> {
     /// Those of the row tile's head; where lanes copy to is found out later.
     #[inline(always)]
-    pub fn of(a: &AttentionParams, rows: &Rows, k: Global<T>, v: Global<T>) -> Self {
+    pub fn of(a: &AttentionParams, rows: &Rows, k: Global<C::Cell>, v: Global<C::Cell>) -> Self {
         Self {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
@@ -112,12 +113,13 @@ impl<T: MmaElement, const D8: usize> Cache<T, D8> {
 
 impl<
     const D8: usize,
+    const UNITS: usize,
     const M: usize,
     const HALVES: usize,
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, M, HALVES, N8, WARPS, STAGES>
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
     /// Whether queries and accumulators leave so few registers that queries stay in shared memory, and lanes find out anew what they otherwise
     /// remember.
@@ -134,14 +136,14 @@ impl<
 
     /// Where lanes copy to.
     #[inline(always)]
-    pub(super) fn lanes<T: MmaElement>() -> WarpCopy<D8> {
-        WarpCopy::of(lane(), Self::keys::<T>(0))
+    pub(super) fn lanes<C: Cached>() -> WarpCopy<UNITS> {
+        WarpCopy::of(lane(), Self::keys::<C::Cell>(0))
     }
 
     /// Starts copying the team's first keys before it is known how many there are: those that turn out not to exist are masked as all that no
     /// query sees. The copies belong to the next group.
     #[inline(always)]
-    pub(super) fn start_ahead<T: MmaElement>(p: &DecodeParams, place: Place, cache: &Cache<T, D8>) {
+    pub(super) fn start_ahead<C: Cached>(p: &DecodeParams, place: Place, cache: &Cache<C, UNITS>) {
         let (ranks, index) = place.among(p);
         let begin = (Self::team() * ranks + index) * Self::KEYS;
         Self::copy_rows(Self::keys(0), &cache.lanes, cache.k, begin, p.attention.capacity);
@@ -155,7 +157,7 @@ impl<
 
     /// Starts the first copies of the warp; `ahead` if its first keys are on their way.
     #[inline(always)]
-    pub(super) fn start<T: MmaElement>(share: &Share, cache: &Cache<T, D8>, ahead: bool) {
+    pub(super) fn start<C: Cached>(share: &Share, cache: &Cache<C, UNITS>, ahead: bool) {
         for slot in 0..STAGES {
             let tile = share.start(Self::team()) + slot * share.step(Self::TEAMS);
             if slot == 0 && ahead {
@@ -169,10 +171,10 @@ impl<
 
     /// Starts copying a tile, if it is of the rank's share, as a group of its own.
     #[inline(always)]
-    pub(super) fn copy<T: MmaElement>(
-        place: Swizzled<T, D8>,
-        lanes: &WarpCopy<D8>,
-        source: Global<T>,
+    pub(super) fn copy<E: Pod>(
+        place: Swizzled<E, UNITS>,
+        lanes: &WarpCopy<UNITS>,
+        source: Global<E>,
         share: &Share,
         tile: u32,
     ) {
@@ -184,10 +186,10 @@ impl<
 
     /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows from `end` on become zero.
     #[inline(always)]
-    fn copy_rows<T: MmaElement>(
-        place: Swizzled<T, D8>,
-        lanes: &WarpCopy<D8>,
-        source: Global<T>,
+    fn copy_rows<E: Pod>(
+        place: Swizzled<E, UNITS>,
+        lanes: &WarpCopy<UNITS>,
+        source: Global<E>,
         begin: u32,
         end: u32,
     ) {
@@ -195,20 +197,27 @@ impl<
         let rows = Self::KEYS / Self::TEAM;
         let first = warp() % Self::TEAM * rows;
         let begin = begin + first;
-        let source = source.offset(begin as usize * Self::HEAD_SIZE as usize);
+        let source = source.offset(begin as usize * Self::cells::<E>() as usize);
         lanes.start(place.from(first), rows, source, end.saturating_sub(begin));
     }
 
-    /// The warp's part of the rank's share.
+    /// What a row of the cache takes in units of `E`.
     #[inline(always)]
-    pub(super) fn attend<T: MmaElement>(
+    fn cells<E: Pod>() -> u32 {
+        UNITS as u32 * Swizzled::<E, UNITS>::PER_UNIT
+    }
+
+    /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied by `unit`.
+    #[inline(always)]
+    pub(super) fn attend<C: Cached>(
         p: &DecodeParams,
         rows: &Rows,
         share: &Share,
-        cache: Cache<T, D8>,
+        cache: Cache<C, UNITS>,
+        unit: f32,
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
-        let scale = ScoreScale::new(a.scale, a.softcap);
+        let scale = ScoreScale::new(a.scale * unit, a.softcap);
         let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
         let visible: [[_; 2]; M] =
             core::array::from_fn(|m| core::array::from_fn(|half| visible_of(m, row_of(half))));
@@ -217,7 +226,7 @@ impl<
         let queries = if Self::IS_TIGHT {
             [[[0; 2]; M]; D8]
         } else {
-            load_queries::<T, M, HALVES, D8>(Self::queries())
+            load_queries::<C::Operand, M, HALVES, D8>(Self::queries())
         };
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
         while tile < share.end(Self::team(), Self::TEAMS) {
@@ -230,10 +239,11 @@ impl<
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
             let mut weights = if !Self::IS_TIGHT {
                 let of_depth = |depth| [queries[2 * depth], queries[2 * depth + 1]];
-                scores::<T, M, D8, N8>(of_depth, keys, &read)
+                C::scores::<M, UNITS, N8>(of_depth, keys, &read)
             } else {
-                let of_depth = |depth| load_depth::<T, M, HALVES, D8>(Self::queries(), depth);
-                scores::<T, M, D8, N8>(of_depth, keys, &read)
+                let of_depth =
+                    |depth| load_depth::<C::Operand, M, HALVES, D8>(Self::queries(), depth);
+                C::scores::<M, UNITS, N8>(of_depth, keys, &read)
             };
             sync_warp();
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, after);
@@ -256,7 +266,7 @@ impl<
             sync_warp();
             let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
             let read = if Self::IS_TIGHT { WarpRead::of(opaque(lane())) } else { read };
-            accumulate::<T, M, HALVES, D8, N8>(&mut acc, &weights, values, &read);
+            C::accumulate::<M, HALVES, D8, UNITS, N8>(&mut acc, &weights, values, &read);
             sync_warp();
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
 
@@ -270,32 +280,32 @@ impl<
 
     /// New keys, unrotated ones no longer.
     #[inline(always)]
-    pub(super) fn fresh_keys<T: MmaElement>() -> Swizzled<T, D8> {
+    pub(super) fn fresh_keys<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::FRESH, Self::KEYS)
     }
 
     /// New values.
     #[inline(always)]
-    pub(super) fn fresh_values<T: MmaElement>() -> Swizzled<T, D8> {
+    pub(super) fn fresh_values<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::FRESH + Self::STAGE_BYTES / 2, Self::KEYS)
     }
 
     /// The keys of one of the team's stages.
     #[inline(always)]
-    pub(super) fn keys<T: MmaElement>(slot: u32) -> Swizzled<T, D8> {
+    pub(super) fn keys<E: Pod>(slot: u32) -> Swizzled<E, UNITS> {
         Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES, Self::KEYS)
     }
 
     /// The values of one of the team's stages.
     #[inline(always)]
-    pub(super) fn values<T: MmaElement>(slot: u32) -> Swizzled<T, D8> {
+    pub(super) fn values<E: Pod>(slot: u32) -> Swizzled<E, UNITS> {
         let half = Self::STAGE_BYTES / 2;
         Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES + half, Self::KEYS)
     }
 
-    /// A tile as the products read it.
+    /// A tile of rows of `W` units, as the products read it.
     #[inline(always)]
-    pub(super) fn tile<T: MmaElement>(bytes: u32, rows: u32) -> Swizzled<T, D8> {
+    pub(super) fn tile<E: Pod, const W: usize>(bytes: u32, rows: u32) -> Swizzled<E, W> {
         if Self::BY_WARPGROUPS { Swizzled::in_chunks_at(bytes, rows) } else { Swizzled::at(bytes) }
     }
 
@@ -325,7 +335,7 @@ impl<
 
     /// Leaves the warp's result where all can read it.
     #[inline(always)]
-    pub(super) fn publish(states: States<M>, acc: &Columns<M, D8>) {
+    pub(super) fn publish<C: Cached>(states: States<M>, acc: &Columns<M, D8>, desk: Desk) {
         for m in 0..M {
             for half in 0..HALVES {
                 let first = 16 * m as u32 + 8 * half as u32;
@@ -334,9 +344,11 @@ impl<
                     Self::state_of(warp(), first + lane() / 4).store(0, [max, sum]);
                 }
                 for block in 0..D8 {
+                    let column = C::column(block);
+                    let scale = C::value_scale(desk, column);
                     for i in 0..2 {
                         let row = Self::acc_of(warp(), first + lane() % 4 * 2 + i);
-                        row.store(8 * block as u32 + lane() / 4, acc[block][m][half][i as usize]);
+                        row.store(column, acc[block][m][half][i as usize] * scale);
                     }
                 }
             }

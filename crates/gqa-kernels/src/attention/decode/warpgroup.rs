@@ -4,6 +4,7 @@
 //! all rows, and registers hold 64 rows of output where one warp's hold 16.
 
 use super::Decode;
+use super::cached::Cached;
 use super::stream::{Cache, Share};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
@@ -25,20 +26,21 @@ const SCORES: usize = 32;
 
 impl<
     const D8: usize,
+    const UNITS: usize,
     const M: usize,
     const HALVES: usize,
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, M, HALVES, N8, WARPS, STAGES>
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
     /// The team's part of the rank's share.
     #[inline(always)]
-    pub(super) fn attend_together<T: MmaElement>(
+    pub(super) fn attend_together<C: Cached>(
         p: &DecodeParams,
         rows: &Rows,
         share: &Share,
-        cache: Cache<T, D8>,
+        cache: Cache<C, UNITS>,
     ) -> (States<1>, Fragments<1, D8>) {
         let a = &p.attention;
         let scale = ScoreScale::new(a.scale, a.softcap);
@@ -57,7 +59,7 @@ impl<
             wait_for_all_but(2 * STAGES - 1);
             Self::sync_team();
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
-            let mut weights = Self::multiply_keys::<T>(keys);
+            let mut weights = Self::multiply_keys::<C>(keys);
             Self::sync_team();
             Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, after);
 
@@ -83,7 +85,7 @@ impl<
             wait_for_all_but(2 * STAGES - 1);
             Self::sync_team();
             let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
-            Self::add_values::<T>(&mut acc[0], &weights[0], values);
+            Self::add_values::<C>(&mut acc[0], &weights[0], values);
             Self::sync_team();
             Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
 
@@ -97,14 +99,14 @@ impl<
 
     /// Queries times a tile of keys.
     #[inline(always)]
-    fn multiply_keys<T: MmaElement>(keys: Swizzled<T, D8>) -> Fragments<1, N8> {
-        let (q, k) = (Self::queries::<T>().address(), keys.address());
+    fn multiply_keys<C: Cached>(keys: Swizzled<C::Cell, UNITS>) -> Fragments<1, N8> {
+        let (q, k) = (Self::queries::<C::Operand>().address(), keys.address());
         wgmma_fence();
-        let mut scores: [f32; SCORES] = T::wgmma(descriptor(q, 16), descriptor(k, 16));
+        let mut scores: [f32; SCORES] = C::Operand::wgmma(descriptor(q, 16), descriptor(k, 16));
         for depth in 1..D8 as u32 / 2 {
             let (chunk, within) = (depth / 4 * 128, depth % 4 * 32);
             let at = |start, rows| descriptor(start + chunk * rows + within, 16);
-            T::wgmma_add(&mut scores, at(q, Self::ROWS), at(k, Self::KEYS));
+            C::Operand::wgmma_add(&mut scores, at(q, Self::ROWS), at(k, Self::KEYS));
         }
         wgmma_commit();
         wgmma_wait::<0>();
@@ -113,17 +115,17 @@ impl<
 
     /// Adds weights times a tile of values.
     #[inline(always)]
-    fn add_values<T: MmaElement>(
+    fn add_values<C: Cached>(
         acc: &mut [[f32; 4]; D8],
         weights: &[[f32; 4]; N8],
-        values: Swizzled<T, D8>,
+        values: Swizzled<C::Cell, UNITS>,
     ) {
         let acc = acc.as_flattened_mut();
         match D8 {
-            8 => add_values::<T, 32, N8>(acc, weights, values.address()),
-            10 => add_values::<T, 40, N8>(acc, weights, values.address()),
-            12 => add_values::<T, 48, N8>(acc, weights, values.address()),
-            _ => add_values::<T, 64, N8>(acc, weights, values.address()),
+            8 => add_values::<C::Operand, 32, N8>(acc, weights, values.address()),
+            10 => add_values::<C::Operand, 40, N8>(acc, weights, values.address()),
+            12 => add_values::<C::Operand, 48, N8>(acc, weights, values.address()),
+            _ => add_values::<C::Operand, 64, N8>(acc, weights, values.address()),
         }
     }
 

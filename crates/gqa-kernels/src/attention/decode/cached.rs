@@ -1,0 +1,184 @@
+//! What a cache holds of keys and values: elements as they are, or [codes](super::Codes).
+
+use super::fresh::Tiles;
+use crate::num::MmaElement;
+use crate::params::DecodeParams;
+use crate::simt::{Shared, lane};
+use crate::tile::columns::{self, Columns};
+use crate::tile::fragment::Fragments;
+use crate::tile::swizzle::{Swizzled, WarpRead};
+use bytemuck::Pod;
+
+/// A way to hold rows; elements hold themselves.
+pub trait Cached: Copy {
+    /// Type of queries and new rows.
+    type Element: MmaElement;
+    /// What the tensor cores multiply.
+    type Operand: MmaElement;
+    /// What pointers to the cache count.
+    type Cell: Pod;
+    /// What numbers are multiplied by.
+    type Scales: Copy;
+    /// A thread's part of that.
+    type Scale;
+
+    /// Asks for the thread's part of the scales of a KV head.
+    fn ask(scales: Self::Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> Self::Scale;
+
+    /// Leaves it where the block can read it.
+    fn keep(scale: Self::Scale, desk: Desk);
+
+    /// Makes of `tokens` new rows, rotated, what the cache holds.
+    fn encode<const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Self, D8, UNITS>,
+        desk: Desk,
+        tokens: u32,
+        block: Block,
+    );
+
+    /// Makes operands of the queries, rotated. Returns what products with them are to be multiplied by.
+    fn prepare<const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Self, D8, UNITS>,
+        desk: Desk,
+        block: Block,
+    ) -> f32;
+
+    /// As [`columns::scores`].
+    fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+        queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+        keys: Swizzled<Self::Cell, UNITS>,
+        read: &WarpRead<UNITS>,
+    ) -> Fragments<M, N8>;
+
+    /// As [`columns::accumulate`].
+    fn accumulate<
+        const M: usize,
+        const HALVES: usize,
+        const D8: usize,
+        const UNITS: usize,
+        const N8: usize,
+    >(
+        out: &mut Columns<M, D8>,
+        weights: &Fragments<M, N8>,
+        values: Swizzled<Self::Cell, UNITS>,
+        read: &WarpRead<UNITS>,
+    );
+
+    /// The lane's column in block `block` of 8 columns of the output.
+    fn column(block: usize) -> u32;
+
+    /// What a column of accumulated values is to be multiplied by.
+    fn value_scale(desk: Desk, column: u32) -> f32;
+}
+
+/// Sizes of a block.
+#[derive(Clone, Copy)]
+pub struct Block {
+    /// Query rows.
+    pub rows: u32,
+    /// Most new keys.
+    pub keys: u32,
+    /// Threads.
+    pub threads: u32,
+}
+
+/// Where the threads of a block that reads codes tell each other: scales of the head's keys and values, and a word from each warp.
+#[derive(Clone, Copy)]
+pub struct Desk {
+    /// Scales of the head's keys, one for each channel.
+    pub keys: Shared<f32>,
+    /// Scales of its values.
+    pub values: Shared<f32>,
+    /// How many of each.
+    pub channels: u32,
+    /// One for each warp.
+    pub words: Shared<u32>,
+}
+
+impl Desk {
+    const WORDS: u32 = 32;
+
+    /// Bytes for heads of `head_size` elements.
+    pub(super) const fn bytes(head_size: u32) -> u32 {
+        4 * (2 * head_size + Self::WORDS)
+    }
+
+    /// The one that starts `bytes` bytes into the block's shared memory.
+    #[inline(always)]
+    pub(super) fn at(bytes: u32, head_size: u32) -> Self {
+        let keys = Shared::at(bytes);
+        Self {
+            keys,
+            values: keys.offset(head_size),
+            channels: head_size,
+            words: Shared::at(bytes + 8 * head_size),
+        }
+    }
+}
+
+impl<T: MmaElement> Cached for T {
+    type Element = T;
+    type Operand = T;
+    type Cell = T;
+    type Scales = ();
+    type Scale = ();
+
+    #[inline(always)]
+    fn ask((): (), _: &DecodeParams, _: u32, _: u32) {}
+
+    #[inline(always)]
+    fn keep((): (), _: Desk) {}
+
+    #[inline(always)]
+    fn encode<const D8: usize, const UNITS: usize>(
+        _: &Tiles<T, D8, UNITS>,
+        _: Desk,
+        _: u32,
+        _: Block,
+    ) {
+    }
+
+    #[inline(always)]
+    fn prepare<const D8: usize, const UNITS: usize>(
+        _: &Tiles<T, D8, UNITS>,
+        _: Desk,
+        _: Block,
+    ) -> f32 {
+        1.0
+    }
+
+    #[inline(always)]
+    fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+        queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+        keys: Swizzled<T, UNITS>,
+        read: &WarpRead<UNITS>,
+    ) -> Fragments<M, N8> {
+        columns::scores(queries, keys, read)
+    }
+
+    #[inline(always)]
+    fn accumulate<
+        const M: usize,
+        const HALVES: usize,
+        const D8: usize,
+        const UNITS: usize,
+        const N8: usize,
+    >(
+        out: &mut Columns<M, D8>,
+        weights: &Fragments<M, N8>,
+        values: Swizzled<T, UNITS>,
+        read: &WarpRead<UNITS>,
+    ) {
+        columns::accumulate::<T, M, HALVES, D8, UNITS, N8>(out, weights, values, read);
+    }
+
+    #[inline(always)]
+    fn column(block: usize) -> u32 {
+        8 * block as u32 + lane() / 4
+    }
+
+    #[inline(always)]
+    fn value_scale(_: Desk, _: u32) -> f32 {
+        1.0
+    }
+}

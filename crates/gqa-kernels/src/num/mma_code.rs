@@ -1,0 +1,87 @@
+//! Codes as the tensor cores take them: halves, two to a word.
+//!
+//! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading one of a power of two next to which halves are
+//! one apart, which is then subtracted.
+
+use super::code::{Code, Float8, Int4, Int8};
+use crate::simt::{e4m3x2_to_f16x2, prmt, sub_f16x2};
+
+/// A format whose codes become halves.
+pub trait MmaCode: Code {
+    /// Codes of 16 bits.
+    const PER_HALF_WORD: usize = 16 / Self::BITS as usize;
+    /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its upper half, exactly, as f16; what follows is 0.
+    fn halves(codes: u32) -> [u32; 4];
+}
+
+/// For [`prmt`]: bytes 0 and 2 of the first operand, and bytes 1 and 3, each below one of the second.
+const EVEN: u32 = 0x4240;
+const ODD: u32 = 0x4341;
+
+impl MmaCode for Int8 {
+    #[inline(always)]
+    fn halves(codes: u32) -> [u32; 4] {
+        const SIGNS: u32 = 0x8080_8080;
+        /// The upper byte of 1024.
+        const LEADING_ONE: u32 = 0x6464_6464;
+        /// 1024, and 128 for the sign.
+        const ZERO: u32 = 0x6480_6480;
+        let codes = codes ^ SIGNS;
+        let half = |selector| sub_f16x2(prmt(codes, LEADING_ONE, selector), ZERO);
+        [half(EVEN), half(ODD), 0, 0]
+    }
+}
+
+impl MmaCode for Int4 {
+    #[inline(always)]
+    fn halves(codes: u32) -> [u32; 4] {
+        /// 1024, next to which the lowest bit counts 1; and 8 more, as codes have.
+        const LOWER: [u32; 2] = [0x6400_6400, 0x6408_6408];
+        /// 64, next to which the fifth bit counts 1; and 8 more.
+        const UPPER: [u32; 2] = [0x5400_5400, 0x5480_5480];
+        let lower = |codes| sub_f16x2(codes & 0x000f_000f | LOWER[0], LOWER[1]);
+        let upper = |codes| sub_f16x2(codes & 0x00f0_00f0 | UPPER[0], UPPER[1]);
+        [lower(codes), upper(codes), lower(codes >> 8), upper(codes >> 8)]
+    }
+}
+
+impl MmaCode for Float8 {
+    #[inline(always)]
+    fn halves(codes: u32) -> [u32; 4] {
+        /// Bytes 0 and 2, then 1 and 3.
+        const SORTED: u32 = 0x3120;
+        let codes = prmt(codes, 0, SORTED);
+        [e4m3x2_to_f16x2(codes as u16), e4m3x2_to_f16x2((codes >> 16) as u16), 0, 0]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simt::f16_to_f32;
+
+    fn check<C: MmaCode>() {
+        let per_half = C::PER_HALF_WORD as u32;
+        for codes in (0..1 << 16).map(|i: u32| i | i.wrapping_mul(0x9e37) << 16) {
+            for i in 0..4 {
+                let word = C::halves(codes)[i as usize];
+                for half in 0..2 {
+                    let got = f16_to_f32((word >> (16 * half)) as u16);
+                    let code = codes >> (16 * half + i * C::BITS);
+                    let want = if i < per_half { C::decode(code) } else { 0.0 };
+                    assert!(
+                        got == want || got.is_nan() && want.is_nan(),
+                        "{codes:#x}: {i}, {half}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn halves_are_what_codes_mean() {
+        check::<Int8>();
+        check::<Int4>();
+        check::<Float8>();
+    }
+}
