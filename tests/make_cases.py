@@ -15,6 +15,8 @@ Two truths stand behind every case: ONNX Runtime's CPU kernel and `reference` be
 * bfloat16 (no such CPU kernel): the outputs are the reference's, with inputs, rotated Q and K and outputs rounded to
   bfloat16. Where ONNX Runtime accepts the call, the same inputs widened to float32 are run through it as a check.
 
+* quantised caches of 8-bit floats (no such CPU kernel): the outputs are the reference's.
+
 No case may hang on rounding: `sensitivity` perturbs scores and probabilities by what a sane kernel may lose, and a case
 whose answer moves by more than half of its tolerance is refused.
 
@@ -85,6 +87,30 @@ def rope_tables(max_pos, rotary_dim, base):
     return np.cos(angle), np.sin(angle)
 
 
+# what a quantised cache holds: attribute, element type, elements of a head by its size
+CODES = {"i8": (8, np.dtype(np.int8)), "i4": (4, np.dtype(np.uint8)), "f8": (8, np.dtype(ml_dtypes.float8_e4m3fn))}
+
+
+def encode(x, scale, kind):
+    """Codes of rows (..., size)."""
+    quotient = (x.astype(np.float32) / scale.astype(np.float32)).astype(np.float64)
+    if kind == "f8":
+        return np.clip(quotient, -448, 448).astype(np.float32).astype(CODES[kind][1])
+    near_tie = np.abs(np.abs(quotient - np.trunc(quotient)) - 0.5) < 1e-3
+    assert not near_tie.any(), "a code hangs on rounding"
+    if kind == "i8":
+        return np.clip(np.rint(quotient), -128, 127).astype(np.int8)
+    code = (np.clip(np.rint(quotient), -8, 7) + 8).astype(np.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+def decode(codes, scale, kind):
+    """Numbers of rows of codes."""
+    if kind == "i4":
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[:-1] + (-1,)).astype(np.float64) - 8
+    return codes.astype(np.float64) * scale.astype(np.float64)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the definition
 
@@ -143,6 +169,14 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
     def normed(x, weight):  # each row of each head by its root mean square
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + attrs.get("qk_norm_epsilon", 1e-6)) * f64[weight]
 
+    kinds = {dtype: kind for kind, (_, dtype) in CODES.items()}
+    kind = kinds.get(np.asarray(feeds["past_key"]).dtype) if "past_key" in feeds else None
+    if kind:
+        scales = {n: np.broadcast_to(np.asarray(feeds[n]).reshape(-1, size if np.size(feeds[n]) > 1 else 1), (kv_heads, size))
+                  for n in ("k_scale", "v_scale")}
+        for n, s in (("past_key", "k_scale"), ("past_value", "v_scale")):
+            f64[n] = decode(np.asarray(feeds[n]), scales[s][None, :, None, :], kind)
+
     present_rows = max(past_rows, total)
     present_k = np.zeros((batch, kv_heads, present_rows, size))
     present_v = np.zeros((batch, kv_heads, present_rows, size))
@@ -163,6 +197,9 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
             q_b, k_b = rotate(q_b, b), rounded(rotate(k_b, b))
             if noise is None:  # a kernel may well keep the rotated query in float32
                 q_b = rounded(q_b)
+        if kind:
+            k_b = decode(encode(k_b, scales["k_scale"], kind), scales["k_scale"], kind)
+            v_b = decode(encode(v_b, scales["v_scale"], kind), scales["v_scale"], kind)
         kept = valid if new_len == 0 else past[b]
         if kept:
             present_k[b, :, :kept] = f64["past_key"][b, :, :kept]
@@ -200,7 +237,13 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
     result = {"output": output.reshape(batch, s_len, heads * size), "present_key": present_k, "present_value": present_v}
     if mode:
         result["output_qk"] = output_qk
-    return {name: x.astype(DT[dtype]) for name, x in result.items()}
+    result = {name: x.astype(DT[dtype]) for name, x in result.items()}
+    if kind:
+        for name, x, s in (("present_key", present_k, "k_scale"), ("present_value", present_v, "v_scale")):
+            result[name] = encode(x, scales[s][None, :, None, :], kind)
+            for b in range(batch):  # all bits, not the code of 0
+                result[name][b, :, int(lengths[b]):] = np.zeros((), result[name].dtype)
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,7 +315,7 @@ class Case:
 
     def __init__(self, name, about, dtype="f32", B=1, S=4, N=2, K=1, H=8, P=None, T=None, lens=None, L=None, packed=False,
                  rope=None, interleaved=False, max_pos=None, base=10000.0, random_angles=False, position_ids=None,
-                 bias=None, sink=None, qk_norm=False, qk=0, attrs=None, fix=None, std=1.0, quirk=None, typed=False, initializers=(),
+                 bias=None, sink=None, qk_norm=False, quant=None, qk=0, attrs=None, fix=None, std=1.0, quirk=None, typed=False, initializers=(),
                  seqlens_shape=None, total_shape=(), only=None, shapes=True, tolerance=None, compare_padding=False, exact_scores=False, register=True):
         if register:
             assert name not in Case.all, name
@@ -296,6 +339,16 @@ class Case:
             f["query"], f["key"], f["value"] = make(B, S, N * H), make(B, L, K * H), make(B, L, K * H)
         if P is not None:
             f["past_key"], f["past_value"] = make(B, K, P, H), make(B, K, P, H)
+        if quant:
+            kind, per_channel = quant
+            step = {"i8": 0.0271, "i4": 0.3713, "f8": 0.0717}[kind]
+            for n in ("k_scale", "v_scale"):
+                spread = rng.uniform(K * H if per_channel else 1)
+                f[n] = (step * (0.75 + 0.5 * spread)).astype(np.float32)
+            for n, s in (("past_key", "k_scale"), ("past_value", "v_scale")):
+                codes = np.round((rng.uniform(B * K * P * H).reshape(B, K, P, H) - 0.5) * {"i8": 150, "i4": 13, "f8": 60}[kind])
+                scale = np.broadcast_to(f[s].reshape(-1, H if per_channel else 1), (K, H))[None, :, None, :]
+                f[n] = encode(codes * scale.astype(np.float64), scale, kind)
         f["seqlens_k"] = (np.array(lens, np.int32) - 1).reshape(seqlens_shape or (B,))
         f["total_sequence_length"] = np.full(total_shape, T, np.int32)
         if rope:
@@ -321,6 +374,9 @@ class Case:
         self.attrs = {"num_heads": N, "kv_num_heads": K}
         if rope:
             self.attrs["do_rotary"] = 1
+        if quant:
+            how = "PER_CHANNEL" if quant[1] else "PER_TENSOR"
+            self.attrs.update(k_quant_type=how, v_quant_type=how, kv_cache_bit_width=CODES[quant[0]][0])
         if interleaved:
             self.attrs["rotary_interleaved"] = 1
         if qk:
@@ -330,6 +386,10 @@ class Case:
         rows = max(P or 0, T)
         t = ONNX_T[dtype]
         self.outputs = {"output": (t, (B, S, N * H)), "present_key": (t, (B, K, rows, H)), "present_value": (t, (B, K, rows, H))}
+        if quant:
+            t = helper.np_dtype_to_tensor_dtype(CODES[quant[0]][1])
+            for name in ("present_key", "present_value"):
+                self.outputs[name] = (t, (B, K, rows, H // 2 if quant[0] == "i4" else H))
         if qk:
             self.outputs["output_qk"] = (t, (B, N, S, T))
         if only:
@@ -369,7 +429,7 @@ class Case:
         return rtol, atol
 
     def model(self, feeds=None, t=None):
-        outputs = self.outputs if t is None else {n: (t, s) for n, (_, s) in self.outputs.items()}
+        outputs = self.outputs if t is None else {n: (t if had == ONNX_T[self.dtype] else had, s) for n, (had, s) in self.outputs.items()}
         return make_model(feeds or self.feeds, self.attrs, outputs, self.initializers, shapes=self.shapes)
 
     def compute(self):
@@ -701,6 +761,21 @@ def define_cases():
     c("bf16_typed_data", "bfloat16 in int32_data, shared KV", S=2, N=2, K=1, H=16, L=0, P=5, T=5, dtype="bf16", typed=True)
     c("bf16_nan_behind", "NaN behind the valid lengths, bfloat16", B=2, S=1, N=4, K=2, H=16, P=9, T=6, lens=[6, 3], dtype="bf16", fix=lambda f: nan_behind(f, [5, 2]))
 
+    # quantised caches
+    i8, i4, f8 = "i8", "i4", "f8"
+    c("quantised_i8_decode", "An int8 cache, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(i8, False))
+    c("quantised_i8_channels_rope_f16", "An int8 cache, a scale per channel, rotated keys, float16", B=2, S=1, N=4, K=2, H=16, P=6, lens=[7, 4], rope=16, dtype="f16", quant=(i8, True))
+    c("quantised_i8_prompt", "A prompt on an int8 cache, right-padded: it attends to its own codes", B=2, S=5, N=4, K=2, H=16, P=8, T=5, lens=[5, 3], quant=(i8, True))
+    c("quantised_i8_chunk_window_sink", "A chunk on an int8 cache: window and sink", S=3, N=4, K=2, H=16, P=9, T=8, sink=True, attrs={"local_window_size": 4}, quant=(i8, False))
+    c("quantised_i8_shared_kv", "An int8 cache that holds all rows already", S=2, N=4, K=2, H=16, L=0, P=7, T=6, quant=(i8, False))
+    c("quantised_i4_ragged", "A 4-bit cache, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(i4, False))
+    c("quantised_i4_channels_bias", "A 4-bit cache, a scale per channel, attention_bias", S=3, N=4, K=2, H=24, P=5, bias="1N", quant=(i4, True))
+    c("quantised_i4_packed_rope", "A 4-bit cache, packed and rotated, growing", S=1, N=4, K=2, H=32, P=4, packed=True, rope=32, quant=(i4, True))
+    refused = "refuses a cache of 8-bit floats: it has no such kernel"
+    c("quantised_f8_decode", "A cache of 8-bit floats, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(f8, False), quirk=refused)
+    c("quantised_f8_prompt_bf16", "A prompt on a cache of 8-bit floats, a scale per channel, bfloat16", S=5, N=4, K=2, H=32, P=6, T=5, dtype="bf16", quant=(f8, True), quirk=refused)
+    c("quantised_i8_decode_bf16", "An int8 cache, bfloat16", S=1, N=4, K=2, H=16, P=12, dtype="bf16", quant=(i8, False))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # bad input
@@ -884,8 +959,12 @@ def define_bad():
     scales = {"k_scale": np.array([1 / 32], np.float32), "v_scale": np.array([1 / 32], np.float32)}
     int8 = {n: (TensorProto.INT8 if n.startswith("present") else TensorProto.FLOAT, s) for n, s in
             {"output": (2, 1, 32), "present_key": (2, 2, 4, 8), "present_value": (2, 2, 4, 8)}.items()}
-    b("quantised_cache", "An int8 cache", "k_quant_type", feeds={"past_key": quantised, "past_value": quantised, **scales}, outputs=int8,
-      attrs={"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}, later=True)
+    quantised_attrs = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+    codes = {"past_key": quantised, "past_value": quantised}
+    b("quantised_without_scale", "An int8 cache without scales", "k_scale", feeds=codes, outputs=int8, attrs=quantised_attrs)
+    b("quantised_as_floats", "A quantised cache of floats", "past_key", feeds=scales, attrs=quantised_attrs)
+    b("quantised_scale_zero", "A scale of 0", "v_scale", feeds={**codes, **scales, "v_scale": np.zeros(1, np.float32)}, outputs=int8, attrs=quantised_attrs)
+    b("quantised_mixed", "Keys quantised, values not", "v_quant_type", feeds={**codes, **scales}, outputs=int8, attrs={**quantised_attrs, "v_quant_type": "NONE"})
     b("sliding_window_cache", "sliding_window_cache = 1", "sliding_window_cache", attrs={"sliding_window_cache": 1, "local_window_size": 4}, later=True)
     ones = np.ones(8, np.float32)
     b("q_norm_weight_alone", "q_norm_weight without k_norm_weight", "k_norm_weight", feeds={"q_norm_weight": ones})

@@ -334,6 +334,25 @@ pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
     })
 }
 
+/// The same calls on caches of codes.
+pub fn quantised(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
+    (cases, any_quantisation()).prop_map(|(case, how)| Case { quantised: Some(how), ..case })
+}
+
+/// Calls that the planner gives to the decode family of caches of codes.
+pub fn quantised_steps(max_rows: usize) -> impl Strategy<Value = Case> {
+    let heads = proptest::sample::select(vec![64usize, 128, 256]);
+    (quantised(steps(max_rows)), heads).prop_map(|(case, head_size)| Case {
+        head_size,
+        rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
+            (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
+        }),
+        shared: true,
+        float32_output: false,
+        ..case
+    })
+}
+
 /// The same of more than 32 packed query rows and up to 128, of the head sizes that have kernels for 64.
 pub fn tall_steps(max_rows: usize) -> impl Strategy<Value = Case> {
     let heads = proptest::sample::select(vec![64usize, 80, 96, 128]);

@@ -3,7 +3,7 @@
 use crate::parity::count;
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
-    heads_up_to, prompts, steps,
+    heads_up_to, prompts, quantised, quantised_steps, steps,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, Switches, plan};
@@ -69,6 +69,8 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         biased_prompts(256, 200).prop_map(shared),
         steps(400).prop_map(shared),
         steps(400).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
+        quantised(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
+        quantised_steps(400).prop_map(shared),
         attention_case(any_dtype(), 512, 40).prop_map(shared),
         attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),

@@ -7,8 +7,8 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, rotated_prompts, sequences,
-    steps, tall_steps,
+    half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, quantised, quantised_steps,
+    rotated_prompts, sequences, steps, tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -102,6 +102,23 @@ fn steps_in_clusters() {
         let (cluster, splits) = (Some(cluster), Some(splits));
         run("cuda, clusters", 250, steps(800), Switches { cluster, splits, ..Switches::default() });
     }
+}
+
+/// Caches of codes: by kernels that read them, and by all others from their numbers.
+#[test]
+#[ignore = "needs a GPU"]
+fn quantised_caches() {
+    let steps = || quantised_steps(1500);
+    run("cuda, codes", 1500, steps(), Switches::default());
+    for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        let switches = Switches { cluster, splits, ..Switches::default() };
+        run("cuda, codes in clusters", 200, steps(), switches);
+    }
+    sequences("cuda, steps of codes", 50, 12, quantised_steps(500), || cuda(Switches::default()));
+    let cases = quantised(case(any_dtype(), heads_up_to(256), 80));
+    run("cuda, quantised", 1000, cases, Switches::default());
+    run("cuda, quantised prompts", 300, quantised(prompts(256, 400)), Switches::default());
 }
 
 /// Output in float32 by the kernels for prompts, which `prompts` leaves out.

@@ -4,14 +4,9 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{
-    Case, any_dtype, any_quantisation, case, half_dtype, heads_up_to, parity, prompts, sequences,
+    any_dtype, case, half_dtype, heads_up_to, parity, prompts, quantised, quantised_steps,
+    sequences,
 };
-use proptest::prelude::*;
-
-/// The same calls on caches of codes.
-fn quantised(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
-    (cases, any_quantisation()).prop_map(|(case, how)| Case { quantised: Some(how), ..case })
-}
 
 #[test]
 fn on_the_cpu() {
@@ -49,4 +44,16 @@ fn prompts_on_hopper() {
 fn step_by_step() {
     let cases = quantised(case(half_dtype(), heads_up_to(128), 24));
     sequences("sim, quantised sequences", 20, 6, cases, Sim::default);
+    sequences("sim, sequences of codes", 12, 6, quantised_steps(60), Sim::default);
+}
+
+#[test]
+fn decode_reads_codes() {
+    parity("sim, codes", 150, quantised_steps(200), &Sim::default());
+    for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        let switches = Switches { cluster, splits, ..Switches::default() };
+        let sim = Sim::default().with_switches(switches);
+        parity("sim, codes in clusters", 20, quantised_steps(300), &sim);
+    }
 }

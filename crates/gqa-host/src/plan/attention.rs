@@ -9,7 +9,7 @@ use super::params::{arguments, masked_params, params};
 use super::prologue::Rows;
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch};
-use crate::{Alignment, Error, Problem, QkOutput, Result};
+use crate::{Alignment, CacheBinding, Error, Problem, QkOutput, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::{
     self as kernels, combine, general, split_kv, tiled, tiled_wide, unfused,
@@ -35,7 +35,7 @@ enum Parts {
 impl Choice {
     /// Whether the kernel needs no launches before it.
     pub(super) fn takes_new_rows(&self, p: &Problem, fused: bool) -> bool {
-        matches!(self.parts, Parts::Clusters(_)) && decode::is_fused(p, fused)
+        matches!(self.parts, Parts::Clusters(_)) && decode::is_fused(p, self.entry, fused)
     }
 
     /// Whether the kernel rotates queries that it finds as they are given.
@@ -91,7 +91,8 @@ fn consider(
         return Err(Rejection::NotForced { forced: forced.name });
     }
     takes_values(p)?;
-    if let (Some(forced), Candidate::Decode | Candidate::General) = (forced, candidate)
+    if let (Some(forced), Candidate::DecodeCodes | Candidate::Decode | Candidate::General) =
+        (forced, candidate)
         && !writes(forced, p)
     {
         return Err(Rejection::OutputType { got: p.out_dtype });
@@ -100,6 +101,10 @@ fn consider(
         Candidate::Unfused => {}
         Candidate::General => takes_scores(p)?,
         Candidate::HopperMasked | Candidate::TiledMasked => suits_masked_flash(p)?,
+        Candidate::DecodeCodes => {
+            suits_flash(p)?;
+            suits_codes(p)?;
+        }
         Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper
@@ -107,8 +112,8 @@ fn consider(
         | Candidate::TiledF32
         | Candidate::TiledWide => suits_flash(p)?,
     }
-    if candidate == Candidate::Decode {
-        let entry = decode::entry(p, device, forced)?;
+    if let Candidate::Decode | Candidate::DecodeCodes = candidate {
+        let entry = decode::entry(p, candidate.family(), device, forced)?;
         let (entry, clusters) = decode::clusters(p, entry, device, switches)?;
         return Ok(Choice { candidate, entry, parts: Parts::Clusters(clusters) });
     }
@@ -126,7 +131,11 @@ fn consider(
             rounds_output(p)?
         }
         Candidate::Tiled | Candidate::TiledMasked => rounds_output(p)?,
-        Candidate::Decode | Candidate::TiledF32 | Candidate::General | Candidate::Unfused => 1,
+        Candidate::DecodeCodes
+        | Candidate::Decode
+        | Candidate::TiledF32
+        | Candidate::General
+        | Candidate::Unfused => 1,
     };
     Ok(Choice { candidate, entry, parts: Parts::Splits(splits) })
 }
@@ -134,6 +143,7 @@ fn consider(
 impl Candidate {
     const fn family(self) -> Family {
         match self {
+            Self::DecodeCodes => Family::DecodeCodes,
             Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
@@ -163,9 +173,11 @@ impl Candidate {
             | Self::TiledWide => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
             }
-            Self::Decode | Self::SplitKv => {
+            Self::DecodeCodes | Self::Decode | Self::SplitKv => {
+                let fused = self == Self::DecodeCodes && switches.disable_fused_kv;
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
                     .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE"))
+                    .or(by(fused, "GQA_DISABLE_FUSED_KV"))
             }
         }
     }
@@ -204,6 +216,15 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
         QkOutput::Scaled | QkOutput::Capped | QkOutput::Biased => {
             Err(Rejection::Argument { name: "qk_matmul_output in modes 0 to 2" })
         }
+    }
+}
+
+/// What reads codes, and appends to them where it reads.
+fn suits_codes(p: &Problem) -> Result<(), Rejection> {
+    match (p.quantised, p.cache) {
+        (None, _) => Err(Rejection::NotQuantised),
+        (Some(_), CacheBinding::Shared) => Ok(()),
+        (Some(_), _) => Err(Rejection::NotShared),
     }
 }
 
@@ -419,7 +440,8 @@ pub(super) fn launches(
             return hopper::whole_launch(p, device, entry, &rows, turns, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
-        Candidate::Decode
+        Candidate::DecodeCodes
+        | Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper
         | Candidate::Tiled

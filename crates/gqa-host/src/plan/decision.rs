@@ -8,6 +8,8 @@ use std::fmt;
 /// Ways to compute attention, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Candidate {
+    /// A token step in one launch whose cache holds codes, on Hopper.
+    DecodeCodes,
     /// A token step in one launch, by clusters of blocks: few query rows, many keys, on Hopper.
     Decode,
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
@@ -32,7 +34,8 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
+        Self::DecodeCodes,
         Self::Decode,
         Self::SplitKv,
         Self::Hopper,
@@ -48,6 +51,7 @@ impl Candidate {
     /// Name of the kernel family.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::DecodeCodes => "decode_codes",
             Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
@@ -87,6 +91,10 @@ pub enum Rejection {
     },
     /// The kernel is for calls with a bias or a mask.
     NoMask,
+    /// The kernel is for caches of codes.
+    NotQuantised,
+    /// The kernel appends to the cache that it reads.
+    NotShared,
     /// The kernel's rows end with the sequence or begin with it.
     Alignment {
         /// The call's.
@@ -209,6 +217,8 @@ impl fmt::Display for Rejection {
             Self::ElementType { got } => write!(f, "does not take {got}"),
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
+            Self::NotQuantised => write!(f, "the cache holds no codes"),
+            Self::NotShared => write!(f, "past and present are not one cache"),
             Self::Alignment { got } => write!(f, "does not take {got}"),
             Self::Window => write!(f, "does not take a window to the right, or to the left alone"),
             Self::Values { dtype, size } => {

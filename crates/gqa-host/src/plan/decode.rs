@@ -10,6 +10,7 @@ use super::{Arg, DeviceInfo, Launch, TensorId};
 use crate::{CacheBinding, Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode::{self, Shape};
+use gqa_kernels::num::Format;
 use gqa_kernels::params::{DecodeParams, RotaryParams, Strides};
 use gqa_kernels::registry::{Entry, Family, entries};
 
@@ -22,9 +23,10 @@ pub(super) struct Clusters {
     parts: u32,
 }
 
-/// Whether the kernel also rotates and appends: where the cache is shared and holds numbers it reads the new rows as they are given.
-pub(super) fn is_fused(p: &Problem, fused: bool) -> bool {
-    fused && p.cache == CacheBinding::Shared && p.quantised.is_none()
+/// Whether the kernel also rotates and appends: where the cache is shared and holds what it reads, it takes the new rows as they are given.
+pub(super) fn is_fused(p: &Problem, entry: &Entry, fused: bool) -> bool {
+    let codes = p.quantised.map(|how| how.format);
+    fused && p.cache == CacheBinding::Shared && entry.codes == codes
 }
 
 /// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys come from memory once, and that is faster than
@@ -34,6 +36,7 @@ const MAX_ROWS: usize = 128;
 /// The kernel for the call's type, head size and rows: as few row tiles as there can be.
 pub(super) fn entry(
     p: &Problem,
+    family: Family,
     device: &DeviceInfo,
     forced: Option<&'static Entry>,
 ) -> Result<&'static Entry, Rejection> {
@@ -41,7 +44,11 @@ pub(super) fn entry(
     if device.sm != SM {
         return Err(Rejection::Architecture { have: device.sm, need: SM });
     }
-    let mine = || entries().filter(|entry| entry.family == Family::Decode && writes(entry, p));
+    let codes = p.quantised.map(|how| how.format);
+    let mine = || {
+        let reads = |entry: &&Entry| entry.codes.is_none() || entry.codes == codes;
+        entries().filter(move |entry| entry.family == family && writes(entry, p)).filter(reads)
+    };
     let is_whole = |entry: &&Entry| entry.min_blocks == 1;
     let typed = || mine().filter(|entry| element(p.dtype) == Some(entry.dtype));
     if typed().next().is_none() {
@@ -81,6 +88,15 @@ pub(super) fn entry(
     Ok(entry)
 }
 
+/// Codes in the room of an element of 16 bits.
+fn codes_per_element(entry: &Entry) -> u32 {
+    match entry.codes {
+        None => 1,
+        Some(Format::Int8 | Format::Float8) => 2,
+        Some(Format::Int4) => 4,
+    }
+}
+
 /// The same kernel in blocks of which a multiprocessor holds two.
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     /// What a block takes of a multiprocessor's shared memory besides its own.
@@ -104,7 +120,9 @@ pub(super) fn clusters(
     switches: &Switches,
 ) -> Result<(&'static Entry, Clusters), Rejection> {
     check_blocks(p, entry, Clusters { ranks: 1, parts: 1 })?;
-    let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
+    let mut params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
+    // Keys cost what their bytes cost.
+    params.head_size /= codes_per_element(entry);
     let keys = p.most_keys();
     let (entry, clusters) = match (switches.cluster, switches.splits) {
         (None, None) => {
@@ -153,8 +171,18 @@ pub(super) fn launches(
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Clusters { ranks, parts } = clusters;
-    let fused = is_fused(p, fused);
-    let attention = params(p, rows.query.strides, 1)?;
+    let fused = is_fused(p, entry, fused);
+    let mut attention = params(p, rows.query.strides, 1)?;
+    let codes = p.quantised.filter(|_| entry.codes.is_some());
+    if let Some(how) = codes {
+        let bytes = |numbers: Strides| {
+            let per_byte = how.codes_per_element() as u64;
+            let [batch, head, row] =
+                [numbers.batch, numbers.head, numbers.row].map(|stride| stride / per_byte);
+            Strides { batch, head, row }
+        };
+        (attention.k, attention.v) = (bytes(attention.k), bytes(attention.v));
+    }
     let params = DecodeParams {
         new_k: rows.key.strides,
         new_v: rows.value.strides,
@@ -171,7 +199,7 @@ pub(super) fn launches(
         // The launch that normalises begins when all before it has ended, and writes scratch.
         settled: u32::from(fused && (p.settled || p.qk_norm.is_some())),
         ahead: u32::from(asks_ahead(p, entry, clusters, fused && p.new_len > 0)),
-        per_channel: 0,
+        per_channel: codes.is_some_and(|how| how.per_channel).into(),
         attention,
     };
     let mut bound = arguments(p, &rows);
@@ -182,6 +210,8 @@ pub(super) fn launches(
         ("cos", given(tensor(p, TensorId::CosCache, 0))),
         ("sin", given(tensor(p, TensorId::SinCache, 0))),
         ("position_ids", given(tensor(p, TensorId::PositionIds, 0))),
+        ("k_scale", tensor(p, TensorId::KScale, 0)),
+        ("v_scale", tensor(p, TensorId::VScale, 0)),
     ]);
     let [out, states, arrivals] = if parts > 1 {
         let (out, states) = decode::partial_elements(&params, ranks);

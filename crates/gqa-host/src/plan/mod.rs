@@ -9,13 +9,14 @@
 //! | shared cache, rotation | `unpack_qkv_with_rope_and_append_kv`: Q to scratch, K and V into the cache |
 //! | shared cache | `concat_kv_in_place`; Q is read where it is |
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
+//! | quantised cache | as a shared one, of numbers in scratch, and then `quantise_kv`: codes of new rows, numbers of all |
 //! | external cache | none |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
-//! `decode` does all of this but QK-norm itself where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where
+//! `decode`, and `decode_codes` where the cache is quantised, do all of this but QK-norm themselves where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where
 //! positions are implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
 //! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
-//! are: `decode`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
+//! are: `decode` or `decode_codes`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
 //! `tiled_wide` (and `combine`), `general`, or the three unfused kernels.
 
 mod attention;

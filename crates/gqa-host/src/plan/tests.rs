@@ -1,7 +1,10 @@
 //! Which kernels for which call, as tables; and that what launches are given lies inside the tensors.
 
 use super::*;
-use crate::{Bias, CacheBinding, DType, Layout, Phase, QkNorm, QkOutput, Rotary, Sink};
+use crate::{
+    Bias, CacheBinding, CodeFormat, DType, Layout, Phase, QkNorm, QkOutput, Quantisation, Rotary,
+    Sink,
+};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, Strides,
 };
@@ -775,8 +778,75 @@ fn problems() -> impl Iterator<Item = Problem> {
             if kind % 13 == 0 && past > 0 && !p.packed {
                 p.new_len = 0;
             }
+            if kind % 6 > 2 {
+                let format = CODES[kind % 3];
+                p.quantised = Some(Quantisation { format, per_channel: bit(4) });
+                p.head_size = [64, 128, 40, 264][kind % 4];
+                p.rotary = p.rotary.map(|rotary| Rotary { dim: 16, ..rotary });
+            }
         })
     })
+}
+
+const CODES: [CodeFormat; 3] = [CodeFormat::Int8, CodeFormat::Int4, CodeFormat::Float8];
+
+fn quantised(problem: Problem, format: CodeFormat) -> Problem {
+    with(problem, |p| p.quantised = Some(Quantisation { format, per_channel: false }))
+}
+
+#[test]
+fn a_step_reads_codes_where_it_can() {
+    let off = Switches::default();
+    for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
+        let step = quantised(llama(1, 4096), format);
+        assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
+        let normed = with(step.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+        assert_eq!(kernels(&normed, &off).len(), 2);
+    }
+    let step = |change: fn(&mut Problem)| with(quantised(llama(1, 4096), CODES[0]), change);
+    let staged = |p: &Problem, why: &str| {
+        let kernels = kernels(p, &off);
+        assert!(kernels.contains(&"quantise_kv_i8"), "{kernels:?}");
+        assert_eq!(rejection(p, "h200", &off, Candidate::DecodeCodes), why);
+    };
+    staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
+    staged(&step(|p| p.head_size = 80), "has no tile for head size 80");
+    staged(&step(|p| p.out_dtype = DType::F32), "does not take float16");
+    staged(&step(|p| p.dtype = DType::F32), "does not take float32");
+    staged(&quantised(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
+    assert_eq!(
+        rejection(&llama(1, 4096), "h200", &off, Candidate::DecodeCodes),
+        "the cache holds no codes"
+    );
+    let a100 = rejection(&step(|_| ()), "a100", &off, Candidate::DecodeCodes);
+    assert_eq!(a100, "needs compute capability 9.0 exactly, the device has 8.0");
+}
+
+#[test]
+fn codes_become_numbers_behind_all_that_appends() {
+    let off = Switches::default();
+    let kernels_of = |p: &Problem| kernels(p, &off);
+    let prompt = quantised(llama(512, 0), CODES[1]);
+    let rotated = with(prompt.clone(), |p| p.rotary = Some(ROTARY));
+    let attention = "hopper_f16_d128";
+    assert_eq!(kernels_of(&prompt), ["concat_kv_in_place", "quantise_kv_i4", attention]);
+    assert_eq!(kernels_of(&rotated), ["concat_kv_in_place", "quantise_kv_i4", attention]);
+    let separate = with(prompt, |p| p.cache = CacheBinding::Separate);
+    assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantise_kv_i4", attention]);
+    let complete = with(quantised(llama(512, 512), CODES[1]), |p| p.new_len = 0);
+    assert_eq!(kernels_of(&complete), ["quantise_kv_i4", attention]);
+    // All that is attended to is in scratch.
+    let plan = plan(&rotated, &device("h200"), &off).unwrap();
+    let reads_cache = |launch: &&Launch| {
+        let is_present = |arg: &Arg| match arg {
+            Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. }) => id.is_present(),
+            _ => false,
+        };
+        launch.args.iter().any(is_present)
+    };
+    let readers: Vec<_> =
+        plan.launches.iter().filter(reads_cache).map(|launch| launch.entry.kernel()).collect();
+    assert_eq!(readers, ["quantise_kv_i4"]);
 }
 
 #[test]
@@ -833,12 +903,17 @@ fn check(plan: &Plan, launch: &Launch) {
             }
         };
         let needs = match launch.entry.family {
+            Family::Prologue if launch.entry.kernel().starts_with("quantise_kv") => {
+                quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
+            }
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
             Family::General | Family::HopperMasked | Family::TiledMasked | Family::Unfused => {
                 let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
                 masked_reach(name, p, element)
             }
-            Family::Decode => decode_reach(name, launch, element),
+            Family::DecodeCodes if ["k", "v"].contains(name) => codes_reach(&plan.problem, launch),
+            Family::DecodeCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
+            Family::Decode | Family::DecodeCodes => decode_reach(name, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {
                 rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
@@ -879,6 +954,31 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
         "q_norm_weight" | "k_norm_weight" => p.head_size as usize * element,
         other => panic!("{other}"),
     }
+}
+
+fn quantise_reach(name: &str, problem: &Problem, p: &PrologueParams, element: usize) -> usize {
+    let per_byte = problem.quantised.unwrap().codes_per_element();
+    let numbers = |strides, rows| reach(strides, [p.batch, p.kv_heads, rows], p.head_size);
+    match name {
+        "k" | "v" => numbers(p.kv_out, p.capacity) * element,
+        "present_k" | "present_v" => numbers(p.kv_out, p.capacity) / per_byte,
+        "past_k" | "past_v" => numbers(p.past, p.past_capacity) / per_byte,
+        "k_scale" | "v_scale" => scales_reach(problem),
+        other => prologue_reach(other, p, element),
+    }
+}
+
+fn scales_reach(problem: &Problem) -> usize {
+    let per_channel = problem.quantised.unwrap().per_channel;
+    4 * if per_channel { problem.kv_heads * problem.head_size } else { 1 }
+}
+
+fn codes_reach(problem: &Problem, launch: &Launch) -> usize {
+    let p: &DecodeParams = bytemuck::from_bytes(&launch.params);
+    let a = &p.attention;
+    assert_eq!(p.per_channel != 0, problem.quantised.unwrap().per_channel);
+    let width = a.head_size / problem.quantised.unwrap().codes_per_element() as u32;
+    reach(a.k, [a.batch, a.kv_heads, a.capacity], width)
 }
 
 fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {

@@ -1,0 +1,1 @@
+Bpresent_valueJÀU.ÈF[8R3U\­”½½G×ƒƒ%ŠÉŽ>·B×.;T§ÉÍ“ŒxnØTTCSDFÄ“,=,…È›‹•%¼T%žYwWÍ—|H«xùÊ—˜x³…Y‰·Õ¦Š”z<Ž…R—xj†‹Ê{Ú¸Œ*Ü´¹¾MytÝ´–ŠË£Bu{"è’Êî.ˆ¼8=žšÖ¸Xbf«ØyNI¼3Þ‰›²½®‚VîŽÆ8ÛfzM¸êW·uˆxw—È‡ZxsjX¥Æˆº­Zœ†êx‹kfkª©ˆ¼x‰

@@ -1,0 +1,1 @@
+Bpresent_valueJ Â½N¶gF‹Eæ˜«’*;¥4)ÂxMH=³³¨L„†l§T—Í='è¸˜l5Ó>»ZV¶j|JF˜J©Ù§«¤¶bŽU®$Yš_—Z—Z‚_\YÉ8·iHØÇšj$MLJKë˜8ZKr|~n·]ÖE½ÅÇ×]RÂÌÛIºÌ^®íÙDWªJIÌ)YG«~:sŠjfyB”$£ÛjãJ6S•y˜L™¨hk—šb¿Ù›
