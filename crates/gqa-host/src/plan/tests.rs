@@ -706,7 +706,8 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
     let error = plan(&double, &device("h200"), &off).unwrap_err().to_string();
     assert_eq!(
         error,
-        "no kernel takes this call: decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
+        "no kernel takes this call: decode_codes switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
