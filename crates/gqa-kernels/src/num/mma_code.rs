@@ -67,7 +67,10 @@ mod tests {
                 for half in 0..2 {
                     let got = f16_to_f32((word >> (16 * half)) as u16);
                     let want = C::decode(codes >> (16 * half + i * C::BITS));
-                    assert!(got == want || got.is_nan() && want.is_nan(), "{codes:#x}: {i}, {half}");
+                    assert!(
+                        got == want || got.is_nan() && want.is_nan(),
+                        "{codes:#x}: {i}, {half}"
+                    );
                 }
             }
             assert!(words[C::PER_HALF_WORD..].iter().all(|&word| word == 0));
