@@ -1,5 +1,6 @@
 //! `decode` with a cache of codes on the simulator.
 
+#[allow(dead_code, reason = "each test uses a part")]
 mod support;
 
 use bytemuck::Zeroable;
@@ -21,6 +22,8 @@ struct Case {
     head_size: u32,
     /// Query rows of a block.
     rows: u32,
+    /// What queries are multiplied by.
+    query_size: f32,
     kv_heads: u32,
     group: u32,
     q_len: u32,
@@ -54,10 +57,12 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
         prop_oneof![Just(sink::NONE), Just(sink::ZERO), Just(sink::PER_HEAD)],
     );
     let cluster = (prop_oneof![Just(1u32), Just(2), Just(4)], 1..=2u32, any::<[bool; 2]>());
-    let values = (formats, types, any::<bool>(), prop_oneof![Just(8u32), Just(16)], any::<u64>());
+    let sizes = prop_oneof![3 => Just(1.0f32), 1 => Just(0.0), 1 => Just(0.001), 1 => Just(10.0)];
+    let values =
+        (formats, types, any::<bool>(), prop_oneof![Just(8u32), Just(16)], sizes, any::<u64>());
     (values, shape, totals, (turns, any::<bool>()), mask, score, cluster).prop_map(
         move |(values, shape, totals, turns, mask, score, cluster)| {
-            let (format, dtype, per_channel, rows, seed) = values;
+            let (format, dtype, per_channel, rows, query_size, seed) = values;
             let (kv_heads, group, q_len, is_new) = shape;
             let ((ranks, parts, [is_settled, is_ahead]), (causal, window, is_windowed)) =
                 (cluster, mask);
@@ -76,6 +81,7 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
                 format,
                 head_size,
                 rows,
+                query_size,
                 kv_heads,
                 group,
                 q_len,
@@ -276,8 +282,10 @@ impl<T: Element> Tensors<T> {
             (0..1024 * case.rotary.dim / 2).map(|_| 6.3 * random.unit()).collect();
         let table = |f: fn(f64) -> f64| angles.iter().map(|&x| T::from_f32(f(x) as f32)).collect();
         let shape = [case.batch(), case.q_heads(), case.q_len, case.head_size];
+        let mut q = rows(case.q_heads(), random);
+        q.data.iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * case.query_size));
         Self {
-            q: rows(case.q_heads(), random),
+            q,
             new: [rows(case.kv_heads, random), rows(case.kv_heads, random)],
             cos: table(f64::cos),
             sin: table(f64::sin),

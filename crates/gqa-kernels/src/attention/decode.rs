@@ -18,12 +18,14 @@
 //! **Grid**: `ranks × parts` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row tiles` in z. **Block**: `32 WARPS` threads.
 //!
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size) with their strides, unrotated; k, v
-//! (batch, KV head, capacity, head size), the cache that is read and appended to; out, which may be f32, and lse as in [`tiled`](super::tiled). With parts:
+//! (batch, KV head, capacity, head size), the cache that is read and appended to, or (batch, KV head, capacity, bytes of a row) where it holds codes;
+//! then k_scale and v_scale, f32, 1 or (KV head, head size); out, which may be f32, and lse as in [`tiled`](super::tiled). With parts:
 //! partial_out (part, batch, query head, S, head size), f32; partial_states (part, cluster, rank, row), maxima and sums;
 //! arrivals (cluster, rank), counters that are zero before and after. Clusters are counted without their parts.
 //!
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team: STAGES × (keys [KEYS], values [KEYS])
-//! | per team: ROWS × (maximum, sum)`. After the loop a team's ring holds its accumulators as f32.
+//! | per team: ROWS × (maximum, sum)`; where the cache holds codes, new rows as they are given, scales and a word per warp come before the rings.
+//! After the loop a team's ring holds its accumulators as f32.
 //!
 //! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait for that before they read anything; where the
 //! caller says that lengths and cache are older than that launch, before they read anything but those, so that keys are on their way while it ends.
@@ -35,6 +37,8 @@
 //! the call appends may be among them; then it is appended when all ranks have read.
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
+//!
+//! **Codes**: a cache of codes is streamed as it is, and codes become halves in registers (`codes.rs`).
 //!
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
 //! warps, ranks and parts are merged in f32.
@@ -431,13 +435,14 @@ impl<
                 fresh.append(&p, &rows, &tiles, Self::THREADS);
             }
         }
-        let unit = C::prepare(&tiles, desk, Self::BLOCK);
         if Self::BY_WARPGROUPS {
             let (states, acc) = Self::attend_together::<C>(&p, &rows, &share, cache);
             Self::publish_together(states, &acc);
         } else {
-            let (states, acc) = Self::attend::<C>(&p, &rows, &share, cache, unit);
-            Self::publish::<C>(states, &acc, desk);
+            let unit = C::prepare(&tiles, desk, Self::BLOCK);
+            let (states, mut acc) = Self::attend::<C>(&p, &rows, &share, cache, unit);
+            C::scale(&mut acc, desk);
+            Self::publish::<C>(states, &acc);
         }
         sync_threads();
 

@@ -61,20 +61,19 @@ mod tests {
     use crate::simt::f16_to_f32;
 
     fn check<C: MmaCode>() {
-        let per_half = C::PER_HALF_WORD as u32;
         for codes in (0..1 << 16).map(|i: u32| i | i.wrapping_mul(0x9e37) << 16) {
-            for i in 0..4 {
-                let word = C::halves(codes)[i as usize];
+            let words = C::halves(codes);
+            for (i, word) in (0..).zip(words).take(C::PER_HALF_WORD) {
                 for half in 0..2 {
                     let got = f16_to_f32((word >> (16 * half)) as u16);
-                    let code = codes >> (16 * half + i * C::BITS);
-                    let want = if i < per_half { C::decode(code) } else { 0.0 };
+                    let want = C::decode(codes >> (16 * half + i * C::BITS));
                     assert!(
                         got == want || got.is_nan() && want.is_nan(),
                         "{codes:#x}: {i}, {half}"
                     );
                 }
             }
+            assert!(words[C::PER_HALF_WORD..].iter().all(|&word| word == 0));
         }
     }
 

@@ -9,13 +9,13 @@
 //!
 //! and [`MmaCode::halves`] makes pairs of codes of the word's halves, which are right operands and left ones. So a product over
 //! 16 columns takes those that lanes happen to have, of queries the same ones ([`Order`]), and a block of 8 columns of the output has
-//! every `P`-th column of a unit ([`column`]).
+//! every `P`-th one of a unit.
 
 use super::columns::Columns;
 use super::fragment::Fragments;
 use super::swizzle::{Swizzled, WarpRead};
 use crate::num::{MmaCode, MmaElement, f16};
-use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans};
+use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys in rows of `U` units; `queries(depth)` is what
 /// [`load_depth`](super::columns::load_depth) returns of queries in [`Order`].
@@ -49,7 +49,8 @@ pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
     scores
 }
 
-/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units; a lane's columns of the output are those of [`column`].
+/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units; blocks of 8 columns of the output have every `P`-th channel of
+/// a unit each.
 #[inline(always)]
 pub fn accumulate<
     C: MmaCode,
@@ -92,13 +93,6 @@ pub fn accumulate<
             }
         }
     }
-}
-
-/// The lane's column in block `block` of 8 columns of the output, where 16 bits hold `per_half_word` codes.
-#[inline(always)]
-pub fn column(block: usize, per_half_word: usize) -> u32 {
-    let (unit, within) = (block / per_half_word, block % per_half_word);
-    ((8 * unit) as u32 + lane() / 4) * per_half_word as u32 + within as u32
 }
 
 /// Where eight columns of the queries go, so that products over 16 columns meet the codes of the same ones.

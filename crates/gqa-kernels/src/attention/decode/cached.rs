@@ -3,7 +3,7 @@
 use super::fresh::Tiles;
 use crate::num::MmaElement;
 use crate::params::DecodeParams;
-use crate::simt::{Shared, lane};
+use crate::simt::Shared;
 use crate::tile::columns::{self, Columns};
 use crate::tile::fragment::Fragments;
 use crate::tile::swizzle::{Swizzled, WarpRead};
@@ -21,6 +21,9 @@ pub trait Cached: Copy {
     type Scales: Copy;
     /// A thread's part of that.
     type Scale;
+
+    /// Channels in 16 bits: of so many, side by side, the products make as many columns in as many blocks.
+    const GROUP: u32;
 
     /// Asks for the thread's part of the scales of a KV head.
     fn ask(scales: Self::Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> Self::Scale;
@@ -64,11 +67,14 @@ pub trait Cached: Copy {
         read: &WarpRead<UNITS>,
     );
 
-    /// The lane's column in block `block` of 8 columns of the output.
-    fn column(block: usize) -> u32;
+    /// Multiplies what the lane has accumulated by the scales of its channels.
+    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, desk: Desk);
+}
 
-    /// What a column of accumulated values is to be multiplied by.
-    fn value_scale(desk: Desk, column: u32) -> f32;
+/// The channel that the first column of a block of 8 is; from one to the next they are `group` apart.
+#[inline(always)]
+pub(super) fn first_channel(block: u32, group: u32) -> u32 {
+    8 * (block / group) * group + block % group
 }
 
 /// Sizes of a block.
@@ -122,6 +128,7 @@ impl<T: MmaElement> Cached for T {
     type Cell = T;
     type Scales = ();
     type Scale = ();
+    const GROUP: u32 = 1;
 
     #[inline(always)]
     fn ask((): (), _: &DecodeParams, _: u32, _: u32) {}
@@ -173,12 +180,5 @@ impl<T: MmaElement> Cached for T {
     }
 
     #[inline(always)]
-    fn column(block: usize) -> u32 {
-        8 * block as u32 + lane() / 4
-    }
-
-    #[inline(always)]
-    fn value_scale(_: Desk, _: u32) -> f32 {
-        1.0
-    }
+    fn scale<const M: usize, const D8: usize>(_: &mut Columns<M, D8>, _: Desk) {}
 }

@@ -8,7 +8,7 @@
 //! New rows are rotated and rounded to the element type, as queries are, then become codes of their quotients by the scales, which are attended to and
 //! appended.
 
-use super::cached::{Block, Cached, Desk};
+use super::cached::{Block, Cached, Desk, first_channel};
 use super::fresh::Tiles;
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
@@ -47,6 +47,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     type Cell = u8;
     type Scales = Scales;
     type Scale = [f32; 2];
+    const GROUP: u32 = 16 / F::BITS;
 
     #[inline(always)]
     fn ask(scales: Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> [f32; 2] {
@@ -135,13 +136,14 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 
     #[inline(always)]
-    fn column(block: usize) -> u32 {
-        codes::column(block, F::PER_HALF_WORD)
-    }
-
-    #[inline(always)]
-    fn value_scale(desk: Desk, column: u32) -> f32 {
-        desk.values.load(column)
+    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, desk: Desk) {
+        for block in 0..D8 {
+            let start = first_channel(block as u32, Self::GROUP);
+            let scale = desk.values.load(start + lane() / 4 * Self::GROUP);
+            for m in 0..M {
+                out[block][m] = out[block][m].map(|half| half.map(|sum| sum * scale));
+            }
+        }
     }
 }
 

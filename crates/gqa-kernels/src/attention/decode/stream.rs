@@ -9,7 +9,7 @@
 //!
 //! The tile of new rows, where the rank has it, comes behind its last tile of old ones and was never copied.
 
-use super::cached::{Cached, Desk};
+use super::cached::{Cached, first_channel};
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
@@ -335,7 +335,7 @@ impl<
 
     /// Leaves the warp's result where all can read it.
     #[inline(always)]
-    pub(super) fn publish<C: Cached>(states: States<M>, acc: &Columns<M, D8>, desk: Desk) {
+    pub(super) fn publish<C: Cached>(states: States<M>, acc: &Columns<M, D8>) {
         for m in 0..M {
             for half in 0..HALVES {
                 let first = 16 * m as u32 + 8 * half as u32;
@@ -344,11 +344,10 @@ impl<
                     Self::state_of(warp(), first + lane() / 4).store(0, [max, sum]);
                 }
                 for block in 0..D8 {
-                    let column = C::column(block);
-                    let scale = C::value_scale(desk, column);
+                    let start = first_channel(block as u32, C::GROUP);
                     for i in 0..2 {
                         let row = Self::acc_of(warp(), first + lane() % 4 * 2 + i);
-                        row.store(column, acc[block][m][half][i as usize] * scale);
+                        row.store(start + lane() / 4 * C::GROUP, acc[block][m][half][i as usize]);
                     }
                 }
             }
