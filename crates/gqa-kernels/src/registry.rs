@@ -213,7 +213,7 @@ kernels!(QK_NORM, Prologue, "family-prologue",
 
 kernels!(QUANTISE_KV, Prologue, "family-prologue",
     (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
     gqa_quantise_kv_i8_f32 => quantise_kv::<f32, Int8>, T = f32;
     gqa_quantise_kv_i8_f16 => quantise_kv::<f16, Int8>, T = f16;
     gqa_quantise_kv_i8_bf16 => quantise_kv::<bf16, Int8>, T = bf16;

@@ -53,17 +53,21 @@ pub fn quantise_kv<T: Element, C: Code>(
         let scale = |i| scales.load(channel + if p.per_channel != 0 { i } else { 0 });
         let is_shared = p.in_place != 0;
         let codes = match Source::of(row, seqlen(&p, seqlens_k, b), &p) {
-            Source::Past if is_shared => load::<C>(present, to),
-            Source::Past => load::<C>(past, from),
-            Source::New(_) => encode::<T, C>(numbers.offset(to), scale),
-            Source::Nothing if is_shared => continue,
-            Source::Nothing => {
-                store::<C>(present, to, [0; 2]);
-                continue;
+            Source::Past if is_shared => Some(load::<C>(present, to)),
+            Source::Past => Some(store::<C>(present, to, load::<C>(past, from))),
+            Source::New(_) => {
+                let codes = encode::<T, C>(numbers.offset(to), scale);
+                Some(store::<C>(present, to, codes))
             }
+            Source::Nothing => None,
         };
-        store::<C>(present, to, codes);
-        decode::<T, C>(codes, scale, numbers.offset(to));
+        match codes {
+            Some(codes) => decode::<T, C>(codes, scale, numbers.offset(to)),
+            None if is_shared => {}
+            None => {
+                store::<C>(present, to, [0; 2]);
+            }
+        }
     }
 }
 
@@ -79,13 +83,14 @@ fn load<C: Code>(codes: Global<u32>, first: usize) -> [u32; 2] {
     core::array::from_fn(|i| if i < word_count::<C>() { codes.load(i) } else { 0 })
 }
 
-/// Writes such codes.
+/// Writes such codes, and returns them.
 #[inline(always)]
-fn store<C: Code>(codes: Global<u32>, first: usize, words: [u32; 2]) {
+fn store<C: Code>(codes: Global<u32>, first: usize, words: [u32; 2]) -> [u32; 2] {
     let codes = codes.offset(first / C::PER_WORD as usize);
     for i in 0..word_count::<C>() {
         codes.store(i, words[i]);
     }
+    words
 }
 
 /// Eight numbers' codes.
