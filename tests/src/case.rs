@@ -122,7 +122,9 @@ impl Case {
         let scale = if self.scale == 0.0 { 1.0 / root } else { self.scale.abs() };
         // Normalised rows have the deviation of their weights. Keys of the past may have more; the bounds are not widened for that.
         let spread = if self.qk_norm { 1.0 } else { self.spread };
-        scale * root * spread * spread
+        // Codes of the past are evenly spread up to 2.5 times as far.
+        let of_keys = if self.quantised.is_some() { 1.5 * spread } else { spread };
+        scale * root * spread * of_keys
     }
 
     /// Binding of the cache.
