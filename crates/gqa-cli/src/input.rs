@@ -58,7 +58,7 @@ impl Noise {
             DType::I8 => repeated(&block, |x| (x * 40.0) as i8, shape)?.into(),
             DType::F8E4M3 => repeated(&block, |x| F8E4M3::from_f32(x * 16.0), shape)?.into(),
             DType::U8 => {
-                let code = |x: f32| (x * 8.0 / 3.0).clamp(-8.0, 7.0) as i8 as u8 + 8 & 15;
+                let code = |x: f32| ((x * 8.0 / 3.0).clamp(-8.0, 7.0) + 8.0) as u8;
                 repeated(&block, |x| code(x) | code(-x) << 4, shape)?.into()
             }
             _ => bail!("noise of type {dtype}"),
