@@ -273,6 +273,24 @@ fn explain_tells_the_type_of_the_output() -> Result {
 }
 
 #[test]
+fn explain_tells_what_a_cache_holds() -> Result {
+    let step = "explain --query-length 1 --past-length 1000 --device h200 --kv-cache float8";
+    let run = words(step)?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    for words in
+        ["float8e4m3fn cache with a scale per tensor", "chosen: gqa_decode_f8_bf16_d128_r8"]
+    {
+        assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
+    }
+    let run = words(&format!("{step} --per-channel --head-size 80"))?;
+    for words in ["with a scale per channel", "gqa_quantise_kv_f8_bf16"] {
+        assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
+    }
+    refused(&words("explain --per-channel")?, 2, &["--kv-cache"]);
+    Ok(())
+}
+
+#[test]
 fn explain_reads_models() -> Result {
     let model = cases("gqa").join("chunk_static/model.onnx");
     let run = gqa(["explain".as_ref(), model.as_os_str()])?;
@@ -326,6 +344,9 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "prompt --size 1x40 --cached",
         "token --size 2x65 --rotary half --cached",
         "token --size 2x65 --rotary half --qk-norm",
+        "token --size 2x65 --rotary half --kv-cache int8",
+        "token --size 1x40 --kv-cache int4 --per-channel",
+        "prompt --size 1x40 --packed --rotary half --kv-cache float8",
         "prompt --size 1x40 --packed --qk-norm",
     ] {
         let run = words(&format!(
