@@ -48,6 +48,7 @@ on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per bloc
 positions: implicit, past + row
 
 attention
+  decode_codes  refused: the cache holds no codes
   decode        refused: needs compute capability 9.0 exactly, the device has 8.0
   split_kv      refused: does not take float32
   hopper        refused: does not take float32
