@@ -218,7 +218,7 @@ impl Data {
                 _ if row >= valid(b) => 0xff,
                 // The two that are NaN.
                 0x7f | 0xff if how.format == CodeFormat::Float8 => 0,
-                // About normal, as numbers are: integers are evenly spread instead.
+                // Up to 16; of integers all there are.
                 code if how.format == CodeFormat::Float8 => code & 0x80 | (code & 0x7f).min(0x58),
                 code => code,
             }

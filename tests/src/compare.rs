@@ -84,6 +84,15 @@ pub(crate) fn unrounded(got: &Tensor, want: &Tensor, dtype: DType) -> Result<(),
     }
 }
 
+/// Errs unless every code is `want`'s.
+pub(crate) fn equal_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), String> {
+    let differs = || got.bytes().iter().zip(want.bytes()).position(|(got, want)| got != want);
+    match differs() {
+        None if got.shape() == want.shape() => Ok(()),
+        at => Err(format!("{name}: byte {at:?} differs")),
+    }
+}
+
 /// Errs unless every code is `want`'s or next to it.
 pub(crate) fn neighbouring_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), String> {
     let tolerance = gqa_onnx::Tolerance::of(want.dtype());

@@ -366,6 +366,13 @@ fn bench_prints_json_and_checks_its_results() -> Result {
 }
 
 #[test]
+fn bench_does_not_compare_codes_with_numbers() -> Result {
+    let run = words("bench token --size 1x8 --kv-cache int8 --against peers.json")?;
+    refused(&run, 2, &["--kv-cache", "--against"]);
+    Ok(())
+}
+
+#[test]
 fn bench_runs_on_every_back_end() -> Result {
     for backend in ["cpu", "reference", "sim"] {
         let run = words(&format!(

@@ -95,8 +95,8 @@ struct Common {
     /// Write the figures as SVG and PNG into this folder.
     #[arg(long, value_name = "FOLDER")]
     plots: Option<PathBuf>,
-    /// Compare with a file that bench/peers.py wrote.
-    #[arg(long, value_name = "FILE")]
+    /// Compare with a file that bench/peers.py wrote, of caches that hold numbers.
+    #[arg(long, value_name = "FILE", conflicts_with = "kv_cache")]
     against: Option<PathBuf>,
     #[command(flatten)]
     selection: Selection,

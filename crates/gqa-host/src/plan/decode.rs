@@ -47,14 +47,18 @@ pub(super) fn entry(
     let codes = p.quantised.map(|how| how.format);
     let mine = || {
         let reads = |entry: &&Entry| entry.codes.is_none() || entry.codes == codes;
-        entries().filter(move |entry| entry.family == family && writes(entry, p)).filter(reads)
+        entries().filter(move |entry| entry.family == family).filter(reads)
     };
     let is_whole = |entry: &&Entry| entry.min_blocks == 1;
     let typed = || mine().filter(|entry| element(p.dtype) == Some(entry.dtype));
     if typed().next().is_none() {
         return Err(Rejection::ElementType { got: p.dtype });
     }
-    let sized = || typed().filter(|entry| entry.head_size as usize == p.head_size);
+    let written = || typed().filter(|entry| writes(entry, p));
+    if written().next().is_none() {
+        return Err(Rejection::OutputType { got: p.out_dtype });
+    }
+    let sized = || written().filter(|entry| entry.head_size as usize == p.head_size);
     let rows = p.packed_rows();
     let chosen = match forced {
         Some(forced) => sized().find(|entry| entry.name == forced.name),

@@ -812,7 +812,7 @@ fn a_step_reads_codes_where_it_can() {
     };
     staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
     staged(&step(|p| p.head_size = 80), "has no tile for head size 80");
-    staged(&step(|p| p.out_dtype = DType::F32), "does not take float16");
+    staged(&step(|p| p.out_dtype = DType::F32), "does not write output in float32");
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
     staged(&quantised(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
     assert_eq!(
