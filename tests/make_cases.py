@@ -115,6 +115,12 @@ def decode(codes, scale, kind):
 # the definition
 
 
+def resident(total, capacity, window):
+    """Rows that a cache that slides holds of a sequence of `total`."""
+    block = capacity - window + 1
+    return total if total <= capacity else total - block * -(-(total - capacity) // block)
+
+
 def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
     """GroupQueryAttention in float64. `noise`: an Rng; perturbs as a kernel of this element type may (see sensitivity).
 
@@ -177,7 +183,10 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
         for n, s in (("past_key", "k_scale"), ("past_value", "v_scale")):
             f64[n] = decode(np.asarray(feeds[n]), scales[s][None, :, None, :], kind)
 
-    present_rows = max(past_rows, total)
+    # Row 0 of what attention sees is row first[b] of the sequence; a cache that slides may hold fewer rows than that.
+    slides = attrs.get("sliding_window_cache", 0) == 1
+    present_rows = past_rows + new_len if slides else max(past_rows, total)
+    first = [n - resident(n, past_rows, window) if slides else 0 for n in past]
     present_k = np.zeros((batch, kv_heads, present_rows, size))
     present_v = np.zeros((batch, kv_heads, present_rows, size))
     output = np.zeros((batch, s_len, heads, size))
@@ -200,20 +209,21 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
         if kind:
             k_b = decode(encode(k_b, scales["k_scale"], kind), scales["k_scale"], kind)
             v_b = decode(encode(v_b, scales["v_scale"], kind), scales["v_scale"], kind)
-        kept = valid if new_len == 0 else past[b]
+        kept = (valid if new_len == 0 else past[b]) - first[b]
         if kept:
             present_k[b, :, :kept] = f64["past_key"][b, :, :kept]
             present_v[b, :, :kept] = f64["past_value"][b, :, :kept]
         for s in range(k_b.shape[0]):
-            present_k[b, :, past[b] + s] = k_b[s]
-            present_v[b, :, past[b] + s] = v_b[s]
+            present_k[b, :, past[b] - first[b] + s] = k_b[s]
+            present_v[b, :, past[b] - first[b] + s] = v_b[s]
 
         for n in range(heads):
             for s in range(real):
                 position = past[b] + s
                 end = min(position + 1, valid) if causal else valid
                 begin = max(0, end - window) if window > 0 else 0
-                keys = present_k[b, n // group, begin:end]
+                cached = slice(begin - first[b], end - first[b])
+                keys = present_k[b, n // group, cached]
                 x = keys @ q_b[s, n] * scale
                 if noise is not None and not exact_scores:
                     size_of_terms = np.abs(keys) @ np.abs(q_b[s, n]) * abs(scale)
@@ -231,8 +241,18 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
                 if noise is not None:
                     ulp = {"f32": 2.0**-20, "f16": 2.0**-10, "bf16": 2.0**-7}[dtype]
                     weights = weights * (1.0 + (noise.uniform(x.size) - 0.5) * ulp)
-                output[b, s, n] = weights @ present_v[b, n // group, begin:end]
+                output[b, s, n] = weights @ present_v[b, n // group, cached]
                 output_qk[b, n, s, begin:end] = x if mode == 1 else weights
+
+    held = [int(n) for n in lengths]  # rows of each sequence in the cache afterwards
+    if slides:
+        held = [resident(n, past_rows, window) for n in held]
+        for b in range(batch):
+            evicted = int(lengths[b]) - first[b] - held[b]
+            for x in (present_k, present_v):
+                x[b, :, :held[b]] = x[b, :, evicted:evicted + held[b]].copy()
+                x[b, :, held[b]:] = 0
+        present_k, present_v = present_k[:, :, :past_rows], present_v[:, :, :past_rows]
 
     result = {"output": output.reshape(batch, s_len, heads * size), "present_key": present_k, "present_value": present_v}
     if mode:
@@ -242,7 +262,7 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
         for name, x, s in (("present_key", present_k, "k_scale"), ("present_value", present_v, "v_scale")):
             result[name] = encode(x, scales[s][None, :, None, :], kind)
             for b in range(batch):  # all bits, not the code of 0
-                result[name][b, :, int(lengths[b]):] = np.zeros((), result[name].dtype)
+                result[name][b, :, held[b]:] = np.zeros((), result[name].dtype)
     return result
 
 
@@ -383,7 +403,8 @@ class Case:
             self.attrs["qk_output"] = qk
         self.attrs.update(attrs or {})
 
-        rows = max(P or 0, T)
+        self.slides = self.attrs.get("sliding_window_cache", 0) == 1
+        rows = P if self.slides else max(P or 0, T)
         t = ONNX_T[dtype]
         self.outputs = {"output": (t, (B, S, N * H)), "present_key": (t, (B, K, rows, H)), "present_value": (t, (B, K, rows, H))}
         if quant:
@@ -411,6 +432,11 @@ class Case:
                     else:
                         continue
                     boxes.setdefault(name, []).append(box)
+            for name in ("present_key", "present_value") if self.slides else ():
+                dims = self.outputs[name][1]
+                held = resident(valid, dims[2], self.attrs["local_window_size"])
+                if held < dims[2]:
+                    boxes.setdefault(name, []).append(([b, 0, held, 0], [b + 1, *dims[1:]]))
             if "output_qk" in self.outputs and valid < self.total:
                 dims = self.outputs["output_qk"][1]
                 boxes.setdefault("output_qk", []).append(([b, 0, 0, valid], [b + 1, dims[1], dims[2], self.total]))
@@ -776,6 +802,25 @@ def define_cases():
     c("quantised_f8_prompt_bf16", "A prompt on a cache of 8-bit floats, a scale per channel, bfloat16", S=5, N=4, K=2, H=32, P=6, T=5, dtype="bf16", quant=(f8, True), quirk=refused)
     c("quantised_i8_decode_bf16", "An int8 cache, bfloat16", S=1, N=4, K=2, H=16, P=12, dtype="bf16", quant=(i8, False))
 
+    # caches that slide: P is the cache's size, T may be more
+    slides = lambda window: {"sliding_window_cache": 1, "local_window_size": window}
+    c("sliding_room", "A cache that slides and has room yet", B=2, S=1, N=4, K=2, P=6, T=6, lens=[6, 2], attrs=slides(4))
+    c("sliding_evicts_a_block", "Full at 6 rows, a window of 4: three rows go so that one may come", S=1, N=4, K=2, P=6, T=10, attrs=slides(4))
+    c("sliding_ragged_rope", "Sequences before, at and behind an eviction; positions count from the sequence's first row", B=4, S=1, N=4, K=2, H=16, P=6, T=13,
+      lens=[4, 12, 13, 11], rope=16, attrs=slides(4))
+    c("sliding_full_window_f16", "A cache as long as the window loses a row with every token, float16", B=2, S=1, N=4, K=2, H=16, P=5, T=9, lens=[9, 6], rope=16, dtype="f16", attrs=slides(5))
+    c("sliding_packed_positions", "Packed, position_ids that are not the rows' numbers", S=1, N=4, K=2, H=16, P=7, T=20, packed=True, rope=16, max_pos=40, position_ids=[[33]], attrs=slides(3))
+    c("sliding_bias", "attention_bias has a column for every row of the sequence, held or not", B=2, S=1, N=4, K=2, P=6, T=11, lens=[11, 9], bias="1N", attrs=slides(4))
+    c("sliding_chunk", "Three rows behind a full cache: the first sees what the last evicts", S=3, N=4, K=2, P=6, T=12, attrs=slides(4))
+    c("sliding_chunk_bias_sink_f16", "A chunk longer than the cache, attention_bias, head_sink, float16", S=8, N=4, K=2, H=16, P=6, T=15, bias="11", sink=True, dtype="f16", attrs=slides(5))
+    c("sliding_prompt", "A prompt longer than the cache", S=10, N=4, K=2, P=6, T=10, attrs=slides(4))
+    c("sliding_prompt_rope_softcap", "A prompt longer than the cache, rotated, softcap", S=9, N=4, K=2, H=16, P=4, T=9, rope=16, interleaved=True, attrs={**slides(4), "softcap": 2.0})
+    c("sliding_prompt_short", "A prompt that fits", S=4, N=4, K=2, P=8, T=4, attrs=slides(3))
+    c("sliding_chunk_batch", "Chunks of two sequences", B=2, S=3, N=4, K=2, H=16, P=7, T=16, lens=[16, 8], rope=16, attrs=slides(4), quirk=multi)
+    c("sliding_i8_token", "A quantised cache that slides", B=2, S=1, N=4, K=2, H=16, P=6, T=10, lens=[10, 9], attrs=slides(4), quant=(i8, True))
+    c("sliding_i4_chunk", "A 4-bit cache that slides, a chunk", S=3, N=4, K=2, H=32, P=6, T=11, attrs=slides(4), quant=(i4, False))
+    c("sliding_decode_bf16", "A cache that slides, bfloat16", B=2, S=1, N=8, K=2, H=64, P=12, T=31, lens=[31, 17], rope=64, dtype="bf16", attrs=slides(8))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # bad input
@@ -787,10 +832,10 @@ class Bad:
     all = []
 
     def __init__(self, name, about, *names, base="decode", outcome="error", feeds=None, attrs=None, drop=(), drop_attrs=(), files=None,
-                 model=None, outputs=None, later=False):
+                 model=None, outputs=None):
         self.name, self.about, self.names, self.base, self.outcome = name, about, list(names), base, outcome
         self.feeds, self.attrs, self.drop, self.drop_attrs = feeds or {}, attrs or {}, drop, drop_attrs
-        self.files, self.model, self.outputs, self.later = files, model, outputs, later
+        self.files, self.model, self.outputs = files, model, outputs
         assert name not in [b.name for b in Bad.all], name
         Bad.all.append(self)
 
@@ -817,8 +862,6 @@ class Bad:
         if self.files:
             self.files(folder)
         expect = {"description": self.about, "outcome": self.outcome, "error_contains": self.names}
-        if self.later:
-            expect["not_supported_yet"] = True
         write_json(os.path.join(folder, "expect.json"), expect)
 
 
@@ -965,7 +1008,21 @@ def define_bad():
     b("quantised_as_floats", "A quantised cache of floats", "past_key", feeds=scales, attrs=quantised_attrs)
     b("quantised_scale_zero", "A scale of 0", "v_scale", feeds={**codes, **scales, "v_scale": np.zeros(1, np.float32)}, outputs=int8, attrs=quantised_attrs)
     b("quantised_mixed", "Keys quantised, values not", "v_quant_type", feeds={**codes, **scales}, outputs=int8, attrs={**quantised_attrs, "v_quant_type": "NONE"})
-    b("sliding_window_cache", "sliding_window_cache = 1", "sliding_window_cache", attrs={"sliding_window_cache": 1, "local_window_size": 4}, later=True)
+    b("sliding_window_cache_2", "sliding_window_cache = 2", "sliding_window_cache", attrs={"sliding_window_cache": 2, "local_window_size": 4})
+    slides = lambda window: {"sliding_window_cache": 1, "local_window_size": window}
+    b("sliding_without_window", "sliding_window_cache = 1 without local_window_size", "local_window_size", attrs=slides(-1))
+    b("sliding_without_past", "sliding_window_cache = 1 without past_key", "past_key", base="prompt", attrs=slides(2))
+    b("sliding_cache_below_window", "A cache of 4 rows for a window of 5", "past_key", attrs=slides(5))
+    b("sliding_shared_kv", "sliding_window_cache = 1 with nothing to append", "key", base="shared", attrs=slides(2))
+    b("sliding_qk_output", "sliding_window_cache = 1 and qk_output = 1", "qk_output", base="growing", attrs={**slides(2), "qk_output": 1},
+      outputs={"output": (TensorProto.FLOAT, (2, 1, 32)), "present_key": (TensorProto.FLOAT, (2, 2, 3, 8)), "present_value": (TensorProto.FLOAT, (2, 2, 3, 8)),
+               "output_qk": (TensorProto.FLOAT, (2, 4, 1, 4))})
+    b("sliding_prompt_padded", "A prompt with padding on a cache that slides", "seqlens_k", base="decode", attrs=slides(3),
+      feeds={"query": lambda x: np.repeat(x, 3, 1), "key": lambda x: np.repeat(x, 3, 1), "value": lambda x: np.repeat(x, 3, 1),
+             "total_sequence_length": np.array(3, np.int32), "seqlens_k": np.array([2, 1], np.int32)}, outputs={"output": (TensorProto.FLOAT, (2, 3, 32))})
+    b("sliding_length_beyond_total", "A sequence longer than total_sequence_length", "seqlens_k", attrs=slides(3),
+      feeds={"total_sequence_length": np.array(9, np.int32), "seqlens_k": np.array([8, 9], np.int32)})
+    b("sliding_row_of_8_bytes", "Rows of 8 bytes: an int8 cache with heads of 8", "past_key", feeds={**codes, **scales}, outputs=int8, attrs={**quantised_attrs, **slides(2)})
     ones = np.ones(8, np.float32)
     b("q_norm_weight_alone", "q_norm_weight without k_norm_weight", "k_norm_weight", feeds={"q_norm_weight": ones})
     b("k_norm_weight_long", "k_norm_weight of 16 elements, heads of 8", "k_norm_weight", feeds={"q_norm_weight": ones, "k_norm_weight": np.ones(16, np.float32)})

@@ -186,7 +186,7 @@ impl Data {
         let valid = |b: usize| match (case.first_prompt, case.no_new_rows) {
             (true, _) => 0,
             (false, true) => case.total(b),
-            (false, false) => case.past[b],
+            (false, false) => case.cached(case.past[b]),
         };
         if let Some(how) = case.quantised {
             let mut cache = || self.codes(case, how, rows, valid);

@@ -54,6 +54,8 @@ pub struct Case {
     pub packed: bool,
     /// Order of dimensions.
     pub layout: Layout,
+    /// The cache slides: it has so many rows more than the window, which there is.
+    pub sliding: Option<usize>,
     /// The cache holds codes.
     pub quantised: Option<Quantisation>,
     /// q_norm_weight and k_norm_weight given.
@@ -108,12 +110,22 @@ impl Case {
     /// Rows of past_key and past_value; 0: absent. A past that is not a static cache must be exactly as long as the
     /// operator expects: total - new rows.
     pub fn past_rows(&self) -> usize {
+        if let Some(rows) = self.sliding {
+            return self.window as usize + rows;
+        }
         match (self.shared || self.no_new_rows, self.first_prompt) {
             (true, _) => self.total_len() + self.spare_rows,
             (false, true) => 0,
             (false, false) if self.spare_rows > 0 => self.total_len() + self.spare_rows,
             (false, false) => self.total_len() - self.q_len,
         }
+    }
+
+    /// Rows that the cache holds of a sequence of `total`.
+    pub fn cached(&self, total: usize) -> usize {
+        let Some(spare) = self.sliding else { return total };
+        let grow = |rows| if rows == self.past_rows() { rows - spare } else { rows + 1 };
+        (0..total).fold(0, |rows, _| grow(rows))
     }
 
     /// Standard deviation of the scores before softcap and bias.
@@ -138,6 +150,7 @@ impl Case {
             .scale(self.scale)
             .softcap(self.softcap)
             .local_window_size(self.window)
+            .sliding_window_cache(self.sliding.is_some())
             .causal(self.causal.into())
             .do_rotary(self.rotary.is_some())
             .rotary_interleaved(matches!(self.rotary, Some((_, true, _))))
@@ -303,6 +316,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         spare_rows: if spare < 4 { 0 } else { spare },
         packed,
         layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
+        sliding: None,
         quantised,
         qk_norm,
         rotary: rotary.map(|(dim, inter, pos)| (1 + (dim - 1) % (head_size / 16), inter, pos)),
@@ -339,6 +353,32 @@ pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
 /// The same calls on caches of codes.
 pub fn quantised(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
     (cases, any_quantisation()).prop_map(|(case, how)| Case { quantised: Some(how), ..case })
+}
+
+/// The same calls on caches that slide, most often with more rows than the cache has.
+pub fn sliding(
+    cases: impl Strategy<Value = Case>,
+    most_rows: usize,
+) -> impl Strategy<Value = Case> {
+    (cases, 1..=most_rows, 0..=most_rows).prop_map(|(case, window, spare)| {
+        // Rows of codes are multiples of 16 bytes.
+        let fits = |how: &Quantisation| case.head_size % (16 * how.codes_per_element()) == 0;
+        let quantised = case.quantised.filter(fits);
+        // The code of a rotated or normalised key may be one of two, and what rows saw of it may be gone afterwards.
+        let turns = quantised.is_none();
+        Case {
+            sliding: Some(spare),
+            window: window as i64,
+            causal: true,
+            past: if case.first_prompt { vec![0; case.batch()] } else { case.past.clone() },
+            no_new_rows: false,
+            qk_output: 0,
+            quantised,
+            rotary: case.rotary.filter(|_| turns),
+            qk_norm: case.qk_norm && turns,
+            ..case
+        }
+    })
 }
 
 /// Calls that the planner gives to the decode family of caches of codes.

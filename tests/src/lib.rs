@@ -11,7 +11,8 @@ pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{
     Bias, Case, Positions, any_quantisation, biased_prompts, case, heads_up_to, prompts,
-    prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, steps, tall_steps,
+    prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sliding, steps,
+    tall_steps,
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::every_entry;

@@ -8,7 +8,7 @@ use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
     half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, quantised, quantised_steps,
-    rotated_prompts, sequences, steps, tall_steps,
+    rotated_prompts, sequences, sliding, steps, tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -119,6 +119,22 @@ fn quantised_caches() {
     let cases = quantised(case(any_dtype(), heads_up_to(256), 80));
     run("cuda, quantised", 1000, cases, Switches::default());
     run("cuda, quantised prompts", 300, quantised(prompts(256, 400)), Switches::default());
+}
+
+/// Caches that slide: by every kernel, from step to step, and with more rows than a block of `slide_kv` moves at once.
+#[test]
+#[ignore = "needs a GPU"]
+fn sliding_caches() {
+    let off = Switches::default;
+    run("cuda, sliding", 1000, sliding(case(any_dtype(), heads_up_to(256), 80), 50), off());
+    run("cuda, sliding steps", 500, sliding(steps(3000), 2000), off());
+    run("cuda, sliding steps over codes", 300, sliding(quantised_steps(3000), 2000), off());
+    run("cuda, sliding prompts", 200, sliding(prompts(256, 400), 300), off());
+    run("cuda, sliding, with a bias", 100, sliding(biased_prompts(256, 400), 300), off());
+    let cases = sliding(case(half_dtype(), heads_up_to(256), 60), 30);
+    sequences("cuda, sliding sequences", 50, 20, cases, || cuda(off()));
+    let codes = sliding(quantised_steps(60), 30);
+    sequences("cuda, sliding sequences of codes", 30, 20, codes, || cuda(off()));
 }
 
 /// Output in float32 by the kernels for prompts, which `prompts` leaves out.

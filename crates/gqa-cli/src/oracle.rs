@@ -77,11 +77,12 @@ impl Computed<'_> {
     pub fn sample(&self, count: usize, noise: &mut Noise) -> Result<Sampled> {
         let p = self.problem;
         let last = Place { batch: p.batch - 1, head: p.q_heads - 1, row: p.q_len - 1 };
-        let mut places = vec![Place { batch: 0, head: 0, row: 0 }, last];
+        let first = self.first_checkable();
+        let mut places = vec![Place { batch: 0, head: 0, row: first }, last];
         places.extend((places.len()..count).map(|_| Place {
             batch: noise.below(p.batch),
             head: noise.below(p.q_heads),
-            row: noise.below(p.q_len),
+            row: first + noise.below(p.q_len - first),
         }));
         let mut sampled = Sampled { rows: places.len(), ..Sampled::default() };
         for place in places {
@@ -94,11 +95,24 @@ impl Computed<'_> {
         Ok(sampled)
     }
 
+    /// The first query row of which all keys are still there: those of a cache that slides may be gone.
+    fn first_checkable(&self) -> usize {
+        let seen_before = self.problem.window.map_or(0, |window| window - 1);
+        let first = if self.first_cached() == 0 { 0 } else { self.first_cached() + seen_before };
+        first.saturating_sub(self.past_length)
+    }
+
+    /// Which row of the sequences is row 0 of the cache.
+    fn first_cached(&self) -> usize {
+        self.problem.first_cached(self.past_length + self.problem.q_len)
+    }
+
     /// The output row, from the cache as it was computed.
     fn check_output(&self, place: Place, kv: Place, sampled: &mut Sampled) -> Result<()> {
         let p = self.problem;
         let position = self.past_length + place.row;
         let visible = if p.causal { position + 1 } else { self.past_length + p.q_len };
+        let visible = visible - self.first_cached();
         let cache = p.cache_layout(p.capacity);
         let start = Place { row: 0, ..kv };
         let seen = self.cache_shape(visible);
@@ -135,7 +149,8 @@ impl Computed<'_> {
         let past = p.quantised.map(|_| (&empty, &empty));
         let operands = Operands { query: &key, key: &key, value: &value, past, kv_head: kv.head };
         let want = self.reference(&operands, position, 1)?;
-        let (cache, row) = (p.cache_layout(p.capacity), Place { row: position, ..kv });
+        let (cache, row) =
+            (p.cache_layout(p.capacity), Place { row: position - self.first_cached(), ..kv });
         sampled.add(
             &self.rows(TensorId::PresentKey, cache, row, &self.cache_shape(1))?,
             &want.present_key,
@@ -182,7 +197,7 @@ impl Computed<'_> {
             k_norm_weight: self.tensors.get(TensorId::KNormWeight),
             ..Inputs::new(operands.query, &seqlens_k, &total_length)
         };
-        Ok(self.shape.layer.op(1, 1).run(&inputs, &Reference)?)
+        Ok(self.shape.layer.op(1, 1).sliding_window_cache(false).run(&inputs, &Reference)?)
     }
 
     /// Consecutive rows of one head, as a tensor of that shape.

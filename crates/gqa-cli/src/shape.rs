@@ -117,6 +117,9 @@ pub struct Layer {
     /// Newest keys a query sees, its own included; -1: all.
     #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
     pub window: i64,
+    /// The cache slides: it has this many rows, the newest of a sequence, which may be longer.
+    #[arg(long, value_parser = count(1 << 31))]
+    pub sliding_cache: Option<u64>,
     /// Scores become softcap * tanh(score / softcap); 0: off.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub softcap: f32,
@@ -153,6 +156,7 @@ impl Layer {
             kv_cache: None,
             per_channel: false,
             window: -1,
+            sliding_cache: None,
             softcap: 0.0,
             scale: 0.0,
             smooth_softmax: false,
@@ -166,6 +170,7 @@ impl Layer {
             .scale(self.scale)
             .softcap(self.softcap)
             .local_window_size(self.window)
+            .sliding_window_cache(self.sliding_cache.is_some())
             .causal(i64::from(!self.bidirectional))
             .do_rotary(self.rotary != Rotation::None)
             .rotary_interleaved(self.rotary == Rotation::Interleaved)
@@ -201,6 +206,10 @@ impl Layer {
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),
+            (
+                self.sliding_cache.is_some(),
+                format!(" sliding-cache={}", self.sliding_cache.unwrap_or(0)),
+            ),
             (self.softcap != 0.0, format!(" softcap={}", self.softcap)),
             (self.scale != 0.0, format!(" scale={}", self.scale)),
             (self.smooth_softmax, " smooth-softmax".to_owned()),
@@ -276,14 +285,20 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A call whose cache is full afterwards.
+    /// A call whose cache is full afterwards, unless that slides.
     pub fn new(layer: Layer, batch: usize, query_length: usize, past_length: usize) -> Self {
-        Self { layer, batch, query_length, past_length, capacity: query_length + past_length }
+        let capacity = layer.sliding_cache.map_or(query_length + past_length, |rows| rows as usize);
+        Self { layer, batch, query_length, past_length, capacity }
     }
 
     /// Rows of a sequence afterwards.
     pub fn total(&self) -> usize {
         self.query_length + self.past_length
+    }
+
+    /// Positions that rows may have.
+    fn positions(&self) -> usize {
+        self.total().max(self.capacity)
     }
 
     /// The validated call with a shared cache; no memory of its size is needed.
@@ -293,7 +308,8 @@ impl Shape {
 
     /// The validated call with different tensors for past and present.
     pub fn separate_problem(&self) -> Result<Problem> {
-        self.bound(CacheBinding::Separate, self.past_length)
+        let past_rows = self.layer.sliding_cache.map_or(self.past_length, |_| self.capacity);
+        self.bound(CacheBinding::Separate, past_rows)
     }
 
     fn bound(&self, cache: CacheBinding, past_rows: usize) -> Result<Problem> {
@@ -309,7 +325,7 @@ impl Shape {
         let past = [self.batch, kv_heads as usize, past_rows, width];
         let scale = [if self.layer.per_channel { (kv_heads * head_size) as usize } else { 1 }];
         let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
-        let table = [self.capacity, head_size as usize / 2];
+        let table = [self.positions(), head_size as usize / 2];
         let weight = [head_size as usize];
         let seqlens_k = TensorDesc { dtype: DType::I32, shape: &[self.batch] };
         let separate = (!self.layer.packed).then_some(desc(&key));
@@ -351,7 +367,7 @@ impl Shape {
             };
             tensors.set(id, tensor);
         }
-        if let Some((cos, sin)) = self.layer.rotary_caches(self.capacity)? {
+        if let Some((cos, sin)) = self.layer.rotary_caches(self.positions())? {
             tensors.set(TensorId::CosCache, cos);
             tensors.set(TensorId::SinCache, sin);
         }

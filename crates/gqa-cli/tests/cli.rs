@@ -127,8 +127,6 @@ fn stored_cases_pass_on_sim() -> Result {
 struct Expect {
     outcome: String,
     error_contains: Vec<String>,
-    #[serde(default)]
-    not_supported_yet: bool,
 }
 
 impl Expect {
@@ -144,7 +142,7 @@ impl Expect {
             _ => error || fail,
         };
         let named = self.error_contains.iter().all(|fragment| line.contains(fragment));
-        outcome && named && (!self.not_supported_yet || line.contains("not supported yet"))
+        outcome && named
     }
 }
 
@@ -291,6 +289,23 @@ fn explain_tells_what_a_cache_holds() -> Result {
 }
 
 #[test]
+fn explain_tells_how_a_cache_slides() -> Result {
+    let step = "explain --query-length 1 --past-length 5000 --device h200 --sliding-cache 2048";
+    let run = words(&format!("{step} --window 1024 --rotary half"))?;
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    for words in [
+        "cache of 2048 rows that slides",
+        "generated where the cache slides",
+        "gqa_slide_kv",
+        "chosen: gqa_decode_bf16_d128_r8",
+    ] {
+        assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
+    }
+    refused(&words(step)?, 1, &["local_window_size: got -1", "sliding_window_cache"]);
+    Ok(())
+}
+
+#[test]
 fn explain_reads_models() -> Result {
     let model = cases("gqa").join("chunk_static/model.onnx");
     let run = gqa(["explain".as_ref(), model.as_os_str()])?;
@@ -348,6 +363,9 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "token --size 1x40 --kv-cache int4 --per-channel",
         "prompt --size 1x40 --packed --rotary half --kv-cache float8",
         "prompt --size 1x40 --packed --qk-norm",
+        "token --size 2x65 --rotary half --window 20 --sliding-cache 33",
+        "prompt --size 1x40 --packed --window 9 --sliding-cache 16",
+        "prompt --size 1x16 --past-length 50 --window 20 --sliding-cache 40 --kv-cache int8",
     ] {
         let run = words(&format!(
             "bench {mode} --backend cpu --heads 4 --kv-heads 2 --head-size 32 --dtype f16 --runs 3 --json"

@@ -17,16 +17,6 @@ pub enum Error {
         /// What the operator takes.
         allowed: String,
     },
-    /// A part of the operator that exists in ONNX Runtime and does not exist here yet.
-    #[error("{argument}: got {got}; not supported yet ({instead})")]
-    NotSupportedYet {
-        /// ONNX name of the attribute or input.
-        argument: &'static str,
-        /// What the caller gave.
-        got: String,
-        /// What can be used instead.
-        instead: &'static str,
-    },
     /// No kernel takes the problem on that device with these switches.
     #[error("no kernel takes this call: {0}")]
     NoKernel(String),

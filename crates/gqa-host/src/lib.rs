@@ -13,6 +13,7 @@ pub mod op;
 pub mod plan;
 mod problem;
 pub mod reference;
+mod sliding;
 mod tensor;
 
 pub use error::{Error, Result};

@@ -209,6 +209,8 @@ pub struct Problem {
     pub alignment: Alignment,
     /// Where present lives.
     pub cache: CacheBinding,
+    /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
+    pub slides: bool,
     /// What the cache holds instead of numbers.
     pub quantised: Option<Quantisation>,
     /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
@@ -249,7 +251,8 @@ impl Hash for Problem {
         // What varies between the calls of a program.
         [self.batch, self.q_heads, self.kv_heads, self.head_size].hash(state);
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
-        (self.operator, self.dtype, self.packed, self.window, self.quantised).hash(state);
+        (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantised)
+            .hash(state);
     }
 }
 
@@ -275,6 +278,7 @@ impl Problem {
             phase: Phase::FirstPrompt,
             alignment: Alignment::Phase,
             cache: CacheBinding::External,
+            slides: false,
             quantised: None,
             packed: false,
             layout: Layout::Bsnh,

@@ -142,11 +142,10 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
             entry.min_sm / 10,
             entry.min_sm % 10
         );
-        let integers = entry.kernel() == "seqlens_to_pos_ids";
-        let dtype = if integers {
-            "integers".to_owned()
-        } else {
-            format!("{:?}", entry.dtype).to_lowercase()
+        let dtype = match entry.kernel() {
+            "seqlens_to_pos_ids" | "slide_lengths" => "integers".to_owned(),
+            "slide_kv" => "all".to_owned(),
+            _ => format!("{:?}", entry.dtype).to_lowercase(),
         };
         match rows.iter_mut().find(|(have, types)| {
             *have == format!("`{}` | {{}} | {shape}", stem(entry)) && !types.contains(&dtype)

@@ -688,6 +688,94 @@ fn tensors_of_quantised_caches() {
     }
 }
 
+/// A cache of 6 rows that slides under a window of 4, and one new row of each sequence, far behind.
+fn sliding() -> Call {
+    let past = || Some(float(&[2, 2, 6, 16]));
+    let new = || Some(float(&[2, 1, 32]));
+    Call {
+        query: float(&[2, 1, 64]),
+        key: new(),
+        value: new(),
+        past_key: past(),
+        past_value: past(),
+        seqlens_k: ints(&[19, 2]),
+        total_sequence_length: ints(&[20]),
+        ..Call::new()
+    }
+    .op(|op| op.local_window_size(4).sliding_window_cache(true))
+}
+
+#[test]
+fn caches_that_slide() {
+    let p = accepts(sliding());
+    assert_eq!((p.slides, p.capacity, p.total_len, p.window), (true, 6, 20, Some(4)));
+    let inputs = sliding();
+    let cache = KvCache { key: float(&[2, 2, 6, 16]), value: float(&[2, 2, 6, 16]) };
+    let inputs = Inputs { past_key: None, past_value: None, ..inputs.inputs() };
+    let p = sliding().op.problem_in_place(&inputs, &cache).unwrap();
+    assert_eq!((p.cache, p.capacity), (CacheBinding::Shared, 6));
+    // A window as long as the cache hides rows too.
+    assert_eq!(accepts(sliding().op(|op| op.local_window_size(6))).window, Some(6));
+    refuses(
+        sliding().op(|op| op.local_window_size(-1)),
+        "local_window_size: got -1; allowed: 1 or more, as sliding_window_cache is 1",
+    );
+    refuses(
+        sliding().op(|op| op.local_window_size(7)),
+        "past_key: got (2, 2, 6, 16); allowed: local_window_size = 7 rows or more, as sliding_window_cache is 1",
+    );
+    refuses(
+        sliding().op(|op| op.qk_output(2)),
+        "qk_output: got 2; allowed: 0, as sliding_window_cache is 1",
+    );
+    refuses(
+        Call { past_key: None, past_value: None, ..sliding() },
+        "past_key: got no input; allowed: a tensor, as sliding_window_cache is 1",
+    );
+    let none = || Some(float(&[2, 0, 32]));
+    refuses(
+        Call { key: none(), value: none(), ..sliding() },
+        "key: got kv_sequence_length = 0; allowed: kv_sequence_length = 1, as sliding_window_cache is 1",
+    );
+    refuses(
+        Call { seqlens_k: ints(&[20, 2]), ..sliding() },
+        "seqlens_k: got 20 for batch entry 0; allowed: 0 to 19, the last of at most 20 rows by total_sequence_length",
+    );
+    // Rows of a prompt are all tokens.
+    let prompt = |lengths: &[i32]| Call {
+        query: float(&[2, 3, 64]),
+        key: Some(float(&[2, 3, 32])),
+        value: Some(float(&[2, 3, 32])),
+        seqlens_k: ints(lengths),
+        total_sequence_length: ints(&[3]),
+        ..sliding()
+    };
+    accepts(prompt(&[2, 2]));
+    refuses(
+        prompt(&[2, 1]),
+        "seqlens_k: got 1 for batch entry 1; allowed: 2 to 2, the last of 3 or more tokens",
+    );
+    let codes = |width| Some(Tensor::zeros(DType::U8, &[2, 2, 6, width]));
+    let int4 = |size: usize| Call {
+        query: float(&[2, 1, 4 * size]),
+        key: Some(float(&[2, 1, 2 * size])),
+        value: Some(float(&[2, 1, 2 * size])),
+        past_key: codes(size / 2),
+        past_value: codes(size / 2),
+        scales: [(); 2].map(|()| Some(Tensor::from(Array::from_elem(1, 0.5f32)))),
+        ..sliding().op(|op| {
+            op.k_quant_type(QuantType::PerTensor)
+                .v_quant_type(QuantType::PerTensor)
+                .kv_cache_bit_width(4)
+        })
+    };
+    accepts(int4(32));
+    refuses(
+        int4(16),
+        "past_key: got (2, 2, 6, 8), rows of 8 bytes; allowed: rows of a multiple of 16 bytes, as sliding_window_cache is 1",
+    );
+}
+
 #[test]
 fn cache_in_place() {
     let p = Call::new().in_place(8).unwrap();

@@ -169,7 +169,7 @@ pub struct RotaryParams {
     pub position_stride: u32,
 }
 
-/// Scalars of every prologue kernel.
+/// Scalars of the prologue's kernels but those of a cache that slides.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PrologueParams {
@@ -213,6 +213,50 @@ pub struct PrologueParams {
     pub in_place: u32,
 }
 
+/// Scalars of `slide_kv` and `slide_lengths`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct SlideParams {
+    /// Batch entries.
+    pub batch: u32,
+    /// KV heads.
+    pub kv_heads: u32,
+    /// 16-byte vectors of a row of the cache.
+    pub row_vectors: u32,
+    /// Query rows of this call, S, and new rows.
+    pub q_len: u32,
+    /// Newest rows that a row sees, its own included.
+    pub window: u32,
+    /// Rows of the cache that slides.
+    pub capacity: u32,
+    /// Rows of the cache that is read.
+    pub from_rows: u32,
+    /// As in [`AttentionParams::first_prompt`].
+    pub first_prompt: u32,
+    /// 1: attention has a cache in scratch, which is what is read. 0: rows move ahead of a token's attention.
+    pub staged: u32,
+    /// 1: the cache that is read is the one that is written.
+    pub in_place: u32,
+    /// 1: rows behind those that stay become 0.
+    pub clears: u32,
+}
+
+/// Scalars of `slide_bias`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct SlideBiasParams {
+    /// Strides of attention_bias; 0 where it broadcasts.
+    pub bias: Strides,
+    /// The cache.
+    pub slide: SlideParams,
+    /// Heads of the bias: query heads or 1.
+    pub heads: u32,
+    /// Columns of the bias given, counted from the sequence's first row.
+    pub columns: u32,
+    /// Columns of the bias written, counted from the cache's first row.
+    pub columns_out: u32,
+}
+
 /// Scalars of the decode kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -249,3 +293,4 @@ const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
+const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

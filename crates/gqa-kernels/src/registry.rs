@@ -21,7 +21,10 @@ use {
         unfused::{self, unfused_scores, unfused_softmax, unfused_values},
     },
     crate::num::{Code, Float8, Int4, Int8, bf16, f16},
-    crate::params::{AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams},
+    crate::params::{
+        AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, SlideBiasParams,
+        SlideParams,
+    },
     crate::prologue::{
         self,
         append::concat_kv_in_place,
@@ -30,6 +33,7 @@ use {
         positions::seqlens_to_pos_ids,
         quantise::quantise_kv,
         rope::{rotary_embedding, rotary_rows},
+        slide::{slide_bias, slide_kv, slide_lengths},
         unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
     },
     crate::simt::Global,
@@ -143,6 +147,9 @@ static TABLES: &[&[Entry]] = &[
     ROTARY_EMBEDDING,
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
+    SLIDE_KV,
+    SLIDE_LENGTHS,
+    SLIDE_BIAS,
     GENERAL,
     GENERAL_OUT32,
     UNFUSED_SCORES,
@@ -244,6 +251,25 @@ kernels!(ROTARY_ROWS, Prologue, "family-prologue",
 kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, position_ids: i64; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_seqlens_to_pos_ids => seqlens_to_pos_ids, T = f32;
+});
+
+// Rows move as bytes, whatever they hold.
+kernels!(SLIDE_KV, Prologue, "family-prologue",
+    (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams), {
+    gqa_slide_kv => slide_kv, T = f32, {
+        head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, communicates: true };
+});
+
+kernels!(SLIDE_LENGTHS, Prologue, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_slide_lengths => slide_lengths, T = f32;
+});
+
+kernels!(SLIDE_BIAS, Prologue, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: SlideBiasParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_slide_bias_f32 => slide_bias::<f32>, T = f32;
+    gqa_slide_bias_f16 => slide_bias::<f16>, T = f16;
+    gqa_slide_bias_bf16 => slide_bias::<bf16>, T = bf16;
 });
 
 kernels!(GENERAL, General, "family-general",

@@ -382,10 +382,7 @@ pub(crate) mod tests {
                 int("qk_output", 1),
                 "qk_output: got 1 without the output output_qk; allowed: 0, or a name for the node's 4th output",
             ),
-            (
-                int("sliding_window_cache", 1),
-                "sliding_window_cache: got 1; not supported yet (0, with local_window_size)",
-            ),
+            (int("sliding_window_cache", 2), "sliding_window_cache: got 2; allowed: 0 or 1"),
             (
                 text("v_quant_type", "int\n8"),
                 "v_quant_type: got \"int\\n8\"; allowed: NONE, PER_TENSOR, PER_CHANNEL",

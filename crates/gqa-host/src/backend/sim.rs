@@ -5,6 +5,7 @@ use crate::plan::{Arg, DeviceInfo, Launch, Plan, Switches, TensorId, TensorMap, 
 use crate::{CacheBinding, Error, Problem, Result, Tensor};
 use gqa_sim::{Swizzle, TensorLayout};
 use std::cell::Cell;
+use std::ops::Range;
 
 /// A simulated GPU. Workspace and outputs are filled with NaN first, so that what a kernel reads too early or forgets to write shows.
 #[derive(Clone, Debug)]
@@ -104,20 +105,51 @@ impl Backend for Sim {
 
 /// Whether a launch of the plan may read that while the one ahead of it still runs.
 fn is_settled(plan: &Plan, number: usize, arg: &Arg) -> bool {
-    let tensor = |arg: &Arg| match *arg {
-        Arg::Tensor { id, .. } | Arg::Map(TensorMap { id: Some(id), .. }) => Some(id),
-        _ => None,
-    };
-    let (ahead, Some(id)) = (&plan.launches[..number], tensor(arg)) else { return false };
-    if ahead.is_empty() {
+    let ahead = &plan.launches[..number];
+    match (ahead.last(), tensor(arg)) {
         // As the caller says.
-        let is_new = matches!(id, TensorId::Query | TensorId::Key | TensorId::Value);
-        return plan.problem.settled && !is_new;
+        (None, Some(id)) => {
+            let is_new = matches!(id, TensorId::Query | TensorId::Key | TensorId::Value);
+            plan.problem.settled && !is_new
+        }
+        (None, None) => false,
+        // It began when all before it had ended.
+        (Some(before), _) => {
+            ahead.iter().all(|launch| !launch.programmatic)
+                && !before.args.iter().any(|other| shares(arg, other))
+        }
     }
-    // Launches of the plan that began when all before them had ended.
-    let is_written =
-        || ahead.iter().flat_map(|launch| &launch.args).any(|arg| tensor(arg) == Some(id));
-    ahead.iter().all(|launch| !launch.programmatic) && !(id.is_output() && is_written())
+}
+
+/// The tensor of the call that an argument is.
+fn tensor(arg: &Arg) -> Option<TensorId> {
+    match *arg {
+        Arg::Tensor { id, .. } => Some(id),
+        Arg::Map(map) => map.id,
+        _ => None,
+    }
+}
+
+/// Whether two launches' arguments are memory of which one may read what the other one writes.
+fn shares(one: &Arg, other: &Arg) -> bool {
+    match (tensor(one), tensor(other)) {
+        (Some(one), Some(other)) => one == other && one.is_output(),
+        (None, None) => match (scratch(one), scratch(other)) {
+            (Some(one), Some(other)) => one.start < other.end && other.start < one.end,
+            _ => matches!((one, other), (Arg::Counters { .. }, Arg::Counters { .. })),
+        },
+        _ => false,
+    }
+}
+
+/// The bytes of the workspace that an argument is.
+fn scratch(arg: &Arg) -> Option<Range<usize>> {
+    match *arg {
+        Arg::Workspace { offset, bytes } | Arg::Map(TensorMap { id: None, offset, bytes, .. }) => {
+            Some(offset..offset + bytes)
+        }
+        _ => None,
+    }
 }
 
 /// What kernels see of the host's memory.

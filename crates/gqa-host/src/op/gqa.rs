@@ -40,6 +40,7 @@ pub struct GroupQueryAttention {
     pub(crate) scale: f32,
     pub(crate) softcap: f32,
     pub(crate) local_window_size: i64,
+    pub(crate) sliding_window_cache: bool,
     pub(crate) causal: i64,
     pub(crate) do_rotary: bool,
     pub(crate) rotary_interleaved: bool,
@@ -64,6 +65,7 @@ impl GroupQueryAttention {
             scale: 0.0,
             softcap: 0.0,
             local_window_size: -1,
+            sliding_window_cache: false,
             causal: 1,
             do_rotary: false,
             rotary_interleaved: false,
@@ -93,6 +95,14 @@ impl GroupQueryAttention {
     /// A query sees the newest `size` keys, its own included; negative: no window.
     pub fn local_window_size(self, size: i64) -> Self {
         Self { local_window_size: size, ..self }
+    }
+
+    /// The cache holds the newest rows of a sequence only, local_window_size of them or more, so that sequences may be longer than it: past_key and past_value have as many
+    /// rows as the cache can hold, C, in a first prompt too, and of a sequence of T rows it holds, from its row 0 on, all while T <= C, else the newest
+    /// `T - G * ceil((T - C) / G)` where G is `C - local_window_size + 1`. Lengths, positions and attention_bias count from the sequence's first row all the same. A first
+    /// prompt has no padding then.
+    pub fn sliding_window_cache(self, on: bool) -> Self {
+        Self { sliding_window_cache: on, ..self }
     }
 
     /// 1: a query sees no later key. 0: it sees all valid keys.
@@ -270,7 +280,7 @@ pub struct KvCache {
 pub struct Outputs {
     /// Shape of query without the packed heads; of its type, or float32 where asked for.
     pub output: Tensor,
-    /// (B, Nk, max(P, T), H); empty where the cache is shared.
+    /// (B, Nk, max(P, T), H), or (B, Nk, P, H) with sliding_window_cache; empty where the cache is shared.
     pub present_key: Tensor,
     /// As present_key.
     pub present_value: Tensor,

@@ -3,6 +3,7 @@
 mod inputs;
 mod pattern;
 mod quantisation;
+mod sliding;
 mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
@@ -55,7 +56,8 @@ impl GroupQueryAttention {
             past: query.past_rows(inputs, quantised, cache)?,
         };
         query.check_seqlens_k(inputs)?;
-        let capacity = present_rows(rows, cache)?;
+        self.check_sliding(inputs, quantised, rows)?;
+        let capacity = self.present_rows(rows, cache)?;
         let problem = Problem {
             out_dtype: if self.float32_output { DType::F32 } else { query.dtype },
             batch: query.batch,
@@ -70,6 +72,7 @@ impl GroupQueryAttention {
             capacity,
             phase: phase(query.rows, rows.total),
             cache,
+            slides: self.sliding_window_cache,
             quantised,
             packed: query.packed,
             layout: self.layout,
@@ -81,7 +84,7 @@ impl GroupQueryAttention {
                 self.scale
             },
             softcap: (self.softcap > 0.0).then_some(self.softcap),
-            window: self.window(capacity),
+            window: self.window(capacity.max(rows.total)),
             causal: self.causal == 1,
             sink: Sink::from_inputs(query.head_sink(inputs)?, self.smooth_softmax),
             bias: query.bias(inputs)?,
@@ -147,8 +150,25 @@ impl GroupQueryAttention {
     }
 
     /// The window, unless it is at least as long as every sequence.
-    fn window(&self, capacity: usize) -> Option<usize> {
-        usize::try_from(self.local_window_size).ok().filter(|&window| window < capacity)
+    fn window(&self, longest: usize) -> Option<usize> {
+        usize::try_from(self.local_window_size).ok().filter(|&window| window < longest)
+    }
+
+    /// Rows of present_key and present_value: a cache that slides, one that grows by the new rows, or one that is long enough already.
+    fn present_rows(&self, rows: Rows, cache: CacheBinding) -> Result<usize> {
+        let Rows { query, total, new, past } = rows;
+        let grown = past.saturating_add(new);
+        let allowed = match cache {
+            _ if total < query => format!("{query} or more, the rows of query"),
+            _ if total <= past || self.sliding_window_cache => return Ok(past),
+            CacheBinding::Separate if total == grown => return Ok(total),
+            CacheBinding::Separate if past == 0 => format!("{new}, as there is no past"),
+            CacheBinding::Separate if new > 0 => {
+                format!("{grown} (past_key and the new rows), or up to {past} (past_key)")
+            }
+            _ => format!("up to {past}, the rows of past_key"),
+        };
+        Err(Error::invalid("total_sequence_length", total, allowed))
     }
 
     fn rotary(&self, inputs: &Shapes<'_>, query: &Query) -> Result<Option<Rotary>> {
@@ -178,23 +198,6 @@ fn phase(rows: usize, total: usize) -> Phase {
         1 => Phase::TokenGeneration,
         _ => Phase::SubsequentPrompt,
     }
-}
-
-/// Rows of present_key and present_value: a cache that grows by the new rows, or one that is long enough already.
-fn present_rows(rows: Rows, cache: CacheBinding) -> Result<usize> {
-    let Rows { query, total, new, past } = rows;
-    let grown = past.saturating_add(new);
-    let allowed = match cache {
-        _ if total < query => format!("{query} or more, the rows of query"),
-        _ if total <= past => return Ok(past),
-        CacheBinding::Separate if total == grown => return Ok(total),
-        CacheBinding::Separate if past == 0 => format!("{new}, as there is no past"),
-        CacheBinding::Separate if new > 0 => {
-            format!("{grown} (past_key and the new rows), or up to {past} (past_key)")
-        }
-        _ => format!("up to {past}, the rows of past_key"),
-    };
-    Err(Error::invalid("total_sequence_length", total, allowed))
 }
 
 /// Row counts that total_sequence_length must fit.

@@ -207,6 +207,7 @@ fn features(p: &Problem) -> Vec<String> {
         };
         add(true, format!("{codes} cache with a scale per {scales}"));
     }
+    add(p.slides, format!("cache of {} rows that slides", p.capacity));
     add(p.qk_norm.is_some(), "QK-norm".to_owned());
     if let Some(rotary) = p.rotary {
         let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };

@@ -11,6 +11,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
 //! | quantised cache | as a shared one, of numbers in scratch, and then `quantise_kv`: codes of new rows, numbers of all |
 //! | external cache | none |
+//! | a cache that slides | `slide_kv` or `slide_lengths`, and what the rest of this table says; where rows are several, `slide_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
 //! `decode`, and `decode_codes` where the cache is quantised, do all of this but QK-norm themselves where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where
@@ -30,6 +31,7 @@ mod launch;
 mod params;
 mod planner;
 mod prologue;
+mod sliding;
 pub mod switches;
 mod tensors;
 #[cfg(test)]
@@ -204,23 +206,11 @@ pub struct Plan {
 
 /// Chooses the kernels for `problem` on `device`.
 pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Result<Plan> {
-    let fused = !switches.disable_fused_kv;
-    let (choice, decisions) = match problem.computes {
-        Computes::Attention => {
-            let (choice, decisions) = attention::choose(problem, device, switches)?;
-            (Some(choice), decisions)
-        }
-        Computes::Rotation | Computes::Cache => (None, Vec::new()),
-    };
     let mut scratch = Scratch::default();
-    let absorbed = choice.as_ref().map_or_else(Absorbed::default, |choice| Absorbed {
-        new_rows: choice.takes_new_rows(problem, fused),
-        query_rotation: choice.rotates_queries(problem, fused),
-    });
-    let (mut launches, rows) = prologue(problem, device, fused, absorbed, &mut scratch)?;
-    if let Some(choice) = choice {
-        launches.extend(attention::launches(problem, device, &choice, rows, fused, &mut scratch)?);
-    }
+    let Composed { launches, decisions, positions } = match problem.sliding() {
+        Some(how) => sliding::compose(problem, how, device, switches, &mut scratch)?,
+        None => Composed::of(problem, device, switches, &mut scratch)?,
+    };
     check_forced(switches, &launches)?;
     Ok(Plan {
         problem: problem.clone(),
@@ -230,9 +220,44 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Resu
         workspace_bytes: scratch.bytes,
         counters: scratch.counters,
         decisions,
-        positions: positions(problem, fused),
+        positions,
         cost: Cost::of(problem),
     })
+}
+
+/// What a plan has of the kernels chosen.
+struct Composed {
+    launches: Vec<Launch>,
+    decisions: Vec<Decision>,
+    positions: Option<Positions>,
+}
+
+impl Composed {
+    /// For a call whose cache does not slide.
+    fn of(
+        problem: &Problem,
+        device: &DeviceInfo,
+        switches: &Switches,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
+        let fused = !switches.disable_fused_kv;
+        let (choice, decisions) = match problem.computes {
+            Computes::Attention => {
+                let (choice, decisions) = attention::choose(problem, device, switches)?;
+                (Some(choice), decisions)
+            }
+            Computes::Rotation | Computes::Cache => (None, Vec::new()),
+        };
+        let absorbed = choice.as_ref().map_or_else(Absorbed::default, |choice| Absorbed {
+            new_rows: choice.takes_new_rows(problem, fused),
+            query_rotation: choice.rotates_queries(problem, fused),
+        });
+        let (mut launches, rows) = prologue(problem, device, fused, absorbed, scratch)?;
+        if let Some(choice) = choice {
+            launches.extend(attention::launches(problem, device, &choice, rows, fused, scratch)?);
+        }
+        Ok(Self { launches, decisions, positions: positions(problem, fused) })
+    }
 }
 
 /// GQA_FORCE means that kernel or none.

@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 ///
 /// A cache that grows by a token makes a new [`Problem`] of every step, though the kernels read lengths on the device. So where
 /// nothing but the choice of kernels depends on it, `total_len` is rounded up to a power of two before the look-up, at most to the
-/// capacity: [`Plan::problem`] then says more rows than were asked for.
+/// capacity unless the cache slides: [`Plan::problem`] then says more rows than were asked for.
 pub struct Planner {
     device: DeviceInfo,
     switches: Switches,
@@ -54,7 +54,8 @@ fn rounded(problem: &Problem) -> Problem {
     let mut rounded = problem.clone();
     if grows {
         let least = problem.total_len.next_power_of_two().max(LEAST_LEN);
-        rounded.total_len = least.min(problem.capacity).max(problem.total_len);
+        let most = if problem.sliding().is_some() { usize::MAX } else { problem.capacity };
+        rounded.total_len = least.min(most).max(problem.total_len);
     }
     rounded
 }

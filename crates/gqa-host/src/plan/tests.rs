@@ -6,7 +6,8 @@ use crate::{
     Sink,
 };
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, Strides,
+    AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, SlideBiasParams,
+    SlideParams, Strides,
 };
 use gqa_kernels::registry::Family;
 
@@ -785,6 +786,12 @@ fn problems() -> impl Iterator<Item = Problem> {
                 p.head_size = [64, 128, 40, 264][kind % 4];
                 p.rotary = p.rotary.map(|rotary| Rotary { dim: 16, ..rotary });
             }
+            if kind % 4 == 2 && p.output_qk == QkOutput::None && p.new_len > 0 {
+                let rows = [1, 7, 50, 600][kind / 4 % 4];
+                (p.slides, p.window, p.settled) = (true, Some(rows), true);
+                (p.past_capacity, p.capacity) = (rows + kind % 3, rows + kind % 3);
+                p.head_size = if p.quantised.is_some() { 64 } else { p.head_size };
+            }
         })
     })
 }
@@ -850,6 +857,59 @@ fn codes_become_numbers_behind_all_that_appends() {
     assert_eq!(readers, ["quantise_kv_i4"]);
 }
 
+/// A call whose cache of 1024 rows slides under a window of 1000.
+fn sliding(s: usize, past: usize) -> Problem {
+    with(llama(s, past), |p| {
+        (p.slides, p.window) = (true, Some(1000));
+        (p.past_capacity, p.capacity) = (1024, 1024);
+    })
+}
+
+#[test]
+fn rows_move_around_the_call() {
+    let off = Switches::default();
+    let kernels_of = |p: Problem| kernels(&p, &off);
+    let step = "decode_f16_d128_r8";
+    assert_eq!(kernels_of(sliding(1, 2000)), ["slide_kv", step]);
+    assert_eq!(
+        kernels_of(sliding(512, 2000)),
+        [
+            "slide_lengths",
+            "concat_new_to_past_kv",
+            "rotary_embedding",
+            "hopper_f16_d128",
+            "slide_kv"
+        ]
+    );
+    assert_eq!(
+        kernels_of(sliding(2048, 0)),
+        ["concat_new_to_past_kv", "hopper_f16_d128", "slide_kv"]
+    );
+    let biased = with(sliding(1, 2000), |p| p.bias = bias(true, true, 2001));
+    assert_eq!(kernels_of(biased)[..2], ["slide_kv", "slide_bias"]);
+    // As long as all fits, it is any call.
+    assert_eq!(kernels_of(sliding(1, 1023)), [step]);
+    assert_eq!(kernels_of(sliding(512, 512)), kernels_of(llama(512, 512)));
+    let codes = quantised(sliding(1, 2000), CODES[0]);
+    assert_eq!(kernels_of(codes), ["slide_kv", "decode_i8_f16_d128_r8"]);
+}
+
+#[test]
+fn a_step_of_a_sliding_cache_is_planned_for_the_cache() {
+    let plan = plan(&sliding(1, 100_000), &device("h200"), &Switches::default()).unwrap();
+    assert_eq!(plan.positions, Some(Positions::Slid));
+    let step: &DecodeParams = bytemuck::from_bytes(&plan.launches[1].params);
+    assert_eq!((step.attention.capacity, step.attention.window), (1024, 1000));
+    let within = planned(&sliding(1, 100_000), 1);
+    assert_eq!(within, planned(&sliding(1, 5000), 1));
+}
+
+/// Grid and parameters of a launch.
+fn planned(problem: &Problem, launch: usize) -> ([u32; 3], Vec<u8>) {
+    let plan = plan(problem, &device("h200"), &Switches::default()).unwrap();
+    (plan.launches[launch].grid, plan.launches[launch].params.clone())
+}
+
 #[test]
 fn arguments_lie_inside_their_tensors() {
     let devices = ["h200", "a100", "v100"].map(device);
@@ -906,6 +966,12 @@ fn check(plan: &Plan, launch: &Launch) {
         let needs = match launch.entry.family {
             Family::Prologue if launch.entry.kernel().starts_with("quantise_kv") => {
                 quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
+            }
+            Family::Prologue if launch.entry.kernel() == "slide_bias" => {
+                slide_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
+            }
+            Family::Prologue if launch.entry.kernel().starts_with("slide_") => {
+                slide_reach(name, bytemuck::from_bytes(&launch.params))
             }
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
             Family::General | Family::HopperMasked | Family::TiledMasked | Family::Unfused => {
@@ -966,6 +1032,26 @@ fn quantise_reach(name: &str, problem: &Problem, p: &PrologueParams, element: us
         "past_k" | "past_v" => numbers(p.past, p.past_capacity) / per_byte,
         "k_scale" | "v_scale" => scales_reach(problem),
         other => prologue_reach(other, p, element),
+    }
+}
+
+fn slide_reach(name: &str, p: &SlideParams) -> usize {
+    let rows = |rows: u32| (p.batch * p.kv_heads * rows * p.row_vectors) as usize * 16;
+    match name {
+        "from_k" | "from_v" => rows(p.from_rows),
+        "to_k" | "to_v" => rows(p.capacity),
+        "seqlens_k" | "lengths" => p.batch as usize * 4,
+        "position_ids" => (p.batch * p.q_len) as usize * 8,
+        other => panic!("{other}"),
+    }
+}
+
+fn slide_bias_reach(name: &str, p: &SlideBiasParams, element: usize) -> usize {
+    let rows = [p.slide.batch, p.heads, p.slide.q_len];
+    match name {
+        "bias" => reach(p.bias, rows, p.columns) * element,
+        "bias_out" => rows.iter().product::<u32>() as usize * p.columns_out as usize * element,
+        other => slide_reach(other, &p.slide),
     }
 }
 

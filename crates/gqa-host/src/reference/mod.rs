@@ -65,6 +65,8 @@ struct Call<'a> {
     query: Heads,
     /// Last valid index of each sequence.
     seqlens_k: Vec<f64>,
+    /// Which row of each sequence is row 0 of the cache that attention sees.
+    first: Vec<usize>,
     cos: Vec<f64>,
     sin: Vec<f64>,
     position_ids: Vec<f64>,
@@ -84,6 +86,12 @@ enum Source {
     New([usize; 3]),
     /// Zeros.
     Nothing,
+}
+
+/// A cache that slides, before the call, and the rows that the call computes with.
+struct Joined {
+    past: [Tensor; 2],
+    present: [Tensor; 2],
 }
 
 /// One query row's results.
@@ -106,6 +114,7 @@ impl<'a> Call<'a> {
             problem: p,
             query: heads(Some(io.query), 0, n, p.q_len, h),
             seqlens_k: io.seqlens_k.to_f64(),
+            first: Vec::new(),
             cos: values(io.cos_cache),
             sin: values(io.sin_cache),
             position_ids: values(io.position_ids),
@@ -116,29 +125,88 @@ impl<'a> Call<'a> {
             key: heads(io.key, n, nk, p.new_len, h),
             value: heads(io.value, n + nk, nk, p.new_len, p.v_head_size),
         };
+        call.first = (0..p.batch).map(|b| call.gone(b)).collect();
         if p.cache != CacheBinding::External {
             let new_key = |[b, head, s]: [usize; 3]| {
                 call.rotated(b, s, call.normed(call.key.row(b, head, s), &call.k_norm_weight))
             };
             let new_value = |[b, head, s]: [usize; 3]| call.value.row(b, head, s).to_vec();
-            let (past_key, past_value) = (io.past_key, io.past_value);
+            let mut joined = p.slides.then(|| call.room_for_all(io));
+            let (past, [present_key, present_value]) = match &mut joined {
+                Some(Joined { past, present }) => (past.each_ref().map(Some), present.each_mut()),
+                None => {
+                    ([io.past_key, io.past_value], [&mut *io.present_key, &mut *io.present_value])
+                }
+            };
+            let [past_key, past_value] = past;
             let (key, value) = match p.quantised {
                 None => (
-                    call.present(io.present_key, past_key, h, new_key),
-                    call.present(io.present_value, past_value, p.v_head_size, new_value),
+                    call.present(present_key, past_key, h, new_key),
+                    call.present(present_value, past_value, p.v_head_size, new_value),
                 ),
                 Some(how) => {
                     let keys = Codes { how, scales: values(io.k_scale) };
                     let codes = Codes { how, scales: values(io.v_scale) };
                     (
-                        call.present_codes(io.present_key, past_key, h, &keys, new_key),
-                        call.present_codes(io.present_value, past_value, h, &codes, new_value),
+                        call.present_codes(present_key, past_key, h, &keys, new_key),
+                        call.present_codes(present_value, past_value, h, &codes, new_value),
                     )
                 }
             };
+            if let Some(Joined { present: [key, value], .. }) = &joined {
+                call.keep_newest(key, io.present_key);
+                call.keep_newest(value, io.present_value);
+            }
             (call.key, call.value) = (key, value);
         }
         call
+    }
+
+    /// A cache that slides, and one besides with room for the rows in it and the new ones.
+    fn room_for_all(&self, io: &Io<'_>) -> Joined {
+        let given = [(io.past_key, &*io.present_key), (io.past_value, &*io.present_value)];
+        let past = given.map(|(past, present)| past.unwrap_or(present).clone());
+        let present = past.each_ref().map(|past| {
+            let [b, heads, _, size] = self.problem.key_cache_shape(0);
+            Tensor::zeros(past.dtype(), &[b, heads, self.rows(), size])
+        });
+        Joined { past, present }
+    }
+
+    /// Leaves in a cache that slides the newest of the rows in one with room for all.
+    fn keep_newest(&self, joined: &Tensor, present: &mut Tensor) {
+        let p = self.problem;
+        let row = p.key_cache_shape(0)[3] * joined.dtype().size();
+        for (head, from) in joined.bytes().chunks_exact(self.rows() * row).enumerate() {
+            let b = head / p.kv_heads;
+            let kept = self.resident(self.total(b));
+            let evicted = self.total(b) - self.first[b] - kept;
+            let to = &mut present.bytes_mut()[head * p.capacity * row..][..p.capacity * row];
+            to[..kept * row].copy_from_slice(&from[evicted * row..][..kept * row]);
+            if p.cache == CacheBinding::Separate {
+                to[kept * row..].fill(0);
+            }
+        }
+    }
+
+    /// Rows that a cache that slides holds of a sequence of `total`: where it is full, the oldest go before the next one comes, as many as leave room for it and the rows before it
+    /// that it sees.
+    fn resident(&self, total: usize) -> usize {
+        let Problem { capacity, window, .. } = *self.problem;
+        let evicted = capacity + 1 - window.unwrap_or(capacity);
+        (0..total).fold(0, |rows, _| if rows == capacity { rows - evicted + 1 } else { rows + 1 })
+    }
+
+    /// How many of the sequence's rows are gone before the call.
+    fn gone(&self, b: usize) -> usize {
+        let past = self.position(b, 0).max(0) as usize;
+        if self.problem.slides { past - self.resident(past) } else { 0 }
+    }
+
+    /// Rows of the cache that attention sees.
+    fn rows(&self) -> usize {
+        let p = self.problem;
+        p.capacity + if p.slides { p.new_len } else { 0 }
     }
 
     /// Valid keys of a sequence, the new ones included.
@@ -180,7 +248,7 @@ impl<'a> Call<'a> {
             };
             store(tensor, row * size, &values);
         }
-        bnsh(tensor.to_f64(), p.kv_heads, p.capacity, size)
+        bnsh(tensor.to_f64(), p.kv_heads, self.rows(), size)
     }
 
     /// The same of a quantised cache: the new rows' codes are written, and all codes' numbers are returned.
@@ -202,21 +270,21 @@ impl<'a> Call<'a> {
             };
             tensor.bytes_mut()[row * bytes..][..bytes].copy_from_slice(&values);
         }
-        let heads = tensor.bytes().chunks_exact(p.capacity * bytes).enumerate();
+        let heads = tensor.bytes().chunks_exact(self.rows() * bytes).enumerate();
         let rows = heads.flat_map(|(head, rows)| {
             rows.chunks_exact(bytes).map(move |row| codes.decode(head % p.kv_heads, row))
         });
-        bnsh(rows.flatten().collect(), p.kv_heads, p.capacity, size)
+        bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size)
     }
 
     /// The rows of the cache that a call writes, by their number in its tensor, and what becomes of them.
     fn rows_written(&self) -> Vec<(usize, Source)> {
         let (p, mut rows) = (self.problem, Vec::new());
-        let shared = p.cache == CacheBinding::Shared;
+        let shared = p.cache == CacheBinding::Shared && !p.slides;
         for head in 0..p.batch * p.kv_heads {
             let b = head / p.kv_heads;
-            let (total, kept) = (self.total(b), self.kept(b));
-            for row in if shared { kept..total } else { 0..p.capacity } {
+            let (total, kept) = (self.total(b) - self.first[b], self.kept(b) - self.first[b]);
+            for row in if shared { kept..total } else { 0..self.rows() } {
                 let source = if row < kept {
                     Source::Past(head * p.past_capacity + row)
                 } else if row < total {
@@ -224,7 +292,7 @@ impl<'a> Call<'a> {
                 } else {
                     Source::Nothing
                 };
-                rows.push((head * p.capacity + row, source));
+                rows.push((head * self.rows() + row, source));
             }
         }
         rows
@@ -313,7 +381,7 @@ impl<'a> Call<'a> {
         let (weights, lse) = softmax(&logits, if visible.is_empty() { None } else { self.sink(n) });
         let mut output = vec![0.0; self.problem.v_head_size];
         for (weight, j) in weights.iter().zip(visible.clone()) {
-            let value = self.value.row(b, n / self.problem.group(), j);
+            let value = self.value.row(b, n / self.problem.group(), j - self.first[b]);
             output.iter_mut().zip(value).for_each(|(sum, v)| *sum += weight * v);
         }
         let scores = match self.problem.output_qk {
@@ -348,7 +416,7 @@ impl<'a> Call<'a> {
 
     /// The score of a key after scale.
     fn scaled(&self, query: &[f64], b: usize, n: usize, j: usize) -> f64 {
-        let key = self.key.row(b, n / self.problem.group(), j);
+        let key = self.key.row(b, n / self.problem.group(), j - self.first[b]);
         f64::from(self.problem.scale) * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
     }
 

@@ -4,4 +4,5 @@ pub mod band;
 pub mod heads;
 pub mod mask;
 pub mod seqlen;
+pub mod sliding;
 pub mod softmax;

@@ -1,8 +1,8 @@
 //! How many blocks a launch has.
 
-use super::{THREADS, append, concat, norm, positions, quantise, rope, unpack};
+use super::{THREADS, append, concat, norm, positions, quantise, rope, slide, unpack};
 use crate::num::DType;
-use crate::params::PrologueParams;
+use crate::params::{PrologueParams, SlideBiasParams, SlideParams};
 use crate::registry::Entry;
 
 /// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
@@ -10,8 +10,34 @@ const WAVES: u32 = 16;
 
 /// Grid of a prologue kernel: a thread for each vector or pair of vectors, up to what keeps that many multiprocessors busy. Any grid is correct.
 pub fn grid(entry: &Entry, p: &PrologueParams, multiprocessors: u32) -> [u32; 3] {
-    let threads = size(entry, p).into_iter().map(u64::from).fold(1, u64::saturating_mul);
-    let blocks = threads.div_ceil(u64::from(THREADS));
+    of_threads(size(entry, p), multiprocessors)
+}
+
+/// Grid of `slide_kv`: a block for each index, up to the same.
+pub fn slide_kv_grid(p: &SlideParams, multiprocessors: u32) -> [u32; 3] {
+    capped(count(slide::slide_kv_size(p)), multiprocessors)
+}
+
+/// Grid of `slide_lengths`.
+pub fn slide_lengths_grid(p: &SlideParams, multiprocessors: u32) -> [u32; 3] {
+    of_threads(slide::slide_lengths_size(p), multiprocessors)
+}
+
+/// Grid of `slide_bias`.
+pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
+    of_threads(slide::slide_bias_size(p), multiprocessors)
+}
+
+/// A thread for each index.
+fn of_threads(size: [u32; 4], multiprocessors: u32) -> [u32; 3] {
+    capped(count(size).div_ceil(u64::from(THREADS)), multiprocessors)
+}
+
+fn count(size: [u32; 4]) -> u64 {
+    size.into_iter().map(u64::from).fold(1, u64::saturating_mul)
+}
+
+fn capped(blocks: u64, multiprocessors: u32) -> [u32; 3] {
     let cap = u64::from(multiprocessors.clamp(1, 1024) * WAVES);
     [blocks.clamp(1, cap) as u32, 1, 1]
 }

@@ -1,7 +1,7 @@
 //! Work before attention: take packed QKV apart, normalise, rotate, update the cache.
 //!
 //! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors or pairs of
-//! them, and each is copied or rotated ([`rope`]) on its own; in [`norm`] neighbouring lanes share a row. No shared memory, no barriers, no template on the head size; the only
+//! them, and each is copied or rotated ([`rope`]) on its own; in [`norm`] neighbouring lanes share a row, and in `slide_kv` a block moves rows together. No shared memory, no barriers but that one's, no template on the head size; the only
 //! limits are that head_size is a multiple of 8, rotary_dim of 16, and that every row starts on a 16-byte boundary.
 //!
 //! | kernel | does | where |
@@ -16,6 +16,7 @@
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
+//! | `slide_kv`, `slide_lengths`, `slide_bias` | a cache that slides, as one that does not | [`slide`] |
 
 pub mod append;
 pub mod concat;
@@ -23,6 +24,7 @@ pub mod norm;
 pub mod positions;
 pub mod quantise;
 pub mod rope;
+pub mod slide;
 pub mod unpack;
 pub mod walk;
 
@@ -42,4 +44,4 @@ fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
 #[cfg(not(target_arch = "nvptx64"))]
 mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use grid::grid;
+pub use grid::{grid, slide_bias_grid, slide_kv_grid, slide_lengths_grid};

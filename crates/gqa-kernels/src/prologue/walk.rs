@@ -14,14 +14,24 @@ pub struct Walk {
 impl Walk {
     /// This thread's share of the space of that size.
     #[inline(always)]
-    pub fn over(mut size: [u32; 4]) -> Self {
+    pub fn over(size: [u32; 4]) -> Self {
+        // A capped grid has fewer than 2^32 threads.
+        Self::from(size, block_idx_x() * block_dim() + thread_idx(), grid_dim_x() * block_dim())
+    }
+
+    /// This block's share, of which all its threads take every index.
+    #[inline(always)]
+    pub fn of_blocks(size: [u32; 4]) -> Self {
+        Self::from(size, block_idx_x(), grid_dim_x())
+    }
+
+    /// Every `step`-th index from number `first` on.
+    #[inline(always)]
+    fn from(mut size: [u32; 4], first: u32, step: u32) -> Self {
         if size[1] == 0 || size[2] == 0 || size[3] == 0 {
             size = [0, 1, 1, 1];
         }
-        // A capped grid has fewer than 2^32 threads.
-        let at = digits(block_idx_x() * block_dim() + thread_idx(), size);
-        let step = digits(grid_dim_x() * block_dim(), size);
-        Self { size, at, step }
+        Self { size, at: digits(first, size), step: digits(step, size) }
     }
 }
 

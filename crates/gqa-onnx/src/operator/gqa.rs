@@ -60,7 +60,6 @@ const OUTPUT_QK: usize = 3;
 /// The operator of a GroupQueryAttention node.
 pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
-    refuse_a_windowed_cache(&attributes)?;
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
     let qk_output = attributes.int("qk_output").unwrap_or(0);
     if qk_output != 0 && !is_named(&node.output, OUTPUT_QK) {
@@ -73,6 +72,7 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
         .scale(attributes.float("scale").unwrap_or(0.0))
         .softcap(attributes.float("softcap").unwrap_or(0.0))
         .local_window_size(attributes.int("local_window_size").unwrap_or(-1))
+        .sliding_window_cache(sliding_window_cache(&attributes)?)
         .causal(attributes.int("causal").unwrap_or(1))
         .do_rotary(attributes.on("do_rotary"))
         .rotary_interleaved(attributes.on("rotary_interleaved"))
@@ -95,16 +95,12 @@ fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Result<QuantTy
     }
 }
 
-fn refuse_a_windowed_cache(attributes: &Attributes<'_>) -> Result<()> {
+fn sliding_window_cache(attributes: &Attributes<'_>) -> Result<bool> {
     match attributes.int("sliding_window_cache").unwrap_or(0) {
-        0 => Ok(()),
-        1 => Err(not_yet("sliding_window_cache", 1, "0, with local_window_size")),
-        other => Err(Error::invalid("sliding_window_cache", other, "0, 1")),
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Error::invalid("sliding_window_cache", other, "0 or 1")),
     }
-}
-
-fn not_yet(argument: &'static str, got: impl ToString, instead: &'static str) -> Error {
-    gqa_host::Error::NotSupportedYet { argument, got: got.to_string(), instead }.into()
 }
 
 /// The validated call.

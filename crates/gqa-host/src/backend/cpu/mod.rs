@@ -16,6 +16,7 @@ mod panel;
 mod rope;
 mod rows;
 mod sequence;
+mod sliding;
 mod task;
 
 use super::{Backend, Io};
@@ -43,6 +44,9 @@ impl Backend for Cpu {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        if let Some(sliding) = problem.sliding() {
+            return self.run_sliding(problem, sliding, io);
+        }
         match problem.dtype {
             dtype if dtype == DType::F64 || dtype != problem.v_dtype => double::run(problem, io),
             DType::F16 => self.run_as::<f16>(problem, io),

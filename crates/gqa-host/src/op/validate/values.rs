@@ -54,15 +54,17 @@ struct Bounds {
 impl Bounds {
     fn of(p: &Problem, inputs: &Inputs<'_>) -> Self {
         let first_prompt = p.phase == Phase::FirstPrompt;
+        let (slides, rows) = (p.sliding().is_some(), (p.capacity, "rows of present_key"));
         let limits = [
-            Some((p.capacity, "rows of present_key")),
+            Some(if slides { (p.total_len, "rows by total_sequence_length") } else { rows }),
             (first_prompt && p.new_len > 0).then_some((p.q_len, "tokens of a first prompt")),
             p.bias.map(|_| (p.total_len, "columns of attention_bias")),
             (p.output_qk != QkOutput::None).then_some((p.total_len, "columns of output_qk")),
             inputs.cos_cache.and_then(|cos| Some((*cos.shape().first()?, "rows of cos_cache"))),
         ];
         let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
-        Self { least: if first_prompt { 1 } else { p.q_len }, most: most.unwrap_or_default() }
+        let padded = first_prompt && !p.slides;
+        Self { least: if padded { 1 } else { p.q_len }, most: most.unwrap_or_default() }
     }
 
     /// The length of entry `b`, whose last valid token has index `last`.

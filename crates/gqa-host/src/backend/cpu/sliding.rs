@@ -1,0 +1,161 @@
+//! Calls whose cache slides: rows move, and the call is counted from the cache's first row.
+
+use super::Cpu;
+use super::element::foreign;
+use crate::backend::{Backend, Io};
+use crate::{CacheBinding, Problem, Result, Tensor};
+use gqa_kernels::concept::sliding::{Slide, Sliding};
+use ndarray::{Array1, Array2};
+use rayon::prelude::*;
+
+impl Cpu {
+    /// Computes a call whose cache slides.
+    pub(super) fn run_sliding(&self, p: &Problem, sliding: Sliding, io: &mut Io<'_>) -> Result<()> {
+        let Tensor::I32(last) = io.seqlens_k else {
+            return Err(foreign("seqlens_k", io.seqlens_k));
+        };
+        let slides = last.iter().map(|&last| p.slide(sliding, last)).collect();
+        let call = SlidingCall { problem: p, inner: p.counted_from_cache(), slides };
+        if p.is_staged() {
+            return call.run_staged(self, io);
+        }
+        call.make_room(io);
+        call.run_inner(self, io, None)
+    }
+}
+
+/// A call, and the same counted from the cache's first row.
+struct SlidingCall<'a> {
+    problem: &'a Problem,
+    inner: Problem,
+    /// Of each sequence.
+    slides: Vec<Slide>,
+}
+
+impl SlidingCall<'_> {
+    /// Moves what stays besides a token's row to the front.
+    fn make_room(&self, io: &mut Io<'_>) {
+        let kept = |slide: &Slide| slide.after.saturating_sub(1) as usize;
+        self.keep(io.past_key, io.present_key, kept);
+        self.keep(io.past_value, io.present_value, kept);
+    }
+
+    /// Several new rows join the past in a cache of their own, of which the last rows stay.
+    fn run_staged(&self, cpu: &Cpu, io: &mut Io<'_>) -> Result<()> {
+        let p = &self.inner;
+        let (keys, values) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
+        let mut joined = [
+            Tensor::try_zeros("present_key", p.key_cache_dtype(), &keys)?,
+            Tensor::try_zeros("present_value", p.value_cache_dtype(), &values)?,
+        ];
+        self.run_inner(cpu, io, Some(&mut joined))?;
+        let kept = |slide: &Slide| slide.after as usize;
+        self.keep(Some(&joined[0]), io.present_key, kept);
+        self.keep(Some(&joined[1]), io.present_value, kept);
+        Ok(())
+    }
+
+    /// Computes the call counted from the cache, with `joined` as present, or with the caller's.
+    fn run_inner(
+        &self,
+        cpu: &Cpu,
+        io: &mut Io<'_>,
+        joined: Option<&mut [Tensor; 2]>,
+    ) -> Result<()> {
+        let (lengths, positions) = (self.lengths(), self.positions());
+        let bias = io.attention_bias.map(|bias| self.bias(bias)).transpose()?;
+        let is_shared = self.problem.cache == CacheBinding::Shared;
+        let ([past_key, past_value], [present_key, present_value]) = match joined {
+            None => ([None; 2], [&mut *io.present_key, &mut *io.present_value]),
+            Some(joined) if is_shared => {
+                ([Some(&*io.present_key), Some(&*io.present_value)], joined.each_mut())
+            }
+            Some(joined) => ([io.past_key, io.past_value], joined.each_mut()),
+        };
+        let mut inner = Io {
+            query: io.query,
+            key: io.key,
+            value: io.value,
+            past_key,
+            past_value,
+            seqlens_k: &lengths,
+            cos_cache: io.cos_cache,
+            sin_cache: io.sin_cache,
+            position_ids: io.position_ids.or(Some(&positions)),
+            attention_bias: bias.as_ref(),
+            head_sink: io.head_sink,
+            k_scale: io.k_scale,
+            v_scale: io.v_scale,
+            q_norm_weight: io.q_norm_weight,
+            k_norm_weight: io.k_norm_weight,
+            output: io.output,
+            present_key,
+            present_value,
+            output_qk: io.output_qk.as_deref_mut(),
+            lse: io.lse.as_deref_mut(),
+        };
+        cpu.run(&self.inner, &mut inner)
+    }
+
+    /// Rows that attention finds in the cache it reads.
+    fn attended(&self, slide: &Slide) -> u32 {
+        if self.problem.is_staged() { slide.joined } else { slide.after }
+    }
+
+    /// seqlens_k.
+    fn lengths(&self) -> Tensor {
+        let last = |slide| self.attended(slide) as i32 - 1;
+        Array1::from_iter(self.slides.iter().map(last)).into()
+    }
+
+    /// position_ids.
+    fn positions(&self) -> Tensor {
+        let shape = (self.problem.batch, self.problem.q_len);
+        let positions =
+            Array2::from_shape_fn(shape, |(b, s)| i64::from(self.slides[b].past) + s as i64);
+        Tensor::I64(positions.into_dyn())
+    }
+
+    /// The columns of attention_bias that are rows of the cache.
+    fn bias(&self, bias: &Tensor) -> Result<Tensor> {
+        let (p, size) = (self.problem, self.problem.dtype.size());
+        let (Some(given), Some([batch, heads, rows, columns])) =
+            (p.bias_layout(), self.inner.bias_shape())
+        else {
+            return Ok(bias.clone());
+        };
+        let mut slid =
+            Tensor::try_zeros("attention_bias", p.dtype, &[batch, heads, rows, columns])?;
+        for (i, to) in slid.bytes_mut().chunks_exact_mut(columns * size).enumerate() {
+            let [b, head, s] = [i / rows / heads, i / rows % heads, i % rows];
+            let slide = &self.slides[b];
+            let attended = self.attended(slide);
+            let first = (slide.total - attended) as usize;
+            let count = (attended as usize).min(columns).min(p.total_len - first);
+            let start = (given.at(b, head, s) + first) * size;
+            to[..count * size].copy_from_slice(&bias.bytes()[start..][..count * size]);
+        }
+        Ok(slid)
+    }
+
+    /// Moves the rows that stay to the front of `to`, from `from` or within it, and clears what is behind them unless past and present are one.
+    fn keep(&self, from: Option<&Tensor>, to: &mut Tensor, kept: impl Fn(&Slide) -> usize + Sync) {
+        let heads = self.problem.batch * self.problem.kv_heads;
+        let (per_head, clears) =
+            (to.bytes().len() / heads, self.problem.cache == CacheBinding::Separate);
+        let row = per_head / self.problem.capacity;
+        let from = from.map(|from| from.bytes().chunks_exact(from.bytes().len() / heads));
+        let from: Vec<_> = from.into_iter().flatten().collect();
+        to.bytes_mut().par_chunks_exact_mut(per_head).enumerate().for_each(|(head, to)| {
+            let slide = &self.slides[head / self.problem.kv_heads];
+            let (first, length) = (slide.evicted as usize * row, kept(slide) * row);
+            match from.get(head) {
+                Some(from) => to[..length].copy_from_slice(&from[first..first + length]),
+                None => to.copy_within(first..first + length, 0),
+            }
+            if clears {
+                to[length..].fill(0);
+            }
+        });
+    }
+}

@@ -1,0 +1,87 @@
+//! Which rows a cache holds that slides: a sequence may be longer than the cache, and each of its rows sees the newest ones only.
+
+/// Sizes of such a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sliding {
+    /// Newest rows that a row sees, its own included.
+    pub window: u32,
+    /// Rows of the cache; at least `window`.
+    pub capacity: u32,
+}
+
+impl Sliding {
+    /// Rows that the cache holds of a sequence of `total`, its newest, in their order, from row 0 on. All of them while they fit; then the oldest go in blocks of
+    /// `capacity - window + 1`, so that `window` or more remain and not every step has to move rows (the rule of ONNX Runtime 1.31's operator).
+    #[inline(always)]
+    pub const fn resident(self, total: u32) -> u32 {
+        if total <= self.capacity {
+            return total;
+        }
+        let block = self.capacity - self.window + 1;
+        total - (total - self.capacity).div_ceil(block) * block
+    }
+
+    /// What a call does to a sequence of `total` rows, of which the last ones, behind `past`, are new.
+    #[inline(always)]
+    pub const fn slide(self, past: u32, total: u32) -> Slide {
+        let (before, after) = (self.resident(past), self.resident(total));
+        let joined = before + (total - past);
+        Slide { past, total, joined, evicted: joined - after, after }
+    }
+}
+
+/// A sequence's rows in the cache, before and after a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slide {
+    /// Rows of the sequence before the call, in the cache or not.
+    pub past: u32,
+    /// Likewise after the call.
+    pub total: u32,
+    /// Rows in the cache before the call, and the new ones.
+    pub joined: u32,
+    /// How many of these, the oldest, are not in the cache after it.
+    pub evicted: u32,
+    /// Rows in the cache after the call.
+    pub after: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As ONNX Runtime 1.31.1 leaves its cache.
+    #[test]
+    fn rows_go_in_blocks() {
+        let cache = Sliding { window: 4, capacity: 6 };
+        let resident: Vec<_> = (0..=15).map(|total| cache.resident(total)).collect();
+        assert_eq!(resident, [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5, 6]);
+    }
+
+    #[test]
+    fn a_cache_as_long_as_the_window_is_always_full() {
+        let cache = Sliding { window: 6, capacity: 6 };
+        assert!((6..100).all(|total| cache.resident(total) == 6));
+    }
+
+    #[test]
+    fn the_first_new_row_finds_its_window() {
+        for (window, capacity) in [(1, 1), (1, 5), (3, 4), (4, 9)] {
+            let cache = Sliding { window, capacity };
+            for past in 0..40 {
+                assert!(cache.resident(past) >= past.min(window), "{cache:?}, {past}");
+                assert!(cache.resident(past) <= capacity, "{cache:?}, {past}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_stay_are_the_newest() {
+        let cache = Sliding { window: 4, capacity: 6 };
+        assert_eq!(cache.slide(6, 7), Slide { past: 6, total: 7, joined: 7, evicted: 3, after: 4 });
+        assert_eq!(cache.slide(7, 8), Slide { past: 7, total: 8, joined: 5, evicted: 0, after: 5 });
+        assert_eq!(
+            cache.slide(0, 10),
+            Slide { past: 0, total: 10, joined: 10, evicted: 6, after: 4 }
+        );
+    }
+}
