@@ -221,7 +221,7 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
             for s in range(real):
                 position = past[b] + s
                 end = min(position + 1, valid) if causal else valid
-                begin = max(0, end - window) if window > 0 else 0
+                begin = max(0, position + 1 - window) if window > 0 else 0
                 cached = slice(begin - first[b], end - first[b])
                 keys = present_k[b, n // group, cached]
                 x = keys @ q_b[s, n] * scale

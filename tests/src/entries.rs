@@ -3,7 +3,7 @@
 use crate::parity::count;
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
-    heads_up_to, prompts, quantised, quantised_steps, steps,
+    heads_up_to, paged, paged_steps, prompts, quantised, quantised_steps, sliding, steps,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, Switches, plan};
@@ -57,7 +57,7 @@ fn forcing(entry: &Entry) -> [Switches; 2] {
     [Switches { disable_fused_kv: true, ..force.clone() }, force]
 }
 
-/// Any call of either operator.
+/// Any call of the operators.
 fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
     fn shared<C: Parity + 'static>(case: C) -> Rc<dyn Parity> {
         Rc::new(case)
@@ -71,6 +71,9 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         steps(400).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
         quantised(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         quantised_steps(400).prop_map(shared),
+        sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
+        paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
+        paged_steps(400).prop_map(shared),
         attention_case(any_dtype(), 512, 40).prop_map(shared),
         attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),

@@ -5,6 +5,7 @@ mod call;
 mod case;
 mod compare;
 mod entries;
+mod paged;
 mod parity;
 
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
@@ -16,4 +17,5 @@ pub use case::{
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::every_entry;
+pub use paged::{PagedCase, paged, paged_steps};
 pub use parity::{Parity, any_dtype, half_dtype, parity, sequences};

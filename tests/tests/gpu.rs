@@ -7,8 +7,8 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, parity, prompts, prompts_of_wide_scores, quantised, quantised_steps,
-    rotated_prompts, sequences, sliding, steps, tall_steps,
+    half_dtype, heads_up_to, paged, paged_steps, parity, prompts, prompts_of_wide_scores,
+    quantised, quantised_steps, rotated_prompts, sequences, sliding, steps, tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -126,15 +126,30 @@ fn quantised_caches() {
 #[ignore = "needs a GPU"]
 fn sliding_caches() {
     let off = Switches::default;
-    run("cuda, sliding", 1000, sliding(case(any_dtype(), heads_up_to(256), 80), 50), off());
-    run("cuda, sliding steps", 500, sliding(steps(3000), 2000), off());
-    run("cuda, sliding steps over codes", 300, sliding(quantised_steps(3000), 2000), off());
-    run("cuda, sliding prompts", 200, sliding(prompts(256, 400), 300), off());
-    run("cuda, sliding, with a bias", 100, sliding(biased_prompts(256, 400), 300), off());
-    let cases = sliding(case(half_dtype(), heads_up_to(256), 60), 30);
-    sequences("cuda, sliding sequences", 50, 20, cases, || cuda(off()));
-    let codes = sliding(quantised_steps(60), 30);
-    sequences("cuda, sliding sequences of codes", 30, 20, codes, || cuda(off()));
+    run("cuda, sliding", 500, sliding(case(any_dtype(), heads_up_to(256), 80), 50), off());
+    run("cuda, sliding steps", 100, sliding(steps(900), 700), off());
+    run("cuda, sliding steps over codes", 60, sliding(quantised_steps(900), 700), off());
+    run("cuda, sliding prompts", 60, sliding(prompts(256, 300), 200), off());
+    run("cuda, sliding, with a bias", 40, sliding(biased_prompts(256, 300), 200), off());
+    let cases = sliding(case(half_dtype(), heads_up_to(256), 40), 20);
+    sequences("cuda, sliding sequences", 20, 12, cases, || cuda(off()));
+    let codes = sliding(quantised_steps(40), 20);
+    sequences("cuda, sliding sequences of codes", 20, 12, codes, || cuda(off()));
+}
+
+/// Caches of blocks: by the kernels that read them, and by all others from their rows side by side.
+#[test]
+#[ignore = "needs a GPU"]
+fn paged_caches() {
+    let off = Switches::default;
+    run("cuda, blocks", 500, paged_steps(1500), off());
+    for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        let switches = Switches { cluster, splits, ..off() };
+        run("cuda, blocks in clusters", 100, paged_steps(1500), switches);
+    }
+    run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
+    run("cuda, paged prompts", 100, paged(case(half_dtype(), heads_up_to(256), 40), 300), off());
 }
 
 /// Output in float32 by the kernels for prompts, which `prompts` leaves out.

@@ -438,6 +438,7 @@ impl Tensors {
             v_scale: self.get(TensorId::VScale),
             q_norm_weight: self.get(TensorId::QNormWeight),
             k_norm_weight: self.get(TensorId::KNormWeight),
+            pages: None,
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,

@@ -92,9 +92,15 @@ fn a_folder_without_cases_is_a_mistake() -> Result {
 
 /// All stored cases pass on a back end, one line each, then the totals.
 fn stored_cases_pass(backend: &str) -> Result {
-    let folder = cases("gqa");
+    for operator in ["gqa", "paged"] {
+        cases_pass(backend, &cases(operator))?;
+    }
+    Ok(())
+}
+
+fn cases_pass(backend: &str, folder: &Path) -> Result {
     let run = gqa(["check".as_ref(), "--backend".as_ref(), backend.as_ref(), folder.as_os_str()])?;
-    let count = std::fs::read_dir(&folder)?.count();
+    let count = std::fs::read_dir(folder)?.count();
     let broken: Vec<_> = run.stdout.lines().filter(|line| !line.starts_with("ok ")).collect();
     assert_eq!(broken, [format!("{count} passed, 0 failed")], "{}", run.stderr);
     assert_eq!(run.code, Some(0));

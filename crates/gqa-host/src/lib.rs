@@ -10,6 +10,7 @@ pub mod backend;
 pub mod driver;
 mod error;
 pub mod op;
+mod paged;
 pub mod plan;
 mod problem;
 pub mod reference;
@@ -18,8 +19,8 @@ mod tensor;
 
 pub use error::{Error, Result};
 pub use problem::{
-    Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Phase, Problem, QkNorm, QkOutput,
-    Quantisation, Rotary, RowLayout, Sink,
+    Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem, QkNorm,
+    QkOutput, Quantisation, Rotary, RowLayout, Sink,
 };
 pub use tensor::{DType, Tensor, TensorDesc};
 

@@ -104,6 +104,22 @@ impl Quantisation {
     }
 }
 
+/// A cache of blocks, and sequences whose new tokens lie one behind the other: `query`, `key`, `value` and `output` are (tokens, heads · head_size), the cache is
+/// (blocks, rows of a block, KV heads, head_size).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pages {
+    /// New tokens of all sequences.
+    pub tokens: usize,
+    /// Blocks of the cache.
+    pub blocks: usize,
+    /// Rows of a block.
+    pub block_size: usize,
+    /// Blocks of a sequence at most: columns of block_table.
+    pub per_sequence: usize,
+    /// slot_mapping says where new rows go, rather than block_table.
+    pub slots: bool,
+}
+
 /// The extra logit in the softmax denominator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sink {
@@ -211,6 +227,8 @@ pub struct Problem {
     pub cache: CacheBinding,
     /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
     pub slides: bool,
+    /// Blocks that the cache consists of; then a sequence has up to `q_len` new tokens and `total_len` in all.
+    pub pages: Option<Pages>,
     /// What the cache holds instead of numbers.
     pub quantised: Option<Quantisation>,
     /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
@@ -253,6 +271,7 @@ impl Hash for Problem {
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
         (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantised)
             .hash(state);
+        self.pages.hash(state);
     }
 }
 
@@ -279,6 +298,7 @@ impl Problem {
             alignment: Alignment::Phase,
             cache: CacheBinding::External,
             slides: false,
+            pages: None,
             quantised: None,
             packed: false,
             layout: Layout::Bsnh,
@@ -338,6 +358,9 @@ impl Problem {
 
     /// Shape of a tensor with `heads` heads of `size` elements and `rows` rows in this call's layout.
     fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
+        if let Some(pages) = self.pages {
+            return vec![pages.tokens, heads * size];
+        }
         match self.layout {
             Layout::Bsnh => vec![self.batch, rows, heads * size],
             Layout::Bnsh => vec![self.batch, heads, rows, size],
@@ -347,6 +370,11 @@ impl Problem {
     /// Shape of query, unpacked.
     pub fn query_shape(&self) -> Vec<usize> {
         self.shape(self.q_heads, self.q_len, self.head_size)
+    }
+
+    /// Shape of query that holds keys and values too.
+    pub(crate) fn packed_shape(&self) -> Vec<usize> {
+        self.shape(self.q_heads + 2 * self.kv_heads, self.q_len, self.head_size)
     }
 
     /// Shape of key.
@@ -366,12 +394,19 @@ impl Problem {
 
     /// Shape of present_key, or of past_key with `rows` rows.
     pub fn key_cache_shape(&self, rows: usize) -> [usize; 4] {
-        [self.batch, self.kv_heads, rows, self.cached(self.head_size)]
+        self.cache_shape(rows, self.head_size)
     }
 
     /// Shape of present_value, or of past_value with `rows` rows.
     pub fn value_cache_shape(&self, rows: usize) -> [usize; 4] {
-        [self.batch, self.kv_heads, rows, self.cached(self.v_head_size)]
+        self.cache_shape(rows, self.v_head_size)
+    }
+
+    fn cache_shape(&self, rows: usize, size: usize) -> [usize; 4] {
+        match self.pages {
+            Some(pages) => [pages.blocks, pages.block_size, self.kv_heads, self.cached(size)],
+            None => [self.batch, self.kv_heads, rows, self.cached(size)],
+        }
     }
 
     /// Elements of a cache's tensor that hold so many numbers.

@@ -144,7 +144,7 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
         );
         let dtype = match entry.kernel() {
             "seqlens_to_pos_ids" | "slide_lengths" => "integers".to_owned(),
-            "slide_kv" => "all".to_owned(),
+            "slide_kv" | "paged_gather" | "paged_scatter" => "all".to_owned(),
             _ => format!("{:?}", entry.dtype).to_lowercase(),
         };
         match rows.iter_mut().find(|(have, types)| {

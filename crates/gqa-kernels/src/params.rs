@@ -257,6 +257,44 @@ pub struct SlideBiasParams {
     pub columns_out: u32,
 }
 
+/// Scalars of the kernels of a cache of blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PagedParams {
+    /// Strides of the query given; its rows are tokens of all sequences.
+    pub q: Strides,
+    /// Strides of the new keys given, likewise.
+    pub k: Strides,
+    /// Strides of the new values given, likewise.
+    pub v: Strides,
+    /// Rotary embedding.
+    pub rotary: RotaryParams,
+    /// Sequences.
+    pub batch: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Elements of one head.
+    pub head_size: u32,
+    /// 16-byte vectors of one head.
+    pub row_vectors: u32,
+    /// Most new tokens of a sequence, S.
+    pub q_len: u32,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Most rows of a sequence, the new ones included.
+    pub capacity: u32,
+    /// Blocks of the cache.
+    pub blocks: u32,
+    /// Rows of a block.
+    pub block_size: u32,
+    /// Blocks of a sequence: columns of block_table.
+    pub per_sequence: u32,
+    /// 1: `paged_append` writes queries for attention. 0: that reads them where they are.
+    pub moves_queries: u32,
+}
+
 /// Scalars of the decode kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -288,9 +326,27 @@ pub struct DecodeParams {
     pub per_channel: u32,
 }
 
+/// Scalars of the decode kernels whose cache consists of blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PagedDecodeParams {
+    /// The step; of the cache's strides those of heads and rows count. Nothing is asked for ahead.
+    pub decode: DecodeParams,
+    /// Blocks of a sequence: columns of block_table.
+    pub per_sequence: u32,
+    /// Logarithm of a block's rows, which are as many as a tile's or more.
+    pub log_block_size: u32,
+    /// Blocks of the cache.
+    pub blocks: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
+const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 4 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 * 4);
 const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

@@ -22,14 +22,15 @@ use {
     },
     crate::num::{Code, Float8, Int4, Int8, bf16, f16},
     crate::params::{
-        AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, SlideBiasParams,
-        SlideParams,
+        AttentionParams, DecodeParams, HopperParams, MaskedParams, PagedDecodeParams, PagedParams,
+        PrologueParams, SlideBiasParams, SlideParams,
     },
     crate::prologue::{
         self,
         append::concat_kv_in_place,
         concat::{concat_new_to_past_kv, concat_rows},
         norm::qk_norm,
+        paged::{paged_append, paged_gather, paged_scatter},
         positions::seqlens_to_pos_ids,
         quantise::quantise_kv,
         rope::{rotary_embedding, rotary_rows},
@@ -147,6 +148,9 @@ static TABLES: &[&[Entry]] = &[
     ROTARY_EMBEDDING,
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
+    PAGED_APPEND,
+    PAGED_GATHER,
+    PAGED_SCATTER,
     SLIDE_KV,
     SLIDE_LENGTHS,
     SLIDE_BIAS,
@@ -170,6 +174,7 @@ static TABLES: &[&[Entry]] = &[
     DECODE,
     DECODE_OUT32,
     DECODE_CODES,
+    DECODE_PAGED,
 ];
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
@@ -253,7 +258,27 @@ kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, posit
     gqa_seqlens_to_pos_ids => seqlens_to_pos_ids, T = f32;
 });
 
+kernels!(PAGED_APPEND, Prologue, "family-prologue",
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, q_out: T, k_cache: T, v_cache: T;
+     p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_append_f32 => paged_append::<f32>, T = f32;
+    gqa_paged_append_f16 => paged_append::<f16>, T = f16;
+    gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;
+});
+
 // Rows move as bytes, whatever they hold.
+kernels!(PAGED_GATHER, Prologue, "family-prologue",
+    (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_gather => paged_gather, T = f32;
+});
+
+kernels!(PAGED_SCATTER, Prologue, "family-prologue", (rows: u8, starts: i32, past_seqlens: i32, out: u8; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_scatter => paged_scatter, T = f32;
+});
+
 kernels!(SLIDE_KV, Prologue, "family-prologue",
     (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams), {
     gqa_slide_kv => slide_kv, T = f32, {
@@ -585,4 +610,36 @@ decode_codes_kernels! {
     gqa_decode_i4_f16_d128_r16, gqa_decode_i4_bf16_d128_r16 => decode::D128Codes4<2>, Int4;
     gqa_decode_i4_f16_d256_r8, gqa_decode_i4_bf16_d256_r8 => decode::D256Codes4<1>, Int4;
     gqa_decode_i4_f16_d256_r16, gqa_decode_i4_bf16_d256_r16 => decode::D256Codes4<2>, Int4;
+}
+
+/// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER SM`.
+macro_rules! decode_paged_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
+        decode_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
+        kernels!(DECODE_PAGED, DecodePaged, "family-decode-paged",
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, past_seqlens: i32, block_table: i32, head_sink: T, k: T, v: T, out: T, lse: f32,
+             partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
+            $name => <$shape>::run_paged, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                cluster: decode::MAX_RANKS, communicates: true };
+        )* });
+    };
+}
+
+decode_paged_kernels! {
+    gqa_decode_paged_f16_d64_r8, gqa_decode_paged_bf16_d64_r8 => decode::D64<1>, 1;
+    gqa_decode_paged_f16_d64_r8_w4, gqa_decode_paged_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
+    gqa_decode_paged_f16_d64_r16, gqa_decode_paged_bf16_d64_r16 => decode::D64<2>, 1;
+    gqa_decode_paged_f16_d64_r16_w4, gqa_decode_paged_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
+    gqa_decode_paged_f16_d128_r8, gqa_decode_paged_bf16_d128_r8 => decode::D128<1>, 1;
+    gqa_decode_paged_f16_d128_r8_w4, gqa_decode_paged_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
+    gqa_decode_paged_f16_d128_r16, gqa_decode_paged_bf16_d128_r16 => decode::D128<2>, 1;
+    gqa_decode_paged_f16_d128_r16_w4, gqa_decode_paged_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
+    gqa_decode_paged_f16_d256_r8, gqa_decode_paged_bf16_d256_r8 => decode::D256<1>, 1;
+    gqa_decode_paged_f16_d256_r8_w4, gqa_decode_paged_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
+    gqa_decode_paged_f16_d256_r16, gqa_decode_paged_bf16_d256_r16 => decode::D256<2>, 1;
+    gqa_decode_paged_f16_d256_r16_w4, gqa_decode_paged_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
 }

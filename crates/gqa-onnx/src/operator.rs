@@ -2,10 +2,11 @@
 
 mod attention;
 mod gqa;
+mod paged;
 mod rotary;
 
 use gqa_host::backend::Backend;
-use gqa_host::op::{Attention, GroupQueryAttention, RotaryEmbedding};
+use gqa_host::op::{Attention, GroupQueryAttention, PagedAttention, RotaryEmbedding};
 use gqa_host::{Problem, Tensor};
 
 use crate::proto::NodeProto;
@@ -24,13 +25,14 @@ pub enum Operator {
         /// Operator set, 23 to 25.
         opset: i64,
     },
+    /// com.microsoft.PagedAttention
+    PagedAttention(PagedAttention),
     /// ai.onnx.RotaryEmbedding
     RotaryEmbedding(RotaryEmbedding),
 }
 
 /// What [`Operator::from_node`] knows, as messages list it.
-const SUPPORTED: &str =
-    "com.microsoft.GroupQueryAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding";
+const SUPPORTED: &str = "com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding";
 
 impl Operator {
     /// The node's operator. `version` gives the imported version of a domain.
@@ -43,6 +45,10 @@ impl Operator {
             ("com.microsoft", "GroupQueryAttention") => {
                 expect_version("com.microsoft", version("com.microsoft"), 1)?;
                 gqa::from_node(node).map(Self::GroupQueryAttention)
+            }
+            ("com.microsoft", "PagedAttention") => {
+                expect_version("com.microsoft", version("com.microsoft"), 1)?;
+                paged::from_node(node).map(Self::PagedAttention)
             }
             ("ai.onnx", "Attention") => {
                 let opset = onnx_version(version, 23..=25)?;
@@ -64,6 +70,7 @@ impl Operator {
         match self {
             Self::GroupQueryAttention(_) => &gqa::INPUTS,
             Self::Attention { .. } => &attention::INPUTS,
+            Self::PagedAttention(_) => &paged::INPUTS,
             Self::RotaryEmbedding(_) => &rotary::INPUTS,
         }
     }
@@ -73,6 +80,7 @@ impl Operator {
         match self {
             Self::GroupQueryAttention(_) => &gqa::OUTPUTS,
             Self::Attention { .. } => &attention::OUTPUTS,
+            Self::PagedAttention(_) => &paged::OUTPUTS,
             Self::RotaryEmbedding(_) => &rotary::OUTPUTS,
         }
     }
@@ -164,6 +172,7 @@ impl Call {
         match &self.operator {
             Operator::GroupQueryAttention(op) => gqa::problem(op, &self.arguments),
             Operator::Attention { op, opset } => attention::problem(op, *opset, &self.arguments),
+            Operator::PagedAttention(op) => paged::problem(op, &self.arguments),
             Operator::RotaryEmbedding(op) => rotary::problem(op, &self.arguments),
         }
     }
@@ -175,6 +184,7 @@ impl Call {
             Operator::Attention { op, opset } => {
                 attention::run(op, *opset, &self.arguments, backend)
             }
+            Operator::PagedAttention(op) => paged::run(op, &self.arguments, backend),
             Operator::RotaryEmbedding(op) => rotary::run(op, &self.arguments, backend),
         }
     }

@@ -23,6 +23,11 @@ impl<'a> Io<'a> {
             TensorId::VScale => self.v_scale,
             TensorId::QNormWeight => self.q_norm_weight,
             TensorId::KNormWeight => self.k_norm_weight,
+            TensorId::CumulativeSequenceLength => {
+                self.pages.map(|pages| pages.cumulative_sequence_length)
+            }
+            TensorId::BlockTable => self.pages.map(|pages| pages.block_table),
+            TensorId::SlotMapping => self.pages.and_then(|pages| pages.slot_mapping),
             _ => None,
         }
     }

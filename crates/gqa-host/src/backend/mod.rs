@@ -24,7 +24,7 @@ pub struct Io<'a> {
     pub past_key: Option<&'a Tensor>,
     /// past_value (separate cache)
     pub past_value: Option<&'a Tensor>,
-    /// int32, one element per batch entry
+    /// int32, one element per batch entry; past_seqlens where the cache consists of blocks
     pub seqlens_k: &'a Tensor,
     /// cos_cache
     pub cos_cache: Option<&'a Tensor>,
@@ -44,6 +44,8 @@ pub struct Io<'a> {
     pub q_norm_weight: Option<&'a Tensor>,
     /// k_norm_weight
     pub k_norm_weight: Option<&'a Tensor>,
+    /// Where sequences and their rows are, if the cache consists of blocks
+    pub pages: Option<PageTables<'a>>,
     /// output
     pub output: &'a mut Tensor,
     /// present_key
@@ -54,6 +56,17 @@ pub struct Io<'a> {
     pub output_qk: Option<&'a mut Tensor>,
     /// float32 (batch, query heads, rows)
     pub lse: Option<&'a mut Tensor>,
+}
+
+/// What says where a sequence's tokens and its rows in a cache of blocks are.
+#[derive(Clone, Copy, Debug)]
+pub struct PageTables<'a> {
+    /// int32 (batch + 1)
+    pub cumulative_sequence_length: &'a Tensor,
+    /// int32 (batch, blocks of a sequence)
+    pub block_table: &'a Tensor,
+    /// int32 (tokens)
+    pub slot_mapping: Option<&'a Tensor>,
 }
 
 /// Computes problems on host tensors.

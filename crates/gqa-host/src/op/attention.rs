@@ -212,6 +212,7 @@ impl AttentionOutputs {
             v_scale: None,
             q_norm_weight: None,
             k_norm_weight: None,
+            pages: None,
             output: &mut self.y,
             present_key: self.present_key.as_mut().unwrap_or(no_key),
             present_value: self.present_value.as_mut().unwrap_or(no_value),

@@ -39,6 +39,7 @@ impl KvCache {
                 v_scale: None,
                 q_norm_weight: None,
                 k_norm_weight: None,
+                pages: None,
                 output: &mut output,
                 present_key: &mut self.key,
                 present_value: &mut self.value,

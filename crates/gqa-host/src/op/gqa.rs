@@ -333,6 +333,7 @@ impl Outputs {
             v_scale: inputs.v_scale,
             q_norm_weight: inputs.q_norm_weight,
             k_norm_weight: inputs.k_norm_weight,
+            pages: None,
             output: &mut self.output,
             present_key: &mut self.present_key,
             present_value: &mut self.present_value,

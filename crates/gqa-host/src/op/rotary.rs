@@ -63,6 +63,7 @@ impl RotaryEmbedding {
                 v_scale: None,
                 q_norm_weight: None,
                 k_norm_weight: None,
+                pages: None,
                 output: &mut output,
                 present_key,
                 present_value,

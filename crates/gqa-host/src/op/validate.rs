@@ -118,15 +118,7 @@ impl GroupQueryAttention {
 
     /// Attributes that mean something by themselves.
     fn check_numbers(&self) -> Result<()> {
-        for (argument, number) in [("scale", self.scale), ("softcap", self.softcap)] {
-            if !number.is_finite() {
-                return Err(Error::invalid(argument, number, "a finite number"));
-            }
-        }
-        if !(self.qk_norm_epsilon.is_finite() && self.qk_norm_epsilon > 0.0) {
-            let allowed = "a finite number greater than 0";
-            return Err(Error::invalid("qk_norm_epsilon", self.qk_norm_epsilon, allowed));
-        }
+        check_factors(self.scale, self.softcap, self.qk_norm_epsilon)?;
         if !(0..=1).contains(&self.causal) {
             return Err(Error::invalid("causal", self.causal, "0 or 1"));
         }
@@ -189,6 +181,20 @@ impl GroupQueryAttention {
             })),
         }
     }
+}
+
+/// Errs where scores or norms would not be numbers.
+pub(super) fn check_factors(scale: f32, softcap: f32, epsilon: f32) -> Result<()> {
+    for (argument, number) in [("scale", scale), ("softcap", softcap)] {
+        if !number.is_finite() {
+            return Err(Error::invalid(argument, number, "a finite number"));
+        }
+    }
+    if !(epsilon.is_finite() && epsilon > 0.0) {
+        let allowed = "a finite number greater than 0";
+        return Err(Error::invalid("qk_norm_epsilon", epsilon, allowed));
+    }
+    Ok(())
 }
 
 /// What the rows of a call are. Nothing but these two lengths decides.

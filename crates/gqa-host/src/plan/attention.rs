@@ -21,7 +21,7 @@ use gqa_kernels::registry::{Entry, Family, entries, find};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Choice {
     candidate: Candidate,
-    entry: &'static Entry,
+    pub(super) entry: &'static Entry,
     parts: Parts,
 }
 
@@ -77,7 +77,7 @@ fn refusals(decisions: &[Decision]) -> String {
 }
 
 /// The candidate's kernel for the call, or the first reason against it.
-fn consider(
+pub(super) fn consider(
     candidate: Candidate,
     p: &Problem,
     device: &DeviceInfo,
@@ -105,6 +105,7 @@ fn consider(
             suits_flash(p)?;
             suits_codes(p)?;
         }
+        Candidate::DecodePaged => suits_blocks(p)?,
         Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper
@@ -112,8 +113,9 @@ fn consider(
         | Candidate::TiledF32
         | Candidate::TiledWide => suits_flash(p)?,
     }
-    if let Candidate::Decode | Candidate::DecodeCodes = candidate {
+    if let Candidate::Decode | Candidate::DecodeCodes | Candidate::DecodePaged = candidate {
         let entry = decode::entry(p, candidate.family(), device, forced)?;
+        decode::suits_blocks(p, entry)?;
         let (entry, clusters) = decode::clusters(p, entry, device, switches)?;
         return Ok(Choice { candidate, entry, parts: Parts::Clusters(clusters) });
     }
@@ -132,6 +134,7 @@ fn consider(
         }
         Candidate::Tiled | Candidate::TiledMasked => rounds_output(p)?,
         Candidate::DecodeCodes
+        | Candidate::DecodePaged
         | Candidate::Decode
         | Candidate::TiledF32
         | Candidate::General
@@ -144,6 +147,7 @@ impl Candidate {
     const fn family(self) -> Family {
         match self {
             Self::DecodeCodes => Family::DecodeCodes,
+            Self::DecodePaged => Family::DecodePaged,
             Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
@@ -173,8 +177,9 @@ impl Candidate {
             | Self::TiledWide => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
             }
-            Self::DecodeCodes | Self::Decode | Self::SplitKv => {
-                let fused = self == Self::DecodeCodes && switches.disable_fused_kv;
+            Self::DecodeCodes | Self::DecodePaged | Self::Decode | Self::SplitKv => {
+                let appends = matches!(self, Self::DecodeCodes | Self::DecodePaged);
+                let fused = appends && switches.disable_fused_kv;
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
                     .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE"))
                     .or(by(fused, "GQA_DISABLE_FUSED_KV"))
@@ -216,6 +221,15 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
         QkOutput::Scaled | QkOutput::Capped | QkOutput::Biased => {
             Err(Rejection::Argument { name: "qk_matmul_output in modes 0 to 2" })
         }
+    }
+}
+
+/// One token of each sequence, whose row goes where the table says.
+fn suits_blocks(p: &Problem) -> Result<(), Rejection> {
+    match p.pages {
+        Some(pages) if pages.slots => Err(Rejection::Argument { name: "slot_mapping" }),
+        _ if !p.has_single_tokens() => Err(Rejection::SeveralTokens),
+        _ => Ok(()),
     }
 }
 
@@ -441,6 +455,7 @@ pub(super) fn launches(
                 .map(|launch| vec![launch]);
         }
         Candidate::DecodeCodes
+        | Candidate::DecodePaged
         | Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper

@@ -10,6 +10,8 @@ use std::fmt;
 pub enum Candidate {
     /// A token step in one launch whose cache holds codes, on Hopper.
     DecodeCodes,
+    /// A token step in one launch whose cache consists of blocks, on Hopper. The planner asks for it where the cache does, and for the others where not.
+    DecodePaged,
     /// A token step in one launch, by clusters of blocks: few query rows, many keys, on Hopper.
     Decode,
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
@@ -33,7 +35,7 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    /// In the order in which the planner asks.
+    /// In the order in which the planner asks, for a cache without blocks.
     pub const ALL: [Self; 11] = [
         Self::DecodeCodes,
         Self::Decode,
@@ -52,6 +54,7 @@ impl Candidate {
     pub const fn name(self) -> &'static str {
         match self {
             Self::DecodeCodes => "decode_codes",
+            Self::DecodePaged => "decode_paged",
             Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
@@ -95,6 +98,15 @@ pub enum Rejection {
     NotQuantised,
     /// The kernel appends to the cache that it reads.
     NotShared,
+    /// The kernel is for one token of each sequence.
+    SeveralTokens,
+    /// A tile of keys lies in one block.
+    BlockSize {
+        /// The call's.
+        got: usize,
+        /// Keys of a tile.
+        need: u32,
+    },
     /// The kernel's rows end with the sequence or begin with it.
     Alignment {
         /// The call's.
@@ -219,6 +231,10 @@ impl fmt::Display for Rejection {
             Self::NoMask => write!(f, "there is no attention_bias"),
             Self::NotQuantised => write!(f, "the cache holds no codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
+            Self::SeveralTokens => write!(f, "not every sequence has one token"),
+            Self::BlockSize { got, need } => {
+                write!(f, "blocks of {got} rows are no power of two of {need} or more")
+            }
             Self::Alignment { got } => write!(f, "does not take {got}"),
             Self::Window => write!(f, "does not take a window to the right, or to the left alone"),
             Self::Values { dtype, size } => {

@@ -7,11 +7,11 @@ use super::params::{arguments, params};
 use super::prologue::{Rows, rotary_params};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId};
-use crate::{CacheBinding, Problem, Result};
+use crate::{CacheBinding, Pages, Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode::{self, Shape};
 use gqa_kernels::num::Format;
-use gqa_kernels::params::{DecodeParams, RotaryParams, Strides};
+use gqa_kernels::params::{DecodeParams, PagedDecodeParams, RotaryParams, Strides};
 use gqa_kernels::registry::{Entry, Family, entries};
 
 /// The clusters of a call.
@@ -92,6 +92,18 @@ pub(super) fn entry(
     Ok(entry)
 }
 
+/// Errs where a tile of keys may lie in two blocks of the cache.
+pub(super) fn suits_blocks(p: &Problem, entry: &Entry) -> Result<(), Rejection> {
+    // Blocks of half size have larger tiles.
+    let need = half_like(entry).map_or(entry.keys, |half| half.keys.max(entry.keys));
+    match p.pages {
+        Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
+            Err(Rejection::BlockSize { got, need })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Codes in the room of an element of 16 bits.
 fn codes_per_element(entry: &Entry) -> u32 {
     match entry.codes {
@@ -101,10 +113,16 @@ fn codes_per_element(entry: &Entry) -> u32 {
     }
 }
 
-/// The same kernel in blocks of which a multiprocessor holds two.
+/// The same kernel in blocks of which a multiprocessor holds two, if it has room for them.
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     /// What a block takes of a multiprocessor's shared memory besides its own.
     const RESERVED: u32 = 1024;
+    let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;
+    half_like(entry).filter(fits)
+}
+
+/// The same kernel in blocks of half the size.
+fn half_like(entry: &Entry) -> Option<&'static Entry> {
     let is_like = |other: &&Entry| {
         other.family == entry.family
             && other.dtype == entry.dtype
@@ -112,8 +130,7 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
             && other.arguments == entry.arguments
             && other.min_blocks == 2
     };
-    let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;
-    entries().find(is_like).filter(fits)
+    entries().find(is_like)
 }
 
 /// The switches' clusters, or those with which the call ends first, and the kernel for them: `entry` or, unless that is forced, its half.
@@ -177,6 +194,10 @@ pub(super) fn launches(
     let Clusters { ranks, parts } = clusters;
     let fused = is_fused(p, entry, fused);
     let mut attention = params(p, rows.query.strides, 1)?;
+    if p.pages.is_some() {
+        let [head, row] = [p.head_size as u64, (p.kv_heads * p.head_size) as u64];
+        (attention.k, attention.v) = ([(); 2].map(|()| Strides { batch: 0, head, row })).into();
+    }
     let codes = p.quantised.filter(|_| entry.codes.is_some());
     if let Some(how) = codes {
         let bytes = |numbers: Strides| {
@@ -230,7 +251,28 @@ pub(super) fn launches(
     };
     bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
     let grid = decode::grid(&params, ranks);
-    Ok(vec![Launch { cluster: ranks, programmatic: true, ..launch(entry, grid, &bound, &params)? }])
+    let launch = match p.pages {
+        None => launch(entry, grid, &bound, &params)?,
+        Some(pages) => {
+            bound.extend([
+                ("past_seqlens", tensor(p, TensorId::SeqlensK, 0)),
+                ("block_table", tensor(p, TensorId::BlockTable, 0)),
+            ]);
+            launch(entry, grid, &bound, &paged(params, pages)?)?
+        }
+    };
+    Ok(vec![Launch { cluster: ranks, programmatic: true, ..launch }])
+}
+
+/// What a step over blocks is told besides.
+fn paged(decode: DecodeParams, pages: Pages) -> Result<PagedDecodeParams> {
+    Ok(PagedDecodeParams {
+        decode,
+        per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+        log_block_size: pages.block_size.ilog2(),
+        blocks: u32_of("blocks", pages.blocks)?,
+        reserved: 0,
+    })
 }
 
 /// Whether teams ask for their first keys before they know how many there are. Rows that the call appends must not be among them, unless one cluster
@@ -242,7 +284,7 @@ fn asks_ahead(p: &Problem, entry: &Entry, clusters: Clusters, appends: bool) -> 
     let is_alone = parts == 1 && row_tiles == 1;
     let most_ahead = (ranks * entry.threads / 32 * entry.keys) as usize;
     let has_more = ranks == 1 || p.total_len > 2 * most_ahead;
-    p.window.is_none() && has_more && (!appends || is_alone)
+    p.window.is_none() && p.pages.is_none() && has_more && (!appends || is_alone)
 }
 
 fn position_stride(p: &Problem) -> usize {

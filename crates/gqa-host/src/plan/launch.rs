@@ -4,7 +4,7 @@ use super::{Arg, Launch, TensorId};
 use crate::{DType, Error, Problem, Result, RowLayout};
 use bytemuck::Pod;
 use gqa_kernels::params::Strides;
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{Entry, entries};
 
 /// Where a (batch, head, row) tensor of a launch is.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +89,13 @@ pub(super) fn launch(
     let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
     let params = bytemuck::bytes_of(params).to_vec();
     Ok(Launch { entry, grid, cluster: 1, programmatic: false, args, params })
+}
+
+/// The kernel of that name, for an element type where it knows any.
+pub(super) fn find(kernel: &str, dtype: Option<gqa_kernels::num::DType>) -> Result<&'static Entry> {
+    entries()
+        .find(|entry| entry.kernel() == kernel && dtype.is_none_or(|dtype| entry.dtype == dtype))
+        .ok_or_else(|| Error::NoKernel(format!("{kernel} has no kernel for the call's type")))
 }
 
 /// A number that the device takes as 32 bits.

@@ -11,6 +11,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
 //! | quantised cache | as a shared one, of numbers in scratch, and then `quantise_kv`: codes of new rows, numbers of all |
 //! | external cache | none |
+//! | a cache of blocks | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter`; `decode_paged` needs `qk_norm` only |
 //! | a cache that slides | `slide_kv` or `slide_lengths`, and what the rest of this table says; where rows are several, `slide_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!
@@ -28,9 +29,11 @@ mod device;
 mod explain;
 mod hopper;
 mod launch;
+mod paged;
 mod params;
 mod planner;
 mod prologue;
+mod rebind;
 mod sliding;
 pub mod switches;
 mod tensors;
@@ -67,7 +70,7 @@ pub enum TensorId {
     PastKey,
     /// past_value
     PastValue,
-    /// seqlens_k
+    /// seqlens_k, or past_seqlens where the cache consists of blocks
     SeqlensK,
     /// cos_cache
     CosCache,
@@ -87,6 +90,12 @@ pub enum TensorId {
     QNormWeight,
     /// k_norm_weight
     KNormWeight,
+    /// cumulative_sequence_length
+    CumulativeSequenceLength,
+    /// block_table
+    BlockTable,
+    /// slot_mapping
+    SlotMapping,
     /// output
     Output,
     /// present_key
@@ -207,10 +216,12 @@ pub struct Plan {
 /// Chooses the kernels for `problem` on `device`.
 pub fn plan(problem: &Problem, device: &DeviceInfo, switches: &Switches) -> Result<Plan> {
     let mut scratch = Scratch::default();
-    let Composed { launches, decisions, positions } = match problem.sliding() {
-        Some(how) => sliding::compose(problem, how, device, switches, &mut scratch)?,
-        None => Composed::of(problem, device, switches, &mut scratch)?,
+    let composed = match (problem.pages, problem.sliding()) {
+        (Some(pages), _) => paged::compose(problem, pages, device, switches, &mut scratch)?,
+        (None, Some(how)) => sliding::compose(problem, how, device, switches, &mut scratch)?,
+        (None, None) => Composed::of(problem, device, switches, &mut scratch)?,
     };
+    let Composed { launches, decisions, positions } = composed;
     check_forced(switches, &launches)?;
     Ok(Plan {
         problem: problem.clone(),

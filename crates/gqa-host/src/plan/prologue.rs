@@ -178,6 +178,22 @@ impl Rows {
     }
 }
 
+impl Rows {
+    /// The tokens of one sequence as the only tokens of as many.
+    pub(super) fn one_of_each_sequence(self) -> Self {
+        let apart = |rows: Operand| {
+            let strides = Strides { batch: rows.strides.row, ..rows.strides };
+            Operand { strides, ..rows }
+        };
+        Self {
+            query: apart(self.query),
+            key: apart(self.key),
+            value: apart(self.value),
+            attended: self.attended,
+        }
+    }
+}
+
 /// The launches before attention, and where attention finds the rows. Unless it appends them itself, K and V are in the present cache.
 pub(super) fn prologue(
     p: &Problem,
@@ -192,6 +208,19 @@ pub(super) fn prologue(
     }
     for step in steps(p, fused, absorbed) {
         builder.step(step)?;
+    }
+    Ok((builder.launches, builder.rows))
+}
+
+/// The launch that normalises, if anything does, and where rows are then.
+pub(super) fn normalise(
+    p: &Problem,
+    device: &DeviceInfo,
+    scratch: &mut Scratch,
+) -> Result<(Vec<Launch>, Rows)> {
+    let mut builder = Builder::new(p, device, scratch)?;
+    if p.qk_norm.is_some() {
+        builder.step(Step::Normalise)?;
     }
     Ok((builder.launches, builder.rows))
 }

@@ -8,13 +8,14 @@
 //!
 //! `slide_bias` comes before the call where it has an attention_bias.
 
-use super::launch::{Scratch, element, launch, strides, tensor, u32_of};
-use super::{Arg, Composed, DeviceInfo, Launch, Positions, Switches, TensorId, TensorMap};
+use super::launch::{Scratch, element, find, launch, strides, tensor, u32_of};
+use super::rebind::Rebind;
+use super::{Arg, Composed, DeviceInfo, Launch, Positions, Switches, TensorId};
 use crate::{CacheBinding, DType, Error, Phase, Problem, Result};
 use gqa_kernels::concept::sliding::Sliding;
 use gqa_kernels::params::{SlideBiasParams, SlideParams};
 use gqa_kernels::prologue::{slide_bias_grid, slide_kv_grid, slide_lengths_grid};
-use gqa_kernels::registry::{Entry, entries};
+use gqa_kernels::registry::Entry;
 
 /// The launches of a call whose cache slides.
 pub(super) fn compose(
@@ -28,7 +29,8 @@ pub(super) fn compose(
     let window = Window::new(problem, &inner, sliding, scratch)?;
     let mut launches = window.before(device)?;
     let call = Composed::of(&inner, device, switches, scratch)?;
-    launches.extend(call.launches.into_iter().map(|launch| window.rebind(launch)));
+    let rebind = window.rebind();
+    launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
     launches.extend(window.after(device)?);
     let generated =
         !window.counts_from_zero() && problem.rotary.is_some_and(|r| r.explicit.is_none());
@@ -166,51 +168,17 @@ impl<'a> Window<'a> {
         launch(entry, grid, &[arguments, &told].concat(), params)
     }
 
-    /// The launch, with what is in scratch in place of the call's tensors.
-    fn rebind(&self, mut launch: Launch) -> Launch {
-        for arg in &mut launch.args {
-            match *arg {
-                Arg::Tensor { id, offset } => *arg = self.moved(id, offset).unwrap_or(*arg),
-                Arg::Map(map) => *arg = Arg::Map(self.moved_map(map)),
-                _ => {}
-            }
-        }
-        launch
+    /// Where the call counted from the cache finds its tensors.
+    fn rebind(&self) -> Rebind {
+        let [past_key, past_value] = self.past();
+        Rebind(vec![
+            (TensorId::SeqlensK, self.lengths),
+            (TensorId::PositionIds, self.position_ids),
+            (TensorId::AttentionBias, self.bias),
+            (TensorId::PresentKey, self.cache[0]),
+            (TensorId::PresentValue, self.cache[1]),
+            (TensorId::PastKey, past_key),
+            (TensorId::PastValue, past_value),
+        ])
     }
-
-    /// Where a tensor's byte is, if that is elsewhere.
-    fn moved(&self, id: TensorId, offset: usize) -> Option<Arg> {
-        let to = match id {
-            TensorId::SeqlensK => self.lengths,
-            TensorId::PositionIds => self.position_ids,
-            TensorId::AttentionBias => self.bias,
-            TensorId::PresentKey => self.cache[0],
-            TensorId::PresentValue => self.cache[1],
-            TensorId::PastKey => self.past()[0],
-            TensorId::PastValue => self.past()[1],
-            _ => Arg::Null,
-        };
-        match to {
-            Arg::Workspace { offset: start, bytes } => {
-                Some(Arg::Workspace { offset: start + offset, bytes: bytes - offset })
-            }
-            Arg::Tensor { id, .. } => Some(Arg::Tensor { id, offset }),
-            _ => None,
-        }
-    }
-
-    fn moved_map(&self, map: TensorMap) -> TensorMap {
-        match map.id.and_then(|id| self.moved(id, map.offset)) {
-            Some(Arg::Workspace { offset, .. }) => TensorMap { id: None, offset, ..map },
-            Some(Arg::Tensor { id, offset }) => TensorMap { id: Some(id), offset, ..map },
-            _ => map,
-        }
-    }
-}
-
-/// The kernel, for an element type where it knows any.
-fn find(kernel: &str, dtype: Option<gqa_kernels::num::DType>) -> Result<&'static Entry> {
-    entries()
-        .find(|entry| entry.kernel() == kernel && dtype.is_none_or(|dtype| entry.dtype == dtype))
-        .ok_or_else(|| Error::NoKernel(format!("there is no {kernel}")))
 }

@@ -40,7 +40,7 @@ impl TensorSpec {
 
 impl TensorId {
     /// All roles.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 23] = [
         Self::Query,
         Self::Key,
         Self::Value,
@@ -56,6 +56,9 @@ impl TensorId {
         Self::VScale,
         Self::QNormWeight,
         Self::KNormWeight,
+        Self::CumulativeSequenceLength,
+        Self::BlockTable,
+        Self::SlotMapping,
         Self::Output,
         Self::PresentKey,
         Self::PresentValue,
@@ -81,6 +84,9 @@ impl TensorId {
             Self::VScale => "v_scale",
             Self::QNormWeight => "q_norm_weight",
             Self::KNormWeight => "k_norm_weight",
+            Self::CumulativeSequenceLength => "cumulative_sequence_length",
+            Self::BlockTable => "block_table",
+            Self::SlotMapping => "slot_mapping",
             Self::Output => "output",
             Self::PresentKey => "present_key",
             Self::PresentValue => "present_value",
@@ -116,9 +122,7 @@ impl TensorId {
         let shape = match self {
             Self::Query if p.computes == Computes::Cache => return None,
             Self::Key | Self::Value if p.computes == Computes::Rotation => return None,
-            Self::Query if p.packed => {
-                vec![p.batch, p.q_len, (p.q_heads + 2 * p.kv_heads) * p.head_size]
-            }
+            Self::Query if p.packed => p.packed_shape(),
             Self::Query => p.query_shape(),
             Self::Key | Self::Value if p.packed => return None,
             Self::Key => p.key_shape(),
@@ -153,10 +157,23 @@ impl TensorId {
             }
             Self::QNormWeight | Self::KNormWeight => p.qk_norm.map(|_| vec![p.head_size])?,
             Self::KScale | Self::VScale => return Some(TensorSpec::new(DType::F32, [p.scales()?])),
+            Self::CumulativeSequenceLength | Self::BlockTable | Self::SlotMapping => {
+                return self.page_spec(p);
+            }
             Self::HeadSink => (p.sink == Sink::PerHead).then(|| vec![p.q_heads])?,
             _ => return None,
         };
         Some(TensorSpec::new(p.dtype, shape))
+    }
+
+    fn page_spec(self, p: &Problem) -> Option<TensorSpec> {
+        let pages = p.pages?;
+        let shape = match self {
+            Self::CumulativeSequenceLength => vec![p.batch + 1],
+            Self::BlockTable => vec![p.batch, pages.per_sequence],
+            _ => pages.slots.then(|| vec![pages.tokens])?,
+        };
+        Some(TensorSpec::new(DType::I32, shape))
     }
 
     fn output_spec(self, p: &Problem) -> Option<TensorSpec> {

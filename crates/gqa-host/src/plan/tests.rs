@@ -2,12 +2,12 @@
 
 use super::*;
 use crate::{
-    Bias, CacheBinding, CodeFormat, DType, Layout, Phase, QkNorm, QkOutput, Quantisation, Rotary,
-    Sink,
+    Bias, CacheBinding, CodeFormat, DType, Layout, Pages, Phase, QkNorm, QkOutput, Quantisation,
+    Rotary, Sink,
 };
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, HopperParams, MaskedParams, PrologueParams, SlideBiasParams,
-    SlideParams, Strides,
+    AttentionParams, DecodeParams, HopperParams, MaskedParams, PagedDecodeParams, PagedParams,
+    PrologueParams, SlideBiasParams, SlideParams, Strides,
 };
 use gqa_kernels::registry::Family;
 
@@ -792,6 +792,9 @@ fn problems() -> impl Iterator<Item = Problem> {
                 (p.past_capacity, p.capacity) = (rows + kind % 3, rows + kind % 3);
                 p.head_size = if p.quantised.is_some() { 64 } else { p.head_size };
             }
+            if kind % 4 == 1 && p.quantised.is_none() && p.output_qk == QkOutput::None {
+                *p = paged(p);
+            }
         })
     })
 }
@@ -904,6 +907,66 @@ fn a_step_of_a_sliding_cache_is_planned_for_the_cache() {
     assert_eq!(within, planned(&sliding(1, 5000), 1));
 }
 
+/// The call on a cache of blocks of 64 rows.
+fn paged(p: &Problem) -> Problem {
+    let per_sequence = p.total_len.div_ceil(64) + 1;
+    let tokens = if p.q_len == 1 { p.batch } else { p.q_len + p.batch };
+    let pages = Pages {
+        tokens,
+        blocks: p.batch * per_sequence,
+        block_size: 64,
+        per_sequence,
+        slots: false,
+    };
+    Problem {
+        pages: Some(pages),
+        new_len: p.q_len,
+        past_capacity: p.total_len,
+        capacity: p.total_len,
+        cache: CacheBinding::Shared,
+        layout: Layout::Bsnh,
+        bias: None,
+        lse: false,
+        out_dtype: p.dtype,
+        rotary: p.rotary.map(|rotary| Rotary { explicit: None, ..rotary }),
+        ..p.clone()
+    }
+}
+
+#[test]
+fn blocks_are_gathered() {
+    let off = Switches::default();
+    let kernels_of = |p: Problem| kernels(&p, &off);
+    let step = "decode_f16_d128_r8";
+    let batch = |s, past| paged(&with(llama(s, past), |p| p.batch = 8));
+    let of_pages =
+        |p: Problem, change: fn(Pages) -> Pages| with(p, |p| p.pages = p.pages.map(change));
+    assert_eq!(kernels_of(batch(1, 500)), ["decode_paged_f16_d128_r8"]);
+    let normed = with(batch(1, 500), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    assert_eq!(kernels_of(normed), ["qk_norm", "decode_paged_f16_d128_r8"]);
+    let gathers = |p: Problem, why: &str| {
+        assert_eq!(kernels(&p, &off)[..2], ["paged_append", "paged_gather"]);
+        assert_eq!(rejection(&p, "h200", &off, Candidate::DecodePaged), why);
+    };
+    gathers(batch(2, 500), "not every sequence has one token");
+    gathers(
+        of_pages(batch(1, 500), |pages| Pages { slots: true, ..pages }),
+        "does not take slot_mapping",
+    );
+    gathers(
+        of_pages(batch(1, 500), |pages| Pages { block_size: 48, ..pages }),
+        "blocks of 48 rows are no power of two of 32 or more",
+    );
+    gathers(with(batch(1, 500), |p| p.head_size = 80), "has no tile for head size 80");
+    assert_eq!(
+        kernels_of(batch(512, 512)),
+        ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
+    );
+    // Sequences that have no token make room for those that have several.
+    let fewer = of_pages(batch(1, 500), |pages| Pages { tokens: 7, ..pages });
+    assert_eq!(kernels_of(fewer), ["paged_append", "paged_gather", step, "paged_scatter"]);
+}
+
 /// Grid and parameters of a launch.
 fn planned(problem: &Problem, launch: usize) -> ([u32; 3], Vec<u8>) {
     let plan = plan(problem, &device("h200"), &Switches::default()).unwrap();
@@ -967,6 +1030,9 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Prologue if launch.entry.kernel().starts_with("quantise_kv") => {
                 quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
+            Family::Prologue if launch.entry.kernel().starts_with("paged_") => {
+                paged_reach(name, bytemuck::from_bytes(&launch.params), element)
+            }
             Family::Prologue if launch.entry.kernel() == "slide_bias" => {
                 slide_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
@@ -980,6 +1046,7 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::DecodeCodes if ["k", "v"].contains(name) => codes_reach(&plan.problem, launch),
             Family::DecodeCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
+            Family::DecodePaged => decode_paged_reach(name, launch, element),
             Family::Decode | Family::DecodeCodes => decode_reach(name, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {
                 rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
@@ -1046,6 +1113,26 @@ fn slide_reach(name: &str, p: &SlideParams) -> usize {
     }
 }
 
+fn paged_reach(name: &str, p: &PagedParams, element: usize) -> usize {
+    let tokens = |strides, heads| reach(strides, [1, heads, p.tokens], p.head_size) * element;
+    let rows = |rows: u32, heads: u32| (rows * heads * p.row_vectors) as usize * 16;
+    match name {
+        "q" => tokens(p.q, p.q_heads),
+        "k" => tokens(p.k, p.kv_heads),
+        "v" => tokens(p.v, p.kv_heads),
+        "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
+        "starts" => (p.batch + 1) as usize * 4,
+        "past_seqlens" | "lengths" => p.batch as usize * 4,
+        "block_table" => (p.batch * p.per_sequence) as usize * 4,
+        "slot_mapping" => p.tokens as usize * 4,
+        "q_out" | "rows" => rows(p.batch * p.q_len, p.q_heads),
+        "k_cache" | "v_cache" => rows(p.blocks * p.block_size, p.kv_heads),
+        "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
+        "out" => rows(p.tokens, p.q_heads),
+        other => panic!("{other}"),
+    }
+}
+
 fn slide_bias_reach(name: &str, p: &SlideBiasParams, element: usize) -> usize {
     let rows = [p.slide.batch, p.heads, p.slide.q_len];
     match name {
@@ -1085,8 +1172,23 @@ fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
     }
 }
 
+fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
+    let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
+    let (p, a) = (&paged.decode, &paged.decode.attention);
+    let rows = paged.blocks << paged.log_block_size;
+    match name {
+        "k" | "v" => reach(a.k, [1, a.kv_heads, rows], a.head_size) * element,
+        "past_seqlens" => a.batch as usize * 4,
+        "block_table" => (a.batch * paged.per_sequence) as usize * 4,
+        _ => step_reach(name, p, launch, element),
+    }
+}
+
 fn decode_reach(name: &str, launch: &Launch, element: usize) -> usize {
-    let p: &DecodeParams = bytemuck::from_bytes(&launch.params);
+    step_reach(name, bytemuck::from_bytes(&launch.params), launch, element)
+}
+
+fn step_reach(name: &str, p: &DecodeParams, launch: &Launch, element: usize) -> usize {
     let a = &p.attention;
     let rows = |strides, rows| reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element;
     let owners = (p.clusters * launch.cluster) as usize;

@@ -4,6 +4,7 @@
 //! `docs/numerics.md`.
 
 mod codes;
+mod paged;
 mod rows;
 
 use crate::backend::{Backend, Io};
@@ -38,7 +39,7 @@ impl Backend for Reference {
 }
 
 /// A call's results before they are rounded, in the order of the outputs' elements.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Exact {
     /// output
     pub output: Vec<f64>,
@@ -51,11 +52,14 @@ pub struct Exact {
 /// Computes a call without rounding its results. The cache is part of what a call computes with, so present_key and
 /// present_value are written, and rounded, here as well.
 pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Exact {
+    if let Some(pages) = problem.pages {
+        return paged::attend(problem, pages, io);
+    }
     let call = Call::new(problem, io);
     match problem.computes {
         Computes::Attention => call.attend(),
         Computes::Rotation => call.rotate(),
-        Computes::Cache => Exact { output: Vec::new(), output_qk: Vec::new(), lse: Vec::new() },
+        Computes::Cache => Exact::default(),
     }
 }
 

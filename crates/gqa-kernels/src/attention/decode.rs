@@ -38,11 +38,14 @@
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
+//! **Blocks**: of a cache of blocks a table is asked where each tile is (`blocks.rs`).
+//!
 //! **Codes**: a cache of codes is streamed as it is, and codes become halves in registers (`codes.rs`).
 //!
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
 //! warps, ranks and parts are merged in f32.
 
+mod blocks;
 mod cached;
 mod codes;
 mod exchange;
@@ -51,6 +54,7 @@ mod shape;
 mod stream;
 mod warpgroup;
 
+pub use blocks::{Blocks, Table};
 pub use cached::Cached;
 pub use codes::{Codes, Scales};
 pub use shape::{Shape, shape};
@@ -58,7 +62,7 @@ pub use shape::{Shape, shape};
 use super::out::OutElement;
 use crate::concept::seqlen::Seqlen;
 use crate::num::{MmaCode, MmaElement};
-use crate::params::{AttentionParams, DecodeParams};
+use crate::params::{AttentionParams, DecodeParams, PagedDecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::{
     Global, block_idx_x, block_idx_y, block_idx_z, cluster_arrive, cluster_rank, cluster_size,
@@ -370,6 +374,36 @@ impl<
         Self::step(fresh, seqlens_k, scales, output, parts, p);
     }
 
+    /// The kernel for a cache of blocks, (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to each
+    /// sequence; one token of each.
+    #[inline(always)]
+    pub fn run_paged<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: PagedDecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let fresh = Fresh::<Blocks<T>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, lse };
+        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        // The token's row is the last one, and as many rows as before it have smaller numbers.
+        Self::step(fresh, past_seqlens, Table::new(block_table, &p), output, parts, p.decode);
+    }
+
     /// The kernel, whatever the cache holds.
     #[inline(always)]
     fn step<C: Cached, O: OutElement>(
@@ -388,10 +422,11 @@ impl<
         let asked = Self::ask_length(seqlens_k, place);
         let a = &p.attention;
         let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
-        let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v);
+        let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v, scales);
         if Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
         }
+        let places = cache.places;
         let tiles = Tiles {
             queries: Self::queries(),
             operands: Self::queries(),
@@ -412,7 +447,7 @@ impl<
         }
         let last_index = Self::length(asked);
         rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
-        let share = Share::new(&p, &rows, place, Self::KEYS);
+        let share = Share::new(&p, &rows, place, Self::KEYS, C::IN_BLOCKS);
         let turns = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
@@ -432,7 +467,7 @@ impl<
                 C::encode(&tiles, desk, new_tokens(&p, &rows), Self::BLOCK);
             }
             if place.appends(&p) && !Self::appends_late(&p, &rows, place) {
-                fresh.append(&p, &rows, &tiles, Self::THREADS);
+                fresh.append(&p, &rows, &tiles, places, Self::THREADS);
             }
         }
         if Self::BY_WARPGROUPS {
@@ -456,7 +491,7 @@ impl<
                 cluster_arrive();
                 cluster_wait();
                 if place.appends(&p) {
-                    fresh.append(&p, &rows, &tiles, Self::THREADS);
+                    fresh.append(&p, &rows, &tiles, places, Self::THREADS);
                 }
             }
         }

@@ -1,8 +1,8 @@
 //! How many blocks a launch has.
 
-use super::{THREADS, append, concat, norm, positions, quantise, rope, slide, unpack};
+use super::{THREADS, append, concat, norm, paged, positions, quantise, rope, slide, unpack};
 use crate::num::DType;
-use crate::params::{PrologueParams, SlideBiasParams, SlideParams};
+use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
 use crate::registry::Entry;
 
 /// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
@@ -28,6 +28,16 @@ pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
     of_threads(slide::slide_bias_size(p), multiprocessors)
 }
 
+/// Grid of the kernels of a cache of blocks.
+pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32; 3] {
+    let size = match entry.kernel() {
+        "paged_append" => paged::paged_append_size(p, per_vec(entry)),
+        "paged_gather" => paged::paged_gather_size(p),
+        _ => paged::paged_scatter_size(p),
+    };
+    of_threads(size, multiprocessors)
+}
+
 /// A thread for each index.
 fn of_threads(size: [u32; 4], multiprocessors: u32) -> [u32; 3] {
     capped(count(size).div_ceil(u64::from(THREADS)), multiprocessors)
@@ -42,12 +52,17 @@ fn capped(blocks: u64, multiprocessors: u32) -> [u32; 3] {
     [blocks.clamp(1, cap) as u32, 1, 1]
 }
 
-/// Index space of a kernel.
-fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
-    let per_vec = match entry.dtype {
+/// Elements of 16 bytes.
+fn per_vec(entry: &Entry) -> u32 {
+    match entry.dtype {
         DType::F32 => 4,
         DType::F16 | DType::BF16 => 8,
-    };
+    }
+}
+
+/// Index space of a kernel.
+fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
+    let per_vec = per_vec(entry);
     match entry.kernel() {
         "concat_kv_in_place" => append::concat_kv_in_place_size(p, per_vec),
         "concat_new_to_past_kv" => concat::concat_new_to_past_kv_size(p, per_vec),

@@ -11,6 +11,7 @@
 //! | `concat_rows` | the same of K or V alone, rows of any size | [`mod@concat`] |
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
+//! | `paged_append`, `paged_gather`, `paged_scatter` | a cache of blocks and tokens one behind the other, as a cache and rows without | [`paged`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
 //! | `quantise_kv` | codes of new rows in a quantised cache, and numbers of all codes | [`quantise`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
@@ -21,6 +22,7 @@
 pub mod append;
 pub mod concat;
 pub mod norm;
+pub mod paged;
 pub mod positions;
 pub mod quantise;
 pub mod rope;
@@ -44,4 +46,4 @@ fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
 #[cfg(not(target_arch = "nvptx64"))]
 mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use grid::{grid, slide_bias_grid, slide_kv_grid, slide_lengths_grid};
+pub use grid::{grid, paged_grid, slide_bias_grid, slide_kv_grid, slide_lengths_grid};

@@ -189,6 +189,15 @@ impl Unturned {
         Self { low: vector(low), high: (high < vectors).then(|| vector(high)) }
     }
 
+    /// Zeros in their place.
+    #[inline(always)]
+    pub fn zero<T: Element>(pair: u32, head_size: u32) -> Self {
+        let vectors = head_size / T::PER_VEC;
+        let vector = |number: u32| ((number * T::PER_VEC) as usize, [0; 4]);
+        let high = pair + vectors.div_ceil(2);
+        Self { low: vector(pair), high: (high < vectors).then(|| vector(high)) }
+    }
+
     /// To the head that starts at `out[to]`.
     #[inline(always)]
     pub fn store<T: Element>(self, (out, to): (Global<T>, usize)) {

@@ -29,11 +29,13 @@ pub enum Family {
     Decode,
     /// The same with a cache of codes.
     DecodeCodes,
+    /// The same with a cache of blocks.
+    DecodePaged,
 }
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
@@ -46,6 +48,7 @@ impl Family {
         Self::SplitKv,
         Self::Decode,
         Self::DecodeCodes,
+        Self::DecodePaged,
     ];
 
     /// Cargo feature of this crate that compiles the family's entries.
@@ -63,6 +66,7 @@ impl Family {
             Self::SplitKv => "family-split-kv",
             Self::Decode => "family-decode",
             Self::DecodeCodes => "family-decode-codes",
+            Self::DecodePaged => "family-decode-paged",
         }
     }
 
@@ -70,7 +74,7 @@ impl Family {
     pub const fn ptx(self) -> Option<u32> {
         match self {
             // `st.async` came after the target.
-            Self::Decode | Self::DecodeCodes => Some(81),
+            Self::Decode | Self::DecodeCodes | Self::DecodePaged => Some(81),
             _ => None,
         }
     }
@@ -84,7 +88,11 @@ impl Family {
             Self::TiledMasked => &["sm_80"],
             Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
             Self::TiledF32 | Self::TiledWide => &["sm_80"],
-            Self::Hopper | Self::HopperMasked | Self::Decode | Self::DecodeCodes => &["sm_90a"],
+            Self::Hopper
+            | Self::HopperMasked
+            | Self::Decode
+            | Self::DecodeCodes
+            | Self::DecodePaged => &["sm_90a"],
         }
     }
 }

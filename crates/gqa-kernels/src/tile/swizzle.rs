@@ -189,6 +189,31 @@ impl<const D8: usize> WarpCopy<D8> {
     }
 }
 
+impl<const D8: usize> WarpCopy<D8> {
+    /// As [`start`](Self::start), of rows that are `stride` elements apart; a power of two of units.
+    #[inline(always)]
+    pub fn start_apart<T: Pod>(
+        &self,
+        tile: Swizzled<T, D8>,
+        rows: u32,
+        source: Global<T>,
+        stride: u32,
+        valid: u32,
+    ) {
+        const { assert!(D8.is_power_of_two() && D8 <= 32) };
+        let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
+        let (tile, per_unit) = (tile.start.address(), Swizzled::<T, D8>::PER_UNIT);
+        let (row, unit) = (lane() / D8 as u32, lane() % D8 as u32);
+        let first = row as usize * stride as usize + (unit * per_unit) as usize;
+        for pass in 0..rows as usize * D8 / 32 {
+            let further = (pass / Self::PERIOD) as u32 * self.further;
+            let place = tile + self.places[pass % Self::PERIOD] + further;
+            let element = first + pass * (32 / D8) * stride as usize;
+            cp_async_16(place, source, element, units > 32 * pass as u32);
+        }
+    }
+}
+
 /// A lane's part in reading 16 rows of two units by `ldmatrix`: its row, and its unit of each pair. Pairs are alike after as many as hold a group.
 #[derive(Clone, Copy)]
 pub struct WarpRead<const D8: usize> {

@@ -12,6 +12,7 @@ mod double;
 mod element;
 mod lanes;
 mod norm;
+mod paged;
 mod panel;
 mod rope;
 mod rows;
@@ -44,6 +45,9 @@ impl Backend for Cpu {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        if let Some(pages) = problem.pages {
+            return self.run_paged(problem, pages, io);
+        }
         if let Some(sliding) = problem.sliding() {
             return self.run_sliding(problem, sliding, io);
         }

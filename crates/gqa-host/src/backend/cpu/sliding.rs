@@ -88,6 +88,7 @@ impl SlidingCall<'_> {
             v_scale: io.v_scale,
             q_norm_weight: io.q_norm_weight,
             k_norm_weight: io.k_norm_weight,
+            pages: None,
             output: io.output,
             present_key,
             present_value,

@@ -161,13 +161,14 @@ impl<C: Cached> Fresh<C> {
         p: &DecodeParams,
         rows: &Rows,
         tiles: &Tiles<C, D8, UNITS>,
+        places: C::Places,
         threads: u32,
     ) {
         let (a, past) = (&p.attention, rows.seqlen.past);
         for unit in Rolled(thread_idx()..new_tokens(p, rows) * UNITS as u32, threads) {
             let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
             let to = |cache: Strides| {
-                cache.at(rows.batch, rows.kv_head, past + s)
+                C::element(places, cache, rows, past + s)
                     + (unit * Swizzled::<C::Cell, UNITS>::PER_UNIT) as usize
             };
             self.present_k.store_vec(to(a.k), tiles.cached_keys.place(s, unit).load_vec(0));

@@ -27,7 +27,7 @@ use bytemuck::Pod;
 
 /// What a rank attends to.
 pub(super) struct Share {
-    /// The keys that the row tile sees.
+    /// The keys that the row tile sees; in a cache of blocks from the first key of a tile on.
     pub span: Span,
     /// One past the last key of the cache that may be read.
     pub old_end: u32,
@@ -48,8 +48,11 @@ pub(super) struct Share {
 impl Share {
     /// Every rank's warps take turns, so that all of them together go through the cache side by side; the new rows are the last rank's.
     #[inline(always)]
-    pub fn new(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
-        let span = rows.span();
+    pub fn new(p: &DecodeParams, rows: &Rows, place: Place, keys: u32, in_blocks: bool) -> Self {
+        let mut span = rows.span();
+        if in_blocks {
+            span.some.first = span.some.first / keys * keys;
+        }
         let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
         let old_end = span.some.end.min(cached);
         let (ranks, index) = place.among(p);
@@ -97,16 +100,24 @@ pub(super) struct Cache<C: Cached, const UNITS: usize> {
     pub k: Global<C::Cell>,
     pub v: Global<C::Cell>,
     pub lanes: WarpCopy<UNITS>,
+    pub places: C::Places,
 }
 
 impl<C: Cached, const UNITS: usize> Cache<C, UNITS> {
     /// Those of the row tile's head; where lanes copy to is found out later.
     #[inline(always)]
-    pub fn of(a: &AttentionParams, rows: &Rows, k: Global<C::Cell>, v: Global<C::Cell>) -> Self {
+    pub fn of(
+        a: &AttentionParams,
+        rows: &Rows,
+        k: Global<C::Cell>,
+        v: Global<C::Cell>,
+        scales: C::Scales,
+    ) -> Self {
         Self {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
             lanes: WarpCopy::default(),
+            places: C::places(scales, a.k, rows),
         }
     }
 }
@@ -146,7 +157,8 @@ impl<
     pub(super) fn start_ahead<C: Cached>(p: &DecodeParams, place: Place, cache: &Cache<C, UNITS>) {
         let (ranks, index) = place.among(p);
         let begin = (Self::team() * ranks + index) * Self::KEYS;
-        Self::copy_rows(Self::keys(0), &cache.lanes, cache.k, begin, p.attention.capacity);
+        let end = p.attention.capacity;
+        Self::copy_rows::<C>(Self::keys(0), cache.places, &cache.lanes, cache.k, begin, end);
     }
 
     /// Keys that ranks ask for ahead of their time, of all together.
@@ -163,33 +175,36 @@ impl<
             if slot == 0 && ahead {
                 cp_async_commit();
             } else {
-                Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, tile);
+                Self::copy::<C>(Self::keys(slot), cache.places, &cache.lanes, cache.k, share, tile);
             }
-            Self::copy(Self::values(slot), &cache.lanes, cache.v, share, tile);
+            Self::copy::<C>(Self::values(slot), cache.places, &cache.lanes, cache.v, share, tile);
         }
     }
 
     /// Starts copying a tile, if it is of the rank's share, as a group of its own.
     #[inline(always)]
-    pub(super) fn copy<E: Pod>(
-        place: Swizzled<E, UNITS>,
+    pub(super) fn copy<C: Cached>(
+        place: Swizzled<C::Cell, UNITS>,
+        places: C::Places,
         lanes: &WarpCopy<UNITS>,
-        source: Global<E>,
+        source: Global<C::Cell>,
         share: &Share,
         tile: u32,
     ) {
         if tile < share.tiles {
-            Self::copy_rows(place, lanes, source, share.begin(tile), share.old_end);
+            let (begin, end) = (share.begin(tile), share.old_end);
+            Self::copy_rows::<C>(place, places, lanes, source, begin, end);
         }
         cp_async_commit();
     }
 
     /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows from `end` on become zero.
     #[inline(always)]
-    fn copy_rows<E: Pod>(
-        place: Swizzled<E, UNITS>,
+    fn copy_rows<C: Cached>(
+        place: Swizzled<C::Cell, UNITS>,
+        places: C::Places,
         lanes: &WarpCopy<UNITS>,
-        source: Global<E>,
+        source: Global<C::Cell>,
         begin: u32,
         end: u32,
     ) {
@@ -197,14 +212,9 @@ impl<
         let rows = Self::KEYS / Self::TEAM;
         let first = warp() % Self::TEAM * rows;
         let begin = begin + first;
-        let source = source.offset(begin as usize * Self::cells::<E>() as usize);
-        lanes.start(place.from(first), rows, source, end.saturating_sub(begin));
-    }
-
-    /// What a row of the cache takes in units of `E`.
-    #[inline(always)]
-    fn cells<E: Pod>() -> u32 {
-        UNITS as u32 * Swizzled::<E, UNITS>::PER_UNIT
+        let source = C::row::<UNITS>(places, source, begin);
+        let valid = end.saturating_sub(begin);
+        C::start(places, lanes, place.from(first), rows, source, valid);
     }
 
     /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied by `unit`.
@@ -246,7 +256,7 @@ impl<
                 C::scores::<M, UNITS, N8>(of_depth, keys, &read)
             };
             sync_warp();
-            Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, after);
+            Self::copy::<C>(Self::keys(slot), cache.places, &cache.lanes, cache.k, share, after);
 
             scale.adjust(&mut weights);
             let limit = if is_fresh { u32::MAX } else { share.old_end };
@@ -268,7 +278,7 @@ impl<
             let read = if Self::IS_TIGHT { WarpRead::of(opaque(lane())) } else { read };
             C::accumulate::<M, HALVES, D8, UNITS, N8>(&mut acc, &weights, values, &read);
             sync_warp();
-            Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
+            Self::copy::<C>(Self::values(slot), cache.places, &cache.lanes, cache.v, share, after);
 
             tile += share.step(Self::TEAMS);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };

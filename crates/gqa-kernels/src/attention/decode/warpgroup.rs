@@ -61,7 +61,7 @@ impl<
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
             let mut weights = Self::multiply_keys::<C>(keys);
             Self::sync_team();
-            Self::copy(Self::keys(slot), &cache.lanes, cache.k, share, after);
+            Self::copy::<C>(Self::keys(slot), cache.places, &cache.lanes, cache.k, share, after);
 
             if has_rows {
                 scale.adjust(&mut weights);
@@ -87,7 +87,7 @@ impl<
             let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
             Self::add_values::<C>(&mut acc[0], &weights[0], values);
             Self::sync_team();
-            Self::copy(Self::values(slot), &cache.lanes, cache.v, share, after);
+            Self::copy::<C>(Self::values(slot), cache.places, &cache.lanes, cache.v, share, after);
 
             tile += step;
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };

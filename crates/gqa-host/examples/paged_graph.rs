@@ -1,0 +1,136 @@
+//! A step over a cache of blocks in a CUDA graph, beside the same step over a cache that each sequence has for itself. Graphs walk over several caches, so that
+//! each step finds its own in device memory. Block tables and lengths are read on the GPU: a graph stays good while sequences grow within the bounds.
+//!
+//! `cargo run --release --example paged_graph`; without a GPU it says so.
+
+use gqa_host::driver::{Call, Device, Graph, Stream};
+use gqa_host::op::{Bounds, GroupQueryAttention, PagedAttention, PagedShapes, Shapes};
+use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::{CacheBinding, DType, Problem, Result, Tensor, TensorDesc};
+use ndarray::{Array1, Array2};
+use std::sync::Arc;
+
+const HEADS: usize = 32;
+const KV_HEADS: usize = 8;
+const SIZE: usize = 128;
+const BLOCK: usize = 64;
+const RUNS: usize = 60;
+/// What the second-level cache does not hold.
+const COLD_BYTES: usize = 256 << 20;
+
+fn bf16(shape: &[usize]) -> TensorDesc<'_> {
+    TensorDesc { dtype: DType::BF16, shape }
+}
+
+fn i32s(shape: &[usize]) -> TensorDesc<'_> {
+    TensorDesc { dtype: DType::I32, shape }
+}
+
+/// A token of each of `batch` sequences of `keys` rows in all, in blocks.
+fn paged(batch: usize, keys: usize) -> Result<Problem> {
+    let blocks = keys.div_ceil(BLOCK);
+    let cache = [batch * blocks, BLOCK, KV_HEADS, SIZE];
+    let new = [batch, KV_HEADS * SIZE];
+    PagedAttention::new(HEADS as i64, KV_HEADS as i64).problem_from_shapes(&PagedShapes {
+        query: bf16(&[batch, HEADS * SIZE]),
+        key: Some(bf16(&new)),
+        value: Some(bf16(&new)),
+        key_cache: bf16(&cache),
+        value_cache: bf16(&cache),
+        cumulative_sequence_length: i32s(&[batch + 1]),
+        past_seqlens: i32s(&[batch]),
+        block_table: i32s(&[batch, blocks]),
+        cos_cache: None,
+        sin_cache: None,
+        slot_mapping: None,
+        head_sink: None,
+        q_norm_weight: None,
+        k_norm_weight: None,
+        bounds: Bounds { query_rows: 1, keys },
+    })
+}
+
+/// The same where every sequence has a cache.
+fn apart(batch: usize, keys: usize) -> Result<Problem> {
+    let cache = [batch, KV_HEADS, keys, SIZE];
+    let new = [batch, 1, KV_HEADS * SIZE];
+    let (query, lengths) = ([batch, 1, HEADS * SIZE], [batch]);
+    let shapes = Shapes {
+        key: Some(bf16(&new)),
+        value: Some(bf16(&new)),
+        past_key: Some(bf16(&cache)),
+        past_value: Some(bf16(&cache)),
+        ..Shapes::new(bf16(&query), i32s(&lengths), keys)
+    };
+    GroupQueryAttention::new(HEADS as i64, KV_HEADS as i64)
+        .problem_from_shapes(&shapes, CacheBinding::Shared)
+}
+
+/// Median microseconds of a step.
+fn microseconds(
+    device: &Device,
+    problem: &Problem,
+    switches: &Switches,
+    keys: usize,
+) -> Result<f64> {
+    let stream = Stream::new(device)?;
+    let plan = plan(problem, device.info(), switches)?;
+    let batch = problem.batch;
+    let bytes = 4 * batch * keys * KV_HEADS * SIZE;
+    let calls: Vec<_> = (0..COLD_BYTES.div_ceil(bytes) + 1)
+        .map(|_| Call::new(device, plan.clone()).map(Arc::new))
+        .collect::<Result<_>>()?;
+    for call in &calls {
+        let last = Tensor::from(Array1::from_elem(batch, keys as i32 - 1));
+        call.upload(TensorId::SeqlensK, &last, &stream)?;
+        if let Some(pages) = problem.pages {
+            // No sequence's blocks are neighbours.
+            let blocks = |b: usize, i: usize| ((i * batch + b) * 7919 % pages.blocks) as i32;
+            let shape = (batch, pages.per_sequence);
+            let table = Array2::from_shape_fn(shape, |(b, i)| blocks(b, i)).into();
+            call.upload(TensorId::BlockTable, &table, &stream)?;
+            let starts = Array1::from_iter(0..=batch as i32).into();
+            call.upload(TensorId::CumulativeSequenceLength, &starts, &stream)?;
+        }
+    }
+    let graph = Graph::capture(&stream, &calls)?;
+    let mut times = Vec::with_capacity(RUNS);
+    for _ in 0..RUNS {
+        times.push(stream.timed(|| graph.replay(&stream))? / calls.len() as f64 * 1e6);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[RUNS / 2])
+}
+
+fn main() -> Result<()> {
+    let device = match Device::open(0) {
+        Ok(device) => device,
+        Err(reason) => {
+            println!("no GPU to show this on: {reason}");
+            return Ok(());
+        }
+    };
+    let reads = Switches::default();
+    let gathers = Switches { disable_fused_kv: true, ..Switches::default() };
+    println!(
+        "bfloat16, {HEADS}/{KV_HEADS} heads of {SIZE}, blocks of {BLOCK} rows; microseconds of a step"
+    );
+    println!("sequences x keys    in blocks    gathered    apart");
+    for (batch, keys) in [
+        (1, 1024),
+        (1, 8192),
+        (8, 1024),
+        (8, 8192),
+        (32, 512),
+        (32, 2048),
+        (32, 8192),
+        (128, 512),
+        (128, 2048),
+    ] {
+        let (paged, apart) = (paged(batch, keys)?, apart(batch, keys)?);
+        let time = |problem, switches| microseconds(&device, problem, switches, keys);
+        let times = [time(&paged, &reads)?, time(&paged, &gathers)?, time(&apart, &reads)?];
+        println!("{batch:>9} x {keys:<8} {:>10.1} {:>11.1} {:>8.1}", times[0], times[1], times[2]);
+    }
+    Ok(())
+}

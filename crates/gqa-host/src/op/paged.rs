@@ -1,0 +1,138 @@
+//! `com.microsoft.PagedAttention`: sequences of different lengths one behind the other, and a cache of blocks that a table gives to them.
+
+mod inputs;
+mod validate;
+
+pub use inputs::{PagedCache, PagedInputs, PagedShapes};
+
+use crate::backend::{Backend, Io, PageTables, dump};
+use crate::{Problem, Result, Tensor};
+use validate::Lengths;
+
+/// The operator's attributes, with ONNX Runtime's defaults.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PagedAttention {
+    num_heads: i64,
+    kv_num_heads: i64,
+    scale: f32,
+    softcap: f32,
+    local_window_size: i64,
+    is_causal: i64,
+    do_rotary: bool,
+    rotary_interleaved: bool,
+    qk_norm_epsilon: f32,
+}
+
+impl PagedAttention {
+    /// `num_heads` query heads over `kv_num_heads` KV heads.
+    pub fn new(num_heads: i64, kv_num_heads: i64) -> Self {
+        Self {
+            num_heads,
+            kv_num_heads,
+            scale: 0.0,
+            softcap: 0.0,
+            local_window_size: -1,
+            is_causal: 1,
+            do_rotary: false,
+            rotary_interleaved: false,
+            qk_norm_epsilon: 1e-6,
+        }
+    }
+
+    /// Factor on q·k; 0 means 1/sqrt(head_size).
+    pub fn scale(self, scale: f32) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// Scores become `softcap · tanh(score / softcap)`; 0 or less: off.
+    pub fn softcap(self, softcap: f32) -> Self {
+        Self { softcap, ..self }
+    }
+
+    /// A query sees the newest `size` keys up to its own, and later ones where the call is not causal; negative: no window.
+    pub fn local_window_size(self, size: i64) -> Self {
+        Self { local_window_size: size, ..self }
+    }
+
+    /// 1: a query sees no later key. 0: it sees all keys of its sequence.
+    pub fn is_causal(self, is_causal: i64) -> Self {
+        Self { is_causal, ..self }
+    }
+
+    /// Rotate query and key by cos_cache and sin_cache.
+    pub fn do_rotary(self, on: bool) -> Self {
+        Self { do_rotary: on, ..self }
+    }
+
+    /// Rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2).
+    pub fn rotary_interleaved(self, on: bool) -> Self {
+        Self { rotary_interleaved: on, ..self }
+    }
+
+    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater than 0.
+    pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
+        Self { qk_norm_epsilon: epsilon, ..self }
+    }
+
+    /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then every token attends to what its sequence's blocks hold.
+    /// The result is (num_tokens, N·H).
+    pub fn run(
+        &self,
+        inputs: &PagedInputs<'_>,
+        cache: &mut PagedCache,
+        backend: &dyn Backend,
+    ) -> Result<Tensor> {
+        let problem = self.problem(inputs, cache)?;
+        let mut output = Tensor::try_zeros("output", problem.dtype, &problem.output_shape())?;
+        dump::run(
+            backend,
+            &problem,
+            &mut Io {
+                query: inputs.query,
+                key: inputs.key,
+                value: inputs.value,
+                past_key: None,
+                past_value: None,
+                seqlens_k: inputs.past_seqlens,
+                cos_cache: inputs.cos_cache,
+                sin_cache: inputs.sin_cache,
+                position_ids: None,
+                attention_bias: None,
+                head_sink: inputs.head_sink,
+                k_scale: None,
+                v_scale: None,
+                q_norm_weight: inputs.q_norm_weight,
+                k_norm_weight: inputs.k_norm_weight,
+                pages: Some(PageTables {
+                    cumulative_sequence_length: inputs.cumulative_sequence_length,
+                    block_table: inputs.block_table,
+                    slot_mapping: inputs.slot_mapping,
+                }),
+                output: &mut output,
+                present_key: &mut cache.key,
+                present_value: &mut cache.value,
+                output_qk: None,
+                lse: None,
+            },
+        )?;
+        Ok(output)
+    }
+
+    /// Checks the call, what is in its tensors too.
+    pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
+        let lengths = Lengths::of(inputs)?;
+        let shapes = PagedShapes::of(inputs, cache, lengths.bounds())?;
+        let problem = self.problem_from_shapes(&shapes)?;
+        lengths.check(&problem, inputs)?;
+        Ok(problem)
+    }
+}
+
+/// The most that a sequence has, as attention_metadata tells it; 0: not known. Kernels are chosen and scratch memory is sized by it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bounds {
+    /// New tokens.
+    pub query_rows: usize,
+    /// Tokens in all, the new ones included.
+    pub keys: usize,
+}

@@ -1,0 +1,137 @@
+//! What PagedAttention takes.
+
+use super::Bounds;
+use crate::{Result, Tensor, TensorDesc};
+
+/// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B sequences, num_tokens new tokens of all of them together.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedInputs<'a> {
+    /// (num_tokens, N·H), or packed (num_tokens, (N + 2·Nk)·H)
+    pub query: &'a Tensor,
+    /// (num_tokens, Nk·H); absent: packed
+    pub key: Option<&'a Tensor>,
+    /// As key
+    pub value: Option<&'a Tensor>,
+    /// int32 (B + 1): the first token of each sequence, and num_tokens
+    pub cumulative_sequence_length: &'a Tensor,
+    /// int32 (B): tokens of each sequence before this call
+    pub past_seqlens: &'a Tensor,
+    /// int32 (B, blocks of a sequence): which block of the cache holds which rows of the sequence
+    pub block_table: &'a Tensor,
+    /// (max positions, rotary_dim/2)
+    pub cos_cache: Option<&'a Tensor>,
+    /// As cos_cache
+    pub sin_cache: Option<&'a Tensor>,
+    /// int32 (num_tokens): the row of the cache, counted through all blocks, that takes the token's key and value, or -1: none does. Absent: the one that
+    /// block_table gives to the token's position
+    pub slot_mapping: Option<&'a Tensor>,
+    /// (N)
+    pub head_sink: Option<&'a Tensor>,
+    /// (H): each head's rows of query are divided by their root mean square and multiplied by this, before they rotate
+    pub q_norm_weight: Option<&'a Tensor>,
+    /// (H): the same of key
+    pub k_norm_weight: Option<&'a Tensor>,
+    /// int32 (2) or (3): as many new tokens, and as many in all, as no sequence exceeds, 0: not known; and tokens that one sequence has at least
+    pub attention_metadata: Option<&'a Tensor>,
+}
+
+impl<'a> PagedInputs<'a> {
+    /// The required inputs; set the optional ones as fields.
+    pub fn new(
+        query: &'a Tensor,
+        cumulative_sequence_length: &'a Tensor,
+        past_seqlens: &'a Tensor,
+        block_table: &'a Tensor,
+    ) -> Self {
+        Self {
+            query,
+            key: None,
+            value: None,
+            cumulative_sequence_length,
+            past_seqlens,
+            block_table,
+            cos_cache: None,
+            sin_cache: None,
+            slot_mapping: None,
+            head_sink: None,
+            q_norm_weight: None,
+            k_norm_weight: None,
+            attention_metadata: None,
+        }
+    }
+}
+
+/// A cache of blocks: (num_blocks, block_size, Nk, H) each.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PagedCache {
+    /// Rotated keys.
+    pub key: Tensor,
+    /// Values.
+    pub value: Tensor,
+}
+
+/// Types and shapes of the inputs, which is all that is known on the host when the data is in a GPU's memory. Under their names in [`PagedInputs`].
+#[derive(Clone, Copy, Debug)]
+pub struct PagedShapes<'a> {
+    /// query, or packed QKV
+    pub query: TensorDesc<'a>,
+    /// key
+    pub key: Option<TensorDesc<'a>>,
+    /// value
+    pub value: Option<TensorDesc<'a>>,
+    /// key_cache
+    pub key_cache: TensorDesc<'a>,
+    /// value_cache
+    pub value_cache: TensorDesc<'a>,
+    /// cumulative_sequence_length
+    pub cumulative_sequence_length: TensorDesc<'a>,
+    /// past_seqlens
+    pub past_seqlens: TensorDesc<'a>,
+    /// block_table
+    pub block_table: TensorDesc<'a>,
+    /// cos_cache
+    pub cos_cache: Option<TensorDesc<'a>>,
+    /// sin_cache
+    pub sin_cache: Option<TensorDesc<'a>>,
+    /// slot_mapping
+    pub slot_mapping: Option<TensorDesc<'a>>,
+    /// head_sink
+    pub head_sink: Option<TensorDesc<'a>>,
+    /// q_norm_weight
+    pub q_norm_weight: Option<TensorDesc<'a>>,
+    /// k_norm_weight
+    pub k_norm_weight: Option<TensorDesc<'a>>,
+    /// What attention_metadata says.
+    pub bounds: Bounds,
+}
+
+impl<'a> PagedShapes<'a> {
+    /// Of tensors in host memory.
+    pub(super) fn of(
+        inputs: &PagedInputs<'a>,
+        cache: &'a super::PagedCache,
+        bounds: Bounds,
+    ) -> Result<Self> {
+        let optional =
+            |name, tensor: Option<&'a Tensor>| tensor.map(|tensor| tensor.desc(name)).transpose();
+        Ok(Self {
+            query: inputs.query.desc("query")?,
+            key: optional("key", inputs.key)?,
+            value: optional("value", inputs.value)?,
+            key_cache: cache.key.desc("key_cache")?,
+            value_cache: cache.value.desc("value_cache")?,
+            cumulative_sequence_length: inputs
+                .cumulative_sequence_length
+                .desc("cumulative_sequence_length")?,
+            past_seqlens: inputs.past_seqlens.desc("past_seqlens")?,
+            block_table: inputs.block_table.desc("block_table")?,
+            cos_cache: optional("cos_cache", inputs.cos_cache)?,
+            sin_cache: optional("sin_cache", inputs.sin_cache)?,
+            slot_mapping: optional("slot_mapping", inputs.slot_mapping)?,
+            head_sink: optional("head_sink", inputs.head_sink)?,
+            q_norm_weight: optional("q_norm_weight", inputs.q_norm_weight)?,
+            k_norm_weight: optional("k_norm_weight", inputs.k_norm_weight)?,
+            bounds,
+        })
+    }
+}

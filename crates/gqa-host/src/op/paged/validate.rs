@@ -1,0 +1,326 @@
+//! From PagedAttention's attributes and inputs to a [`Problem`].
+
+use super::{Bounds, PagedAttention, PagedInputs, PagedShapes};
+use crate::op::validate::{
+    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, shape,
+};
+use crate::{
+    CacheBinding, DType, Error, Pages, Phase, Problem, QkNorm, Result, Rotary, Sink, Tensor,
+    TensorDesc,
+};
+
+/// What the tensors' shapes fix.
+struct Sizes {
+    dtype: DType,
+    heads: usize,
+    kv_heads: usize,
+    head_size: usize,
+    tokens: usize,
+    batch: usize,
+    packed: bool,
+}
+
+impl PagedAttention {
+    /// Checks all that types and shapes show.
+    pub fn problem_from_shapes(&self, inputs: &PagedShapes<'_>) -> Result<Problem> {
+        self.check_numbers()?;
+        let sizes = self.sizes(inputs)?;
+        let pages = sizes.pages(inputs)?;
+        let rows = pages.per_sequence * pages.block_size;
+        let bound = |bound: usize, most: usize| if bound == 0 { most } else { bound.min(most) };
+        let q_len = bound(inputs.bounds.query_rows, sizes.tokens);
+        let total_len = bound(inputs.bounds.keys, rows).max(1);
+        let problem = Problem {
+            batch: sizes.batch,
+            q_heads: sizes.heads,
+            kv_heads: sizes.kv_heads,
+            head_size: sizes.head_size,
+            v_head_size: sizes.head_size,
+            q_len,
+            new_len: q_len,
+            total_len,
+            past_capacity: total_len,
+            capacity: total_len,
+            phase: if q_len == 1 { Phase::TokenGeneration } else { Phase::SubsequentPrompt },
+            cache: CacheBinding::Shared,
+            pages: Some(pages),
+            packed: sizes.packed,
+            qk_norm: sizes.qk_norm(inputs, self.qk_norm_epsilon)?,
+            rotary: self.rotary(inputs, &sizes, total_len)?,
+            scale: if self.scale == 0.0 {
+                1.0 / (sizes.head_size as f32).sqrt()
+            } else {
+                self.scale
+            },
+            softcap: (self.softcap > 0.0).then_some(self.softcap),
+            window: usize::try_from(self.local_window_size).ok().filter(|&size| size < total_len),
+            causal: self.is_causal == 1,
+            sink: if sizes.head_sink(inputs)? { Sink::PerHead } else { Sink::None },
+            ..Problem::plain("PagedAttention", sizes.dtype)
+        };
+        check_rows("query", [problem.batch, problem.q_heads, problem.q_len])?;
+        check_rows("block_table", [problem.batch, problem.kv_heads, problem.capacity])?;
+        if i32::try_from(problem.total_len).is_err() {
+            let allowed = format!("up to {} rows of a sequence, as lengths are int32", i32::MAX);
+            return Err(Error::invalid("block_table", shape(inputs.block_table.shape), allowed));
+        }
+        Ok(problem)
+    }
+
+    fn check_numbers(&self) -> Result<()> {
+        check_factors(self.scale, self.softcap, self.qk_norm_epsilon)?;
+        if !(0..=1).contains(&self.is_causal) {
+            return Err(Error::invalid("is_causal", self.is_causal, "0 or 1"));
+        }
+        if self.local_window_size == 0 {
+            return Err(Error::invalid("local_window_size", 0, "1 or more, or -1 for no window"));
+        }
+        Ok(())
+    }
+
+    fn sizes(&self, inputs: &PagedShapes<'_>) -> Result<Sizes> {
+        let count = |argument, heads: i64| match usize::try_from(heads) {
+            Ok(heads @ 1..=MAX_COUNT) => Ok(heads),
+            _ => Err(Error::invalid(argument, heads, format!("1 to {MAX_COUNT}"))),
+        };
+        let (heads, kv_heads) =
+            (count("num_heads", self.num_heads)?, count("kv_num_heads", self.kv_num_heads)?);
+        if heads % kv_heads != 0 {
+            let allowed = format!("a multiple of kv_num_heads = {kv_heads}");
+            return Err(Error::invalid("num_heads", heads, allowed));
+        }
+        let TensorDesc { dtype, shape: got } = inputs.query;
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::invalid("query", dtype, "float32, float16 or bfloat16"));
+        }
+        let packed = both(("key", inputs.key), ("value", inputs.value))?.is_none();
+        let (in_row, what) = match packed {
+            true => (heads + 2 * kv_heads, "(num_heads + 2 * kv_num_heads)"),
+            false => (heads, "num_heads"),
+        };
+        let (tokens, width) = match *got {
+            [tokens, width] if tokens > 0 => (tokens, width),
+            _ => {
+                let allowed = format!("(num_tokens >= 1, {what} * head_size)");
+                return Err(Error::invalid("query", shape(got), allowed));
+            }
+        };
+        let head_size = width / in_row;
+        if width % in_row != 0 || head_size % 8 != 0 || !(8..=MAX_HEAD_SIZE).contains(&head_size) {
+            let allowed = format!(
+                "a last dimension of {what} = {in_row} times a head_size that is a multiple of 8 from 8 to {MAX_HEAD_SIZE}"
+            );
+            return Err(Error::invalid("query", shape(got), allowed));
+        }
+        addressable("query", got)?;
+        let TensorDesc { dtype: lengths, shape: past } = inputs.past_seqlens;
+        let batch = match *past {
+            [batch] if batch > 0 => batch,
+            _ => return Err(Error::invalid("past_seqlens", shape(past), "(batch_size >= 1)")),
+        };
+        if lengths != DType::I32 {
+            return Err(Error::invalid("past_seqlens", lengths, "int32"));
+        }
+        let sizes = Sizes { dtype, heads, kv_heads, head_size, tokens, batch, packed };
+        if let (Some(key), Some(value)) = (inputs.key, inputs.value) {
+            let width = Dim::Is("kv_num_heads * head_size", kv_heads * head_size);
+            let dims = [Dim::Is("num_tokens", tokens), width];
+            sizes.check("key", key, &dims)?;
+            sizes.check("value", value, &dims)?;
+        }
+        Ok(sizes)
+    }
+
+    fn rotary(
+        &self,
+        inputs: &PagedShapes<'_>,
+        sizes: &Sizes,
+        total_len: usize,
+    ) -> Result<Option<Rotary>> {
+        let caches = both(("cos_cache", inputs.cos_cache), ("sin_cache", inputs.sin_cache))?;
+        let Some((cos, sin)) = caches else {
+            let allowed = "cos_cache and sin_cache, which do_rotary = 1 needs";
+            return match self.do_rotary {
+                true => Err(Error::invalid("cos_cache", "no input", allowed)),
+                false => Ok(None),
+            };
+        };
+        let positions = Dim::AtLeast("keys of a sequence", total_len);
+        sizes.check("cos_cache", cos, &[positions, Dim::Any("rotary_dim / 2")])?;
+        let (max_positions, half) = (cos.shape[0], cos.shape[1]);
+        let largest = sizes.head_size / 2;
+        if half % 8 != 0 || !(8..=largest).contains(&half) {
+            let allowed = format!("rotary_dim / 2 a multiple of 8 from 8 to {largest}");
+            return Err(Error::invalid("cos_cache", shape(cos.shape), allowed));
+        }
+        let dims = [Dim::Is("rows of cos_cache", max_positions), Dim::Is("rotary_dim / 2", half)];
+        sizes.check("sin_cache", sin, &dims)?;
+        let interleaved = self.rotary_interleaved;
+        let rotary = Rotary { dim: 2 * half, interleaved, max_positions, explicit: None };
+        Ok(self.do_rotary.then_some(rotary))
+    }
+}
+
+impl Sizes {
+    fn check(&self, argument: &'static str, got: TensorDesc<'_>, dims: &[Dim]) -> Result<()> {
+        Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
+    }
+
+    /// The cache's blocks and what says whose they are.
+    fn pages(&self, inputs: &PagedShapes<'_>) -> Result<Pages> {
+        let whose = [Dim::Is("kv_num_heads", self.kv_heads), Dim::Is("head_size", self.head_size)];
+        let least = |name| Dim::AtLeast(name, 1);
+        let dims = [least("num_blocks"), least("block_size"), whose[0], whose[1]];
+        self.check("key_cache", inputs.key_cache, &dims)?;
+        let (blocks, block_size) = (inputs.key_cache.shape[0], inputs.key_cache.shape[1]);
+        let of_key = [Dim::Is("num_blocks", blocks), Dim::Is("block_size", block_size)];
+        let dims = [of_key[0], of_key[1], whose[0], whose[1]];
+        self.check("value_cache", inputs.value_cache, &dims)?;
+        check_rows("key_cache", [blocks, block_size, self.kv_heads])?;
+        let int32 = |argument, got, dims: &[Dim]| {
+            Pattern { argument, dtype: DType::I32, why: "", dims }.check(got)
+        };
+        let starts = [Dim::Is("batch_size + 1", self.batch + 1)];
+        int32("cumulative_sequence_length", inputs.cumulative_sequence_length, &starts)?;
+        let dims = [Dim::Is("batch_size", self.batch), least("max_blocks_per_sequence")];
+        int32("block_table", inputs.block_table, &dims)?;
+        if let Some(slots) = inputs.slot_mapping {
+            int32("slot_mapping", slots, &[Dim::Is("num_tokens", self.tokens)])?;
+        }
+        Ok(Pages {
+            tokens: self.tokens,
+            blocks,
+            block_size,
+            per_sequence: inputs.block_table.shape[1],
+            slots: inputs.slot_mapping.is_some(),
+        })
+    }
+
+    fn qk_norm(&self, inputs: &PagedShapes<'_>, epsilon: f32) -> Result<Option<QkNorm>> {
+        let [query, key] = ["q_norm_weight", "k_norm_weight"];
+        let weights = both((query, inputs.q_norm_weight), (key, inputs.k_norm_weight))?;
+        let Some(weights) = weights else { return Ok(None) };
+        for (argument, weight) in [(query, weights.0), (key, weights.1)] {
+            self.check(argument, weight, &[Dim::Is("head_size", self.head_size)])?;
+        }
+        Ok(Some(QkNorm { epsilon }))
+    }
+
+    fn head_sink(&self, inputs: &PagedShapes<'_>) -> Result<bool> {
+        let dims = [Dim::Is("num_heads", self.heads)];
+        let check = |sink| self.check("head_sink", sink, &dims);
+        Ok(inputs.head_sink.map(check).transpose()?.is_some())
+    }
+}
+
+/// Lengths in host memory.
+pub(super) struct Lengths {
+    /// Of each sequence: rows before the call, and new ones.
+    sequences: Vec<[usize; 2]>,
+}
+
+impl Lengths {
+    /// Errs unless sequences follow one another and have lengths.
+    pub(super) fn of(inputs: &PagedInputs<'_>) -> Result<Self> {
+        const STARTS: &str = "cumulative_sequence_length";
+        let starts = numbers(STARTS, inputs.cumulative_sequence_length)?;
+        let past = numbers("past_seqlens", inputs.past_seqlens)?;
+        let tokens = inputs.query.shape().first().copied().unwrap_or_default();
+        let ends = [
+            starts.first().map(|&first| i64::from(first)),
+            starts.last().map(|&last| i64::from(last)),
+        ];
+        if ends != [Some(0), Some(tokens as i64)] || starts.len() != past.len() + 1 {
+            let got = format!("{starts:?}");
+            let allowed = format!("{} numbers from 0 to num_tokens = {tokens}", past.len() + 1);
+            return Err(Error::invalid(STARTS, got, allowed));
+        }
+        let mut sequences = Vec::new();
+        for (b, (&past, ends)) in past.iter().zip(starts.windows(2)).enumerate() {
+            let Ok(new) = usize::try_from(i64::from(ends[1]) - i64::from(ends[0])) else {
+                let got = format!("{} behind {} at {}", ends[1], ends[0], b + 1);
+                return Err(Error::invalid(
+                    STARTS,
+                    got,
+                    "numbers none of which is less than the one before",
+                ));
+            };
+            let Ok(past) = usize::try_from(past) else {
+                let got = format!("{past} for batch entry {b}");
+                return Err(Error::invalid("past_seqlens", got, "0 or more"));
+            };
+            sequences.push([past, new]);
+        }
+        Ok(Self { sequences })
+    }
+
+    /// The most that any sequence has.
+    pub(super) fn bounds(&self) -> Bounds {
+        let most = |of: fn(&[usize; 2]) -> usize| self.sequences.iter().map(of).max().unwrap_or(0);
+        Bounds { query_rows: most(|[_, new]| *new), keys: most(|[past, new]| past + new) }
+    }
+
+    /// Errs unless attention_metadata is true.
+    fn check_metadata(&self, metadata: &Tensor) -> Result<()> {
+        const NAME: &str = "attention_metadata";
+        let bounds = numbers(NAME, metadata)?;
+        if metadata.shape().len() != 1 || !(2..=3).contains(&bounds.len()) {
+            return Err(Error::invalid(NAME, shape(metadata.shape()), "(2) or (3)"));
+        }
+        let Bounds { query_rows, keys } = self.bounds();
+        for (&bound, most) in bounds.iter().zip([query_rows, keys]) {
+            if !usize::try_from(bound).is_ok_and(|bound| bound == 0 || bound >= most) {
+                let allowed = format!(
+                    "0, or {query_rows} and {keys} or more, the most tokens of a sequence, new and in all"
+                );
+                return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
+            }
+        }
+        Ok(())
+    }
+
+    /// Errs unless every row of every sequence has a place in the cache.
+    pub(super) fn check(&self, p: &Problem, inputs: &PagedInputs<'_>) -> Result<()> {
+        let Some(pages) = p.pages else { return Ok(()) };
+        inputs.attention_metadata.map_or(Ok(()), |metadata| self.check_metadata(metadata))?;
+        let table = numbers("block_table", inputs.block_table)?;
+        for (b, &[past, new]) in self.sequences.iter().enumerate() {
+            let rows = pages.per_sequence * pages.block_size;
+            if past + new > rows {
+                let got = format!("{past} for batch entry {b}, which has {new} new tokens");
+                let allowed = format!("up to {} in all, the rows of its blocks", rows);
+                return Err(Error::invalid("past_seqlens", got, allowed));
+            }
+            let used = (past + new).div_ceil(pages.block_size);
+            for (i, &block) in table[b * pages.per_sequence..][..used].iter().enumerate() {
+                if !usize::try_from(block).is_ok_and(|block| block < pages.blocks) {
+                    let allowed = format!("0 to {}, the last block of key_cache", pages.blocks - 1);
+                    return Err(Error::invalid(
+                        "block_table",
+                        format!("{block} at ({b}, {i})"),
+                        allowed,
+                    ));
+                }
+            }
+        }
+        let Some(slots) = inputs.slot_mapping else { return Ok(()) };
+        let rows = (pages.blocks * pages.block_size) as i64;
+        let slots = numbers("slot_mapping", slots)?;
+        match slots.iter().position(|&slot| !(-1..rows).contains(&i64::from(slot))) {
+            None => Ok(()),
+            Some(i) => {
+                let allowed = format!("-1 to {}, the last row of key_cache", rows - 1);
+                Err(Error::invalid("slot_mapping", format!("{} at {i}", slots[i]), allowed))
+            }
+        }
+    }
+}
+
+/// The elements of an int32 tensor.
+fn numbers<'a>(argument: &'static str, tensor: &'a Tensor) -> Result<&'a [i32]> {
+    let Tensor::I32(array) = tensor else {
+        return Err(Error::invalid(argument, tensor.dtype(), "int32"));
+    };
+    tensor.desc(argument)?;
+    Ok(array.as_slice().unwrap_or_default())
+}

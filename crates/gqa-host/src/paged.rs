@@ -1,0 +1,31 @@
+//! Sequences in a cache of blocks, and the call that remains when their rows lie side by side.
+
+use crate::{CacheBinding, Layout, Problem};
+
+impl Problem {
+    /// This call when the new rows are in the cache and every sequence's rows lie side by side: attention alone, of (batch, q_len) query rows that are rotated.
+    pub(crate) fn gathered(&self) -> Self {
+        Self {
+            pages: None,
+            packed: false,
+            layout: Layout::Bsnh,
+            cache: CacheBinding::Shared,
+            new_len: 0,
+            qk_norm: None,
+            rotary: None,
+            settled: false,
+            ..self.clone()
+        }
+    }
+
+    /// The new tokens of all sequences as those of one.
+    pub(crate) fn tokens(&self) -> Self {
+        let tokens = self.pages.map_or(self.q_len, |pages| pages.tokens);
+        Self { batch: 1, q_len: tokens, new_len: tokens, pages: None, ..self.clone() }
+    }
+
+    /// Whether every sequence has one token, so that tokens are batch entries.
+    pub(crate) fn has_single_tokens(&self) -> bool {
+        self.q_len == 1 && self.pages.is_some_and(|pages| pages.tokens == self.batch)
+    }
+}

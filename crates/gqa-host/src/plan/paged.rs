@@ -1,0 +1,170 @@
+//! Calls whose cache consists of blocks: `decode_paged`, which reads them where they are (and `qk_norm` before it, with QK-norm), or
+//! their rows side by side in scratch, and attention over these.
+//!
+//! | launch | where |
+//! |---|---|
+//! | `qk_norm` | with QK-norm |
+//! | `paged_append`: new rows into the cache, queries into scratch | always |
+//! | `paged_gather`: the rows of every sequence into scratch | always |
+//! | attention | always |
+//! | `paged_scatter`: output rows to their tokens | unless every sequence has one token |
+//!
+//! Queries stay where they are if every sequence has one token and nothing turns or takes them apart.
+
+use super::launch::{Scratch, element, find, launch, tensor, u32_of};
+use super::prologue::{Rows, normalise, positions, rotary_params};
+use super::rebind::Rebind;
+use super::{
+    Arg, Candidate, Composed, Decision, DeviceInfo, Launch, Switches, TensorId, attention,
+};
+use crate::{DType, Pages, Problem, Result};
+use gqa_kernels::params::PagedParams;
+use gqa_kernels::prologue::paged_grid;
+use std::iter;
+
+/// The launches of a call whose cache consists of blocks.
+pub(super) fn compose(
+    problem: &Problem,
+    pages: Pages,
+    device: &DeviceInfo,
+    switches: &Switches,
+    scratch: &mut Scratch,
+) -> Result<Composed> {
+    let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
+    let choice = attention::consider(Candidate::DecodePaged, problem, device, switches);
+    let outcome = choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone);
+    let decision = Decision { candidate: Candidate::DecodePaged, outcome };
+    if let Ok(choice) = choice {
+        let rows = rows.one_of_each_sequence();
+        launches.extend(attention::launches(problem, device, &choice, rows, true, scratch)?);
+        return Ok(Composed {
+            launches,
+            decisions: vec![decision],
+            positions: positions(problem, true),
+        });
+    }
+    let gathered = Gathered::new(problem, pages, rows, scratch)?;
+    launches.push(gathered.append(device)?);
+    launches.push(gathered.gather(device)?);
+    let call = Composed::of(&problem.gathered(), device, switches, scratch)?;
+    let rebind = gathered.rebind();
+    launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
+    if gathered.output != Arg::Null {
+        launches.push(gathered.scatter(device)?);
+    }
+    let decisions = iter::once(decision).chain(call.decisions).collect();
+    Ok(Composed { launches, decisions, positions: positions(problem, true) })
+}
+
+/// What attention finds in scratch.
+struct Gathered<'a> {
+    problem: &'a Problem,
+    /// Tokens' rows.
+    rows: Rows,
+    params: PagedParams,
+    query: Arg,
+    cache: [Arg; 2],
+    lengths: Arg,
+    output: Arg,
+}
+
+impl<'a> Gathered<'a> {
+    fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
+        let size = p.dtype.size();
+        let padded = p.batch * p.q_len * p.q_heads * p.head_size;
+        let cached = p.batch * p.kv_heads * p.capacity * p.head_size;
+        let moves = !p.has_single_tokens() || p.rotary.is_some() || p.packed;
+        let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
+            true => scratch.take(elements, size),
+            false => Ok(Arg::Null),
+        };
+        Ok(Self {
+            problem: p,
+            params: PagedParams {
+                q: rows.query.strides,
+                k: rows.key.strides,
+                v: rows.value.strides,
+                rotary: rotary_params(p.rotary, 0)?,
+                batch: u32_of("batch", p.batch)?,
+                q_heads: u32_of("query heads", p.q_heads)?,
+                kv_heads: u32_of("KV heads", p.kv_heads)?,
+                head_size: u32_of("head size", p.head_size)?,
+                row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
+                q_len: u32_of("query rows", p.q_len)?,
+                tokens: u32_of("tokens", pages.tokens)?,
+                capacity: u32_of("rows of a sequence", p.capacity)?,
+                blocks: u32_of("blocks", pages.blocks)?,
+                block_size: u32_of("rows of a block", pages.block_size)?,
+                per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+                moves_queries: moves.into(),
+            },
+            query: if moves { take(true, padded, size)? } else { rows.query.arg },
+            cache: [take(true, cached, size)?, take(true, cached, size)?],
+            lengths: take(true, p.batch, DType::I32.size())?,
+            output: take(!p.has_single_tokens(), padded, size)?,
+            rows,
+        })
+    }
+
+    fn append(&self, device: &DeviceInfo) -> Result<Launch> {
+        let queries = if self.params.moves_queries != 0 { self.query } else { Arg::Null };
+        let rotation = |id| match self.problem.rotary {
+            Some(_) => tensor(self.problem, id, 0),
+            None => Arg::Null,
+        };
+        let arguments = [
+            ("q", self.rows.query.arg),
+            ("k", self.rows.key.arg),
+            ("v", self.rows.value.arg),
+            ("cos", rotation(TensorId::CosCache)),
+            ("sin", rotation(TensorId::SinCache)),
+            ("position_ids", Arg::Null),
+            ("q_out", queries),
+        ];
+        self.launch("paged_append", element(self.problem.dtype), &arguments, device)
+    }
+
+    fn gather(&self, device: &DeviceInfo) -> Result<Launch> {
+        let [k, v] = self.cache;
+        let arguments = [("present_k", k), ("present_v", v), ("lengths", self.lengths)];
+        self.launch("paged_gather", None, &arguments, device)
+    }
+
+    fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
+        let out = tensor(self.problem, TensorId::Output, 0);
+        self.launch("paged_scatter", None, &[("rows", self.output), ("out", out)], device)
+    }
+
+    fn launch(
+        &self,
+        kernel: &str,
+        dtype: Option<gqa_kernels::num::DType>,
+        arguments: &[(&'static str, Arg)],
+        device: &DeviceInfo,
+    ) -> Result<Launch> {
+        let p = self.problem;
+        let entry = find(kernel, dtype)?;
+        let of_pages = [
+            ("starts", TensorId::CumulativeSequenceLength),
+            ("past_seqlens", TensorId::SeqlensK),
+            ("block_table", TensorId::BlockTable),
+            ("slot_mapping", TensorId::SlotMapping),
+            ("k_cache", TensorId::PresentKey),
+            ("v_cache", TensorId::PresentValue),
+        ];
+        let of_pages = of_pages.map(|(name, id)| (name, tensor(p, id, 0)));
+        let grid = paged_grid(entry, &self.params, device.multiprocessors);
+        launch(entry, grid, &[arguments, &of_pages].concat(), &self.params)
+    }
+
+    /// Where the call over gathered rows finds its tensors.
+    fn rebind(&self) -> Rebind {
+        Rebind(vec![
+            (TensorId::Query, self.query),
+            (TensorId::PresentKey, self.cache[0]),
+            (TensorId::PresentValue, self.cache[1]),
+            (TensorId::SeqlensK, self.lengths),
+            (TensorId::Output, self.output),
+        ])
+    }
+}

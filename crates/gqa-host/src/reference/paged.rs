@@ -1,0 +1,190 @@
+//! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the rows that its blocks hold.
+
+use super::{Exact, exact};
+use crate::backend::{Io, PageTables};
+use crate::{CacheBinding, Computes, Layout, Pages, Phase, Problem, Rotary, Tensor};
+use ndarray::Array1;
+
+/// Computes a call whose cache consists of blocks.
+pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Exact {
+    let mut exact = Exact::default();
+    let Some(tables) = io.pages else { return exact };
+    let sequences = Sequence::all(p, pages, tables, io.seqlens_k);
+    for sequence in &sequences {
+        sequence.append(io);
+    }
+    for sequence in sequences.iter().filter(|sequence| sequence.new > 0) {
+        let rows = sequence.attend(io);
+        exact.output.extend(rows.output);
+        exact.lse.extend(rows.lse);
+    }
+    exact
+}
+
+/// One sequence of the call.
+struct Sequence<'a> {
+    problem: &'a Problem,
+    /// Its first token.
+    start: usize,
+    /// Tokens.
+    new: usize,
+    /// Rows before them.
+    past: usize,
+    /// The row of the cache, through all blocks, that has each row of the sequence.
+    places: Vec<usize>,
+    /// The row that takes each token, if any does.
+    slots: Vec<Option<usize>>,
+}
+
+impl<'a> Sequence<'a> {
+    fn all(p: &'a Problem, pages: Pages, tables: PageTables<'_>, past: &Tensor) -> Vec<Self> {
+        let integers = |tensor: &Tensor| -> Vec<i64> {
+            tensor.to_f64().into_iter().map(|x| x as i64).collect()
+        };
+        let starts = integers(tables.cumulative_sequence_length);
+        let (table, past) = (integers(tables.block_table), integers(past));
+        let slots = tables.slot_mapping.map(integers);
+        let sequence = |b: usize| {
+            let (start, end) = (starts[b] as usize, starts[b + 1] as usize);
+            let (new, past) = (end - start, past[b] as usize);
+            let blocks = &table[b * pages.per_sequence..][..pages.per_sequence];
+            let place = |row: usize| {
+                blocks[row / pages.block_size] as usize * pages.block_size + row % pages.block_size
+            };
+            let places: Vec<_> = (0..past + new).map(place).collect();
+            let slots = match &slots {
+                None => places[past..].iter().copied().map(Some).collect(),
+                Some(slots) => {
+                    slots[start..end].iter().map(|&slot| usize::try_from(slot).ok()).collect()
+                }
+            };
+            Self { problem: p, start, new, past, places, slots }
+        };
+        (0..p.batch).map(sequence).collect()
+    }
+
+    /// A call of this sequence alone, of its new tokens.
+    fn call(&self) -> Problem {
+        Problem {
+            batch: 1,
+            q_len: self.new,
+            total_len: self.past + self.new,
+            past_capacity: 0,
+            capacity: self.past + self.new,
+            pages: None,
+            packed: false,
+            layout: Layout::Bsnh,
+            phase: if self.past == 0 { Phase::FirstPrompt } else { Phase::SubsequentPrompt },
+            ..self.problem.clone()
+        }
+    }
+
+    /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions would have them.
+    fn append(&self, io: &mut Io<'_>) {
+        if self.new == 0 {
+            return;
+        }
+        let p = self.problem;
+        let positions: Vec<_> = (self.past..self.past + self.new).map(|row| row as i64).collect();
+        let alone = Problem {
+            computes: Computes::Cache,
+            cache: CacheBinding::Separate,
+            new_len: self.new,
+            total_len: self.new,
+            capacity: self.new,
+            phase: Phase::FirstPrompt,
+            rotary: p.rotary.map(|rotary| Rotary { explicit: Some(self.new), ..rotary }),
+            ..self.call()
+        };
+        let [mut key, mut value] =
+            [(); 2].map(|()| Tensor::zeros(p.dtype, &alone.key_cache_shape(self.new)));
+        let positions = Array1::from(positions).into();
+        self.compute(&alone, io, Some(&positions), [&mut key, &mut value]);
+        for (rows, cache) in [(&key, &mut *io.present_key), (&value, &mut *io.present_value)] {
+            let size = p.head_size * rows.dtype().size();
+            for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
+                if let Some(slot) = self.slots[i % self.new] {
+                    let to = (slot * p.kv_heads + i / self.new) * size;
+                    cache.bytes_mut()[to..to + size].copy_from_slice(row);
+                }
+            }
+        }
+    }
+
+    /// Attends to the rows that the cache holds.
+    fn attend(&self, io: &mut Io<'_>) -> Exact {
+        let call = Problem { new_len: 0, cache: CacheBinding::Shared, ..self.call() };
+        let (mut key, mut value) = (self.gathered(io.present_key), self.gathered(io.present_value));
+        self.compute(&call, io, None, [&mut key, &mut value])
+    }
+
+    /// The sequence's rows side by side, head by head.
+    fn gathered(&self, cache: &Tensor) -> Tensor {
+        let (p, rows) = (self.problem, self.places.len());
+        let mut gathered = Tensor::zeros(p.dtype, &[1, p.kv_heads, rows, p.head_size]);
+        let size = p.head_size * p.dtype.size();
+        for (i, row) in gathered.bytes_mut().chunks_exact_mut(size).enumerate() {
+            let from = (self.places[i % rows] * p.kv_heads + i / rows) * size;
+            row.copy_from_slice(&cache.bytes()[from..from + size]);
+        }
+        gathered
+    }
+
+    /// The call on the sequence's tokens and that cache.
+    fn compute(
+        &self,
+        call: &Problem,
+        io: &Io<'_>,
+        position_ids: Option<&Tensor>,
+        [present_key, present_value]: [&mut Tensor; 2],
+    ) -> Exact {
+        let p = self.problem;
+        let (n, nk) = (p.q_heads, p.kv_heads);
+        let heads = |tensor: Option<&Tensor>, first: usize, count: usize| match (p.packed, tensor) {
+            (false, Some(tensor)) => self.tokens(tensor, count, 0, count),
+            _ => self.tokens(io.query, n + 2 * nk, first, count),
+        };
+        let (query, key, value) =
+            (heads(Some(io.query), 0, n), heads(io.key, n, nk), heads(io.value, n + nk, nk));
+        let last = Array1::from(vec![call.total_len as i32 - 1]).into();
+        let mut output = Tensor::zeros(p.dtype, &[0]);
+        exact(
+            call,
+            &mut Io {
+                query: &query,
+                key: Some(&key),
+                value: Some(&value),
+                past_key: None,
+                past_value: None,
+                seqlens_k: &last,
+                cos_cache: io.cos_cache,
+                sin_cache: io.sin_cache,
+                position_ids,
+                attention_bias: None,
+                head_sink: io.head_sink,
+                k_scale: None,
+                v_scale: None,
+                q_norm_weight: io.q_norm_weight,
+                k_norm_weight: io.k_norm_weight,
+                pages: None,
+                output: &mut output,
+                present_key,
+                present_value,
+                output_qk: None,
+                lse: None,
+            },
+        )
+    }
+
+    /// Heads `first .. first + count` of the `all` of the sequence's tokens, as (1, tokens, heads · head_size).
+    fn tokens(&self, tensor: &Tensor, all: usize, first: usize, count: usize) -> Tensor {
+        let size = self.problem.head_size * tensor.dtype().size();
+        let shape = [1, self.new, count * self.problem.head_size];
+        let mut tokens = Tensor::zeros(tensor.dtype(), &shape);
+        for (i, row) in tokens.bytes_mut().chunks_exact_mut(count * size).enumerate() {
+            let from = ((self.start + i) * all + first) * size;
+            row.copy_from_slice(&tensor.bytes()[from..from + count * size]);
+        }
+        tokens
+    }
+}

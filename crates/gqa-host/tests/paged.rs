@@ -1,0 +1,269 @@
+//! Every rule of PagedAttention: the message names the argument, what was got and what is allowed.
+
+use gqa_host::op::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes};
+use gqa_host::{DType, Pages, Phase, Problem, Result, Tensor, TensorDesc};
+use ndarray::{Array, Array1};
+
+/// A legal call to spoil: sequences of 3 and 1 new tokens behind 2 and 6 rows, 4 query heads over 2 KV heads of size 16, blocks of 4 rows.
+struct Call {
+    op: PagedAttention,
+    query: Tensor,
+    key: Option<Tensor>,
+    value: Option<Tensor>,
+    starts: Tensor,
+    past: Tensor,
+    table: Tensor,
+    tables: Option<[Tensor; 2]>,
+    slots: Option<Tensor>,
+    head_sink: Option<Tensor>,
+    metadata: Option<Tensor>,
+    cache: PagedCache,
+}
+
+fn float(shape: &[usize]) -> Tensor {
+    Tensor::zeros(DType::F32, shape)
+}
+
+fn ints(values: &[i32]) -> Tensor {
+    Array1::from(values.to_vec()).into()
+}
+
+fn table(rows: usize, values: &[i32]) -> Tensor {
+    Array::from_shape_vec((rows, values.len() / rows), values.to_vec()).unwrap().into()
+}
+
+impl Call {
+    fn new() -> Self {
+        Self {
+            op: PagedAttention::new(4, 2),
+            query: float(&[4, 64]),
+            key: Some(float(&[4, 32])),
+            value: Some(float(&[4, 32])),
+            starts: ints(&[0, 3, 4]),
+            past: ints(&[2, 6]),
+            table: table(2, &[4, 0, -9, 3, 1, 99]),
+            tables: None,
+            slots: None,
+            head_sink: None,
+            metadata: None,
+            cache: PagedCache { key: float(&[5, 4, 2, 16]), value: float(&[5, 4, 2, 16]) },
+        }
+    }
+
+    fn rotary() -> Self {
+        let op = PagedAttention::new(4, 2).do_rotary(true);
+        Self { op, tables: Some([float(&[7, 8]), float(&[7, 8])]), ..Self::new() }
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        let inputs = PagedInputs {
+            key: self.key.as_ref(),
+            value: self.value.as_ref(),
+            cos_cache: self.tables.as_ref().map(|[cos, _]| cos),
+            sin_cache: self.tables.as_ref().map(|[_, sin]| sin),
+            slot_mapping: self.slots.as_ref(),
+            head_sink: self.head_sink.as_ref(),
+            attention_metadata: self.metadata.as_ref(),
+            ..PagedInputs::new(&self.query, &self.starts, &self.past, &self.table)
+        };
+        self.op.problem(&inputs, &self.cache)
+    }
+}
+
+#[track_caller]
+fn refuses(call: Call, text: &str) {
+    match call.problem() {
+        Ok(_) => panic!("accepted, want {text}"),
+        Err(error) => assert_eq!(error.to_string(), text),
+    }
+}
+
+#[track_caller]
+fn accepts(call: Call) -> Problem {
+    call.problem().unwrap()
+}
+
+#[test]
+fn legal_calls_become_problems() {
+    let p = accepts(Call::new());
+    assert_eq!((p.batch, p.q_len, p.total_len), (2, 3, 7));
+    assert_eq!((p.phase, p.packed, p.causal), (Phase::SubsequentPrompt, false, true));
+    let pages = Pages { tokens: 4, blocks: 5, block_size: 4, per_sequence: 3, slots: false };
+    assert_eq!(p.pages, Some(pages));
+    assert_eq!(p.output_shape(), [4, 64]);
+    let packed = accepts(Call { query: float(&[4, 128]), key: None, value: None, ..Call::new() });
+    assert!(packed.packed);
+    let single = Call { starts: ints(&[0, 1, 2]), query: float(&[2, 64]), ..Call::new() };
+    let new = || Some(float(&[2, 32]));
+    let p = accepts(Call { key: new(), value: new(), ..single });
+    assert_eq!((p.q_len, p.phase), (1, Phase::TokenGeneration));
+    assert_eq!(accepts(Call::rotary()).rotary.unwrap().dim, 16);
+    let window = |size, causal| {
+        let op = PagedAttention::new(4, 2).local_window_size(size).is_causal(causal);
+        accepts(Call { op, ..Call::new() })
+    };
+    assert_eq!((window(3, 0).window, window(3, 0).causal), (Some(3), false));
+    assert_eq!(window(7, 1).window, None);
+}
+
+#[test]
+fn attributes() {
+    let with = |op: fn(PagedAttention) -> PagedAttention| {
+        let call = Call::new();
+        Call { op: op(call.op.clone()), ..call }
+    };
+    refuses(with(|_| PagedAttention::new(0, 1)), "num_heads: got 0; allowed: 1 to 4294967295");
+    refuses(
+        with(|_| PagedAttention::new(4, 3)),
+        "num_heads: got 4; allowed: a multiple of kv_num_heads = 3",
+    );
+    refuses(with(|op| op.scale(f32::NAN)), "scale: got NaN; allowed: a finite number");
+    refuses(with(|op| op.is_causal(2)), "is_causal: got 2; allowed: 0 or 1");
+    refuses(
+        with(|op| op.local_window_size(0)),
+        "local_window_size: got 0; allowed: 1 or more, or -1 for no window",
+    );
+    refuses(
+        with(|op| op.qk_norm_epsilon(0.0)),
+        "qk_norm_epsilon: got 0; allowed: a finite number greater than 0",
+    );
+    refuses(
+        with(|op| op.do_rotary(true)),
+        "cos_cache: got no input; allowed: cos_cache and sin_cache, which do_rotary = 1 needs",
+    );
+}
+
+#[test]
+fn tokens() {
+    let query = |shape: &[usize]| Call { query: float(shape), ..Call::new() };
+    refuses(
+        query(&[4, 60]),
+        "query: got (4, 60); allowed: a last dimension of num_heads = 4 times a head_size that is a multiple of 8 from 8 to 512",
+    );
+    refuses(
+        query(&[1, 4, 64]),
+        "cumulative_sequence_length: got [0, 3, 4]; allowed: 3 numbers from 0 to num_tokens = 1",
+    );
+    refuses(
+        Call { query: Tensor::zeros(DType::F64, &[4, 64]), ..Call::new() },
+        "query: got float64; allowed: float32, float16 or bfloat16",
+    );
+    refuses(
+        Call { value: None, ..Call::new() },
+        "value: got no input; allowed: a tensor, as key is given",
+    );
+    refuses(
+        Call { key: Some(float(&[3, 32])), ..Call::new() },
+        "key: got (3, 32); allowed: (num_tokens = 4, kv_num_heads * head_size = 32)",
+    );
+    refuses(
+        Call { head_sink: Some(float(&[2])), ..Call::new() },
+        "head_sink: got (2); allowed: (num_heads = 4)",
+    );
+}
+
+#[test]
+fn lengths() {
+    let starts = |values: &[i32]| Call { starts: ints(values), ..Call::new() };
+    refuses(
+        starts(&[0, 3, 5]),
+        "cumulative_sequence_length: got [0, 3, 5]; allowed: 3 numbers from 0 to num_tokens = 4",
+    );
+    refuses(
+        starts(&[0, 4]),
+        "cumulative_sequence_length: got [0, 4]; allowed: 3 numbers from 0 to num_tokens = 4",
+    );
+    refuses(
+        starts(&[0, 5, 4]),
+        "cumulative_sequence_length: got 4 behind 5 at 2; allowed: numbers none of which is less than the one before",
+    );
+    accepts(starts(&[0, 4, 4]));
+    refuses(
+        Call { past: ints(&[2, -1]), ..Call::new() },
+        "past_seqlens: got -1 for batch entry 1; allowed: 0 or more",
+    );
+    refuses(
+        Call { past: ints(&[10, 6]), ..Call::new() },
+        "past_seqlens: got 10 for batch entry 0, which has 3 new tokens; allowed: up to 12 in all, the rows of its blocks",
+    );
+    refuses(
+        Call { past: Tensor::zeros(DType::I64, &[2]), ..Call::new() },
+        "past_seqlens: got int64; allowed: int32",
+    );
+    let metadata = |values: &[i32]| Call { metadata: Some(ints(values)), ..Call::new() };
+    accepts(metadata(&[3, 7]));
+    accepts(metadata(&[0, 0, 5]));
+    refuses(
+        metadata(&[2, 7]),
+        "attention_metadata: got [2, 7]; allowed: 0, or 3 and 7 or more, the most tokens of a sequence, new and in all",
+    );
+    refuses(metadata(&[3]), "attention_metadata: got (1); allowed: (2) or (3)");
+}
+
+#[test]
+fn blocks() {
+    refuses(
+        Call { table: table(2, &[4, 5, -9, 3, 1, 99]), ..Call::new() },
+        "block_table: got 5 at (0, 1); allowed: 0 to 4, the last block of key_cache",
+    );
+    refuses(
+        Call { table: table(1, &[4, 0, 1]), ..Call::new() },
+        "block_table: got (1, 3); allowed: (batch_size = 2, max_blocks_per_sequence >= 1)",
+    );
+    let cache = |key: &[usize], value: &[usize]| {
+        let cache = PagedCache { key: float(key), value: float(value) };
+        Call { cache, ..Call::new() }
+    };
+    refuses(
+        cache(&[5, 4, 2, 8], &[5, 4, 2, 8]),
+        "key_cache: got (5, 4, 2, 8); allowed: (num_blocks >= 1, block_size >= 1, kv_num_heads = 2, head_size = 16)",
+    );
+    refuses(
+        cache(&[5, 4, 2, 16], &[5, 8, 2, 16]),
+        "value_cache: got (5, 8, 2, 16); allowed: (num_blocks = 5, block_size = 4, kv_num_heads = 2, head_size = 16)",
+    );
+    let slots = |values: &[i32]| Call { slots: Some(ints(values)), ..Call::new() };
+    assert!(accepts(slots(&[-1, 3, 19, 0])).pages.unwrap().slots);
+    refuses(
+        slots(&[0, 20, 1, 2]),
+        "slot_mapping: got 20 at 1; allowed: -1 to 19, the last row of key_cache",
+    );
+    refuses(slots(&[0, 1]), "slot_mapping: got (2); allowed: (num_tokens = 4)");
+    refuses(
+        Call { tables: Some([float(&[6, 8]), float(&[6, 8])]), ..Call::rotary() },
+        "cos_cache: got (6, 8); allowed: (keys of a sequence >= 7, rotary_dim / 2)",
+    );
+}
+
+#[test]
+fn shapes_alone() {
+    fn desc(dtype: DType, shape: &[usize]) -> TensorDesc<'_> {
+        TensorDesc { dtype, shape }
+    }
+    let cache = desc(DType::BF16, &[64, 16, 2, 64]);
+    let shapes = |bounds| PagedShapes {
+        query: desc(DType::BF16, &[3, 512]),
+        key: None,
+        value: None,
+        key_cache: cache,
+        value_cache: cache,
+        cumulative_sequence_length: desc(DType::I32, &[4]),
+        past_seqlens: desc(DType::I32, &[3]),
+        block_table: desc(DType::I32, &[3, 20]),
+        cos_cache: None,
+        sin_cache: None,
+        slot_mapping: None,
+        head_sink: None,
+        q_norm_weight: None,
+        k_norm_weight: None,
+        bounds,
+    };
+    let op = PagedAttention::new(4, 2);
+    let sizes = |bounds| {
+        let p = op.problem_from_shapes(&shapes(bounds)).unwrap();
+        (p.q_len, p.total_len)
+    };
+    assert_eq!(sizes(Bounds::default()), (3, 320));
+    assert_eq!(sizes(Bounds { query_rows: 1, keys: 100 }), (1, 100));
+    assert_eq!(sizes(Bounds { query_rows: 9, keys: 1000 }), (3, 320));
+}

@@ -1,0 +1,222 @@
+//! A cache of blocks: rows of a sequence lie where a table says, and tokens of all sequences one behind the other.
+//!
+//! | kernel | does |
+//! |---|---|
+//! | `paged_append` | writes new K, rotated, and V into their blocks, and Q, rotated, into a tensor of (batch, row) |
+//! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
+//! | `paged_scatter` | copies output rows of (batch, row) to their tokens |
+//!
+//! Sequence `b` has `new` tokens, from `starts[b]` on, behind `past` rows. As attention takes S rows for each sequence, of which the last stands at the end of the sequence,
+//! token `i` is row `past + i - max(past + new - S, 0)`; other rows are zero.
+//!
+//! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch); block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block,
+//! row, KV head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch, KV head, capacity, head size); lengths (batch); out (tokens, query head, head size).
+//! Whatever the integers are, nothing outside of these is touched.
+
+use super::rope::{Rope, Unturned, pairs};
+use super::walk::Walk;
+use crate::num::Element;
+use crate::params::PagedParams;
+use crate::simt::Global;
+
+/// Where the rows of a sequence are.
+#[derive(Clone, Copy)]
+struct Sequence {
+    /// Its first token.
+    start: u32,
+    /// Tokens.
+    new: u32,
+    /// Rows before them.
+    past: u32,
+    /// Rows.
+    total: u32,
+}
+
+impl Sequence {
+    /// Batch entry `b`, clamped to what there is.
+    #[inline(always)]
+    fn of(p: &PagedParams, starts: Global<i32>, past_seqlens: Global<i32>, b: u32) -> Self {
+        let at = |i: u32| (starts.load(i as usize).max(0) as u32).min(p.tokens);
+        let (start, end) = (at(b), at(b + 1));
+        let new = end.saturating_sub(start).min(p.q_len).min(p.capacity);
+        let past = (past_seqlens.load(b as usize).max(0) as u32).min(p.capacity - new);
+        Self { start, new, past, total: past + new }
+    }
+
+    /// The token that is row `row` of `q_len`.
+    #[inline(always)]
+    fn token(self, row: u32, q_len: u32) -> Option<u32> {
+        let position = self.total.saturating_sub(q_len) + row;
+        (position >= self.past && position < self.total).then(|| position - self.past)
+    }
+}
+
+/// Rows of the cache.
+#[derive(Clone, Copy)]
+struct Blocks {
+    table: Global<i32>,
+    slot_mapping: Global<i32>,
+}
+
+impl Blocks {
+    /// The row of the cache, through all blocks, that has row `row` of batch entry `b`.
+    #[inline(always)]
+    fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<u32> {
+        let index = b as usize * p.per_sequence as usize + (row / p.block_size) as usize;
+        let block = self.table.load(index);
+        (block >= 0 && (block as u32) < p.blocks)
+            .then(|| block as u32 * p.block_size + row % p.block_size)
+    }
+
+    /// The one that takes token `i` of a sequence.
+    #[inline(always)]
+    fn slot(self, p: &PagedParams, b: u32, sequence: Sequence, i: u32) -> Option<u32> {
+        if self.slot_mapping.is_null() {
+            return self.row(p, b, sequence.past + i);
+        }
+        let slot = self.slot_mapping.load((sequence.start + i) as usize);
+        (slot >= 0 && (slot as u32) < p.blocks * p.block_size).then_some(slot as u32)
+    }
+}
+
+/// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and then K heads and then V heads, pair of vectors).
+#[inline(always)]
+pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
+    [p.batch, p.q_len, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+}
+
+/// Query heads that move.
+#[inline(always)]
+fn moved(p: &PagedParams) -> u32 {
+    if p.moves_queries != 0 { p.q_heads } else { 0 }
+}
+
+/// Writes new rows into the cache, and queries for attention.
+#[inline(always)]
+pub fn paged_append<T: Element>(
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    block_table: Global<i32>,
+    slot_mapping: Global<i32>,
+    q_out: Global<T>,
+    k_cache: Global<T>,
+    v_cache: Global<T>,
+    p: PagedParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let blocks = Blocks { table: block_table, slot_mapping };
+    for [b, s, head, pair] in Walk::over(paged_append_size(&p, T::PER_VEC)) {
+        let sequence = Sequence::of(&p, starts, past_seqlens, b);
+        let at = (pair, p.head_size);
+        if head < moved(&p) {
+            let to = (
+                q_out,
+                ((b * p.q_len + s) as usize * p.q_heads as usize + head as usize)
+                    * p.head_size as usize,
+            );
+            match sequence.token(s, p.q_len) {
+                Some(i) => {
+                    let from = (q, p.q.at(0, head, sequence.start + i));
+                    rope.move_pair(from, to, at, (sequence.past + i) as i64);
+                }
+                None => Unturned::zero::<T>(pair, p.head_size).store(to),
+            }
+            continue;
+        }
+        if s >= sequence.new {
+            continue;
+        }
+        let Some(row) = blocks.slot(&p, b, sequence, s) else { continue };
+        let head = head - moved(&p);
+        let of_head =
+            |head: u32| (row as usize * p.kv_heads as usize + head as usize) * p.head_size as usize;
+        let token = sequence.start + s;
+        if head < p.kv_heads {
+            let position = (sequence.past + s) as i64;
+            rope.move_pair((k, p.k.at(0, head, token)), (k_cache, of_head(head)), at, position);
+        } else {
+            let head = head - p.kv_heads;
+            Unturned::load((v, p.v.at(0, head, token)), 0, pair, p.head_size)
+                .store((v_cache, of_head(head)));
+        }
+    }
+}
+
+/// Index space of [`paged_gather`]: (batch, key heads and then value heads, row of the sequence, 16-byte vector).
+#[inline(always)]
+pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
+    [p.batch, 2 * p.kv_heads, p.capacity, p.row_vectors]
+}
+
+/// Copies every sequence's rows side by side; rows behind them stay as they are.
+#[inline(always)]
+pub fn paged_gather(
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    block_table: Global<i32>,
+    slot_mapping: Global<i32>,
+    k_cache: Global<u8>,
+    v_cache: Global<u8>,
+    present_k: Global<u8>,
+    present_v: Global<u8>,
+    lengths: Global<i32>,
+    p: PagedParams,
+) {
+    let blocks = Blocks { table: block_table, slot_mapping };
+    for [b, head, row, vector] in Walk::over(paged_gather_size(&p)) {
+        let total = Sequence::of(&p, starts, past_seqlens, b).total;
+        if head + row + vector == 0 {
+            lengths.store(b as usize, total as i32 - 1);
+        }
+        if row >= total {
+            continue;
+        }
+        let (from, to, head) = if head < p.kv_heads {
+            (k_cache, present_k, head)
+        } else {
+            (v_cache, present_v, head - p.kv_heads)
+        };
+        let words = match blocks.row(&p, b, row) {
+            Some(place) => from.load_vec(byte(&p, [place, p.kv_heads, head], vector)),
+            None => [0; 4],
+        };
+        to.store_vec(byte(&p, [b * p.kv_heads + head, p.capacity, row], vector), words);
+    }
+}
+
+/// Index space of [`paged_scatter`]: (batch, row, query head, 16-byte vector).
+#[inline(always)]
+pub fn paged_scatter_size(p: &PagedParams) -> [u32; 4] {
+    [p.batch, p.q_len, p.q_heads, p.row_vectors]
+}
+
+/// Copies the rows that are tokens to these.
+#[inline(always)]
+pub fn paged_scatter(
+    rows: Global<u8>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    out: Global<u8>,
+    p: PagedParams,
+) {
+    for [b, row, head, vector] in Walk::over(paged_scatter_size(&p)) {
+        let sequence = Sequence::of(&p, starts, past_seqlens, b);
+        if let Some(i) = sequence.token(row, p.q_len) {
+            let words = rows.load_vec(byte(&p, [b * p.q_len + row, p.q_heads, head], vector));
+            out.store_vec(byte(&p, [sequence.start + i, p.q_heads, head], vector), words);
+        }
+    }
+}
+
+/// Where vector `vector` of row `outer * count + inner` is.
+#[inline(always)]
+fn byte(p: &PagedParams, [outer, count, inner]: [u32; 3], vector: u32) -> usize {
+    let row = outer as usize * count as usize + inner as usize;
+    (row * p.row_vectors as usize + vector as usize) * 16
+}

@@ -1,0 +1,140 @@
+//! com.microsoft.PagedAttention.
+
+use gqa_host::backend::Backend;
+use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
+use gqa_host::{Problem, Tensor};
+
+use super::{Arguments, check_lists};
+use crate::attributes::{Attributes, Kind};
+use crate::proto::NodeProto;
+use crate::{Error, Result};
+
+/// Inputs in ONNX Runtime's order.
+pub(super) const INPUTS: [&str; 17] = [
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "cumulative_sequence_length",
+    "past_seqlens",
+    "block_table",
+    "cos_cache",
+    "sin_cache",
+    "slot_mapping",
+    "head_sink",
+    "q_norm_weight",
+    "k_norm_weight",
+    "k_scale",
+    "v_scale",
+    "attention_metadata",
+];
+
+/// Outputs in ONNX Runtime's order.
+pub(super) const OUTPUTS: [&str; 3] = ["output", "key_cache_out", "value_cache_out"];
+
+/// Attributes and their types.
+const ATTRIBUTES: [(&str, Kind); 16] = [
+    ("num_heads", Kind::Int),
+    ("kv_num_heads", Kind::Int),
+    ("scale", Kind::Float),
+    ("softcap", Kind::Float),
+    ("local_window_size", Kind::Int),
+    ("is_causal", Kind::Int),
+    ("do_rotary", Kind::Int),
+    ("rotary_interleaved", Kind::Int),
+    ("rotary_offset", Kind::Int),
+    ("qk_norm_epsilon", Kind::Float),
+    ("kv_cache_layout", Kind::Text),
+    ("v_head_size", Kind::Int),
+    ("k_quant_type", Kind::Text),
+    ("v_quant_type", Kind::Text),
+    ("k_cache_dtype", Kind::Text),
+    ("v_cache_dtype", Kind::Text),
+];
+
+/// Positions of the inputs that must be there.
+const REQUIRED: [usize; 6] = [0, 3, 4, 5, 6, 7];
+
+/// The operator of a node.
+pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
+    let attributes = Attributes::of(node, &ATTRIBUTES)?;
+    check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
+    for (name, allowed) in [
+        ("kv_cache_layout", "SEPARATE"),
+        ("k_quant_type", "NONE"),
+        ("v_quant_type", "NONE"),
+        ("k_cache_dtype", ""),
+        ("v_cache_dtype", ""),
+    ] {
+        expect_word(&attributes, name, allowed)?;
+    }
+    for name in ["rotary_offset", "v_head_size"] {
+        match attributes.int(name).unwrap_or(0) {
+            0 => {}
+            other => return Err(Error::invalid(name, other, "0, as kv_cache_layout is SEPARATE")),
+        }
+    }
+    let (heads, kv_heads) =
+        (attributes.required_int("num_heads")?, attributes.required_int("kv_num_heads")?);
+    Ok(PagedAttention::new(heads, kv_heads)
+        .scale(attributes.float("scale").unwrap_or(0.0))
+        .softcap(attributes.float("softcap").unwrap_or(0.0))
+        .local_window_size(attributes.int("local_window_size").unwrap_or(-1))
+        .is_causal(attributes.int("is_causal").unwrap_or(1))
+        .do_rotary(attributes.on("do_rotary"))
+        .rotary_interleaved(attributes.on("rotary_interleaved"))
+        .qk_norm_epsilon(attributes.float("qk_norm_epsilon").unwrap_or(1e-6)))
+}
+
+/// Errs unless the attribute has the one value that there are kernels for, or is absent.
+fn expect_word(attributes: &Attributes<'_>, name: &'static str, allowed: &str) -> Result<()> {
+    match attributes.text(name) {
+        Some(word) if word != allowed => {
+            Err(Error::invalid(name, format!("{word:?}"), format_args!("{allowed:?}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The validated call.
+pub(super) fn problem(op: &PagedAttention, arguments: &Arguments) -> Result<Problem> {
+    Ok(op.problem(&inputs(arguments)?, &cache(arguments)?)?)
+}
+
+/// Computes the output and both caches, which here are others than those given.
+pub(super) fn run(
+    op: &PagedAttention,
+    arguments: &Arguments,
+    backend: &dyn Backend,
+) -> Result<Vec<Option<Tensor>>> {
+    let mut cache = cache(arguments)?;
+    let output = op.run(&inputs(arguments)?, &mut cache, backend)?;
+    Ok(vec![Some(output), Some(cache.key), Some(cache.value)])
+}
+
+fn cache(arguments: &Arguments) -> Result<PagedCache> {
+    let required = |i: usize| arguments.required(i, INPUTS[i]).cloned();
+    Ok(PagedCache { key: required(3)?, value: required(4)? })
+}
+
+fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {
+    let required = |i: usize| arguments.required(i, INPUTS[i]);
+    for i in [14, 15] {
+        if arguments.get(i).is_some() {
+            return Err(Error::invalid(INPUTS[i], "a tensor", "no input, as k_quant_type is NONE"));
+        }
+    }
+    Ok(PagedInputs {
+        key: arguments.get(1),
+        value: arguments.get(2),
+        cos_cache: arguments.get(8),
+        sin_cache: arguments.get(9),
+        slot_mapping: arguments.get(10),
+        head_sink: arguments.get(11),
+        q_norm_weight: arguments.get(12),
+        k_norm_weight: arguments.get(13),
+        attention_metadata: arguments.get(16),
+        ..PagedInputs::new(required(0)?, required(5)?, required(6)?, required(7)?)
+    })
+}

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Makes the stored PagedAttention cases under tests/cases/paged (see tests/cases/README.md).
+
+    pip install onnxruntime==1.31.1 onnx==1.23.2 numpy==2.4.6 ml_dtypes==0.6.0     (made with Python 3.11)
+    python3 tests/make_paged_cases.py            write tests/cases/paged anew
+    python3 tests/make_paged_cases.py --check    make everything again in a temporary folder and compare with what is stored
+
+ONNX Runtime has this operator on CUDA only. The expected outputs are those of the definition: new rows go into their blocks, then each sequence is a
+GroupQueryAttention call over the rows that its blocks hold, by the float64 reference of `make_cases.py`.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+
+import numpy as np
+from onnx import TensorProto, helper
+
+import make_cases as common
+from make_cases import DT, ONNX_T, Rng
+
+INPUTS = ["query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table", "cos_cache", "sin_cache",
+          "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale", "attention_metadata"]
+OUTPUTS = ["output", "key_cache_out", "value_cache_out"]
+
+
+def place(feeds, b, row):
+    """Block of row `row` of sequence `b`, and its row there."""
+    size = feeds["key_cache"].shape[1]
+    return feeds["block_table"][b, row // size], row % size
+
+
+def alone(feeds, attrs, b, tokens, rows, past, dtype, new):
+    """GroupQueryAttention over sequence `b` alone; `rows`: its past as (rows, heads, size) of keys and values. `new`: whether key and value are given."""
+    heads, kv, size = attrs["num_heads"], attrs["kv_num_heads"], feeds["key_cache"].shape[3]
+    if "key" in feeds:
+        q, k, v = (feeds[n][tokens] for n in ("query", "key", "value"))
+    else:
+        q, k, v = np.split(feeds["query"][tokens], [heads * size, (heads + kv) * size], axis=1)
+    total = past + len(q)
+    f = {"query": q[None], "key": k[None], "value": v[None]}
+    if not new:
+        f["key"], f["value"] = (x[:, :0] for x in (f["key"], f["value"]))
+    if past or not new:
+        f["past_key"], f["past_value"] = (np.transpose(x, (1, 0, 2))[None] for x in rows)
+    f["seqlens_k"], f["total_sequence_length"] = np.array([total - 1], np.int32), np.array(total, np.int32)
+    f.update({n: feeds[n] for n in ("cos_cache", "sin_cache", "head_sink", "q_norm_weight", "k_norm_weight") if n in feeds})
+    gqa = {**attrs, "causal": attrs.get("is_causal", 1)}
+    return common.reference(f, gqa, dtype)
+
+
+def reference(feeds, attrs, dtype):
+    starts, past = feeds["cumulative_sequence_length"], feeds["past_seqlens"]
+    caches = [feeds["key_cache"].copy(), feeds["value_cache"].copy()]
+    held = lambda b, count: [np.array([cache[place(feeds, b, row)] for row in range(count)]) for cache in caches]
+    sequences = [(b, slice(starts[b], starts[b + 1]), int(past[b])) for b in range(len(past)) if starts[b + 1] > starts[b]]
+    written = []
+    for b, tokens, rows in sequences:
+        made = alone(feeds, attrs, b, tokens, held(b, rows), rows, dtype, True)
+        written.append([made[n][0].transpose(1, 0, 2)[rows:] for n in ("present_key", "present_value")])
+    for (b, tokens, rows), new in zip(sequences, written):
+        for i in range(tokens.stop - tokens.start):
+            at = place(feeds, b, rows + i)
+            if "slot_mapping" in feeds:
+                slot = feeds["slot_mapping"][tokens.start + i]
+                if slot < 0:
+                    continue
+                at = divmod(slot, caches[0].shape[1])
+            for cache, x in zip(caches, new):
+                cache[at] = x[i]
+    output = [alone(feeds, attrs, b, tokens, held(b, rows + tokens.stop - tokens.start), rows, dtype, False)["output"][0] for b, tokens, rows in sequences]
+    return dict(zip(OUTPUTS, [np.concatenate(output), *caches]))
+
+
+def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, packed=False, rope=None, sink=False, qk_norm=False, skip=None, metadata=None, attrs=None):
+    """`sequences`: (rows before, new tokens) of each. `skip`: tokens that slot_mapping sends nowhere."""
+    rng, dt = Rng(name), DT[dtype]
+    make = lambda *shape: rng.normal(shape).astype(dt)
+    tokens = sum(new for _, new in sequences)
+    used = [-(-(past + new) // block) for past, new in sequences]
+    blocks, columns = sum(used) + 2, max(used) + 1
+    order = np.argsort(rng.uniform(blocks))
+    table, free = np.full((len(sequences), columns), -1, np.int32), iter(order)
+    for row, count in zip(table, used):
+        row[:count] = [next(free) for _ in range(count)]
+    f = {}
+    if packed:
+        f["query"] = make(tokens, (N + 2 * K) * H)
+    else:
+        f["query"], f["key"], f["value"] = make(tokens, N * H), make(tokens, K * H), make(tokens, K * H)
+    f["key_cache"], f["value_cache"] = make(blocks, block, K, H), make(blocks, block, K, H)
+    f["cumulative_sequence_length"] = np.cumsum([0] + [new for _, new in sequences]).astype(np.int32)
+    f["past_seqlens"], f["block_table"] = np.array([past for past, _ in sequences], np.int32), table
+    if rope:
+        angles = common.rope_tables(max(past + new for past, new in sequences) + 2, rope, 10000.0)
+        f["cos_cache"], f["sin_cache"] = (x.astype(dt) for x in angles)
+    if skip is not None:
+        slots = [b * block + r for i, (past, new) in enumerate(sequences) for row in range(past, past + new) for b, r in [place(f, i, row)]]
+        f["slot_mapping"] = np.array([-1 if i in skip else slot for i, slot in enumerate(slots)], np.int32)
+    if sink:
+        f["head_sink"] = make(N)
+    if qk_norm:
+        f["q_norm_weight"], f["k_norm_weight"] = make(H), make(H)
+    if metadata:
+        f["attention_metadata"] = np.array(metadata, np.int32)
+    attrs = {"num_heads": N, "kv_num_heads": K, **({"do_rotary": 1} if rope else {}), **(attrs or {})}
+    feeds = {n: f[n] for n in INPUTS if n in f}
+    outputs = reference(feeds, attrs, dtype)
+
+    names = [n if n in feeds else "" for n in INPUTS]
+    while not names[-1]:
+        names.pop()
+    elem = lambda x: helper.np_dtype_to_tensor_dtype(x.dtype)
+    info = lambda n, x: helper.make_tensor_value_info(n, elem(x), list(x.shape))
+    node = helper.make_node("PagedAttention", names, OUTPUTS, domain="com.microsoft", name="paged", **attrs)
+    graph = helper.make_graph([node], "paged", [info(n, x) for n, x in feeds.items()], [info(n, x) for n, x in outputs.items()])
+    model = helper.make_model(graph, ir_version=common.IR, producer_name="make_paged_cases.py", opset_imports=[
+        helper.make_opsetid("", common.OPSET), helper.make_opsetid("com.microsoft", 1)])
+    folder = os.path.join(root, name)
+    data = os.path.join(folder, "test_data_set_0")
+    os.makedirs(data)
+    common.save(os.path.join(folder, "model.onnx"), model.SerializeToString(deterministic=True))
+    for kind, tensors in (("input", feeds), ("output", outputs)):
+        for i, (n, x) in enumerate(tensors.items()):
+            common.save(os.path.join(data, f"{kind}_{i}.pb"), common.tensor(n, x).SerializeToString(deterministic=True))
+    common.write_json(os.path.join(folder, "meta.json"), {"description": about, "source": "numpy float64 reference"})
+
+
+def write_all(root):
+    c = lambda *args, **kw: case(root, *args, **kw)
+    c("tokens", "A token of each of three sequences", [(5, 1), (0, 1), (11, 1)])
+    c("mixed", "A prompt, a chunk and tokens in one call; one sequence has none", [(0, 7), (6, 3), (9, 1), (4, 0), (3, 1)])
+    c("prompts_packed_rope", "Prompts, packed and rotated", [(0, 5), (0, 9)], packed=True, rope=16)
+    c("chunk_interleaved_f16", "Chunks, rotated in pairs, float16", [(3, 4), (8, 2)], rope=16, dtype="f16", attrs={"rotary_interleaved": 1})
+    c("tokens_window_sink", "Tokens, a window, head_sink", [(13, 1), (2, 1)], sink=True, attrs={"local_window_size": 4})
+    c("chunk_softcap_norm", "Chunks, QK-norm, softcap", [(2, 3), (7, 2)], qk_norm=True, rope=16, attrs={"softcap": 2.0, "qk_norm_epsilon": 1e-4})
+    c("bidirectional_window", "is_causal = 0: a window bounds the left only", [(6, 3), (1, 2)], attrs={"is_causal": 0, "local_window_size": 3})
+    c("slots_skipped", "slot_mapping that leaves two tokens out, as their rows are in the cache", [(4, 3), (0, 2)], skip=(0, 4))
+    c("metadata", "attention_metadata with room", [(4, 2), (6, 1)], metadata=(4, 12, 6))
+    c("tokens_large_blocks_bf16", "Blocks of 32 rows, as kernels read them, bfloat16", [(70, 1), (33, 1)], dtype="bf16", N=8, K=2, H=64, block=32, rope=64)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="make everything again and compare with what is stored")
+    stored = os.path.join(common.CASES, "paged")
+    if not parser.parse_args().check:
+        shutil.rmtree(stored, ignore_errors=True)
+        write_all(stored)
+        return 0
+    with tempfile.TemporaryDirectory() as made:
+        write_all(made)
+        files = lambda root: sorted(os.path.relpath(os.path.join(d, f), root) for d, _, names in os.walk(root) for f in names)
+        wrong = [f"{f}: is stored or made only" for f in set(files(stored)) ^ set(files(made))]
+        for f in sorted(set(files(stored)) & set(files(made))):
+            why = common.same(f, os.path.join(stored, f), os.path.join(made, f))
+            wrong += [f"{f}: {why}"] if why else []
+    for line in wrong:
+        print("WRONG", line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+//! A random but legal PagedAttention call, and its tensors.
+
+use crate::call::Data;
+use crate::compare::tensors;
+use crate::{Case, Errors, Parity, Tolerance, steps};
+use gqa_host::backend::Backend;
+use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
+use gqa_host::reference::Reference;
+use gqa_host::{DType, Problem, Result, Tensor};
+use ndarray::{ArrayD, IxDyn};
+use proptest::prelude::*;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+
+/// One call. What it has in common with GroupQueryAttention is `case`'s; data follows from its seed.
+#[derive(Clone, Debug)]
+pub struct PagedCase {
+    /// Types, heads and attributes.
+    pub case: Case,
+    /// Rows of each sequence before, and new ones.
+    pub sequences: Vec<[usize; 2]>,
+    /// Rows of a block.
+    pub block_size: usize,
+    /// Blocks in no sequence.
+    pub spare_blocks: usize,
+    /// One token in so many goes nowhere by slot_mapping, as it is in the cache already; 0: there is none.
+    pub skipped: Option<usize>,
+}
+
+/// Calls that the planner gives to the decode family of caches of blocks: a token of each sequence, up to 16 packed query rows, its head sizes.
+pub fn paged_steps(max_rows: usize) -> impl Strategy<Value = PagedCase> {
+    let heads = prop::sample::select(vec![64usize, 128, 256]);
+    let sequences = prop::collection::vec(0..=max_rows, 1..=4);
+    (steps(max_rows), sequences, heads, prop::sample::select(vec![32usize, 64, 256]), 0..=3usize)
+        .prop_map(|(case, past, head_size, block_size, spare_blocks)| PagedCase {
+            case: Case {
+                head_size,
+                group: 1 + (case.group - 1) % 16,
+                rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
+                    (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
+                }),
+                ..case
+            },
+            sequences: past.into_iter().map(|past| [past, 1]).collect(),
+            block_size,
+            spare_blocks,
+            skipped: None,
+        })
+}
+
+/// Legal calls of up to four sequences, made from those of GroupQueryAttention.
+pub fn paged(
+    cases: impl Strategy<Value = Case>,
+    max_rows: usize,
+) -> impl Strategy<Value = PagedCase> {
+    let tokens = prop_oneof![2 => Just(1..=1usize), 3 => Just(0..=max_rows)];
+    let sequences = tokens.prop_flat_map(move |tokens| {
+        prop::collection::vec((0..=max_rows, tokens).prop_map(|(past, new)| [past, new]), 1..=4)
+    });
+    let blocks = (prop_oneof![Just(1usize), Just(7), Just(16), Just(64)], 0..=3usize);
+    let skipped = prop::option::weighted(0.3, 0..=3usize);
+    (cases, sequences, blocks, skipped).prop_map(
+        |(case, mut sequences, (block_size, spare_blocks), skipped)| {
+            if sequences.iter().all(|[_, new]| *new == 0) {
+                sequences[0][1] = 1;
+            }
+            PagedCase { case, sequences, block_size, spare_blocks, skipped }
+        },
+    )
+}
+
+impl PagedCase {
+    fn op(&self) -> PagedAttention {
+        let case = &self.case;
+        PagedAttention::new((case.kv_heads * case.group) as i64, case.kv_heads as i64)
+            .scale(case.scale)
+            .softcap(case.softcap)
+            .local_window_size(case.window)
+            .is_causal(case.causal.into())
+            .do_rotary(case.rotary.is_some())
+            .rotary_interleaved(matches!(case.rotary, Some((_, true, _))))
+    }
+
+    fn tokens(&self) -> usize {
+        self.sequences.iter().map(|[_, new]| new).sum()
+    }
+
+    /// Blocks of each sequence.
+    fn blocks(&self) -> Vec<usize> {
+        let blocks = |[past, new]: &[usize; 2]| (past + new).div_ceil(self.block_size);
+        self.sequences.iter().map(blocks).collect()
+    }
+}
+
+/// A call's tensors.
+struct Tensors {
+    query: Tensor,
+    key: Option<Tensor>,
+    value: Option<Tensor>,
+    starts: Tensor,
+    past: Tensor,
+    table: Tensor,
+    slots: Option<Tensor>,
+    rotary: Option<[Tensor; 2]>,
+    head_sink: Option<Tensor>,
+    norm_weights: Option<[Tensor; 2]>,
+    /// NaN where no sequence has rows.
+    cache: PagedCache,
+}
+
+impl Tensors {
+    fn new(paged: &PagedCase) -> Self {
+        let case = &paged.case;
+        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let (heads, size, tokens) = (case.kv_heads * case.group, case.head_size, paged.tokens());
+        let (all, kv) = (heads + 2 * case.kv_heads, case.kv_heads);
+        let (query, key, value) = if case.packed {
+            (data.normal(&[tokens, all * size], case.spread), None, None)
+        } else {
+            let query = data.normal(&[tokens, heads * size], case.spread);
+            let key = data.normal(&[tokens, kv * size], case.spread);
+            (query, Some(key), Some(data.normal(&[tokens, kv * size], 1.0)))
+        };
+        let rows = paged.sequences.iter().map(|[past, new]| past + new).max().unwrap_or(0);
+        let rotary = case.rotary.map(|(sixteenths, ..)| {
+            let shape = [rows + 2, sixteenths * 8];
+            let angles: Vec<f32> =
+                (0..shape[0] * shape[1]).map(|_| data.rng.random_range(0.0..6.3)).collect();
+            [f32::cos, f32::sin].map(|f| {
+                data.tensor(&shape, &angles.iter().map(|&angle| f(angle)).collect::<Vec<_>>())
+            })
+        });
+        let mut starts = vec![0];
+        for [_, new] in &paged.sequences {
+            starts.push(starts[starts.len() - 1] + *new as i32);
+        }
+        let blocks = paged.blocks();
+        let count = blocks.iter().sum::<usize>() + paged.spare_blocks + 1;
+        let mut order: Vec<_> = (0..count as i32).collect();
+        order.shuffle(&mut data.rng);
+        let columns = blocks.iter().max().copied().unwrap_or(0) + 1;
+        let mut free = order.into_iter();
+        let table: Vec<Vec<i32>> = blocks
+            .iter()
+            .map(|&used| {
+                // What is behind the used ones may be anything.
+                let mut row: Vec<_> = free.by_ref().take(used).collect();
+                row.resize_with(columns, || data.rng.random());
+                row
+            })
+            .collect();
+        let place = |b: usize, row: usize| {
+            table[b][row / paged.block_size] as usize * paged.block_size + row % paged.block_size
+        };
+        let mut slots = Vec::new();
+        let mut held = vec![false; count * paged.block_size];
+        for (b, &[past, new]) in paged.sequences.iter().enumerate() {
+            (0..past).for_each(|row| held[place(b, row)] = true);
+            for row in past..past + new {
+                let skips =
+                    paged.skipped.is_some_and(|every| every > 0 && slots.len() % every == 0);
+                held[place(b, row)] = skips;
+                slots.push(if skips { -1 } else { place(b, row) as i32 });
+            }
+        }
+        let mut cache = |spread| {
+            let shape = [count, paged.block_size, kv, size];
+            let mut values = data.values(shape.iter().product(), spread);
+            for (row, held) in values.chunks_exact_mut(kv * size).zip(&held) {
+                if !held {
+                    row.fill(f32::NAN);
+                }
+            }
+            data.tensor(&shape, &values)
+        };
+        let cache = PagedCache { key: cache(case.spread), value: cache(1.0) };
+        let integers = |shape: &[usize], values: Vec<i32>| {
+            Tensor::I32(ArrayD::from_shape_vec(IxDyn(shape), values).expect("as many"))
+        };
+        let past: Vec<_> = paged.sequences.iter().map(|[past, _]| *past as i32).collect();
+        Self {
+            query,
+            key,
+            value,
+            starts: integers(&[starts.len()], starts),
+            past: integers(&[past.len()], past),
+            table: integers(&[table.len(), columns], table.concat()),
+            slots: paged.skipped.map(|_| integers(&[tokens], slots)),
+            rotary,
+            head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
+            norm_weights: case.qk_norm.then(|| [(); 2].map(|()| data.normal(&[size], 1.0))),
+            cache,
+        }
+    }
+
+    fn inputs(&self) -> PagedInputs<'_> {
+        PagedInputs {
+            key: self.key.as_ref(),
+            value: self.value.as_ref(),
+            cos_cache: self.rotary.as_ref().map(|[cos, _]| cos),
+            sin_cache: self.rotary.as_ref().map(|[_, sin]| sin),
+            slot_mapping: self.slots.as_ref(),
+            head_sink: self.head_sink.as_ref(),
+            q_norm_weight: self.norm_weights.as_ref().map(|[query, _]| query),
+            k_norm_weight: self.norm_weights.as_ref().map(|[_, key]| key),
+            ..PagedInputs::new(&self.query, &self.starts, &self.past, &self.table)
+        }
+    }
+}
+
+impl Parity for PagedCase {
+    fn dtype(&self) -> DType {
+        self.case.dtype
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        let tensors = Tensors::new(self);
+        self.op().problem(&tensors.inputs(), &tensors.cache)
+    }
+
+    fn check(&self, backend: &dyn Backend) -> std::result::Result<Errors, String> {
+        let (op, given) = (self.op(), Tensors::new(self));
+        let run = |backend: &dyn Backend| {
+            let mut cache = given.cache.clone();
+            let output = op.run(&given.inputs(), &mut cache, backend);
+            output.map(|output| (output, cache)).map_err(|e| format!("{}: {e}", backend.name()))
+        };
+        let ((want, want_cache), (got, got_cache)) = (run(&Reference)?, run(backend)?);
+        let tolerance = Tolerance::of(&self.case);
+        let errors = tensors("output", &got, &want, tolerance)?;
+        let exact = Tolerance { absolute: 0.0, relative: 0.0 };
+        let turned = self.case.rotary.is_some() || self.case.qk_norm;
+        let keys = if turned { tolerance } else { exact };
+        tensors("key_cache", &got_cache.key, &want_cache.key, keys)?;
+        tensors("value_cache", &got_cache.value, &want_cache.value, exact)?;
+        Ok(errors)
+    }
+}

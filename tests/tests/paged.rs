@@ -1,0 +1,49 @@
+//! PagedAttention on every back end, against the f64 reference.
+
+use gqa_host::backend::cpu::Cpu;
+use gqa_host::backend::sim::Sim;
+use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, paged, paged_steps, parity};
+
+#[test]
+fn on_the_cpu() {
+    let cases = paged(case(any_dtype(), heads_up_to(256), 40), 70);
+    parity("cpu, paged", 1500, cases, &Cpu::default());
+}
+
+#[test]
+fn as_planned() {
+    let cases = paged(case(any_dtype(), heads_up_to(128), 24), 40);
+    parity("sim, paged", 300, cases, &Sim::default());
+}
+
+#[test]
+fn prompts_on_hopper() {
+    let cases = paged(case(half_dtype(), heads_up_to(128), 24), 200);
+    parity("sim, paged prompts", 25, cases, &Sim::default());
+}
+
+#[test]
+fn as_planned_for_ampere() {
+    let device = DeviceInfo::known("a100").expect("a known device");
+    let cases = paged(case(half_dtype(), heads_up_to(256), 24), 60);
+    parity("sim, a100, paged", 100, cases, &Sim::default().with_device(device));
+}
+
+#[test]
+fn one_launch_for_each_duty() {
+    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
+    let cases = paged(case(any_dtype(), heads_up_to(64), 24), 24);
+    parity("sim, unfused, paged", 100, cases, &Sim::default().with_switches(switches));
+}
+
+#[test]
+fn decode_reads_blocks() {
+    parity("sim, steps over blocks", 150, paged_steps(200), &Sim::default());
+    for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        let switches = Switches { cluster, splits, ..Switches::default() };
+        let sim = Sim::default().with_switches(switches);
+        parity("sim, blocks in clusters", 20, paged_steps(300), &sim);
+    }
+}
