@@ -4,11 +4,11 @@
 //! columns. A token's row finds room once the rows that it evicts have gone; several new rows need a cache with room for all, because the first of them sees rows that the last
 //! ones evict. Of that cache the rows that stay are copied afterwards.
 
-use crate::{CacheBinding, Phase, Problem, Rotary};
+use crate::{Bias, CacheBinding, Phase, Problem, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 
 impl Problem {
-    /// Rows of a cache that slides are multiples of this.
+    /// Rows of a cache that slides or consists of blocks move as vectors of so many bytes.
     pub(crate) const VECTOR_BYTES: usize = 16;
 
     /// How the cache slides; `None` where every sequence fits it, so that no row has to go.
@@ -49,7 +49,7 @@ impl Problem {
             total_len,
             window: self.window.filter(|&window| window < capacity),
             rotary: self.rotary.map(|rotary| Rotary { explicit: explicit(rotary), ..rotary }),
-            bias: self.bias.map(|bias| crate::Bias {
+            bias: self.bias.map(|bias| Bias {
                 batch: bias.batch && is_prompt,
                 columns: total_len,
                 ..bias
