@@ -1,5 +1,6 @@
 //! All of a task's rows past a range of keys, tile by tile.
 
+use super::decode::FewRows;
 use super::lanes::Lanes;
 use super::panel::{KEYS, Panel, Rows, Stage, Tile};
 use crate::{Problem, QkOutput};
@@ -31,17 +32,26 @@ impl WithSimd for Attend<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Partial {
-        if self.rows.count() <= S::F32_LANES {
-            self.run::<S, 1, 8>(simd)
-        } else if S::REGISTER_COUNT >= 32 {
-            self.run::<S, 2, 8>(simd)
-        } else {
-            self.run::<S, 2, 4>(simd)
+        let many_registers = S::REGISTER_COUNT >= 32;
+        match self.rows.count() {
+            // Up to half of the lanes, sums over lanes cost less than lanes without a row.
+            1 if S::F32_LANES >= 2 => self.few::<S, 1, 4>(simd),
+            2..=4 if S::F32_LANES >= 8 && many_registers => self.few::<S, 4, 4>(simd),
+            2..=4 if S::F32_LANES >= 8 => self.few::<S, 4, 2>(simd),
+            5..=8 if S::F32_LANES >= 16 => self.few::<S, 8, 2>(simd),
+            count if count <= S::F32_LANES => self.run::<S, 1, 8>(simd),
+            _ if many_registers => self.run::<S, 2, 8>(simd),
+            _ => self.run::<S, 2, 4>(simd),
         }
     }
 }
 
 impl Attend<'_> {
+    #[inline(always)]
+    fn few<S: Simd, const R: usize, const BLOCK: usize>(self, simd: S) -> Partial {
+        FewRows::<S, R>::new(simd, self.rows).run::<BLOCK>(simd, self.keys)
+    }
+
     #[inline(always)]
     fn run<S: Simd, const N: usize, const BLOCK: usize>(self, simd: S) -> Partial {
         let mut panels = panels::<S, N>(simd, self.rows);
@@ -85,7 +95,7 @@ impl WithSimd for Scores<'_> {
         for keys in tiles(self.keys.clone()) {
             let tile = rows.tile(keys, &mut buffers);
             for panel in &panels {
-                let Some(tile) = panel.seen_part(tile) else { continue };
+                let Some(tile) = tile.part(&panel.span, rows.sizes()) else { continue };
                 let scores = &mut scores[..tile.keys.len() / rows.sizes()[0]];
                 panel.score::<8>(simd, tile, stage, scores);
                 for lane in 0..panel.visible.len() {
@@ -166,12 +176,12 @@ fn panels<S: Simd, const N: usize>(simd: S, rows: &dyn Rows) -> Vec<Panel<'_, S,
 }
 
 /// Room for a tile of keys and one of values.
-fn buffers(rows: &dyn Rows) -> [Vec<f32>; 2] {
+pub(super) fn buffers(rows: &dyn Rows) -> [Vec<f32>; 2] {
     rows.sizes().map(|size| vec![0.0; KEYS * size])
 }
 
 /// `keys`, cut at multiples of [`KEYS`].
-fn tiles(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn tiles(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let first = keys.start / KEYS * KEYS;
     (first..keys.end)
         .step_by(KEYS)
@@ -193,4 +203,100 @@ fn partial<S: Simd, const N: usize>(panels: &[Panel<'_, S, N>], size: usize) -> 
         }
     }
     partial
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use pulp::{Arch, Scalar};
+
+    const SIZE: usize = 48;
+
+    /// Queries, keys and values of made-up numbers; each row sees one key less at the end and one more at the front than the one before.
+    struct MadeUp {
+        problem: Problem,
+        count: usize,
+        keys: usize,
+    }
+
+    impl MadeUp {
+        fn number(i: usize, seed: usize) -> f32 {
+            ((i * 7919 + seed) * 104_729 % 10_007) as f32 / 5003.5 - 1.0
+        }
+    }
+
+    impl Rows for MadeUp {
+        fn problem(&self) -> &Problem {
+            &self.problem
+        }
+
+        fn count(&self) -> usize {
+            self.count
+        }
+
+        fn sizes(&self) -> [usize; 2] {
+            [SIZE, 2 * SIZE]
+        }
+
+        fn visible(&self, row: usize) -> Range<usize> {
+            20 - row..self.keys - row
+        }
+
+        fn query(&self, row: usize, to: &mut [f32]) {
+            to[..SIZE].iter_mut().enumerate().for_each(|(i, x)| {
+                *x = Self::number(i + row * SIZE, 1);
+            });
+        }
+
+        fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t> {
+            for (buffer, size) in buffers.iter_mut().zip(self.sizes()) {
+                let numbers = keys.start * size..keys.end * size;
+                buffer.iter_mut().zip(numbers).for_each(|(to, i)| *to = Self::number(i, size));
+            }
+            let [key, value] = self.sizes().map(|size| keys.len() * size);
+            Tile { first: keys.start, keys: &buffers[0][..key], values: &buffers[1][..value] }
+        }
+
+        fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
+            let numbers = (first..).map(|key| Self::number(key, row));
+            scores.iter_mut().zip(numbers).for_each(|(score, bias)| *score += bias);
+        }
+    }
+
+    /// What makes vectors as wide as processors have them.
+    fn processors() -> Vec<Arch> {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use pulp::x86::{V3, V4};
+            let wide = [V4::try_new().map(Arch::V4), V3::try_new().map(Arch::V3)];
+            wide.into_iter().flatten().collect()
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        vec![Arch::new()]
+    }
+
+    #[test]
+    fn lanes_of_rows_and_lanes_of_elements_agree_on_every_processor() {
+        let bias = crate::Bias { batch: true, head: true, row: true, columns: 300, boolean: false };
+        for (count, bias) in (1..=9).flat_map(|count| [(count, None), (count, Some(bias))]) {
+            let softcap = (count % 2 == 0).then_some(3.0);
+            let plain =
+                Problem { bias, softcap, ..Problem::plain("GroupQueryAttention", DType::F32) };
+            let rows = MadeUp { problem: plain, count, keys: 300 };
+            let attend = || Attend { rows: &rows, keys: 0..300 };
+            let want = attend().run::<Scalar, 1, 8>(Scalar);
+            for arch in processors() {
+                let got = arch.dispatch(attend());
+                for (got, want) in got.softmax.iter().zip(&want.softmax) {
+                    assert!((got.max - want.max).abs() < 1e-5, "{arch:?}, {count} rows");
+                    assert!((got.sum / want.sum - 1.0).abs() < 1e-5, "{arch:?}, {count} rows");
+                }
+                assert_eq!(got.output.len(), want.output.len());
+                for (got, want) in got.output.iter().zip(&want.output) {
+                    assert!((got - want).abs() < 1e-4, "{got} for {want}, {arch:?}, {count} rows");
+                }
+            }
+        }
+    }
 }

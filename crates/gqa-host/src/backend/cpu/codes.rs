@@ -1,7 +1,9 @@
 //! Rows of a quantised cache: numbers to codes, and codes to numbers.
 
+use super::panel::PADDED_TO;
 use crate::{CodeFormat, Error, Problem, Quantisation, Result, Tensor};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
+use pulp::{Arch, Simd, WithSimd};
 
 /// How one of the two caches is quantised.
 #[derive(Clone, Copy)]
@@ -34,8 +36,8 @@ impl<'a> Codes<'a> {
 
     /// The codes of a row of a KV head.
     pub(super) fn encode(self, head: usize, row: &[f32], to: &mut [u8]) {
-        let scale = self.scales_of(head, row.len());
-        let quotient = |i: usize| row[i] / scale(i);
+        let scales = self.scales_of(head, row.len());
+        let quotient = |i: usize| row[i] / scales[if scales.len() == 1 { 0 } else { i }];
         match self.how.format {
             CodeFormat::Int8 => {
                 let codes = (0..row.len()).map(|i| Int8::encode(quotient(i)) as u8);
@@ -54,32 +56,61 @@ impl<'a> Codes<'a> {
         }
     }
 
-    /// The numbers of whole rows of `size` codes of a KV head.
+    /// The numbers of whole rows of `size` codes of a KV head; in `to`, rows are filled up to a multiple of [`PADDED_TO`].
     pub(super) fn decode(self, head: usize, codes: &[u8], size: usize, to: &mut [f32]) {
-        let scale = self.scales_of(head, size);
-        let rows = codes.chunks_exact(self.bytes(size)).zip(to.chunks_exact_mut(size));
-        for (codes, row) in rows {
-            match self.how.format {
-                CodeFormat::Int8 => widen(codes, row, |code| Int8::decode(code.into())),
-                CodeFormat::Float8 => widen(codes, row, |code| Float8::decode(code.into())),
-                CodeFormat::Int4 => {
-                    for (two, to) in codes.iter().zip(row.chunks_exact_mut(2)) {
-                        let two = u32::from(*two);
-                        to.copy_from_slice(&[Int4::decode(two), Int4::decode(two >> 4)]);
-                    }
-                }
-            }
-            row.iter_mut().enumerate().for_each(|(i, x)| *x *= scale(i));
-        }
+        Arch::new().dispatch(Decode { codes: self, head, bytes: codes, size, to });
     }
 
-    /// The scale of each element of a KV head.
-    fn scales_of(self, head: usize, size: usize) -> impl Fn(usize) -> f32 {
-        let (first, step) = if self.how.per_channel { (head * size, 1) } else { (0, 0) };
-        move |i| self.scales[first + i * step]
+    /// The scale of each element of a KV head, or of all.
+    fn scales_of(self, head: usize, size: usize) -> &'a [f32] {
+        if self.how.per_channel { &self.scales[head * size..][..size] } else { &self.scales[..1] }
     }
 }
 
-fn widen(codes: &[u8], row: &mut [f32], number: impl Fn(u8) -> f32) {
-    row.iter_mut().zip(codes).for_each(|(to, &code)| *to = number(code));
+/// [`Codes::decode`], with the widest vectors there are.
+struct Decode<'a> {
+    codes: Codes<'a>,
+    head: usize,
+    bytes: &'a [u8],
+    size: usize,
+    to: &'a mut [f32],
+}
+
+impl WithSimd for Decode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let scales = self.codes.scales_of(self.head, self.size);
+        let padded = self.size.next_multiple_of(PADDED_TO);
+        let rows = self.bytes.chunks_exact(self.codes.bytes(self.size));
+        for (codes, row) in rows.zip(self.to.chunks_exact_mut(padded)) {
+            let row = &mut row[..self.size];
+            match self.codes.how.format {
+                CodeFormat::Int8 => widen(codes, scales, row, |code| [Int8::decode(code)]),
+                CodeFormat::Float8 => widen(codes, scales, row, |code| [Float8::decode(code)]),
+                CodeFormat::Int4 => {
+                    widen(codes, scales, row, |two| [two, two >> 4].map(Int4::decode));
+                }
+            }
+        }
+    }
+}
+
+/// The numbers of a row's bytes, of `N` codes each.
+#[inline(always)]
+fn widen<const N: usize>(
+    bytes: &[u8],
+    scales: &[f32],
+    row: &mut [f32],
+    numbers: impl Fn(u32) -> [f32; N],
+) {
+    let row = row.as_chunks_mut::<N>().0.iter_mut().zip(bytes);
+    match scales {
+        [scale] => row.for_each(|(to, &byte)| *to = numbers(byte.into()).map(|x| x * scale)),
+        scales => row.zip(scales.as_chunks::<N>().0).for_each(|((to, &byte), scale)| {
+            *to = numbers(byte.into());
+            to.iter_mut().zip(scale).for_each(|(x, scale)| *x *= scale);
+        }),
+    }
 }

@@ -3,6 +3,7 @@
 use crate::{Error, Result, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use pulp::{Arch, Simd, WithSimd};
 
 /// A type that query, key, value and output can have; everything is computed in `f32`.
 pub(super) trait Element: Copy + Send + Sync + 'static {
@@ -54,7 +55,7 @@ impl Element for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ty, $variant:ident) => {
+    ($t:ty, $variant:ident, $number:expr) => {
         impl Element for $t {
             const ZERO: Self = <$t>::ZERO;
 
@@ -67,7 +68,7 @@ macro_rules! half_element {
             }
 
             fn widen(from: &[Self], to: &mut [f32]) {
-                from.convert_to_f32_slice(to);
+                Arch::new().dispatch(Widen { from, to, number: $number });
             }
 
             fn narrow(from: &[f32], to: &mut [Self]) {
@@ -76,8 +77,42 @@ macro_rules! half_element {
         }
     };
 }
-half_element!(f16, F16);
-half_element!(bf16, BF16);
+half_element!(f16, F16, f32_of_f16);
+half_element!(bf16, BF16, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16));
+
+/// What the library does in groups of eight, as integers that vectors of any width have.
+#[inline(always)]
+fn f32_of_f16(x: f16) -> f32 {
+    /// Bits of a mantissa of single precision that half precision has not.
+    const DROPPED: u32 = 13;
+    /// What exponents of single precision count beyond those of half precision.
+    const BIAS: u32 = (127 - 15) << 23;
+    let bits = u32::from(x.to_bits());
+    let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
+    let widened = (size << DROPPED) + BIAS;
+    // Above these is infinity or none; below those are multiples of the smallest number, to which the exponent is added and taken away.
+    let widened = if size >= 0x7c00 { widened + BIAS } else { widened };
+    let exponent = BIAS + (1 << 23);
+    let small = f32::from_bits(widened + (1 << 23)) - f32::from_bits(exponent);
+    let number = if size < 0x400 { small } else { f32::from_bits(widened) };
+    f32::from_bits(number.to_bits() | sign)
+}
+
+/// Numbers in `f32`, with the widest vectors there are.
+struct Widen<'a, T, F> {
+    from: &'a [T],
+    to: &'a mut [f32],
+    number: F,
+}
+
+impl<T: Copy, F: Fn(T) -> f32> WithSimd for Widen<'_, T, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.to.iter_mut().zip(self.from).for_each(|(to, &from)| *to = (self.number)(from));
+    }
+}
 
 /// The elements of the call's tensor `name`.
 pub(super) fn elements<'a, T: Element>(name: &'static str, tensor: &'a Tensor) -> Result<&'a [T]> {
@@ -96,4 +131,23 @@ pub(super) fn elements_mut<'a, T: Element>(
 /// The error for a tensor that does not belong to the problem.
 pub(super) fn foreign(name: &'static str, tensor: &Tensor) -> Error {
     Error::invalid(name, tensor.dtype(), "the problem's type, in row-major order")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widened_are_the_numbers_of_the_library() {
+        let numbers = || 0..=u16::MAX;
+        let halves: Vec<_> = numbers().map(f16::from_bits).collect();
+        let brains: Vec<_> = numbers().map(bf16::from_bits).collect();
+        let same =
+            |got: f32, want: f32| got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+        let mut got = vec![0.0; halves.len()];
+        f16::widen(&halves, &mut got);
+        assert!(halves.iter().zip(&got).all(|(x, got)| same(*got, x.to_f32())));
+        bf16::widen(&brains, &mut got);
+        assert!(brains.iter().zip(&got).all(|(x, got)| same(*got, x.to_f32())));
+    }
 }

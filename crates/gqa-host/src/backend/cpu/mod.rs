@@ -1,13 +1,15 @@
 //! The CPU: attention by tiles with online softmax, in `f32`, on all cores and with the widest vectors there are.
 //!
 //! A task is up to 256 query rows of one KV head: the query heads of a group count as rows, so that keys and values are read
-//! once for all of them. Where a task has few rows its keys are cut into parts that run in parallel. A task's memory is its
+//! once for all of them. Where a task has few rows its keys are cut into parts that run in parallel. Many rows lie across the
+//! lanes of a vector (`panel`); where rows are too few for that, the elements of a head do (`decode`). A task's memory is its
 //! rows and one tile of keys and values; no score matrix exists. How the work is cut depends on the problem only, so results
 //! do not depend on the number of cores.
 
 mod append;
 mod attend;
 mod codes;
+mod decode;
 mod double;
 mod element;
 mod lanes;
@@ -27,6 +29,7 @@ use codes::Codes;
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
 use norm::Norm;
+use paged::Blocks;
 use rayon::prelude::*;
 use rope::{MAX_HEAD_SIZE, Rope};
 use rows::{OutputRow, output_rows};
@@ -69,20 +72,21 @@ impl Cpu {
         }
         match p.computes {
             Computes::Attention if p.widens_output() => {
-                self.attend::<T, f32>(p, &sequences, rope.as_ref(), io)
+                self.attend::<T, f32>(p, &sequences, rope.as_ref(), None, io)
             }
-            Computes::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), io),
+            Computes::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), None, io),
             Computes::Rotation => rotate(p, &sequences, rope.as_ref(), io),
             Computes::Cache => Ok(()),
         }
     }
 
-    /// Attention over the present cache, with output of type `O`.
+    /// Attention over the present cache, which may consist of blocks, with output of type `O`.
     fn attend<T: Element, O: Element>(
         &self,
         p: &Problem,
         sequences: &[Sequence],
         rope: Option<&Rope<'_, T>>,
+        blocks: Option<Blocks<'_>>,
         io: &mut Io<'_>,
     ) -> Result<()> {
         let lse = io.lse.as_deref_mut().map(|lse| elements_mut("lse", lse)).transpose()?;
@@ -98,12 +102,13 @@ impl Cpu {
             query: elements::<T>("query", io.query)?,
             norm: norm(p, "q_norm_weight", io.q_norm_weight)?,
             rope,
-            keys: cached("key", key, Codes::of(p, "k_scale", io.k_scale)?)?,
-            values: cached("value", value, Codes::of(p, "v_scale", io.v_scale)?)?,
+            keys: cached("key", key, Codes::of(p, "k_scale", io.k_scale)?, blocks)?,
+            values: cached("value", value, Codes::of(p, "v_scale", io.v_scale)?, blocks)?,
             bias: io.attention_bias.map(Bias::of).transpose()?,
             head_sink: io.head_sink.map(|sink| elements("head_sink", sink)).transpose()?,
         };
-        let mut rows = output_rows(p, elements_mut::<O>("output", io.output)?, output_qk, lse);
+        let output = elements_mut::<O>("output", io.output)?;
+        let mut rows = output_rows(p, sequences, output, output_qk, lse);
         tasks(&call, &mut rows).into_par_iter().for_each(|(task, rows)| task.run(self.arch, rows));
         Ok(())
     }
@@ -114,7 +119,7 @@ fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
     let Tensor::I32(last) = io.seqlens_k else {
         return Err(foreign("seqlens_k", io.seqlens_k));
     };
-    Ok(last.iter().map(|&last| Sequence::new(p, last)).collect())
+    Ok(last.iter().enumerate().map(|(b, &last)| Sequence::new(p, b, last)).collect())
 }
 
 /// The rotary embedding, where the call has one.
@@ -215,10 +220,12 @@ fn cached<'a, T: Element>(
     name: &'static str,
     tensor: &'a Tensor,
     codes: Option<Codes<'a>>,
+    blocks: Option<Blocks<'a>>,
 ) -> Result<Cached<'a, T>> {
-    match codes {
-        None => elements(name, tensor).map(Cached::Numbers),
-        Some(codes) => Ok(Cached::Codes(codes, tensor.bytes())),
+    match (codes, blocks) {
+        (Some(codes), _) => Ok(Cached::Codes(codes, tensor.bytes())),
+        (None, Some(blocks)) => Ok(Cached::Blocks(blocks, elements(name, tensor)?)),
+        (None, None) => elements(name, tensor).map(Cached::Numbers),
     }
 }
 
@@ -230,11 +237,15 @@ fn tasks<'a, 'r, T, O>(
     call: &'a Call<'a, T>,
     rows: &'r mut [OutputRow<'r, T, O>],
 ) -> Vec<TaskAndRows<'a, 'r, T, O>> {
-    let (p, mut tasks) = (call.problem, Vec::new());
-    for (head, rows) in rows.chunks_mut(p.q_len * p.group()).enumerate() {
-        for (i, rows) in rows.chunks_mut(TASK_ROWS).enumerate() {
-            let (b, head) = (head / p.kv_heads, head % p.kv_heads);
-            tasks.push((Task { call, b, head, first: i * TASK_ROWS, count: rows.len() }, rows));
+    let (p, mut tasks, mut rest) = (call.problem, Vec::new(), rows);
+    for (b, sequence) in call.sequences.iter().enumerate() {
+        for head in 0..p.kv_heads {
+            let (own, others) = rest.split_at_mut(sequence.rows * p.group());
+            for (i, rows) in own.chunks_mut(TASK_ROWS).enumerate() {
+                let first = i * TASK_ROWS;
+                tasks.push((Task { call, b, head, first, count: rows.len() }, rows));
+            }
+            rest = others;
         }
     }
     tasks

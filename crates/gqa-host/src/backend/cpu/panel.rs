@@ -20,8 +20,11 @@ use std::ops::Range;
 /// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a result.
 pub(super) const KEYS: usize = 64;
 
-/// Numbers that head sizes are a multiple of.
-pub(super) const CHUNK: usize = 8;
+/// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
+pub(super) const PADDED_TO: usize = 16;
+
+/// Elements of a key per turn of a loop.
+const CHUNK: usize = 8;
 
 /// Consecutive rows of one head's cache.
 #[derive(Clone, Copy)]
@@ -32,6 +35,17 @@ pub(super) struct Tile<'a> {
     pub(super) keys: &'a [f32],
     /// (keys, size of a value)
     pub(super) values: &'a [f32],
+}
+
+impl<'a> Tile<'a> {
+    /// The part that is in `span`; `sizes` are those of a key and of a value.
+    pub(super) fn part(self, span: &Range<usize>, [key, value]: [usize; 2]) -> Option<Self> {
+        let first = span.start.max(self.first);
+        let end = span.end.min(self.first + self.keys.len() / key);
+        let part = (first < end).then(|| first - self.first..end - self.first)?;
+        let keys = &self.keys[part.start * key..part.end * key];
+        Some(Self { first, keys, values: &self.values[part.start * value..part.end * value] })
+    }
 }
 
 /// How far scores are computed.
@@ -53,7 +67,7 @@ pub(super) trait Rows: Sync {
     /// How many.
     fn count(&self) -> usize;
 
-    /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a multiple of [`CHUNK`].
+    /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a multiple of [`PADDED_TO`].
     fn sizes(&self) -> [usize; 2];
 
     /// Keys that a row sees.
@@ -156,7 +170,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         tile: Tile<'_>,
         scores: &mut [Lanes<S, N>],
     ) {
-        let Some(tile) = self.seen_part(tile) else { return };
+        let Some(tile) = tile.part(&self.span, self.rows.sizes()) else { return };
         let scores = &mut scores[..tile.keys.len() / self.query.len()];
         self.score::<BLOCK>(simd, tile, Stage::Biased, scores);
         let mask = self.mask(simd, tile.first, scores.len());
@@ -168,16 +182,6 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
             None => self.accumulate::<BLOCK>(simd, tile.values, scores, correction, None),
             mask => self.accumulate::<BLOCK>(simd, tile.values, scores, correction, mask.as_ref()),
         }
-    }
-
-    /// The part of a tile that some row sees.
-    pub(super) fn seen_part<'t>(&self, tile: Tile<'t>) -> Option<Tile<'t>> {
-        let [key, value] = [self.query.len(), self.output.len()];
-        let first = self.span.start.max(tile.first);
-        let end = self.span.end.min(tile.first + tile.keys.len() / key);
-        let part = (first < end).then(|| first - tile.first..end - tile.first)?;
-        let keys = &tile.keys[part.start * key..part.end * key];
-        Some(Tile { first, keys, values: &tile.values[part.start * value..part.end * value] })
     }
 
     /// The mask of `count` keys from `first` on; `None` where every row sees all of them.

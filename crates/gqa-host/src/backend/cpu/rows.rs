@@ -1,5 +1,6 @@
 //! The outputs, cut into rows that can be written independently.
 
+use super::sequence::Sequence;
 use crate::{Layout, Problem};
 
 /// What one query row's result goes to: output of type `O`, scores of type `T`.
@@ -10,32 +11,51 @@ pub(super) struct OutputRow<'a, T, O> {
     pub(super) lse: Option<&'a mut f32>,
 }
 
-/// All rows, those of a KV head together: (batch, KV head, token, query head of the group).
+/// All rows, those of a KV head together: (sequence, KV head, token, query head of the group).
 pub(super) fn output_rows<'a, T, O>(
     p: &Problem,
+    sequences: &[Sequence],
     output: &'a mut [O],
     output_qk: Option<&'a mut [T]>,
     lse: Option<&'a mut [f32]>,
 ) -> Vec<OutputRow<'a, T, O>> {
-    let output = grouped(p, p.layout, output.chunks_exact_mut(p.v_head_size));
-    let scores =
-        output_qk.map(|scores| grouped(p, Layout::Bnsh, scores.chunks_exact_mut(p.total_len)));
-    let lse = lse.map(|lse| grouped(p, Layout::Bnsh, lse.iter_mut()));
+    let output = grouped(p, sequences, p.layout, output.chunks_exact_mut(p.v_head_size));
+    let scores = output_qk
+        .map(|scores| grouped(p, sequences, Layout::Bnsh, scores.chunks_exact_mut(p.total_len)));
+    let lse = lse.map(|lse| grouped(p, sequences, Layout::Bnsh, lse.iter_mut()));
     let (mut scores, mut lse) = (scores.into_iter().flatten(), lse.into_iter().flatten());
     let rows = output.into_iter();
     rows.map(|output| OutputRow { output, scores: scores.next(), lse: lse.next() }).collect()
 }
 
 /// Rows as they lie in memory, put into the order of [`output_rows`].
-fn grouped<R>(p: &Problem, layout: Layout, rows: impl Iterator<Item = R>) -> Vec<R> {
-    let (n, s, group) = (p.q_heads, p.q_len, p.group());
-    let mut places: Vec<Option<R>> = (0..p.batch * n * s).map(|_| None).collect();
-    for (i, row) in rows.enumerate() {
-        let (b, head, token) = match layout {
-            Layout::Bsnh => (i / (s * n), i % n, i / n % s),
-            Layout::Bnsh => (i / (s * n), i / s % n, i % s),
-        };
-        places[((b * p.kv_heads + head / group) * s + token) * group + head % group] = Some(row);
+fn grouped<R>(
+    p: &Problem,
+    sequences: &[Sequence],
+    layout: Layout,
+    rows: impl Iterator<Item = R>,
+) -> Vec<R> {
+    let mut rows: Vec<_> = rows.map(Some).collect();
+    let mut grouped = Vec::with_capacity(rows.len());
+    for &Sequence { first: [b, first], rows: count, .. } in sequences {
+        for head in 0..p.kv_heads {
+            for (token, head) in tokens_and_heads(first..first + count, head, p.group()) {
+                let place = match layout {
+                    Layout::Bsnh => (b * p.q_len + token) * p.q_heads + head,
+                    Layout::Bnsh => (b * p.q_heads + head) * p.q_len + token,
+                };
+                grouped.extend(rows[place].take());
+            }
+        }
     }
-    places.into_iter().flatten().collect()
+    grouped
+}
+
+/// Each token with each query head of a KV head's group.
+fn tokens_and_heads(
+    tokens: std::ops::Range<usize>,
+    kv_head: usize,
+    group: usize,
+) -> impl Iterator<Item = (usize, usize)> {
+    tokens.flat_map(move |token| (0..group).map(move |g| (token, kv_head * group + g)))
 }

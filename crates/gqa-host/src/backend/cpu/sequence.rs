@@ -3,9 +3,13 @@
 use crate::{Alignment, Phase, Problem};
 use std::ops::Range;
 
-/// Rows of one batch entry.
+/// Rows of one batch entry, or of one sequence of those that lie one behind the other.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
+    /// Where its query rows begin: a batch entry of query, and a row of that.
+    pub(super) first: [usize; 2],
+    /// Query rows.
+    pub(super) rows: usize,
     /// Position of query row 0: before key 0 where there are more rows than keys.
     pub(super) position: i64,
     /// Keys after this call.
@@ -13,15 +17,15 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    /// From the entry's seqlens_k. Never more than the cache holds.
-    pub(super) fn new(p: &Problem, last: i32) -> Self {
+    /// Of batch entry `b`, from its seqlens_k. Never more than the cache holds.
+    pub(super) fn new(p: &Problem, b: usize, last: i32) -> Self {
         let total = usize::try_from(i64::from(last) + 1).unwrap_or(0).min(p.capacity);
         let position = match (p.alignment, p.phase) {
             (Alignment::Past(past), _) => past as i64,
             (Alignment::Phase, Phase::FirstPrompt) => 0,
             _ => total as i64 - p.q_len as i64,
         };
-        Self { position, total }
+        Self { first: [b, 0], rows: p.q_len, position, total }
     }
 
     /// Rows of the cache that this call does not append.

@@ -4,7 +4,8 @@ use super::attend::{Attend, Partial, Scores, Softmax};
 use super::codes::Codes;
 use super::element::{Element, elements};
 use super::norm::{Norm, round};
-use super::panel::{CHUNK, KEYS, Rows, Tile, span};
+use super::paged::Blocks;
+use super::panel::{KEYS, PADDED_TO, Rows, Tile, span};
 use super::rope::{MAX_HEAD_SIZE, Rope};
 use super::rows::OutputRow;
 use super::sequence::Sequence;
@@ -45,6 +46,8 @@ pub(super) enum Cached<'a, T> {
     Numbers(&'a [T]),
     /// By their codes.
     Codes(Codes<'a>, &'a [u8]),
+    /// In blocks.
+    Blocks(Blocks<'a>, &'a [T]),
 }
 
 /// attention_bias or attn_mask.
@@ -87,6 +90,7 @@ impl<'a, T: Element> Bias<'a, T> {
 /// Query rows of one KV head, in the order of [`output_rows`](super::rows::output_rows), from `first` on.
 pub(super) struct Task<'a, T> {
     pub(super) call: &'a Call<'a, T>,
+    /// The sequence.
     pub(super) b: usize,
     /// The KV head.
     pub(super) head: usize,
@@ -188,7 +192,7 @@ impl<T: Element> Rows for Task<'_, T> {
 
     fn sizes(&self) -> [usize; 2] {
         let p = self.call.problem;
-        [p.head_size, p.v_head_size].map(|size| size.next_multiple_of(CHUNK))
+        [p.head_size, p.v_head_size].map(|size| size.next_multiple_of(PADDED_TO))
     }
 
     fn visible(&self, row: usize) -> Range<usize> {
@@ -198,7 +202,8 @@ impl<T: Element> Rows for Task<'_, T> {
     fn query(&self, row: usize, to: &mut [f32]) {
         let (s, head) = self.place(row);
         let to = &mut to[..self.call.problem.head_size];
-        let start = self.call.problem.query_layout().at(self.b, head, s);
+        let [b, first] = self.call.sequences[self.b].first;
+        let start = self.call.problem.query_layout().at(b, head, first + s);
         T::widen(&self.call.query[start..][..to.len()], to);
         if let Some(norm) = self.call.norm {
             norm.normalise(to);
@@ -216,27 +221,12 @@ impl<T: Element> Rows for Task<'_, T> {
         [key_buffer, value_buffer]: &'t mut [Vec<f32>; 2],
     ) -> Tile<'t> {
         let p = self.call.problem;
-        let place = |layout: RowLayout| RowLayout {
-            offset: layout.at(self.b, self.head, keys.start),
-            ..layout
-        };
-        let count = keys.len();
+        let rows = CachedRows { b: self.b, head: self.head, rows: keys.clone() };
+        let Call { keys: cached_keys, values, .. } = self.call;
         Tile {
             first: keys.start,
-            keys: self.call.keys.in_f32(
-                self.head,
-                place(p.keys_read()),
-                count,
-                p.head_size,
-                key_buffer,
-            ),
-            values: self.call.values.in_f32(
-                self.head,
-                place(p.values_read()),
-                count,
-                p.v_head_size,
-                value_buffer,
-            ),
+            keys: cached_keys.in_f32(&rows, p.keys_read(), p.head_size, key_buffer),
+            values: values.in_f32(&rows, p.values_read(), p.v_head_size, value_buffer),
         }
     }
 
@@ -248,43 +238,50 @@ impl<T: Element> Rows for Task<'_, T> {
     }
 }
 
+/// Consecutive rows of a KV head.
+struct CachedRows {
+    /// The sequence.
+    b: usize,
+    head: usize,
+    rows: Range<usize>,
+}
+
 impl<'a, T: Element> Cached<'a, T> {
-    /// `count` rows of a KV head in `f32`, from `layout.offset` on.
+    /// Rows of `size` elements in `f32`, each filled up with the buffer's zeros: the elements themselves, or a copy in `buffer`.
     fn in_f32(
         self,
-        head: usize,
+        of: &CachedRows,
         layout: RowLayout,
-        count: usize,
         size: usize,
         buffer: &'a mut [f32],
     ) -> &'a [f32] {
+        let padded = size.next_multiple_of(PADDED_TO);
+        let start = layout.at(of.b, of.head, of.rows.start);
+        let buffer_size = of.rows.len() * padded;
         match self {
-            Self::Numbers(elements) => in_f32(elements, layout, count, size, buffer),
+            Self::Numbers(elements) if size == padded && layout.row == size => {
+                return T::in_f32(&elements[start..][..buffer_size], buffer);
+            }
+            Self::Numbers(elements) => {
+                let starts = (start..).step_by(layout.row);
+                copy(starts.map(|start| &elements[start..]), size, &mut buffer[..buffer_size]);
+            }
             Self::Codes(codes, bytes) => {
-                // A head's rows lie side by side, and head sizes are multiples of CHUNK.
-                let to = &mut buffer[..count * size];
-                codes.decode(head, &bytes[codes.bytes(layout.offset)..], size, to);
-                to
+                // A head's rows lie side by side.
+                let bytes = &bytes[codes.bytes(start)..];
+                codes.decode(of.head, bytes, size, &mut buffer[..buffer_size]);
+            }
+            Self::Blocks(blocks, elements) => {
+                let starts = of.rows.clone().map(|row| blocks.start(of.b, of.head, row, size));
+                copy(starts.map(|start| &elements[start..]), size, &mut buffer[..buffer_size]);
             }
         }
+        &buffer[..buffer_size]
     }
 }
 
-/// `count` rows of `size` elements from `layout.offset` on in `f32`, each filled up with the buffer's zeros: the elements
-/// themselves, or a copy in `buffer`.
-fn in_f32<'a, T: Element>(
-    elements: &'a [T],
-    layout: RowLayout,
-    count: usize,
-    size: usize,
-    buffer: &'a mut [f32],
-) -> &'a [f32] {
-    let padded = size.next_multiple_of(CHUNK);
-    if size == padded && layout.row == size {
-        return T::in_f32(&elements[layout.offset..][..count * size], buffer);
-    }
-    for (row, to) in buffer.chunks_exact_mut(padded).take(count).enumerate() {
-        T::widen(&elements[layout.offset + row * layout.row..][..size], &mut to[..size]);
-    }
-    &buffer[..count * padded]
+/// Copies the first `size` elements from each place to the rows of `to`.
+fn copy<'a, T: Element>(from: impl Iterator<Item = &'a [T]>, size: usize, to: &mut [f32]) {
+    let rows = to.chunks_exact_mut(size.next_multiple_of(PADDED_TO));
+    rows.zip(from).for_each(|(to, from)| T::widen(&from[..size], &mut to[..size]));
 }
