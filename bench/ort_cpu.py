@@ -1,9 +1,10 @@
-"""Times this project's CPU back end beside ONNX Runtime's CPU GroupQueryAttention: float32, rotary, shared cache, same threads, same run.
+"""Times this project's CPU back end beside ONNX Runtime's CPU GroupQueryAttention: rotary, shared cache, same threads, same run; float32,
+float16, and float32 over a cache of int8 codes.
 
     python3 bench/ort_cpu.py target/release/gqa [--threads N] [--rounds 3] [--out FILE]
 
 Needs the wheels onnxruntime, onnx and numpy. The two take turns; each figure is the median of the rounds' medians. Run it on a machine
-that does nothing else. FILE is for `gqa bench --backend cpu --dtype f32 --rotary half … --against FILE`.
+that does nothing else. FILE is for `gqa bench --backend cpu --dtype f32 --rotary half … --against FILE`, and has what is without codes.
 """
 import argparse
 import json
@@ -19,31 +20,47 @@ from onnx import TensorProto, helper
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 # New rows, rows in the cache before.
 CALLS = [(512, 0), (2048, 0), (1, 2048), (1, 8192)]
+# What is computed with, and what the cache holds.
+KINDS = {"float32": (np.float32, np.float32), "float16": (np.float16, np.float16), "int8 cache": (np.float32, np.int8)}
+# Standard normal numbers have codes of all sizes with it.
+SCALE = 1 / 40
 
 
-def model():
+def model(kind):
+    element, cached = (helper.np_dtype_to_tensor_dtype(np.dtype(kind)) for kind in KINDS[kind])
     names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"]
+    types = [element] * 3 + [cached] * 2 + [TensorProto.INT32] * 2 + [element] * 2
+    ranks, attributes = [3, 3, 3, 4, 4, 1, 1, 2, 2], {}
+    value = lambda name, kind, rank: helper.make_tensor_value_info(name, kind, [f"{name}{i}" for i in range(rank)])
+    inputs = [value(*x) for x in zip(names, types, ranks)]
+    if cached != element:
+        names += ["", "", "", "k_scale", "v_scale"]
+        inputs += [value(name, TensorProto.FLOAT, 1) for name in names[-2:]]
+        attributes = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
     outputs = ["output", "present_key", "present_value"]
     node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", num_heads=HEADS,
-                            kv_num_heads=KV_HEADS, do_rotary=1)
-    types = [TensorProto.FLOAT] * 5 + [TensorProto.INT32] * 2 + [TensorProto.FLOAT] * 2
-    value = lambda name, kind, rank: helper.make_tensor_value_info(name, kind, [f"{name}{i}" for i in range(rank)])
-    inputs = [value(*x) for x in zip(names, types, [3, 3, 3, 4, 4, 1, 1, 2, 2])]
-    results = [value(name, TensorProto.FLOAT, rank) for name, rank in zip(outputs, [3, 4, 4])]
+                            kv_num_heads=KV_HEADS, do_rotary=1, **attributes)
+    results = [value(*x) for x in zip(outputs, [element, cached, cached], [3, 4, 4])]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "gqa", inputs, results)
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
-def binding(session, rows, past):
+def binding(session, kind, rows, past):
     """A call whose cache is full afterwards; past and present are one buffer."""
-    total, random = rows + past, np.random.default_rng(0)
-    noise = lambda *shape: random.standard_normal(shape, dtype=np.float32)
-    angle = np.outer(np.arange(total), 500_000.0 ** (-np.arange(SIZE // 2) / (SIZE // 2))).astype(np.float32)
+    total, random, (element, cached) = rows + past, np.random.default_rng(0), KINDS[kind]
+    noise = lambda *shape: random.standard_normal(shape, dtype=np.float32).astype(element)
+    if element == cached:
+        cache = lambda: noise(1, KV_HEADS, total, SIZE)
+    else:
+        cache = lambda: np.clip(noise(1, KV_HEADS, total, SIZE) / SCALE, -128, 127).astype(cached)
+    angle = np.outer(np.arange(total), 500_000.0 ** (-np.arange(SIZE // 2) / (SIZE // 2)))
     feed = {"query": noise(1, rows, HEADS * SIZE), "key": noise(1, rows, KV_HEADS * SIZE), "value": noise(1, rows, KV_HEADS * SIZE),
-            "past_key": noise(1, KV_HEADS, total, SIZE), "past_value": noise(1, KV_HEADS, total, SIZE),
+            "past_key": cache(), "past_value": cache(),
             "seqlens_k": np.array([total - 1], np.int32), "total_sequence_length": np.array([total], np.int32),
-            "cos_cache": np.cos(angle), "sin_cache": np.sin(angle)}
+            "cos_cache": np.cos(angle).astype(element), "sin_cache": np.sin(angle).astype(element)}
+    if element != cached:
+        feed |= {name: np.array([SCALE], np.float32) for name in ["k_scale", "v_scale"]}
     bound = session.io_binding()
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in feed.items()}
     for name, value in values.items():
@@ -65,10 +82,11 @@ def theirs(session, bound):
     return statistics.median(samples)
 
 
-def ours(program, threads, rows, past):
+def ours(program, threads, kind, rows, past):
     """Median milliseconds."""
+    options = {"float32": ["--dtype", "f32"], "float16": ["--dtype", "f16"], "int8 cache": ["--dtype", "f32", "--kv-cache", "int8"]}[kind]
     size = ["token", "--size", f"1x{past}", "--query-length", str(rows)] if past else ["prompt", "--size", f"1x{rows}"]
-    command = [program, "bench", *size, "--backend", "cpu", "--dtype", "f32", "--rotary", "half", "--heads", str(HEADS),
+    command = [program, "bench", *size, *options, "--backend", "cpu", "--rotary", "half", "--heads", str(HEADS),
                "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE), "--json"]
     done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, check=True, capture_output=True)
     return json.loads(done.stdout)["results"][0]["median_us"] / 1e3
@@ -83,21 +101,24 @@ def main():
     options = parser.parse_args()
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
-    session = onnxruntime.InferenceSession(model(), settings, providers=["CPUExecutionProvider"])
     print(f"onnxruntime {onnxruntime.__version__}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")
     written = {"provenance": {"onnxruntime": onnxruntime.__version__, "threads": str(options.threads)}, "results": [], "gqa": []}
-    for rows, past in CALLS:
-        bound, pairs = binding(session, rows, past), []
-        for _ in range(options.rounds):
-            pairs.append((theirs(session, bound), ours(options.gqa, options.threads, rows, past)))
-        ort, gqa = (statistics.median(column) for column in zip(*pairs))
-        spread = max(abs(ours_ / gqa - 1) for _, ours_ in pairs)
-        print(f"{rows:5} rows, past {past:5}: gqa {gqa:8.2f} ms (rounds within {spread:.0%}), onnxruntime {ort:8.2f} ms, "
-              f"ratio {ort / gqa:.2f}", flush=True)
-        call = {"dtype": "float32", "batch": 1, "query_length": rows, "past_length": past, "heads": HEADS, "kv_heads": KV_HEADS,
-                "head_size": SIZE, "causal": True, "window": -1}
-        written["results"].append({"peer": "ONNX Runtime CPU", **call, "median_us": ort * 1e3})
-        written["gqa"].append({**call, "median_us": gqa * 1e3, "rounds_ms": pairs})
+    for kind in KINDS:
+        session = onnxruntime.InferenceSession(model(kind), settings, providers=["CPUExecutionProvider"])
+        for rows, past in CALLS:
+            bound, pairs = binding(session, kind, rows, past), []
+            for _ in range(options.rounds):
+                pairs.append((theirs(session, bound), ours(options.gqa, options.threads, kind, rows, past)))
+            ort, gqa = (statistics.median(column) for column in zip(*pairs))
+            spread = max(abs(ours_ / gqa - 1) for _, ours_ in pairs)
+            print(f"{kind:10} {rows:5} rows, past {past:5}: gqa {gqa:8.2f} ms (rounds within {spread:.0%}), onnxruntime {ort:8.2f} ms, "
+                  f"ratio {ort / gqa:.2f}", flush=True)
+            if kind not in ("float32", "float16"):
+                continue
+            call = {"dtype": kind, "batch": 1, "query_length": rows, "past_length": past, "heads": HEADS, "kv_heads": KV_HEADS,
+                    "head_size": SIZE, "causal": True, "window": -1}
+            written["results"].append({"peer": "ONNX Runtime CPU", **call, "median_us": ort * 1e3})
+            written["gqa"].append({**call, "median_us": gqa * 1e3, "rounds_ms": pairs})
     with open(options.out, "w") as file:
         json.dump(written, file, indent=1)
 

@@ -107,7 +107,7 @@ def encode(x, scale, kind):
 def decode(codes, scale, kind):
     """Numbers of rows of codes."""
     if kind == "i4":
-        codes = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[:-1] + (-1,)).astype(np.float64) - 8
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], 2 * codes.shape[-1]).astype(np.float64) - 8
     return codes.astype(np.float64) * scale.astype(np.float64)
 
 

@@ -34,19 +34,20 @@ def place(feeds, b, row):
 
 def alone(feeds, attrs, b, tokens, rows, past, dtype, new):
     """GroupQueryAttention over sequence `b` alone; `rows`: its past as (rows, heads, size) of keys and values. `new`: whether key and value are given."""
-    heads, kv, size = attrs["num_heads"], attrs["kv_num_heads"], feeds["key_cache"].shape[3]
+    heads, kv = attrs["num_heads"], attrs["kv_num_heads"]
     if "key" in feeds:
         q, k, v = (feeds[n][tokens] for n in ("query", "key", "value"))
     else:
+        size = feeds["query"].shape[1] // (heads + 2 * kv)
         q, k, v = np.split(feeds["query"][tokens], [heads * size, (heads + kv) * size], axis=1)
     total = past + len(q)
     f = {"query": q[None], "key": k[None], "value": v[None]}
     if not new:
         f["key"], f["value"] = (x[:, :0] for x in (f["key"], f["value"]))
-    if past or not new:
+    if past or not new or "k_scale" in feeds:
         f["past_key"], f["past_value"] = (np.transpose(x, (1, 0, 2))[None] for x in rows)
     f["seqlens_k"], f["total_sequence_length"] = np.array([total - 1], np.int32), np.array(total, np.int32)
-    f.update({n: feeds[n] for n in ("cos_cache", "sin_cache", "head_sink", "q_norm_weight", "k_norm_weight") if n in feeds})
+    f.update({n: feeds[n] for n in ("cos_cache", "sin_cache", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale") if n in feeds})
     gqa = {**attrs, "causal": attrs.get("is_causal", 1)}
     return common.reference(f, gqa, dtype)
 
@@ -54,7 +55,8 @@ def alone(feeds, attrs, b, tokens, rows, past, dtype, new):
 def reference(feeds, attrs, dtype):
     starts, past = feeds["cumulative_sequence_length"], feeds["past_seqlens"]
     caches = [feeds["key_cache"].copy(), feeds["value_cache"].copy()]
-    held = lambda b, count: [np.array([cache[place(feeds, b, row)] for row in range(count)]) for cache in caches]
+    held = lambda b, count: [np.array([cache[place(feeds, b, row)] for row in range(count)], cache.dtype).reshape(-1, *cache.shape[2:])
+                             for cache in caches]
     sequences = [(b, slice(starts[b], starts[b + 1]), int(past[b])) for b in range(len(past)) if starts[b + 1] > starts[b]]
     written = []
     for b, tokens, rows in sequences:
@@ -74,8 +76,8 @@ def reference(feeds, attrs, dtype):
     return dict(zip(OUTPUTS, [np.concatenate(output), *caches]))
 
 
-def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, packed=False, rope=None, sink=False, qk_norm=False, skip=None, metadata=None, attrs=None):
-    """`sequences`: (rows before, new tokens) of each. `skip`: tokens that slot_mapping sends nowhere."""
+def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, packed=False, rope=None, sink=False, qk_norm=False, skip=None, metadata=None, quant=None, attrs=None):
+    """`sequences`: (rows before, new tokens) of each. `skip`: tokens that slot_mapping sends nowhere. `quant`: kind of codes, whether a scale per channel."""
     rng, dt = Rng(name), DT[dtype]
     make = lambda *shape: rng.normal(shape).astype(dt)
     tokens = sum(new for _, new in sequences)
@@ -91,6 +93,20 @@ def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, pac
     else:
         f["query"], f["key"], f["value"] = make(tokens, N * H), make(tokens, K * H), make(tokens, K * H)
     f["key_cache"], f["value_cache"] = make(blocks, block, K, H), make(blocks, block, K, H)
+    attrs = dict(attrs or {})
+    if quant:
+        kind, per_channel = quant
+        for n, s in (("key_cache", "k_scale"), ("value_cache", "v_scale")):
+            spread = rng.uniform(K * H if per_channel else 1)
+            f[s] = ({"i8": 0.0271, "i4": 0.3713, "f8": 0.0717}[kind] * (0.75 + 0.5 * spread)).astype(np.float32)
+            codes = np.round((rng.uniform(blocks * block * K * H).reshape(blocks, block, K, H) - 0.5) * {"i8": 150, "i4": 13, "f8": 60}[kind])
+            scale = np.broadcast_to(f[s].reshape(-1, H if per_channel else 1), (K, H))
+            f[n] = common.encode(codes * scale.astype(np.float64), scale, kind)
+            f[s] = f[s].reshape((K, 1, H) if per_channel else (1,))
+        how = "PER_CHANNEL" if per_channel else "PER_TENSOR"
+        attrs.update(k_quant_type=how, v_quant_type=how)
+        if kind == "i4":
+            attrs.update(k_cache_dtype="int4", v_cache_dtype="int4")
     f["cumulative_sequence_length"] = np.cumsum([0] + [new for _, new in sequences]).astype(np.int32)
     f["past_seqlens"], f["block_table"] = np.array([past for past, _ in sequences], np.int32), table
     if rope:
@@ -105,7 +121,7 @@ def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, pac
         f["q_norm_weight"], f["k_norm_weight"] = make(H), make(H)
     if metadata:
         f["attention_metadata"] = np.array(metadata, np.int32)
-    attrs = {"num_heads": N, "kv_num_heads": K, **({"do_rotary": 1} if rope else {}), **(attrs or {})}
+    attrs = {"num_heads": N, "kv_num_heads": K, **({"do_rotary": 1} if rope else {}), **attrs}
     feeds = {n: f[n] for n in INPUTS if n in f}
     outputs = reference(feeds, attrs, dtype)
 
@@ -140,6 +156,9 @@ def write_all(root):
     c("slots_skipped", "slot_mapping that leaves two tokens out, as their rows are in the cache", [(4, 3), (0, 2)], skip=(0, 4))
     c("metadata", "attention_metadata with room", [(4, 2), (6, 1)], metadata=(4, 12, 6))
     c("tokens_large_blocks_bf16", "Blocks of 32 rows, as kernels read them, bfloat16", [(70, 1), (33, 1)], dtype="bf16", N=8, K=2, H=64, block=32, rope=64)
+    c("tokens_int8_per_channel", "Tokens over int8 codes, a scale per channel", [(5, 1), (0, 1), (11, 1)], quant=("i8", True))
+    c("mixed_int4", "A prompt, a chunk and a token over 4-bit codes", [(0, 4), (6, 2), (9, 1)], H=32, packed=True, quant=("i4", False))
+    c("chunk_float8", "Chunks over float8e4m3fn codes; one token goes nowhere", [(3, 4), (8, 2)], skip=(1,), quant=("f8", False))
 
 
 def main():

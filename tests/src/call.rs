@@ -189,7 +189,9 @@ impl Data {
             (false, false) => case.cached(case.past[b]),
         };
         if let Some(how) = case.quantised {
-            let mut cache = || self.codes(case, how, rows, valid);
+            let width = case.head_size / how.codes_per_element();
+            let shape = [case.batch(), case.kv_heads, rows, width];
+            let mut cache = || self.codes(&shape, how, |at| at[2] < valid(at[0]));
             return Some(KvCache { key: cache(), value: cache() });
         }
         let mut cache = |spread| {
@@ -203,19 +205,16 @@ impl Data {
         Some(KvCache { key: cache(case.spread), value: cache(1.0) })
     }
 
-    /// A cache of random codes; behind the valid rows all bits are set, which makes an 8-bit float NaN.
-    fn codes(
+    /// A cache of random codes; where none is valid all bits are set, which makes an 8-bit float NaN.
+    pub(crate) fn codes(
         &mut self,
-        case: &Case,
+        shape: &[usize],
         how: Quantisation,
-        rows: usize,
-        valid: impl Fn(usize) -> usize,
+        valid: impl Fn(&IxDyn) -> bool,
     ) -> Tensor {
-        let width = case.head_size / how.codes_per_element();
-        let shape = IxDyn(&[case.batch(), case.kv_heads, rows, width]);
-        let mut code = |b, row| -> u8 {
+        let mut code = |at: IxDyn| -> u8 {
             match self.rng.random() {
-                _ if row >= valid(b) => 0xff,
+                _ if !valid(&at) => 0xff,
                 // The two that are NaN.
                 0x7f | 0xff if how.format == CodeFormat::Float8 => 0,
                 // Up to 16; of integers all there are.
@@ -223,7 +222,7 @@ impl Data {
                 code => code,
             }
         };
-        let bytes = ArrayD::from_shape_fn(shape, |at| code(at[0], at[2]));
+        let bytes = ArrayD::from_shape_fn(IxDyn(shape), &mut code);
         match how.format {
             CodeFormat::Int8 => Tensor::I8(bytes.mapv(|byte| byte as i8)),
             CodeFormat::Int4 => Tensor::U8(bytes),
@@ -232,7 +231,7 @@ impl Data {
     }
 
     /// k_scale and v_scale such that the codes reach to about two standard deviations of keys and values, so that some are clamped.
-    fn scales(&mut self, case: &Case, how: Quantisation) -> [Tensor; 2] {
+    pub(crate) fn scales(&mut self, case: &Case, how: Quantisation) -> [Tensor; 2] {
         let most = match how.format {
             CodeFormat::Int8 => 127.0,
             CodeFormat::Int4 => 7.0,

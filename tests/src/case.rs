@@ -168,7 +168,7 @@ impl Case {
 }
 
 impl Case {
-    fn quant_type(&self) -> QuantType {
+    pub(crate) fn quant_type(&self) -> QuantType {
         match self.quantised {
             None => QuantType::None,
             Some(Quantisation { per_channel: false, .. }) => QuantType::PerTensor,

@@ -73,6 +73,7 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         quantised_steps(400).prop_map(shared),
         sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
+        paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
         paged_steps(400).prop_map(shared),
         attention_case(any_dtype(), 512, 40).prop_map(shared),
         attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),

@@ -3,12 +3,24 @@
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
-use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, paged, paged_steps, parity};
+use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, paged, paged_steps, parity, quantised};
 
 #[test]
 fn on_the_cpu() {
     let cases = paged(case(any_dtype(), heads_up_to(256), 40), 70);
     parity("cpu, paged", 1500, cases, &Cpu::default());
+}
+
+#[test]
+fn of_codes_on_the_cpu() {
+    let cases = paged(quantised(case(any_dtype(), heads_up_to(256), 40)), 70);
+    parity("cpu, paged codes", 600, cases, &Cpu::default());
+}
+
+#[test]
+fn of_codes_as_planned() {
+    let cases = paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40);
+    parity("sim, paged codes", 300, cases, &Sim::default());
 }
 
 #[test]

@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(long, default_value = "h200")]
     device: String,
     /// Past and present are different tensors, as in a model that is not told to share them.
-    #[arg(long, conflicts_with = "model")]
+    #[arg(long, conflicts_with_all = ["model", "block_size"])]
     separate_cache: bool,
     /// Print JSON.
     #[arg(long)]

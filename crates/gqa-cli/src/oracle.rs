@@ -4,7 +4,7 @@
 //! row alone: one query head over one KV head, nothing to append, and as cache the rows that the query sees. The new cache row `s`
 //! depends on one key and one value row; the reference is asked for it as a prompt of one token at that position.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::TensorId;
 use gqa_host::reference::Reference;
@@ -113,11 +113,9 @@ impl Computed<'_> {
         let position = self.past_length + place.row;
         let visible = if p.causal { position + 1 } else { self.past_length + p.q_len };
         let visible = visible - self.first_cached();
-        let cache = p.cache_layout(p.capacity);
         let start = Place { row: 0, ..kv };
-        let seen = self.cache_shape(visible);
-        let past_key = self.rows(TensorId::PresentKey, cache, start, &seen)?;
-        let past_value = self.rows(TensorId::PresentValue, cache, start, &seen)?;
+        let past_key = self.cached_rows(TensorId::PresentKey, start, visible)?;
+        let past_value = self.cached_rows(TensorId::PresentValue, start, visible)?;
         let query = self.rows(TensorId::Query, p.query_layout(), place, &[1, 1, p.head_size])?;
         let nothing = Tensor::zeros(p.dtype, &[1, 0, p.head_size]);
         let operands = Operands {
@@ -149,24 +147,40 @@ impl Computed<'_> {
         let past = p.quantised.map(|_| (&empty, &empty));
         let operands = Operands { query: &key, key: &key, value: &value, past, kv_head: kv.head };
         let want = self.reference(&operands, position, 1)?;
-        let (cache, row) =
-            (p.cache_layout(p.capacity), Place { row: position - self.first_cached(), ..kv });
-        sampled.add(
-            &self.rows(TensorId::PresentKey, cache, row, &self.cache_shape(1))?,
-            &want.present_key,
-            p.key_cache_dtype(),
-        )?;
-        sampled.add(
-            &self.rows(TensorId::PresentValue, cache, row, &self.cache_shape(1))?,
-            &want.present_value,
-            p.value_cache_dtype(),
-        )
+        let row = Place { row: position - self.first_cached(), ..kv };
+        let key = self.cached_rows(TensorId::PresentKey, row, 1)?;
+        sampled.add(&key, &want.present_key, p.key_cache_dtype())?;
+        let value = self.cached_rows(TensorId::PresentValue, row, 1)?;
+        sampled.add(&value, &want.present_value, p.value_cache_dtype())
     }
 
     /// Shape of so many rows of one head's cache.
     fn cache_shape(&self, rows: usize) -> [usize; 4] {
         let [.., width] = self.problem.key_cache_shape(rows);
         [1, 1, rows, width]
+    }
+
+    /// Consecutive rows of one head's cache, wherever its blocks are.
+    fn cached_rows(&self, id: TensorId, first: Place, count: usize) -> Result<Tensor> {
+        let p = self.problem;
+        let Some(pages) = p.pages else {
+            return self.rows(id, p.cache_layout(p.capacity), first, &self.cache_shape(count));
+        };
+        let Tensor::I32(table) = self.tensors.expect(TensorId::BlockTable)? else {
+            bail!("a block_table that is not int32");
+        };
+        let row_of_blocks = p.kv_heads * p.head_size;
+        let layout = RowLayout { offset: 0, batch: 0, head: p.head_size, row: row_of_blocks };
+        let mut rows = Tensor::zeros(p.key_cache_dtype(), &self.cache_shape(count));
+        let width = rows.bytes().len() / count;
+        for (i, to) in rows.bytes_mut().chunks_exact_mut(width).enumerate() {
+            let row = first.row + i;
+            let block = table[[first.batch, row / pages.block_size]] as usize;
+            let place = Place { row: block * pages.block_size + row % pages.block_size, ..first };
+            let one = self.rows(id, layout, place, &self.cache_shape(1))?;
+            to.copy_from_slice(one.bytes());
+        }
+        Ok(rows)
     }
 
     /// k_scale or v_scale of one KV head.

@@ -1,7 +1,9 @@
 //! Calls described by numbers on the command line, and made-up tensors for them.
 
+mod blocks;
+
 use anyhow::{Context, Result};
-use gqa_host::backend::Io;
+use gqa_host::backend::{Io, PageTables};
 use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
 use gqa_host::{CacheBinding, DType, Problem, Tensor, TensorDesc};
@@ -65,6 +67,11 @@ impl Codes {
         if self == Self::Int4 { 4 } else { 8 }
     }
 
+    /// Codes of an element of a cache.
+    fn of_element(self) -> usize {
+        if self == Self::Int4 { 2 } else { 1 }
+    }
+
     /// A scale with which standard normal numbers have codes of all sizes.
     fn scale(self) -> f32 {
         match self {
@@ -120,6 +127,9 @@ pub struct Layer {
     /// The cache slides: it has this many rows, the newest of a sequence, which may be longer.
     #[arg(long, value_parser = count(1 << 31))]
     pub sliding_cache: Option<u64>,
+    /// The cache consists of blocks of this many rows, scattered (PagedAttention).
+    #[arg(long, value_parser = count(1 << 31), conflicts_with_all = ["cached", "settled", "float32_output", "sliding_cache", "smooth_softmax"])]
+    pub block_size: Option<u64>,
     /// Scores become softcap * tanh(score / softcap); 0: off.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub softcap: f32,
@@ -157,6 +167,7 @@ impl Layer {
             per_channel: false,
             window: -1,
             sliding_cache: None,
+            block_size: None,
             softcap: 0.0,
             scale: 0.0,
             smooth_softmax: false,
@@ -210,6 +221,7 @@ impl Layer {
                 self.sliding_cache.is_some(),
                 format!(" sliding-cache={}", self.sliding_cache.unwrap_or(0)),
             ),
+            (self.block_size.is_some(), format!(" blocks={}", self.block_size.unwrap_or(0))),
             (self.softcap != 0.0, format!(" softcap={}", self.softcap)),
             (self.scale != 0.0, format!(" scale={}", self.scale)),
             (self.smooth_softmax, " smooth-softmax".to_owned()),
@@ -303,6 +315,9 @@ impl Shape {
 
     /// The validated call with a shared cache; no memory of its size is needed.
     pub fn problem(&self) -> Result<Problem> {
+        if let Some(block_size) = self.layer.block_size {
+            return self.paged_problem(block_size as usize);
+        }
         self.bound(CacheBinding::Shared, self.capacity)
     }
 
@@ -321,7 +336,7 @@ impl Shape {
         let key = rows(if self.layer.cached { 0 } else { self.query_length }, kv_heads);
         let packed = rows(self.query_length, heads + 2 * kv_heads);
         let codes = self.layer.kv_cache;
-        let width = head_size as usize / if codes == Some(Codes::Int4) { 2 } else { 1 };
+        let width = head_size as usize / codes.map_or(1, Codes::of_element);
         let past = [self.batch, kv_heads as usize, past_rows, width];
         let scale = [if self.layer.per_channel { (kv_heads * head_size) as usize } else { 1 }];
         let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
@@ -359,6 +374,7 @@ impl Shape {
                 TensorId::SeqlensK => lengths(self.batch, self.total()).0,
                 TensorId::Output => Tensor::try_zeros(id.name(), spec.dtype, &spec.shape)?,
                 TensorId::CosCache | TensorId::SinCache => continue,
+                TensorId::CumulativeSequenceLength | TensorId::BlockTable => continue,
                 TensorId::KScale | TensorId::VScale => {
                     let scale = self.layer.kv_cache.map_or(1.0, Codes::scale);
                     Array1::from_elem(spec.len(), scale).into()
@@ -370,6 +386,9 @@ impl Shape {
         if let Some((cos, sin)) = self.layer.rotary_caches(self.positions())? {
             tensors.set(TensorId::CosCache, cos);
             tensors.set(TensorId::SinCache, sin);
+        }
+        if let Some(block_size) = self.layer.block_size {
+            self.set_pages(block_size as usize, &mut tensors, noise)?;
         }
         Ok(tensors)
     }
@@ -422,6 +441,13 @@ impl Tensors {
         let mut output = self.take(TensorId::Output)?;
         let mut present_key = self.take(TensorId::PresentKey)?;
         let mut present_value = self.take(TensorId::PresentValue)?;
+        let tables = [TensorId::CumulativeSequenceLength, TensorId::BlockTable];
+        let pages = match tables.map(|id| self.get(id)) {
+            [Some(cumulative_sequence_length), Some(block_table)] => {
+                Some(PageTables { cumulative_sequence_length, block_table, slot_mapping: None })
+            }
+            _ => None,
+        };
         let mut io = Io {
             query: self.expect(TensorId::Query)?,
             key: self.get(TensorId::Key),
@@ -438,7 +464,7 @@ impl Tensors {
             v_scale: self.get(TensorId::VScale),
             q_norm_weight: self.get(TensorId::QNormWeight),
             k_norm_weight: self.get(TensorId::KNormWeight),
-            pages: None,
+            pages,
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,

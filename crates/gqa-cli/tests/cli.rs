@@ -312,6 +312,23 @@ fn explain_tells_how_a_cache_slides() -> Result {
 }
 
 #[test]
+fn explain_tells_what_reads_blocks() -> Result {
+    let step = words("explain --batch 8 --past-length 5000 --block-size 64 --rotary half")?;
+    assert_eq!(step.code, Some(0), "{}", step.stderr);
+    assert!(step.stdout.contains("chosen: gqa_decode_paged_bf16_d128_r8"), "{}", step.stdout);
+    let prompt = words("explain --query-length 512 --block-size 64")?;
+    assert!(prompt.stdout.contains("gqa_paged_gather"), "{}", prompt.stdout);
+    refused(&words("explain --block-size 0")?, 2, &["--block-size", "0"]);
+    let sliding = words("explain --block-size 16 --window 9 --sliding-cache 9")?;
+    refused(&sliding, 2, &["--block-size", "--sliding-cache"]);
+    let codes = words("explain --head-size 24 --block-size 16 --kv-cache int4")?;
+    refused(&codes, 1, &["head_size 24", "multiple of 32"]);
+    let window = words("explain --block-size 16 --bidirectional --window 8")?;
+    refused(&window, 2, &["--window: got 8", "--bidirectional"]);
+    Ok(())
+}
+
+#[test]
 fn explain_reads_models() -> Result {
     let model = cases("gqa").join("chunk_static/model.onnx");
     let run = gqa(["explain".as_ref(), model.as_os_str()])?;
@@ -372,6 +389,9 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "token --size 2x65 --rotary half --window 20 --sliding-cache 33",
         "prompt --size 1x40 --packed --window 9 --sliding-cache 16",
         "prompt --size 1x16 --past-length 50 --window 20 --sliding-cache 40 --kv-cache int8",
+        "token --size 3x65 --rotary half --block-size 16 --window 30",
+        "prompt --size 2x40 --past-length 9 --packed --qk-norm --block-size 7",
+        "token --size 2x65 --rotary half --block-size 16 --kv-cache int4 --per-channel",
     ] {
         let run = words(&format!(
             "bench {mode} --backend cpu --heads 4 --kv-heads 2 --head-size 32 --dtype f16 --runs 3 --json"

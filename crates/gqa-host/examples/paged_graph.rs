@@ -46,6 +46,8 @@ fn paged(batch: usize, keys: usize) -> Result<Problem> {
         head_sink: None,
         q_norm_weight: None,
         k_norm_weight: None,
+        k_scale: None,
+        v_scale: None,
         bounds: Bounds { query_rows: 1, keys },
     })
 }

@@ -1,7 +1,9 @@
 //! Every rule of PagedAttention: the message names the argument, what was got and what is allowed.
 
-use gqa_host::op::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes};
-use gqa_host::{DType, Pages, Phase, Problem, Result, Tensor, TensorDesc};
+use gqa_host::op::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes, QuantType};
+use gqa_host::{
+    CodeFormat, DType, Pages, Phase, Problem, Quantisation, Result, Tensor, TensorDesc,
+};
 use ndarray::{Array, Array1};
 
 /// A legal call to spoil: sequences of 3 and 1 new tokens behind 2 and 6 rows, 4 query heads over 2 KV heads of size 16, blocks of 4 rows.
@@ -17,8 +19,11 @@ struct Call {
     slots: Option<Tensor>,
     head_sink: Option<Tensor>,
     metadata: Option<Tensor>,
+    scales: [Option<Tensor>; 2],
     cache: PagedCache,
 }
+
+const PER_CHANNEL: QuantType = QuantType::PerChannel;
 
 fn float(shape: &[usize]) -> Tensor {
     Tensor::zeros(DType::F32, shape)
@@ -46,6 +51,7 @@ impl Call {
             slots: None,
             head_sink: None,
             metadata: None,
+            scales: [None, None],
             cache: PagedCache { key: float(&[5, 4, 2, 16]), value: float(&[5, 4, 2, 16]) },
         }
     }
@@ -53,6 +59,19 @@ impl Call {
     fn rotary() -> Self {
         let op = PagedAttention::new(4, 2).do_rotary(true);
         Self { op, tables: Some([float(&[7, 8]), float(&[7, 8])]), ..Self::new() }
+    }
+
+    /// 8-bit codes with a scale for each channel.
+    fn codes() -> Self {
+        let op = Self::new().op.k_quant_type(PER_CHANNEL).v_quant_type(PER_CHANNEL);
+        let cache = || Tensor::zeros(DType::I8, &[5, 4, 2, 16]);
+        let scale = || Some(float(&[2, 1, 16]));
+        Self {
+            op,
+            scales: [scale(), scale()],
+            cache: PagedCache { key: cache(), value: cache() },
+            ..Self::new()
+        }
     }
 
     fn problem(&self) -> Result<Problem> {
@@ -63,6 +82,8 @@ impl Call {
             sin_cache: self.tables.as_ref().map(|[_, sin]| sin),
             slot_mapping: self.slots.as_ref(),
             head_sink: self.head_sink.as_ref(),
+            k_scale: self.scales[0].as_ref(),
+            v_scale: self.scales[1].as_ref(),
             attention_metadata: self.metadata.as_ref(),
             ..PagedInputs::new(&self.query, &self.starts, &self.past, &self.table)
         };
@@ -236,6 +257,59 @@ fn blocks() {
 }
 
 #[test]
+fn codes() {
+    let call = Call::codes;
+    let per_channel = |format| Some(Quantisation { format, per_channel: true });
+    assert_eq!(accepts(call()).quantised, per_channel(CodeFormat::Int8));
+    let named = |name: &str| Call { op: call().op.k_cache_dtype(name), ..call() };
+    accepts(named("int8"));
+    refuses(named("int4"), "k_cache_dtype: got \"int4\"; allowed: \"int8\", as key_cache is int8");
+    refuses(
+        Call { op: call().op.v_quant_type(QuantType::None), ..call() },
+        "v_quant_type: got NONE; allowed: PER_CHANNEL, as k_quant_type",
+    );
+    refuses(
+        Call { scales: [call().scales[0].clone(), None], ..call() },
+        "v_scale: got no input; allowed: 32 elements, as k_quant_type is PER_CHANNEL",
+    );
+    refuses(
+        Call { cache: Call::new().cache, ..call() },
+        "key_cache: got float32; allowed: int8, float8e4m3fn or uint8, as k_quant_type is PER_CHANNEL",
+    );
+    refuses(
+        Call { op: Call::new().op, ..call() },
+        "k_scale: got a tensor; allowed: no input, as k_quant_type is NONE",
+    );
+    refuses(
+        Call { op: Call::new().op, scales: [None, None], ..call() },
+        "key_cache: got int8; allowed: float32, the type of query",
+    );
+    let bytes = |size: usize| {
+        let cache = || Tensor::zeros(DType::U8, &[5, 4, 2, size / 2]);
+        let scale = || Some(float(&[2 * size]));
+        let new = || Some(float(&[4, 2 * size]));
+        Call {
+            op: call().op.k_cache_dtype("int4").v_cache_dtype("int4"),
+            query: float(&[4, 4 * size]),
+            key: new(),
+            value: new(),
+            scales: [scale(), scale()],
+            cache: PagedCache { key: cache(), value: cache() },
+            ..call()
+        }
+    };
+    assert_eq!(accepts(bytes(32)).quantised, per_channel(CodeFormat::Int4));
+    refuses(
+        bytes(16),
+        "query: got head_size 16; allowed: a head_size that is a multiple of 32, 16 bytes of codes",
+    );
+    refuses(
+        Call { op: call().op, ..bytes(32) },
+        "k_cache_dtype: got \"\"; allowed: \"int4\", as key_cache is uint8",
+    );
+}
+
+#[test]
 fn shapes_alone() {
     fn desc(dtype: DType, shape: &[usize]) -> TensorDesc<'_> {
         TensorDesc { dtype, shape }
@@ -256,6 +330,8 @@ fn shapes_alone() {
         head_sink: None,
         q_norm_weight: None,
         k_norm_weight: None,
+        k_scale: None,
+        v_scale: None,
         bounds,
     };
     let op = PagedAttention::new(4, 2);

@@ -293,6 +293,10 @@ pub struct PagedParams {
     pub per_sequence: u32,
     /// 1: `paged_append` writes queries for attention. 0: that reads them where they are.
     pub moves_queries: u32,
+    /// 1: `paged_append_codes` has a scale for each channel, an element of a KV head. 0: one for all.
+    pub per_channel: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 /// Scalars of the decode kernels.
@@ -348,5 +352,5 @@ const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 4 * 4);
-const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 16 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 18 * 4);
 const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

@@ -30,7 +30,7 @@ use {
         append::concat_kv_in_place,
         concat::{concat_new_to_past_kv, concat_rows},
         norm::qk_norm,
-        paged::{paged_append, paged_gather, paged_scatter},
+        paged::{paged_append, paged_append_codes, paged_gather, paged_scatter},
         positions::seqlens_to_pos_ids,
         quantise::quantise_kv,
         rope::{rotary_embedding, rotary_rows},
@@ -149,6 +149,7 @@ static TABLES: &[&[Entry]] = &[
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
     PAGED_APPEND,
+    PAGED_APPEND_CODES,
     PAGED_GATHER,
     PAGED_SCATTER,
     SLIDE_KV,
@@ -265,6 +266,21 @@ kernels!(PAGED_APPEND, Prologue, "family-prologue",
     gqa_paged_append_f32 => paged_append::<f32>, T = f32;
     gqa_paged_append_f16 => paged_append::<f16>, T = f16;
     gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;
+});
+
+kernels!(PAGED_APPEND_CODES, Prologue, "family-prologue",
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32,
+     q_out: T, k_cache: u16, v_cache: u16; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 2, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_append_codes_i8_f32 => paged_append_codes::<f32, Int8>, T = f32;
+    gqa_paged_append_codes_i8_f16 => paged_append_codes::<f16, Int8>, T = f16;
+    gqa_paged_append_codes_i8_bf16 => paged_append_codes::<bf16, Int8>, T = bf16;
+    gqa_paged_append_codes_i4_f32 => paged_append_codes::<f32, Int4>, T = f32;
+    gqa_paged_append_codes_i4_f16 => paged_append_codes::<f16, Int4>, T = f16;
+    gqa_paged_append_codes_i4_bf16 => paged_append_codes::<bf16, Int4>, T = bf16;
+    gqa_paged_append_codes_f8_f32 => paged_append_codes::<f32, Float8>, T = f32;
+    gqa_paged_append_codes_f8_f16 => paged_append_codes::<f16, Float8>, T = f16;
+    gqa_paged_append_codes_f8_bf16 => paged_append_codes::<bf16, Float8>, T = bf16;
 });
 
 // Rows move as bytes, whatever they hold.

@@ -35,7 +35,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(),
+            moves_queries: moves.into(), per_channel: 0, reserved: 0,
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;
@@ -51,6 +51,13 @@ proptest! {
             Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::read(starts),
             Arg::read(past), Arg::read(table), slots(), if moves { Arg::write(&mut padded) } else { Arg::null() },
             Arg::write(&mut k_cache), Arg::write(&mut v_cache), Arg::params(&p),
+        ]).or_else(overlaps)?;
+        let (scale, mut codes) = ([0.5f32], [(); 2].map(|()| vec![0u16; k_cache.len() / 2]));
+        let [k_codes, v_codes] = &mut codes;
+        start(entry("paged_append_codes_i8", DType::F32), 2, seed, &[
+            Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::read(&scale),
+            Arg::read(&scale), Arg::read(starts), Arg::read(past), Arg::read(table), slots(),
+            if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes), Arg::write(v_codes), Arg::params(&p),
         ]).or_else(overlaps)?;
         start(entry("paged_gather", DType::F32), 2, seed, &[
             Arg::read(starts), Arg::read(past), Arg::read(table), slots(), Arg::read(&k_cache), Arg::read(&v_cache),

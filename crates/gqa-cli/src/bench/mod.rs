@@ -96,7 +96,7 @@ struct Common {
     #[arg(long, value_name = "FOLDER")]
     plots: Option<PathBuf>,
     /// Compare with a file that bench/peers.py wrote, of caches that hold numbers.
-    #[arg(long, value_name = "FILE", conflicts_with = "kv_cache")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["kv_cache", "block_size"])]
     against: Option<PathBuf>,
     #[command(flatten)]
     selection: Selection,

@@ -1,10 +1,12 @@
 //! `com.microsoft.PagedAttention`: sequences of different lengths one behind the other, and a cache of blocks that a table gives to them.
 
 mod inputs;
+mod quantisation;
 mod validate;
 
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 
+use super::QuantType;
 use crate::backend::{Backend, Io, PageTables, dump};
 use crate::{Problem, Result, Tensor};
 use validate::Lengths;
@@ -21,6 +23,10 @@ pub struct PagedAttention {
     do_rotary: bool,
     rotary_interleaved: bool,
     qk_norm_epsilon: f32,
+    k_quant_type: QuantType,
+    v_quant_type: QuantType,
+    k_cache_dtype: String,
+    v_cache_dtype: String,
 }
 
 impl PagedAttention {
@@ -36,6 +42,10 @@ impl PagedAttention {
             do_rotary: false,
             rotary_interleaved: false,
             qk_norm_epsilon: 1e-6,
+            k_quant_type: QuantType::None,
+            v_quant_type: QuantType::None,
+            k_cache_dtype: String::new(),
+            v_cache_dtype: String::new(),
         }
     }
 
@@ -74,6 +84,26 @@ impl PagedAttention {
         Self { qk_norm_epsilon: epsilon, ..self }
     }
 
+    /// How key_cache is quantised; as v_quant_type. Then k_scale and v_scale are needed, and the caches hold codes, of the kind that their type says.
+    pub fn k_quant_type(self, how: QuantType) -> Self {
+        Self { k_quant_type: how, ..self }
+    }
+
+    /// How value_cache is quantised; as k_quant_type.
+    pub fn v_quant_type(self, how: QuantType) -> Self {
+        Self { v_quant_type: how, ..self }
+    }
+
+    /// What key_cache holds: `"int4"` where it is uint8, two codes to a byte; else the name of its type, or `""`.
+    pub fn k_cache_dtype(self, name: &str) -> Self {
+        Self { k_cache_dtype: name.to_owned(), ..self }
+    }
+
+    /// What value_cache holds, likewise.
+    pub fn v_cache_dtype(self, name: &str) -> Self {
+        Self { v_cache_dtype: name.to_owned(), ..self }
+    }
+
     /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then every token attends to what its sequence's blocks hold.
     /// The result is (num_tokens, N·H).
     pub fn run(
@@ -99,8 +129,8 @@ impl PagedAttention {
                 position_ids: None,
                 attention_bias: None,
                 head_sink: inputs.head_sink,
-                k_scale: None,
-                v_scale: None,
+                k_scale: inputs.k_scale,
+                v_scale: inputs.v_scale,
                 q_norm_weight: inputs.q_norm_weight,
                 k_norm_weight: inputs.k_norm_weight,
                 pages: Some(PageTables {

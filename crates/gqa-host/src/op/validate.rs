@@ -12,6 +12,7 @@ use inputs::{Heads, Query};
 pub(super) use inputs::{MAX_HEAD_SIZE, both};
 pub(super) use pattern::{Dim, MAX_COUNT, Pattern, addressable, shape};
 use quantisation::quantisation;
+pub(super) use quantisation::{check_scales, check_types};
 
 impl GroupQueryAttention {
     /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that present shares.

@@ -228,6 +228,7 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
 fn suits_blocks(p: &Problem) -> Result<(), Rejection> {
     match p.pages {
         Some(pages) if pages.slots => Err(Rejection::Argument { name: "slot_mapping" }),
+        _ if p.quantised.is_some() => Err(Rejection::Quantised),
         _ if !p.has_single_tokens() => Err(Rejection::SeveralTokens),
         _ => Ok(()),
     }

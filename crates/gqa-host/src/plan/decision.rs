@@ -96,6 +96,8 @@ pub enum Rejection {
     NoMask,
     /// The kernel is for caches of codes.
     NotQuantised,
+    /// The kernel is for caches of numbers.
+    Quantised,
     /// The kernel appends to the cache that it reads.
     NotShared,
     /// The kernel is for one token of each sequence.
@@ -230,6 +232,7 @@ impl fmt::Display for Rejection {
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
             Self::NotQuantised => write!(f, "the cache holds no codes"),
+            Self::Quantised => write!(f, "the cache holds codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::SeveralTokens => write!(f, "not every sequence has one token"),
             Self::BlockSize { got, need } => {

@@ -4,7 +4,7 @@
 //! | launch | where |
 //! |---|---|
 //! | `qk_norm` | with QK-norm |
-//! | `paged_append`: new rows into the cache, queries into scratch | always |
+//! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | always |
 //! | `paged_gather`: the rows of every sequence into scratch | always |
 //! | attention | always |
 //! | `paged_scatter`: output rows to their tokens | unless every sequence has one token |
@@ -17,7 +17,7 @@ use super::rebind::Rebind;
 use super::{
     Arg, Candidate, Composed, Decision, DeviceInfo, Launch, Switches, TensorId, attention,
 };
-use crate::{DType, Pages, Problem, Result};
+use crate::{CodeFormat, DType, Pages, Problem, Result};
 use gqa_kernels::params::PagedParams;
 use gqa_kernels::prologue::paged_grid;
 use std::iter;
@@ -70,9 +70,9 @@ struct Gathered<'a> {
 
 impl<'a> Gathered<'a> {
     fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
-        let size = p.dtype.size();
+        let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
         let padded = p.batch * p.q_len * p.q_heads * p.head_size;
-        let cached = p.batch * p.kv_heads * p.capacity * p.head_size;
+        let cached: usize = p.gathered().key_cache_shape(p.capacity).iter().product();
         let moves = !p.has_single_tokens() || p.rotary.is_some() || p.packed;
         let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
             true => scratch.take(elements, size),
@@ -90,6 +90,8 @@ impl<'a> Gathered<'a> {
                 kv_heads: u32_of("KV heads", p.kv_heads)?,
                 head_size: u32_of("head size", p.head_size)?,
                 row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
+                per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+                reserved: 0,
                 q_len: u32_of("query rows", p.q_len)?,
                 tokens: u32_of("tokens", pages.tokens)?,
                 capacity: u32_of("rows of a sequence", p.capacity)?,
@@ -99,7 +101,7 @@ impl<'a> Gathered<'a> {
                 moves_queries: moves.into(),
             },
             query: if moves { take(true, padded, size)? } else { rows.query.arg },
-            cache: [take(true, cached, size)?, take(true, cached, size)?],
+            cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
             lengths: take(true, p.batch, DType::I32.size())?,
             output: take(!p.has_single_tokens(), padded, size)?,
             rows,
@@ -112,6 +114,7 @@ impl<'a> Gathered<'a> {
             Some(_) => tensor(self.problem, id, 0),
             None => Arg::Null,
         };
+        let scale = |id| tensor(self.problem, id, 0);
         let arguments = [
             ("q", self.rows.query.arg),
             ("k", self.rows.key.arg),
@@ -120,19 +123,32 @@ impl<'a> Gathered<'a> {
             ("sin", rotation(TensorId::SinCache)),
             ("position_ids", Arg::Null),
             ("q_out", queries),
+            ("k_scale", scale(TensorId::KScale)),
+            ("v_scale", scale(TensorId::VScale)),
         ];
-        self.launch("paged_append", element(self.problem.dtype), &arguments, device)
+        let kernel = match self.problem.quantised.map(|how| how.format) {
+            None => "paged_append",
+            Some(CodeFormat::Int8) => "paged_append_codes_i8",
+            Some(CodeFormat::Int4) => "paged_append_codes_i4",
+            Some(CodeFormat::Float8) => "paged_append_codes_f8",
+        };
+        self.launch(kernel, element(self.problem.dtype), &arguments, &self.params, device)
     }
 
     fn gather(&self, device: &DeviceInfo) -> Result<Launch> {
         let [k, v] = self.cache;
         let arguments = [("present_k", k), ("present_v", v), ("lengths", self.lengths)];
-        self.launch("paged_gather", None, &arguments, device)
+        let [.., width] = self.problem.gathered().key_cache_shape(0);
+        let bytes = width * self.problem.key_cache_dtype().size();
+        let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
+        let params = PagedParams { row_vectors, ..self.params };
+        self.launch("paged_gather", None, &arguments, &params, device)
     }
 
     fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
         let out = tensor(self.problem, TensorId::Output, 0);
-        self.launch("paged_scatter", None, &[("rows", self.output), ("out", out)], device)
+        let arguments = [("rows", self.output), ("out", out)];
+        self.launch("paged_scatter", None, &arguments, &self.params, device)
     }
 
     fn launch(
@@ -140,6 +156,7 @@ impl<'a> Gathered<'a> {
         kernel: &str,
         dtype: Option<gqa_kernels::num::DType>,
         arguments: &[(&'static str, Arg)],
+        params: &PagedParams,
         device: &DeviceInfo,
     ) -> Result<Launch> {
         let p = self.problem;
@@ -153,8 +170,8 @@ impl<'a> Gathered<'a> {
             ("v_cache", TensorId::PresentValue),
         ];
         let of_pages = of_pages.map(|(name, id)| (name, tensor(p, id, 0)));
-        let grid = paged_grid(entry, &self.params, device.multiprocessors);
-        launch(entry, grid, &[arguments, &of_pages].concat(), &self.params)
+        let grid = paged_grid(entry, params, device.multiprocessors);
+        launch(entry, grid, &[arguments, &of_pages].concat(), params)
     }
 
     /// Where the call over gathered rows finds its tensors.

@@ -962,6 +962,11 @@ fn blocks_are_gathered() {
         kernels_of(batch(512, 512)),
         ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
     );
+    let codes = |p: Problem| quantised(p, CODES[0]);
+    let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
+    assert_eq!(kernels_of(codes(batch(1, 500))), [append, gather, "decode_i8_f16_d128_r8"]);
+    let attends = ["quantise_kv_i8", "hopper_f16_d128", "paged_scatter"];
+    assert_eq!(kernels_of(codes(batch(512, 512))), [&[append, gather][..], &attends].concat());
     // Sequences that have no token make room for those that have several.
     let fewer = of_pages(batch(1, 500), |pages| Pages { tokens: 7, ..pages });
     assert_eq!(kernels_of(fewer), ["paged_append", "paged_gather", step, "paged_scatter"]);

@@ -97,11 +97,11 @@ impl<'a> Sequence<'a> {
             ..self.call()
         };
         let [mut key, mut value] =
-            [(); 2].map(|()| Tensor::zeros(p.dtype, &alone.key_cache_shape(self.new)));
+            [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(self.new)));
         let positions = Array1::from(positions).into();
         self.compute(&alone, io, Some(&positions), [&mut key, &mut value]);
         for (rows, cache) in [(&key, &mut *io.present_key), (&value, &mut *io.present_value)] {
-            let size = p.head_size * rows.dtype().size();
+            let size = row_bytes(rows);
             for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
                 if let Some(slot) = self.slots[i % self.new] {
                     let to = (slot * p.kv_heads + i / self.new) * size;
@@ -121,8 +121,8 @@ impl<'a> Sequence<'a> {
     /// The sequence's rows side by side, head by head.
     fn gathered(&self, cache: &Tensor) -> Tensor {
         let (p, rows) = (self.problem, self.places.len());
-        let mut gathered = Tensor::zeros(p.dtype, &[1, p.kv_heads, rows, p.head_size]);
-        let size = p.head_size * p.dtype.size();
+        let mut gathered = Tensor::zeros(cache.dtype(), &self.call().key_cache_shape(rows));
+        let size = row_bytes(cache);
         for (i, row) in gathered.bytes_mut().chunks_exact_mut(size).enumerate() {
             let from = (self.places[i % rows] * p.kv_heads + i / rows) * size;
             row.copy_from_slice(&cache.bytes()[from..from + size]);
@@ -162,8 +162,8 @@ impl<'a> Sequence<'a> {
                 position_ids,
                 attention_bias: None,
                 head_sink: io.head_sink,
-                k_scale: None,
-                v_scale: None,
+                k_scale: io.k_scale,
+                v_scale: io.v_scale,
                 q_norm_weight: io.q_norm_weight,
                 k_norm_weight: io.k_norm_weight,
                 pages: None,
@@ -187,4 +187,9 @@ impl<'a> Sequence<'a> {
         }
         tokens
     }
+}
+
+/// Bytes of a head's row of a cache.
+fn row_bytes(cache: &Tensor) -> usize {
+    cache.shape().last().map_or(0, |width| width * cache.dtype().size())
 }

@@ -31,9 +31,9 @@ pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
 /// Grid of the kernels of a cache of blocks.
 pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32; 3] {
     let size = match entry.kernel() {
-        "paged_append" => paged::paged_append_size(p, per_vec(entry)),
         "paged_gather" => paged::paged_gather_size(p),
-        _ => paged::paged_scatter_size(p),
+        "paged_scatter" => paged::paged_scatter_size(p),
+        _ => paged::paged_append_size(p, per_vec(entry)),
     };
     of_threads(size, multiprocessors)
 }

@@ -3,6 +3,7 @@
 //! | kernel | does |
 //! |---|---|
 //! | `paged_append` | writes new K, rotated, and V into their blocks, and Q, rotated, into a tensor of (batch, row) |
+//! | `paged_append_codes` | the same where the cache holds codes |
 //! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
 //! | `paged_scatter` | copies output rows of (batch, row) to their tokens |
 //!
@@ -10,12 +11,13 @@
 //! token `i` is row `past + i - max(past + new - S, 0)`; other rows are zero.
 //!
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch); block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block,
-//! row, KV head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch, KV head, capacity, head size); lengths (batch); out (tokens, query head, head size).
+//! row, KV head, head size), of codes in half words; k_scale, v_scale of one element or (KV head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch, KV head, capacity, head size); lengths (batch); out (tokens, query head, head size).
 //! Whatever the integers are, nothing outside of these is touched.
 
+use super::quantise::store_vector;
 use super::rope::{Rope, Unturned, pairs};
 use super::walk::Walk;
-use crate::num::Element;
+use crate::num::{Code, Element};
 use crate::params::PagedParams;
 use crate::simt::Global;
 
@@ -110,40 +112,107 @@ pub fn paged_append<T: Element>(
     p: PagedParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    let blocks = Blocks { table: block_table, slot_mapping };
-    for [b, s, head, pair] in Walk::over(paged_append_size(&p, T::PER_VEC)) {
-        let sequence = Sequence::of(&p, starts, past_seqlens, b);
-        let at = (pair, p.head_size);
-        if head < moved(&p) {
-            let to = (
-                q_out,
-                ((b * p.q_len + s) as usize * p.q_heads as usize + head as usize)
-                    * p.head_size as usize,
-            );
-            match sequence.token(s, p.q_len) {
-                Some(i) => {
-                    let from = (q, p.q.at(0, head, sequence.start + i));
-                    rope.move_pair(from, to, at, (sequence.past + i) as i64);
+    let call = New { q, k, v, rope, starts, past_seqlens, q_out };
+    call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
+        let cache = if is_key { k_cache } else { v_cache };
+        cache.store_vec(row.number(&p) * p.head_size as usize + e, vector);
+    });
+}
+
+/// As [`paged_append`], to codes.
+#[inline(always)]
+pub fn paged_append_codes<T: Element, C: Code>(
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    k_scale: Global<f32>,
+    v_scale: Global<f32>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    block_table: Global<i32>,
+    slot_mapping: Global<i32>,
+    q_out: Global<T>,
+    k_cache: Global<u16>,
+    v_cache: Global<u16>,
+    p: PagedParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let call = New { q, k, v, rope, starts, past_seqlens, q_out };
+    call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
+        let (scales, cache) = if is_key { (k_scale, k_cache) } else { (v_scale, v_cache) };
+        let channel = (row.head * p.head_size) as usize;
+        let scale = |element| scales.load((channel + element) * p.per_channel as usize);
+        let half_words = p.head_size as usize * C::BITS as usize / 16;
+        let to = cache.offset(row.number(&p) * half_words);
+        store_vector::<T, C>(e, vector, scale, to);
+    });
+}
+
+/// A KV head's row of the cache.
+#[derive(Clone, Copy)]
+struct Row {
+    /// Through all blocks.
+    row: u32,
+    head: u32,
+}
+
+impl Row {
+    /// Its number among all heads' rows.
+    #[inline(always)]
+    fn number(self, p: &PagedParams) -> usize {
+        self.row as usize * p.kv_heads as usize + self.head as usize
+    }
+}
+
+/// New rows.
+struct New<T> {
+    q: Global<T>,
+    k: Global<T>,
+    v: Global<T>,
+    rope: Rope<T>,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    q_out: Global<T>,
+}
+
+impl<T: Element> New<T> {
+    /// Writes queries for attention; `store` writes a vector of a row of the cache, from that element on, of its key or else of its value.
+    #[inline(always)]
+    fn append(self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
+        for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
+            let sequence = Sequence::of(p, self.starts, self.past_seqlens, b);
+            let at = (pair, p.head_size);
+            if head < moved(p) {
+                let row = (b * p.q_len + s) as usize * p.q_heads as usize + head as usize;
+                let to = (self.q_out, row * p.head_size as usize);
+                match sequence.token(s, p.q_len) {
+                    Some(i) => {
+                        let from = (self.q, p.q.at(0, head, sequence.start + i));
+                        self.rope.move_pair(from, to, at, (sequence.past + i) as i64);
+                    }
+                    None => Unturned::zero::<T>(pair, p.head_size).store(to),
                 }
-                None => Unturned::zero::<T>(pair, p.head_size).store(to),
+                continue;
             }
-            continue;
-        }
-        if s >= sequence.new {
-            continue;
-        }
-        let Some(row) = blocks.slot(&p, b, sequence, s) else { continue };
-        let head = head - moved(&p);
-        let of_head =
-            |head: u32| (row as usize * p.kv_heads as usize + head as usize) * p.head_size as usize;
-        let token = sequence.start + s;
-        if head < p.kv_heads {
-            let position = (sequence.past + s) as i64;
-            rope.move_pair((k, p.k.at(0, head, token)), (k_cache, of_head(head)), at, position);
-        } else {
-            let head = head - p.kv_heads;
-            Unturned::load((v, p.v.at(0, head, token)), 0, pair, p.head_size)
-                .store((v_cache, of_head(head)));
+            if s >= sequence.new {
+                continue;
+            }
+            let Some(row) = blocks.slot(p, b, sequence, s) else { continue };
+            let (head, token) = (head - moved(p), sequence.start + s);
+            if head < p.kv_heads {
+                let position = (sequence.past + s) as i64;
+                let from = (self.k, p.k.at(0, head, token));
+                let row = Row { row, head };
+                self.rope.turn_pair(from, at, position, |e, vector| store(row, true, e, vector));
+            } else {
+                let row = Row { row, head: head - p.kv_heads };
+                let from = (self.v, p.v.at(0, row.head, token));
+                let values = Unturned::load(from, 0, pair, p.head_size);
+                values.each(|e, vector| store(row, false, e, vector));
+            }
         }
     }
 }

@@ -71,6 +71,26 @@ pub fn quantise_kv<T: Element, C: Code>(
     }
 }
 
+/// Writes the codes of a vector, from element `element` on of a head whose codes start at `to`, in half words.
+#[inline(always)]
+pub(super) fn store_vector<T: Element, C: Code>(
+    element: usize,
+    vector: [u32; 4],
+    scale: impl Fn(usize) -> f32,
+    to: Global<u16>,
+) {
+    let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
+    let mut words = [0; 2];
+    for i in 0..per_vec {
+        let bit = i * C::BITS as usize;
+        words[bit / 32] |= C::encode(values[i] / scale(element + i)) << (bit % 32);
+    }
+    let first = element * C::BITS as usize / 16;
+    for half in 0..per_vec * C::BITS as usize / 16 {
+        to.store(first + half, (words[half / 2] >> (half % 2 * 16)) as u16);
+    }
+}
+
 /// Words of eight codes.
 const fn word_count<C: Code>() -> usize {
     NUMBERS * C::BITS as usize / 32

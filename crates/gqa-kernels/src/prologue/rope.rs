@@ -91,21 +91,33 @@ impl<T: Element> Rope<T> {
     #[inline(always)]
     pub fn move_pair(
         &self,
-        (x, from): (Global<T>, usize),
+        from: (Global<T>, usize),
         (out, to): (Global<T>, usize),
+        at: (u32, u32),
+        position: i64,
+    ) {
+        self.turn_pair(from, at, position, |e, vector| out.store_vec(to + e, vector));
+    }
+
+    /// Gives such a pair to `store`, vector by vector, each with its element of the head.
+    #[inline(always)]
+    pub fn turn_pair(
+        &self,
+        (x, from): (Global<T>, usize),
         (pair, head_size): (u32, u32),
         position: i64,
+        store: impl Fn(usize, [u32; 4]),
     ) {
         let half = self.params.dim / (2 * T::PER_VEC);
         if pair >= half {
-            return Unturned::load((x, from), 2 * half, pair - half, head_size).store((out, to));
+            return Unturned::load((x, from), 2 * half, pair - half, head_size).each(store);
         }
         let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
         let vectors = places.map(|place| x.load_vec(from + place));
         let angles = self.angles(pair * T::PER_VEC, position);
         let turned = self.turn(vectors, angles);
-        out.store_vec(to + places[0], turned[0]);
-        out.store_vec(to + places[1], turned[1]);
+        store(places[0], turned[0]);
+        store(places[1], turned[1]);
     }
 
     #[inline(always)]
@@ -201,9 +213,15 @@ impl Unturned {
     /// To the head that starts at `out[to]`.
     #[inline(always)]
     pub fn store<T: Element>(self, (out, to): (Global<T>, usize)) {
-        out.store_vec(to + self.low.0, self.low.1);
+        self.each(|e, vector| out.store_vec(to + e, vector));
+    }
+
+    /// To `store`, with their elements.
+    #[inline(always)]
+    pub fn each(self, store: impl Fn(usize, [u32; 4])) {
+        store(self.low.0, self.low.1);
         if let Some((element, vector)) = self.high {
-            out.store_vec(to + element, vector);
+            store(element, vector);
         }
     }
 }

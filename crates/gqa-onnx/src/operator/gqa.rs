@@ -85,7 +85,7 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
 }
 
 /// k_quant_type or v_quant_type, in letters of either case.
-fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Result<QuantType> {
+pub(super) fn quant_type(attributes: &Attributes<'_>, name: &'static str) -> Result<QuantType> {
     let word = attributes.text(name).unwrap_or_else(|| "NONE".to_owned());
     match word.to_ascii_uppercase().as_str() {
         "NONE" => Ok(QuantType::None),

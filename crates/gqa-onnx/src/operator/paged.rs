@@ -4,6 +4,7 @@ use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::{Problem, Tensor};
 
+use super::gqa::quant_type;
 use super::{Arguments, check_lists};
 use crate::attributes::{Attributes, Kind};
 use crate::proto::NodeProto;
@@ -60,14 +61,11 @@ const REQUIRED: [usize; 6] = [0, 3, 4, 5, 6, 7];
 pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
     check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
-    for (name, allowed) in [
-        ("kv_cache_layout", "SEPARATE"),
-        ("k_quant_type", "NONE"),
-        ("v_quant_type", "NONE"),
-        ("k_cache_dtype", ""),
-        ("v_cache_dtype", ""),
-    ] {
-        expect_word(&attributes, name, allowed)?;
+    match attributes.text("kv_cache_layout") {
+        Some(layout) if layout != "SEPARATE" => {
+            return Err(Error::invalid("kv_cache_layout", format!("{layout:?}"), "\"SEPARATE\""));
+        }
+        _ => {}
     }
     for name in ["rotary_offset", "v_head_size"] {
         match attributes.int(name).unwrap_or(0) {
@@ -77,7 +75,12 @@ pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
     }
     let (heads, kv_heads) =
         (attributes.required_int("num_heads")?, attributes.required_int("kv_num_heads")?);
+    let text = |name| attributes.text(name).unwrap_or_default();
     Ok(PagedAttention::new(heads, kv_heads)
+        .k_quant_type(quant_type(&attributes, "k_quant_type")?)
+        .v_quant_type(quant_type(&attributes, "v_quant_type")?)
+        .k_cache_dtype(&text("k_cache_dtype"))
+        .v_cache_dtype(&text("v_cache_dtype"))
         .scale(attributes.float("scale").unwrap_or(0.0))
         .softcap(attributes.float("softcap").unwrap_or(0.0))
         .local_window_size(attributes.int("local_window_size").unwrap_or(-1))
@@ -85,16 +88,6 @@ pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {
         .do_rotary(attributes.on("do_rotary"))
         .rotary_interleaved(attributes.on("rotary_interleaved"))
         .qk_norm_epsilon(attributes.float("qk_norm_epsilon").unwrap_or(1e-6)))
-}
-
-/// Errs unless the attribute has the one value that there are kernels for, or is absent.
-fn expect_word(attributes: &Attributes<'_>, name: &'static str, allowed: &str) -> Result<()> {
-    match attributes.text(name) {
-        Some(word) if word != allowed => {
-            Err(Error::invalid(name, format!("{word:?}"), format_args!("{allowed:?}")))
-        }
-        _ => Ok(()),
-    }
 }
 
 /// The validated call.
@@ -120,11 +113,6 @@ fn cache(arguments: &Arguments) -> Result<PagedCache> {
 
 fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {
     let required = |i: usize| arguments.required(i, INPUTS[i]);
-    for i in [14, 15] {
-        if arguments.get(i).is_some() {
-            return Err(Error::invalid(INPUTS[i], "a tensor", "no input, as k_quant_type is NONE"));
-        }
-    }
     Ok(PagedInputs {
         key: arguments.get(1),
         value: arguments.get(2),
@@ -134,6 +122,8 @@ fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {
         head_sink: arguments.get(11),
         q_norm_weight: arguments.get(12),
         k_norm_weight: arguments.get(13),
+        k_scale: arguments.get(14),
+        v_scale: arguments.get(15),
         attention_metadata: arguments.get(16),
         ..PagedInputs::new(required(0)?, required(5)?, required(6)?, required(7)?)
     })

@@ -223,7 +223,8 @@ fn cached<'a, T: Element>(
     blocks: Option<Blocks<'a>>,
 ) -> Result<Cached<'a, T>> {
     match (codes, blocks) {
-        (Some(codes), _) => Ok(Cached::Codes(codes, tensor.bytes())),
+        (Some(codes), None) => Ok(Cached::Codes(codes, tensor.bytes())),
+        (Some(codes), Some(blocks)) => Ok(Cached::BlocksOfCodes(blocks, codes, tensor.bytes())),
         (None, Some(blocks)) => Ok(Cached::Blocks(blocks, elements(name, tensor)?)),
         (None, None) => elements(name, tensor).map(Cached::Numbers),
     }

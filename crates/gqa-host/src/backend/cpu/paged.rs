@@ -85,7 +85,7 @@ impl PagedCall<'_> {
         let positions = self.sequences.iter().flat_map(|s| s.position..s.total as i64);
         let positions = Array1::from_iter(positions).into_dyn();
         let [mut key, mut value] =
-            [(); 2].map(|()| Tensor::zeros(p.dtype, &alone.key_cache_shape(rows)));
+            [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(rows)));
         let (last, mut output) =
             (Array1::from_elem(1, rows as i32 - 1), Tensor::zeros(p.dtype, &[0]));
         let mut of_tokens = Io {
@@ -100,8 +100,8 @@ impl PagedCall<'_> {
             position_ids: Some(&Tensor::I64(positions)),
             attention_bias: None,
             head_sink: None,
-            k_scale: None,
-            v_scale: None,
+            k_scale: io.k_scale,
+            v_scale: io.v_scale,
             q_norm_weight: io.q_norm_weight,
             k_norm_weight: io.k_norm_weight,
             pages: None,
@@ -133,7 +133,8 @@ impl PagedCall<'_> {
 
     /// Copies rows of tokens, head by head, to their places in the cache.
     fn scatter(&self, places: &[Option<usize>], rows: &Tensor, cache: &mut Tensor) {
-        let (heads, size) = (self.problem.kv_heads, self.problem.head_size * rows.dtype().size());
+        let heads = self.problem.kv_heads;
+        let size = rows.bytes().len() / heads / places.len();
         for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
             let (head, token) = (i / places.len(), i % places.len());
             if let Some(place) = places[token] {

@@ -48,6 +48,8 @@ pub(super) enum Cached<'a, T> {
     Codes(Codes<'a>, &'a [u8]),
     /// In blocks.
     Blocks(Blocks<'a>, &'a [T]),
+    /// By their codes, in blocks.
+    BlocksOfCodes(Blocks<'a>, Codes<'a>, &'a [u8]),
 }
 
 /// attention_bias or attn_mask.
@@ -274,6 +276,12 @@ impl<'a, T: Element> Cached<'a, T> {
             Self::Blocks(blocks, elements) => {
                 let starts = of.rows.clone().map(|row| blocks.start(of.b, of.head, row, size));
                 copy(starts.map(|start| &elements[start..]), size, &mut buffer[..buffer_size]);
+            }
+            Self::BlocksOfCodes(blocks, codes, bytes) => {
+                for (to, row) in buffer.chunks_exact_mut(padded).zip(of.rows.clone()) {
+                    let start = codes.bytes(blocks.start(of.b, of.head, row, size));
+                    codes.decode(of.head, &bytes[start..][..codes.bytes(size)], size, to);
+                }
             }
         }
         &buffer[..buffer_size]

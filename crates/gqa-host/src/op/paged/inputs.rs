@@ -31,6 +31,10 @@ pub struct PagedInputs<'a> {
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
     pub k_norm_weight: Option<&'a Tensor>,
+    /// float32, finite and not 0: one for all keys in a quantised cache, or (Nk·H) in any shape
+    pub k_scale: Option<&'a Tensor>,
+    /// The same of values
+    pub v_scale: Option<&'a Tensor>,
     /// int32 (2) or (3): as many new tokens, and as many in all, as no sequence exceeds, 0: not known; and tokens that one sequence has at least
     pub attention_metadata: Option<&'a Tensor>,
 }
@@ -56,12 +60,14 @@ impl<'a> PagedInputs<'a> {
             head_sink: None,
             q_norm_weight: None,
             k_norm_weight: None,
+            k_scale: None,
+            v_scale: None,
             attention_metadata: None,
         }
     }
 }
 
-/// A cache of blocks: (num_blocks, block_size, Nk, H) each.
+/// A cache of blocks: (num_blocks, block_size, Nk, H) each, or H / 2 bytes of 4-bit codes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PagedCache {
     /// Rotated keys.
@@ -101,6 +107,10 @@ pub struct PagedShapes<'a> {
     pub q_norm_weight: Option<TensorDesc<'a>>,
     /// k_norm_weight
     pub k_norm_weight: Option<TensorDesc<'a>>,
+    /// k_scale
+    pub k_scale: Option<TensorDesc<'a>>,
+    /// v_scale
+    pub v_scale: Option<TensorDesc<'a>>,
     /// What attention_metadata says.
     pub bounds: Bounds,
 }
@@ -131,6 +141,8 @@ impl<'a> PagedShapes<'a> {
             head_sink: optional("head_sink", inputs.head_sink)?,
             q_norm_weight: optional("q_norm_weight", inputs.q_norm_weight)?,
             k_norm_weight: optional("k_norm_weight", inputs.k_norm_weight)?,
+            k_scale: optional("k_scale", inputs.k_scale)?,
+            v_scale: optional("v_scale", inputs.v_scale)?,
             bounds,
         })
     }

@@ -1,12 +1,13 @@
 //! From PagedAttention's attributes and inputs to a [`Problem`].
 
+use super::quantisation::quantisation;
 use super::{Bounds, PagedAttention, PagedInputs, PagedShapes};
 use crate::op::validate::{
     Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, shape,
 };
 use crate::{
-    CacheBinding, DType, Error, Pages, Phase, Problem, QkNorm, Result, Rotary, Sink, Tensor,
-    TensorDesc,
+    CacheBinding, DType, Error, Pages, Phase, Problem, QkNorm, Quantisation, Result, Rotary, Sink,
+    Tensor, TensorDesc,
 };
 
 /// What the tensors' shapes fix.
@@ -18,6 +19,7 @@ struct Sizes {
     tokens: usize,
     batch: usize,
     packed: bool,
+    quantised: Option<Quantisation>,
 }
 
 impl PagedAttention {
@@ -45,6 +47,7 @@ impl PagedAttention {
             cache: CacheBinding::Shared,
             pages: Some(pages),
             packed: sizes.packed,
+            quantised: sizes.quantised,
             qk_norm: sizes.qk_norm(inputs, self.qk_norm_epsilon)?,
             rotary: self.rotary(inputs, &sizes, total_len)?,
             scale: if self.scale == 0.0 {
@@ -121,7 +124,8 @@ impl PagedAttention {
         if lengths != DType::I32 {
             return Err(Error::invalid("past_seqlens", lengths, "int32"));
         }
-        let sizes = Sizes { dtype, heads, kv_heads, head_size, tokens, batch, packed };
+        let quantised = quantisation(self, inputs, kv_heads, head_size)?;
+        let sizes = Sizes { dtype, heads, kv_heads, head_size, tokens, batch, packed, quantised };
         if let (Some(key), Some(value)) = (inputs.key, inputs.value) {
             let width = Dim::Is("kv_num_heads * head_size", kv_heads * head_size);
             let dims = [Dim::Is("num_tokens", tokens), width];
@@ -166,16 +170,33 @@ impl Sizes {
         Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
     }
 
+    /// The same of a cache, which may hold codes.
+    fn check_cache(
+        &self,
+        argument: &'static str,
+        got: TensorDesc<'_>,
+        [blocks, rows]: [Dim; 2],
+    ) -> Result<()> {
+        let (dtype, why) = match self.quantised {
+            None => (self.dtype, ", the type of query"),
+            Some(quantised) => (quantised.dtype(), ", the type of key_cache"),
+        };
+        let width = match self.quantised.map_or(1, Quantisation::codes_per_element) {
+            1 => Dim::Is("head_size", self.head_size),
+            codes => Dim::Is("head_size / 2", self.head_size / codes),
+        };
+        let dims = [blocks, rows, Dim::Is("kv_num_heads", self.kv_heads), width];
+        Pattern { argument, dtype, why, dims: &dims }.check(got)
+    }
+
     /// The cache's blocks and what says whose they are.
     fn pages(&self, inputs: &PagedShapes<'_>) -> Result<Pages> {
-        let whose = [Dim::Is("kv_num_heads", self.kv_heads), Dim::Is("head_size", self.head_size)];
         let least = |name| Dim::AtLeast(name, 1);
-        let dims = [least("num_blocks"), least("block_size"), whose[0], whose[1]];
-        self.check("key_cache", inputs.key_cache, &dims)?;
+        let any = [least("num_blocks"), least("block_size")];
+        self.check_cache("key_cache", inputs.key_cache, any)?;
         let (blocks, block_size) = (inputs.key_cache.shape[0], inputs.key_cache.shape[1]);
         let of_key = [Dim::Is("num_blocks", blocks), Dim::Is("block_size", block_size)];
-        let dims = [of_key[0], of_key[1], whose[0], whose[1]];
-        self.check("value_cache", inputs.value_cache, &dims)?;
+        self.check_cache("value_cache", inputs.value_cache, of_key)?;
         check_rows("key_cache", [blocks, block_size, self.kv_heads])?;
         let int32 = |argument, got, dims: &[Dim]| {
             Pattern { argument, dtype: DType::I32, why: "", dims }.check(got)

@@ -16,13 +16,7 @@ pub(super) fn quantisation(
     if !matches!(bits, 0 | 4 | 8) {
         return Err(Error::invalid("kv_cache_bit_width", bits, "0, 4 or 8"));
     }
-    if op.v_quant_type != how {
-        return Err(Error::invalid(
-            "v_quant_type",
-            op.v_quant_type,
-            format!("{how}, as k_quant_type"),
-        ));
-    }
+    check_types(how, op.v_quant_type)?;
     match (how, bits) {
         (QuantType::None, 0) => return Ok(None),
         (QuantType::None, _) => {
@@ -35,12 +29,30 @@ pub(super) fn quantisation(
         }
         _ => {}
     }
+    let per_channel = check_scales(how, heads.kv * head_size, [inputs.k_scale, inputs.v_scale])?;
+    Ok(Some(Quantisation { format: format(inputs.past_key, bits)?, per_channel }))
+}
+
+/// Errs unless keys and values are quantised alike.
+pub(in crate::op) fn check_types(k_quant_type: QuantType, v_quant_type: QuantType) -> Result<()> {
+    if v_quant_type == k_quant_type {
+        return Ok(());
+    }
+    Err(Error::invalid("v_quant_type", v_quant_type, format!("{k_quant_type}, as k_quant_type")))
+}
+
+/// Whether there is a scale for each of so many `channels`; errs unless k_scale and v_scale have as many as `how` says.
+pub(in crate::op) fn check_scales(
+    how: QuantType,
+    channels: usize,
+    [k_scale, v_scale]: [Option<TensorDesc<'_>>; 2],
+) -> Result<bool> {
     let per_channel = how == QuantType::PerChannel;
-    let count = if per_channel { heads.kv * head_size } else { 1 };
-    for (argument, scale) in [("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale)] {
+    let count = if per_channel { channels } else { 1 };
+    for (argument, scale) in [("k_scale", k_scale), ("v_scale", v_scale)] {
         check_scale(argument, scale, how, count)?;
     }
-    Ok(Some(Quantisation { format: format(inputs.past_key, bits)?, per_channel }))
+    Ok(per_channel)
 }
 
 /// What the cache's element type says.
