@@ -1,6 +1,5 @@
 //! Rows of a quantised cache: numbers to codes, and codes to numbers.
 
-use super::panel::PADDED_TO;
 use crate::{CodeFormat, Error, Problem, Quantisation, Result, Tensor};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
 use pulp::{Arch, Simd, WithSimd};
@@ -56,9 +55,15 @@ impl<'a> Codes<'a> {
         }
     }
 
-    /// The numbers of whole rows of `size` codes of a KV head; in `to`, rows are filled up to a multiple of [`PADDED_TO`].
-    pub(super) fn decode(self, head: usize, codes: &[u8], size: usize, to: &mut [f32]) {
-        Arch::new().dispatch(Decode { codes: self, head, bytes: codes, size, to });
+    /// The numbers of rows of `size` codes of a KV head: of each pair the first's into the second.
+    pub(super) fn decode<'r>(
+        self,
+        head: usize,
+        size: usize,
+        rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,
+    ) {
+        let scales = self.scales_of(head, size);
+        Arch::new().dispatch(Decode { format: self.how.format, scales, rows });
     }
 
     /// The scale of each element of a KV head, or of all.
@@ -68,25 +73,20 @@ impl<'a> Codes<'a> {
 }
 
 /// [`Codes::decode`], with the widest vectors there are.
-struct Decode<'a> {
-    codes: Codes<'a>,
-    head: usize,
-    bytes: &'a [u8],
-    size: usize,
-    to: &'a mut [f32],
+struct Decode<'a, R> {
+    format: CodeFormat,
+    scales: &'a [f32],
+    rows: R,
 }
 
-impl WithSimd for Decode<'_> {
+impl<'r, R: Iterator<Item = (&'r [u8], &'r mut [f32])>> WithSimd for Decode<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let scales = self.codes.scales_of(self.head, self.size);
-        let padded = self.size.next_multiple_of(PADDED_TO);
-        let rows = self.bytes.chunks_exact(self.codes.bytes(self.size));
-        for (codes, row) in rows.zip(self.to.chunks_exact_mut(padded)) {
-            let row = &mut row[..self.size];
-            match self.codes.how.format {
+        let scales = self.scales;
+        for (codes, row) in self.rows {
+            match self.format {
                 CodeFormat::Int8 => widen(codes, scales, row, |code| [Int8::decode(code)]),
                 CodeFormat::Float8 => widen(codes, scales, row, |code| [Float8::decode(code)]),
                 CodeFormat::Int4 => {

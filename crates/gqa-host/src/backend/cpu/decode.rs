@@ -121,7 +121,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut sums = [[simd.splat_f32s(0.0); R]; BLOCK];
         for (c, query) in self.query.iter().enumerate() {
             for i in 0..BLOCK {
-                prefetch(&keys[i][c]);
+                prefetch_behind(&keys[i][c]);
                 for row in 0..R {
                     sums[i][row] = simd.mul_add_e_f32s(keys[i][c], query[row], sums[i][row]);
                 }
@@ -230,7 +230,7 @@ fn add_values<S: Simd, const R: usize, const BLOCK: usize>(
     }
     for (key, value) in values.chunks(stride).enumerate() {
         let value = &value[..BLOCK];
-        value.iter().for_each(prefetch);
+        value.iter().for_each(prefetch_behind);
         for row in 0..R {
             if sees(row, key) {
                 let weight = simd.splat_f32s(weights[row].0[key]);
@@ -245,16 +245,19 @@ fn add_values<S: Simd, const R: usize, const BLOCK: usize>(
 
 /// Asks for what lies some keys behind `vector`: a token waits for memory, not for arithmetic, and processors see the strides of blocks late.
 #[inline(always)]
-fn prefetch<V>(vector: &V) {
+fn prefetch_behind<V>(vector: &V) {
+    prefetch(vector, 4096);
+}
+
+/// Asks for the memory so many bytes behind an address, whatever is there.
+#[inline(always)]
+pub(super) fn prefetch<V>(address: *const V, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        /// Bytes.
-        const AHEAD: usize = 4096;
-        let address = std::ptr::from_ref(vector).cast::<i8>().wrapping_add(AHEAD);
         // SAFETY: a hint, of which any address is fine; nothing is read
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast::<i8>().wrapping_add(bytes)) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = vector;
+    let _ = (address, bytes);
 }

@@ -4,6 +4,7 @@ use crate::{Error, Result, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
+use std::iter;
 
 /// A type that query, key, value and output can have; everything is computed in `f32`.
 pub(super) trait Element: Copy + Send + Sync + 'static {
@@ -16,8 +17,13 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
     /// The elements of a tensor of this type, to be written.
     fn elements_mut(tensor: &mut Tensor) -> Option<&mut [Self]>;
 
-    /// Exact.
-    fn widen(from: &[Self], to: &mut [f32]);
+    /// Exact, of each pair of rows the first into the second.
+    fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>);
+
+    /// The same of one row.
+    fn widen(from: &[Self], to: &mut [f32]) {
+        Self::widen_rows(iter::once((from, to)));
+    }
 
     /// Rounds to nearest.
     fn narrow(from: &[f32], to: &mut [Self]);
@@ -41,8 +47,8 @@ impl Element for f32 {
         if let Tensor::F32(a) = tensor { a.as_slice_mut() } else { None }
     }
 
-    fn widen(from: &[Self], to: &mut [f32]) {
-        to.copy_from_slice(from);
+    fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
+        rows.for_each(|(from, to)| to.copy_from_slice(from));
     }
 
     fn narrow(from: &[f32], to: &mut [Self]) {
@@ -67,8 +73,8 @@ macro_rules! half_element {
                 if let Tensor::$variant(a) = tensor { a.as_slice_mut() } else { None }
             }
 
-            fn widen(from: &[Self], to: &mut [f32]) {
-                Arch::new().dispatch(Widen { from, to, number: $number });
+            fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
+                Arch::new().dispatch(Widen { rows, number: $number });
             }
 
             fn narrow(from: &[f32], to: &mut [Self]) {
@@ -98,19 +104,25 @@ fn f32_of_f16(x: f16) -> f32 {
     f32::from_bits(number.to_bits() | sign)
 }
 
-/// Numbers in `f32`, with the widest vectors there are.
-struct Widen<'a, T, F> {
-    from: &'a [T],
-    to: &'a mut [f32],
+/// Rows of numbers in `f32`, with the widest vectors there are.
+struct Widen<R, F> {
+    rows: R,
     number: F,
 }
 
-impl<T: Copy, F: Fn(T) -> f32> WithSimd for Widen<'_, T, F> {
+impl<'a, T, R, F> WithSimd for Widen<R, F>
+where
+    T: Copy + 'a,
+    R: Iterator<Item = (&'a [T], &'a mut [f32])>,
+    F: Fn(T) -> f32,
+{
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        self.to.iter_mut().zip(self.from).for_each(|(to, &from)| *to = (self.number)(from));
+        for (from, to) in self.rows {
+            to.iter_mut().zip(from).for_each(|(to, &from)| *to = (self.number)(from));
+        }
     }
 }
 

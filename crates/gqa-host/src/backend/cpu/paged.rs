@@ -1,5 +1,6 @@
 //! Calls whose cache consists of blocks: new rows go to their places, then every token attends to its sequence's blocks where they are.
 
+use super::decode::prefetch;
 use super::element::{Element, foreign};
 use super::sequence::Sequence;
 use super::{Cpu, rope};
@@ -24,9 +25,23 @@ impl Blocks<'_> {
         self.table[b * per_sequence + row / block_size] as usize * block_size + row % block_size
     }
 
-    /// The first of the `size` elements of a KV head's row.
-    pub(super) fn start(&self, b: usize, head: usize, row: usize, size: usize) -> usize {
-        (self.place(b, row) * self.kv_heads + head) * size
+    /// A KV head's row of `size` elements; a later row is asked for, as processors do not see where it is.
+    pub(super) fn row<'e, E>(
+        &self,
+        elements: &'e [E],
+        [b, head, row]: [usize; 3],
+        size: usize,
+    ) -> &'e [E] {
+        const AHEAD: usize = 16;
+        let Pages { per_sequence, block_size, .. } = self.pages;
+        let start = |place: usize| (place * self.kv_heads + head) * size;
+        let (block, in_block) = ((row + AHEAD) / block_size, (row + AHEAD) % block_size);
+        let later = self.table[b * per_sequence..][..per_sequence].get(block);
+        if let Some(block) = later.and_then(|block| usize::try_from(*block).ok()) {
+            let first = elements.as_ptr().wrapping_add(start(block * block_size + in_block));
+            (0..size * size_of::<E>()).step_by(64).for_each(|byte| prefetch(first, byte));
+        }
+        &elements[start(self.place(b, row))..][..size]
     }
 }
 

@@ -260,36 +260,29 @@ impl<'a, T: Element> Cached<'a, T> {
         let padded = size.next_multiple_of(PADDED_TO);
         let start = layout.at(of.b, of.head, of.rows.start);
         let buffer_size = of.rows.len() * padded;
+        if let (Self::Numbers(elements), true) = (self, size == padded && layout.row == size) {
+            return T::in_f32(&elements[start..][..buffer_size], buffer);
+        }
+        let places = || of.rows.clone().map(|row| [of.b, of.head, row]);
+        let to = buffer[..buffer_size].chunks_exact_mut(padded).map(|row| &mut row[..size]);
         match self {
-            Self::Numbers(elements) if size == padded && layout.row == size => {
-                return T::in_f32(&elements[start..][..buffer_size], buffer);
-            }
             Self::Numbers(elements) => {
-                let starts = (start..).step_by(layout.row);
-                copy(starts.map(|start| &elements[start..]), size, &mut buffer[..buffer_size]);
+                let starts = (start..).step_by(layout.row).take(of.rows.len());
+                T::widen_rows(starts.map(|start| &elements[start..][..size]).zip(to));
+            }
+            Self::Blocks(blocks, elements) => {
+                T::widen_rows(places().map(|place| blocks.row(elements, place, size)).zip(to));
             }
             Self::Codes(codes, bytes) => {
                 // A head's rows lie side by side.
-                let bytes = &bytes[codes.bytes(start)..];
-                codes.decode(of.head, bytes, size, &mut buffer[..buffer_size]);
-            }
-            Self::Blocks(blocks, elements) => {
-                let starts = of.rows.clone().map(|row| blocks.start(of.b, of.head, row, size));
-                copy(starts.map(|start| &elements[start..]), size, &mut buffer[..buffer_size]);
+                let rows = bytes[codes.bytes(start)..].chunks_exact(codes.bytes(size));
+                codes.decode(of.head, size, rows.zip(to));
             }
             Self::BlocksOfCodes(blocks, codes, bytes) => {
-                for (to, row) in buffer.chunks_exact_mut(padded).zip(of.rows.clone()) {
-                    let start = codes.bytes(blocks.start(of.b, of.head, row, size));
-                    codes.decode(of.head, &bytes[start..][..codes.bytes(size)], size, to);
-                }
+                let rows = places().map(|place| blocks.row(bytes, place, codes.bytes(size)));
+                codes.decode(of.head, size, rows.zip(to));
             }
         }
         &buffer[..buffer_size]
     }
-}
-
-/// Copies the first `size` elements from each place to the rows of `to`.
-fn copy<'a, T: Element>(from: impl Iterator<Item = &'a [T]>, size: usize, to: &mut [f32]) {
-    let rows = to.chunks_exact_mut(size.next_multiple_of(PADDED_TO));
-    rows.zip(from).for_each(|(to, from)| T::widen(&from[..size], &mut to[..size]));
 }
