@@ -452,8 +452,9 @@ pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> impl Strategy<Val
         first_prompt: false,
         // Else values have the spread of queries, and so have errors.
         packed: false,
-        // A score of a hundred would feel one rounding of a rotated key.
+        // A score of a hundred would feel one rounding of a rotated key or of a normalised query.
         rotary: None,
+        qk_norm: false,
         scale: 0.0,
         softcap: 0.0,
         window: -1,
