@@ -33,11 +33,13 @@ impl Blocks<'_> {
         size: usize,
     ) -> &'e [E] {
         const AHEAD: usize = 16;
-        let Pages { per_sequence, block_size, .. } = self.pages;
+        let Pages { per_sequence, block_size, blocks, .. } = self.pages;
         let start = |place: usize| (place * self.kv_heads + head) * size;
         let (block, in_block) = ((row + AHEAD) / block_size, (row + AHEAD) % block_size);
         let later = self.table[b * per_sequence..][..per_sequence].get(block);
-        if let Some(block) = later.and_then(|block| usize::try_from(*block).ok()) {
+        // What is behind a sequence's own blocks may be anything.
+        let later = later.and_then(|block| usize::try_from(*block).ok());
+        if let Some(block) = later.filter(|block| *block < blocks) {
             let first = elements.as_ptr().wrapping_add(start(block * block_size + in_block));
             (0..size * size_of::<E>()).step_by(64).for_each(|byte| prefetch(first, byte));
         }
