@@ -2,7 +2,7 @@
 
 use crate::call::Data;
 use crate::compare::{equal_codes, neighbouring_codes, tensors};
-use crate::{Case, Errors, Parity, Tolerance, steps};
+use crate::{Case, Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::reference::Reference;
@@ -28,15 +28,19 @@ pub struct PagedCase {
     pub skipped: Option<usize>,
 }
 
-/// Calls that the planner gives to the decode family of caches of blocks: a token of each sequence, up to 16 packed query rows, its head sizes.
-pub fn paged_steps(max_rows: usize) -> impl Strategy<Value = PagedCase> {
+/// Calls that the planner gives to the decode families of caches of blocks: a token of each sequence, up to 16 packed query rows, their head sizes.
+/// What the blocks hold is that of `steps`.
+pub fn paged_steps(
+    steps: impl Strategy<Value = Case>,
+    max_rows: usize,
+) -> impl Strategy<Value = PagedCase> {
     let heads = prop::sample::select(vec![64usize, 128, 256]);
     let sequences = prop::collection::vec(0..=max_rows, 1..=4);
-    (steps(max_rows), sequences, heads, prop::sample::select(vec![32usize, 64, 256]), 0..=3usize)
-        .prop_map(|(case, past, head_size, block_size, spare_blocks)| PagedCase {
+    let block_sizes = prop::sample::select(vec![16usize, 32, 64, 256]);
+    (steps, sequences, heads, block_sizes, 0..=3usize).prop_map(
+        |(case, past, head_size, block_size, spare_blocks)| PagedCase {
             case: Case {
                 head_size,
-                quantised: None,
                 group: 1 + (case.group - 1) % 16,
                 rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
                     (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
@@ -47,7 +51,8 @@ pub fn paged_steps(max_rows: usize) -> impl Strategy<Value = PagedCase> {
             block_size,
             spare_blocks,
             skipped: None,
-        })
+        },
+    )
 }
 
 /// Legal calls of up to four sequences, made from those of GroupQueryAttention.

@@ -142,11 +142,15 @@ fn sliding_caches() {
 #[ignore = "needs a GPU"]
 fn paged_caches() {
     let off = Switches::default;
-    run("cuda, blocks", 500, paged_steps(1500), off());
+    run("cuda, blocks", 500, paged_steps(steps(40), 1500), off());
+    run("cuda, blocks of codes", 500, paged_steps(quantised(steps(40)), 1500), off());
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let switches = Switches { cluster, splits, ..off() };
-        run("cuda, blocks in clusters", 100, paged_steps(1500), switches);
+        let elements = paged_steps(steps(40), 1500);
+        run("cuda, blocks in clusters", 100, elements, switches.clone());
+        let codes = paged_steps(quantised(steps(40)), 1500);
+        run("cuda, blocks of codes in clusters", 100, codes, switches);
     }
     run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
     run("cuda, paged prompts", 100, paged(case(half_dtype(), heads_up_to(256), 40), 300), off());

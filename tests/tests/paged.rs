@@ -3,7 +3,9 @@
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
-use gqa_tests::{any_dtype, case, half_dtype, heads_up_to, paged, paged_steps, parity, quantised};
+use gqa_tests::{
+    any_dtype, case, half_dtype, heads_up_to, paged, paged_steps, parity, quantised, steps,
+};
 
 #[test]
 fn on_the_cpu() {
@@ -51,11 +53,15 @@ fn one_launch_for_each_duty() {
 
 #[test]
 fn decode_reads_blocks() {
-    parity("sim, steps over blocks", 150, paged_steps(200), &Sim::default());
+    let elements = |rows| paged_steps(steps(40), rows);
+    let codes = |rows| paged_steps(quantised(steps(40)), rows);
+    parity("sim, steps over blocks", 150, elements(200), &Sim::default());
+    parity("sim, steps over blocks of codes", 150, codes(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let switches = Switches { cluster, splits, ..Switches::default() };
         let sim = Sim::default().with_switches(switches);
-        parity("sim, blocks in clusters", 20, paged_steps(300), &sim);
+        parity("sim, blocks in clusters", 20, elements(300), &sim);
+        parity("sim, blocks of codes in clusters", 20, codes(300), &sim);
     }
 }

@@ -181,7 +181,7 @@ fn support() -> Result<String, std::fmt::Error> {
     }
     writeln!(
         text,
-        "\n## Kernels\n\nThe registry, `crates/gqa-kernels/src/registry.rs`. A head size takes the smallest tile that holds it. Shared \
+        "\n## Kernels\n\nThe registry, `crates/gqa-kernels/src/registry`. A head size takes the smallest tile that holds it. Shared \
          memory in bytes of a block; compute capability: the oldest. PTX is shipped for the targets named."
     )?;
     for family in Family::ALL {

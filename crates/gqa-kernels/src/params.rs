@@ -330,7 +330,7 @@ pub struct DecodeParams {
     pub per_channel: u32,
 }
 
-/// Scalars of the decode kernels whose cache consists of blocks.
+/// Scalars of the decode kernels whose cache consists of blocks, of elements or codes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
@@ -338,7 +338,7 @@ pub struct PagedDecodeParams {
     pub decode: DecodeParams,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
-    /// Logarithm of a block's rows, which are as many as a tile's or more.
+    /// Logarithm of a block's rows, 16 or more.
     pub log_block_size: u32,
     /// Blocks of the cache.
     pub blocks: u32,

@@ -9,8 +9,9 @@ use super::params::{arguments, masked_params, params};
 use super::prologue::Rows;
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch};
-use crate::{Alignment, CacheBinding, Error, Problem, QkOutput, Result};
+use crate::{Alignment, CacheBinding, Error, Pages, Problem, QkOutput, Result};
 use bytemuck::Zeroable;
+use gqa_kernels::attention::decode::{Blocks, Layout as _};
 use gqa_kernels::attention::{
     self as kernels, combine, general, split_kv, tiled, tiled_wide, unfused,
 };
@@ -105,7 +106,7 @@ pub(super) fn consider(
             suits_flash(p)?;
             suits_codes(p)?;
         }
-        Candidate::DecodePaged => suits_blocks(p)?,
+        Candidate::DecodePaged | Candidate::DecodePagedCodes => suits_blocks(p)?,
         Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper
@@ -113,9 +114,12 @@ pub(super) fn consider(
         | Candidate::TiledF32
         | Candidate::TiledWide => suits_flash(p)?,
     }
-    if let Candidate::Decode | Candidate::DecodeCodes | Candidate::DecodePaged = candidate {
+    if let Candidate::Decode
+    | Candidate::DecodeCodes
+    | Candidate::DecodePaged
+    | Candidate::DecodePagedCodes = candidate
+    {
         let entry = decode::entry(p, candidate.family(), device, forced)?;
-        decode::suits_blocks(p, entry)?;
         let (entry, clusters) = decode::clusters(p, entry, device, switches)?;
         return Ok(Choice { candidate, entry, parts: Parts::Clusters(clusters) });
     }
@@ -135,6 +139,7 @@ pub(super) fn consider(
         Candidate::Tiled | Candidate::TiledMasked => rounds_output(p)?,
         Candidate::DecodeCodes
         | Candidate::DecodePaged
+        | Candidate::DecodePagedCodes
         | Candidate::Decode
         | Candidate::TiledF32
         | Candidate::General
@@ -148,6 +153,7 @@ impl Candidate {
         match self {
             Self::DecodeCodes => Family::DecodeCodes,
             Self::DecodePaged => Family::DecodePaged,
+            Self::DecodePagedCodes => Family::DecodePagedCodes,
             Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
@@ -177,8 +183,12 @@ impl Candidate {
             | Self::TiledWide => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
             }
-            Self::DecodeCodes | Self::DecodePaged | Self::Decode | Self::SplitKv => {
-                let appends = matches!(self, Self::DecodeCodes | Self::DecodePaged);
+            Self::DecodeCodes
+            | Self::DecodePaged
+            | Self::DecodePagedCodes
+            | Self::Decode
+            | Self::SplitKv => {
+                let appends = !matches!(self, Self::Decode | Self::SplitKv);
                 let fused = appends && switches.disable_fused_kv;
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
                     .or(by(switches.disable_flash_decode, "GQA_DISABLE_FLASH_DECODE"))
@@ -228,8 +238,12 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
 fn suits_blocks(p: &Problem) -> Result<(), Rejection> {
     match p.pages {
         Some(pages) if pages.slots => Err(Rejection::Argument { name: "slot_mapping" }),
-        _ if p.quantised.is_some() => Err(Rejection::Quantised),
         _ if !p.has_single_tokens() => Err(Rejection::SeveralTokens),
+        Some(Pages { block_size: got, .. })
+            if !got.is_power_of_two() || got < Blocks::PIECE as usize =>
+        {
+            Err(Rejection::BlockSize { got, need: Blocks::PIECE })
+        }
         _ => Ok(()),
     }
 }
@@ -457,6 +471,7 @@ pub(super) fn launches(
         }
         Candidate::DecodeCodes
         | Candidate::DecodePaged
+        | Candidate::DecodePagedCodes
         | Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper

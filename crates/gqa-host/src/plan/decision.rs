@@ -12,6 +12,8 @@ pub enum Candidate {
     DecodeCodes,
     /// A token step in one launch whose cache consists of blocks, on Hopper. The planner asks for it where the cache does, and for the others where not.
     DecodePaged,
+    /// The same where blocks hold codes.
+    DecodePagedCodes,
     /// A token step in one launch, by clusters of blocks: few query rows, many keys, on Hopper.
     Decode,
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
@@ -55,6 +57,7 @@ impl Candidate {
         match self {
             Self::DecodeCodes => "decode_codes",
             Self::DecodePaged => "decode_paged",
+            Self::DecodePagedCodes => "decode_paged_codes",
             Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
@@ -96,17 +99,15 @@ pub enum Rejection {
     NoMask,
     /// The kernel is for caches of codes.
     NotQuantised,
-    /// The kernel is for caches of numbers.
-    Quantised,
     /// The kernel appends to the cache that it reads.
     NotShared,
     /// The kernel is for one token of each sequence.
     SeveralTokens,
-    /// A tile of keys lies in one block.
+    /// A piece of a tile of keys lies in one block.
     BlockSize {
         /// The call's.
         got: usize,
-        /// Keys of a tile.
+        /// Rows of a piece.
         need: u32,
     },
     /// The kernel's rows end with the sequence or begin with it.
@@ -232,7 +233,6 @@ impl fmt::Display for Rejection {
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
             Self::NotQuantised => write!(f, "the cache holds no codes"),
-            Self::Quantised => write!(f, "the cache holds codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::SeveralTokens => write!(f, "not every sequence has one token"),
             Self::BlockSize { got, need } => {

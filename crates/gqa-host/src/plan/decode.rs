@@ -92,18 +92,6 @@ pub(super) fn entry(
     Ok(entry)
 }
 
-/// Errs where a tile of keys may lie in two blocks of the cache.
-pub(super) fn suits_blocks(p: &Problem, entry: &Entry) -> Result<(), Rejection> {
-    // Blocks of half size have larger tiles.
-    let need = half_like(entry).map_or(entry.keys, |half| half.keys.max(entry.keys));
-    match p.pages {
-        Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
-            Err(Rejection::BlockSize { got, need })
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Codes in the room of an element of 16 bits.
 fn codes_per_element(entry: &Entry) -> u32 {
     match entry.codes {
@@ -277,7 +265,7 @@ fn paged(decode: DecodeParams, pages: Pages) -> Result<PagedDecodeParams> {
 
 /// Whether teams ask for their first keys before they know how many there are. Rows that the call appends must not be among them, unless one cluster
 /// alone reads them; it appends them later than otherwise if it has several ranks and few keys, which then costs more than asking early brings
-/// (`docs/perf-log.md`).
+/// (`docs/perf-log.md`). A table of blocks says nothing of keys that there are not: whose rows those would be, the others' appends may be among.
 fn asks_ahead(p: &Problem, entry: &Entry, clusters: Clusters, appends: bool) -> bool {
     let Clusters { ranks, parts } = clusters;
     let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);

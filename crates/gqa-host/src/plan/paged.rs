@@ -1,4 +1,4 @@
-//! Calls whose cache consists of blocks: `decode_paged`, which reads them where they are (and `qk_norm` before it, with QK-norm), or
+//! Calls whose cache consists of blocks: `decode_paged` or `decode_paged_codes`, which read them where they are (and `qk_norm` before it, with QK-norm), or
 //! their rows side by side in scratch, and attention over these.
 //!
 //! | launch | where |
@@ -31,9 +31,13 @@ pub(super) fn compose(
     scratch: &mut Scratch,
 ) -> Result<Composed> {
     let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
-    let choice = attention::consider(Candidate::DecodePaged, problem, device, switches);
+    let candidate = match problem.quantised {
+        None => Candidate::DecodePaged,
+        Some(_) => Candidate::DecodePagedCodes,
+    };
+    let choice = attention::consider(candidate, problem, device, switches);
     let outcome = choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone);
-    let decision = Decision { candidate: Candidate::DecodePaged, outcome };
+    let decision = Decision { candidate, outcome };
     if let Ok(choice) = choice {
         let rows = rows.one_of_each_sequence();
         launches.extend(attention::launches(problem, device, &choice, rows, true, scratch)?);

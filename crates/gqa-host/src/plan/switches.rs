@@ -23,14 +23,14 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_DISABLE_FLASH_ATTENTION",
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: none of `hopper`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`, `decode_codes`, `decode_paged`, `decode` and `split_kv` is considered",
+        meaning: "1: none of `hopper`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`, `decode_codes`, `decode_paged`, `decode_paged_codes`, `decode` and `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
     Switch {
         name: "GQA_DISABLE_FLASH_DECODE",
         alias: Some("ORT_DISABLE_FLASH_DECODE"),
         values: "0 or 1",
-        meaning: "1: none of `decode_codes`, `decode_paged`, `decode` and `split_kv` is considered",
+        meaning: "1: none of `decode_codes`, `decode_paged`, `decode_paged_codes`, `decode` and `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_decode, v),
     },
     Switch {
@@ -44,7 +44,7 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_DISABLE_FUSED_KV",
         alias: Some("ORT_DISABLE_FUSED_KV"),
         values: "0 or 1",
-        meaning: "1: unpacking, rotation and cache update are separate launches, and neither `decode_codes` nor `decode_paged` is considered",
+        meaning: "1: unpacking, rotation and cache update are separate launches, and none of `decode_codes`, `decode_paged` and `decode_paged_codes` is considered",
         set: |s, v| flag(&mut s.disable_fused_kv, v),
     },
     Switch {

@@ -955,7 +955,7 @@ fn blocks_are_gathered() {
     );
     gathers(
         of_pages(batch(1, 500), |pages| Pages { block_size: 48, ..pages }),
-        "blocks of 48 rows are no power of two of 32 or more",
+        "blocks of 48 rows are no power of two of 16 or more",
     );
     gathers(with(batch(1, 500), |p| p.head_size = 80), "has no tile for head size 80");
     assert_eq!(
@@ -964,7 +964,8 @@ fn blocks_are_gathered() {
     );
     let codes = |p: Problem| quantised(p, CODES[0]);
     let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
-    assert_eq!(kernels_of(codes(batch(1, 500))), [append, gather, "decode_i8_f16_d128_r8"]);
+    assert_eq!(kernels_of(codes(batch(1, 500))), ["decode_paged_i8_f16_d128_r8"]);
+    assert_eq!(kernels_of(codes(batch(2, 500)))[..3], [append, gather, "decode_i8_f16_d128_r8"]);
     let attends = ["quantise_kv_i8", "hopper_f16_d128", "paged_scatter"];
     assert_eq!(kernels_of(codes(batch(512, 512))), [&[append, gather][..], &attends].concat());
     // Sequences that have no token make room for those that have several.
@@ -1051,7 +1052,13 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::DecodeCodes if ["k", "v"].contains(name) => codes_reach(&plan.problem, launch),
             Family::DecodeCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
-            Family::DecodePaged => decode_paged_reach(name, launch, element),
+            Family::DecodePagedCodes if ["k", "v"].contains(name) => {
+                paged_codes_reach(&plan.problem, launch)
+            }
+            Family::DecodePagedCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
+            Family::DecodePaged | Family::DecodePagedCodes => {
+                decode_paged_reach(name, launch, element)
+            }
             Family::Decode | Family::DecodeCodes => decode_reach(name, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {
                 rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
@@ -1158,6 +1165,13 @@ fn codes_reach(problem: &Problem, launch: &Launch) -> usize {
     assert_eq!(p.per_channel != 0, problem.quantised.unwrap().per_channel);
     let width = a.head_size / problem.quantised.unwrap().codes_per_element() as u32;
     reach(a.k, [a.batch, a.kv_heads, a.capacity], width)
+}
+
+fn paged_codes_reach(problem: &Problem, launch: &Launch) -> usize {
+    let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
+    let a = &paged.decode.attention;
+    let width = a.head_size / problem.quantised.unwrap().codes_per_element() as u32;
+    reach(a.k, [1, a.kv_heads, paged.blocks << paged.log_block_size], width)
 }
 
 fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {

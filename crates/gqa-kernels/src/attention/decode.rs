@@ -38,25 +38,25 @@
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
-//! **Blocks**: of a cache of blocks a table is asked where each tile is (`blocks.rs`).
+//! **Blocks**: of a cache of blocks a table is asked where the rows of each tile are (`layout.rs`).
 //!
 //! **Codes**: a cache of codes is streamed as it is, and codes become halves in registers (`codes.rs`).
 //!
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
 //! warps, ranks and parts are merged in f32.
 
-mod blocks;
 mod cached;
 mod codes;
 mod exchange;
 mod fresh;
+mod layout;
 mod shape;
 mod stream;
 mod warpgroup;
 
-pub use blocks::{Blocks, Table};
 pub use cached::Cached;
 pub use codes::{Codes, Scales};
+pub use layout::{Blocks, Layout};
 pub use shape::{Shape, shape};
 
 use super::out::OutElement;
@@ -75,6 +75,7 @@ use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
 use cached::{Block, Desk};
 use exchange::{Mailbox, Output, Parts};
 use fresh::{Fresh, Tiles, Turns, new_tokens};
+use layout::SideBySide;
 use stream::{Cache, Share};
 
 /// Most ranks of a cluster.
@@ -334,7 +335,7 @@ impl<
         let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let output = Output { head_sink, out, lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        Self::step(fresh, seqlens_k, (), output, parts, p);
+        Self::step(fresh, seqlens_k, SideBySide, (), output, parts, p);
     }
 
     /// The kernel for a cache of codes of format `F`: its tensors are (batch, KV head, capacity, bytes of a row), and its scales one or (KV head,
@@ -360,18 +361,14 @@ impl<
         arrivals: Global<u32>,
         p: DecodeParams,
     ) {
-        const {
-            assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
-            assert!(Self::HEAD_SIZE <= Self::THREADS);
-            assert!(Self::ROWS * D8 as u32 <= codes::PASSES as u32 * Self::THREADS);
-        }
+        const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let fresh =
             Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
         let output = Output { head_sink, out, lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        Self::step(fresh, seqlens_k, scales, output, parts, p);
+        Self::step(fresh, seqlens_k, SideBySide, scales, output, parts, p);
     }
 
     /// The kernel for a cache of blocks, (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to each
@@ -397,18 +394,60 @@ impl<
         p: PagedDecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let fresh = Fresh::<Blocks<T>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let output = Output { head_sink, out, lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         // The token's row is the last one, and as many rows as before it have smaller numbers.
-        Self::step(fresh, past_seqlens, Table::new(block_table, &p), output, parts, p.decode);
+        Self::step(fresh, past_seqlens, Blocks::new(block_table, &p), (), output, parts, p.decode);
     }
 
-    /// The kernel, whatever the cache holds.
+    /// The same for a cache whose blocks hold codes of format `F`: (block, row, KV head, bytes of a row).
     #[inline(always)]
-    fn step<C: Cached, O: OutElement>(
+    pub fn run_paged_codes<F: MmaCode, T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<u8>,
+        v: Global<u8>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: PagedDecodeParams,
+    ) {
+        const { Self::assert_codes::<F>() }
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let fresh =
+            Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let scales = Scales { k: k_scale, v: v_scale };
+        let output = Output { head_sink, out, lse };
+        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        let blocks = Blocks::new(block_table, &p);
+        Self::step(fresh, past_seqlens, blocks, scales, output, parts, p.decode);
+    }
+
+    /// Asserts that rows are those of codes of format `F`, and that threads can prepare them.
+    const fn assert_codes<F: MmaCode>() {
+        assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
+        assert!(Self::HEAD_SIZE <= Self::THREADS);
+        assert!(Self::ROWS * D8 as u32 <= codes::PASSES as u32 * Self::THREADS);
+    }
+
+    /// The kernel, whatever the cache holds, and wherever its rows are.
+    #[inline(always)]
+    fn step<C: Cached, L: Layout, O: OutElement>(
         fresh: Fresh<C>,
         seqlens_k: Global<i32>,
+        layout: L,
         scales: C::Scales,
         output: Output<C::Element, O>,
         parts: Parts,
@@ -422,11 +461,11 @@ impl<
         let asked = Self::ask_length(seqlens_k, place);
         let a = &p.attention;
         let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
-        let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v, scales);
+        let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v, layout);
         if Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
         }
-        let places = cache.places;
+        let layout = cache.layout;
         let tiles = Tiles {
             queries: Self::queries(),
             operands: Self::queries(),
@@ -447,7 +486,7 @@ impl<
         }
         let last_index = Self::length(asked);
         rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
-        let share = Share::new(&p, &rows, place, Self::KEYS, C::IN_BLOCKS);
+        let share = Share::new::<L>(&p, &rows, place, Self::KEYS);
         let turns = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
@@ -467,15 +506,15 @@ impl<
                 C::encode(&tiles, desk, new_tokens(&p, &rows), Self::BLOCK);
             }
             if place.appends(&p) && !Self::appends_late(&p, &rows, place) {
-                fresh.append(&p, &rows, &tiles, places, Self::THREADS);
+                fresh.append(&p, &rows, &tiles, layout, Self::THREADS);
             }
         }
         if Self::BY_WARPGROUPS {
-            let (states, acc) = Self::attend_together::<C>(&p, &rows, &share, cache);
+            let (states, acc) = Self::attend_together(&p, &rows, &share, cache);
             Self::publish_together(states, &acc);
         } else {
             let unit = C::prepare(&tiles, desk, Self::BLOCK);
-            let (states, mut acc) = Self::attend::<C>(&p, &rows, &share, cache, unit);
+            let (states, mut acc) = Self::attend(&p, &rows, &share, cache, unit);
             C::scale(&mut acc, desk);
             Self::publish::<C>(states, &acc);
         }
@@ -491,7 +530,7 @@ impl<
                 cluster_arrive();
                 cluster_wait();
                 if place.appends(&p) {
-                    fresh.append(&p, &rows, &tiles, places, Self::THREADS);
+                    fresh.append(&p, &rows, &tiles, layout, Self::THREADS);
                 }
             }
         }
@@ -523,11 +562,11 @@ impl<
 
     /// The first tiles of the cache, then queries and new rows.
     #[inline(always)]
-    fn ask_cache_first<C: Cached>(
+    fn ask_cache_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         share: &Share,
-        cache: &Cache<C, UNITS>,
+        cache: &Cache<C, L, UNITS>,
     ) -> Turns<C::Element> {
         Self::start(share, cache, false);
         let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
@@ -540,11 +579,11 @@ impl<
 
     /// New rows, behind the queries, then the first tiles of the cache, but for keys that were asked for ahead.
     #[inline(always)]
-    fn ask_new_rows_first<C: Cached>(
+    fn ask_new_rows_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         share: &Share,
-        cache: &mut Cache<C, UNITS>,
+        cache: &mut Cache<C, L, UNITS>,
         ahead: bool,
     ) -> Turns<C::Element> {
         Self::ask_new_rows(opening, rows, share);

@@ -31,11 +31,13 @@ pub enum Family {
     DecodeCodes,
     /// The same with a cache of blocks.
     DecodePaged,
+    /// The same with a cache of blocks of codes.
+    DecodePagedCodes,
 }
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
@@ -49,6 +51,7 @@ impl Family {
         Self::Decode,
         Self::DecodeCodes,
         Self::DecodePaged,
+        Self::DecodePagedCodes,
     ];
 
     /// Cargo feature of this crate that compiles the family's entries.
@@ -67,6 +70,7 @@ impl Family {
             Self::Decode => "family-decode",
             Self::DecodeCodes => "family-decode-codes",
             Self::DecodePaged => "family-decode-paged",
+            Self::DecodePagedCodes => "family-decode-paged-codes",
         }
     }
 
@@ -74,7 +78,9 @@ impl Family {
     pub const fn ptx(self) -> Option<u32> {
         match self {
             // `st.async` came after the target.
-            Self::Decode | Self::DecodeCodes | Self::DecodePaged => Some(81),
+            Self::Decode | Self::DecodeCodes | Self::DecodePaged | Self::DecodePagedCodes => {
+                Some(81)
+            }
             _ => None,
         }
     }
@@ -92,7 +98,8 @@ impl Family {
             | Self::HopperMasked
             | Self::Decode
             | Self::DecodeCodes
-            | Self::DecodePaged => &["sm_90a"],
+            | Self::DecodePaged
+            | Self::DecodePagedCodes => &["sm_90a"],
         }
     }
 }
@@ -156,7 +163,7 @@ impl Entry {
 
 /// All entry points.
 pub fn entries() -> impl Iterator<Item = &'static Entry> {
-    super::TABLES.iter().copied().flatten()
+    super::TABLES.iter().copied().flatten().copied().flatten()
 }
 
 /// The entry of that name.

@@ -2,12 +2,11 @@
 
 use super::fresh::Tiles;
 use crate::num::MmaElement;
-use crate::params::{DecodeParams, Strides};
-use crate::simt::{Global, Shared};
+use crate::params::DecodeParams;
+use crate::simt::Shared;
 use crate::tile::columns::{self, Columns};
 use crate::tile::fragment::Fragments;
-use crate::tile::rows::Rows;
-use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
+use crate::tile::swizzle::{Swizzled, WarpRead};
 use bytemuck::Pod;
 
 /// A way to hold rows; elements hold themselves.
@@ -23,36 +22,8 @@ pub trait Cached: Copy {
     /// A thread's part of that.
     type Scale;
 
-    /// What finds the rows of a head.
-    type Places: Copy;
-    /// Whether rows lie in blocks, and tiles in one of them.
-    const IN_BLOCKS: bool = false;
-
     /// Channels in 16 bits: of so many, side by side, the products make as many columns in as many blocks.
     const GROUP: u32;
-
-    /// What finds the rows of the row tile's head in a cache with these strides.
-    fn places(scales: Self::Scales, k: Strides, rows: &Rows) -> Self::Places;
-
-    /// Where a row of the head is in a tensor with these strides.
-    fn element(places: Self::Places, k: Strides, rows: &Rows, row: u32) -> usize;
-
-    /// Row `row` of the head that starts at `source`, in tiles of `UNITS` units.
-    fn row<const UNITS: usize>(
-        places: Self::Places,
-        source: Global<Self::Cell>,
-        row: u32,
-    ) -> Global<Self::Cell>;
-
-    /// Starts copying rows from there on, of one tile: as [`WarpCopy::start`].
-    fn start<const UNITS: usize>(
-        places: Self::Places,
-        lanes: &WarpCopy<UNITS>,
-        tile: Swizzled<Self::Cell, UNITS>,
-        rows: u32,
-        source: Global<Self::Cell>,
-        valid: u32,
-    );
 
     /// Asks for the thread's part of the scales of a KV head.
     fn ask(scales: Self::Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> Self::Scale;
@@ -98,16 +69,6 @@ pub trait Cached: Copy {
 
     /// Multiplies what the lane has accumulated by the scales of its channels.
     fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, desk: Desk);
-}
-
-/// Row `row` where rows of `UNITS` units lie side by side.
-#[inline(always)]
-pub(super) fn row_side_by_side<E: Pod, const UNITS: usize>(
-    source: Global<E>,
-    row: u32,
-) -> Global<E> {
-    let cells = UNITS as u32 * Swizzled::<E, UNITS>::PER_UNIT;
-    source.offset(row as usize * cells as usize)
 }
 
 /// The channel that the first column of a block of 8 is; from one to the next they are `group` apart.
@@ -167,33 +128,7 @@ impl<T: MmaElement> Cached for T {
     type Cell = T;
     type Scales = ();
     type Scale = ();
-    type Places = ();
     const GROUP: u32 = 1;
-
-    #[inline(always)]
-    fn places((): (), _: Strides, _: &Rows) {}
-
-    #[inline(always)]
-    fn element((): (), k: Strides, rows: &Rows, row: u32) -> usize {
-        k.at(rows.batch, rows.kv_head, row)
-    }
-
-    #[inline(always)]
-    fn row<const UNITS: usize>((): (), source: Global<T>, row: u32) -> Global<T> {
-        row_side_by_side::<T, UNITS>(source, row)
-    }
-
-    #[inline(always)]
-    fn start<const UNITS: usize>(
-        (): (),
-        lanes: &WarpCopy<UNITS>,
-        tile: Swizzled<T, UNITS>,
-        rows: u32,
-        source: Global<T>,
-        valid: u32,
-    ) {
-        lanes.start(tile, rows, source, valid);
-    }
 
     #[inline(always)]
     fn ask((): (), _: &DecodeParams, _: u32, _: u32) {}

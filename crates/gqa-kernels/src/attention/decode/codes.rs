@@ -8,10 +8,10 @@
 //! New rows are rotated and rounded to the element type, as queries are, then become codes of their quotients by the scales, which are attended to and
 //! appended.
 
-use super::cached::{Block, Cached, Desk, first_channel, row_side_by_side};
+use super::cached::{Block, Cached, Desk, first_channel};
 use super::fresh::Tiles;
 use crate::num::{MmaCode, MmaElement, f16, unpack};
-use crate::params::{DecodeParams, Strides};
+use crate::params::DecodeParams;
 use crate::simt::{
     Global, Rolled, Shared, lane, shfl_xor_u32, st_shared, sync_threads, thread_idx, warp,
 };
@@ -19,8 +19,7 @@ use crate::tile::codes::{self, Order};
 use crate::tile::columns::Columns;
 use crate::tile::copy::UNIT;
 use crate::tile::fragment::Fragments;
-use crate::tile::rows::Rows;
-use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
+use crate::tile::swizzle::{Swizzled, WarpRead};
 use core::marker::PhantomData;
 
 /// Codes of format `F` of elements of type `T`.
@@ -48,33 +47,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     type Cell = u8;
     type Scales = Scales;
     type Scale = [f32; 2];
-    type Places = ();
     const GROUP: u32 = 16 / F::BITS;
-
-    #[inline(always)]
-    fn places(_: Scales, _: Strides, _: &Rows) {}
-
-    #[inline(always)]
-    fn element((): (), k: Strides, rows: &Rows, row: u32) -> usize {
-        k.at(rows.batch, rows.kv_head, row)
-    }
-
-    #[inline(always)]
-    fn row<const UNITS: usize>((): (), source: Global<u8>, row: u32) -> Global<u8> {
-        row_side_by_side::<u8, UNITS>(source, row)
-    }
-
-    #[inline(always)]
-    fn start<const UNITS: usize>(
-        (): (),
-        lanes: &WarpCopy<UNITS>,
-        tile: Swizzled<u8, UNITS>,
-        rows: u32,
-        source: Global<u8>,
-        valid: u32,
-    ) {
-        lanes.start(tile, rows, source, valid);
-    }
 
     #[inline(always)]
     fn ask(scales: Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> [f32; 2] {

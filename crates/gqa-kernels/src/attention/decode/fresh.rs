@@ -4,6 +4,7 @@
 //! in flight that whoever asks after them waits longest. Then they are rotated in place.
 
 use super::cached::Cached;
+use super::layout::Layout;
 use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
 use crate::simt::{Global, Rolled, Shared, cp_async_16, thread_idx};
@@ -156,19 +157,19 @@ impl<C: Cached> Fresh<C> {
 
     /// Appends the new keys and values.
     #[inline(always)]
-    pub fn append<const D8: usize, const UNITS: usize>(
+    pub fn append<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
         tiles: &Tiles<C, D8, UNITS>,
-        places: C::Places,
+        layout: L,
         threads: u32,
     ) {
         let (a, past) = (&p.attention, rows.seqlen.past);
         for unit in Rolled(thread_idx()..new_tokens(p, rows) * UNITS as u32, threads) {
             let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
             let to = |cache: Strides| {
-                C::element(places, cache, rows, past + s)
+                layout.element(cache, rows, past + s)
                     + (unit * Swizzled::<C::Cell, UNITS>::PER_UNIT) as usize
             };
             self.present_k.store_vec(to(a.k), tiles.cached_keys.place(s, unit).load_vec(0));

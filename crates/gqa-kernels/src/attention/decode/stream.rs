@@ -10,6 +10,7 @@
 //! The tile of new rows, where the rank has it, comes behind its last tile of old ones and was never copied.
 
 use super::cached::{Cached, first_channel};
+use super::layout::Layout;
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
@@ -25,9 +26,12 @@ use crate::tile::softmax::{ScoreScale, States, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
 use bytemuck::Pod;
 
+/// Most stages of a ring.
+const MAX_STAGES: usize = 4;
+
 /// What a rank attends to.
 pub(super) struct Share {
-    /// The keys that the row tile sees; in a cache of blocks from the first key of a tile on.
+    /// The keys that the row tile sees; in a cache of blocks from the first key of a piece on.
     pub span: Span,
     /// One past the last key of the cache that may be read.
     pub old_end: u32,
@@ -48,10 +52,10 @@ pub(super) struct Share {
 impl Share {
     /// Every rank's warps take turns, so that all of them together go through the cache side by side; the new rows are the last rank's.
     #[inline(always)]
-    pub fn new(p: &DecodeParams, rows: &Rows, place: Place, keys: u32, in_blocks: bool) -> Self {
+    pub fn new<L: Layout>(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
         let mut span = rows.span();
-        if in_blocks {
-            span.some.first = span.some.first / keys * keys;
+        if L::PIECE < u32::MAX {
+            span.some.first = span.some.first / L::PIECE * L::PIECE;
         }
         let cached = if p.new_len > 0 { rows.seqlen.past } else { rows.seqlen.total };
         let old_end = span.some.end.min(cached);
@@ -96,14 +100,14 @@ impl Share {
 
 /// The cache rows of one head.
 #[derive(Clone, Copy)]
-pub(super) struct Cache<C: Cached, const UNITS: usize> {
+pub(super) struct Cache<C: Cached, L: Layout, const UNITS: usize> {
     pub k: Global<C::Cell>,
     pub v: Global<C::Cell>,
     pub lanes: WarpCopy<UNITS>,
-    pub places: C::Places,
+    pub layout: L,
 }
 
-impl<C: Cached, const UNITS: usize> Cache<C, UNITS> {
+impl<C: Cached, L: Layout, const UNITS: usize> Cache<C, L, UNITS> {
     /// Those of the row tile's head; where lanes copy to is found out later.
     #[inline(always)]
     pub fn of(
@@ -111,13 +115,13 @@ impl<C: Cached, const UNITS: usize> Cache<C, UNITS> {
         rows: &Rows,
         k: Global<C::Cell>,
         v: Global<C::Cell>,
-        scales: C::Scales,
+        layout: L,
     ) -> Self {
         Self {
             k: k.offset(a.k.at(rows.batch, rows.kv_head, 0)),
             v: v.offset(a.v.at(rows.batch, rows.kv_head, 0)),
             lanes: WarpCopy::default(),
-            places: C::places(scales, a.k, rows),
+            layout: layout.of_sequence(rows.batch),
         }
     }
 }
@@ -154,11 +158,16 @@ impl<
     /// Starts copying the team's first keys before it is known how many there are: those that turn out not to exist are masked as all that no
     /// query sees. The copies belong to the next group.
     #[inline(always)]
-    pub(super) fn start_ahead<C: Cached>(p: &DecodeParams, place: Place, cache: &Cache<C, UNITS>) {
+    pub(super) fn start_ahead<C: Cached, L: Layout>(
+        p: &DecodeParams,
+        place: Place,
+        cache: &Cache<C, L, UNITS>,
+    ) {
         let (ranks, index) = place.among(p);
         let begin = (Self::team() * ranks + index) * Self::KEYS;
         let end = p.attention.capacity;
-        Self::copy_rows::<C>(Self::keys(0), cache.places, &cache.lanes, cache.k, begin, end);
+        let spots = Self::find(cache.layout, begin, end);
+        Self::copy_rows(Self::keys(0), cache, cache.k, spots, begin, end);
     }
 
     /// Keys that ranks ask for ahead of their time, of all together.
@@ -169,61 +178,93 @@ impl<
 
     /// Starts the first copies of the warp; `ahead` if its first keys are on their way.
     #[inline(always)]
-    pub(super) fn start<C: Cached>(share: &Share, cache: &Cache<C, UNITS>, ahead: bool) {
+    pub(super) fn start<C: Cached, L: Layout>(
+        share: &Share,
+        cache: &Cache<C, L, UNITS>,
+        ahead: bool,
+    ) {
+        let tile_of = |slot| share.start(Self::team()) + slot * share.step(Self::TEAMS);
+        // All are looked up before copies wait for the first.
+        let spots: [L::Spots; MAX_STAGES] =
+            core::array::from_fn(|slot| Self::find_tile(cache.layout, share, tile_of(slot as u32)));
         for slot in 0..STAGES {
-            let tile = share.start(Self::team()) + slot * share.step(Self::TEAMS);
+            let (tile, spots) = (tile_of(slot), spots[slot as usize]);
             if slot == 0 && ahead {
                 cp_async_commit();
             } else {
-                Self::copy::<C>(Self::keys(slot), cache.places, &cache.lanes, cache.k, share, tile);
+                Self::copy(Self::keys(slot), cache, cache.k, spots, share, tile);
             }
-            Self::copy::<C>(Self::values(slot), cache.places, &cache.lanes, cache.v, share, tile);
+            Self::copy(Self::values(slot), cache, cache.v, spots, share, tile);
         }
+    }
+
+    /// Looks up where the warp's part of a tile of the team is.
+    #[inline(always)]
+    pub(super) fn find_tile<L: Layout>(layout: L, share: &Share, tile: u32) -> L::Spots {
+        Self::find(layout, share.begin(tile), share.old_end)
+    }
+
+    /// Looks up where the warp's part of the tile from row `begin` on is, of which rows from `end` on may be nowhere.
+    #[inline(always)]
+    fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Spots {
+        let (first, rows) = Self::part();
+        layout.find(begin + first, end, rows)
+    }
+
+    /// The warp's part of a tile of its team: its first row, and how many.
+    #[inline(always)]
+    fn part() -> (u32, u32) {
+        let rows = Self::KEYS / Self::TEAM;
+        (warp() % Self::TEAM * rows, rows)
     }
 
     /// Starts copying a tile, if it is of the rank's share, as a group of its own.
     #[inline(always)]
-    pub(super) fn copy<C: Cached>(
+    pub(super) fn copy<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
-        places: C::Places,
-        lanes: &WarpCopy<UNITS>,
+        cache: &Cache<C, L, UNITS>,
         source: Global<C::Cell>,
+        spots: L::Spots,
         share: &Share,
         tile: u32,
     ) {
         if tile < share.tiles {
             let (begin, end) = (share.begin(tile), share.old_end);
-            Self::copy_rows::<C>(place, places, lanes, source, begin, end);
+            Self::copy_rows(place, cache, source, spots, begin, end);
         }
         cp_async_commit();
     }
 
     /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows from `end` on become zero.
     #[inline(always)]
-    fn copy_rows<C: Cached>(
+    fn copy_rows<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
-        places: C::Places,
-        lanes: &WarpCopy<UNITS>,
+        cache: &Cache<C, L, UNITS>,
         source: Global<C::Cell>,
+        spots: L::Spots,
         begin: u32,
         end: u32,
     ) {
-        let lanes = if Self::IS_TIGHT { &WarpCopy::of(opaque(lane()), place) } else { lanes };
-        let rows = Self::KEYS / Self::TEAM;
-        let first = warp() % Self::TEAM * rows;
-        let begin = begin + first;
-        let source = C::row::<UNITS>(places, source, begin);
-        let valid = end.saturating_sub(begin);
-        C::start(places, lanes, place.from(first), rows, source, valid);
+        let lanes =
+            if Self::IS_TIGHT { &WarpCopy::of(opaque(lane()), place) } else { &cache.lanes };
+        let (first, rows) = Self::part();
+        let height = L::PIECE.min(rows);
+        for piece in 0..rows / height {
+            let within = first + piece * height;
+            let begin = begin + within;
+            let source = cache.layout.row::<_, UNITS>(spots, piece, source, begin);
+            let valid = end.saturating_sub(begin);
+            cache.layout.start(lanes, place.from(within), height, source, valid);
+        }
     }
 
     /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied by `unit`.
     #[inline(always)]
-    pub(super) fn attend<C: Cached>(
+    pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
         share: &Share,
-        cache: Cache<C, UNITS>,
+        cache: Cache<C, L, UNITS>,
         unit: f32,
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
@@ -239,10 +280,12 @@ impl<
             load_queries::<C::Operand, M, HALVES, D8>(Self::queries())
         };
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
+        let ahead = STAGES * share.step(Self::TEAMS);
+        let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
         while tile < share.end(Self::team(), Self::TEAMS) {
             let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
-            let after = tile + STAGES * share.step(Self::TEAMS);
+            let after = tile + ahead;
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
@@ -256,7 +299,7 @@ impl<
                 C::scores::<M, UNITS, N8>(of_depth, keys, &read)
             };
             sync_warp();
-            Self::copy::<C>(Self::keys(slot), cache.places, &cache.lanes, cache.k, share, after);
+            Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
 
             scale.adjust(&mut weights);
             let limit = if is_fresh { u32::MAX } else { share.old_end };
@@ -278,9 +321,10 @@ impl<
             let read = if Self::IS_TIGHT { WarpRead::of(opaque(lane())) } else { read };
             C::accumulate::<M, HALVES, D8, UNITS, N8>(&mut acc, &weights, values, &read);
             sync_warp();
-            Self::copy::<C>(Self::values(slot), cache.places, &cache.lanes, cache.v, share, after);
+            Self::copy(Self::values(slot), &cache, cache.v, spots, share, after);
 
             tile += share.step(Self::TEAMS);
+            spots = Self::find_tile(cache.layout, share, tile + ahead);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();

@@ -5,6 +5,7 @@
 
 use super::Decode;
 use super::cached::Cached;
+use super::layout::Layout;
 use super::stream::{Cache, Share};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
@@ -36,11 +37,11 @@ impl<
 {
     /// The team's part of the rank's share.
     #[inline(always)]
-    pub(super) fn attend_together<C: Cached>(
+    pub(super) fn attend_together<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
         share: &Share,
-        cache: Cache<C, UNITS>,
+        cache: Cache<C, L, UNITS>,
     ) -> (States<1>, Fragments<1, D8>) {
         let a = &p.attention;
         let scale = ScoreScale::new(a.scale, a.softcap);
@@ -51,6 +52,7 @@ impl<
         let (team, step) = (Self::team(), share.step(Self::TEAMS));
         let (start, end) = (share.start(team), share.end(team, Self::TEAMS));
         let (mut tile, mut slot) = (start, 0);
+        let mut spots = Self::find_tile(cache.layout, share, start + STAGES * step);
         while tile < end {
             let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
@@ -61,7 +63,7 @@ impl<
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
             let mut weights = Self::multiply_keys::<C>(keys);
             Self::sync_team();
-            Self::copy::<C>(Self::keys(slot), cache.places, &cache.lanes, cache.k, share, after);
+            Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
 
             if has_rows {
                 scale.adjust(&mut weights);
@@ -87,9 +89,10 @@ impl<
             let values = if is_fresh { Self::fresh_values() } else { Self::values(slot) };
             Self::add_values::<C>(&mut acc[0], &weights[0], values);
             Self::sync_team();
-            Self::copy::<C>(Self::values(slot), cache.places, &cache.lanes, cache.v, share, after);
+            Self::copy(Self::values(slot), &cache, cache.v, spots, share, after);
 
             tile += step;
+            spots = Self::find_tile(cache.layout, share, tile + STAGES * step);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();

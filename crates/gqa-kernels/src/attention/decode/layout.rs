@@ -1,0 +1,177 @@
+//! Where the rows of a cache are: side by side, or in [blocks](Blocks).
+
+use crate::params::{PagedDecodeParams, Strides};
+use crate::simt::Global;
+use crate::tile::rows::Rows;
+use crate::tile::swizzle::{Swizzled, WarpCopy};
+use bytemuck::Pod;
+
+/// What finds the rows of one head.
+pub trait Layout: Copy {
+    /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
+    const PIECE: u32;
+    /// Where the pieces of a tile are, as far as that is looked up.
+    type Spots: Copy;
+
+    /// The same for a sequence.
+    fn of_sequence(self, batch: u32) -> Self;
+
+    /// Where a row of the head is in a tensor with these strides.
+    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize;
+
+    /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be nowhere.
+    fn find(self, begin: u32, end: u32, rows: u32) -> Self::Spots;
+
+    /// Row `row` of the head that starts at `source`, in tiles of `UNITS` units: the first one of a tile's piece of that number.
+    fn row<E: Pod, const UNITS: usize>(
+        self,
+        spots: Self::Spots,
+        piece: u32,
+        source: Global<E>,
+        row: u32,
+    ) -> Global<E>;
+
+    /// Starts copying a piece from there on: as [`WarpCopy::start`].
+    fn start<E: Pod, const UNITS: usize>(
+        self,
+        lanes: &WarpCopy<UNITS>,
+        tile: Swizzled<E, UNITS>,
+        rows: u32,
+        source: Global<E>,
+        valid: u32,
+    );
+}
+
+/// A head's rows are one piece of memory.
+#[derive(Clone, Copy)]
+pub struct SideBySide;
+
+impl Layout for SideBySide {
+    const PIECE: u32 = u32::MAX;
+    type Spots = ();
+
+    #[inline(always)]
+    fn of_sequence(self, _: u32) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
+        cache.at(rows.batch, rows.kv_head, row)
+    }
+
+    #[inline(always)]
+    fn find(self, _: u32, _: u32, _: u32) {}
+
+    #[inline(always)]
+    fn row<E: Pod, const UNITS: usize>(
+        self,
+        (): (),
+        _: u32,
+        source: Global<E>,
+        row: u32,
+    ) -> Global<E> {
+        let cells = UNITS as u32 * Swizzled::<E, UNITS>::PER_UNIT;
+        source.offset(row as usize * cells as usize)
+    }
+
+    #[inline(always)]
+    fn start<E: Pod, const UNITS: usize>(
+        self,
+        lanes: &WarpCopy<UNITS>,
+        tile: Swizzled<E, UNITS>,
+        rows: u32,
+        source: Global<E>,
+        valid: u32,
+    ) {
+        lanes.start(tile, rows, source, valid);
+    }
+}
+
+/// A cache of blocks, (block, row, KV head, head size), of which a table gives some to each sequence.
+///
+/// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at multiples of as many, so that each piece of a tile lies in one
+/// block. Where that is, is looked up while the tile before it is on its way: copies that waited for the table would be late.
+#[derive(Clone, Copy)]
+pub struct Blocks {
+    /// (batch, blocks of a sequence)
+    table: Global<i32>,
+    /// Blocks of a sequence.
+    per_sequence: u32,
+    /// Logarithm of a block's rows.
+    log_rows: u32,
+    /// The cache's last block.
+    last: u32,
+    /// Cells from one row of a head to the next.
+    stride: u32,
+}
+
+impl Blocks {
+    /// The table, with the numbers that say how it is read.
+    #[inline(always)]
+    pub(super) fn new(table: Global<i32>, p: &PagedDecodeParams) -> Self {
+        Self {
+            table,
+            per_sequence: p.per_sequence,
+            log_rows: p.log_block_size,
+            last: p.blocks - 1,
+            stride: p.decode.attention.k.row as u32,
+        }
+    }
+
+    /// The row of the cache that has row `row` of the sequence; within the cache whatever the table says.
+    #[inline(always)]
+    fn place(self, row: u32) -> u32 {
+        let block = self.table.load((row >> self.log_rows) as usize) as u32;
+        (block.min(self.last) << self.log_rows) + (row & ((1 << self.log_rows) - 1))
+    }
+}
+
+/// Most pieces of a tile.
+const PIECES: usize = 4;
+
+impl Layout for Blocks {
+    const PIECE: u32 = 16;
+    type Spots = [u32; PIECES];
+
+    #[inline(always)]
+    fn of_sequence(self, batch: u32) -> Self {
+        Self { table: self.table.offset((batch * self.per_sequence) as usize), ..self }
+    }
+
+    #[inline(always)]
+    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
+        self.place(row) as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
+    }
+
+    #[inline(always)]
+    fn find(self, begin: u32, end: u32, rows: u32) -> [u32; PIECES] {
+        core::array::from_fn(|piece| {
+            let within = piece as u32 * Self::PIECE;
+            if within < rows { self.place((begin + within).min(end.max(1) - 1)) } else { 0 }
+        })
+    }
+
+    #[inline(always)]
+    fn row<E: Pod, const UNITS: usize>(
+        self,
+        spots: [u32; PIECES],
+        piece: u32,
+        source: Global<E>,
+        _: u32,
+    ) -> Global<E> {
+        source.offset(spots[piece as usize] as usize * self.stride as usize)
+    }
+
+    #[inline(always)]
+    fn start<E: Pod, const UNITS: usize>(
+        self,
+        lanes: &WarpCopy<UNITS>,
+        tile: Swizzled<E, UNITS>,
+        rows: u32,
+        source: Global<E>,
+        valid: u32,
+    ) {
+        lanes.start_apart(tile, rows, source, self.stride, valid);
+    }
+}

@@ -1,0 +1,70 @@
+//! Token steps in one launch.
+
+use crate::attention::decode;
+use crate::num::{bf16, f16};
+use crate::params::DecodeParams;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_OUT32];
+
+/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER SM`.
+macro_rules! decode_kernels {
+    ($table:ident, $out:ident: $o:ty, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_kernels!(@rows $table, $out: $o, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    };
+    (@rows $table:ident, $out:ident: $o:ty, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        kernels!($table, Decode, "family-decode",
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: T, v: T, $out: $o, lse: f32,
+             partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
+            $name => <$shape>::run, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                cluster: decode::MAX_RANKS, communicates: true };
+        )* });
+    };
+}
+
+decode_kernels!(DECODE, out: T, {
+    gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>, 1;
+    gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
+    gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
+    gqa_decode_f16_d64_r16_w4, gqa_decode_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
+    gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::D64R32, 1;
+    gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::D64R64, 1;
+    gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>, 1;
+    gqa_decode_f16_d80_r8_w4, gqa_decode_bf16_d80_r8_w4 => decode::D80W4<1>, 2;
+    gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>, 1;
+    gqa_decode_f16_d80_r16_w4, gqa_decode_bf16_d80_r16_w4 => decode::D80W4<2>, 2;
+    gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::D80R32, 1;
+    gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::D80R64, 1;
+    gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>, 1;
+    gqa_decode_f16_d96_r8_w4, gqa_decode_bf16_d96_r8_w4 => decode::D96W4<1>, 2;
+    gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>, 1;
+    gqa_decode_f16_d96_r16_w4, gqa_decode_bf16_d96_r16_w4 => decode::D96W4<2>, 2;
+    gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::D96R32, 1;
+    gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::D96R64, 1;
+    gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>, 1;
+    gqa_decode_f16_d128_r8_w4, gqa_decode_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
+    gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>, 1;
+    gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
+    gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::D128R32, 1;
+    gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::D128R64, 1;
+    gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>, 1;
+    gqa_decode_f16_d192_r8_w4, gqa_decode_bf16_d192_r8_w4 => decode::D192W4<1>, 2;
+    gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>, 1;
+    gqa_decode_f16_d192_r16_w4, gqa_decode_bf16_d192_r16_w4 => decode::D192W4<2>, 2;
+    gqa_decode_f16_d256_r8, gqa_decode_bf16_d256_r8 => decode::D256<1>, 1;
+    gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
+    gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>, 1;
+    gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
+});
+
+// Output in f32: one shape per head size.
+decode_kernels!(DECODE_OUT32, out_f32: f32, {
+    gqa_decode_out32_f16_d64_r16, gqa_decode_out32_bf16_d64_r16 => decode::D64<2>, 1;
+    gqa_decode_out32_f16_d80_r16, gqa_decode_out32_bf16_d80_r16 => decode::D80<2>, 1;
+    gqa_decode_out32_f16_d96_r16, gqa_decode_out32_bf16_d96_r16 => decode::D96<2>, 1;
+    gqa_decode_out32_f16_d128_r16, gqa_decode_out32_bf16_d128_r16 => decode::D128<2>, 1;
+    gqa_decode_out32_f16_d192_r16, gqa_decode_out32_bf16_d192_r16 => decode::D192<2>, 1;
+    gqa_decode_out32_f16_d256_r16, gqa_decode_out32_bf16_d256_r16 => decode::D256<2>, 1;
+});

@@ -1,0 +1,48 @@
+//! Flash attention for prompts on Hopper.
+
+use crate::attention::hopper;
+use crate::num::{bf16, f16};
+use crate::params::{AttentionParams, HopperParams, MaskedParams};
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) static TABLES: &[&[super::Entry]] = &[HOPPER, HOPPER_TALL, HOPPER_SPLIT, HOPPER_MASKED];
+
+kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
+    ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
+    gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
+}, unless quick {
+    gqa_hopper_f16_d128_k176, gqa_hopper_bf16_d128_k176 => hopper::D128Long, 1;
+    gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short, 1;
+    gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1;
+    gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
+    gqa_hopper_f16_d96_r128, gqa_hopper_bf16_d96_r128 => hopper::D96Short, 1;
+    gqa_hopper_f16_d160, gqa_hopper_bf16_d160 => hopper::D160, 1;
+    gqa_hopper_f16_d192, gqa_hopper_bf16_d192 => hopper::D192<false>, 1;
+    gqa_hopper_f16_d224, gqa_hopper_bf16_d224 => hopper::D224, 1;
+    gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
+});
+
+kernels_by_head_size!(HOPPER_TALL, Hopper, "family-hopper",
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+}, unless quick {
+    gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
+    gqa_hopper_f16_d80, gqa_hopper_bf16_d80 => hopper::D80, 1;
+    gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
+});
+
+kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
+    ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
+    gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
+}, unless quick {
+    gqa_hopper_split_f16_d64, gqa_hopper_split_bf16_d64 => hopper::D64Exact<true>, 1;
+    gqa_hopper_split_f16_d192, gqa_hopper_split_bf16_d192 => hopper::D192<true>, 1;
+    gqa_hopper_split_f16_d256, gqa_hopper_split_bf16_d256 => hopper::D256<true>, 1;
+});
+
+kernels_by_head_size!(HOPPER_MASKED, HopperMasked, "family-hopper-masked",
+    ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, counter: u32; p: MaskedParams), communicates: true, {
+    gqa_hopper_masked_f16_d128, gqa_hopper_masked_bf16_d128 => hopper::MaskedD128, 1;
+}, unless quick {
+    gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;
+    gqa_hopper_masked_f16_d256, gqa_hopper_masked_bf16_d256 => hopper::MaskedD256, 1;
+});

@@ -1,0 +1,172 @@
+//! What comes before attention, and what comes after it.
+
+use crate::num::{Float8, Int4, Int8, bf16, f16};
+use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
+use crate::prologue::{
+    self,
+    append::concat_kv_in_place,
+    concat::{concat_new_to_past_kv, concat_rows},
+    norm::qk_norm,
+    paged::{paged_append, paged_append_codes, paged_gather, paged_scatter},
+    positions::seqlens_to_pos_ids,
+    quantise::quantise_kv,
+    rope::{rotary_embedding, rotary_rows},
+    slide::{slide_bias, slide_kv, slide_lengths},
+    unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
+};
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) static TABLES: &[&[super::Entry]] = &[
+    CONCAT_KV_IN_PLACE,
+    CONCAT_NEW_TO_PAST_KV,
+    CONCAT_ROWS,
+    UNPACK_QKV,
+    UNPACK_QKV_WITH_ROPE_AND_APPEND_KV,
+    QK_NORM,
+    QUANTISE_KV,
+    ROTARY_EMBEDDING,
+    ROTARY_ROWS,
+    SEQLENS_TO_POS_IDS,
+    PAGED_APPEND,
+    PAGED_APPEND_CODES,
+    PAGED_GATHER,
+    PAGED_SCATTER,
+    SLIDE_KV,
+    SLIDE_LENGTHS,
+    SLIDE_BIAS,
+];
+
+kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
+    (k: T, v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, present_k: T, present_v: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_concat_kv_in_place_f32 => concat_kv_in_place::<f32>, T = f32;
+    gqa_concat_kv_in_place_f16 => concat_kv_in_place::<f16>, T = f16;
+    gqa_concat_kv_in_place_bf16 => concat_kv_in_place::<bf16>, T = bf16;
+});
+
+kernels!(CONCAT_NEW_TO_PAST_KV, Prologue, "family-prologue",
+    (past_k: T, past_v: T, k: T, v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, present_k: T, present_v: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_concat_new_to_past_kv_f32 => concat_new_to_past_kv::<f32>, T = f32;
+    gqa_concat_new_to_past_kv_f16 => concat_new_to_past_kv::<f16>, T = f16;
+    gqa_concat_new_to_past_kv_bf16 => concat_new_to_past_kv::<bf16>, T = bf16;
+});
+
+kernels!(CONCAT_ROWS, Prologue, "family-prologue", (past: T, new: T, present: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_concat_rows_f32 => concat_rows::<f32>, T = f32;
+    gqa_concat_rows_f16 => concat_rows::<f16>, T = f16;
+    gqa_concat_rows_bf16 => concat_rows::<bf16>, T = bf16;
+});
+
+kernels!(UNPACK_QKV, Prologue, "family-prologue", (q: T, k: T, v: T, q_out: T, k_out: T, v_out: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_unpack_qkv_f32 => unpack_qkv::<f32>, T = f32;
+    gqa_unpack_qkv_f16 => unpack_qkv::<f16>, T = f16;
+    gqa_unpack_qkv_bf16 => unpack_qkv::<bf16>, T = bf16;
+});
+
+kernels!(UNPACK_QKV_WITH_ROPE_AND_APPEND_KV, Prologue, "family-prologue",
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, q_out: T, present_k: T, present_v: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_unpack_qkv_with_rope_and_append_kv_f32 => unpack_qkv_with_rope_and_append_kv::<f32>, T = f32;
+    gqa_unpack_qkv_with_rope_and_append_kv_f16 => unpack_qkv_with_rope_and_append_kv::<f16>, T = f16;
+    gqa_unpack_qkv_with_rope_and_append_kv_bf16 => unpack_qkv_with_rope_and_append_kv::<bf16>, T = bf16;
+});
+
+kernels!(QK_NORM, Prologue, "family-prologue",
+    (q: T, k: T, q_norm_weight: T, k_norm_weight: T, q_out: T, k_out: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 8, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_qk_norm_f32 => qk_norm::<f32>, T = f32;
+    gqa_qk_norm_f16 => qk_norm::<f16>, T = f16;
+    gqa_qk_norm_bf16 => qk_norm::<bf16>, T = bf16;
+});
+
+kernels!(QUANTISE_KV, Prologue, "family-prologue",
+    (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_quantise_kv_i8_f32 => quantise_kv::<f32, Int8>, T = f32;
+    gqa_quantise_kv_i8_f16 => quantise_kv::<f16, Int8>, T = f16;
+    gqa_quantise_kv_i8_bf16 => quantise_kv::<bf16, Int8>, T = bf16;
+    gqa_quantise_kv_i4_f32 => quantise_kv::<f32, Int4>, T = f32;
+    gqa_quantise_kv_i4_f16 => quantise_kv::<f16, Int4>, T = f16;
+    gqa_quantise_kv_i4_bf16 => quantise_kv::<bf16, Int4>, T = bf16;
+    gqa_quantise_kv_f8_f32 => quantise_kv::<f32, Float8>, T = f32;
+    gqa_quantise_kv_f8_f16 => quantise_kv::<f16, Float8>, T = f16;
+    gqa_quantise_kv_f8_bf16 => quantise_kv::<bf16, Float8>, T = bf16;
+});
+
+kernels!(ROTARY_EMBEDDING, Prologue, "family-prologue",
+    (q: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, q_out: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_rotary_embedding_f32 => rotary_embedding::<f32>, T = f32;
+    gqa_rotary_embedding_f16 => rotary_embedding::<f16>, T = f16;
+    gqa_rotary_embedding_bf16 => rotary_embedding::<bf16>, T = bf16;
+});
+
+kernels!(ROTARY_ROWS, Prologue, "family-prologue",
+    (q: T, cos: T, sin: T, position_ids: i64, q_out: T; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_rotary_rows_f32 => rotary_rows::<f32>, T = f32;
+    gqa_rotary_rows_f16 => rotary_rows::<f16>, T = f16;
+    gqa_rotary_rows_bf16 => rotary_rows::<bf16>, T = bf16;
+});
+
+kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, position_ids: i64; p: PrologueParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_seqlens_to_pos_ids => seqlens_to_pos_ids, T = f32;
+});
+
+kernels!(PAGED_APPEND, Prologue, "family-prologue",
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, q_out: T, k_cache: T, v_cache: T;
+     p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_append_f32 => paged_append::<f32>, T = f32;
+    gqa_paged_append_f16 => paged_append::<f16>, T = f16;
+    gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;
+});
+
+kernels!(PAGED_APPEND_CODES, Prologue, "family-prologue",
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32,
+     q_out: T, k_cache: u16, v_cache: u16; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 2, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_append_codes_i8_f32 => paged_append_codes::<f32, Int8>, T = f32;
+    gqa_paged_append_codes_i8_f16 => paged_append_codes::<f16, Int8>, T = f16;
+    gqa_paged_append_codes_i8_bf16 => paged_append_codes::<bf16, Int8>, T = bf16;
+    gqa_paged_append_codes_i4_f32 => paged_append_codes::<f32, Int4>, T = f32;
+    gqa_paged_append_codes_i4_f16 => paged_append_codes::<f16, Int4>, T = f16;
+    gqa_paged_append_codes_i4_bf16 => paged_append_codes::<bf16, Int4>, T = bf16;
+    gqa_paged_append_codes_f8_f32 => paged_append_codes::<f32, Float8>, T = f32;
+    gqa_paged_append_codes_f8_f16 => paged_append_codes::<f16, Float8>, T = f16;
+    gqa_paged_append_codes_f8_bf16 => paged_append_codes::<bf16, Float8>, T = bf16;
+});
+
+// Rows move as bytes, whatever they hold.
+kernels!(PAGED_GATHER, Prologue, "family-prologue",
+    (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_gather => paged_gather, T = f32;
+});
+
+kernels!(PAGED_SCATTER, Prologue, "family-prologue", (rows: u8, starts: i32, past_seqlens: i32, out: u8; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_scatter => paged_scatter, T = f32;
+});
+
+kernels!(SLIDE_KV, Prologue, "family-prologue",
+    (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams), {
+    gqa_slide_kv => slide_kv, T = f32, {
+        head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, communicates: true };
+});
+
+kernels!(SLIDE_LENGTHS, Prologue, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_slide_lengths => slide_lengths, T = f32;
+});
+
+kernels!(SLIDE_BIAS, Prologue, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: SlideBiasParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_slide_bias_f32 => slide_bias::<f32>, T = f32;
+    gqa_slide_bias_f16 => slide_bias::<f16>, T = f16;
+    gqa_slide_bias_bf16 => slide_bias::<bf16>, T = bf16;
+});

@@ -1,0 +1,39 @@
+//! Flash attention over parts of the keys, and the merge.
+
+use crate::attention::{
+    combine::{self, combine},
+    split_kv,
+};
+use crate::num::{bf16, f16};
+use crate::params::AttentionParams;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, COMBINE, COMBINE_OUT32];
+
+kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
+    (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
+    gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
+}, unless quick {
+    gqa_split_kv_f16_d32, gqa_split_kv_bf16_d32 => split_kv::D32, 4;
+    gqa_split_kv_f16_d64, gqa_split_kv_bf16_d64 => split_kv::D64, 4;
+    gqa_split_kv_f16_d80, gqa_split_kv_bf16_d80 => split_kv::D80, 3;
+    gqa_split_kv_f16_d96, gqa_split_kv_bf16_d96 => split_kv::D96, 3;
+    gqa_split_kv_f16_d160, gqa_split_kv_bf16_d160 => split_kv::D160, 3;
+    gqa_split_kv_f16_d192, gqa_split_kv_bf16_d192 => split_kv::D192, 3;
+    gqa_split_kv_f16_d224, gqa_split_kv_bf16_d224 => split_kv::D224, 2;
+    gqa_split_kv_f16_d256, gqa_split_kv_bf16_d256 => split_kv::D256, 2;
+});
+
+kernels!(COMBINE, SplitKv, "family-split-kv",
+    (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_combine_f16 => combine::<f16, f16>, T = f16;
+    gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16;
+});
+
+kernels!(COMBINE_OUT32, SplitKv, "family-split-kv",
+    (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    gqa_combine_out32_f16 => combine::<f16, f32>, T = f16;
+    gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16;
+});
