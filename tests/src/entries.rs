@@ -3,7 +3,8 @@
 use crate::parity::count;
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
-    heads_up_to, paged, paged_steps, prompts, quantised, quantised_steps, sliding, steps,
+    heads_up_to, paged, paged_prompts, paged_steps, prompts, quantised, quantised_steps, sliding,
+    steps,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, Switches, plan};
@@ -74,6 +75,7 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
         paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
+        paged_prompts(case(half_dtype(), heads_up_to(256), 24), 80).prop_map(shared),
         paged_steps(steps(40), 400).prop_map(shared),
         paged_steps(quantised(steps(40)), 400).prop_map(shared),
         attention_case(any_dtype(), 512, 40).prop_map(shared),

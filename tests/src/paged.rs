@@ -79,6 +79,21 @@ pub fn paged(
     )
 }
 
+/// Calls that the planner gives to `hopper_paged`: as of [`paged`], with a sequence of 64 tokens or more, in blocks that boxes fit.
+pub fn paged_prompts(
+    cases: impl Strategy<Value = Case>,
+    max_rows: usize,
+) -> impl Strategy<Value = PagedCase> {
+    let block_sizes = prop::sample::select(vec![16usize, 32, 64, 128, 256]);
+    (paged(cases, max_rows), block_sizes, any::<prop::sample::Index>()).prop_map(
+        |(mut case, block_size, longest)| {
+            let longest = longest.index(case.sequences.len());
+            case.sequences[longest][1] += 64;
+            PagedCase { block_size, ..case }
+        },
+    )
+}
+
 impl PagedCase {
     fn op(&self) -> PagedAttention {
         let case = &self.case;

@@ -7,8 +7,9 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, paged, paged_steps, parity, prompts, prompts_of_wide_scores,
-    quantised, quantised_steps, rotated_prompts, sequences, sliding, steps, tall_steps,
+    half_dtype, heads_up_to, paged, paged_prompts, paged_steps, parity, prompts,
+    prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sequences, sliding, steps,
+    tall_steps,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -153,7 +154,8 @@ fn paged_caches() {
         run("cuda, blocks of codes in clusters", 100, codes, switches);
     }
     run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
-    run("cuda, paged prompts", 100, paged(case(half_dtype(), heads_up_to(256), 40), 300), off());
+    let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
+    run("cuda, paged prompts", 500, prompts, off());
 }
 
 /// Output in float32 by the kernels for prompts, which `prompts` leaves out.

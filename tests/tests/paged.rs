@@ -4,7 +4,8 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{
-    any_dtype, case, half_dtype, heads_up_to, paged, paged_steps, parity, quantised, steps,
+    any_dtype, case, half_dtype, heads_up_to, paged, paged_prompts, paged_steps, parity, quantised,
+    steps,
 };
 
 #[test]
@@ -33,8 +34,8 @@ fn as_planned() {
 
 #[test]
 fn prompts_on_hopper() {
-    let cases = paged(case(half_dtype(), heads_up_to(128), 24), 200);
-    parity("sim, paged prompts", 25, cases, &Sim::default());
+    let cases = paged_prompts(case(half_dtype(), heads_up_to(256), 24), 150);
+    parity("sim, paged prompts", 50, cases, &Sim::default());
 }
 
 #[test]

@@ -317,7 +317,9 @@ fn explain_tells_what_reads_blocks() -> Result {
     assert_eq!(step.code, Some(0), "{}", step.stderr);
     assert!(step.stdout.contains("chosen: gqa_decode_paged_bf16_d128_r8"), "{}", step.stdout);
     let prompt = words("explain --query-length 512 --block-size 64")?;
-    assert!(prompt.stdout.contains("gqa_paged_gather"), "{}", prompt.stdout);
+    assert!(prompt.stdout.contains("chosen: gqa_hopper_paged_bf16_d128"), "{}", prompt.stdout);
+    let odd = words("explain --query-length 512 --block-size 48")?;
+    assert!(odd.stdout.contains("gqa_paged_gather"), "{}", odd.stdout);
     refused(&words("explain --block-size 0")?, 2, &["--block-size", "0"]);
     let sliding = words("explain --block-size 16 --window 9 --sliding-cache 9")?;
     refused(&sliding, 2, &["--block-size", "--sliding-cache"]);

@@ -130,6 +130,22 @@ pub struct HopperParams {
     pub rotary: RotaryParams,
 }
 
+/// Scalars of `hopper` where the cache consists of blocks, each a power of two of rows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PagedHopperParams {
+    /// The call: `q_len` is the most tokens of a sequence, `capacity` the rows of its blocks; batch strides are 0.
+    pub hopper: HopperParams,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Blocks of a sequence: columns of block_table.
+    pub per_sequence: u32,
+    /// Logarithm of a block's rows, 16 or more.
+    pub log_block_size: u32,
+    /// Blocks of the cache.
+    pub blocks: u32,
+}
+
 /// Scalars of `general`, `tiled_masked`, `hopper_masked` and the unfused kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -349,6 +365,7 @@ pub struct PagedDecodeParams {
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
+const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 4 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 4 * 4);

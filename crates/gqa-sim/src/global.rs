@@ -32,6 +32,11 @@ impl<T: Pod> Global<T> {
         Self { argument, null, start: 0, element: PhantomData }
     }
 
+    /// What a kernel has no parameter for.
+    pub fn null() -> Self {
+        Self::new(0, true)
+    }
+
     /// Whether the launch bound nothing.
     #[inline(always)]
     pub fn is_null(self) -> bool {

@@ -106,7 +106,8 @@ pub(super) fn consider(
             suits_flash(p)?;
             suits_codes(p)?;
         }
-        Candidate::DecodePaged | Candidate::DecodePagedCodes => suits_blocks(p)?,
+        Candidate::DecodePaged | Candidate::DecodePagedCodes => suits_steps_over_blocks(p)?,
+        Candidate::HopperPaged => suits_blocks(p)?,
         Candidate::Decode
         | Candidate::SplitKv
         | Candidate::Hopper
@@ -136,6 +137,10 @@ pub(super) fn consider(
             }
             rounds_output(p)?
         }
+        Candidate::HopperPaged => {
+            hopper::suits_pages(p, device, switches)?;
+            rounds_output(p)?
+        }
         Candidate::Tiled | Candidate::TiledMasked => rounds_output(p)?,
         Candidate::DecodeCodes
         | Candidate::DecodePaged
@@ -154,6 +159,7 @@ impl Candidate {
             Self::DecodeCodes => Family::DecodeCodes,
             Self::DecodePaged => Family::DecodePaged,
             Self::DecodePagedCodes => Family::DecodePagedCodes,
+            Self::HopperPaged => Family::HopperPaged,
             Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
@@ -182,6 +188,10 @@ impl Candidate {
             | Self::TiledF32
             | Self::TiledWide => {
                 by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
+            }
+            Self::HopperPaged => {
+                by(switches.disable_flash_attention, "GQA_DISABLE_FLASH_ATTENTION")
+                    .or(by(switches.disable_fused_kv, "GQA_DISABLE_FUSED_KV"))
             }
             Self::DecodeCodes
             | Self::DecodePaged
@@ -235,14 +245,31 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
 }
 
 /// One token of each sequence, whose row goes where the table says.
-fn suits_blocks(p: &Problem) -> Result<(), Rejection> {
+fn suits_steps_over_blocks(p: &Problem) -> Result<(), Rejection> {
     match p.pages {
         Some(pages) if pages.slots => Err(Rejection::Argument { name: "slot_mapping" }),
         _ if !p.has_single_tokens() => Err(Rejection::SeveralTokens),
-        Some(Pages { block_size: got, .. })
-            if !got.is_power_of_two() || got < Blocks::PIECE as usize =>
-        {
-            Err(Rejection::BlockSize { got, need: Blocks::PIECE })
+        _ => holds_pieces(p, Blocks::PIECE),
+    }
+}
+
+/// Elements in blocks that boxes of the copy engine fit.
+fn suits_blocks(p: &Problem) -> Result<(), Rejection> {
+    if p.quantised.is_some() {
+        return Err(Rejection::Quantised);
+    }
+    if p.lse {
+        return Err(Rejection::Argument { name: "lse" });
+    }
+    suits_flash(p)?;
+    holds_pieces(p, kernels::hopper::LEAST_BOX)
+}
+
+/// Blocks of whole pieces of so many rows.
+fn holds_pieces(p: &Problem, need: u32) -> Result<(), Rejection> {
+    match p.pages {
+        Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
+            Err(Rejection::BlockSize { got, need })
         }
         _ => Ok(()),
     }
@@ -457,6 +484,10 @@ pub(super) fn launches(
         Candidate::Unfused => return unfused_launches(p, entry, rows, scratch),
         Candidate::HopperMasked => {
             return hopper::masked_launch(p, device, entry, &rows, scratch.count(1))
+                .map(|launch| vec![launch]);
+        }
+        Candidate::HopperPaged => {
+            return hopper::paged_launch(p, device, entry, &rows, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
         Candidate::TiledMasked => {

@@ -14,6 +14,8 @@ pub enum Candidate {
     DecodePaged,
     /// The same where blocks hold codes.
     DecodePagedCodes,
+    /// As `Hopper` where the cache consists of blocks: prompts, long chunks, and tokens among them.
+    HopperPaged,
     /// A token step in one launch, by clusters of blocks: few query rows, many keys, on Hopper.
     Decode,
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
@@ -58,6 +60,7 @@ impl Candidate {
             Self::DecodeCodes => "decode_codes",
             Self::DecodePaged => "decode_paged",
             Self::DecodePagedCodes => "decode_paged_codes",
+            Self::HopperPaged => "hopper_paged",
             Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
@@ -99,6 +102,8 @@ pub enum Rejection {
     NoMask,
     /// The kernel is for caches of codes.
     NotQuantised,
+    /// The kernel reads elements, not codes.
+    Quantised,
     /// The kernel appends to the cache that it reads.
     NotShared,
     /// The kernel is for one token of each sequence.
@@ -233,6 +238,7 @@ impl fmt::Display for Rejection {
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
             Self::NotQuantised => write!(f, "the cache holds no codes"),
+            Self::Quantised => write!(f, "the cache holds codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::SeveralTokens => write!(f, "not every sequence has one token"),
             Self::BlockSize { got, need } => {

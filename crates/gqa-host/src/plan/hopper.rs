@@ -1,15 +1,17 @@
 //! The Hopper family: which calls it suits, with which tiles, in how many parts of the keys, and its launches.
 
 use super::decision::Rejection;
-use super::launch::{launch, tensor};
+use super::launch::{launch, tensor, u32_of};
 use super::params::{bias_or_mask, masked_params, output, params};
 use super::prologue::{Rows, rotary_params};
 use super::switches::Switches;
 use super::{Arg, DeviceInfo, Launch, TensorId, TensorMap};
-use crate::{Problem, Result, Rotary};
+use crate::{Error, Problem, Result, Rotary};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper;
-use gqa_kernels::params::{AttentionParams, HopperParams, MaskedParams, Strides, vectors};
+use gqa_kernels::params::{
+    AttentionParams, HopperParams, MaskedParams, PagedHopperParams, Strides, vectors,
+};
 use gqa_kernels::registry::{Entry, Family, entries};
 
 /// The compute capability that the family is made for, times ten.
@@ -55,6 +57,42 @@ pub(super) fn suits(
     device: &DeviceInfo,
     switches: &Switches,
 ) -> Result<(), Rejection> {
+    can_do(p, device)?;
+    let forced = switches.force.is_some();
+    if p.q_len < LEAST_ROWS && !forced && !mostly_empty_tiles_pay(p, entry, device) {
+        return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
+    }
+    Ok(())
+}
+
+/// Why rows must be gathered from their blocks, or why attention over gathered ones does better.
+pub(super) fn suits_pages(
+    p: &Problem,
+    device: &DeviceInfo,
+    switches: &Switches,
+) -> Result<(), Rejection> {
+    can_do(p, device)?;
+    if !p.rotary.is_none_or(knows) {
+        return Err(Rejection::TooLarge);
+    }
+    let forced = switches.force.is_some();
+    if p.q_len < LEAST_ROWS && !forced && !reading_often_pays(p, device) {
+        return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
+    }
+    Ok(())
+}
+
+/// Whether each query head reads its keys sooner for itself than they are gathered and read once by their group.
+fn reading_often_pays(p: &Problem, device: &DeviceInfo) -> bool {
+    /// Time of all multiprocessors to gather a KV head's key and to read it then, in that of one of them for a key of `hopper`.
+    const GATHER_TIME: usize = 6;
+    let multiprocessors = (device.multiprocessors as usize).max(1);
+    let waves = p.q_heads.saturating_mul(p.batch).div_ceil(multiprocessors);
+    waves * multiprocessors < GATHER_TIME.saturating_mul(p.kv_heads * p.batch)
+}
+
+/// Whether it is a device and a call of the family's.
+fn can_do(p: &Problem, device: &DeviceInfo) -> Result<(), Rejection> {
     if device.sm != SM {
         return Err(Rejection::Architecture { have: device.sm, need: SM });
     }
@@ -65,10 +103,6 @@ pub(super) fn suits(
     const MAX_SOFTCAP: f32 = 1000.0;
     if p.softcap_in_f32() > MAX_SOFTCAP {
         return Err(Rejection::Softcap { got: p.softcap_in_f32(), max: MAX_SOFTCAP });
-    }
-    let forced = switches.force.is_some();
-    if p.q_len < LEAST_ROWS && !forced && !mostly_empty_tiles_pay(p, entry, device) {
-        return Err(Rejection::FewRows { got: p.q_len, min: LEAST_ROWS });
     }
     Ok(())
 }
@@ -136,6 +170,59 @@ pub(super) fn whole_launch(
     arguments.extend([("cos", table(TensorId::CosCache)), ("sin", table(TensorId::SinCache))]);
     let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
     launch(entry, grid, &arguments, &HopperParams { attention, rotary })
+}
+
+/// `hopper_paged`, which rotates queries if anything does: to it the tokens of all sequences are one batch entry.
+pub(super) fn paged_launch(
+    p: &Problem,
+    device: &DeviceInfo,
+    entry: &'static Entry,
+    rows: &Rows,
+    counter: Arg,
+) -> Result<Launch> {
+    let pages = p.pages.ok_or_else(|| Error::NoKernel("the cache has no blocks".to_owned()))?;
+    let of_all = |strides: Strides| Strides { batch: 0, ..strides };
+    let attention = params(p, of_all(rows.query.strides), 1)?;
+    let row = u64::from(attention.kv_heads) * u64::from(attention.head_size);
+    let cache =
+        Strides { row, head: attention.head_size.into(), batch: row * pages.block_size as u64 };
+    let mut attention =
+        AttentionParams { k: cache, v: cache, out: of_all(attention.out), ..attention };
+    attention.section =
+        hopper::section(&AttentionParams { batch: 1, ..attention }, device.l2_bytes);
+    let params = PagedHopperParams {
+        hopper: HopperParams { attention, rotary: rotary_params(p.rotary, 0)? },
+        tokens: u32_of("tokens", pages.tokens)?,
+        per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+        log_block_size: pages.block_size.ilog2(),
+        blocks: u32_of("blocks", pages.blocks)?,
+    };
+    let AttentionParams { head_size, q_heads, kv_heads, .. } = attention;
+    let block_size = u32_of("rows of a block", pages.block_size)?;
+    let queries = [head_size, params.tokens, q_heads, 1];
+    let keys = [head_size, block_size, kv_heads, params.blocks];
+    let box_rows = hopper::box_rows(block_size, entry.keys);
+    let [k, v] = rows.attended.map(|arg| tensor_map(p, arg, cache, keys, box_rows));
+    let tensor = |id| tensor(p, id, 0);
+    let arguments = [
+        ("q", tensor_map(p, rows.query.arg, attention.q, queries, hopper::QUERY_BOX)),
+        ("k", k),
+        ("v", v),
+        ("cos", tensor(TensorId::CosCache)),
+        ("sin", tensor(TensorId::SinCache)),
+        ("starts", tensor(TensorId::CumulativeSequenceLength)),
+        ("past_seqlens", tensor(TensorId::SeqlensK)),
+        ("block_table", tensor(TensorId::BlockTable)),
+        ("head_sink", tensor(TensorId::HeadSink)),
+        output(p)[0],
+        ("counter", counter),
+    ];
+    launch(
+        entry,
+        hopper::paged_grid(&params, entry.rows, device.multiprocessors),
+        &arguments,
+        &params,
+    )
 }
 
 /// `hopper_masked`.

@@ -11,7 +11,7 @@
 //! | separate cache | `concat_new_to_past_kv`, which rotates K, and `rotary_embedding` for Q; `concat_rows` where rows are no vectors |
 //! | quantised cache | as a shared one, of numbers in scratch, and then `quantise_kv`: codes of new rows, numbers of all |
 //! | external cache | none |
-//! | a cache of blocks | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter`; `decode_paged` needs `qk_norm` only |
+//! | a cache of blocks | `qk_norm`, `paged_append`, `paged_gather`; after attention `paged_scatter`; `decode_paged` needs `qk_norm` only, `hopper_paged` that and `paged_append` |
 //! | a cache that slides | `slide_kv` or `slide_lengths`, and what the rest of this table says; where rows are several, `slide_kv` after attention |
 //! | nothing to append | `rotary_embedding` for Q |
 //!

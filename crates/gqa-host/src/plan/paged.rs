@@ -1,15 +1,14 @@
-//! Calls whose cache consists of blocks: `decode_paged` or `decode_paged_codes`, which read them where they are (and `qk_norm` before it, with QK-norm), or
-//! their rows side by side in scratch, and attention over these.
+//! Calls whose cache consists of blocks: kernels that read them where they are, or their rows side by side in scratch, and attention over these.
 //!
-//! | launch | where |
-//! |---|---|
-//! | `qk_norm` | with QK-norm |
-//! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | always |
-//! | `paged_gather`: the rows of every sequence into scratch | always |
-//! | attention | always |
-//! | `paged_scatter`: output rows to their tokens | unless every sequence has one token |
+//! | launch | for a token of each sequence | for prompts | for what else there is |
+//! |---|---|---|---|
+//! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
+//! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | | but the queries | always |
+//! | `paged_gather`: the rows of every sequence into scratch | | | always |
+//! | attention | `decode_paged`, `decode_paged_codes` | `hopper_paged` | any kernel |
+//! | `paged_scatter`: output rows to their tokens | | | unless every sequence has one token |
 //!
-//! Queries stay where they are if every sequence has one token and nothing turns or takes them apart.
+//! In the last column queries stay where they are if every sequence has one token and nothing turns or takes them apart.
 
 use super::launch::{Scratch, element, find, launch, tensor, u32_of};
 use super::prologue::{Rows, normalise, positions, rotary_params};
@@ -20,7 +19,6 @@ use super::{
 use crate::{CodeFormat, DType, Pages, Problem, Result};
 use gqa_kernels::params::PagedParams;
 use gqa_kernels::prologue::paged_grid;
-use std::iter;
 
 /// The launches of a call whose cache consists of blocks.
 pub(super) fn compose(
@@ -31,24 +29,27 @@ pub(super) fn compose(
     scratch: &mut Scratch,
 ) -> Result<Composed> {
     let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
-    let candidate = match problem.quantised {
+    let step = match problem.quantised {
         None => Candidate::DecodePaged,
         Some(_) => Candidate::DecodePagedCodes,
     };
-    let choice = attention::consider(candidate, problem, device, switches);
-    let outcome = choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone);
-    let decision = Decision { candidate, outcome };
-    if let Ok(choice) = choice {
-        let rows = rows.one_of_each_sequence();
+    let mut decisions = Vec::new();
+    for candidate in [step, Candidate::HopperPaged] {
+        let choice = attention::consider(candidate, problem, device, switches);
+        let outcome = choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone);
+        decisions.push(Decision { candidate, outcome });
+        let Ok(choice) = choice else { continue };
+        let rows = if candidate == step {
+            rows.one_of_each_sequence()
+        } else {
+            launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
+            rows
+        };
         launches.extend(attention::launches(problem, device, &choice, rows, true, scratch)?);
-        return Ok(Composed {
-            launches,
-            decisions: vec![decision],
-            positions: positions(problem, true),
-        });
+        return Ok(Composed { launches, decisions, positions: positions(problem, true) });
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
-    launches.push(gathered.append(device)?);
+    launches.push(gathered.prologue.append(gathered.moved, device)?);
     launches.push(gathered.gather(device)?);
     let call = Composed::of(&problem.gathered(), device, switches, scratch)?;
     let rebind = gathered.rebind();
@@ -56,64 +57,47 @@ pub(super) fn compose(
     if gathered.output != Arg::Null {
         launches.push(gathered.scatter(device)?);
     }
-    let decisions = iter::once(decision).chain(call.decisions).collect();
+    decisions.extend(call.decisions);
     Ok(Composed { launches, decisions, positions: positions(problem, true) })
 }
 
-/// What attention finds in scratch.
-struct Gathered<'a> {
+/// The launches around attention.
+#[derive(Clone, Copy)]
+struct Prologue<'a> {
     problem: &'a Problem,
     /// Tokens' rows.
     rows: Rows,
     params: PagedParams,
-    query: Arg,
-    cache: [Arg; 2],
-    lengths: Arg,
-    output: Arg,
 }
 
-impl<'a> Gathered<'a> {
-    fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
-        let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
-        let padded = p.batch * p.q_len * p.q_heads * p.head_size;
-        let cached: usize = p.gathered().key_cache_shape(p.capacity).iter().product();
-        let moves = !p.has_single_tokens() || p.rotary.is_some() || p.packed;
-        let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
-            true => scratch.take(elements, size),
-            false => Ok(Arg::Null),
+impl<'a> Prologue<'a> {
+    fn new(p: &'a Problem, pages: Pages, rows: Rows) -> Result<Self> {
+        let size = p.dtype.size();
+        let params = PagedParams {
+            q: rows.query.strides,
+            k: rows.key.strides,
+            v: rows.value.strides,
+            rotary: rotary_params(p.rotary, 0)?,
+            batch: u32_of("batch", p.batch)?,
+            q_heads: u32_of("query heads", p.q_heads)?,
+            kv_heads: u32_of("KV heads", p.kv_heads)?,
+            head_size: u32_of("head size", p.head_size)?,
+            row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
+            per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+            reserved: 0,
+            q_len: u32_of("query rows", p.q_len)?,
+            tokens: u32_of("tokens", pages.tokens)?,
+            capacity: u32_of("rows of a sequence", p.capacity)?,
+            blocks: u32_of("blocks", pages.blocks)?,
+            block_size: u32_of("rows of a block", pages.block_size)?,
+            per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
+            moves_queries: 0,
         };
-        Ok(Self {
-            problem: p,
-            params: PagedParams {
-                q: rows.query.strides,
-                k: rows.key.strides,
-                v: rows.value.strides,
-                rotary: rotary_params(p.rotary, 0)?,
-                batch: u32_of("batch", p.batch)?,
-                q_heads: u32_of("query heads", p.q_heads)?,
-                kv_heads: u32_of("KV heads", p.kv_heads)?,
-                head_size: u32_of("head size", p.head_size)?,
-                row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
-                per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
-                reserved: 0,
-                q_len: u32_of("query rows", p.q_len)?,
-                tokens: u32_of("tokens", pages.tokens)?,
-                capacity: u32_of("rows of a sequence", p.capacity)?,
-                blocks: u32_of("blocks", pages.blocks)?,
-                block_size: u32_of("rows of a block", pages.block_size)?,
-                per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
-                moves_queries: moves.into(),
-            },
-            query: if moves { take(true, padded, size)? } else { rows.query.arg },
-            cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
-            lengths: take(true, p.batch, DType::I32.size())?,
-            output: take(!p.has_single_tokens(), padded, size)?,
-            rows,
-        })
+        Ok(Self { problem: p, rows, params })
     }
 
-    fn append(&self, device: &DeviceInfo) -> Result<Launch> {
-        let queries = if self.params.moves_queries != 0 { self.query } else { Arg::Null };
+    /// New rows into the cache, and queries to `query`; null: they stay where they are.
+    fn append(&self, query: Arg, device: &DeviceInfo) -> Result<Launch> {
         let rotation = |id| match self.problem.rotary {
             Some(_) => tensor(self.problem, id, 0),
             None => Arg::Null,
@@ -126,7 +110,7 @@ impl<'a> Gathered<'a> {
             ("cos", rotation(TensorId::CosCache)),
             ("sin", rotation(TensorId::SinCache)),
             ("position_ids", Arg::Null),
-            ("q_out", queries),
+            ("q_out", query),
             ("k_scale", scale(TensorId::KScale)),
             ("v_scale", scale(TensorId::VScale)),
         ];
@@ -136,23 +120,8 @@ impl<'a> Gathered<'a> {
             Some(CodeFormat::Int4) => "paged_append_codes_i4",
             Some(CodeFormat::Float8) => "paged_append_codes_f8",
         };
-        self.launch(kernel, element(self.problem.dtype), &arguments, &self.params, device)
-    }
-
-    fn gather(&self, device: &DeviceInfo) -> Result<Launch> {
-        let [k, v] = self.cache;
-        let arguments = [("present_k", k), ("present_v", v), ("lengths", self.lengths)];
-        let [.., width] = self.problem.gathered().key_cache_shape(0);
-        let bytes = width * self.problem.key_cache_dtype().size();
-        let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
-        let params = PagedParams { row_vectors, ..self.params };
-        self.launch("paged_gather", None, &arguments, &params, device)
-    }
-
-    fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
-        let out = tensor(self.problem, TensorId::Output, 0);
-        let arguments = [("rows", self.output), ("out", out)];
-        self.launch("paged_scatter", None, &arguments, &self.params, device)
+        let params = PagedParams { moves_queries: (query != Arg::Null).into(), ..self.params };
+        self.launch(kernel, element(self.problem.dtype), &arguments, &params, device)
     }
 
     fn launch(
@@ -177,11 +146,58 @@ impl<'a> Gathered<'a> {
         let grid = paged_grid(entry, params, device.multiprocessors);
         launch(entry, grid, &[arguments, &of_pages].concat(), params)
     }
+}
+
+/// What attention over gathered rows finds in scratch.
+struct Gathered<'a> {
+    prologue: Prologue<'a>,
+    /// Null where queries stay where they are.
+    moved: Arg,
+    cache: [Arg; 2],
+    lengths: Arg,
+    output: Arg,
+}
+
+impl<'a> Gathered<'a> {
+    fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
+        let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
+        let padded = p.batch * p.q_len * p.q_heads * p.head_size;
+        let cached: usize = p.gathered().key_cache_shape(p.capacity).iter().product();
+        let moves = !p.has_single_tokens() || p.rotary.is_some() || p.packed;
+        let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
+            true => scratch.take(elements, size),
+            false => Ok(Arg::Null),
+        };
+        Ok(Self {
+            prologue: Prologue::new(p, pages, rows)?,
+            moved: take(moves, padded, size)?,
+            cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
+            lengths: take(true, p.batch, DType::I32.size())?,
+            output: take(!p.has_single_tokens(), padded, size)?,
+        })
+    }
+
+    fn gather(&self, device: &DeviceInfo) -> Result<Launch> {
+        let (p, [k, v]) = (self.prologue.problem, self.cache);
+        let arguments = [("present_k", k), ("present_v", v), ("lengths", self.lengths)];
+        let [.., width] = p.gathered().key_cache_shape(0);
+        let bytes = width * p.key_cache_dtype().size();
+        let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
+        let params = PagedParams { row_vectors, ..self.prologue.params };
+        self.prologue.launch("paged_gather", None, &arguments, &params, device)
+    }
+
+    fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
+        let Prologue { problem, params, .. } = &self.prologue;
+        let arguments = [("rows", self.output), ("out", tensor(problem, TensorId::Output, 0))];
+        self.prologue.launch("paged_scatter", None, &arguments, params, device)
+    }
 
     /// Where the call over gathered rows finds its tensors.
     fn rebind(&self) -> Rebind {
+        let query = if self.moved == Arg::Null { self.prologue.rows.query.arg } else { self.moved };
         Rebind(vec![
-            (TensorId::Query, self.query),
+            (TensorId::Query, query),
             (TensorId::PresentKey, self.cache[0]),
             (TensorId::PresentValue, self.cache[1]),
             (TensorId::SeqlensK, self.lengths),

@@ -6,8 +6,8 @@ use crate::{
     Rotary, Sink,
 };
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, HopperParams, MaskedParams, PagedDecodeParams, PagedParams,
-    PrologueParams, SlideBiasParams, SlideParams, Strides,
+    AttentionParams, DecodeParams, HopperParams, MaskedParams, PagedDecodeParams,
+    PagedHopperParams, PagedParams, PrologueParams, SlideBiasParams, SlideParams, Strides,
 };
 use gqa_kernels::registry::Family;
 
@@ -933,44 +933,74 @@ fn paged(p: &Problem) -> Problem {
     }
 }
 
+/// `past` keys and `s` tokens of each of `batch` sequences, on a cache of blocks.
+fn over_blocks(batch: usize, s: usize, past: usize) -> Problem {
+    paged(&with(llama(s, past), |p| p.batch = batch))
+}
+
+fn with_pages(p: Problem, change: fn(Pages) -> Pages) -> Problem {
+    with(p, |p| p.pages = p.pages.map(change))
+}
+
+#[test]
+fn blocks_are_read_where_they_are() {
+    let kernels_of = |p: Problem| kernels(&p, &Switches::default());
+    assert_eq!(kernels_of(over_blocks(8, 1, 500)), ["decode_paged_f16_d128_r8"]);
+    let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_paged_f16_d128_r8"]);
+    let codes = quantised(over_blocks(8, 1, 500), CODES[0]);
+    assert_eq!(kernels_of(codes), ["decode_paged_i8_f16_d128_r8"]);
+    let prompt = ["paged_append", "hopper_paged_f16_d128"];
+    assert_eq!(kernels_of(over_blocks(1, 512, 512)), prompt);
+    assert_eq!(kernels_of(over_blocks(8, 512, 512)), prompt);
+    assert_eq!(kernels_of(normed(over_blocks(8, 512, 0)))[1..], prompt);
+    let slots = |p| with_pages(p, |pages| Pages { slots: true, ..pages });
+    assert_eq!(kernels_of(slots(over_blocks(8, 512, 512))), prompt);
+    // Where sequences are many, query heads read keys sooner than they are gathered.
+    assert_eq!(kernels_of(over_blocks(8, 2, 500)), prompt);
+    assert_eq!(kernels_of(slots(over_blocks(8, 1, 500))), prompt);
+    // Sequences that have no token make room for those that have several.
+    let fewer = |batch| {
+        with_pages(over_blocks(batch, 1, 500), |pages| Pages { tokens: pages.tokens - 1, ..pages })
+    };
+    assert_eq!(kernels_of(fewer(8)), prompt);
+    let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
+    assert_eq!(kernels_of(wide(over_blocks(8, 1, 500), 80))[1], "hopper_paged_f16_d96");
+    assert_eq!(kernels_of(wide(over_blocks(8, 64, 500), 248))[1], "hopper_paged_f16_d256");
+}
+
 #[test]
 fn blocks_are_gathered() {
     let off = Switches::default();
-    let kernels_of = |p: Problem| kernels(&p, &off);
-    let step = "decode_f16_d128_r8";
-    let batch = |s, past| paged(&with(llama(s, past), |p| p.batch = 8));
-    let of_pages =
-        |p: Problem, change: fn(Pages) -> Pages| with(p, |p| p.pages = p.pages.map(change));
-    assert_eq!(kernels_of(batch(1, 500)), ["decode_paged_f16_d128_r8"]);
-    let normed = with(batch(1, 500), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
-    assert_eq!(kernels_of(normed), ["qk_norm", "decode_paged_f16_d128_r8"]);
-    let gathers = |p: Problem, why: &str| {
-        assert_eq!(kernels(&p, &off)[..2], ["paged_append", "paged_gather"]);
-        assert_eq!(rejection(&p, "h200", &off, Candidate::DecodePaged), why);
+    let rejections = |p: &Problem, [step, prompt]: [&str; 2]| {
+        assert_eq!(kernels(p, &off)[..2], ["paged_append", "paged_gather"]);
+        assert_eq!(rejection(p, "h200", &off, Candidate::DecodePaged), step);
+        assert_eq!(rejection(p, "h200", &off, Candidate::HopperPaged), prompt);
     };
-    gathers(batch(2, 500), "not every sequence has one token");
-    gathers(
-        of_pages(batch(1, 500), |pages| Pages { slots: true, ..pages }),
-        "does not take slot_mapping",
-    );
-    gathers(
-        of_pages(batch(1, 500), |pages| Pages { block_size: 48, ..pages }),
-        "blocks of 48 rows are no power of two of 16 or more",
-    );
-    gathers(with(batch(1, 500), |p| p.head_size = 80), "has no tile for head size 80");
+    let several = "not every sequence has one token";
+    rejections(&over_blocks(1, 2, 500), [several, "2 query rows are under 64"]);
+    let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
+    let why = "blocks of 48 rows are no power of two of 16 or more";
+    rejections(&odd(over_blocks(8, 1, 500)), [why, why]);
+    rejections(&odd(over_blocks(8, 512, 512)), [several, why]);
+    let scaled = with(over_blocks(8, 512, 512), |p| p.scale = -1.0);
+    rejections(&scaled, [several, "scale -1 is not positive"]);
     assert_eq!(
-        kernels_of(batch(512, 512)),
+        kernels(&odd(over_blocks(8, 512, 512)), &off),
         ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
     );
-    let codes = |p: Problem| quantised(p, CODES[0]);
+    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Candidate::HopperPaged);
+    assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
+    let codes = |s| quantised(over_blocks(8, s, 512), CODES[0]);
+    assert_eq!(
+        rejection(&codes(512), "h200", &off, Candidate::HopperPaged),
+        "the cache holds codes"
+    );
     let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
-    assert_eq!(kernels_of(codes(batch(1, 500))), ["decode_paged_i8_f16_d128_r8"]);
-    assert_eq!(kernels_of(codes(batch(2, 500)))[..3], [append, gather, "decode_i8_f16_d128_r8"]);
+    assert_eq!(kernels(&codes(2), &off)[..3], [append, gather, "decode_i8_f16_d128_r8"]);
     let attends = ["quantise_kv_i8", "hopper_f16_d128", "paged_scatter"];
-    assert_eq!(kernels_of(codes(batch(512, 512))), [&[append, gather][..], &attends].concat());
-    // Sequences that have no token make room for those that have several.
-    let fewer = of_pages(batch(1, 500), |pages| Pages { tokens: 7, ..pages });
-    assert_eq!(kernels_of(fewer), ["paged_append", "paged_gather", step, "paged_scatter"]);
+    assert_eq!(kernels(&codes(512), &off), [&[append, gather][..], &attends].concat());
 }
 
 /// Grid and parameters of a launch.
@@ -1060,6 +1090,7 @@ fn check(plan: &Plan, launch: &Launch) {
                 decode_paged_reach(name, launch, element)
             }
             Family::Decode | Family::DecodeCodes => decode_reach(name, launch, element),
+            Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {
                 rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
@@ -1229,6 +1260,18 @@ fn rotating_reach(name: &str, p: &HopperParams, element: usize) -> usize {
     match name {
         "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
         _ => attention_reach(name, &p.attention, element),
+    }
+}
+
+fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
+    let p: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
+    let a = &p.hopper.attention;
+    match name {
+        "out" => reach(a.out, [1, a.q_heads, p.tokens], a.head_size) * element,
+        "starts" => (a.batch + 1) as usize * 4,
+        "past_seqlens" => a.batch as usize * 4,
+        "block_table" => (a.batch * p.per_sequence) as usize * 4,
+        _ => rotating_reach(name, &p.hopper, element),
     }
 }
 

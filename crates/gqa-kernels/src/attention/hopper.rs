@@ -33,6 +33,7 @@
 mod consumer;
 mod mask;
 mod output;
+mod pages;
 mod producer;
 mod ring;
 mod rotate;
@@ -40,17 +41,19 @@ mod shape;
 mod softmax;
 mod work;
 
+pub use pages::{LEAST_BOX, box_rows};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
     Hopper, MaskedD64, MaskedD128, MaskedD256,
 };
 
 use crate::num::MmaElement;
-use crate::params::{AttentionParams, HopperParams, MaskedParams};
+use crate::params::{AttentionParams, HopperParams, MaskedParams, PagedHopperParams};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
 use mask::Mask;
 use output::Destination;
+use pages::Pages;
 use rotate::Rotation;
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
@@ -116,16 +119,28 @@ impl<
                 registers_lower::<32>()
             }
             let columns = pointers.mask.map_or(u32::MAX, |mask| mask.columns);
-            if thread_idx() == 0 {
-                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, columns, p);
+            // Two warps look up blocks.
+            let pages = pointers.pages;
+            if thread_idx() == 0 || pages.is_some() && warp() == 0 {
+                producer::load_keys_and_values::<Self>(
+                    base, k, v, seqlens_k, pages, counter, columns, p,
+                );
             } else if thread_idx() == 32 {
-                producer::load_queries::<Self>(base, q);
+                producer::load_queries::<Self>(base, q, pages.is_some());
             } else if warp() >= 2 {
                 if let Some(mask) = pointers.mask {
                     mask.load::<Self>(base, p);
                 }
                 if warp() == 2 {
-                    producer::clear_unseeing::<T, Self>(seqlens_k, pointers.to, columns, p);
+                    match pages {
+                        None => {
+                            producer::clear_unseeing::<T, Self>(seqlens_k, pointers.to, columns, p);
+                        }
+                        // Here a token sees itself at least, and there is no padding.
+                        Some(pages) => {
+                            producer::share_keys_and_values::<Self>(base, k, v, pages, p);
+                        }
+                    }
                 }
             }
         } else {
@@ -162,8 +177,34 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let HopperParams { attention, rotary } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages: None, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &attention);
+    }
+
+    /// The kernel for a cache of blocks: k and v are (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to
+    /// each sequence. Query and output rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on, behind `past_seqlens[b]`
+    /// keys that the call does not add.
+    #[inline(always)]
+    pub fn run_paged<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        counter: Global<u32>,
+        p: PagedHopperParams,
+    ) {
+        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
+        let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
+        let to = Destination { out, partial_out: Global::null(), lse: Global::null() };
+        let pages = Some(Pages::new(starts, past_seqlens, block_table, &p));
+        let pointers = Pointers { mask: None, rotation, pages, head_sink, to };
+        Self::attend([q, k, v], past_seqlens, pointers, counter, &p.hopper.attention);
     }
 }
 
@@ -184,7 +225,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: AttentionParams,
     ) {
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation: None, pages: None, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
     }
 }
@@ -207,7 +248,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: AttentionParams,
     ) {
         let to = Destination { out, partial_out, lse: partial_lse };
-        let pointers = Pointers { mask: None, rotation: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation: None, pages: None, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
     }
 }
@@ -233,7 +274,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, mask, &p));
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask, rotation: None, head_sink, to };
+        let pointers = Pointers { mask, rotation: None, pages: None, head_sink, to };
         Self::attend([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
 }
@@ -284,6 +325,14 @@ fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>) {
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let work = work_tiles(p, rows) * u64::from(p.splits.max(1));
+    [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
+}
+
+/// Blocks of a launch for sequences in a cache of blocks.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
+    let a = &p.hopper.attention;
+    let work = u64::from(pages::row_tiles(p.tokens, a.batch, rows)) * u64::from(a.q_heads);
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 

@@ -3,6 +3,7 @@
 pub mod band;
 pub mod heads;
 pub mod mask;
+pub mod pages;
 pub mod seqlen;
 pub mod sliding;
 pub mod softmax;

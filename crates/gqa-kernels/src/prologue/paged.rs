@@ -17,40 +17,21 @@
 use super::quantise::store_vector;
 use super::rope::{Rope, Unturned, pairs};
 use super::walk::Walk;
+use crate::concept::pages::Sequence;
 use crate::num::{Code, Element};
 use crate::params::PagedParams;
 use crate::simt::Global;
 
-/// Where the rows of a sequence are.
-#[derive(Clone, Copy)]
-struct Sequence {
-    /// Its first token.
-    start: u32,
-    /// Tokens.
-    new: u32,
-    /// Rows before them.
-    past: u32,
-    /// Rows.
-    total: u32,
-}
-
-impl Sequence {
-    /// Batch entry `b`, clamped to what there is.
-    #[inline(always)]
-    fn of(p: &PagedParams, starts: Global<i32>, past_seqlens: Global<i32>, b: u32) -> Self {
-        let at = |i: u32| (starts.load(i as usize).max(0) as u32).min(p.tokens);
-        let (start, end) = (at(b), at(b + 1));
-        let new = end.saturating_sub(start).min(p.q_len).min(p.capacity);
-        let past = (past_seqlens.load(b as usize).max(0) as u32).min(p.capacity - new);
-        Self { start, new, past, total: past + new }
-    }
-
-    /// The token that is row `row` of `q_len`.
-    #[inline(always)]
-    fn token(self, row: u32, q_len: u32) -> Option<u32> {
-        let position = self.total.saturating_sub(q_len) + row;
-        (position >= self.past && position < self.total).then(|| position - self.past)
-    }
+/// Where the rows of batch entry `b` are.
+#[inline(always)]
+fn sequence_of(
+    p: &PagedParams,
+    starts: Global<i32>,
+    past_seqlens: Global<i32>,
+    b: u32,
+) -> Sequence {
+    let bounds = [b, b + 1].map(|i| starts.load(i as usize));
+    Sequence::new(bounds, past_seqlens.load(b as usize), p.tokens, p.q_len, p.capacity)
 }
 
 /// Rows of the cache.
@@ -183,7 +164,7 @@ impl<T: Element> New<T> {
     #[inline(always)]
     fn append(self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
         for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
-            let sequence = Sequence::of(p, self.starts, self.past_seqlens, b);
+            let sequence = sequence_of(p, self.starts, self.past_seqlens, b);
             let at = (pair, p.head_size);
             if head < moved(p) {
                 let row = (b * p.q_len + s) as usize * p.q_heads as usize + head as usize;
@@ -239,7 +220,7 @@ pub fn paged_gather(
 ) {
     let blocks = Blocks { table: block_table, slot_mapping };
     for [b, head, row, vector] in Walk::over(paged_gather_size(&p)) {
-        let total = Sequence::of(&p, starts, past_seqlens, b).total;
+        let total = sequence_of(&p, starts, past_seqlens, b).seqlen().total;
         if head + row + vector == 0 {
             lengths.store(b as usize, total as i32 - 1);
         }
@@ -275,7 +256,7 @@ pub fn paged_scatter(
     p: PagedParams,
 ) {
     for [b, row, head, vector] in Walk::over(paged_scatter_size(&p)) {
-        let sequence = Sequence::of(&p, starts, past_seqlens, b);
+        let sequence = sequence_of(&p, starts, past_seqlens, b);
         if let Some(i) = sequence.token(row, p.q_len) {
             let words = rows.load_vec(byte(&p, [b * p.q_len + row, p.q_heads, head], vector));
             out.store_vec(byte(&p, [sequence.start + i, p.q_heads, head], vector), words);

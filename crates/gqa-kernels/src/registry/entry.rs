@@ -23,6 +23,8 @@ pub enum Family {
     Hopper,
     /// The same with a bias or a mask.
     HopperMasked,
+    /// The same with a cache of blocks.
+    HopperPaged,
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv,
     /// A whole token step: rotation, append, attention by clusters of blocks, merge.
@@ -37,7 +39,7 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
@@ -47,6 +49,7 @@ impl Family {
         Self::TiledWide,
         Self::Hopper,
         Self::HopperMasked,
+        Self::HopperPaged,
         Self::SplitKv,
         Self::Decode,
         Self::DecodeCodes,
@@ -66,6 +69,7 @@ impl Family {
             Self::TiledWide => "family-tiled-wide",
             Self::Hopper => "family-hopper",
             Self::HopperMasked => "family-hopper-masked",
+            Self::HopperPaged => "family-hopper-paged",
             Self::SplitKv => "family-split-kv",
             Self::Decode => "family-decode",
             Self::DecodeCodes => "family-decode-codes",
@@ -96,6 +100,7 @@ impl Family {
             Self::TiledF32 | Self::TiledWide => &["sm_80"],
             Self::Hopper
             | Self::HopperMasked
+            | Self::HopperPaged
             | Self::Decode
             | Self::DecodeCodes
             | Self::DecodePaged

@@ -2,10 +2,11 @@
 
 use crate::attention::hopper;
 use crate::num::{bf16, f16};
-use crate::params::{AttentionParams, HopperParams, MaskedParams};
+use crate::params::{AttentionParams, HopperParams, MaskedParams, PagedHopperParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[HOPPER, HOPPER_TALL, HOPPER_SPLIT, HOPPER_MASKED];
+pub(super) static TABLES: &[&[super::Entry]] =
+    &[HOPPER, HOPPER_TALL, HOPPER_SPLIT, HOPPER_MASKED, HOPPER_PAGED];
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
@@ -46,3 +47,27 @@ kernels_by_head_size!(HOPPER_MASKED, HopperMasked, "family-hopper-masked",
     gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;
     gqa_hopper_masked_f16_d256, gqa_hopper_masked_bf16_d256 => hopper::MaskedD256, 1;
 });
+
+/// Rows of the kernels for caches of blocks, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
+macro_rules! hopper_paged_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
+        hopper_paged_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
+        kernels!(HOPPER_PAGED, HopperPaged, "family-hopper-paged",
+            ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
+             p: PagedHopperParams), { $(
+            $name => <$shape>::run_paged, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
+        )* });
+    };
+}
+
+hopper_paged_kernels! {
+    gqa_hopper_paged_f16_d64, gqa_hopper_paged_bf16_d64 => hopper::D64Short;
+    gqa_hopper_paged_f16_d96, gqa_hopper_paged_bf16_d96 => hopper::D96Short;
+    gqa_hopper_paged_f16_d128, gqa_hopper_paged_bf16_d128 => hopper::D128<false>;
+    gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
+    gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
+}

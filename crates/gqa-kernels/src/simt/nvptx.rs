@@ -14,7 +14,11 @@ mod mbarrier;
 mod warpgroup;
 pub use cluster::*;
 pub use communicate::*;
-#[cfg(any(feature = "family-hopper", feature = "family-hopper-masked"))]
+#[cfg(any(
+    feature = "family-hopper",
+    feature = "family-hopper-masked",
+    feature = "family-hopper-paged"
+))]
 pub(crate) use copy_engine::tensor_map_param;
 pub use copy_engine::*;
 pub use mbarrier::*;
@@ -168,6 +172,12 @@ struct Vec2([u32; 2]);
 // A launch binds every pointer to memory as large as the kernel's indices reach, which the planner checks and the simulator
 // enforces; that is what the accesses below rely on.
 impl<T: Pod> Global<T> {
+    /// What a kernel has no parameter for.
+    #[inline(always)]
+    pub const fn null() -> Self {
+        Self(core::ptr::null_mut())
+    }
+
     /// Whether the launch bound nothing.
     #[inline(always)]
     pub fn is_null(self) -> bool {

@@ -2,11 +2,13 @@
 
 use super::mask::Mask;
 use super::output::{Destination, Output};
+use super::pages::Pages;
 use super::ring::Ring;
 use super::rotate::Rotation;
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
 use super::softmax::{Raised, RowPair, Softmax, exceed, greatest, scale};
-use super::work::{KeyTiles, Slot};
+use super::work::{KeyTiles, Place, Slot};
+use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
@@ -22,6 +24,8 @@ pub(super) struct Pointers<T> {
     pub(super) mask: Option<Mask<T>>,
     /// Of queries that are not rotated yet.
     pub(super) rotation: Option<Rotation<T>>,
+    /// Of sequences in a cache of blocks.
+    pub(super) pages: Option<Pages>,
     pub(super) head_sink: Global<T>,
     pub(super) to: Destination<T>,
 }
@@ -245,7 +249,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let rotation = self.pointers.rotation.filter(|rotation| rotation.params.dim > 0);
         if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
             let tile = self.base + self.q_tile() * S::Q_BYTES;
-            rotation.rotate::<S>(slot, self.p.q_len, tile, self.warpgroup);
+            rotation.rotate::<S>(slot, self.rows(slot.seqlen()), tile, self.warpgroup);
         }
         // Large heads do better with one loop: the other one keeps K until weights are seen, and with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128;
@@ -277,6 +281,12 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     fn pass_turn(&self) {
         let next = if self.warpgroup + 1 == S::WARPGROUPS { 0 } else { self.warpgroup + 1 };
         named_barrier_arrive(1 + next, 2 * WARPGROUP);
+    }
+
+    /// Query rows of a sequence.
+    #[inline(always)]
+    fn rows(&self, seqlen: Seqlen) -> u32 {
+        if self.pointers.pages.is_some() { seqlen.total - seqlen.past } else { self.p.q_len }
     }
 
     /// Number of the Q tile in use.
@@ -504,9 +514,21 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             rows[1].sum = o[O - 2];
         }
         let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
-        let output = Output { p: self.p, place, seqlen, row: self.softmax.row };
-        let Pointers { head_sink, to, .. } = self.pointers;
-        let factors = output.normalise::<T, S>(rows, head_sink, to.lse);
+        // In the output tokens of all sequences are those of one.
+        let (place, start) = match self.pointers.pages {
+            None => (place, 0),
+            Some(_) => (Place { batch: 0, ..place }, place.token),
+        };
+        let to = self.pointers.to;
+        let output = Output {
+            p: self.p,
+            place,
+            seqlen,
+            start,
+            rows: self.rows(seqlen),
+            row: self.softmax.row,
+        };
+        let factors = output.normalise::<T, S>(rows, self.pointers.head_sink, to.lse);
         scale(o, factors);
         if S::PARTS {
             output.store_part(o, to.partial_out);

@@ -33,6 +33,10 @@ pub(super) struct Output<'a> {
     pub(super) p: &'a AttentionParams,
     pub(super) place: Place,
     pub(super) seqlen: Seqlen,
+    /// The sequence's first row in the output.
+    pub(super) start: u32,
+    /// Its rows.
+    pub(super) rows: u32,
     pub(super) row: u32,
 }
 
@@ -65,7 +69,7 @@ impl Output<'_> {
             }
             factors[half] *= state.normaliser();
             let s = first + self.row + 8 * half as u32;
-            if !lse.is_null() && s < self.p.q_len && lane() % 4 == 0 {
+            if !lse.is_null() && s < self.rows && lane() % 4 == 0 {
                 let value =
                     if self.seqlen.is_token(s) { state.log_sum_exp() } else { f32::NEG_INFINITY };
                 // Scores may be folded.
@@ -92,7 +96,7 @@ impl Output<'_> {
         let mut half = 0;
         while half < 2 {
             let s = first + self.row + 8 * half as u32;
-            let at = self.p.out.at(batch, head, s) + column as usize;
+            let at = self.p.out.at(batch, head, self.start + s) + column as usize;
             let mut group = 0;
             while group < S::D.div_ceil(32) as usize {
                 let mut words = [0; 4];
@@ -106,7 +110,7 @@ impl Output<'_> {
                 }
                 let words = transpose(words, lane);
                 let ahead = group as u32 * 32;
-                if s < self.p.q_len && column + ahead < self.p.head_size {
+                if s < self.rows && column + ahead < self.p.head_size {
                     out.store_vec(at + ahead as usize, words);
                 }
                 group += 1;
@@ -149,7 +153,7 @@ impl Output<'_> {
                 let [a, c] = exchange([bits(0), bits(4)], lane, 1);
                 let [b, d] = exchange([bits(1), bits(5)], lane, 1);
                 let column = column + group as u32 * 16;
-                if s < self.p.q_len && column < self.p.head_size {
+                if s < self.rows && column < self.p.head_size {
                     partial_out.store_vec(at + column as usize, [a, b, c, d]);
                 }
                 group += 1;

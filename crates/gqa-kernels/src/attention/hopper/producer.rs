@@ -1,7 +1,8 @@
-//! The producer warpgroup: one thread draws work and loads K and V, one loads Q and describes the work, one
-//! warp clears what sees nothing.
+//! The producer warpgroup: one thread draws work, describes it and loads K and V, one loads Q, one warp clears what sees nothing. From a
+//! cache of blocks two warps load K and V.
 
 use super::output::{Destination, row_index};
+use super::pages::Pages;
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile, WARPGROUP_ROWS};
 use super::work::{Draw, Place, Slot, Work, quotient};
@@ -33,46 +34,95 @@ fn load_tile<S: Tile>(
 struct KeyValueRing {
     base: u32,
     ring: Ring,
+    pages: Option<Pages>,
+    /// The V tile that comes after the next K tile.
+    behind: Option<Part>,
+}
+
+/// Where a tile of K or V begins in its tensor, or this lane's box of it.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    pub(super) row: u32,
+    pub(super) head: u32,
+    /// Batch entry, or block of the cache.
+    pub(super) batch: u32,
 }
 
 impl KeyValueRing {
+    #[inline(always)]
+    fn new(base: u32, pages: Option<Pages>) -> Self {
+        Self { base, ring: Ring::START, pages, behind: None }
+    }
+
+    /// Where tile number `tile` of a sequence with `total` keys is.
+    #[inline(always)]
+    fn find<S: Tile>(&self, tile: u32, head: u32, batch: u32, total: u32) -> Part {
+        let part = Part { row: tile * S::N, head, batch };
+        match self.pages {
+            None => part,
+            Some(pages) => pages.find_box::<S>(part, total),
+        }
+    }
+
+    /// The next K tile, and the V tile before it.
+    #[inline(always)]
+    fn load_next<S: Tile>(&mut self, k: TensorMap, v: TensorMap, part: Part) {
+        self.load::<S>(k, part);
+        self.load_behind::<S>(v);
+        self.behind = Some(part);
+    }
+
+    /// The V tile of the last K tile.
+    #[inline(always)]
+    fn load_behind<S: Tile>(&mut self, v: TensorMap) {
+        if let Some(part) = self.behind {
+            self.load::<S>(v, part);
+        }
+    }
+
     /// Waits until the stage is free, fills it and moves on.
     #[inline(always)]
-    fn load<S: Tile>(&mut self, map: TensorMap, tile: u32, head: u32, batch: u32) {
+    fn load<S: Tile>(&mut self, map: TensorMap, part: Part) {
         let barrier = self.base + self.ring.barrier();
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
         let destination = self.base + S::KV + self.ring.stage * S::KV_BYTES;
         let full = barrier + S::KV_FULL;
-        load_tile::<S>(S::N, destination, map, tile * S::N, head, batch, full);
+        match self.pages {
+            None => {
+                load_tile::<S>(S::N, destination, map, part.row, part.head, part.batch, full);
+            }
+            Some(pages) => pages.load_tile::<S>(destination, map, part, full),
+        }
         self.ring = self.ring.next(S::STAGES);
     }
 }
 
-/// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the borders of work tiles too, as the
-/// consumers need them; tiles from the right to the left.
+/// One thread, or a warp where the cache consists of blocks: draws work and loads its keys and values. K runs one tile ahead of V, over the
+/// borders of work tiles too, as the consumers need them; tiles from the right to the left.
 #[inline(always)]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
     v: TensorMap,
     seqlens_k: Global<i32>,
+    pages: Option<Pages>,
     counter: Global<u32>,
     columns: u32,
     p: &AttentionParams,
 ) {
-    let draw = Draw::new::<S>(counter, p);
-    let mut ring = KeyValueRing { base, ring: Ring::START };
-    // The V tile that comes after the next K tile: tile, head, batch.
-    let mut behind: Option<[u32; 3]> = None;
+    let draw = Draw::new::<S>(counter, p, pages);
+    let mut ring = KeyValueRing::new(base, pages);
     let mut n = 0;
-    let mut index = block_idx_x();
-    while draw.is_work(index) {
-        let work = Work::new::<S>(index, p, seqlens_k, columns);
+    let mut drawn = block_idx_x();
+    while let Some(index) = draw.work(drawn) {
+        let work = Work::new::<S>(index, p, seqlens_k, pages, columns);
         if work.keys.is_empty() {
-            index = draw.next();
+            drawn = draw.next();
             continue;
         }
-        Slot::announce::<S>(base, n, Some(&work));
+        if draw.leads() {
+            Slot::announce::<S>(base, n, Some(&work));
+        }
         n += 1;
         // Opaque, or the quotient would take a register for all the loop.
         let head = quotient(work.place.head, quotient(opaque(p.q_heads), p.kv_heads));
@@ -81,30 +131,61 @@ pub(super) fn load_keys_and_values<S: Tile>(
             tile -= 1;
             // The answer comes while the last tiles wait for room.
             if tile == work.keys.first {
-                index = draw.next();
+                drawn = draw.next();
             }
-            ring.load::<S>(k, tile, head, work.place.batch);
-            if let Some([tile, head, batch]) = behind {
-                ring.load::<S>(v, tile, head, batch);
-            }
-            behind = Some([tile, head, work.place.batch]);
+            let part = ring.find::<S>(tile, head, work.place.batch, work.seqlen.total);
+            ring.load_next::<S>(k, v, part);
         }
     }
-    Slot::announce::<S>(base, n, None);
-    if let Some([tile, head, batch]) = behind {
-        ring.load::<S>(v, tile, head, batch);
+    if draw.leads() {
+        Slot::announce::<S>(base, n, None);
     }
+    ring.load_behind::<S>(v);
+}
+
+/// A second warp where the cache consists of blocks: its share of the same keys and values. One warp starts a copy in about 100 cycles, in which
+/// the copy engine is not even half busy, and blocks of 16 rows make many.
+#[inline(always)]
+pub(super) fn share_keys_and_values<S: Tile>(
+    base: u32,
+    k: TensorMap,
+    v: TensorMap,
+    pages: Pages,
+    p: &AttentionParams,
+) {
+    let mut ring = KeyValueRing::new(base, Some(pages));
+    let mut n = 0;
+    loop {
+        let slot = Slot::drawn::<S>(base, n);
+        let keys = slot.keys();
+        if keys.is_empty() {
+            break;
+        }
+        n += 1;
+        let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
+        // Opaque, or the comparisons with 0 would take predicates from all the kernel.
+        let head = quotient(place.head, quotient(opaque(p.q_heads), opaque(p.kv_heads)));
+        let mut tile = keys.end;
+        while tile > keys.first {
+            tile -= 1;
+            let part = ring.find::<S>(tile, head, place.batch, seqlen.total);
+            ring.load_next::<S>(k, v, part);
+        }
+    }
+    ring.load_behind::<S>(v);
 }
 
 /// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more use for its last.
 #[inline(always)]
-pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap) {
+pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
     let mut ring = Ring::START;
     let mut n = 0;
     loop {
         let slot = Slot::drawn::<S>(base, n);
         let ends = slot.keys().is_empty();
-        let Place { batch, head, row, .. } = slot.place::<S>();
+        let Place { batch, head, row, token, .. } = slot.place::<S>();
+        // Tokens of all sequences are those of one to the tensor map.
+        let (batch, row) = if in_pages { (0, token + row) } else { (batch, row) };
         let mut warpgroup = 0;
         while warpgroup < S::WARPGROUPS {
             let tile = warpgroup * S::Q_STAGES + ring.stage;
@@ -137,8 +218,8 @@ pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     p: &AttentionParams,
 ) {
     let mut index = block_idx_x();
-    while index < Work::count::<S>(p) {
-        let work = Work::new::<S>(index, p, seqlens_k, columns);
+    while index < Work::count::<S>(p, None) {
+        let work = Work::new::<S>(index, p, seqlens_k, None, columns);
         if work.keys.is_empty() {
             clear::<T, S>(work.place, to, p);
         }

@@ -1,5 +1,6 @@
 //! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with the shortest.
 
+use super::pages::Pages;
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
 use crate::params::AttentionParams;
@@ -24,6 +25,8 @@ pub(super) struct Place {
     pub(super) row: u32,
     /// Part of the keys.
     pub(super) split: u32,
+    /// The sequence's first token, where tokens of all lie one behind the other.
+    pub(super) token: u32,
 }
 
 /// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`, and some key of the tiles `..settled_end`, of which
@@ -44,10 +47,10 @@ impl Work {
         index: u32,
         p: &AttentionParams,
         seqlens_k: Global<i32>,
+        pages: Option<Pages>,
         columns: u32,
     ) -> Self {
-        let row_tiles = p.q_len.div_ceil(S::ROWS);
-        let pairs = p.q_heads * p.batch;
+        let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
         let split = if S::PARTS { quotient(index, row_tiles * pairs) } else { 0 };
         let index = index - split * row_tiles * pairs;
         let section = quotient(index, p.section * row_tiles);
@@ -55,21 +58,40 @@ impl Work {
         let here = (pairs - section * p.section).min(p.section);
         let nth = quotient(within, here);
         let pair = section * p.section + within - nth * here;
+        let tile = row_tiles - 1 - nth;
+        if let Some(pages) = pages {
+            let (batch, row) = pages.find::<S>(tile, p);
+            let sequence = pages.sequence(batch, p);
+            let seqlen = sequence.seqlen();
+            let keys = KeyTiles::new::<S>(row, seqlen, 0, p);
+            let place = Place { batch, head: pair, row, split, token: sequence.start };
+            return Self { place, seqlen, hidden: 0, keys };
+        }
         let batch = quotient(pair, p.q_heads);
-        let row = (row_tiles - 1 - nth) * S::ROWS;
+        let row = tile * S::ROWS;
         let seqlen =
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
         let hidden = seqlen.total.saturating_sub(columns);
         let keys = KeyTiles::new::<S>(row, seqlen, hidden, p);
         let keys = if S::PARTS { keys.part(split, p.splits) } else { keys };
-        let place = Place { batch, head: pair - batch * p.q_heads, row, split };
+        let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
         Self { place, seqlen, hidden, keys }
+    }
+
+    /// Row tiles, and pairs of a head and what has as many row tiles in it.
+    #[inline(always)]
+    fn numbers<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> (u32, u32) {
+        match pages {
+            None => (p.q_len.div_ceil(S::ROWS), p.q_heads * p.batch),
+            Some(pages) => (pages.row_tiles::<S>(p), p.q_heads),
+        }
     }
 
     /// Work tiles of the whole call.
     #[inline(always)]
-    pub(super) fn count<S: Tile>(p: &AttentionParams) -> u32 {
-        p.q_len.div_ceil(S::ROWS) * p.q_heads * p.batch * if S::PARTS { p.splits } else { 1 }
+    pub(super) fn count<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> u32 {
+        let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
+        row_tiles * pairs * if S::PARTS { p.splits } else { 1 }
     }
 }
 
@@ -130,23 +152,37 @@ pub(super) struct Draw {
     /// Work tiles drawn by all blocks; 0 again after the last draw of the call.
     counter: Global<u32>,
     count: u32,
+    /// Whether a warp draws, by its first lane, and not a thread.
+    by_warp: bool,
 }
 
 impl Draw {
     #[inline(always)]
-    pub(super) fn new<S: Tile>(counter: Global<u32>, p: &AttentionParams) -> Self {
-        Self { counter, count: Work::count::<S>(p) }
+    pub(super) fn new<S: Tile>(
+        counter: Global<u32>,
+        p: &AttentionParams,
+        pages: Option<Pages>,
+    ) -> Self {
+        Self { counter, count: Work::count::<S>(p, pages), by_warp: pages.is_some() }
     }
 
-    /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
+    /// Draws the next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
     #[inline(always)]
     pub(super) fn next(&self) -> u32 {
-        grid_dim_x() + self.counter.atomic_inc(0, self.count - 1)
+        if self.leads() { grid_dim_x() + self.counter.atomic_inc(0, self.count - 1) } else { 0 }
     }
 
+    /// The work tile that was drawn, if there was one left.
     #[inline(always)]
-    pub(super) fn is_work(&self, index: u32) -> bool {
-        index < self.count
+    pub(super) fn work(&self, drawn: u32) -> Option<u32> {
+        let index = if self.by_warp { shfl_idx_u32(drawn, 0) } else { drawn };
+        (index < self.count).then_some(index)
+    }
+
+    /// Whether this is the thread that draws.
+    #[inline(always)]
+    pub(super) fn leads(&self) -> bool {
+        !self.by_warp || lane() == 0
     }
 }
 
@@ -183,7 +219,8 @@ impl Slot {
         let Self(at) = Self::new::<S>(base, n);
         if let Some(Work { place, seqlen, hidden, keys }) = work {
             st_shared_vec(at, [keys.first, keys.end, keys.full_first, keys.full_end]);
-            st_shared_vec(at + 16, [place.batch, place.head, place.row, place.split]);
+            let last = if S::PARTS { place.split } else { place.token };
+            st_shared_vec(at + 16, [place.batch, place.head, place.row, last]);
             st_shared_vec(at + 32, [seqlen.past, seqlen.total, *hidden, keys.settled_end]);
         } else {
             let mut vector = 0;
@@ -204,8 +241,9 @@ impl Slot {
 
     #[inline(always)]
     pub(super) fn place<S: Tile>(self) -> Place {
-        let [batch, head, row, split] = ld_shared_vec(self.0 + 16);
-        Place { batch, head, row, split: if S::PARTS { split } else { 0 } }
+        let [batch, head, row, last] = ld_shared_vec(self.0 + 16);
+        let (split, token) = if S::PARTS { (last, 0) } else { (0, last) };
+        Place { batch, head, row, split, token }
     }
 
     #[inline(always)]

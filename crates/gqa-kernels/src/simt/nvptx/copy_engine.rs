@@ -22,7 +22,11 @@ impl TensorMap {
 }
 
 /// The tensor map in parameter number `$i` of kernel `$kernel`, where it is: a copy of it would be of no use to the copy engine.
-#[cfg(any(feature = "family-hopper", feature = "family-hopper-masked"))]
+#[cfg(any(
+    feature = "family-hopper",
+    feature = "family-hopper-masked",
+    feature = "family-hopper-paged"
+))]
 macro_rules! tensor_map_param {
     ($kernel:ident, $i:literal) => {{
         let address: u64;
@@ -36,7 +40,11 @@ macro_rules! tensor_map_param {
         $crate::simt::TensorMap::at(address)
     }};
 }
-#[cfg(any(feature = "family-hopper", feature = "family-hopper-masked"))]
+#[cfg(any(
+    feature = "family-hopper",
+    feature = "family-hopper-masked",
+    feature = "family-hopper-paged"
+))]
 pub(crate) use tensor_map_param;
 
 /// Copies the map's box at `coordinates` (fastest dimension first) to shared memory and completes on the barrier with the

@@ -1,0 +1,39 @@
+//! Sequences over a cache of blocks: how many tokens a call brings each, and behind which rows they stand.
+
+use super::seqlen::Seqlen;
+
+/// Where the rows of a sequence are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sequence {
+    /// Its first token, among those of all sequences.
+    pub start: u32,
+    /// Its tokens.
+    pub new: u32,
+    /// Its rows before them.
+    pub past: u32,
+}
+
+impl Sequence {
+    /// From where its tokens begin and end and from the rows before them, clamped to what there is, so that no value on the device can lead outside:
+    /// `tokens` of all sequences, `q_len` of one at most, `capacity` rows in its blocks.
+    #[inline(always)]
+    pub fn new(bounds: [i32; 2], past: i32, tokens: u32, q_len: u32, capacity: u32) -> Self {
+        let [start, end] = bounds.map(|token| (token.max(0) as u32).min(tokens));
+        let new = end.saturating_sub(start).min(q_len).min(capacity);
+        Self { start, new, past: (past.max(0) as u32).min(capacity - new) }
+    }
+
+    /// Its rows, with the new ones.
+    #[inline(always)]
+    pub fn seqlen(self) -> Seqlen {
+        Seqlen { total: self.past + self.new, past: self.past }
+    }
+
+    /// The token that is row `row` of `q_len` rows, of which the last stands at the end of the sequence.
+    #[inline(always)]
+    pub fn token(self, row: u32, q_len: u32) -> Option<u32> {
+        let Seqlen { total, past } = self.seqlen();
+        let position = total.saturating_sub(q_len) + row;
+        (position >= past && position < total).then(|| position - past)
+    }
+}
