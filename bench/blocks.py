@@ -41,7 +41,8 @@ def tensors(call):
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     per_sequence = math.ceil(call.total / call.block_size)
     tokens, blocks = call.batch * call.rows, call.batch * per_sequence
-    angles = torch.rand(call.total, call.head_size // 2, device="cuda") * math.tau
+    # FlashAttention-3 wants angles for all rows of the blocks.
+    angles = torch.rand(per_sequence * call.block_size, call.head_size // 2, device="cuda") * math.tau
     cache = lambda: normal(blocks, call.block_size, call.kv_heads, call.head_size)
     return {
         "query": normal(tokens, call.heads, call.head_size),

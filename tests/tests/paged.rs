@@ -34,8 +34,8 @@ fn as_planned() {
 
 #[test]
 fn prompts_on_hopper() {
-    let cases = paged_prompts(case(half_dtype(), heads_up_to(256), 24), 150);
-    parity("sim, paged prompts", 50, cases, &Sim::default());
+    let cases = paged_prompts(case(half_dtype(), heads_up_to(256), 24), 60);
+    parity("sim, paged prompts", 6, cases, &Sim::default());
 }
 
 #[test]
