@@ -35,7 +35,16 @@ fn as_planned() {
 #[test]
 fn prompts_on_hopper() {
     let cases = paged_prompts(case(half_dtype(), heads_up_to(256), 24), 60);
-    parity("sim, paged prompts", 6, cases, &Sim::default());
+    parity("sim, paged prompts", 20, cases, &Sim::default());
+}
+
+/// Each block takes many work tiles, whose descriptions it may not write over before all have read them.
+#[test]
+fn prompts_on_few_multiprocessors() {
+    let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    let cases = paged_prompts(case(half_dtype(), heads_up_to(128), 24), 60);
+    let sim = Sim::default().with_device(device);
+    parity("sim, 2 multiprocessors, paged prompts", 20, cases, &sim);
 }
 
 #[test]

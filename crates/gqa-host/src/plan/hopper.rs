@@ -72,13 +72,7 @@ pub(super) fn suits_pages(
     switches: &Switches,
 ) -> Result<(), Rejection> {
     can_do(p, device)?;
-    // Where a tile is one box its second warp has nothing to copy, and nothing keeps it from falling behind.
-    const LEAST_TILE: usize = 64;
-    if !p.rotary.is_none_or(knows)
-        || p.pages.is_some_and(|pages| {
-            pages.block_size >= LEAST_TILE * if p.head_size > 192 { 1 } else { 2 }
-        })
-    {
+    if !p.rotary.is_none_or(knows) {
         return Err(Rejection::TooLarge);
     }
     let forced = switches.force.is_some();

@@ -966,7 +966,7 @@ fn blocks_are_read_where_they_are() {
     assert_eq!(kernels_of(fewer(8)), prompt);
     let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
     assert_eq!(kernels_of(wide(over_blocks(8, 1, 500), 80))[1], "hopper_paged_f16_d96");
-    assert_eq!(kernels_of(wide(over_blocks(8, 64, 500), 184))[1], "hopper_paged_f16_d192");
+    assert_eq!(kernels_of(wide(over_blocks(8, 64, 500), 248))[1], "hopper_paged_f16_d256");
 }
 
 #[test]

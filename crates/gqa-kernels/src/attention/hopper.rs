@@ -105,7 +105,7 @@ impl<
             for map in [q, k, v] {
                 prefetch_tensor_map(map);
             }
-            init_barriers::<T, Self>(base, pointers.mask);
+            init_barriers::<T, Self>(base, pointers.mask, pointers.pages);
         }
         fill_ones::<T, Self>(base);
         sync_threads();
@@ -119,12 +119,11 @@ impl<
                 registers_lower::<32>()
             }
             let columns = pointers.mask.map_or(u32::MAX, |mask| mask.columns);
-            // Two warps look up blocks.
             let pages = pointers.pages;
-            if thread_idx() == 0 || pages.is_some() && warp() == 0 {
-                producer::load_keys_and_values::<Self>(
-                    base, k, v, seqlens_k, pages, counter, columns, p,
-                );
+            if let Some(pages) = pages.filter(|_| warp() == 0) {
+                pages::load_keys_and_values::<Self>(base, k, v, pages, counter, p);
+            } else if thread_idx() == 0 {
+                producer::load_keys_and_values::<Self>(base, k, v, seqlens_k, counter, columns, p);
             } else if thread_idx() == 32 {
                 producer::load_queries::<Self>(base, q, pages.is_some());
             } else if warp() >= 2 {
@@ -138,7 +137,7 @@ impl<
                         }
                         // Here a token sees itself at least, and there is no padding.
                         Some(pages) => {
-                            producer::share_keys_and_values::<Self>(base, k, v, pages, p);
+                            pages::share_keys_and_values::<Self>(base, k, v, pages, p);
                         }
                     }
                 }
@@ -292,8 +291,9 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
 }
 
 #[inline(always)]
-fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>) {
+fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages: Option<Pages>) {
     let warps = S::WARPGROUPS * 4;
+    let copying = pages.map_or(1, |_| pages::COPYING_WARPS);
     let (copied, read) = mask.map_or((0, 0), |mask| mask.arrivals(warps));
     let mut stage = 0;
     while stage < S::Q_TILES {
@@ -303,7 +303,7 @@ fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>) {
     }
     stage = 0;
     while stage < S::STAGES {
-        mbarrier_init(base + S::KV_FULL + 8 * stage, 1);
+        mbarrier_init(base + S::KV_FULL + 8 * stage, copying);
         mbarrier_init(base + S::KV_EMPTY + 8 * stage, warps);
         stage += 1;
     }

@@ -3,11 +3,12 @@
 //! **Row tiles** are numbered through all sequences: those of sequence `b` begin with number `starts[b] / ROWS + b`, which leaves each as many as it needs,
 //! and at most one more. So they are no more than tokens and sequences make necessary, however lengths differ, and a search finds whose one is.
 //!
-//! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height. Each lane of two warps copies one.
+//! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height. Each lane of two warps copies one: a warp starts a
+//! copy in about 100 cycles, in which the copy engine is not even half busy, and blocks of 16 rows make many.
 
-use super::producer::Part;
+use super::ring::Ring;
 use super::shape::{CHUNK, Tile};
-use super::work::quotient;
+use super::work::{Draw, KeyTiles, Place, Slot, Work, quotient};
 use crate::concept::pages::Sequence;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
@@ -31,6 +32,8 @@ pub(super) struct Pages {
     last: u32,
 }
 
+/// Warps that copy boxes.
+pub(super) const COPYING_WARPS: u32 = 2;
 /// Fewest rows of a box.
 pub const LEAST_BOX: u32 = 16;
 
@@ -88,38 +91,14 @@ impl Pages {
         Sequence::new([start, end], past, self.tokens, p.q_len, p.capacity)
     }
 
-    /// Where this lane's box of a part of a sequence with `keys` keys is in the cache; behind these it may be any of the sequence's.
+    /// Where this lane's box of tile number `tile` of a sequence with `keys` keys is in the cache; behind these it may be any of the sequence's.
     #[inline(always)]
-    pub(super) fn find_box<S: Tile>(self, part: Part, keys: u32) -> Part {
+    fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, keys: u32) -> Spot {
         let height = self.box_rows::<S>();
-        let key = (part.row + nth_box() * height).min(keys.max(1) - 1) & !(height - 1);
-        let entry = part.batch * self.per_sequence + (key >> self.log_rows);
+        let key = (tile * S::N + nth_box() * height).min(keys.max(1) - 1) & !(height - 1);
+        let entry = batch * self.per_sequence + (key >> self.log_rows);
         let block = (self.table.load(entry as usize) as u32).min(self.last);
-        Part { row: key & ((1 << self.log_rows) - 1), batch: block, ..part }
-    }
-
-    /// Two warps: start copying a tile, each lane its box.
-    #[inline(always)]
-    pub(super) fn load_tile<S: Tile>(
-        self,
-        destination: u32,
-        map: TensorMap,
-        part: Part,
-        full: u32,
-    ) {
-        if thread_idx() == 0 {
-            mbarrier_arrive_expect(full, S::N * S::CHUNKS * 128);
-        }
-        sync_warp();
-        let above = nth_box() * self.box_rows::<S>();
-        if above < S::N {
-            let mut chunk = 0;
-            while chunk < S::CHUNKS {
-                let at = [chunk * CHUNK, part.row, part.head, part.batch];
-                tma_load(destination + (chunk * S::N + above) * 128, map, at, full);
-                chunk += 1;
-            }
-        }
+        Spot { row: key & ((1 << self.log_rows) - 1), head, block }
     }
 
     /// Rows of a box.
@@ -127,6 +106,164 @@ impl Pages {
     fn box_rows<S: Tile>(self) -> u32 {
         box_rows(1 << self.log_rows, S::N)
     }
+}
+
+/// Where a box is in the cache.
+#[derive(Clone, Copy)]
+struct Spot {
+    row: u32,
+    head: u32,
+    block: u32,
+}
+
+/// The ring of K and V tiles as a warp sees it that copies its boxes of them.
+struct Boxes {
+    base: u32,
+    ring: Ring,
+    pages: Pages,
+    k: TensorMap,
+    v: TensorMap,
+    /// Bytes of the warp's boxes of a tile.
+    bytes: u32,
+    /// The V tile that comes after the next K tile.
+    behind: Option<Spot>,
+}
+
+impl Boxes {
+    #[inline(always)]
+    fn new<S: Tile>(base: u32, k: TensorMap, v: TensorMap, pages: Pages) -> Self {
+        let height = pages.box_rows::<S>();
+        let boxes = (quotient(S::N, height) + 1 - warp() / 2) / 2;
+        let bytes = boxes * height * S::CHUNKS * 128;
+        Self { base, ring: Ring::START, pages, k, v, bytes, behind: None }
+    }
+
+    /// The tiles of a work tile, from the right to the left, K one ahead of V; calls `before_last` before it waits for room for the last.
+    #[inline(always)]
+    fn load_all<S: Tile>(
+        &mut self,
+        place: Place,
+        keys: KeyTiles,
+        total: u32,
+        p: &AttentionParams,
+        mut before_last: impl FnMut(),
+    ) {
+        // Opaque, or the comparisons with 0 would take predicates from all the kernel.
+        let head = quotient(place.head, quotient(opaque(p.q_heads), opaque(p.kv_heads)));
+        let mut tile = keys.end;
+        while tile > keys.first {
+            tile -= 1;
+            if tile == keys.first {
+                before_last();
+            }
+            let spot = self.pages.find_box::<S>(tile, head, place.batch, total);
+            self.load::<S>(self.k, spot);
+            self.load_behind::<S>();
+            self.behind = Some(spot);
+        }
+    }
+
+    /// The V tile of the last K tile.
+    #[inline(always)]
+    fn load_behind<S: Tile>(&mut self) {
+        if let Some(spot) = self.behind {
+            self.load::<S>(self.v, spot);
+        }
+    }
+
+    /// Waits until the stage is free, starts copying this lane's box into it and moves on.
+    #[inline(always)]
+    fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot) {
+        let barrier = self.base + self.ring.barrier();
+        mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
+        let destination = self.base + S::KV + self.ring.stage * S::KV_BYTES;
+        let full = barrier + S::KV_FULL;
+        // Each warp arrives, one without boxes too: what it has yet to read must not be written over.
+        if lane() == 0 {
+            mbarrier_arrive_expect(full, self.bytes);
+        }
+        sync_warp();
+        let above = nth_box() * self.pages.box_rows::<S>();
+        if above < S::N {
+            let mut chunk = 0;
+            while chunk < S::CHUNKS {
+                let at = [chunk * CHUNK, spot.row, spot.head, spot.block];
+                tma_load(destination + (chunk * S::N + above) * 128, map, at, full);
+                chunk += 1;
+            }
+        }
+        self.ring = self.ring.next(S::STAGES);
+    }
+}
+
+/// The first warp: draws work, describes it and loads its share of keys and values.
+#[inline(always)]
+pub(super) fn load_keys_and_values<S: Tile>(
+    base: u32,
+    k: TensorMap,
+    v: TensorMap,
+    pages: Pages,
+    counter: Global<u32>,
+    p: &AttentionParams,
+) {
+    let draw = Draw::new::<S>(counter, p, Some(pages));
+    let leads = lane() == 0;
+    let mut boxes = Boxes::new::<S>(base, k, v, pages);
+    let mut n = 0;
+    // The first lane's is the warp's.
+    let mut drawn = block_idx_x();
+    loop {
+        let index = shfl_idx_u32(drawn, 0);
+        if !draw.is_work(index) {
+            break;
+        }
+        let mut draw_next = || {
+            if leads {
+                drawn = draw.next();
+            }
+        };
+        let work = Work::new::<S>(index, p, Global::null(), Some(pages), u32::MAX);
+        if work.keys.is_empty() {
+            draw_next();
+            continue;
+        }
+        if leads {
+            Slot::announce::<S>(base, n, Some(&work));
+        }
+        n += 1;
+        // The answer comes while the last tiles wait for room.
+        boxes.load_all::<S>(work.place, work.keys, work.seqlen.total, p, draw_next);
+    }
+    if leads {
+        Slot::announce::<S>(base, n, None);
+    }
+    boxes.load_behind::<S>();
+}
+
+/// The second warp: its share of the same keys and values.
+#[inline(always)]
+pub(super) fn share_keys_and_values<S: Tile>(
+    base: u32,
+    k: TensorMap,
+    v: TensorMap,
+    pages: Pages,
+    p: &AttentionParams,
+) {
+    let mut boxes = Boxes::new::<S>(base, k, v, pages);
+    let mut n = 0;
+    loop {
+        let slot = Slot::drawn::<S>(base, n);
+        let keys = slot.keys();
+        if keys.is_empty() {
+            break;
+        }
+        n += 1;
+        let (place, total) = (slot.place::<S>(), slot.seqlen().total);
+        // The first lane arrives for all.
+        sync_warp();
+        boxes.load_all::<S>(place, keys, total, p, || ());
+    }
+    boxes.load_behind::<S>();
 }
 
 /// Number of this lane's box of a tile: warps 0 and 2 take turns.

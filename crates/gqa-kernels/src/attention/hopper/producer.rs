@@ -1,8 +1,7 @@
 //! The producer warpgroup: one thread draws work, describes it and loads K and V, one loads Q, one warp clears what sees nothing. From a
-//! cache of blocks two warps load K and V.
+//! cache of blocks two warps load K and V (`pages.rs`).
 
 use super::output::{Destination, row_index};
-use super::pages::Pages;
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile, WARPGROUP_ROWS};
 use super::work::{Draw, Place, Slot, Work, quotient};
@@ -34,95 +33,46 @@ fn load_tile<S: Tile>(
 struct KeyValueRing {
     base: u32,
     ring: Ring,
-    pages: Option<Pages>,
-    /// The V tile that comes after the next K tile.
-    behind: Option<Part>,
-}
-
-/// Where a tile of K or V begins in its tensor, or this lane's box of it.
-#[derive(Clone, Copy)]
-pub(super) struct Part {
-    pub(super) row: u32,
-    pub(super) head: u32,
-    /// Batch entry, or block of the cache.
-    pub(super) batch: u32,
 }
 
 impl KeyValueRing {
-    #[inline(always)]
-    fn new(base: u32, pages: Option<Pages>) -> Self {
-        Self { base, ring: Ring::START, pages, behind: None }
-    }
-
-    /// Where tile number `tile` of a sequence with `total` keys is.
-    #[inline(always)]
-    fn find<S: Tile>(&self, tile: u32, head: u32, batch: u32, total: u32) -> Part {
-        let part = Part { row: tile * S::N, head, batch };
-        match self.pages {
-            None => part,
-            Some(pages) => pages.find_box::<S>(part, total),
-        }
-    }
-
-    /// The next K tile, and the V tile before it.
-    #[inline(always)]
-    fn load_next<S: Tile>(&mut self, k: TensorMap, v: TensorMap, part: Part) {
-        self.load::<S>(k, part);
-        self.load_behind::<S>(v);
-        self.behind = Some(part);
-    }
-
-    /// The V tile of the last K tile.
-    #[inline(always)]
-    fn load_behind<S: Tile>(&mut self, v: TensorMap) {
-        if let Some(part) = self.behind {
-            self.load::<S>(v, part);
-        }
-    }
-
     /// Waits until the stage is free, fills it and moves on.
     #[inline(always)]
-    fn load<S: Tile>(&mut self, map: TensorMap, part: Part) {
+    fn load<S: Tile>(&mut self, map: TensorMap, tile: u32, head: u32, batch: u32) {
         let barrier = self.base + self.ring.barrier();
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
         let destination = self.base + S::KV + self.ring.stage * S::KV_BYTES;
         let full = barrier + S::KV_FULL;
-        match self.pages {
-            None => {
-                load_tile::<S>(S::N, destination, map, part.row, part.head, part.batch, full);
-            }
-            Some(pages) => pages.load_tile::<S>(destination, map, part, full),
-        }
+        load_tile::<S>(S::N, destination, map, tile * S::N, head, batch, full);
         self.ring = self.ring.next(S::STAGES);
     }
 }
 
-/// One thread, or a warp where the cache consists of blocks: draws work and loads its keys and values. K runs one tile ahead of V, over the
-/// borders of work tiles too, as the consumers need them; tiles from the right to the left.
+/// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the borders of work tiles too, as the
+/// consumers need them; tiles from the right to the left.
 #[inline(always)]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
     v: TensorMap,
     seqlens_k: Global<i32>,
-    pages: Option<Pages>,
     counter: Global<u32>,
     columns: u32,
     p: &AttentionParams,
 ) {
-    let draw = Draw::new::<S>(counter, p, pages);
-    let mut ring = KeyValueRing::new(base, pages);
+    let draw = Draw::new::<S>(counter, p, None);
+    let mut ring = KeyValueRing { base, ring: Ring::START };
+    // The V tile that comes after the next K tile: tile, head, batch.
+    let mut behind: Option<[u32; 3]> = None;
     let mut n = 0;
-    let mut drawn = block_idx_x();
-    while let Some(index) = draw.work(drawn) {
-        let work = Work::new::<S>(index, p, seqlens_k, pages, columns);
+    let mut index = block_idx_x();
+    while draw.is_work(index) {
+        let work = Work::new::<S>(index, p, seqlens_k, None, columns);
         if work.keys.is_empty() {
-            drawn = draw.next();
+            index = draw.next();
             continue;
         }
-        if draw.leads() {
-            Slot::announce::<S>(base, n, Some(&work));
-        }
+        Slot::announce::<S>(base, n, Some(&work));
         n += 1;
         // Opaque, or the quotient would take a register for all the loop.
         let head = quotient(work.place.head, quotient(opaque(p.q_heads), p.kv_heads));
@@ -131,48 +81,19 @@ pub(super) fn load_keys_and_values<S: Tile>(
             tile -= 1;
             // The answer comes while the last tiles wait for room.
             if tile == work.keys.first {
-                drawn = draw.next();
+                index = draw.next();
             }
-            let part = ring.find::<S>(tile, head, work.place.batch, work.seqlen.total);
-            ring.load_next::<S>(k, v, part);
+            ring.load::<S>(k, tile, head, work.place.batch);
+            if let Some([tile, head, batch]) = behind {
+                ring.load::<S>(v, tile, head, batch);
+            }
+            behind = Some([tile, head, work.place.batch]);
         }
     }
-    if draw.leads() {
-        Slot::announce::<S>(base, n, None);
+    Slot::announce::<S>(base, n, None);
+    if let Some([tile, head, batch]) = behind {
+        ring.load::<S>(v, tile, head, batch);
     }
-    ring.load_behind::<S>(v);
-}
-
-/// A second warp where the cache consists of blocks: its share of the same keys and values. One warp starts a copy in about 100 cycles, in which
-/// the copy engine is not even half busy, and blocks of 16 rows make many.
-#[inline(always)]
-pub(super) fn share_keys_and_values<S: Tile>(
-    base: u32,
-    k: TensorMap,
-    v: TensorMap,
-    pages: Pages,
-    p: &AttentionParams,
-) {
-    let mut ring = KeyValueRing::new(base, Some(pages));
-    let mut n = 0;
-    loop {
-        let slot = Slot::drawn::<S>(base, n);
-        let keys = slot.keys();
-        if keys.is_empty() {
-            break;
-        }
-        n += 1;
-        let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
-        // Opaque, or the comparisons with 0 would take predicates from all the kernel.
-        let head = quotient(place.head, quotient(opaque(p.q_heads), opaque(p.kv_heads)));
-        let mut tile = keys.end;
-        while tile > keys.first {
-            tile -= 1;
-            let part = ring.find::<S>(tile, head, place.batch, seqlen.total);
-            ring.load_next::<S>(k, v, part);
-        }
-    }
-    ring.load_behind::<S>(v);
 }
 
 /// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more use for its last.

@@ -58,9 +58,8 @@ impl Work {
         let here = (pairs - section * p.section).min(p.section);
         let nth = quotient(within, here);
         let pair = section * p.section + within - nth * here;
-        let tile = row_tiles - 1 - nth;
         if let Some(pages) = pages {
-            let (batch, row) = pages.find::<S>(tile, p);
+            let (batch, row) = pages.find::<S>(row_tiles - 1 - nth, p);
             let sequence = pages.sequence(batch, p);
             let seqlen = sequence.seqlen();
             let keys = KeyTiles::new::<S>(row, seqlen, 0, p);
@@ -68,10 +67,10 @@ impl Work {
             return Self { place, seqlen, hidden: 0, keys };
         }
         let batch = quotient(pair, p.q_heads);
-        let row = tile * S::ROWS;
         let seqlen =
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
         let hidden = seqlen.total.saturating_sub(columns);
+        let row = (row_tiles - 1 - nth) * S::ROWS;
         let keys = KeyTiles::new::<S>(row, seqlen, hidden, p);
         let keys = if S::PARTS { keys.part(split, p.splits) } else { keys };
         let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
@@ -152,8 +151,6 @@ pub(super) struct Draw {
     /// Work tiles drawn by all blocks; 0 again after the last draw of the call.
     counter: Global<u32>,
     count: u32,
-    /// Whether a warp draws, by its first lane, and not a thread.
-    by_warp: bool,
 }
 
 impl Draw {
@@ -163,31 +160,23 @@ impl Draw {
         p: &AttentionParams,
         pages: Option<Pages>,
     ) -> Self {
-        Self { counter, count: Work::count::<S>(p, pages), by_warp: pages.is_some() }
+        Self { counter, count: Work::count::<S>(p, pages) }
     }
 
-    /// Draws the next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
+    /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
     #[inline(always)]
     pub(super) fn next(&self) -> u32 {
-        if self.leads() { grid_dim_x() + self.counter.atomic_inc(0, self.count - 1) } else { 0 }
+        grid_dim_x() + self.counter.atomic_inc(0, self.count - 1)
     }
 
-    /// The work tile that was drawn, if there was one left.
     #[inline(always)]
-    pub(super) fn work(&self, drawn: u32) -> Option<u32> {
-        let index = if self.by_warp { shfl_idx_u32(drawn, 0) } else { drawn };
-        (index < self.count).then_some(index)
-    }
-
-    /// Whether this is the thread that draws.
-    #[inline(always)]
-    pub(super) fn leads(&self) -> bool {
-        !self.by_warp || lane() == 0
+    pub(super) fn is_work(&self, index: u32) -> bool {
+        index < self.count
     }
 }
 
 /// The description of a work tile in shared memory: written by the thread that draws, read where it is needed. The writer cannot lap a
-/// reader, because it waits for room in the ring of K and V.
+/// reader, because it waits for room in the ring of K and V, which there is only when every reader has done its part for the tiles before.
 #[derive(Clone, Copy)]
 pub(super) struct Slot(u32);
 
