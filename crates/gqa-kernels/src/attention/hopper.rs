@@ -24,7 +24,10 @@
 //! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`) through the tensor map `tiles` or, where
 //! its rows are no vectors, through pointers; every tile is masked then.
 //!
-//! **Barriers** (mbarriers; full: the producer's bytes have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
+//! **Over a cache of blocks** tiles of K and V are put together from boxes, one from each block, by two warps, and a row tile is one of a sequence's
+//! tokens, which lie one behind the other (`pages.rs`).
+//!
+//! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
 //! each stage of the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
 //! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`] and [`D64Short`] divide by the sum of the
