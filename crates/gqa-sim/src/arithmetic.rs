@@ -141,6 +141,27 @@ pub fn e4m3x2_to_f16x2(x: u16) -> u32 {
     pack(e4m3_to_f16(low), e4m3_to_f16(high))
 }
 
+/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448. SM 90.
+pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
+    u16::from_le_bytes([f32_to_e4m3(lo), f32_to_e4m3(hi)])
+}
+
+fn f32_to_e4m3(value: f32) -> u8 {
+    /// Exponent of the least normal number.
+    const LEAST: i32 = -6;
+    /// Bits of a mantissa.
+    const MANTISSA: i32 = 3;
+    const MAX: f32 = 448.0;
+    if value.is_nan() {
+        return 0x7f;
+    }
+    let (sign, size) = (u8::from(value.is_sign_negative()) << 7, value.abs().min(MAX));
+    let exponent = ((size.to_bits() >> 23) as i32 - 127).max(LEAST);
+    // A mantissa that becomes 2 carries into the exponent by itself.
+    let mantissa = (size / ((exponent - MANTISSA) as f32).exp2()).round_ties_even() as u8;
+    sign | (mantissa + (((exponent - LEAST) as u8) << MANTISSA))
+}
+
 fn e4m3_to_f16(x: u8) -> u16 {
     /// What exponents of f16 count beyond those of e4m3.
     const BIAS: u16 = (15 - 7) << 10;
@@ -160,7 +181,7 @@ pub fn max_u16x2(a: u32, b: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{e4m3x2_to_f16x2, f16_to_f32, max_u16x2, prmt, sub_f16x2};
+    use super::{e4m3x2_to_f16x2, f16_to_f32, f32x2_to_e4m3x2, max_u16x2, prmt, sub_f16x2};
 
     #[test]
     fn halves_do_not_mix() {
@@ -180,6 +201,22 @@ mod tests {
         assert_eq!(prmt(a, b, 0x7531), 0x8785_7381);
         assert_eq!(prmt(a, b, 0xf420), 0xff04_7270);
         assert_eq!(prmt(a, b, 0xc98b), 0x00ff_0000);
+    }
+
+    #[test]
+    fn eight_bit_floats_round_to_nearest_and_even() {
+        let number = |code: u8| f16_to_f32(e4m3x2_to_f16x2(code.into()) as u16);
+        let code = |x: f32| f32x2_to_e4m3x2(x, -x).to_le_bytes();
+        for low in 0..0x7e {
+            let (a, b) = (number(low), number(low + 1));
+            let (middle, even) = ((a + b) / 2.0, low + low % 2);
+            let near = [(a, low), (middle.next_down(), low), (middle, even)];
+            for (x, want) in near.into_iter().chain([(middle.next_up(), low + 1), (b, low + 1)]) {
+                assert_eq!(code(x), [want, want | 0x80], "{x:e}");
+            }
+        }
+        assert_eq!([code(f32::INFINITY), code(449.0)], [[0x7e, 0xfe]; 2]);
+        assert_eq!(code(f32::NAN), [0x7f; 2]);
     }
 
     #[test]

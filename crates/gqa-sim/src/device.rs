@@ -6,8 +6,8 @@ use crate::shared::BASE;
 use bytemuck::Pod;
 
 pub use crate::arithmetic::{
-    e4m3x2_to_f16x2, exp2, f16_to_f32, f32_to_f16, f32x2_to_bf16x2, f32x2_to_f16x2, fma, log2, max,
-    max_u16x2, prmt, rcp, rsqrt, sub_f16x2,
+    e4m3x2_to_f16x2, exp2, f16_to_f32, f32_to_f16, f32x2_to_bf16x2, f32x2_to_e4m3x2,
+    f32x2_to_f16x2, fma, log2, max, max_u16x2, prmt, rcp, rsqrt, sub_f16x2,
 };
 pub use crate::cluster::{
     cluster_arrive, cluster_arrive_relaxed, cluster_rank, cluster_size, cluster_wait, ld_peer,
@@ -25,8 +25,8 @@ pub use crate::hopper::{
     mbarrier_arrive_expect_peer, mbarrier_arrive_peer, mbarrier_init, mbarrier_wait,
     mbarrier_wait_cluster, named_barrier_arrive, named_barrier_sync, prefetch_tensor_map,
     registers_lower, registers_raise, st_async, st_async_vec, st_async_vec2, tma_load, tma_store,
-    wgmma_add_bf16, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_f16, wgmma_fence,
-    wgmma_registers_bf16, wgmma_registers_f16, wgmma_wait,
+    wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_e4m3, wgmma_f16,
+    wgmma_fence, wgmma_registers_bf16, wgmma_registers_e4m3, wgmma_registers_f16, wgmma_wait,
 };
 pub use crate::matrix::{
     ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k8_tf32,

@@ -282,3 +282,75 @@ fn boxes_may_reach_over_every_edge() {
         assert_eq!(target, expected, "from {from:?} to {to:?}");
     }
 }
+
+/// Rows of 128 bytes, as e4m3.
+fn codes(rows: u32) -> Vec<u16> {
+    let codes = (0..rows as usize * 64).map(|i| f32x2_to_e4m3x2(value(2 * i), value(2 * i + 1)));
+    codes.collect()
+}
+
+/// The product of 64 by 128 and 128 by 128 numbers of e4m3, the first in registers if `in_registers`, both K-major.
+fn multiply_e4m3(base: u32, in_registers: bool) -> [f32; 64] {
+    let form = Form { mn_major: false, swizzle: Swizzle::Bytes128, row: 128 };
+    let (row, four) = (thread_idx() % 128 / 32 * 16 + lane() / 4, lane() % 4 * 4);
+    let a = |row: u32, k: u32| {
+        let at = base + A + row * 128 + k;
+        ld_shared::<u32>(at ^ (at >> 3 & 0x70))
+    };
+    let mut c = [f32::NAN; 64];
+    for step in 0..4 {
+        let b = form.k_major(base + B, COLUMNS, step);
+        let k = 32 * step + four;
+        let registers = [a(row, k), a(row + 8, k), a(row, k + 16), a(row + 8, k + 16)];
+        wgmma_fence();
+        if in_registers {
+            wgmma_registers_e4m3(&mut c, step > 0, registers, b);
+        } else if step == 0 {
+            c = wgmma_e4m3(form.k_major(base + A, ROWS, step), b);
+        } else {
+            wgmma_add_e4m3(&mut c, form.k_major(base + A, ROWS, step), b);
+        }
+    }
+    wgmma_commit();
+    wgmma_wait::<0>();
+    c
+}
+
+#[test]
+fn products_of_eight_bits() {
+    let (a, b) = (codes(ROWS), codes(COLUMNS));
+    for in_registers in [false, true] {
+        let mut c = vec![bf16::ONE; (ROWS * COLUMNS) as usize];
+        let kernel = |arguments: &Arguments| {
+            let base = shared_base();
+            let full = base + BARRIERS;
+            if thread_idx() == 0 {
+                mbarrier_init(full, 1);
+                fence_mbarrier_init();
+            }
+            sync_threads();
+            if thread_idx() < 128 {
+                if thread_idx() == 0 {
+                    mbarrier_arrive_expect(full, (ROWS + COLUMNS) * 128);
+                    tma_load(base + A, arguments.tensor_map(0), [0; 4], full);
+                    tma_load(base + B, arguments.tensor_map(1), [0; 4], full);
+                }
+            } else {
+                mbarrier_wait(full, 0);
+                store(base, &multiply_e4m3(base, in_registers), arguments.tensor_map(2));
+            }
+        };
+        // To the copy engine two codes are an element.
+        let given = [
+            Arg::read(&a).tensor_map(matrix(ROWS, 64, ROWS)),
+            Arg::read(&b).tensor_map(matrix(COLUMNS, 64, COLUMNS)),
+            Arg::write(&mut c).tensor_map(matrix(ROWS, COLUMNS, ROWS)),
+        ];
+        launch(&shape(0), &kernel, &given).unwrap();
+        for (i, c) in c.iter().enumerate() {
+            let (row, column) = (i / 128, i % 128);
+            let sum: f32 = (0..128).map(|k| value(row * 128 + k) * value(column * 128 + k)).sum();
+            assert_eq!(*c, bf16::from_f32(sum), "{in_registers}, row {row}, column {column}");
+        }
+    }
+}

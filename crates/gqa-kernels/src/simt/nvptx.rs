@@ -17,7 +17,8 @@ pub use communicate::*;
 #[cfg(any(
     feature = "family-hopper",
     feature = "family-hopper-masked",
-    feature = "family-hopper-paged"
+    feature = "family-hopper-paged",
+    feature = "family-hopper-float8"
 ))]
 pub(crate) use copy_engine::tensor_map_param;
 pub use copy_engine::*;
@@ -439,6 +440,17 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
     // SAFETY: registers only.
     unsafe {
         asm!("cvt.rn.bf16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) hi, in(reg32) lo, options(pure, nomem, nostack))
+    };
+    packed
+}
+
+/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448. SM 90.
+#[inline(always)]
+pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
+    let packed;
+    // SAFETY: registers only.
+    unsafe {
+        asm!("cvt.rn.satfinite.e4m3x2.f32 {}, {}, {};", out(reg16) packed, in(reg32) hi, in(reg32) lo, options(pure, nomem, nostack))
     };
     packed
 }

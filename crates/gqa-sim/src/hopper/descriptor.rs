@@ -1,4 +1,4 @@
-//! Matrix descriptors of `wgmma`: where each 16 bytes of an operand lie.
+//! Matrix descriptors of `wgmma`: where each 16 bytes of an operand lie. Counts are of 16-bit elements; of 8 bits there are twice as many, K-major.
 //!
 //! | order | swizzle | 16 bytes hold | address from the start |
 //! |---|---|---|---|

@@ -22,8 +22,8 @@ pub use named_barrier::{named_barrier_arrive, named_barrier_sync};
 pub use registers::{registers_lower, registers_raise};
 pub use tensor::{Swizzle, TensorLayout};
 pub use warpgroup::{
-    wgmma_add_bf16, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_f16, wgmma_fence,
-    wgmma_registers_bf16, wgmma_registers_f16, wgmma_wait,
+    wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_e4m3, wgmma_f16,
+    wgmma_fence, wgmma_registers_bf16, wgmma_registers_e4m3, wgmma_registers_f16, wgmma_wait,
 };
 
 pub(crate) use copy_engine::land;

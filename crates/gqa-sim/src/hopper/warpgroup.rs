@@ -1,11 +1,12 @@
 //! `wgmma`: four warps multiply 64 rows by N columns, operands in shared memory or A in registers.
 //!
-//! A fragment register of A holds two 16-bit elements of the warp's 16 rows as for `mma`. With `group = lane / 4` and
-//! `pair = lane % 4`, accumulator `4j + {0, 1}` is row `group`, columns `8j + 2 pair + {0, 1}`; `4j + {2, 3}` are eight rows
-//! further down.
+//! One instruction multiplies 32 bytes of each row of its operands, the *depth*: 16 elements of 16 bits or 32 of e4m3. With `group = lane / 4` and `pair = lane % 4`,
+//! fragment register `i` of A holds 4 bytes of row `group + i % 2 · 8` of the warp's 16, from byte `4 pair + i / 2 · 16` of the depth on; accumulator `4j + {0, 1}` is
+//! row `group`, columns `8j + 2 pair + {0, 1}`; `4j + {2, 3}` are eight rows further down.
 
 use super::descriptor::Descriptor;
 use super::registers;
+use crate::arithmetic::{e4m3x2_to_f16x2, f16_to_f32};
 use crate::block::{self, Block, Hold, Lane};
 use crate::collective::{Collective, meet};
 use crate::fault::FaultKind;
@@ -16,31 +17,73 @@ use std::ptr::NonNull;
 /// A form of `wgmma`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wgmma {
-    element: Product,
+    element: Element,
     a: Source,
     /// Whether the accumulators count.
     adds: bool,
     columns: u32,
 }
 
-/// Where A comes from; its order in memory decides B's.
+/// What is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Element {
+    /// 16 bits.
+    Half(Product),
+    /// 8 bits.
+    E4m3,
+}
+
+impl Element {
+    /// Elements of a register.
+    fn per_register(self) -> usize {
+        match self {
+            Self::Half(_) => 2,
+            Self::E4m3 => 4,
+        }
+    }
+
+    /// Elements of a row that one instruction multiplies.
+    fn depth(self) -> usize {
+        8 * self.per_register()
+    }
+
+    /// Appends the elements of registers.
+    #[inline(always)]
+    fn widen(self, registers: &[u32], to: &mut Vec<f32>) {
+        for register in registers {
+            match self {
+                Self::Half(product) => to.extend(product.widen(*register)),
+                Self::E4m3 => {
+                    let [low, high] =
+                        [*register, register >> 16].map(|two| e4m3x2_to_f16x2(two as u16));
+                    to.extend([low, low >> 16, high, high >> 16].map(|x| f16_to_f32(x as u16)));
+                }
+            }
+        }
+    }
+}
+
+/// Where A comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     /// Shared memory; A and B are K-major.
     Shared,
-    /// Registers; B is MN-major.
+    /// Registers; B is MN-major, or K-major where elements have 8 bits.
     Registers,
 }
 
 impl Wgmma {
     pub(crate) fn name(self) -> &'static str {
         match (self.element, self.a, self.adds) {
-            (Product::F16, Source::Shared, false) => "wgmma_f16",
-            (Product::F16, Source::Shared, true) => "wgmma_add_f16",
-            (Product::F16, Source::Registers, _) => "wgmma_registers_f16",
-            (Product::Bf16, Source::Shared, false) => "wgmma_bf16",
-            (Product::Bf16, Source::Shared, true) => "wgmma_add_bf16",
-            (Product::Bf16, Source::Registers, _) => "wgmma_registers_bf16",
+            (Element::Half(Product::F16), Source::Shared, false) => "wgmma_f16",
+            (Element::Half(Product::F16), Source::Shared, true) => "wgmma_add_f16",
+            (Element::Half(Product::F16), Source::Registers, _) => "wgmma_registers_f16",
+            (Element::Half(Product::Bf16), Source::Shared, false) => "wgmma_bf16",
+            (Element::Half(Product::Bf16), Source::Shared, true) => "wgmma_add_bf16",
+            (Element::Half(Product::Bf16), Source::Registers, _) => "wgmma_registers_bf16",
+            (Element::E4m3, Source::Shared, false) => "wgmma_e4m3",
+            (Element::E4m3, Source::Shared, true) => "wgmma_add_e4m3",
+            (Element::E4m3, Source::Registers, _) => "wgmma_registers_e4m3",
         }
     }
 }
@@ -132,17 +175,26 @@ fn multiply(block: &mut Block, warpgroup: usize, form: Wgmma) -> Checked {
                 block.shared.touch_units(&touch, a.k_major(warp * 16..warp * 16 + 16))?;
             }
             block.shared.touch_units(&all, b.k_major(0..form.columns))?;
-            let a = transpose(&read_k_major(block, form, a, 64), 64);
-            (read_k_major(block, form, b, form.columns), a)
+            (
+                transpose(form, &read_k_major(block, form, b, form.columns)),
+                read_k_major(block, form, a, 64),
+            )
         }
         Source::Registers => {
-            block.shared.touch_units(&all, b.mn_major(form.columns))?;
             let a = read_fragments(&block.lanes[first..][..128], form);
-            (read_mn_major(block, form, b), a)
+            let b = if form.element == Element::E4m3 {
+                block.shared.touch_units(&all, b.k_major(0..form.columns))?;
+                transpose(form, &read_k_major(block, form, b, form.columns))
+            } else {
+                block.shared.touch_units(&all, b.mn_major(form.columns))?;
+                read_mn_major(block, form, b)
+            };
+            (b, a)
         }
     };
+    let rows = 16 * form.element.depth();
     for warp in 0..4 {
-        let product = product(&a[warp * 256..][..256], &b, form.columns as usize);
+        let product = product(form, &a[warp * rows..][..rows], &b);
         accumulate(&mut block.lanes[first + warp * 32..][..32], &product, form);
     }
     Ok(())
@@ -159,53 +211,59 @@ fn descriptor(block: &Block, warpgroup: usize, register: usize) -> Checked<Descr
         .or_else(|what| misuse(warpgroup, what))
 }
 
-/// A matrix of 16 by `extent`, `extent` running fastest.
+/// `extent` rows of the depth.
 fn read_k_major(block: &Block, form: Wgmma, from: Descriptor, extent: u32) -> Vec<f32> {
-    let mut matrix = vec![0.0; 16 * extent as usize];
-    for (unit, address) in from.k_major(0..extent).enumerate() {
-        let (outer, k) = (unit / 2, unit % 2 * 8);
-        for (i, value) in widen(form, block.shared.peek(address)).into_iter().enumerate() {
-            matrix[(k + i) * extent as usize + outer] = value;
-        }
+    let mut matrix = Vec::with_capacity(form.element.depth() * extent as usize);
+    for address in from.k_major(0..extent) {
+        form.element.widen(&block.shared.peek(address), &mut matrix);
     }
     matrix
 }
 
-/// As [`read_k_major`], from MN-major memory.
+/// As many rows of `columns` as the depth, from MN-major memory.
 fn read_mn_major(block: &Block, form: Wgmma, from: Descriptor) -> Vec<f32> {
-    from.mn_major(form.columns)
-        .flat_map(|address| widen(form, block.shared.peek(address)))
-        .collect()
+    let mut matrix = Vec::with_capacity(form.element.depth() * form.columns as usize);
+    for address in from.mn_major(form.columns) {
+        form.element.widen(&block.shared.peek(address), &mut matrix);
+    }
+    matrix
 }
 
-/// 64 rows of 16 from the registers of 128 lanes.
+/// 64 rows of the depth from the registers of 128 lanes.
 fn read_fragments(lanes: &[Lane], form: Wgmma) -> Vec<f32> {
-    let mut matrix = vec![0.0; 64 * 16];
+    let (depth, per_register) = (form.element.depth(), form.element.per_register());
+    let mut matrix = vec![0.0; 64 * depth];
+    let mut numbers = Vec::new();
     for (thread, lane) in lanes.iter().enumerate() {
         let (group, pair) = (thread % 32 / 4, thread % 4);
         for (i, register) in lane.registers[2..6].iter().enumerate() {
             let row = thread / 32 * 16 + group + i % 2 * 8;
-            let at = row * 16 + 2 * pair + i / 2 * 8;
-            matrix[at..at + 2].copy_from_slice(&form.element.widen(*register));
+            let at = row * depth + per_register * pair + i / 2 * depth / 2;
+            numbers.clear();
+            form.element.widen(&[*register], &mut numbers);
+            matrix[at..at + per_register].copy_from_slice(&numbers);
         }
     }
     matrix
 }
 
-fn widen(form: Wgmma, unit: [u32; 4]) -> [f32; 8] {
-    let pairs = unit.map(|register| form.element.widen(register));
-    std::array::from_fn(|i| pairs[i / 2][i % 2])
+/// Rows of the depth become columns.
+fn transpose(form: Wgmma, matrix: &[f32]) -> Vec<f32> {
+    let depth = form.element.depth();
+    let (rows, mut transposed) = (matrix.len() / depth, vec![0.0; matrix.len()]);
+    for (row, numbers) in matrix.chunks_exact(depth).enumerate() {
+        for (k, number) in numbers.iter().enumerate() {
+            transposed[k * rows + row] = *number;
+        }
+    }
+    transposed
 }
 
-/// A matrix of 16 by `extent` becomes one of `extent` by 16.
-fn transpose(matrix: &[f32], extent: usize) -> Vec<f32> {
-    (0..16 * extent).map(|i| matrix[i % 16 * extent + i / 16]).collect()
-}
-
-/// 16 rows of 16 by 16 rows of `columns`.
-fn product(a: &[f32], b: &[f32], columns: usize) -> Vec<f32> {
+/// 16 rows of the depth by as many rows of `columns`.
+fn product(form: Wgmma, a: &[f32], b: &[f32]) -> Vec<f32> {
+    let (columns, depth) = (form.columns as usize, form.element.depth());
     let mut product = vec![0.0; 16 * columns];
-    for (sums, a) in product.chunks_exact_mut(columns).zip(a.chunks_exact(16)) {
+    for (sums, a) in product.chunks_exact_mut(columns).zip(a.chunks_exact(depth)) {
         for (a, b) in a.iter().zip(b.chunks_exact(columns)) {
             for (sum, b) in sums.iter_mut().zip(b) {
                 *sum += a * b;
@@ -286,7 +344,7 @@ pub fn wgmma_wait<const N: u64>() {
 #[track_caller]
 #[inline]
 fn issue<const C: usize, const N: usize>(
-    (element, a, adds): (Product, Source, bool),
+    (element, a, adds): (Element, Source, bool),
     d: &mut [f32; C],
     operands: [u32; N],
 ) {
@@ -300,7 +358,7 @@ fn words(a: u64, b: u64) -> [u32; 4] {
 }
 
 macro_rules! wgmma {
-    ($element:expr, $fresh:ident, $add:ident, $registers:ident) => {
+    ($element:expr, $order:literal, $fresh:ident, $add:ident, $registers:ident) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
         #[track_caller]
         #[inline]
@@ -317,7 +375,7 @@ macro_rules! wgmma {
             issue(($element, Source::Shared, true), d, words(a, b));
         }
 
-        /// `d = keep · d + a · b`, `a` in registers, `b` MN-major in shared memory; where `keep` is false, whatever `d` is.
+        #[doc = concat!("`d = keep · d + a · b`, `a` in registers, `b` ", $order, " in shared memory; where `keep` is false, whatever `d` is.")]
         #[track_caller]
         #[inline]
         pub fn $registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
@@ -326,5 +384,6 @@ macro_rules! wgmma {
         }
     };
 }
-wgmma!(Product::F16, wgmma_f16, wgmma_add_f16, wgmma_registers_f16);
-wgmma!(Product::Bf16, wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16);
+wgmma!(Element::Half(Product::F16), "MN-major", wgmma_f16, wgmma_add_f16, wgmma_registers_f16);
+wgmma!(Element::Half(Product::Bf16), "MN-major", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16);
+wgmma!(Element::E4m3, "K-major", wgmma_e4m3, wgmma_add_e4m3, wgmma_registers_e4m3);

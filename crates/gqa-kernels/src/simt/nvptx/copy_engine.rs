@@ -25,7 +25,8 @@ impl TensorMap {
 #[cfg(any(
     feature = "family-hopper",
     feature = "family-hopper-masked",
-    feature = "family-hopper-paged"
+    feature = "family-hopper-paged",
+    feature = "family-hopper-float8"
 ))]
 macro_rules! tensor_map_param {
     ($kernel:ident, $i:literal) => {{
@@ -43,7 +44,8 @@ macro_rules! tensor_map_param {
 #[cfg(any(
     feature = "family-hopper",
     feature = "family-hopper-masked",
-    feature = "family-hopper-paged"
+    feature = "family-hopper-paged",
+    feature = "family-hopper-float8"
 ))]
 pub(crate) use tensor_map_param;
 

@@ -72,9 +72,9 @@ pub fn named_barrier_arrive(id: u32, threads: u32) {
     unsafe { barrier_arrive(id, threads) }
 }
 
-/// One instruction form for every width: the accumulator operands are numbered first, the others follow.
+/// One instruction form for every width: the accumulator operands are numbered first, the others follow. A product is over 32 bytes of each operand's rows.
 macro_rules! wgmma {
-    ($ty:literal, $fresh:ident, $add:ident, $registers:ident; $($count:literal $n:literal ($a:literal $b:literal $a1:literal $a2:literal $a3:literal $keep:literal) [$($i:literal)*];)*) => {
+    ($ty:literal $depth:literal, $k_major:literal, $mn_major:literal, $order:literal, $fresh:ident, $add:ident, $registers:ident; $($count:literal $n:literal ($a:literal $b:literal $a1:literal $a2:literal $a3:literal $keep:literal) [$($i:literal)*];)*) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
         #[inline(always)]
         pub fn $fresh<const C: usize>(a: u64, b: u64) -> [f32; C] {
@@ -84,7 +84,7 @@ macro_rules! wgmma {
                 match C {
                     $($count => {
                         let d = &mut *out.as_mut_ptr().cast::<[f32; $count]>();
-                        asm!(concat!("wgmma.mma_async.sync.aligned.m64n", $n, "k16.f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {", $a, "}, {", $b, "}, 0, 1, 1, 0, 0;"),
+                        asm!(concat!("wgmma.mma_async.sync.aligned.m64n", $n, $depth, ".f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {", $a, "}, {", $b, "}, 0, 1, 1", $k_major, ";"),
                             out(reg32) d[0], $(out(reg32) d[$i],)* in(reg64) a, in(reg64) b, options(nostack));
                     })*
                     _ => super::trap(),
@@ -101,7 +101,7 @@ macro_rules! wgmma {
                 match C {
                     $($count => {
                         let d = &mut *d.as_mut_ptr().cast::<[f32; $count]>();
-                        asm!(concat!("wgmma.mma_async.sync.aligned.m64n", $n, "k16.f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {", $a, "}, {", $b, "}, 1, 1, 1, 0, 0;"),
+                        asm!(concat!("wgmma.mma_async.sync.aligned.m64n", $n, $depth, ".f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {", $a, "}, {", $b, "}, 1, 1, 1", $k_major, ";"),
                             inout(reg32) d[0], $(inout(reg32) d[$i],)* in(reg64) a, in(reg64) b, options(nostack));
                     })*
                     _ => super::trap(),
@@ -109,7 +109,7 @@ macro_rules! wgmma {
             }
         }
 
-        /// `d = keep · d + a · b`, `a` in registers, `b` MN-major in shared memory; where `keep` is 0, whatever `d` is.
+        #[doc = concat!("`d = keep · d + a · b`, `a` in registers, `b` ", $order, " in shared memory; where `keep` is 0, whatever `d` is.")]
         #[inline(always)]
         pub fn $registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
             let keep = keep as u32;
@@ -118,7 +118,7 @@ macro_rules! wgmma {
                 match C {
                     $($count => {
                         let d = &mut *d.as_mut_ptr().cast::<[f32; $count]>();
-                        asm!(concat!("{{ .reg .pred keep; setp.ne.b32 keep, {", $keep, "}, 0; wgmma.mma_async.sync.aligned.m64n", $n, "k16.f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {{{", $a, "}, {", $a1, "}, {", $a2, "}, {", $a3, "}}}, {", $b, "}, keep, 1, 1, 1; }}"),
+                        asm!(concat!("{{ .reg .pred keep; setp.ne.b32 keep, {", $keep, "}, 0; wgmma.mma_async.sync.aligned.m64n", $n, $depth, ".f32.", $ty, ".", $ty, " {{{0}", $(", {", $i, "}",)* "}}, {{{", $a, "}, {", $a1, "}, {", $a2, "}, {", $a3, "}}}, {", $b, "}, keep, 1, 1", $mn_major, "; }}"),
                             inout(reg32) d[0], $(inout(reg32) d[$i],)* in(reg32) a[0], in(reg64) b, in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) keep, options(nostack));
                     })*
                     _ => super::trap(),
@@ -144,6 +144,9 @@ macro_rules! widths {
     64 "128" (64 65 66 67 68 69)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63];
+    68 "136" (68 69 70 71 72 73)
+        [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
+        37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67];
     80 "160" (80 81 82 83 84 85)
         [1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
         37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
@@ -169,5 +172,7 @@ macro_rules! widths {
         127];
     } };
 }
-widths!("bf16", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16;);
-widths!("f16", wgmma_f16, wgmma_add_f16, wgmma_registers_f16;);
+// What has 8 bits is K-major wherever it lies.
+widths!("bf16" "k16", ", 0, 0", ", 1", "MN-major", wgmma_bf16, wgmma_add_bf16, wgmma_registers_bf16;);
+widths!("f16" "k16", ", 0, 0", ", 1", "MN-major", wgmma_f16, wgmma_add_f16, wgmma_registers_f16;);
+widths!("e4m3" "k32", "", "", "K-major", wgmma_e4m3, wgmma_add_e4m3, wgmma_registers_e4m3;);
