@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
-# Parts: tokens prompts attention steps sizes errors masked operator ort blocks chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
+# Parts: tokens prompts attention steps sizes errors masked operator ort blocks float8 chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
 # leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch, for ort onnxruntime-gpu and onnx; ncu is used where it is installed.
 set -u
 gqa=$(realpath "$1"); out=$2; shift 2
@@ -52,6 +52,11 @@ masked() { part 120 masked python3 "$here/masked.py" --gqa "$gqa"; }
 ort() { part 170 ort python3 "$here/ort_cuda.py" --gqa "$gqa" --out "$out/ort.json"; }
 # Over caches of blocks, beside FlashAttention-3's.
 blocks() { for size in 64 128 256; do part 120 blocks-$size python3 "$here/blocks.py" --gqa "$gqa" --heads 32/8x$size; done; }
+# Over a cache of float8, in products of it, beside FlashAttention-3's.
+float8() {
+  part 120 float8 python3 "$here/float8.py" --gqa "$gqa" --rounds 5
+  part 60 float8-bidirectional python3 "$here/float8.py" --gqa "$gqa" --rounds 5 --bidirectional --size 2x8192,1x16384
+}
 # Whole calls without blocks, and more of them, alone.
 operator() {
   local call=(bench token --packed --rotary half --checked-rows 4)
@@ -87,6 +92,6 @@ counters() {
 }
 
 nvidia-smi >"$out/nvidia-smi.log" 2>&1
-for name in "${@:-tokens prompts attention steps sizes errors masked operator ort blocks chunks models profile counters}"; do for each in $name; do "$each"; done; done
+for name in "${@:-tokens prompts attention steps sizes errors masked operator ort blocks float8 chunks models profile counters}"; do for each in $name; do "$each"; done; done
 echo "$failed parts failed"
 exit "$failed"

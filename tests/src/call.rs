@@ -126,6 +126,43 @@ impl Call {
         Ok(outputs)
     }
 
+    /// The same in float32 with queries as they are rounded for products of float8: times k_scale, divided by the least power of two with which none
+    /// exceeds 448.
+    pub(crate) fn with_float8_queries(&self) -> Self {
+        let case = Case { dtype: DType::F32, ..self.case.clone() };
+        let widened = |tensor: &Tensor| -> Tensor {
+            let values: Vec<f32> = tensor.to_f64().into_iter().map(|x| x as f32).collect();
+            Tensor::from_f32(DType::F32, tensor.shape(), &values).expect("a floating-point type")
+        };
+        let mut query = widened(&self.query);
+        let heads = case.kv_heads * case.group;
+        let [k_scale, _] = self.scales.as_ref().expect("a cache of codes");
+        let k_scale: Vec<f32> = k_scale.to_f64().into_iter().map(|x| x as f32).collect();
+        let Tensor::F32(values) = &mut query else { unreachable!("widened") };
+        let values = values.as_slice_mut().expect("contiguous");
+        let of_row = if case.packed { heads + 2 * case.kv_heads } else { heads };
+        for (index, row) in values.chunks_exact_mut(case.head_size).enumerate() {
+            let head = match case.layout {
+                Layout::Bsnh => index % of_row,
+                Layout::Bnsh => index / case.q_len % heads,
+            };
+            if head < heads {
+                let first = head / case.group * case.head_size;
+                round_to_float8(row, |i| {
+                    if k_scale.len() == 1 { k_scale[0] } else { k_scale[first + i] }
+                });
+            }
+        }
+        Self {
+            query,
+            key: self.key.as_ref().map(widened),
+            value: self.value.as_ref().map(widened),
+            head_sink: self.head_sink.as_ref().map(widened),
+            case,
+            ..self.clone()
+        }
+    }
+
     fn inputs(&self) -> Inputs<'_> {
         let past = self.past.as_ref().filter(|_| !self.case.shared);
         Inputs {
@@ -144,6 +181,20 @@ impl Call {
             k_norm_weight: self.norm_weights.as_ref().map(|[_, key]| key),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
         }
+    }
+}
+
+/// A row of queries, which `scale` turns into what is rounded.
+fn round_to_float8(row: &mut [f32], scale: impl Fn(usize) -> f32) {
+    const MAX: f32 = 448.0;
+    let scaled: Vec<f32> = row.iter().enumerate().map(|(i, x)| x * scale(i)).collect();
+    let top = scaled.iter().fold(0.0, |top: f32, x| top.max(x.abs()));
+    let mut unit = (-120f32).exp2();
+    while top > MAX * unit {
+        unit *= 2.0;
+    }
+    for (i, (x, scaled)) in row.iter_mut().zip(scaled).enumerate() {
+        *x = F8E4M3::from_f32(scaled / unit).to_f32() * unit / scale(i);
     }
 }
 

@@ -84,6 +84,8 @@ pub struct Case {
     pub float32_output: bool,
     /// Lengths and cache may be read before the launch ahead has ended.
     pub settled: bool,
+    /// Products of float8 are allowed.
+    pub float8_products: bool,
     /// Standard deviation of queries and keys.
     pub spread: f32,
     /// Of all data.
@@ -164,6 +166,7 @@ impl Case {
             .log_sum_exp(self.lse)
             .settled_cache(self.settled)
             .float32_output(self.float32_output)
+            .float8_products(self.float8_products)
     }
 }
 
@@ -330,6 +333,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         qk_output,
         lse,
         settled,
+        float8_products: false,
         float32_output,
         spread,
         seed,
@@ -460,6 +464,25 @@ pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> impl Strategy<Val
         window: -1,
         ..case
     })
+}
+
+/// Prompts over caches of float8 whose products may be of float8.
+pub fn turned_float8_prompts(max_rows: usize) -> impl Strategy<Value = Case> {
+    let heads = proptest::sample::select(vec![80usize, 96, 112, 128, 128]);
+    (prompts(128, max_rows), heads, any::<bool>()).prop_map(|(case, head_size, per_channel)| Case {
+        head_size,
+        quantised: Some(Quantisation { format: CodeFormat::Float8, per_channel }),
+        float8_products: true,
+        rotary: case.rotary.map(|(dim, pairs, ids)| (1 + (dim - 1) % (head_size / 16), pairs, ids)),
+        softcap: 0.0,
+        lse: false,
+        ..case
+    })
+}
+
+/// The same, but nothing is rotated or normalised, so that the oracle knows what is rounded.
+pub fn float8_prompts(max_rows: usize) -> impl Strategy<Value = Case> {
+    turned_float8_prompts(max_rows).prop_map(|case| Case { rotary: None, qk_norm: false, ..case })
 }
 
 /// Prompts with a bias.

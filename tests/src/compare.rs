@@ -29,6 +29,13 @@ impl Tolerance {
             _ => Self { absolute: 2e-5 * scores, relative: 1e-4 },
         }
     }
+
+    /// Where weights are rounded to four significant bits: by up to 1/16 each, so that what they weigh may be off by that much of its deviation from the mean. That queries are
+    /// rounded is the oracle's affair.
+    pub(crate) fn of_float8(case: &Case) -> Self {
+        let values = if case.packed { f64::from(case.spread) } else { 1.0 };
+        Self { absolute: 3.0 / 16.0 * values.max(1.0), relative: 2e-2 }
+    }
 }
 
 /// Size of the differences met so far.
@@ -84,7 +91,7 @@ pub(crate) fn unrounded(got: &Tensor, want: &Tensor, dtype: DType) -> Result<(),
     }
 }
 
-/// Errs unless every code is `want`'s.
+/// Errs unless every byte is `want`'s.
 pub(crate) fn equal_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), String> {
     let differs = || got.bytes().iter().zip(want.bytes()).position(|(got, want)| got != want);
     match differs() {

@@ -2,9 +2,9 @@
 
 use crate::parity::count;
 use crate::{
-    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, half_dtype,
-    heads_up_to, paged, paged_prompts, paged_steps, prompts, quantised, quantised_steps, sliding,
-    steps,
+    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
+    half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantised,
+    quantised_steps, sliding, steps,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, Switches, plan};
@@ -72,6 +72,7 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         steps(400).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
         quantised(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         quantised_steps(400).prop_map(shared),
+        float8_prompts(200).prop_map(shared),
         sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
         paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),

@@ -11,11 +11,11 @@ mod parity;
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{
-    Bias, Case, Positions, any_quantisation, biased_prompts, case, heads_up_to, prompts,
-    prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sliding, steps,
-    tall_steps,
+    Bias, Case, Positions, any_quantisation, biased_prompts, case, float8_prompts, heads_up_to,
+    prompts, prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sliding, steps,
+    tall_steps, turned_float8_prompts,
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::every_entry;
 pub use paged::{PagedCase, paged, paged_prompts, paged_steps};
-pub use parity::{Parity, any_dtype, half_dtype, parity, sequences};
+pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};

@@ -7,9 +7,9 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    half_dtype, heads_up_to, paged, paged_prompts, paged_steps, parity, prompts,
-    prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sequences, sliding, steps,
-    tall_steps,
+    float8_prompts, half_dtype, heads_up_to, identical, paged, paged_prompts, paged_steps, parity,
+    prompts, prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sequences,
+    sliding, steps, tall_steps, turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::Replay;
@@ -120,6 +120,22 @@ fn quantised_caches() {
     let cases = quantised(case(any_dtype(), heads_up_to(256), 80));
     run("cuda, quantised", 1000, cases, Switches::default());
     run("cuda, quantised prompts", 300, quantised(prompts(256, 400)), Switches::default());
+}
+
+/// Products of float8, by the kernels that compute them and no others.
+#[test]
+#[ignore = "needs a GPU"]
+fn float8_products() {
+    for (dtype, kernel) in
+        [(DType::BF16, "gqa_hopper_float8_bf16_d128"), (DType::F16, "gqa_hopper_float8_f16_d128")]
+    {
+        let switches = Switches { force: Some(kernel), ..Switches::default() };
+        let prompts = float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
+        run("cuda, float8 products", 300, prompts, switches.clone());
+        let apart = cuda(Switches { disable_fused_kv: true, ..switches.clone() });
+        let prompts = turned_float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
+        identical("cuda, float8 operands", 300, prompts, [&cuda(switches), &apart]);
+    }
 }
 
 /// Caches that slide: by every kernel, from step to step, and with more rows than a block of `slide_kv` moves at once.

@@ -1,12 +1,14 @@
 //! Quantised caches: every format, on every back end and by every kernel, against the f64 reference.
 
+use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{
-    any_dtype, case, half_dtype, heads_up_to, parity, prompts, quantised, quantised_steps,
-    sequences,
+    Case, any_dtype, case, float8_prompts, half_dtype, heads_up_to, identical, parity, prompts,
+    quantised, quantised_steps, sequences, turned_float8_prompts,
 };
+use proptest::strategy::Strategy;
 
 #[test]
 fn on_the_cpu() {
@@ -38,6 +40,31 @@ fn one_launch_for_each_duty() {
 fn prompts_on_hopper() {
     let cases = quantised(prompts(128, 200));
     parity("sim, quantised prompts", 20, cases, &Sim::default());
+}
+
+#[test]
+fn prompts_in_products_of_float8() {
+    for (dtype, kernel) in
+        [(DType::BF16, "gqa_hopper_float8_bf16_d128"), (DType::F16, "gqa_hopper_float8_f16_d128")]
+    {
+        let switches = Switches { force: Some(kernel), ..Switches::default() };
+        let prompts = float8_prompts(300).prop_map(move |case| Case { dtype, ..case });
+        parity("sim, float8 products", 20, prompts, &Sim::default().with_switches(switches));
+    }
+}
+
+/// What the launch that rounds does besides is what launches of their own do.
+#[test]
+fn operands_of_float8_rotated_and_appended_on_the_way() {
+    let dtype = DType::BF16;
+    let switches = |disable_fused_kv| Switches {
+        disable_fused_kv,
+        force: Some("gqa_hopper_float8_bf16_d128"),
+        ..Switches::default()
+    };
+    let [fused, apart] = [false, true].map(|off| Sim::default().with_switches(switches(off)));
+    let prompts = turned_float8_prompts(200).prop_map(move |case| Case { dtype, ..case });
+    identical("sim, float8 operands", 40, prompts, [&fused, &apart]);
 }
 
 #[test]

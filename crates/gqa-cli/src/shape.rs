@@ -121,6 +121,9 @@ pub struct Layer {
     /// A quantised cache has a scale for each element of each KV head rather than one for all.
     #[arg(long, requires = "kv_cache")]
     pub per_channel: bool,
+    /// Over a cache of float8 the products may be of float8 too: queries and weights are rounded to it.
+    #[arg(long, requires = "kv_cache", conflicts_with = "block_size")]
+    pub float8_products: bool,
     /// Newest keys a query sees, its own included; -1: all.
     #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
     pub window: i64,
@@ -165,6 +168,7 @@ impl Layer {
             qk_norm: false,
             kv_cache: None,
             per_channel: false,
+            float8_products: false,
             window: -1,
             sliding_cache: None,
             block_size: None,
@@ -191,6 +195,7 @@ impl Layer {
             .kv_cache_bit_width(self.kv_cache.map_or(0, Codes::bits))
             .settled_cache(self.settled)
             .float32_output(self.float32_output)
+            .float8_products(self.float8_products)
     }
 
     fn quant_type(&self) -> QuantType {
@@ -214,6 +219,7 @@ impl Layer {
             (self.kv_cache == Some(Codes::Int4), " int4-cache".to_owned()),
             (self.kv_cache == Some(Codes::Float8), " float8-cache".to_owned()),
             (self.per_channel, " per-channel".to_owned()),
+            (self.float8_products, " float8-products".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
             (self.window >= 0, format!(" window={}", self.window)),

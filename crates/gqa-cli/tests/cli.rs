@@ -291,6 +291,14 @@ fn explain_tells_what_a_cache_holds() -> Result {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     refused(&words("explain --per-channel")?, 2, &["--kv-cache"]);
+    let prompt = "explain --query-length 8192 --device h200 --kv-cache float8";
+    let run = words(&format!("{prompt} --float8-products"))?;
+    for words in ["float8 products", "chosen: gqa_hopper_float8_bf16_d128", "gqa_float8_operands"] {
+        assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
+    }
+    let run = words(prompt)?;
+    assert!(run.stdout.contains("the call does not allow float8 products"), "{}", run.stdout);
+    refused(&words("explain --float8-products")?, 2, &["--kv-cache"]);
     Ok(())
 }
 

@@ -259,6 +259,8 @@ pub struct Problem {
     pub lse: bool,
     /// The launch ahead of this call writes nothing that the call reads but query, key and value, so that all else may be read while that one still runs.
     pub settled: bool,
+    /// Where the cache holds float8e4m3fn, queries and weights may be rounded to that type, too.
+    pub float8_products: bool,
 }
 
 /// Its numbers are never NaN.
@@ -314,6 +316,7 @@ impl Problem {
             output_qk: QkOutput::None,
             lse: false,
             settled: false,
+            float8_products: false,
         }
     }
 

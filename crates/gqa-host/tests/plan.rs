@@ -51,6 +51,7 @@ attention
   decode_codes  refused: the cache holds no codes
   decode        refused: needs compute capability 9.0 exactly, the device has 8.0
   split_kv      refused: does not take float32
+  hopper_float8 refused: the cache holds no codes
   hopper        refused: does not take float32
   hopper_masked refused: there is no attention_bias
   tiled         refused: does not take float32

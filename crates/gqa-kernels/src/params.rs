@@ -146,6 +146,36 @@ pub struct PagedHopperParams {
     pub blocks: u32,
 }
 
+/// Scalars of `hopper_float8`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct Float8Params {
+    /// Attention. Strides of keys and values, which are codes, count bytes.
+    pub attention: AttentionParams,
+    /// 1: k_scale and v_scale are one for each KV head and channel. 0: one for all.
+    pub per_channel: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
+/// Scalars of `float8_operands`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct Float8OperandsParams {
+    /// Attention. Strides of keys and values, which are codes, count bytes; those of queries are of such as are given.
+    pub attention: AttentionParams,
+    /// Strides of the new keys given.
+    pub new_k: Strides,
+    /// Strides of the new values given.
+    pub new_v: Strides,
+    /// Rotary embedding of queries and new keys.
+    pub rotary: RotaryParams,
+    /// New K and V rows: S, or 0 where the cache is complete already.
+    pub new_len: u32,
+    /// As in [`Float8Params`].
+    pub per_channel: u32,
+}
+
 /// Scalars of `general`, `tiled_masked`, `hopper_masked` and the unfused kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -365,6 +395,9 @@ pub struct PagedDecodeParams {
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
+const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
+const _: () =
+    assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 4 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);

@@ -54,6 +54,7 @@ pub struct GroupQueryAttention {
     pub(crate) lse: bool,
     pub(crate) settled: bool,
     pub(crate) float32_output: bool,
+    pub(crate) float8_products: bool,
 }
 
 impl GroupQueryAttention {
@@ -79,6 +80,7 @@ impl GroupQueryAttention {
             lse: false,
             settled: false,
             float32_output: false,
+            float8_products: false,
         }
     }
 
@@ -173,6 +175,12 @@ impl GroupQueryAttention {
     /// runs (programmatic dependent launch); other kernels ignore the promise. If it is broken, results may be wrong. Beyond ONNX.
     pub fn settled_cache(self, on: bool) -> Self {
         Self { settled: on, ..self }
+    }
+
+    /// Allows products of float8e4m3fn where the cache holds such: rotated queries, times k_scale and divided by a power of two for each row, and weights are rounded to that type too, to
+    /// four significant bits. Tensor cores multiply it at twice the rate; `hopper_float8` does so with prompts where it pays, from some 4096 keys on, and everything else is as exact as ever. Off at first. Beyond ONNX.
+    pub fn float8_products(self, on: bool) -> Self {
+        Self { float8_products: on, ..self }
     }
 
     /// Applies the operator. present_* are new tensors: past is copied, new rows follow.

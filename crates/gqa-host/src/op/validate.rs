@@ -92,6 +92,7 @@ impl GroupQueryAttention {
             output_qk: self.output_qk()?,
             lse: self.lse,
             settled: self.settled,
+            float8_products: self.float8_products,
             ..Problem::plain("GroupQueryAttention", query.dtype)
         };
         check_sizes(&problem)?;

@@ -3,6 +3,7 @@
 
 use super::decision::{Candidate, Decision, Rejection};
 use super::decode::{self, Clusters};
+use super::float8;
 use super::hopper;
 use super::launch::{Scratch, element, launch};
 use super::params::{arguments, masked_params, params};
@@ -34,9 +35,11 @@ enum Parts {
 }
 
 impl Choice {
-    /// Whether the kernel needs no launches before it.
+    /// Whether the kernel, or the launch that it has before it, rotates and appends.
     pub(super) fn takes_new_rows(&self, p: &Problem, fused: bool) -> bool {
-        matches!(self.parts, Parts::Clusters(_)) && decode::is_fused(p, self.entry, fused)
+        let takes =
+            matches!(self.parts, Parts::Clusters(_)) || self.candidate == Candidate::HopperFloat8;
+        takes && decode::is_fused(p, self.entry, fused)
     }
 
     /// Whether the kernel rotates queries that it finds as they are given.
@@ -106,6 +109,10 @@ pub(super) fn consider(
             suits_flash(p)?;
             suits_codes(p)?;
         }
+        Candidate::HopperFloat8 => {
+            suits_flash(p)?;
+            float8::suits(p, switches)?;
+        }
         Candidate::DecodePaged | Candidate::DecodePagedCodes => suits_steps_over_blocks(p)?,
         Candidate::HopperPaged => suits_blocks(p)?,
         Candidate::Decode
@@ -141,6 +148,10 @@ pub(super) fn consider(
             hopper::suits_pages(p, device, switches)?;
             rounds_output(p)?
         }
+        Candidate::HopperFloat8 => {
+            hopper::suits(p, entry, device, switches)?;
+            rounds_output(p)?
+        }
         Candidate::Tiled | Candidate::TiledMasked => rounds_output(p)?,
         Candidate::DecodeCodes
         | Candidate::DecodePaged
@@ -160,6 +171,7 @@ impl Candidate {
             Self::DecodePaged => Family::DecodePaged,
             Self::DecodePagedCodes => Family::DecodePagedCodes,
             Self::HopperPaged => Family::HopperPaged,
+            Self::HopperFloat8 => Family::HopperFloat8,
             Self::Decode => Family::Decode,
             Self::SplitKv => Family::SplitKv,
             Self::Hopper => Family::Hopper,
@@ -182,6 +194,7 @@ impl Candidate {
                 "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
             ),
             Self::Hopper
+            | Self::HopperFloat8
             | Self::HopperMasked
             | Self::Tiled
             | Self::TiledMasked
@@ -401,6 +414,7 @@ fn is_combine(entry: &Entry) -> bool {
 /// parts is decided after `hopper`.
 fn leads(entry: &Entry) -> bool {
     !is_combine(entry)
+        && entry.kernel() != float8::OPERANDS
         && !hopper::is_split(entry)
         && entry.kernel() != "unfused_softmax"
         && !entry.kernel().starts_with("unfused_values")
@@ -490,6 +504,9 @@ pub(super) fn launches(
             return hopper::paged_launch(p, device, entry, &rows, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
+        Candidate::HopperFloat8 => {
+            return float8::launches(p, device, entry, rows, fused, scratch);
+        }
         Candidate::TiledMasked => {
             let params = masked_params(p, query.strides)?;
             let grid = tiled::grid(&params.attention, entry.rows);
@@ -543,7 +560,11 @@ pub(super) fn launches(
 }
 
 /// A kernel that is not the first of its family.
-fn later(name: &str, p: &Problem, is_it: impl Fn(&Entry) -> bool) -> Result<&'static Entry> {
+pub(super) fn later(
+    name: &str,
+    p: &Problem,
+    is_it: impl Fn(&Entry) -> bool,
+) -> Result<&'static Entry> {
     let found = entries().find(|entry| is_it(entry));
     found.ok_or_else(|| Error::NoKernel(format!("{name} has no kernel for {}", p.dtype)))
 }

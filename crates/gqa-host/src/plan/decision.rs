@@ -1,7 +1,7 @@
 //! Why a kernel was taken or refused.
 
 use super::device::capability;
-use crate::{Alignment, DType};
+use crate::{Alignment, CodeFormat, DType};
 use gqa_kernels::registry::Entry;
 use std::fmt;
 
@@ -20,6 +20,8 @@ pub enum Candidate {
     Decode,
     /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
     SplitKv,
+    /// As `Hopper` where the cache holds float8e4m3fn and the products may be of such: queries and weights are rounded to it too.
+    HopperFloat8,
     /// Flash attention with warpgroups and the copy engine: prompts and long chunks on Hopper.
     Hopper,
     /// The same with a bias or a mask.
@@ -40,10 +42,11 @@ pub enum Candidate {
 
 impl Candidate {
     /// In the order in which the planner asks, for a cache without blocks.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::DecodeCodes,
         Self::Decode,
         Self::SplitKv,
+        Self::HopperFloat8,
         Self::Hopper,
         Self::HopperMasked,
         Self::Tiled,
@@ -61,6 +64,7 @@ impl Candidate {
             Self::DecodePaged => "decode_paged",
             Self::DecodePagedCodes => "decode_paged_codes",
             Self::HopperPaged => "hopper_paged",
+            Self::HopperFloat8 => "hopper_float8",
             Self::Decode => "decode",
             Self::SplitKv => "split_kv",
             Self::Hopper => "hopper",
@@ -83,6 +87,8 @@ pub enum Rejection {
         /// The switch.
         switch: &'static str,
     },
+    /// The kernel multiplies float8e4m3fn.
+    Float8Products,
     /// Another kernel is forced.
     NotForced {
         /// Its name.
@@ -104,6 +110,11 @@ pub enum Rejection {
     NotQuantised,
     /// The kernel reads elements, not codes.
     Quantised,
+    /// The kernel reads codes of another format.
+    Codes {
+        /// The call's.
+        got: CodeFormat,
+    },
     /// The kernel appends to the cache that it reads.
     NotShared,
     /// The kernel is for one token of each sequence.
@@ -199,6 +210,13 @@ pub enum Rejection {
         /// The fewest that pay.
         min: usize,
     },
+    /// So few keys that what comes before attention costs more than it gains.
+    FewKeys {
+        /// The call's keys.
+        got: usize,
+        /// The fewest that pay.
+        min: usize,
+    },
     /// The kernel is made for one architecture.
     Architecture {
         /// The GPU's compute capability, times ten.
@@ -233,12 +251,14 @@ impl fmt::Display for Rejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disabled { switch } => write!(f, "switched off by {switch}"),
+            Self::Float8Products => write!(f, "the call does not allow float8 products"),
             Self::NotForced { forced } => write!(f, "GQA_FORCE={forced}"),
             Self::ElementType { got } => write!(f, "does not take {got}"),
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
             Self::NotQuantised => write!(f, "the cache holds no codes"),
             Self::Quantised => write!(f, "the cache holds codes"),
+            Self::Codes { got } => write!(f, "does not take {got} codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::SeveralTokens => write!(f, "not every sequence has one token"),
             Self::BlockSize { got, need } => {
@@ -270,6 +290,7 @@ impl fmt::Display for Rejection {
             }
             Self::NewRows { got, max } => write!(f, "{got} new rows are over {max}"),
             Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
+            Self::FewKeys { got, min } => write!(f, "{got} keys are under {min}"),
             Self::Architecture { have, need } => write!(
                 f,
                 "needs compute capability {} exactly, the device has {}",

@@ -275,6 +275,6 @@ fn asks_ahead(p: &Problem, entry: &Entry, clusters: Clusters, appends: bool) -> 
     p.window.is_none() && p.pages.is_none() && has_more && (!appends || is_alone)
 }
 
-fn position_stride(p: &Problem) -> usize {
+pub(super) fn position_stride(p: &Problem) -> usize {
     p.rotary.and_then(|rotary| rotary.explicit).unwrap_or(0)
 }

@@ -1,7 +1,7 @@
 //! A plan in words.
 
 use super::{Arg, Cost, Decision, DeviceInfo, Launch, Plan};
-use crate::{Alignment, CacheBinding, CodeFormat, Layout, Phase, Problem, QkOutput, Sink};
+use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
 use std::fmt;
 
 /// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.
@@ -200,12 +200,7 @@ fn features(p: &Problem) -> Vec<String> {
     add(p.layout == Layout::Bnsh, "BNSH".to_owned());
     if let Some(how) = p.quantised {
         let scales = if how.per_channel { "channel" } else { "tensor" };
-        let codes = match how.format {
-            CodeFormat::Int8 => "int8",
-            CodeFormat::Int4 => "4-bit",
-            CodeFormat::Float8 => "float8e4m3fn",
-        };
-        add(true, format!("{codes} cache with a scale per {scales}"));
+        add(true, format!("{} cache with a scale per {scales}", how.format));
     }
     add(p.slides, format!("cache of {} rows that slides", p.capacity));
     add(p.qk_norm.is_some(), "QK-norm".to_owned());
@@ -214,6 +209,7 @@ fn features(p: &Problem) -> Vec<String> {
         add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));
     }
     add(p.settled, "settled cache".to_owned());
+    add(p.float8_products, "float8 products".to_owned());
     add(!p.causal, "not causal".to_owned());
     add(p.right_window.is_some(), format!("right window {}", p.right_window.unwrap_or_default()));
     add(p.alignment != Alignment::Phase, p.alignment.to_string());

@@ -287,7 +287,13 @@ fn mask_map(p: &Problem, params: &MaskedParams, entry: &Entry) -> Option<Arg> {
 }
 
 /// The map of a (batch, head, row) tensor.
-fn tensor_map(p: &Problem, arg: Arg, strides: Strides, size: [u32; 4], tile_rows: u32) -> Arg {
+pub(super) fn tensor_map(
+    p: &Problem,
+    arg: Arg,
+    strides: Strides,
+    size: [u32; 4],
+    tile_rows: u32,
+) -> Arg {
     let element = p.dtype.size();
     let (id, offset) = match arg {
         Arg::Tensor { id, offset } => (Some(id), offset),

@@ -27,6 +27,7 @@ mod decision;
 mod decode;
 mod device;
 mod explain;
+mod float8;
 mod hopper;
 mod launch;
 mod paged;

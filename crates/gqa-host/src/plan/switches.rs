@@ -23,7 +23,7 @@ pub static TABLE: [Switch; 7] = [
         name: "GQA_DISABLE_FLASH_ATTENTION",
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: none of `hopper`, `hopper_masked`, `hopper_paged`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`, `decode_codes`, `decode_paged`, `decode_paged_codes`, `decode` and `split_kv` is considered",
+        meaning: "1: none of `hopper`, `hopper_float8`, `hopper_masked`, `hopper_paged`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`, `decode_codes`, `decode_paged`, `decode_paged_codes`, `decode` and `split_kv` is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
     Switch {

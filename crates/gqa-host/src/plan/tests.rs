@@ -6,8 +6,9 @@ use crate::{
     Rotary, Sink,
 };
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, HopperParams, MaskedParams, PagedDecodeParams,
-    PagedHopperParams, PagedParams, PrologueParams, SlideBiasParams, SlideParams, Strides,
+    AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
+    PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, SlideBiasParams,
+    SlideParams, Strides,
 };
 use gqa_kernels::registry::Family;
 
@@ -709,6 +710,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
         error,
         "no kernel takes this call: decode_codes switched off by GQA_DISABLE_FLASH_ATTENTION; \
          decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         hopper_float8 switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -784,6 +786,7 @@ fn problems() -> impl Iterator<Item = Problem> {
                 let format = CODES[kind % 3];
                 p.quantised = Some(Quantisation { format, per_channel: bit(4) });
                 p.head_size = [64, 128, 40, 264][kind % 4];
+                p.float8_products = true;
                 p.rotary = p.rotary.map(|rotary| Rotary { dim: 16, ..rotary });
             }
             if kind % 4 == 2 && p.output_qk == QkOutput::None && p.new_len > 0 {
@@ -831,6 +834,44 @@ fn a_step_reads_codes_where_it_can() {
     );
     let a100 = rejection(&step(|_| ()), "a100", &off, Candidate::DecodeCodes);
     assert_eq!(a100, "needs compute capability 9.0 exactly, the device has 8.0");
+}
+
+#[test]
+fn products_of_float8_where_they_are_allowed() {
+    let off = Switches::default();
+    let apart = Switches { disable_fused_kv: true, ..Switches::default() };
+    let prompt = with(quantised(llama(512, 7680), CODES[2]), |p| p.float8_products = true);
+    let attends = ["float8_operands", "hopper_float8_f16_d128"];
+    assert_eq!(kernels(&prompt, &off), attends);
+    assert_eq!(kernels(&with(prompt.clone(), |p| p.head_size = 80), &off), attends);
+    let normed = with(prompt.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
+    assert_eq!(kernels(&normed, &off), ["qk_norm", attends[0], attends[1]]);
+    let separate = with(prompt.clone(), |p| p.cache = CacheBinding::Separate);
+    for kernels in [kernels(&separate, &off), kernels(&prompt, &apart)] {
+        assert_eq!(kernels[kernels.len() - 3..], ["quantise_kv_f8", attends[0], attends[1]]);
+    }
+    let refused = |change: fn(&mut Problem), why: &str| {
+        let problem = with(prompt.clone(), change);
+        assert_eq!(rejection(&problem, "h200", &off, Candidate::HopperFloat8), why);
+    };
+    refused(|p| p.float8_products = false, "the call does not allow float8 products");
+    refused(|p| p.quantised = None, "the cache holds no codes");
+    refused(|p| p.total_len = 2048, "2048 keys are under 4096");
+    refused(|p| p.head_size = 64, "has no tile for head size 64");
+    refused(|p| p.head_size = 88, "has no tile for head size 88");
+    refused(|p| p.head_size = 256, "head size 256 is over 128");
+    refused(|p| p.lse = true, "does not take lse");
+    refused(|p| p.softcap = Some(30.0), "does not take softcap");
+    refused(|p| p.scale = -1.0, "scale -1 is not positive");
+    refused(|p| p.out_dtype = DType::F32, "does not write output in float32");
+    refused(|p| p.dtype = DType::F32, "does not take float32");
+    let int8 = with(prompt.clone(), |p| {
+        p.quantised = Some(Quantisation { format: CODES[0], per_channel: false });
+    });
+    let why = rejection(&int8, "h200", &off, Candidate::HopperFloat8);
+    assert_eq!(why, "does not take int8 codes");
+    let a100 = rejection(&prompt, "a100", &off, Candidate::HopperFloat8);
+    assert_eq!(a100, "needs compute capability 9.0, the device has 8.0");
 }
 
 #[test]
@@ -1091,6 +1132,7 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::Decode | Family::DecodeCodes => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
+            Family::HopperFloat8 => float8_reach(name, &plan.problem, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {
                 rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
@@ -1260,6 +1302,37 @@ fn rotating_reach(name: &str, p: &HopperParams, element: usize) -> usize {
     match name {
         "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
         _ => attention_reach(name, &p.attention, element),
+    }
+}
+
+fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) -> usize {
+    let (a, operands): (AttentionParams, Option<&Float8OperandsParams>) =
+        match bytemuck::try_from_bytes::<Float8Params>(&launch.params) {
+            Ok(p) => (p.attention, None),
+            Err(_) => {
+                let p: &Float8OperandsParams = bytemuck::from_bytes(&launch.params);
+                (p.attention, Some(p))
+            }
+        };
+    let new = |strides| {
+        let rows = operands.map_or(0, |p| p.new_len);
+        reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element
+    };
+    let rotary = operands.map(|p| p.rotary).unwrap_or_default();
+    match name {
+        "k" => new(operands.unwrap().new_k),
+        "v" => new(operands.unwrap().new_v),
+        "cos" | "sin" => rotary.max_positions as usize * (rotary.dim / 2) as usize * element,
+        "position_ids" => ((a.batch - 1) * rotary.position_stride + a.q_len) as usize * 8,
+        "k_scale" | "v_scale" => scales_reach(problem),
+        "k_cache" | "v_cache" => reach(a.k, [a.batch, a.kv_heads, a.capacity], a.head_size),
+        "q_codes" => (a.batch * a.q_heads * a.q_len * a.head_size) as usize,
+        "row_factors" => (a.batch * a.q_heads * a.q_len) as usize * 4,
+        "v_codes" => {
+            let keys = a.capacity.next_multiple_of(128);
+            (a.batch * a.kv_heads * a.head_size * keys) as usize
+        }
+        _ => attention_reach(name, &a, element),
     }
 }
 

@@ -27,14 +27,18 @@
 //! **Over a cache of blocks** tiles of K and V are put together from boxes, one from each block, by two warps, and a row tile is one of a sequence's
 //! tokens, which lie one behind the other (`pages.rs`).
 //!
+//! **Operands of e4m3**: over a cache of such codes queries and weights may be rounded to them as well, and products take half the time (`float8.rs`, `operand.rs`).
+//!
 //! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
 //! each stage of the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
-//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`] and [`D64Short`] divide by the sum of the
+//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and [`Float8D128`] divide by the sum of the
 //! rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does not.
 
 mod consumer;
+mod float8;
 mod mask;
+mod operand;
 mod output;
 mod pages;
 mod producer;
@@ -44,17 +48,22 @@ mod shape;
 mod softmax;
 mod work;
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub use float8::operands_grid;
+pub use float8::{float8_operands, transposed_keys};
 pub use pages::{LEAST_BOX, box_rows};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
-    Hopper, MaskedD64, MaskedD128, MaskedD256,
+    Float8D128, Hopper, MaskedD64, MaskedD128, MaskedD256,
 };
 
-use crate::num::MmaElement;
-use crate::params::{AttentionParams, HopperParams, MaskedParams, PagedHopperParams};
+use crate::num::{Float8, MmaElement};
+use crate::params::{AttentionParams, Float8Params, HopperParams, MaskedParams, PagedHopperParams};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
+use float8::Scales;
 use mask::Mask;
+use operand::Operand;
 use output::Destination;
 use pages::Pages;
 use rotate::Rotation;
@@ -89,7 +98,7 @@ impl<
 
     /// The kernel, with a mask or without.
     #[inline(always)]
-    fn attend<T: MmaElement>(
+    fn attend<T: MmaElement, P: Operand>(
         [q, k, v]: [TensorMap; 3],
         seqlens_k: Global<i32>,
         pointers: Pointers<T>,
@@ -99,8 +108,9 @@ impl<
         const {
             assert!(
                 C == N as usize / 2
-                    && W == N as usize / 4
-                    && (O == D as usize / 2 || O == D as usize / 2 + 4 && D <= 64)
+                    && (W == N as usize / 4 || W == N as usize / 8)
+                    && (O == D as usize / 2
+                        || O == D as usize / 2 + 4 && (D <= 64 || <Self as Tile>::IS_TRANSPOSED))
             )
         };
         let base = shared_base();
@@ -153,7 +163,7 @@ impl<
             } else {
                 registers_raise::<160>()
             }
-            Consumer::<T, Self, C, W, O>::new(base, p, pointers).run();
+            Consumer::<T, P, Self, C, W, O>::new(base, p, pointers).run();
         }
     }
 }
@@ -179,8 +189,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let HopperParams { attention, rotary } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation, pages: None, head_sink, to };
-        Self::attend([q, k, v], seqlens_k, pointers, counter, &attention);
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &attention);
     }
 
     /// The kernel for a cache of blocks: k and v are (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to
@@ -205,8 +215,34 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
         let to = Destination { out, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p));
-        let pointers = Pointers { mask: None, rotation, pages, head_sink, to };
-        Self::attend([q, k, v], past_seqlens, pointers, counter, &p.hopper.attention);
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
+        Self::attend::<T, T>([q, k, v], past_seqlens, pointers, counter, &p.hopper.attention);
+    }
+}
+
+impl<const D: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, 128, 2, C, W, O, 0, false>
+{
+    /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q (batch, query head, S, head size), k (batch, KV head, capacity, head
+    /// size), v (batch, KV head, head size, keys), each with two codes to a column of its tensor map.
+    #[inline(always)]
+    pub fn run_float8<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        row_factors: Global<f32>,
+        v_scale: Global<f32>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        counter: Global<u32>,
+        p: Float8Params,
+    ) {
+        const { assert!(<Self as Tile>::IS_TRANSPOSED) }
+        let scales = Some(Scales { row_factors, v_scale, per_channel: p.per_channel != 0 });
+        let to = Destination { out, partial_out: Global::null(), lse: Global::null() };
+        let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
+        Self::attend::<T, Float8>([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
 }
 
@@ -227,8 +263,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: AttentionParams,
     ) {
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation: None, pages: None, head_sink, to };
-        Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
+        let pointers =
+            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
+        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p);
     }
 }
 
@@ -250,8 +287,9 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: AttentionParams,
     ) {
         let to = Destination { out, partial_out, lse: partial_lse };
-        let pointers = Pointers { mask: None, rotation: None, pages: None, head_sink, to };
-        Self::attend([q, k, v], seqlens_k, pointers, counter, &p);
+        let pointers =
+            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
+        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p);
     }
 }
 
@@ -276,8 +314,8 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, mask, &p));
         let to = Destination { out, partial_out: lse, lse };
-        let pointers = Pointers { mask, rotation: None, pages: None, head_sink, to };
-        Self::attend([q, k, v], seqlens_k, pointers, counter, &p.attention);
+        let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
+        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
 }
 
@@ -287,7 +325,16 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
     if !S::SUM_COLUMNS {
         return;
     }
-    if thread_idx() < S::ONES_BYTES / 16 {
+    if S::IS_TRANSPOSED {
+        const ONES: u32 = 0x3838_3838;
+        /// Vectors of a stage's ones.
+        const VECTORS: u32 = 64;
+        let (stage, vector) = (thread_idx() / VECTORS, thread_idx() % VECTORS);
+        for stage in Rolled(stage..S::STAGES, (S::WARPGROUPS + 1) * WARPGROUP / VECTORS) {
+            let ones = base + S::KV + stage * S::STAGE_BYTES + S::KV_BYTES;
+            st_shared_vec(ones + 16 * vector, [ONES; 4]);
+        }
+    } else if thread_idx() < S::ONES_BYTES / 16 {
         st_shared_vec(base + S::ONES + 16 * thread_idx(), [T::pack(1.0, 1.0); 4]);
     }
     fence_proxy_async();

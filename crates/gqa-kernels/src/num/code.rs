@@ -19,6 +19,17 @@ pub enum Format {
     Float8,
 }
 
+#[cfg(not(target_arch = "nvptx64"))]
+impl core::fmt::Display for Format {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Self::Int8 => "int8",
+            Self::Int4 => "4-bit",
+            Self::Float8 => "float8e4m3fn",
+        })
+    }
+}
+
 /// A format of codes.
 pub trait Code: Copy + 'static {
     /// The format's run-time name.

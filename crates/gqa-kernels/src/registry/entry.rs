@@ -25,6 +25,8 @@ pub enum Family {
     HopperMasked,
     /// The same with a cache of blocks.
     HopperPaged,
+    /// The same with operands of e4m3.
+    HopperFloat8,
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv,
     /// A whole token step: rotation, append, attention by clusters of blocks, merge.
@@ -39,7 +41,7 @@ pub enum Family {
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Prologue,
         Self::General,
         Self::Unfused,
@@ -50,6 +52,7 @@ impl Family {
         Self::Hopper,
         Self::HopperMasked,
         Self::HopperPaged,
+        Self::HopperFloat8,
         Self::SplitKv,
         Self::Decode,
         Self::DecodeCodes,
@@ -70,6 +73,7 @@ impl Family {
             Self::Hopper => "family-hopper",
             Self::HopperMasked => "family-hopper-masked",
             Self::HopperPaged => "family-hopper-paged",
+            Self::HopperFloat8 => "family-hopper-float8",
             Self::SplitKv => "family-split-kv",
             Self::Decode => "family-decode",
             Self::DecodeCodes => "family-decode-codes",
@@ -101,6 +105,7 @@ impl Family {
             Self::Hopper
             | Self::HopperMasked
             | Self::HopperPaged
+            | Self::HopperFloat8
             | Self::Decode
             | Self::DecodeCodes
             | Self::DecodePaged

@@ -1,12 +1,24 @@
 //! Flash attention for prompts on Hopper.
 
 use crate::attention::hopper;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::num::Format;
 use crate::num::{bf16, f16};
-use crate::params::{AttentionParams, HopperParams, MaskedParams, PagedHopperParams};
+use crate::params::{
+    AttentionParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
+    PagedHopperParams,
+};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] =
-    &[HOPPER, HOPPER_TALL, HOPPER_SPLIT, HOPPER_MASKED, HOPPER_PAGED];
+pub(super) static TABLES: &[&[super::Entry]] = &[
+    HOPPER,
+    HOPPER_TALL,
+    HOPPER_SPLIT,
+    HOPPER_MASKED,
+    HOPPER_PAGED,
+    FLOAT8_OPERANDS,
+    HOPPER_FLOAT8,
+];
 
 kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
@@ -70,4 +82,31 @@ hopper_paged_kernels! {
     gqa_hopper_paged_f16_d128, gqa_hopper_paged_bf16_d128 => hopper::D128<false>;
     gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
+}
+
+kernels!(FLOAT8_OPERANDS, HopperFloat8, "family-hopper-float8",
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, k_cache: u64, v_cache: u32, q_codes: u64, row_factors: f32, v_codes: u32;
+     p: Float8OperandsParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: 128, min_blocks: 5, shared: 0, hot: true, min_sm: 90 }, {
+    gqa_float8_operands_f16 => hopper::float8_operands::<f16>, T = f16;
+    gqa_float8_operands_bf16 => hopper::float8_operands::<bf16>, T = bf16;
+});
+
+/// Rows of the kernels for operands of e4m3, for both 16-bit types of the output: `F16 NAME, BF16 NAME => SHAPE`.
+macro_rules! hopper_float8_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
+        hopper_float8_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
+        kernels!(HOPPER_FLOAT8, HopperFloat8, "family-hopper-float8",
+            ([q 0, k 1, v 2] row_factors: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, counter: u32; p: Float8Params), { $(
+            $name => <$shape>::run_float8, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, codes: Format::Float8 };
+        )* });
+    };
+}
+
+hopper_float8_kernels! {
+    gqa_hopper_float8_f16_d128, gqa_hopper_float8_bf16_d128 => hopper::Float8D128;
 }

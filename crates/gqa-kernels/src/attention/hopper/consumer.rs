@@ -1,6 +1,8 @@
 //! A consumer warpgroup: 64 rows of every work tile of the block.
 
+use super::float8::Scales;
 use super::mask::Mask;
+use super::operand::Operand;
 use super::output::{Destination, Output};
 use super::pages::Pages;
 use super::ring::Ring;
@@ -26,12 +28,14 @@ pub(super) struct Pointers<T> {
     pub(super) rotation: Option<Rotation<T>>,
     /// Of sequences in a cache of blocks.
     pub(super) pages: Option<Pages>,
+    /// Of e4m3.
+    pub(super) scales: Option<Scales>,
     pub(super) head_sink: Global<T>,
     pub(super) to: Destination<T>,
 }
 
-/// A consumer warpgroup: `C` score, `W` packed weight and `O` output registers per thread.
-pub(super) struct Consumer<'a, T, S, const C: usize, const W: usize, const O: usize> {
+/// A consumer warpgroup, which multiplies operands of type `P`: `C` score, `W` packed weight and `O` output registers per thread.
+pub(super) struct Consumer<'a, T, P, S, const C: usize, const W: usize, const O: usize> {
     p: &'a AttentionParams,
     base: u32,
     warpgroup: u32,
@@ -45,7 +49,7 @@ pub(super) struct Consumer<'a, T, S, const C: usize, const W: usize, const O: us
     mask: Ring,
     /// Work tiles begun.
     works: u32,
-    shape: PhantomData<S>,
+    shape: PhantomData<(P, S)>,
 }
 
 /// Where a consumer is: the key tile whose weights it holds, and those still to come.
@@ -67,8 +71,8 @@ struct State<const W: usize, const O: usize> {
     begun: bool,
 }
 
-impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
-    Consumer<'a, T, S, C, W, O>
+impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, const O: usize>
+    Consumer<'a, T, P, S, C, W, O>
 {
     const BLOCK: u32 = S::WARPGROUPS * WARPGROUP;
 
@@ -84,7 +88,15 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             base,
             warpgroup,
             pointers,
-            softmax: Softmax { p, factor, row, headroom: T::HEADROOM, adds: !S::SUM_COLUMNS },
+            softmax: Softmax {
+                p,
+                factors: [factor; 2],
+                row,
+                headroom: P::HEADROOM,
+                limit: P::LIMIT,
+                adds: !S::SUM_COLUMNS,
+                keeps: !S::SUM_COLUMNS || S::IS_TRANSPOSED,
+            },
             q: Ring::START,
             kv: Ring::START,
             mask: Ring::START,
@@ -128,13 +140,19 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let mut raised = Raised::NONE;
         self.relate_and_weigh(&mut s, &mut rows, true, &mut raised);
         self.softmax.weigh(1, &mut s, &mut rows);
-        let weights = pack::<T, C, W>(&s);
+        let weights = P::pack_weights::<C, W>(&s);
         let mut state = State { o, weights, rows, begun: false };
         loop {
             if S::MASK_STAGES == 0 && at.tile < at.keys.settled_end && at.tile > at.bottom {
-                while at.tile > at.bottom {
+                let most = at.tile.saturating_sub(S::STEPS);
+                let bottom = if S::STEPS < u32::MAX { at.bottom.max(most) } else { at.bottom };
+                while at.tile > bottom {
                     at.tile -= 1;
-                    self.step(&mut state);
+                    if S::IS_TRANSPOSED {
+                        self.step_and_raise(&mut state);
+                    } else {
+                        self.step(&mut state);
+                    }
                     state.begun = true;
                 }
                 self.release_queries(at);
@@ -168,7 +186,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.release_tile(keys.next(S::STAGES));
         // The second row's exponentials hide the packing.
         self.softmax.weigh(1, &mut s, rows);
-        *weights = pack::<T, C, W>(&s);
+        *weights = P::pack_weights::<C, W>(&s);
         if exceed(weights) {
             rows.sum = before;
             let factors = match self.softmax.lower::<T, W>(weights, rows) {
@@ -178,6 +196,24 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
             scale(o, factors);
         }
         self.release_tile(keys);
+    }
+
+    /// The same where weights do not become infinite, so that the greatest exponents have to be found.
+    #[inline(always)]
+    fn step_and_raise(&mut self, state: &mut State<W, O>) {
+        let keys = self.kv;
+        let mut s = self.multiply(state);
+        self.release_tile(keys);
+        let State { o, weights, rows, .. } = state;
+        let mut raised = Raised::NONE;
+        self.softmax.relate_and_raise(0, &mut s, rows, &mut raised);
+        self.softmax.weigh(0, &mut s, rows);
+        self.softmax.relate_and_raise(1, &mut s, rows, &mut raised);
+        wgmma_wait::<0>();
+        self.release_tile(keys.next(S::STAGES));
+        raised.apply(o);
+        self.softmax.weigh(1, &mut s, rows);
+        *weights = P::pack_weights::<C, W>(&s);
     }
 
     /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
@@ -212,12 +248,13 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         self.release_tile(values);
         if !ends {
             raised.apply(o);
+            collect_sums::<S, O>(o, rows);
         }
         self.softmax.weigh(1, &mut s, rows);
         if ends {
             self.finish(o, done, from.slot);
         }
-        *weights = pack::<T, C, W>(&s);
+        *weights = P::pack_weights::<C, W>(&s);
         true
     }
 
@@ -250,6 +287,9 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
             let tile = self.base + self.q_tile() * S::Q_BYTES;
             rotation.rotate::<S>(slot, self.rows(slot.seqlen()), tile, self.warpgroup);
+        }
+        if let Some(scales) = self.pointers.scales {
+            self.softmax.factors = scales.factors(slot.place::<S>(), self.softmax.row, self.p);
         }
         // Large heads do better with one loop: the other one keeps K until weights are seen, and with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128;
@@ -322,13 +362,13 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let q = self.base + self.q_tile() * S::Q_BYTES;
         // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in such as are not uniform.
         let q = Descriptor::new(if S::WARPGROUPS == 2 { opaque(q) } else { q }, 16);
-        let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::KV_BYTES, 16);
+        let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::STAGE_BYTES, 16);
         wgmma_fence();
-        let mut s = T::wgmma(q.at(0), k.at(0));
+        let mut s = P::multiply(q.at(0), k.at(0));
         let mut step = 1;
-        while step < S::D / 16 {
+        while step < S::D * S::NUMBER_BYTES / 32 {
             let (chunk, within) = (step / 4 * 128, step % 4 * 32);
-            T::wgmma_add(
+            P::multiply_add(
                 &mut s,
                 q.at(chunk * WARPGROUP_ROWS + within),
                 k.at(chunk * S::N + within),
@@ -358,7 +398,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
                 self.softmax.weigh(half, &mut s, rows);
                 half += 1;
             }
-            let packed: [u32; 4] = pack::<T, 8, 4>(&s);
+            let packed: [u32; 4] = T::pack_weights::<8, 4>(&s);
             let mut i = 0;
             while i < 4 {
                 weights[4 * block + i] = packed[i];
@@ -380,7 +420,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         let (warp, lane) = (thread / 32, thread % 32);
         let (query, key) = (lane % 16, lane / 16 * 8 + lane % 8);
         let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
-        let k = self.base + S::KV + keys.stage * S::KV_BYTES + (16 * block + key) * 128;
+        let k = self.base + S::KV + keys.stage * S::STAGE_BYTES + (16 * block + key) * 128;
         let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
         // Not up to `D`, or the assembler would unroll the loop.
         for step in Rolled(0..self.p.head_size.div_ceil(16), 1) {
@@ -399,9 +439,10 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     /// Issues O += P · V.
     #[inline(always)]
     fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
-        let v = self.base + S::KV + at.stage * S::KV_BYTES;
-        // The ones are the chunk behind, wherever the rows are.
-        let behind = if S::SUM_COLUMNS { self.base + S::ONES - v } else { S::N * 128 };
+        let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
+        // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
+        let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
+        let behind = if apart { self.base + S::ONES - v } else { S::N * 128 };
         let v = Descriptor::new(v, behind);
         wgmma_fence();
         let mut step = 0;
@@ -412,9 +453,10 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
                 weights[4 * step + 2],
                 weights[4 * step + 3],
             ];
-            let rows = step as u32 * 16 * 128;
-            let v = if S::SUM_COLUMNS { v.towards(rows) } else { v.at(rows) };
-            T::wgmma_registers(o, begun || step > 0, a, v);
+            // Of 16 keys, which are rows, or 32, which are columns.
+            let keys = step as u32 * if S::IS_TRANSPOSED { 32 } else { 16 * 128 };
+            let v = if apart { v.towards(keys) } else { v.at(keys) };
+            P::multiply_weights(o, begun || step > 0, a, v);
             step += 1;
         }
         wgmma_commit();
@@ -480,10 +522,10 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         }
     }
 
-    /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0.
+    /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0. Transposed they are 0 already.
     #[inline(always)]
     fn clear_values(&self, at: &Cursor, values: Ring) {
-        if at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
+        if S::IS_TRANSPOSED || at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
             return;
         }
         let valid = at.slot.seen::<S>().total - at.tile * S::N;
@@ -496,7 +538,7 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         while vector < S::N * 8 {
             let mut chunk = 0;
             while chunk < S::CHUNKS {
-                let at = S::KV + values.stage * S::KV_BYTES + chunk * S::N * 128 + vector * 16;
+                let at = S::KV + values.stage * S::STAGE_BYTES + chunk * S::N * 128 + vector * 16;
                 st_shared_vec(self.base + at, [0; 4]);
                 chunk += 1;
             }
@@ -510,8 +552,9 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
     #[inline(always)]
     fn finish(&self, o: &mut [f32; O], mut rows: [SoftmaxState; 2], slot: Slot) {
         if S::SUM_COLUMNS {
-            rows[0].sum = o[O - 4];
-            rows[1].sum = o[O - 2];
+            let with = |kept: f32, last: f32| if S::IS_TRANSPOSED { kept + last } else { last };
+            rows[0].sum = with(rows[0].sum, o[O - 4]);
+            rows[1].sum = with(rows[1].sum, o[O - 2]);
         }
         let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
         // In the output tokens of all sequences are those of one.
@@ -530,10 +573,28 @@ impl<'a, T: MmaElement, S: Tile, const C: usize, const W: usize, const O: usize>
         };
         let factors = output.normalise::<T, S>(rows, self.pointers.head_sink, to.lse);
         scale(o, factors);
+        if let Some(scales) = self.pointers.scales {
+            scales.widen(o, place.head, self.p);
+        }
         if S::PARTS {
             output.store_part(o, to.partial_out);
         } else {
             output.store::<T, S, O>(o, to.out);
+        }
+    }
+}
+
+/// Takes the sums of some tiles' weights out of the output where products are of e4m3: tensor cores keep so few bits of their sums that thousands of keys' weights cannot
+/// be added up there.
+#[inline(always)]
+fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
+    if S::SUM_COLUMNS && S::IS_TRANSPOSED {
+        rows.sum[0] += o[O - 4];
+        rows.sum[1] += o[O - 2];
+        let mut i = O - 4;
+        while i < O {
+            o[i] = 0.0;
+            i += 1;
         }
     }
 }
@@ -561,16 +622,4 @@ impl Descriptor {
         const GROUP: u32 = 1024 >> 4;
         ((SWIZZLE_128 | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
     }
-}
-
-/// Weights as the A operand of the next multiplication: accumulator and operand layouts agree.
-#[inline(always)]
-fn pack<T: MmaElement, const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
-    let mut weights = [0; W];
-    let mut i = 0;
-    while i < W {
-        weights[i] = T::pack(s[2 * i], s[2 * i + 1]);
-        i += 1;
-    }
-    weights
 }

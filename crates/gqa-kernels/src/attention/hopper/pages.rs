@@ -176,7 +176,7 @@ impl Boxes {
     fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot) {
         let barrier = self.base + self.ring.barrier();
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
-        let destination = self.base + S::KV + self.ring.stage * S::KV_BYTES;
+        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES;
         let full = barrier + S::KV_FULL;
         // Each warp arrives, one without boxes too: what it has yet to read must not be written over.
         if lane() == 0 {

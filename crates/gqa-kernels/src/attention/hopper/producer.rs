@@ -3,7 +3,7 @@
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
-use super::shape::{CHUNK, Tile, WARPGROUP_ROWS};
+use super::shape::{CHUNK, TRANSPOSED_KEYS, Tile, WARPGROUP_ROWS};
 use super::work::{Draw, Place, Slot, Work, quotient};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
@@ -29,6 +29,21 @@ fn load_tile<S: Tile>(
     }
 }
 
+/// The same of V where it is transposed: one box.
+#[inline(always)]
+fn load_transposed<S: Tile>(
+    destination: u32,
+    map: TensorMap,
+    tile: u32,
+    head: u32,
+    batch: u32,
+    full: u32,
+) {
+    const { assert!(!S::IS_TRANSPOSED || S::N == TRANSPOSED_KEYS) }
+    mbarrier_arrive_expect(full, S::KV_BYTES);
+    tma_load(destination, map, [tile * CHUNK, 0, head, batch], full);
+}
+
 /// The ring of K and V tiles as its producer sees it.
 struct KeyValueRing {
     base: u32,
@@ -38,12 +53,23 @@ struct KeyValueRing {
 impl KeyValueRing {
     /// Waits until the stage is free, fills it and moves on.
     #[inline(always)]
-    fn load<S: Tile>(&mut self, map: TensorMap, tile: u32, head: u32, batch: u32) {
+    fn load<S: Tile>(
+        &mut self,
+        map: TensorMap,
+        tile: u32,
+        head: u32,
+        batch: u32,
+        transposed: bool,
+    ) {
         let barrier = self.base + self.ring.barrier();
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
-        let destination = self.base + S::KV + self.ring.stage * S::KV_BYTES;
+        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES;
         let full = barrier + S::KV_FULL;
-        load_tile::<S>(S::N, destination, map, tile * S::N, head, batch, full);
+        if transposed {
+            load_transposed::<S>(destination, map, tile, head, batch, full);
+        } else {
+            load_tile::<S>(S::N, destination, map, tile * S::N, head, batch, full);
+        }
         self.ring = self.ring.next(S::STAGES);
     }
 }
@@ -83,16 +109,16 @@ pub(super) fn load_keys_and_values<S: Tile>(
             if tile == work.keys.first {
                 index = draw.next();
             }
-            ring.load::<S>(k, tile, head, work.place.batch);
+            ring.load::<S>(k, tile, head, work.place.batch, false);
             if let Some([tile, head, batch]) = behind {
-                ring.load::<S>(v, tile, head, batch);
+                ring.load::<S>(v, tile, head, batch, S::IS_TRANSPOSED);
             }
             behind = Some([tile, head, work.place.batch]);
         }
     }
     Slot::announce::<S>(base, n, None);
     if let Some([tile, head, batch]) = behind {
-        ring.load::<S>(v, tile, head, batch);
+        ring.load::<S>(v, tile, head, batch, S::IS_TRANSPOSED);
     }
 }
 

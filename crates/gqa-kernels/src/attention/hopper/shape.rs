@@ -2,6 +2,8 @@
 
 /// Columns of a swizzled chunk: 128 bytes.
 pub(super) const CHUNK: u32 = 64;
+/// Keys of a tile of V, transposed, of e4m3.
+pub(super) const TRANSPOSED_KEYS: u32 = 128;
 /// Threads of a warpgroup.
 pub(super) const WARPGROUP: u32 = 128;
 /// Query rows of a warpgroup.
@@ -39,16 +41,25 @@ pub(super) trait Tile {
     const WARPGROUPS: u32;
     /// A work tile is one part of its keys.
     const PARTS: bool;
+    /// Bytes of a number that is multiplied; with one, V is transposed.
+    const NUMBER_BYTES: u32;
+    const IS_TRANSPOSED: bool = Self::NUMBER_BYTES == 1;
     const ROWS: u32 = Self::WARPGROUPS * WARPGROUP_ROWS;
-    const CHUNKS: u32 = Self::D.div_ceil(CHUNK);
+    /// Of Q and K.
+    const CHUNKS: u32 = (Self::D * Self::NUMBER_BYTES).div_ceil(128);
     /// Of one warpgroup.
     const Q_BYTES: u32 = WARPGROUP_ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
     /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V: the sums are those of the rounded
     /// weights then.
     const SUM_COLUMNS: bool;
-    /// As many rows of ones as one multiplication takes.
-    const ONES_BYTES: u32 = if Self::SUM_COLUMNS { 16 * 128 } else { 0 };
+    /// As many rows of ones as one multiplication takes; where V is transposed, each stage of the ring ends with them.
+    const ONES_BYTES: u32 = if Self::SUM_COLUMNS && !Self::IS_TRANSPOSED { 16 * 128 } else { 0 };
+    const STAGE_BYTES: u32 =
+        Self::KV_BYTES + if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 8 * 128 } else { 0 };
+    /// Key tiles in a row that the loop without mask takes at most. Of weights of e4m3 the loop with masks takes sums out of the output: in both there are no
+    /// registers for it, and four tiles lose about 2 % of a sum.
+    const STEPS: u32 = if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 3 } else { u32::MAX };
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
     /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is there before it is needed.
@@ -61,11 +72,11 @@ pub(super) trait Tile {
     const STAGES: u32 = {
         let rest = Self::Q_TILES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES;
         let rest = rest + Self::ONES_BYTES + 1024;
-        let fit = (SHARED - rest) / Self::KV_BYTES;
+        let fit = (SHARED - rest) / Self::STAGE_BYTES;
         if fit < MAX_STAGES { fit } else { MAX_STAGES }
     };
     const KV: u32 = Self::Q_TILES * Self::Q_BYTES;
-    const MASK: u32 = Self::KV + Self::STAGES * Self::KV_BYTES;
+    const MASK: u32 = Self::KV + Self::STAGES * Self::STAGE_BYTES;
     const ONES: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
     const Q_FULL: u32 = Self::ONES + Self::ONES_BYTES;
     const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_TILES;
@@ -78,8 +89,8 @@ pub(super) trait Tile {
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
 }
 
-/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight and `O` output registers per thread, four more
-/// of these if the tensor cores sum weights; `M` tiles of a mask in flight, or 0 and no mask; whole key ranges or `PARTS` of them.
+/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight (half as many where operands are e4m3) and `O` output registers per thread,
+/// four more of these if the tensor cores sum weights; `M` tiles of a mask in flight, or 0 and no mask; whole key ranges or `PARTS` of them.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -118,6 +129,8 @@ pub type D192<const PARTS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, PARTS>;
 pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false>;
 /// Head sizes up to 256.
 pub type D256<const PARTS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, PARTS>;
+/// Head sizes up to 128, operands of e4m3. The tensor cores sum the weights, so that what rounds all of a row's weights alike does no harm.
+pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false>;
 /// Head sizes up to 64, with a mask.
 pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false>;
 /// Head sizes up to 128, with a mask.
@@ -141,5 +154,6 @@ impl<
     const WARPGROUPS: u32 = G;
     const MASK_STAGES: u32 = M;
     const PARTS: bool = PARTS;
+    const NUMBER_BYTES: u32 = 8 * W as u32 / N;
     const SUM_COLUMNS: bool = O as u32 > D / 2;
 }

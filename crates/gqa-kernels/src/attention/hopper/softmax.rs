@@ -1,6 +1,7 @@
 //! From scores to weights, two rows of a tile per thread.
 
 use super::mask;
+use super::operand::Operand;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{MmaElement, unpack};
@@ -11,15 +12,13 @@ use crate::simt::*;
 #[derive(Clone, Copy)]
 pub(super) struct RowPair {
     /// What exponents count from: a score times `factor` and `headroom`. The score is the greatest of the row's first, then the greatest
-    /// of those whose exponents exceed [`LIMIT`]. -inf before the first score.
+    /// of those whose exponents exceed the limit. -inf before the first score.
     pub(super) reference: [f32; 2],
     /// This thread's share of the running sums.
     pub(super) sum: [f32; 2],
 }
 
-/// The greatest exponent that does not raise the reference: from 2 on weights have the highest bit of their exponents set, in both
-/// 16-bit types.
-const LIMIT: f32 = 1.0;
+/// Set in weights of 2 and more of both 16-bit types.
 const HIGHEST_EXPONENT_BITS: u32 = 0x4000_4000;
 
 impl RowPair {
@@ -99,27 +98,31 @@ pub(super) fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
 /// What a thread needs to weigh scores.
 pub(super) struct Softmax<'a> {
     pub(super) p: &'a AttentionParams,
-    /// Scores times this are exponents of 2.
-    pub(super) factor: f32,
+    /// Scores of the two rows times this are exponents of 2.
+    pub(super) factors: [f32; 2],
     /// First of this thread's two rows in the block's tile.
     pub(super) row: u32,
-    /// By how many powers of two references are above the greatest score when they are set: [`MmaElement::HEADROOM`].
-    pub(super) headroom: u32,
+    /// By how many powers of two references are above the greatest score when they are set.
+    pub(super) headroom: f32,
+    /// The greatest exponent that does not raise the reference.
+    pub(super) limit: f32,
     /// Weights are summed here, and not by the tensor cores.
     pub(super) adds: bool,
+    /// Sums of the tiles so far are kept in [`RowPair::sum`], whoever adds up a tile's weights, and not with the output.
+    pub(super) keeps: bool,
 }
 
 impl Softmax<'_> {
     /// What exponents count from where `top` is the greatest score.
     #[inline(always)]
-    fn reference(&self, top: f32) -> f32 {
-        fma(top, self.factor, self.headroom as f32)
+    fn reference(&self, half: usize, top: f32) -> f32 {
+        fma(top, self.factors[half], self.headroom)
     }
 
     /// Rows that start with these scores.
     #[inline(always)]
     pub(super) fn start<const C: usize>(&self, s: &[f32; C]) -> RowPair {
-        let reference = |half| self.reference(greatest(half, s));
+        let reference = |half| self.reference(half, greatest(half, s));
         RowPair { reference: [reference(0), reference(1)], ..RowPair::EMPTY }
     }
 
@@ -189,8 +192,8 @@ impl Softmax<'_> {
                 tops = [mask::fold(tops[0]), mask::fold(tops[1])];
             }
             raised.factors = [
-                rows.start_anew(0, self.reference(tops[0])),
-                rows.start_anew(1, self.reference(tops[1])),
+                rows.start_anew(0, self.reference(0, tops[0])),
+                rows.start_anew(1, self.reference(1, tops[1])),
             ];
         }
         raised
@@ -202,8 +205,8 @@ impl Softmax<'_> {
         let mut i = 0;
         while i < C / 4 {
             let at = 4 * i + 2 * half;
-            s[at] = fma(s[at], self.factor, -reference);
-            s[at + 1] = fma(s[at + 1], self.factor, -reference);
+            s[at] = fma(s[at], self.factors[half], -reference);
+            s[at + 1] = fma(s[at + 1], self.factors[half], -reference);
             i += 1;
         }
     }
@@ -218,15 +221,15 @@ impl Softmax<'_> {
         rows: &mut RowPair,
         raised: &mut Raised,
     ) {
-        let limit = if rows.is_unset(half) { i32::MIN } else { bits(LIMIT) };
+        let limit = if rows.is_unset(half) { i32::MIN } else { bits(self.limit) };
         let origin = rows.origin(half);
         // Independent chains, because one after the other comparisons only wait for each other.
         let mut tops = [i32::MIN; 2];
         let mut i = 0;
         while i < C / 4 {
             let at = 4 * i + 2 * half;
-            s[at] = fma(s[at], self.factor, -origin);
-            s[at + 1] = fma(s[at + 1], self.factor, -origin);
+            s[at] = fma(s[at], self.factors[half], -origin);
+            s[at + 1] = fma(s[at + 1], self.factors[half], -origin);
             tops[i % 2] = tops[i % 2].max(bits(s[at])).max(bits(s[at + 1]));
             i += 1;
         }
@@ -243,11 +246,11 @@ impl Softmax<'_> {
     fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
         let top = greatest(half, s);
         let unset = rows.is_unset(half);
-        let rises = top > if unset { f32::NEG_INFINITY } else { LIMIT };
+        let rises = top > if unset { f32::NEG_INFINITY } else { self.limit };
         let mut rise = 0.0;
         if rises {
             let old = rows.origin(half);
-            rows.reference[half] = old + (top + self.headroom as f32);
+            rows.reference[half] = old + (top + self.headroom);
             // Of a large reference the sum is rounded.
             rise = rows.reference[half] - old;
         }
@@ -258,7 +261,7 @@ impl Softmax<'_> {
             i += 1;
         }
         let factor = exp2(-max(rise, 0.0));
-        if self.adds {
+        if self.keeps {
             rows.sum[half] *= factor;
         }
         factor
@@ -289,8 +292,8 @@ impl Softmax<'_> {
         let mut factors = [1.0; 2];
         half = 0;
         while half < 2 {
-            if tops[half] >= exp2_bits(LIMIT as u32) {
-                let fall = (tops[half] >> 23) - 127 + self.headroom;
+            if tops[half] >= exp2_bits(<T as Operand>::LIMIT as u32) {
+                let fall = (tops[half] >> 23) - 127 + <T as MmaElement>::HEADROOM;
                 let old = rows.reference[half];
                 rows.reference[half] += fall as f32;
                 // Of a large reference the sum is rounded.
@@ -317,8 +320,8 @@ impl Softmax<'_> {
         let mut half = 0;
         while half < 2 {
             let old = rows.reference[half];
-            if fma(tops[half], self.factor, -old) > LIMIT {
-                rows.reference[half] = self.reference(tops[half]);
+            if fma(tops[half], self.factors[half], -old) > self.limit {
+                rows.reference[half] = self.reference(half, tops[half]);
                 factors[half] = exp2(old - rows.reference[half]);
                 rows.sum[half] *= factors[half];
             }

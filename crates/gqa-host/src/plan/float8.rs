@@ -1,0 +1,184 @@
+//! Prompts in products of float8: which calls, and their two launches.
+
+use super::attention::later;
+use super::decision::Rejection;
+use super::decode::{is_fused, position_stride};
+use super::hopper::tensor_map;
+use super::launch::{Scratch, launch, tensor, u32_of};
+use super::params::{output, params};
+use super::prologue::{Rows, rotary_params};
+use super::{Arg, DeviceInfo, Launch, Switches, TensorId};
+use crate::{CodeFormat, Problem, Result};
+use gqa_kernels::attention::hopper;
+use gqa_kernels::params::{AttentionParams, Float8OperandsParams, Float8Params, Strides};
+use gqa_kernels::registry::Entry;
+
+/// The launch that writes what `hopper_float8` reads besides the cache.
+pub(super) const OPERANDS: &str = "float8_operands";
+
+/// Codes that the tensor cores multiply, where that is allowed and pays: where rows are short the launch before attention costs more than the products gain. GQA_FORCE knows better.
+pub(super) fn suits(p: &Problem, switches: &Switches) -> Result<(), Rejection> {
+    /// Smaller heads would be padded to half of a tile.
+    const LEAST_HEAD: usize = 64;
+    /// Between 2048 keys, where calls are slower, and 8192, where they are faster (`docs/perf-log.md`).
+    const LEAST_KEYS: usize = 4096;
+    match p.quantised.map(|how| how.format) {
+        None => return Err(Rejection::NotQuantised),
+        Some(CodeFormat::Float8) => {}
+        Some(got) => return Err(Rejection::Codes { got }),
+    }
+    if !p.float8_products {
+        return Err(Rejection::Float8Products);
+    }
+    if p.lse {
+        return Err(Rejection::Argument { name: "lse" });
+    }
+    if p.softcap.is_some() {
+        return Err(Rejection::Argument { name: "softcap" });
+    }
+    if p.head_size % 16 != 0 || p.head_size <= LEAST_HEAD {
+        return Err(Rejection::OtherHeadSize { got: p.head_size });
+    }
+    if p.total_len < LEAST_KEYS && switches.force.is_none() {
+        return Err(Rejection::FewKeys { got: p.total_len, min: LEAST_KEYS });
+    }
+    let rows = p.batch.saturating_mul(p.q_heads + p.kv_heads).saturating_mul(p.q_len);
+    if rows > i32::MAX as usize { Err(Rejection::TooLarge) } else { Ok(()) }
+}
+
+/// `float8_operands`, which takes new rows as they are given where `fused` allows it and the cache is shared, and `hopper_float8`.
+pub(super) fn launches(
+    p: &Problem,
+    device: &DeviceInfo,
+    entry: &'static Entry,
+    rows: Rows,
+    fused: bool,
+    scratch: &mut Scratch,
+) -> Result<Vec<Launch>> {
+    let attention = params(p, rows.query.strides, 1)?;
+    let operands = Operands::take(p, &attention, scratch)?;
+    Ok(vec![
+        operands.launch(p, device, entry, rows, is_fused(p, entry, fused))?,
+        operands.attention(p, device, entry, scratch.count(1))?,
+    ])
+}
+
+/// What lies in scratch, and how.
+struct Operands<'a> {
+    params: &'a AttentionParams,
+    per_channel: u32,
+    q_codes: Arg,
+    q: Strides,
+    row_factors: Arg,
+    v_codes: Arg,
+    v: Strides,
+    /// Columns of `v_codes`.
+    keys: u32,
+}
+
+impl<'a> Operands<'a> {
+    fn take(p: &Problem, params: &'a AttentionParams, scratch: &mut Scratch) -> Result<Self> {
+        let AttentionParams { head_size, q_len, q_heads, kv_heads, .. } = *params;
+        let keys = hopper::transposed_keys(params.capacity);
+        let dense = |heads: u32, rows: u32, row: u32| {
+            let head = u64::from(rows) * u64::from(row);
+            Strides { row: row.into(), head, batch: head * u64::from(heads) }
+        };
+        let mut take =
+            |strides: Strides, size| scratch.take(p.batch * strides.batch as usize, size);
+        let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, keys));
+        Ok(Self {
+            params,
+            per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+            q_codes: take(q, 1)?,
+            q,
+            row_factors: take(dense(q_heads, q_len, 1), size_of::<f32>())?,
+            v_codes: take(v, 1)?,
+            v,
+            keys,
+        })
+    }
+
+    fn launch(
+        &self,
+        p: &Problem,
+        device: &DeviceInfo,
+        attention: &Entry,
+        rows: Rows,
+        fused: bool,
+    ) -> Result<Launch> {
+        let entry = later(OPERANDS, p, |entry| {
+            entry.kernel() == OPERANDS && entry.dtype == attention.dtype
+        })?;
+        let stride = u32_of("a row of position_ids", position_stride(p))?;
+        let params = Float8OperandsParams {
+            attention: *self.params,
+            new_k: rows.key.strides,
+            new_v: rows.value.strides,
+            rotary: rotary_params(p.rotary.filter(|_| fused), stride)?,
+            new_len: if fused { u32_of("new keys", p.new_len)? } else { 0 },
+            per_channel: self.per_channel,
+        };
+        let given = |arg: Arg| if fused { arg } else { Arg::Null };
+        let tensor = |id| tensor(p, id, 0);
+        let arguments = [
+            ("q", rows.query.arg),
+            ("k", given(rows.key.arg)),
+            ("v", given(rows.value.arg)),
+            ("cos", given(tensor(TensorId::CosCache))),
+            ("sin", given(tensor(TensorId::SinCache))),
+            ("position_ids", given(tensor(TensorId::PositionIds))),
+            ("k_scale", tensor(TensorId::KScale)),
+            ("v_scale", tensor(TensorId::VScale)),
+            ("seqlens_k", tensor(TensorId::SeqlensK)),
+            ("k_cache", tensor(TensorId::PresentKey)),
+            ("v_cache", tensor(TensorId::PresentValue)),
+            ("q_codes", self.q_codes),
+            ("row_factors", self.row_factors),
+            ("v_codes", self.v_codes),
+        ];
+        let grid = hopper::operands_grid(&params, entry.threads, device.multiprocessors);
+        launch(entry, grid, &arguments, &params)
+    }
+
+    /// The attention. What the copy engine takes for an element are two codes.
+    fn attention(
+        &self,
+        p: &Problem,
+        device: &DeviceInfo,
+        entry: &'static Entry,
+        counter: Arg,
+    ) -> Result<Launch> {
+        let AttentionParams { head_size, q_len, q_heads, kv_heads, capacity, batch, k, .. } =
+            *self.params;
+        let map = |arg, strides: Strides, [width, rows, heads]: [u32; 3], tile_rows| {
+            let Strides { row, head, batch: entry } = strides;
+            let strides = Strides { row: row / 2, head: head / 2, batch: entry / 2 };
+            tensor_map(p, arg, strides, [width / 2, rows, heads, batch], tile_rows)
+        };
+        let tensor = |id| tensor(p, id, 0);
+        let keys = [head_size, capacity, kv_heads];
+        let values = [self.keys, head_size, kv_heads];
+        let arguments = [
+            ("q", map(self.q_codes, self.q, [head_size, q_len, q_heads], hopper::QUERY_BOX)),
+            ("k", map(tensor(TensorId::PresentKey), k, keys, entry.keys)),
+            ("v", map(self.v_codes, self.v, values, entry.head_size)),
+            ("row_factors", self.row_factors),
+            ("v_scale", tensor(TensorId::VScale)),
+            ("seqlens_k", tensor(TensorId::SeqlensK)),
+            ("head_sink", tensor(TensorId::HeadSink)),
+            output(p)[0],
+            ("counter", counter),
+        ];
+        // A code is half of an element.
+        let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
+        let section = hopper::section(&halves, device.l2_bytes);
+        let params = Float8Params {
+            attention: AttentionParams { section, ..*self.params },
+            per_channel: self.per_channel,
+            reserved: 0,
+        };
+        let grid = hopper::grid(self.params, entry.rows, device.multiprocessors);
+        launch(entry, grid, &arguments, &params)
+    }
+}

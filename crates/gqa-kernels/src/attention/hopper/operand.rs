@@ -1,0 +1,93 @@
+//! What the tensor cores multiply: elements, or e4m3 where both caches hold it.
+//!
+//! A thread's scores of a row are two neighbours in eight, its weights of e4m3 as an operand four neighbours in sixteen. Instead of exchanging them between threads, keys
+//! change places: [`key_of_column`] says which one of 32 stands in a column of V, transposed.
+
+use crate::num::{Float8, MmaElement};
+use crate::simt::{f32x2_to_e4m3x2, wgmma_add_e4m3, wgmma_e4m3, wgmma_registers_e4m3};
+
+/// A type of operands. V is as the cache has it where they have two bytes; where they have one it is transposed, a row for each column of the head, because the tensor cores
+/// turn nothing round then.
+pub(super) trait Operand {
+    /// Exponents of the weights that a row's greatest scores get when its reference is set, downwards from 1.
+    const HEADROOM: f32;
+    /// The greatest exponent that does not raise the reference.
+    const LIMIT: f32;
+    /// `a · b` over 32 bytes of rows, both from shared memory.
+    fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C];
+    /// The same, added to `d`.
+    fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);
+    /// `d = keep · d + a · b`, `a` from registers; where `keep` is false, whatever `d` is.
+    fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64);
+    /// Weights as the A operand of the next multiplication.
+    fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W];
+}
+
+/// Accumulator and operand layouts agree.
+impl<T: MmaElement> Operand for T {
+    const HEADROOM: f32 = T::HEADROOM as f32;
+    /// From 2 on weights have the highest bit of their exponents set, in both types.
+    const LIMIT: f32 = 1.0;
+    #[inline(always)]
+    fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
+        T::wgmma(a, b)
+    }
+    #[inline(always)]
+    fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
+        T::wgmma_add(d, a, b);
+    }
+    #[inline(always)]
+    fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
+        T::wgmma_registers(d, keep, a, b);
+    }
+    #[inline(always)]
+    fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
+        let mut weights = [0; W];
+        let mut i = 0;
+        while i < W {
+            weights[i] = T::pack(s[2 * i], s[2 * i + 1]);
+            i += 1;
+        }
+        weights
+    }
+}
+
+impl Operand for Float8 {
+    /// So many powers of two above 1, because below 1/64 numbers are coarse.
+    const HEADROOM: f32 = -6.0;
+    /// 256 of at most 448.
+    const LIMIT: f32 = 8.0;
+    #[inline(always)]
+    fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
+        wgmma_e4m3(a, b)
+    }
+    #[inline(always)]
+    fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
+        wgmma_add_e4m3(d, a, b);
+    }
+    #[inline(always)]
+    fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
+        wgmma_registers_e4m3(d, keep, a, b);
+    }
+    #[inline(always)]
+    fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
+        let mut weights = [0; W];
+        let mut i = 0;
+        while i < W {
+            // A register has a row's weights of two times eight keys; the next one those of the row eight further down.
+            let at = i / 2 * 8 + i % 2 * 2;
+            let low = f32x2_to_e4m3x2(s[at], s[at + 1]);
+            let high = f32x2_to_e4m3x2(s[at + 4], s[at + 5]);
+            weights[i] = low as u32 | (high as u32) << 16;
+            i += 1;
+        }
+        weights
+    }
+}
+
+/// Which of 32 keys stands in a column of V, transposed, of e4m3.
+#[inline(always)]
+pub(super) const fn key_of_column(column: u32) -> u32 {
+    let (half, four, pair, one) = (column / 16, column / 4 % 4, column / 2 % 2, column % 2);
+    16 * half + 8 * pair + 2 * four + one
+}
