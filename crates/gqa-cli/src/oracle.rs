@@ -27,9 +27,8 @@ pub struct Sampled {
 }
 
 impl Sampled {
-    /// Compares within what rounding to `dtype`, the call's type, allows: weights are rounded to it even where output is not.
-    fn add(&mut self, got: &Tensor, want: &Tensor, dtype: DType) -> Result<()> {
-        let found = compare(got, want, &[], Tolerance::of(dtype))?;
+    fn add(&mut self, got: &Tensor, want: &Tensor, tolerance: Tolerance) -> Result<()> {
+        let found = compare(got, want, &[], tolerance)?;
         self.failed += found.failed;
         self.max_abs = self.max_abs.max(found.max_abs);
         Ok(())
@@ -41,6 +40,14 @@ impl Sampled {
         self.failed += other.failed;
         self.max_abs = self.max_abs.max(other.max_abs);
     }
+}
+
+/// What rounding to the call's type allows the output to be off by: weights are rounded to it even where output is not. Where a call allows products of float8 these have four significant
+/// bits, and so have queries: with the program's normal numbers that is up to 1/16 of weights and as much by their scores, of values three deviations away.
+fn output_tolerance(p: &Problem) -> Tolerance {
+    const FLOAT8: f64 = 3.0 / 8.0;
+    let of_type = Tolerance::of(p.dtype);
+    Tolerance { absolute: if p.float8_products { FLOAT8 } else { of_type.absolute }, ..of_type }
 }
 
 /// A computed call: its inputs and its outputs.
@@ -127,7 +134,7 @@ impl Computed<'_> {
         };
         let want = self.reference(&operands, position, visible)?;
         let got = self.rows(TensorId::Output, p.output_layout(), place, want.output.shape())?;
-        sampled.add(&got, &want.output, p.dtype)
+        sampled.add(&got, &want.output, output_tolerance(p))
     }
 
     /// The row appended to each cache.
@@ -149,9 +156,9 @@ impl Computed<'_> {
         let want = self.reference(&operands, position, 1)?;
         let row = Place { row: position - self.first_cached(), ..kv };
         let key = self.cached_rows(TensorId::PresentKey, row, 1)?;
-        sampled.add(&key, &want.present_key, p.key_cache_dtype())?;
+        sampled.add(&key, &want.present_key, Tolerance::of(p.key_cache_dtype()))?;
         let value = self.cached_rows(TensorId::PresentValue, row, 1)?;
-        sampled.add(&value, &want.present_value, p.value_cache_dtype())
+        sampled.add(&value, &want.present_value, Tolerance::of(p.value_cache_dtype()))
     }
 
     /// Shape of so many rows of one head's cache.
