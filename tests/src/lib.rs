@@ -17,5 +17,5 @@ pub use case::{
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::every_entry;
-pub use paged::{PagedCase, paged, paged_prompts, paged_steps};
+pub use paged::{PagedCase, paged, paged_beside, paged_mixed, paged_prompts, paged_steps};
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};

@@ -5,6 +5,7 @@ use crate::compare::{equal_codes, neighbouring_codes, tensors};
 use crate::{Case, Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
+use gqa_host::plan::{DeviceInfo, Switches, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{CodeFormat, DType, Problem, Quantisation, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
@@ -28,17 +29,21 @@ pub struct PagedCase {
     pub skipped: Option<usize>,
 }
 
-/// Calls that the planner gives to the decode families of caches of blocks: a token of each sequence, up to 16 packed query rows, their head sizes.
-/// What the blocks hold is that of `steps`.
+/// Calls that the planner gives to the decode families of caches of blocks: a token of each sequence, or a few, up to 16 packed query rows for each, their
+/// head sizes. What the blocks hold is that of `steps`.
 pub fn paged_steps(
     steps: impl Strategy<Value = Case>,
     max_rows: usize,
 ) -> impl Strategy<Value = PagedCase> {
     let heads = prop::sample::select(vec![64usize, 128, 256]);
-    let sequences = prop::collection::vec(0..=max_rows, 1..=4);
-    let block_sizes = prop::sample::select(vec![16usize, 32, 64, 256]);
-    (steps, sequences, heads, block_sizes, 0..=3usize).prop_map(
-        |(case, past, head_size, block_size, spare_blocks)| PagedCase {
+    let tokens = prop_oneof![Just(1..=1usize), Just(0..=4usize)];
+    let sequences = tokens.prop_flat_map(move |tokens| {
+        prop::collection::vec((0..=max_rows, tokens).prop_map(|(past, new)| [past, new]), 1..=4)
+    });
+    let blocks = (prop::sample::select(vec![16usize, 32, 64, 256]), 0..=3usize);
+    let skipped = prop::option::weighted(0.2, 0..=3usize);
+    (steps, sequences, heads, blocks, skipped).prop_map(
+        |(case, sequences, head_size, (block_size, spare_blocks), skipped)| PagedCase {
             case: Case {
                 head_size,
                 group: 1 + (case.group - 1) % 16,
@@ -47,12 +52,53 @@ pub fn paged_steps(
                 }),
                 ..case
             },
-            sequences: past.into_iter().map(|past| [past, 1]).collect(),
+            sequences: with_a_token(sequences),
             block_size,
             spare_blocks,
-            skipped: None,
+            skipped,
         },
     )
+}
+
+/// Calls that the planner gives to two kernels where multiprocessors are few, or sequences and rows many: those of [`paged_steps`] with up to 12 sequences,
+/// and one more of 64 tokens or more.
+pub fn paged_mixed(
+    steps: impl Strategy<Value = Case>,
+    max_rows: usize,
+) -> impl Strategy<Value = PagedCase> {
+    let few = prop::collection::vec([0..=max_rows, 0..=3usize], 1..=12);
+    let prompt = (0..=max_rows, 64..=160usize, any::<prop::sample::Index>());
+    (paged_steps(steps, max_rows), few, prompt).prop_map(|(case, few, (past, new, place))| {
+        let mut sequences = few;
+        sequences.insert(place.index(sequences.len() + 1), [past, new]);
+        PagedCase { sequences, ..case }
+    })
+}
+
+/// Such of these calls as the planner gives to two kernels that run beside each other on that many multiprocessors, and the device of the plan: so slow that calls
+/// of any size take long.
+pub fn paged_beside(
+    steps: impl Strategy<Value = Case>,
+    max_rows: usize,
+    multiprocessors: u32,
+) -> (impl Strategy<Value = PagedCase>, DeviceInfo) {
+    let slow =
+        DeviceInfo { multiprocessors, tensor_flops: 1e12, bandwidth: 1e9, ..DeviceInfo::h200() };
+    let device = slow.clone();
+    let cases = paged_mixed(steps, max_rows).prop_filter("beside each other", move |case| {
+        let problem = case.problem().expect("legal");
+        let plan = plan(&problem, &device, &Switches::default()).expect("a plan");
+        plan.launches.iter().any(|launch| launch.aside)
+    });
+    (cases, slow)
+}
+
+/// The same with a token at least.
+fn with_a_token(mut sequences: Vec<[usize; 2]>) -> Vec<[usize; 2]> {
+    if sequences.iter().all(|[_, new]| *new == 0) {
+        sequences[0][1] = 1;
+    }
+    sequences
 }
 
 /// Legal calls of up to four sequences, made from those of GroupQueryAttention.
@@ -67,10 +113,8 @@ pub fn paged(
     let blocks = (prop_oneof![Just(1usize), Just(7), Just(16), Just(64)], 0..=3usize);
     let skipped = prop::option::weighted(0.3, 0..=3usize);
     (cases, sequences, blocks, skipped).prop_map(
-        |(case, mut sequences, (block_size, spare_blocks), skipped)| {
-            if sequences.iter().all(|[_, new]| *new == 0) {
-                sequences[0][1] = 1;
-            }
+        |(case, sequences, (block_size, spare_blocks), skipped)| {
+            let sequences = with_a_token(sequences);
             // Rows of codes are multiples of 16 bytes.
             let fits = |how: &Quantisation| case.head_size % (16 * how.codes_per_element()) == 0;
             let case = Case { quantised: case.quantised.filter(fits), ..case };

@@ -7,12 +7,12 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::Switches;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    float8_prompts, half_dtype, heads_up_to, identical, paged, paged_prompts, paged_steps, parity,
-    prompts, prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sequences,
-    sliding, steps, tall_steps, turned_float8_prompts,
+    float8_prompts, half_dtype, heads_up_to, identical, paged, paged_beside, paged_mixed,
+    paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantised,
+    quantised_steps, rotated_prompts, sequences, sliding, steps, tall_steps, turned_float8_prompts,
 };
 use proptest::prelude::*;
-use replay::Replay;
+use replay::{AsGraph, Made, Replay};
 
 fn cuda(switches: Switches) -> Cuda {
     Cuda::new(switches).expect("a GPU")
@@ -172,6 +172,21 @@ fn paged_caches() {
     run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
     run("cuda, paged prompts", 500, prompts, off());
+}
+
+/// Sequences of few tokens in the same call as a prompt, by two kernels one after the other and beside each other.
+#[test]
+#[ignore = "needs a GPU"]
+fn tokens_beside_prompts() {
+    run("cuda, tokens and prompts", 300, paged_mixed(steps(40), 1500), Switches::default());
+    let (cases, slow) = paged_beside(steps(40), 1500, 132);
+    let cuda = cuda(Switches::default()).with_device(slow);
+    parity("cuda, tokens beside prompts", 300, cases, &cuda);
+    for made in [Made::Captured, Made::Recorded] {
+        let (cases, slow) = paged_beside(steps(40), 1500, 132);
+        let graphs = AsGraph::on(cuda.device(), slow, made);
+        parity("cuda, tokens beside prompts in graphs", 100, cases, &graphs);
+    }
 }
 
 /// Output in float32 by the kernels for prompts, which `prompts` leaves out.

@@ -4,8 +4,8 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, Switches};
 use gqa_tests::{
-    any_dtype, case, half_dtype, heads_up_to, paged, paged_prompts, paged_steps, parity, quantised,
-    steps,
+    any_dtype, case, half_dtype, heads_up_to, paged, paged_beside, paged_mixed, paged_prompts,
+    paged_steps, parity, quantised, steps,
 };
 
 #[test]
@@ -45,6 +45,19 @@ fn prompts_on_few_multiprocessors() {
     let cases = paged_prompts(case(half_dtype(), heads_up_to(128), 24), 60);
     let sim = Sim::default().with_device(device);
     parity("sim, 2 multiprocessors, paged prompts", 20, cases, &sim);
+}
+
+/// Each kernel leaves out the sequences of the other one.
+#[test]
+fn tokens_beside_prompts() {
+    let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    let sim = Sim::default().with_device(device);
+    parity("sim, tokens and prompts", 5, paged_mixed(steps(24), 60), &sim);
+    for multiprocessors in [4, 132] {
+        let (cases, slow) = paged_beside(steps(24), 60, multiprocessors);
+        let sim = Sim::default().with_device(slow);
+        parity("sim, tokens beside prompts", 5, cases, &sim);
+    }
 }
 
 #[test]

@@ -144,6 +144,14 @@ pub struct PagedHopperParams {
     pub log_block_size: u32,
     /// Blocks of the cache.
     pub blocks: u32,
+    /// Sequences with fewer tokens are another launch's.
+    pub least: u32,
+    /// Blocks that begin with the work tile of their number; all others are drawn.
+    pub leaders: u32,
+    /// Blocks of another launch, which draw from the same work from the beginning.
+    pub helpers: u32,
+    /// 1: this is that launch.
+    pub helps: u32,
 }
 
 /// Scalars of `hopper_float8`.
@@ -341,8 +349,9 @@ pub struct PagedParams {
     pub moves_queries: u32,
     /// 1: `paged_append_codes` has a scale for each channel, an element of a KV head. 0: one for all.
     pub per_channel: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for the token of each of a sequence's S rows, of which many may
+    /// be none.
+    pub by_token: u32,
 }
 
 /// Scalars of the decode kernels.
@@ -380,7 +389,7 @@ pub struct DecodeParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
-    /// The step; of the cache's strides those of heads and rows count. Nothing is asked for ahead.
+    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0. Nothing is asked for ahead.
     pub decode: DecodeParams,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
@@ -388,6 +397,10 @@ pub struct PagedDecodeParams {
     pub log_block_size: u32,
     /// Blocks of the cache.
     pub blocks: u32,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Most tokens of a sequence; those with more than the step takes are another launch's.
+    pub longest: u32,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
 }
@@ -398,9 +411,9 @@ const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 6 * 4);
-const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 4 * 4);
+const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 8 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
-const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 4 * 4);
+const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 18 * 4);
 const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

@@ -23,7 +23,7 @@ proptest! {
         (batch, q_len, tokens) in (1..=3u32, 1..=4u32, 1..=6u32),
         (block_size, blocks, per_sequence) in (1..=5u32, 1..=4u32, 1..=3u32),
         integers in [integers(4), integers(3), integers(9), integers(6)],
-        [has_slots, moves] in any::<[bool; 2]>(),
+        [has_slots, moves, by_token] in any::<[bool; 3]>(),
         seed in any::<u64>(),
     ) {
         let (q_heads, kv_heads, head_size) = (2, 1, 16);
@@ -35,7 +35,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(), per_channel: 0, reserved: 0,
+            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(),
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;

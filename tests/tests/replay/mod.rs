@@ -1,8 +1,8 @@
-//! A decode loop as programs run it: one captured graph, and a cache that stays on the GPU.
+//! Calls as programs run them: a decode loop of one captured graph, with a cache that stays on the GPU, and graphs of any call.
 
 use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{Call, Device, Graph, Stream};
-use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::plan::{DeviceInfo, Switches, TensorId, plan};
 use gqa_host::{Problem, Result};
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -60,6 +60,69 @@ impl Backend for Replay {
             call.upload(id, host, &self.stream)?;
         }
         graph.replay(&self.stream)?;
+        for (id, host) in io.outputs() {
+            if let Some(device) = call.tensor(id) {
+                device.download_to(host, &self.stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How a call becomes a graph.
+#[derive(Clone, Copy)]
+pub enum Made {
+    /// Captured from a stream.
+    Captured,
+    /// Recorded from its plan.
+    Recorded,
+}
+
+/// Runs each call as a graph of its own.
+pub struct AsGraph {
+    device: Device,
+    stream: Stream,
+    /// What plans are made for.
+    info: DeviceInfo,
+    made: Made,
+}
+
+impl AsGraph {
+    /// Graphs made in that way, of plans for that device.
+    pub fn on(device: &Device, info: DeviceInfo, made: Made) -> Self {
+        let stream = Stream::new(device).expect("a stream");
+        Self { device: device.clone(), stream, info, made }
+    }
+}
+
+impl Backend for AsGraph {
+    fn name(&self) -> &'static str {
+        match self.made {
+            Made::Captured => "cuda, captured",
+            Made::Recorded => "cuda, recorded",
+        }
+    }
+
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        let plan = Arc::new(plan(problem, &self.info, &Switches::default())?);
+        let call = Arc::new(Call::new(&self.device, (*plan).clone())?);
+        call.poison(&self.stream)?;
+        for id in TensorId::ALL {
+            if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {
+                device.upload(host, &self.stream)?;
+            }
+        }
+        for (id, host) in io.outputs().filter(|(id, _)| id.is_present()) {
+            call.upload(id, host, &self.stream)?;
+        }
+        match self.made {
+            Made::Captured => {
+                Graph::capture(&self.stream, std::slice::from_ref(&call))?.replay(&self.stream)?;
+            }
+            Made::Recorded => {
+                call.enqueue_recorded(&mut self.device.record(&plan)?, &self.stream)?;
+            }
+        }
         for (id, host) in io.outputs() {
             if let Some(device) = call.tensor(id) {
                 device.download_to(host, &self.stream)?;

@@ -2,7 +2,7 @@
 
 use super::{Backend, Io};
 use crate::driver::{Call, Device, Stream};
-use crate::plan::{Switches, TensorId, plan};
+use crate::plan::{DeviceInfo, Switches, TensorId, plan};
 use crate::{CacheBinding, Problem, Result};
 
 /// The first GPU.
@@ -10,6 +10,8 @@ pub struct Cuda {
     device: Device,
     stream: Stream,
     switches: Switches,
+    /// What plans are made for.
+    info: DeviceInfo,
 }
 
 impl Cuda {
@@ -21,7 +23,13 @@ impl Cuda {
     /// On a GPU that is open already.
     pub fn on(device: Device, switches: Switches) -> Result<Self> {
         let stream = Stream::new(&device)?;
-        Ok(Self { device, stream, switches })
+        let info = device.info().clone();
+        Ok(Self { device, stream, switches, info })
+    }
+
+    /// Plans for another device of this compute capability, with no more shared memory.
+    pub fn with_device(self, info: DeviceInfo) -> Self {
+        Self { info, ..self }
     }
 
     /// The GPU.
@@ -36,7 +44,7 @@ impl Backend for Cuda {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let call = Call::new(&self.device, plan(problem, self.device.info(), &self.switches)?)?;
+        let call = Call::new(&self.device, plan(problem, &self.info, &self.switches)?)?;
         call.poison(&self.stream)?;
         for id in TensorId::ALL {
             if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {

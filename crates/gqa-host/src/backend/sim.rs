@@ -46,7 +46,10 @@ impl Sim {
         let mut counters = vec![0u32; plan.counters];
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
             .with_counters(bytemuck::cast_slice_mut(&mut counters));
-        for (number, launch) in plan.launches.iter().enumerate() {
+        // Those that nobody behind them waits for come last, where nothing has them do the others' work.
+        let (aside, others): (Vec<_>, Vec<_>) =
+            plan.launches.iter().enumerate().partition(|(_, launch)| launch.aside);
+        for (number, launch) in others.into_iter().chain(aside) {
             self.launch(launch, &memory, |arg| is_settled(plan, number, arg))?;
         }
         match counters.iter().position(|&count| count != 0) {
@@ -61,7 +64,7 @@ impl Sim {
         memory: &Memory<'_>,
         is_settled: impl Fn(&Arg) -> bool,
     ) -> Result<()> {
-        let Launch { entry, grid, cluster, programmatic, args, params } = launch;
+        let Launch { entry, grid, cluster, programmatic, args, params, .. } = launch;
         launch.check_cluster()?;
         tracing::debug!(
             entry = entry.name,

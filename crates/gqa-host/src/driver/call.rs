@@ -77,7 +77,7 @@ impl Call {
     }
 
     /// Puts one launch of the plan into the stream, by its number; does not wait. For timing it alone: a launch gives the same result
-    /// as often as it runs.
+    /// as often as it runs. Errs where launches of the plan run beside each other and share work.
     pub fn enqueue_launch(&self, number: usize, stream: &Stream) -> Result<()> {
         let (views, part) = (self.views(), number..number.saturating_add(1));
         // SAFETY: as in `enqueue`.

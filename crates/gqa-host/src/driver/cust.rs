@@ -321,8 +321,26 @@ pub(super) fn create_stream() -> Result<RawStream, Failure> {
     Ok(stream)
 }
 
+/// The same of the greatest priority: its blocks take what becomes free before those of other streams.
+pub(super) fn create_urgent_stream() -> Result<RawStream, Failure> {
+    let mut stream: RawStream = null_mut();
+    let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as c_uint;
+    let priority = greatest_priority()?;
+    // SAFETY: the driver stores one handle.
+    unsafe { call!(cuStreamCreateWithPriority(&raw mut stream, flags, priority)) }?;
+    Ok(stream)
+}
+
+/// The greatest priority of a stream, the least number.
+pub(super) fn greatest_priority() -> Result<c_int, Failure> {
+    let (mut least, mut greatest): (c_int, c_int) = (0, 0);
+    // SAFETY: the driver stores two numbers.
+    unsafe { call!(cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)) }?;
+    Ok(greatest)
+}
+
 /// # Safety
-/// `stream` comes from [`create_stream`] and is not used again.
+/// `stream` comes from [`create_stream`] or [`create_urgent_stream`] and is not used again.
 pub(super) unsafe fn destroy_stream(stream: RawStream) -> Result<(), Failure> {
     // SAFETY: the caller's.
     unsafe { call!(cuStreamDestroy_v2(stream)) }
@@ -335,6 +353,12 @@ pub(super) unsafe fn synchronize(stream: RawStream) -> Result<(), Failure> {
     unsafe { call!(cuStreamSynchronize(stream)) }
 }
 
+/// Whether it is the handle of the default stream that every thread has of its own.
+pub(super) fn is_of_each_thread(stream: RawStream) -> bool {
+    const PER_THREAD: usize = 2;
+    stream as usize == PER_THREAD
+}
+
 /// An event that takes the time.
 pub(super) fn create_event() -> Result<RawEvent, Failure> {
     let mut event: RawEvent = null_mut();
@@ -343,8 +367,26 @@ pub(super) fn create_event() -> Result<RawEvent, Failure> {
     Ok(event)
 }
 
+/// An event that takes no time.
+pub(super) fn create_mark() -> Result<RawEvent, Failure> {
+    let mut event: RawEvent = null_mut();
+    let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as c_uint;
+    // SAFETY: the driver stores one handle.
+    unsafe { call!(cuEventCreate(&raw mut event, flags)) }?;
+    Ok(event)
+}
+
+/// Lets the next work of `stream` wait for what the event was recorded behind.
+///
 /// # Safety
-/// `event` comes from [`create_event`] and is not used again.
+/// Both exist.
+pub(super) unsafe fn wait_for(event: RawEvent, stream: RawStream) -> Result<(), Failure> {
+    // SAFETY: the caller's.
+    unsafe { call!(cuStreamWaitEvent(stream, event, 0 as c_uint)) }
+}
+
+/// # Safety
+/// `event` comes from [`create_event`] or [`create_mark`] and is not used again.
 pub(super) unsafe fn destroy_event(event: RawEvent) -> Result<(), Failure> {
     // SAFETY: the caller's.
     unsafe { call!(cuEventDestroy_v2(event)) }

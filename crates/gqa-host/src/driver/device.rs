@@ -1,8 +1,9 @@
 //! A GPU: its primary context and the modules loaded into it.
 
-use super::cust::{self, Context, Entered, Failure, Properties, RawFunction};
+use super::cust::{self, Context, Entered, Failure, Properties, RawFunction, RawStream};
 use super::error::{CudaVersion, DriverError};
 use super::modules::Modules;
+use super::side::{Side, Sides};
 use crate::plan::DeviceInfo;
 use gqa_kernels::registry::Entry;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -22,9 +23,10 @@ pub fn device_count() -> Result<u32, DriverError> {
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
-/// Fields are dropped in this order: modules before their context.
+/// Modules and streams are dropped before their context.
 struct Inner {
     modules: Mutex<Modules>,
+    sides: Mutex<Sides>,
     context: Context,
     info: DeviceInfo,
     memory_bytes: usize,
@@ -42,7 +44,8 @@ impl Inner {
         }
         let modules = Mutex::new(Modules::new(properties.sm, version));
         let memory_bytes = properties.memory_bytes;
-        Ok(Self { modules, context, info: info(properties), memory_bytes })
+        let sides = Mutex::default();
+        Ok(Self { modules, sides, context, info: info(properties), memory_bytes })
     }
 }
 
@@ -50,8 +53,12 @@ impl Drop for Inner {
     fn drop(&mut self) {
         let entered = self.context.enter();
         let modules = self.modules.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let sides = std::mem::take(self.sides.get_mut().unwrap_or_else(PoisonError::into_inner));
         match entered {
-            Ok(_entered) => modules.unload(),
+            Ok(_entered) => {
+                drop(sides);
+                modules.unload();
+            }
             Err(failure) => tracing::error!("{} failed ({})", failure.call, failure.code),
         }
     }
@@ -86,6 +93,11 @@ impl Device {
     /// Makes the GPU's context current for this thread as long as the guard lives.
     pub(super) fn enter(&self) -> Result<Entered, Failure> {
         self.0.context.enter()
+    }
+
+    /// A stream beside `stream`. The context must be entered.
+    pub(super) fn beside(&self, stream: RawStream) -> Result<Arc<Side>, Failure> {
+        self.0.sides.lock().unwrap_or_else(PoisonError::into_inner).of(stream)
     }
 
     /// The kernel, from its module, which is loaded when it is first asked for. The context must be entered.

@@ -109,7 +109,8 @@ impl Workspace {
 impl Device {
     /// Puts the plan's kernels into `stream`. Allocates no memory and does not wait; the first use of a kernel loads its module.
     /// The stream may be captured: what changes from one replay to the next (tensor contents, `seqlens_k` among them) is read
-    /// on the device.
+    /// on the device. Where a plan has launches [aside](Launch::aside) they go into a stream that the device has beside this one, which waits for them; but into this one where
+    /// it is every thread's own default stream.
     ///
     /// # Safety
     /// - `stream` is a stream of this GPU's primary context, or null for its default stream.
@@ -148,11 +149,27 @@ impl Device {
             let allowed = format!("numbers below {}", plan.launches.len());
             Error::invalid("launches", format!("{launches:?}"), allowed)
         })?;
-        for launch in chosen {
-            // SAFETY: the planner bounds every argument by the tensors and the workspace, whose sizes were just checked.
-            unsafe { self.launch(launch, tensors, workspace, stream) }?;
+        let is_whole = chosen.len() == plan.launches.len();
+        if !is_whole && plan.launches.iter().any(|launch| launch.aside) {
+            let got = format!("{launches:?} of a plan whose launches share work");
+            return Err(Error::invalid("launches", got, "all of them together"));
         }
-        Ok(())
+        let mut beside = None;
+        let launched = chosen.iter().try_for_each(|launch| {
+            let stream = if launch.aside && !cust::is_of_each_thread(stream) {
+                let side = self.beside(stream).map_err(DriverError::from)?;
+                beside.insert(side).fork(stream).map_err(DriverError::from)?
+            } else {
+                stream
+            };
+            // SAFETY: the planner bounds every argument by the tensors and the workspace, whose sizes were just checked.
+            unsafe { self.launch(launch, tensors, workspace, stream) }
+        });
+        // After a failure, too, or a capture would not end.
+        if let Some(side) = beside {
+            side.join(stream).map_err(DriverError::from)?;
+        }
+        launched
     }
 
     /// Loads and compiles the plan's kernels now instead of at their first launch.
@@ -173,12 +190,13 @@ impl Device {
         workspace: Workspace,
         stream: RawStream,
     ) -> Result<()> {
-        let Launch { entry, grid, cluster, programmatic, .. } = launch;
+        let Launch { entry, grid, cluster, programmatic, aside, .. } = launch;
         tracing::debug!(
             entry = entry.name,
             ?grid,
             cluster,
             programmatic,
+            aside,
             threads = entry.threads,
             shared_bytes = entry.shared_bytes,
             "launch"

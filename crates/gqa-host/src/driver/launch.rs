@@ -1,7 +1,7 @@
 //! Launches with attributes: clusters, and grids that start before the one before them has ended. cust knows CUDA 11.4, which has
 //! neither, so the functions needed are declared here, beside [`lazy`](super::lazy), which finds them.
 
-use super::cust::{Failure, RawFunction, RawNode, RawStream, Shape};
+use super::cust::{self, Failure, RawFunction, RawNode, RawStream, Shape};
 use super::error::{Code, DriverError};
 use crate::plan::Launch;
 use crate::{Error, Result};
@@ -42,6 +42,7 @@ type Value = [u32; 16];
 
 const CLUSTER_DIMENSION: i32 = 4;
 const PROGRAMMATIC_STREAM_SERIALIZATION: i32 = 6;
+const PRIORITY: i32 = 8;
 
 impl Shape {
     /// Errs where the kernel does not take such clusters.
@@ -116,7 +117,23 @@ pub(super) unsafe fn set_cluster(node: RawNode, shape: &Shape) -> Result<(), Fai
     if shape.cluster == 0 {
         return Ok(());
     }
-    let Attribute { id, value, .. } = Attribute::new(CLUSTER_DIMENSION, [shape.cluster, 1, 1]);
+    // SAFETY: the caller's.
+    unsafe { set(node, Attribute::new(CLUSTER_DIMENSION, [shape.cluster, 1, 1])) }
+}
+
+/// Gives a kernel in a graph the greatest priority.
+///
+/// # Safety
+/// As of [`set_cluster`].
+pub(super) unsafe fn set_urgent(node: RawNode) -> Result<(), Failure> {
+    let priority = cust::greatest_priority()?;
+    // SAFETY: the caller's.
+    unsafe { set(node, Attribute::new(PRIORITY, [priority as u32, 0, 0])) }
+}
+
+/// # Safety
+/// As of [`set_cluster`].
+unsafe fn set(node: RawNode, Attribute { id, value, .. }: Attribute) -> Result<(), Failure> {
     // SAFETY: the caller's; the driver only reads the value.
     let code = unsafe { cuGraphKernelNodeSetAttribute(node, id, &raw const value) };
     done("cuGraphKernelNodeSetAttribute", code)

@@ -32,6 +32,7 @@ mod memory;
 mod modules;
 mod range;
 mod recording;
+mod side;
 mod stream;
 mod tensor_map;
 

@@ -34,8 +34,9 @@ impl Device {
         let _entered = self.enter().map_err(DriverError::from)?;
         let template = Template::new(self)?;
         let mut nodes = Vec::with_capacity(plan.launches.len());
-        for launch in &plan.launches {
-            nodes.push(template.add(launch, nodes.last())?);
+        for (number, launch) in plan.launches.iter().enumerate() {
+            let ahead = plan.launches[..number].iter().rposition(|launch| !launch.aside);
+            nodes.push(template.add(launch, ahead.map(|ahead| &nodes[ahead]))?);
         }
         // SAFETY: the template lives.
         let graph = unsafe { cust::instantiate(template.raw) }.map_err(DriverError::from)?;
@@ -127,6 +128,9 @@ impl Template {
         let added = addresses.with(launch, |arguments| unsafe {
             let raw = cust::add_kernel(self.raw, after, function, &shape, arguments)?;
             launch::set_cluster(raw, &shape)?;
+            if launch.aside {
+                launch::set_urgent(raw)?;
+            }
             Ok(raw)
         })?;
         let raw = added.map_err(|failure| launch_failed(launch.entry, failure))?;

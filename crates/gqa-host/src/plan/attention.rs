@@ -42,9 +42,47 @@ impl Choice {
         takes && decode::is_fused(p, self.entry, fused)
     }
 
+    /// Whether several clusters share the keys of a row tile, and count arrivals.
+    pub(super) fn has_parts(&self) -> bool {
+        matches!(self.parts, Parts::Clusters(clusters) if clusters.parts > 1)
+    }
+
     /// Whether the kernel rotates queries that it finds as they are given.
     pub(super) fn rotates_queries(&self, p: &Problem, fused: bool) -> bool {
         fused && hopper::rotates(self.entry) && p.rotary.is_some_and(hopper::knows)
+    }
+}
+
+/// What attention's launches are to do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Task {
+    /// Rotate and append, where kernels do.
+    pub(super) fused: bool,
+    /// New rows are in the cache already.
+    pub(super) appended: bool,
+    /// Fewest tokens of a sequence over blocks that is theirs.
+    pub(super) least: usize,
+    /// Most tokens of any sequence.
+    pub(super) longest: usize,
+    /// Over blocks: which of the blocks that share the work this launch has, where they are of two.
+    pub(super) crew: Option<Crew>,
+}
+
+/// Blocks of two launches of `hopper_paged` that draw from the same work.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Crew {
+    /// Of the first, which runs beside what follows.
+    pub(super) leaders: u32,
+    /// Of the other.
+    pub(super) helpers: u32,
+    /// Whether this is that one.
+    pub(super) helps: bool,
+}
+
+impl Task {
+    /// All of a call.
+    pub(super) fn whole(p: &Problem, fused: bool) -> Self {
+        Self { fused, appended: false, least: 0, longest: p.q_len, crew: None }
     }
 }
 
@@ -257,13 +295,12 @@ fn takes_scores(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
-/// One token of each sequence, whose row goes where the table says.
+/// Blocks of whole pieces, and no mask that tells several tokens apart otherwise than their positions do.
 fn suits_steps_over_blocks(p: &Problem) -> Result<(), Rejection> {
-    match p.pages {
-        Some(pages) if pages.slots => Err(Rejection::Argument { name: "slot_mapping" }),
-        _ if !p.has_single_tokens() => Err(Rejection::SeveralTokens),
-        _ => holds_pieces(p, Blocks::PIECE),
+    if !p.has_single_tokens() {
+        suits_flash(p)?;
     }
+    holds_pieces(p, Blocks::PIECE)
 }
 
 /// Elements in blocks that boxes of the copy engine fit.
@@ -482,7 +519,7 @@ pub(super) fn launches(
     device: &DeviceInfo,
     choice: &Choice,
     rows: Rows,
-    fused: bool,
+    task: Task,
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Choice { candidate, entry, parts } = *choice;
@@ -490,7 +527,7 @@ pub(super) fn launches(
     let splits = match parts {
         Parts::Splits(splits) => splits,
         Parts::Clusters(clusters) => {
-            return decode::launches(p, device, entry, clusters, rows, fused, scratch);
+            return decode::launches(p, device, entry, clusters, rows, task, scratch);
         }
     };
     match candidate {
@@ -501,11 +538,11 @@ pub(super) fn launches(
                 .map(|launch| vec![launch]);
         }
         Candidate::HopperPaged => {
-            return hopper::paged_launch(p, device, entry, &rows, scratch.count(1))
+            return hopper::paged_launch(p, device, entry, &rows, task, scratch.count(1))
                 .map(|launch| vec![launch]);
         }
         Candidate::HopperFloat8 => {
-            return float8::launches(p, device, entry, rows, fused, scratch);
+            return float8::launches(p, device, entry, rows, task.fused, scratch);
         }
         Candidate::TiledMasked => {
             let params = masked_params(p, query.strides)?;
@@ -513,7 +550,7 @@ pub(super) fn launches(
             return Ok(vec![launch(entry, grid, &arguments(p, &rows), &params)?]);
         }
         Candidate::Hopper if !hopper::is_split(entry) => {
-            let turns = choice.rotates_queries(p, fused);
+            let turns = choice.rotates_queries(p, task.fused);
             return hopper::whole_launch(p, device, entry, &rows, turns, scratch.count(1))
                 .map(|launch| vec![launch]);
         }

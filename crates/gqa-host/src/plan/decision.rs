@@ -117,8 +117,6 @@ pub enum Rejection {
     },
     /// The kernel appends to the cache that it reads.
     NotShared,
-    /// The kernel is for one token of each sequence.
-    SeveralTokens,
     /// A piece of a tile of keys lies in one block.
     BlockSize {
         /// The call's.
@@ -260,7 +258,6 @@ impl fmt::Display for Rejection {
             Self::Quantised => write!(f, "the cache holds codes"),
             Self::Codes { got } => write!(f, "does not take {got} codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
-            Self::SeveralTokens => write!(f, "not every sequence has one token"),
             Self::BlockSize { got, need } => {
                 write!(f, "blocks of {got} rows are no power of two of {need} or more")
             }

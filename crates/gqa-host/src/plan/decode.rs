@@ -1,6 +1,6 @@
 //! A token step in one launch: when, with which kernel, in which clusters.
 
-use super::attention::writes;
+use super::attention::{Task, writes};
 use super::decision::Rejection;
 use super::launch::{Scratch, element, launch, tensor, u32_of};
 use super::params::{arguments, params};
@@ -20,7 +20,7 @@ pub(super) struct Clusters {
     /// Blocks of each.
     ranks: u32,
     /// How many share a row tile's keys.
-    parts: u32,
+    pub(super) parts: u32,
 }
 
 /// Whether the kernel also rotates and appends: where the cache is shared and holds what it reads, it takes the new rows as they are given.
@@ -176,15 +176,17 @@ pub(super) fn launches(
     entry: &'static Entry,
     clusters: Clusters,
     rows: Rows,
-    fused: bool,
+    task: Task,
     scratch: &mut Scratch,
 ) -> Result<Vec<Launch>> {
     let Clusters { ranks, parts } = clusters;
-    let fused = is_fused(p, entry, fused);
+    let fused = is_fused(p, entry, task.fused);
+    let appends = fused && !task.appended;
     let mut attention = params(p, rows.query.strides, 1)?;
     if p.pages.is_some() {
         let [head, row] = [p.head_size as u64, (p.kv_heads * p.head_size) as u64];
         (attention.k, attention.v) = ([(); 2].map(|()| Strides { batch: 0, head, row })).into();
+        attention.out.batch = 0;
     }
     let codes = p.quantised.filter(|_| entry.codes.is_some());
     if let Some(how) = codes {
@@ -204,22 +206,23 @@ pub(super) fn launches(
         } else {
             RotaryParams::zeroed()
         },
-        new_len: if fused { u32_of("new keys", p.new_len)? } else { 0 },
+        new_len: if appends { u32_of("new keys", p.new_len)? } else { 0 },
         parts,
         clusters: decode::clusters(&attention, entry.rows),
         rows: entry.rows,
         at_a_time: device.multiprocessors * entry.min_blocks,
         // The launch that normalises begins when all before it has ended, and writes scratch.
-        settled: u32::from(fused && (p.settled || p.qk_norm.is_some())),
-        ahead: u32::from(asks_ahead(p, entry, clusters, fused && p.new_len > 0)),
+        settled: u32::from(appends && (p.settled || p.qk_norm.is_some())),
+        ahead: u32::from(asks_ahead(p, entry, clusters, appends && p.new_len > 0)),
         per_channel: codes.is_some_and(|how| how.per_channel).into(),
         attention,
     };
     let mut bound = arguments(p, &rows);
     let given = |arg: Arg| if fused { arg } else { Arg::Null };
+    let new = |arg: Arg| if appends { arg } else { Arg::Null };
     bound.extend([
-        ("new_k", given(rows.key.arg)),
-        ("new_v", given(rows.value.arg)),
+        ("new_k", new(rows.key.arg)),
+        ("new_v", new(rows.value.arg)),
         ("cos", given(tensor(p, TensorId::CosCache, 0))),
         ("sin", given(tensor(p, TensorId::SinCache, 0))),
         ("position_ids", given(tensor(p, TensorId::PositionIds, 0))),
@@ -242,23 +245,28 @@ pub(super) fn launches(
     let launch = match p.pages {
         None => launch(entry, grid, &bound, &params)?,
         Some(pages) => {
+            let single = task.longest == 1 && pages.tokens == p.batch;
+            let starts = tensor(p, TensorId::CumulativeSequenceLength, 0);
             bound.extend([
+                ("starts", if single { Arg::Null } else { starts }),
                 ("past_seqlens", tensor(p, TensorId::SeqlensK, 0)),
                 ("block_table", tensor(p, TensorId::BlockTable, 0)),
             ]);
-            launch(entry, grid, &bound, &paged(params, pages)?)?
+            launch(entry, grid, &bound, &paged(params, pages, task.longest)?)?
         }
     };
     Ok(vec![Launch { cluster: ranks, programmatic: true, ..launch }])
 }
 
 /// What a step over blocks is told besides.
-fn paged(decode: DecodeParams, pages: Pages) -> Result<PagedDecodeParams> {
+fn paged(decode: DecodeParams, pages: Pages, longest: usize) -> Result<PagedDecodeParams> {
     Ok(PagedDecodeParams {
         decode,
         per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
+        tokens: u32_of("tokens", pages.tokens)?,
+        longest: u32_of("query rows", longest)?,
         reserved: 0,
     })
 }

@@ -36,6 +36,8 @@ pub struct LaunchLine {
     pub grid: [u32; 3],
     /// Blocks of a cluster; 1: no clusters.
     pub cluster: u32,
+    /// Whether the launches behind it run beside it.
+    pub aside: bool,
     /// Threads of a block.
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
@@ -64,13 +66,14 @@ impl Plan {
 
 impl LaunchLine {
     fn new(launch: &Launch) -> Self {
-        let Launch { entry, grid, cluster, args, .. } = launch;
+        let Launch { entry, grid, cluster, aside, args, .. } = launch;
         let arguments =
             entry.arguments.iter().zip(args).map(|(name, arg)| (*name, arg.to_string()));
         Self {
             entry: entry.name,
             grid: *grid,
             cluster: *cluster,
+            aside: *aside,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
             arguments: arguments.collect(),
@@ -132,9 +135,10 @@ impl fmt::Display for LaunchLine {
             1 => String::new(),
             blocks => format!(" in clusters of {blocks}"),
         };
+        let beside = if self.aside { ", beside what follows" } else { "" };
         writeln!(
             f,
-            "{entry}: {x}x{y}x{z} blocks of {threads} threads{clusters}, {shared_bytes} bytes shared"
+            "{entry}: {x}x{y}x{z} blocks of {threads} threads{clusters}, {shared_bytes} bytes shared{beside}"
         )?;
         let arguments = self.arguments.iter().map(|(name, bound)| format!("{name}={bound}"));
         write!(f, "    {}", arguments.collect::<Vec<_>>().join(" "))

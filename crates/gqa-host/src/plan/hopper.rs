@@ -1,5 +1,6 @@
 //! The Hopper family: which calls it suits, with which tiles, in how many parts of the keys, and its launches.
 
+use super::attention::{Crew, Task};
 use super::decision::Rejection;
 use super::launch::{launch, tensor, u32_of};
 use super::params::{bias_or_mask, masked_params, output, params};
@@ -172,22 +173,23 @@ pub(super) fn whole_launch(
     launch(entry, grid, &arguments, &HopperParams { attention, rotary })
 }
 
-/// `hopper_paged`, which rotates queries if anything does: to it the tokens of all sequences are one batch entry.
+/// `hopper_paged`, which rotates queries if anything does: to it the tokens of all sequences are one batch entry. It leaves out sequences with fewer
+/// tokens than are the task's.
 pub(super) fn paged_launch(
     p: &Problem,
     device: &DeviceInfo,
     entry: &'static Entry,
     rows: &Rows,
+    task: Task,
     counter: Arg,
 ) -> Result<Launch> {
     let pages = p.pages.ok_or_else(|| Error::NoKernel("the cache has no blocks".to_owned()))?;
-    let of_all = |strides: Strides| Strides { batch: 0, ..strides };
-    let attention = params(p, of_all(rows.query.strides), 1)?;
+    let attention = params(p, rows.query.strides, 1)?;
     let row = u64::from(attention.kv_heads) * u64::from(attention.head_size);
     let cache =
         Strides { row, head: attention.head_size.into(), batch: row * pages.block_size as u64 };
-    let mut attention =
-        AttentionParams { k: cache, v: cache, out: of_all(attention.out), ..attention };
+    let out = Strides { batch: 0, ..attention.out };
+    let mut attention = AttentionParams { k: cache, v: cache, out, ..attention };
     attention.section =
         hopper::section(&AttentionParams { batch: 1, ..attention }, device.l2_bytes);
     let params = PagedHopperParams {
@@ -196,7 +198,18 @@ pub(super) fn paged_launch(
         per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
+        least: u32_of("tokens", task.least)?,
+        leaders: 0,
+        helpers: 0,
+        helps: 0,
     };
+    let grid = hopper::paged_grid(&params, entry.rows, device.multiprocessors);
+    let all = Crew { leaders: grid[0], helpers: 0, helps: false };
+    let Crew { leaders, helpers, helps } = task.crew.unwrap_or(all);
+    // Who leads begins with a work tile.
+    let leaders = leaders.min(grid[0]);
+    let params = PagedHopperParams { leaders, helpers, helps: helps.into(), ..params };
+    let blocks = if helps { helpers } else { leaders };
     let AttentionParams { head_size, q_heads, kv_heads, .. } = attention;
     let block_size = u32_of("rows of a block", pages.block_size)?;
     let queries = [head_size, params.tokens, q_heads, 1];
@@ -217,12 +230,8 @@ pub(super) fn paged_launch(
         output(p)[0],
         ("counter", counter),
     ];
-    launch(
-        entry,
-        hopper::paged_grid(&params, entry.rows, device.multiprocessors),
-        &arguments,
-        &params,
-    )
+    let aside = task.crew.is_some() && !helps;
+    Ok(Launch { aside, ..launch(entry, [blocks, 1, 1], &arguments, &params)? })
 }
 
 /// `hopper_masked`.

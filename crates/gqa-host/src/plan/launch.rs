@@ -88,7 +88,7 @@ pub(super) fn launch(
     }
     let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
     let params = bytemuck::bytes_of(params).to_vec();
-    Ok(Launch { entry, grid, cluster: 1, programmatic: false, args, params })
+    Ok(Launch { entry, grid, cluster: 1, programmatic: false, aside: false, args, params })
 }
 
 /// The kernel of that name, for an element type where it knows any.

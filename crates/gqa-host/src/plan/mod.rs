@@ -30,6 +30,7 @@ mod explain;
 mod float8;
 mod hopper;
 mod launch;
+mod mixed;
 mod paged;
 mod params;
 mod planner;
@@ -171,6 +172,8 @@ pub struct Launch {
     pub cluster: u32,
     /// The launch may start before the one before it in the stream has ended; its kernel waits for that by itself.
     pub programmatic: bool,
+    /// The launches behind it do not wait for it; what is behind the plan does. Its blocks take free multiprocessors before theirs.
+    pub aside: bool,
     /// In the order of [`Entry::arguments`].
     pub args: Vec<Arg>,
     /// Bytes of the parameter struct.
@@ -266,7 +269,8 @@ impl Composed {
         });
         let (mut launches, rows) = prologue(problem, device, fused, absorbed, scratch)?;
         if let Some(choice) = choice {
-            launches.extend(attention::launches(problem, device, &choice, rows, fused, scratch)?);
+            let task = attention::Task::whole(problem, fused);
+            launches.extend(attention::launches(problem, device, &choice, rows, task, scratch)?);
         }
         Ok(Self { launches, decisions, positions: positions(problem, fused) })
     }

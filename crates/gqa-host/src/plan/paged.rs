@@ -1,21 +1,20 @@
 //! Calls whose cache consists of blocks: kernels that read them where they are, or their rows side by side in scratch, and attention over these.
 //!
-//! | launch | for a token of each sequence | for prompts | for what else there is |
+//! | launch | for a few tokens of each sequence | for prompts, with or without sequences of few tokens beside them | for what else there is |
 //! |---|---|---|---|
 //! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
-//! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | | but the queries | always |
+//! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries | always |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
-//! | attention | `decode_paged`, `decode_paged_codes` | `hopper_paged` | any kernel |
+//! | attention | `decode_paged`, `decode_paged_codes` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows to their tokens | | | unless every sequence has one token |
 //!
 //! In the last column queries stay where they are if every sequence has one token and nothing turns or takes them apart.
 
 use super::launch::{Scratch, element, find, launch, tensor, u32_of};
+use super::mixed::Attentions;
 use super::prologue::{Rows, normalise, positions, rotary_params};
 use super::rebind::Rebind;
-use super::{
-    Arg, Candidate, Composed, Decision, DeviceInfo, Launch, Switches, TensorId, attention,
-};
+use super::{Arg, Composed, DeviceInfo, Launch, Switches, TensorId};
 use crate::{CodeFormat, DType, Pages, Problem, Result};
 use gqa_kernels::params::PagedParams;
 use gqa_kernels::prologue::paged_grid;
@@ -29,23 +28,16 @@ pub(super) fn compose(
     scratch: &mut Scratch,
 ) -> Result<Composed> {
     let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
-    let step = match problem.quantised {
-        None => Candidate::DecodePaged,
-        Some(_) => Candidate::DecodePagedCodes,
-    };
-    let mut decisions = Vec::new();
-    for candidate in [step, Candidate::HopperPaged] {
-        let choice = attention::consider(candidate, problem, device, switches);
-        let outcome = choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone);
-        decisions.push(Decision { candidate, outcome });
-        let Ok(choice) = choice else { continue };
-        let rows = if candidate == step {
-            rows.one_of_each_sequence()
-        } else {
-            launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
-            rows
-        };
-        launches.extend(attention::launches(problem, device, &choice, rows, true, scratch)?);
+    let rows = rows.of_all_sequences();
+    let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, switches);
+    if chosen.iter().any(|attention| attention.task.appended) {
+        launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
+    }
+    for attention in &chosen {
+        let is_beside = launches.last().is_some_and(|launch| launch.aside);
+        launches.extend(attention.launches(device, rows, is_beside, scratch)?);
+    }
+    if !chosen.is_empty() {
         return Ok(Composed { launches, decisions, positions: positions(problem, true) });
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
@@ -84,7 +76,7 @@ impl<'a> Prologue<'a> {
             head_size: u32_of("head size", p.head_size)?,
             row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
             per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
-            reserved: 0,
+            by_token: 0,
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,
@@ -120,7 +112,12 @@ impl<'a> Prologue<'a> {
             Some(CodeFormat::Int4) => "paged_append_codes_i4",
             Some(CodeFormat::Float8) => "paged_append_codes_f8",
         };
-        let params = PagedParams { moves_queries: (query != Arg::Null).into(), ..self.params };
+        let p = self.params;
+        let moves_queries = u32::from(query != Arg::Null);
+        // A search costs less than many rows that are no tokens.
+        let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
+        let by_token = u32::from(moves_queries == 0 && mostly_empty);
+        let params = PagedParams { moves_queries, by_token, ..p };
         self.launch(kernel, element(self.problem.dtype), &arguments, &params, device)
     }
 

@@ -179,16 +179,16 @@ impl Rows {
 }
 
 impl Rows {
-    /// The tokens of one sequence as the only tokens of as many.
-    pub(super) fn one_of_each_sequence(self) -> Self {
-        let apart = |rows: Operand| {
-            let strides = Strides { batch: rows.strides.row, ..rows.strides };
+    /// The tokens of one sequence as those of several, one behind the other.
+    pub(super) fn of_all_sequences(self) -> Self {
+        let together = |rows: Operand| {
+            let strides = Strides { batch: 0, ..rows.strides };
             Operand { strides, ..rows }
         };
         Self {
-            query: apart(self.query),
-            key: apart(self.key),
-            value: apart(self.value),
+            query: together(self.query),
+            key: together(self.key),
+            value: together(self.value),
             attended: self.attended,
         }
     }

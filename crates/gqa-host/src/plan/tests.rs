@@ -979,6 +979,12 @@ fn over_blocks(batch: usize, s: usize, past: usize) -> Problem {
     paged(&with(llama(s, past), |p| p.batch = batch))
 }
 
+/// All sequences have as many tokens.
+fn equal(p: Problem) -> Problem {
+    let tokens = p.batch * p.q_len;
+    with(p, |p| p.pages = p.pages.map(|pages| Pages { tokens, ..pages }))
+}
+
 fn with_pages(p: Problem, change: fn(Pages) -> Pages) -> Problem {
     with(p, |p| p.pages = p.pages.map(change))
 }
@@ -993,21 +999,50 @@ fn blocks_are_read_where_they_are() {
     assert_eq!(kernels_of(codes), ["decode_paged_i8_f16_d128_r8"]);
     let prompt = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels_of(over_blocks(1, 512, 512)), prompt);
-    assert_eq!(kernels_of(over_blocks(8, 512, 512)), prompt);
-    assert_eq!(kernels_of(normed(over_blocks(8, 512, 0)))[1..], prompt);
+    assert_eq!(kernels_of(equal(over_blocks(8, 512, 512))), prompt);
+    assert_eq!(kernels_of(normed(equal(over_blocks(8, 512, 0))))[1..], prompt);
     let slots = |p| with_pages(p, |pages| Pages { slots: true, ..pages });
-    assert_eq!(kernels_of(slots(over_blocks(8, 512, 512))), prompt);
+    assert_eq!(kernels_of(slots(equal(over_blocks(8, 512, 512)))), prompt);
+    assert_eq!(kernels_of(over_blocks(8, 2, 500)), ["decode_paged_f16_d128_r8"]);
+    let slotted = ["paged_append", "decode_paged_f16_d128_r8"];
+    assert_eq!(kernels_of(slots(over_blocks(8, 1, 500))), slotted);
     // Where sequences are many, query heads read keys sooner than they are gathered.
-    assert_eq!(kernels_of(over_blocks(8, 2, 500)), prompt);
-    assert_eq!(kernels_of(slots(over_blocks(8, 1, 500))), prompt);
-    // Sequences that have no token make room for those that have several.
-    let fewer = |batch| {
-        with_pages(over_blocks(batch, 1, 500), |pages| Pages { tokens: pages.tokens - 1, ..pages })
-    };
-    assert_eq!(kernels_of(fewer(8)), prompt);
+    assert_eq!(kernels_of(equal(over_blocks(8, 40, 500))), prompt);
     let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
     assert_eq!(kernels_of(wide(over_blocks(8, 1, 500), 80))[1], "hopper_paged_f16_d96");
     assert_eq!(kernels_of(wide(over_blocks(8, 64, 500), 248))[1], "hopper_paged_f16_d256");
+}
+
+#[test]
+fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
+    let mixed = |tokens: usize| {
+        let pages = |p| with(p, |p| p.pages = p.pages.map(|pages| Pages { tokens, ..pages }));
+        pages(over_blocks(32, 512, 2048))
+    };
+    let off = Switches::default();
+    let [step, prompt] = ["decode_paged_f16_d128_r8_w4", "hopper_paged_f16_d128"];
+    assert_eq!(kernels(&mixed(512 + 31), &off), ["paged_append", prompt, step, prompt]);
+    let plan = plan(&mixed(512 + 31), &device("h200"), &off).unwrap();
+    let [_, first, step, last] = &plan.launches[..] else { panic!("four launches") };
+    let few: &PagedDecodeParams = bytemuck::from_bytes(&step.params);
+    // Two tokens of four heads fill its rows, and the cache has them already.
+    assert_eq!((few.decode.attention.q_len, few.longest, few.decode.new_len), (2, 512, 0));
+    assert!(first.aside && !step.aside && !step.programmatic && !last.aside);
+    // 128 work tiles take two rounds of 64 blocks.
+    assert_eq!((first.grid[0], last.grid[0]), (64, 132 - 64));
+    for (launch, helps) in [(first, 0), (last, 1)] {
+        let many: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
+        assert_eq!((many.hopper.attention.q_len, many.least), (512, 3));
+        assert_eq!((many.leaders, many.helpers, many.helps), (64, 132 - 64, helps));
+    }
+    // Few keys are done sooner one after the other.
+    let short = with(mixed(512 + 31), |p| p.total_len = 600);
+    assert_eq!(kernels(&short, &off), ["paged_append", "decode_paged_f16_d128_r8_w4", prompt]);
+    // Where there is no room for sequences of few tokens there are none.
+    let prompts = ["paged_append", "hopper_paged_f16_d128"];
+    assert_eq!(kernels(&mixed(32 * 512 - 500), &off), prompts);
+    let disabled = Switches { disable_flash_decode: true, ..Switches::default() };
+    assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
 }
 
 #[test]
@@ -1018,14 +1053,15 @@ fn blocks_are_gathered() {
         assert_eq!(rejection(p, "h200", &off, Candidate::DecodePaged), step);
         assert_eq!(rejection(p, "h200", &off, Candidate::HopperPaged), prompt);
     };
-    let several = "not every sequence has one token";
-    rejections(&over_blocks(1, 2, 500), [several, "2 query rows are under 64"]);
+    let many = "2048 packed query rows are over 128";
+    let new = "17 new rows are over 16";
+    rejections(&over_blocks(1, 17, 500), [new, "17 query rows are under 64"]);
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
     let why = "blocks of 48 rows are no power of two of 16 or more";
     rejections(&odd(over_blocks(8, 1, 500)), [why, why]);
-    rejections(&odd(over_blocks(8, 512, 512)), [several, why]);
+    rejections(&odd(over_blocks(8, 512, 512)), [why, why]);
     let scaled = with(over_blocks(8, 512, 512), |p| p.scale = -1.0);
-    rejections(&scaled, [several, "scale -1 is not positive"]);
+    rejections(&scaled, [many, "scale -1 is not positive"]);
     assert_eq!(
         kernels(&odd(over_blocks(8, 512, 512)), &off),
         ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
@@ -1039,7 +1075,8 @@ fn blocks_are_gathered() {
         "the cache holds codes"
     );
     let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
-    assert_eq!(kernels(&codes(2), &off)[..3], [append, gather, "decode_i8_f16_d128_r8"]);
+    assert_eq!(kernels(&codes(2), &off), ["decode_paged_i8_f16_d128_r8"]);
+    assert_eq!(kernels(&codes(32), &off)[..2], [append, gather]);
     let attends = ["quantise_kv_i8", "hopper_f16_d128", "paged_scatter"];
     assert_eq!(kernels(&codes(512), &off), [&[append, gather][..], &attends].concat());
 }
@@ -1268,10 +1305,16 @@ fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
     let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
     let (p, a) = (&paged.decode, &paged.decode.attention);
     let rows = paged.blocks << paged.log_block_size;
+    let tokens = |strides, heads| reach(strides, [1, heads, paged.tokens], a.head_size) * element;
     match name {
         "k" | "v" => reach(a.k, [1, a.kv_heads, rows], a.head_size) * element,
+        "starts" => (a.batch + 1) as usize * 4,
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * paged.per_sequence) as usize * 4,
+        "q" => tokens(a.q, a.q_heads),
+        "out" => tokens(a.out, a.q_heads),
+        "new_k" => tokens(p.new_k, a.kv_heads),
+        "new_v" => tokens(p.new_v, a.kv_heads),
         _ => step_reach(name, p, launch, element),
     }
 }

@@ -38,7 +38,8 @@
 //!
 //! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
 //!
-//! **Blocks**: of a cache of blocks a table is asked where the rows of each tile are (`layout.rs`).
+//! **Blocks**: of a cache of blocks a table is asked where the rows of each tile are (`layout.rs`). New rows are tokens there, those of all sequences one behind
+//! the other; a block whose row tile has none, because its sequence has fewer tokens, or more than this launch takes, ends at once.
 //!
 //! **Codes**: a cache of codes is streamed as it is, and codes become halves in registers (`codes.rs`).
 //!
@@ -60,7 +61,6 @@ pub use layout::{Blocks, Layout};
 pub use shape::{Shape, shape};
 
 use super::out::OutElement;
-use crate::concept::seqlen::Seqlen;
 use crate::num::{MmaCode, MmaElement};
 use crate::params::{AttentionParams, DecodeParams, PagedDecodeParams};
 use crate::prologue::rope::Rope;
@@ -372,7 +372,7 @@ impl<
     }
 
     /// The kernel for a cache of blocks, (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to each
-    /// sequence; one token of each.
+    /// sequence. `starts`, (batch + 1), tells where the tokens of each begin; null: each has one.
     #[inline(always)]
     pub fn run_paged<T: MmaElement, O: OutElement>(
         q: Global<T>,
@@ -381,6 +381,7 @@ impl<
         cos: Global<T>,
         sin: Global<T>,
         position_ids: Global<i64>,
+        starts: Global<i32>,
         past_seqlens: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
@@ -397,8 +398,8 @@ impl<
         let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let output = Output { head_sink, out, lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        // The token's row is the last one, and as many rows as before it have smaller numbers.
-        Self::step(fresh, past_seqlens, Blocks::new(block_table, &p), (), output, parts, p.decode);
+        let blocks = Blocks::new(starts, block_table, &p);
+        Self::step(fresh, past_seqlens, blocks, (), output, parts, p.decode);
     }
 
     /// The same for a cache whose blocks hold codes of format `F`: (block, row, KV head, bytes of a row).
@@ -410,6 +411,7 @@ impl<
         cos: Global<T>,
         sin: Global<T>,
         position_ids: Global<i64>,
+        starts: Global<i32>,
         past_seqlens: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
@@ -431,7 +433,7 @@ impl<
         let scales = Scales { k: k_scale, v: v_scale };
         let output = Output { head_sink, out, lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        let blocks = Blocks::new(block_table, &p);
+        let blocks = Blocks::new(starts, block_table, &p);
         Self::step(fresh, past_seqlens, blocks, scales, output, parts, p.decode);
     }
 
@@ -460,7 +462,10 @@ impl<
         }
         let asked = Self::ask_length(seqlens_k, place);
         let a = &p.attention;
-        let mut rows = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
+        let mut rows = Self::rows(a, place, layout);
+        if L::MAY_BE_EMPTY && rows.count() == 0 {
+            return;
+        }
         let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v, layout);
         if Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
@@ -484,8 +489,7 @@ impl<
         if !cache_first {
             Self::ask_queries(&opening, &rows);
         }
-        let last_index = Self::length(asked);
-        rows.seqlen = Seqlen::new(last_index, a.q_len, a.capacity, a.first_prompt != 0);
+        rows.seqlen = layout.seqlen(a, &rows, Self::length(asked));
         let share = Share::new::<L>(&p, &rows, place, Self::KEYS);
         let turns = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
@@ -520,7 +524,7 @@ impl<
         }
         sync_threads();
 
-        let (place, rows) = Self::again(&p, place, rows);
+        let (place, rows) = Self::again(&p, place, rows, layout);
         let mailbox = Mailbox::<D8>::new(&rows, place);
         if place.ranks == 1 {
             Self::finish_alone(&p, &rows, place, output, parts);
@@ -637,16 +641,22 @@ impl<
 
     /// The same, found out anew where the loop has made threads forget it.
     #[inline(always)]
-    fn again(p: &DecodeParams, place: Place, rows: Rows) -> (Place, Rows) {
+    fn again<L: Layout>(p: &DecodeParams, place: Place, rows: Rows, layout: L) -> (Place, Rows) {
         if !Self::FORGETS {
             return (place, rows);
         }
         let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);
         let place = Place::at(p, block);
-        let mut anew =
-            Rows::of(&p.attention, place.row_tile, place.kv_head, place.batch, Self::ROWS);
+        let mut anew = Self::rows(&p.attention, place, layout);
         anew.seqlen = rows.seqlen;
         (place, anew)
+    }
+
+    /// The rows of a block, whose sequence has no length yet.
+    #[inline(always)]
+    fn rows<L: Layout>(a: &AttentionParams, place: Place, layout: L) -> Rows {
+        let all = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
+        layout.rows(a, all)
     }
 
     /// The tile of queries.

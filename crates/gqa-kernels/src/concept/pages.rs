@@ -23,6 +23,12 @@ impl Sequence {
         Self { start, new, past: (past.max(0) as u32).min(capacity - new) }
     }
 
+    /// The same without tokens if it has fewer than so many.
+    #[inline(always)]
+    pub fn of_at_least(self, least: u32) -> Self {
+        Self { new: if self.new < least { 0 } else { self.new }, ..self }
+    }
+
     /// Its rows, with the new ones.
     #[inline(always)]
     pub fn seqlen(self) -> Seqlen {

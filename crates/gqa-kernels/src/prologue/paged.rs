@@ -34,6 +34,22 @@ fn sequence_of(
     Sequence::new(bounds, past_seqlens.load(b as usize), p.tokens, p.q_len, p.capacity)
 }
 
+/// The batch entry that has token `token`, and which of its tokens that is.
+#[inline(always)]
+fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
+    let start = |b: u32| starts.load(b as usize) as u32;
+    let (mut low, mut high) = (0, p.batch);
+    while low + 1 < high {
+        let middle = (low + high) / 2;
+        if start(middle) <= token {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    (low, token.saturating_sub(start(low)))
+}
+
 /// Rows of the cache.
 #[derive(Clone, Copy)]
 struct Blocks {
@@ -62,10 +78,12 @@ impl Blocks {
     }
 }
 
-/// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and then K heads and then V heads, pair of vectors).
+/// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and then K heads and then V heads, pair of vectors), or with
+/// all tokens as those of one.
 #[inline(always)]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
-    [p.batch, p.q_len, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+    let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
+    [batch, rows, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Query heads that move.
@@ -164,6 +182,7 @@ impl<T: Element> New<T> {
     #[inline(always)]
     fn append(self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
         for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
+            let (b, s) = if p.by_token != 0 { owner_of(p, self.starts, s) } else { (b, s) };
             let sequence = sequence_of(p, self.starts, self.past_seqlens, b);
             let at = (pair, p.head_size);
             if head < moved(p) {

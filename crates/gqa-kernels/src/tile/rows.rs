@@ -25,6 +25,8 @@ pub struct Rows {
     pub kv_head: u32,
     /// Lengths of the sequence.
     pub seqlen: Seqlen,
+    /// Where the sequence's rows begin in tensors of new rows: 0 unless those of all sequences lie one behind the other.
+    pub start: u32,
     /// First packed row of the tile.
     first: u32,
     /// One past the last packed row that exists, at most the tile's height on.
@@ -135,11 +137,19 @@ impl Rows {
             batch,
             kv_head,
             seqlen: Seqlen { total: 0, past: 0 },
+            start: 0,
             first,
             end: group.rows(p.q_len).min(first + height),
             group,
             mask: Mask { causal: p.causal != 0, window: p.window },
         }
+    }
+
+    /// Those of them that are among so many tokens, of which the first has that number in tensors of new rows. The sequence has no others yet.
+    #[inline(always)]
+    pub fn among(self, start: u32, tokens: u32) -> Self {
+        let end = self.group.rows(tokens).min(self.end).max(self.first);
+        Self { start, end, seqlen: Seqlen { total: tokens, past: 0 }, ..self }
     }
 
     /// The rows of a block, longest first: under a causal mask the last tile sees most keys.

@@ -295,7 +295,7 @@ impl<T: MmaElement, O: OutElement> Output<T, O> {
     ) {
         let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
         let sums = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * factor });
-        let to = a.out.at(rows.batch, row.head, row.s) + column as usize;
+        let to = a.out.at(rows.batch, row.head, rows.start + row.s) + column as usize;
         if let Some(unit) = sums.first_chunk() {
             O::store_unit(self.out, to, *unit);
         } else {

@@ -66,7 +66,8 @@ impl<C: Cached> Fresh<C> {
         for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
             let (r, unit) = (unit / D8 as u32, unit % D8 as u32);
             let row = rows.row(r);
-            let from = p.attention.q.at(rows.batch, row.head, row.s) + (unit * UNIT) as usize;
+            let from = p.attention.q.at(rows.batch, row.head, rows.start + row.s);
+            let from = from + (unit * UNIT) as usize;
             let exists = r < rows.count();
             let from = if exists { from } else { 0 };
             cp_async_16(tiles.queries.place(r, unit).address(), self.q, from, exists);
@@ -83,7 +84,7 @@ impl<C: Cached> Fresh<C> {
         height: u32,
         threads: u32,
     ) {
-        let of_head = |rows_of: Strides| rows_of.at(rows.batch, rows.kv_head, 0);
+        let of_head = |rows_of: Strides| rows_of.at(rows.batch, rows.kv_head, rows.start);
         let (keys, values) = (of_head(p.new_k), of_head(p.new_v));
         for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
             let (s, unit) = (unit / D8 as u32, unit % D8 as u32);

@@ -1,6 +1,8 @@
 //! Where the rows of a cache are: side by side, or in [blocks](Blocks).
 
-use crate::params::{PagedDecodeParams, Strides};
+use crate::concept::pages::Sequence;
+use crate::concept::seqlen::Seqlen;
+use crate::params::{AttentionParams, PagedDecodeParams, Strides};
 use crate::simt::Global;
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::{Swizzled, WarpCopy};
@@ -8,6 +10,8 @@ use bytemuck::Pod;
 
 /// What finds the rows of one head.
 pub trait Layout: Copy {
+    /// Whether a row tile may have no rows.
+    const MAY_BE_EMPTY: bool;
     /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
     const PIECE: u32;
     /// Where the pieces of a tile are, as far as that is looked up.
@@ -15,6 +19,12 @@ pub trait Layout: Copy {
 
     /// The same for a sequence.
     fn of_sequence(self, batch: u32) -> Self;
+
+    /// Those of a row tile's rows that there are.
+    fn rows(self, a: &AttentionParams, rows: Rows) -> Rows;
+
+    /// Lengths of the sequence that has them, of which the device tells `length`.
+    fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen;
 
     /// Where a row of the head is in a tensor with these strides.
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize;
@@ -47,12 +57,24 @@ pub trait Layout: Copy {
 pub struct SideBySide;
 
 impl Layout for SideBySide {
+    const MAY_BE_EMPTY: bool = false;
     const PIECE: u32 = u32::MAX;
     type Spots = ();
 
     #[inline(always)]
     fn of_sequence(self, _: u32) -> Self {
         self
+    }
+
+    #[inline(always)]
+    fn rows(self, _: &AttentionParams, rows: Rows) -> Rows {
+        rows
+    }
+
+    /// `length` is the index of the last token.
+    #[inline(always)]
+    fn seqlen(self, a: &AttentionParams, _: &Rows, length: i32) -> Seqlen {
+        Seqlen::new(length, a.q_len, a.capacity, a.first_prompt != 0)
     }
 
     #[inline(always)]
@@ -88,12 +110,19 @@ impl Layout for SideBySide {
     }
 }
 
-/// A cache of blocks, (block, row, KV head, head size), of which a table gives some to each sequence.
+/// A cache of blocks, (block, row, KV head, head size), of which a table gives some to each sequence, whose new rows are tokens that lie behind those of
+/// the sequence before.
 ///
 /// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at multiples of as many, so that each piece of a tile lies in one
 /// block. Where that is, is looked up while the tile before it is on its way: copies that waited for the table would be late.
 #[derive(Clone, Copy)]
 pub struct Blocks {
+    /// Where the tokens of each sequence begin, (batch + 1), or null: each has one.
+    starts: Global<i32>,
+    /// Tokens of all sequences.
+    tokens: u32,
+    /// Most tokens of a sequence.
+    longest: u32,
     /// (batch, blocks of a sequence)
     table: Global<i32>,
     /// Blocks of a sequence.
@@ -109,8 +138,11 @@ pub struct Blocks {
 impl Blocks {
     /// The table, with the numbers that say how it is read.
     #[inline(always)]
-    pub(super) fn new(table: Global<i32>, p: &PagedDecodeParams) -> Self {
+    pub(super) fn new(starts: Global<i32>, table: Global<i32>, p: &PagedDecodeParams) -> Self {
         Self {
+            starts,
+            tokens: p.tokens,
+            longest: p.longest,
             table,
             per_sequence: p.per_sequence,
             log_rows: p.log_block_size,
@@ -131,12 +163,33 @@ impl Blocks {
 const PIECES: usize = 4;
 
 impl Layout for Blocks {
+    const MAY_BE_EMPTY: bool = true;
     const PIECE: u32 = 16;
     type Spots = [u32; PIECES];
 
     #[inline(always)]
     fn of_sequence(self, batch: u32) -> Self {
         Self { table: self.table.offset((batch * self.per_sequence) as usize), ..self }
+    }
+
+    /// None of a sequence with more tokens than this launch takes.
+    #[inline(always)]
+    fn rows(self, a: &AttentionParams, rows: Rows) -> Rows {
+        if self.starts.is_null() {
+            return rows.among(rows.batch, 1);
+        }
+        let bounds = [0, 1].map(|next| self.starts.load((rows.batch + next) as usize));
+        let Sequence { start, new, .. } =
+            Sequence::new(bounds, 0, self.tokens, self.longest, a.capacity);
+        rows.among(start, if new <= a.q_len { new } else { 0 })
+    }
+
+    /// `length` is how many rows there are before the new ones.
+    #[inline(always)]
+    fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
+        let new = rows.seqlen.total;
+        let past = (length.max(0) as u32).min(a.capacity - new);
+        Seqlen { total: past + new, past }
     }
 
     #[inline(always)]

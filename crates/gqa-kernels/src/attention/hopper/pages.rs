@@ -1,7 +1,11 @@
 //! Sequences whose keys and values lie in blocks of a cache, and whose query rows are tokens that lie one behind the other.
 //!
 //! **Row tiles** are numbered through all sequences: those of sequence `b` begin with number `starts[b] / ROWS + b`, which leaves each as many as it needs,
-//! and at most one more. So they are no more than tokens and sequences make necessary, however lengths differ, and a search finds whose one is.
+//! and at most one more. So they are no more than tokens and sequences make necessary, however lengths differ, and a search finds whose one is. Those of sequences with few
+//! tokens may be another kernel's; they have no keys here.
+//!
+//! **Crew**: a launch may be joined by another one, for multiprocessors that become free later, whose blocks draw from the same work. Neither needs the other: whichever
+//! comes first does what there is.
 //!
 //! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height. Each lane of two warps copies one: a warp starts a
 //! copy in about 100 cycles, in which the copy engine is not even half busy, and blocks of 16 rows make many.
@@ -30,6 +34,29 @@ pub(super) struct Pages {
     log_rows: u32,
     /// The cache's last block.
     last: u32,
+    /// Tokens of a sequence that is not another launch's.
+    least: u32,
+    crew: Crew,
+}
+
+/// The blocks that share work, of one launch or of two.
+#[derive(Clone, Copy)]
+struct Crew {
+    /// Blocks that begin with the work tile of their number.
+    leaders: u32,
+    /// Those that do not.
+    helpers: u32,
+    /// Whether this is one of these.
+    helps: bool,
+}
+
+impl Crew {
+    /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles, and one more for each
+    /// helper.
+    #[inline(always)]
+    fn draw(self, draw: &Draw) -> u32 {
+        self.leaders + draw.counter.atomic_inc(0, draw.count + self.helpers - 1)
+    }
 }
 
 /// Warps that copy boxes.
@@ -53,6 +80,8 @@ impl Pages {
             per_sequence: p.per_sequence,
             log_rows: p.log_block_size,
             last: p.blocks - 1,
+            least: p.least,
+            crew: Crew { leaders: p.leaders, helpers: p.helpers, helps: p.helps != 0 },
         }
     }
 
@@ -83,12 +112,13 @@ impl Pages {
         (low, tile.saturating_sub(self.first_tile::<S>(low)) * S::ROWS)
     }
 
-    /// Where the rows of sequence `b` are.
+    /// Where the rows of sequence `b` are, if they are this launch's.
     #[inline(always)]
     pub(super) fn sequence(self, b: u32, p: &AttentionParams) -> Sequence {
         let [start, end] = [0, 1].map(|next| self.starts.load((b + next) as usize));
         let past = self.past_seqlens.load(b as usize);
-        Sequence::new([start, end], past, self.tokens, p.q_len, p.capacity)
+        let sequence = Sequence::new([start, end], past, self.tokens, p.q_len, p.capacity);
+        sequence.of_at_least(self.least)
     }
 
     /// Where this lane's box of tile number `tile` of a sequence with `keys` keys is in the cache; behind these it may be any of the sequence's.
@@ -211,7 +241,11 @@ pub(super) fn load_keys_and_values<S: Tile>(
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
     // The first lane's is the warp's.
-    let mut drawn = block_idx_x();
+    let mut drawn = match pages.crew.helps {
+        false => block_idx_x(),
+        true if leads => pages.crew.draw(&draw),
+        true => 0,
+    };
     loop {
         let index = shfl_idx_u32(drawn, 0);
         if !draw.is_work(index) {
@@ -219,7 +253,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
         }
         let mut draw_next = || {
             if leads {
-                drawn = draw.next();
+                drawn = pages.crew.draw(&draw);
             }
         };
         let work = Work::new::<S>(index, p, Global::null(), Some(pages), u32::MAX);

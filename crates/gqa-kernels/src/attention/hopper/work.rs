@@ -149,8 +149,8 @@ impl KeyTiles {
 /// loaded. Blocks that are done early draw more.
 pub(super) struct Draw {
     /// Work tiles drawn by all blocks; 0 again after the last draw of the call.
-    counter: Global<u32>,
-    count: u32,
+    pub(super) counter: Global<u32>,
+    pub(super) count: u32,
 }
 
 impl Draw {

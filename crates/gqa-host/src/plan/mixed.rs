@@ -1,0 +1,211 @@
+//! Which kernels attend to which sequences of a call over blocks.
+//!
+//! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that share them, and those of many `hopper_paged`, whose tiles they
+//! would leave almost empty. A call may have both, as servers make them that add tokens of running sequences to a prompt. How many tokens each sequence has only
+//! the device knows; so each kernel leaves out the sequences of the other one.
+//!
+//! One is bound by memory and the other by arithmetic, and half of the multiprocessors can read all that memory delivers. So where that pays `hopper_paged` begins
+//! first, on some multiprocessors, `decode_paged` beside it on the others, and a launch behind that helps with what work tiles are left: whatever the lengths turn
+//! out to be, no multiprocessor is idle for long.
+
+use super::attention::{self, Choice, Crew, Task};
+use super::launch::Scratch;
+use super::prologue::Rows;
+use super::{Candidate, Decision, DeviceInfo, Launch, Switches};
+use crate::{Pages, Problem, Result};
+
+/// Kernels that read blocks, and why not others.
+pub(super) struct Attentions {
+    /// None: rows must be gathered.
+    pub(super) chosen: Vec<Attention>,
+    pub(super) decisions: Vec<Decision>,
+}
+
+/// A kernel, and what is its part of the call.
+pub(super) struct Attention {
+    problem: Problem,
+    choice: Choice,
+    pub(super) task: Task,
+}
+
+impl Attention {
+    /// Its launches; `beside` those of another one.
+    pub(super) fn launches(
+        &self,
+        device: &DeviceInfo,
+        rows: Rows,
+        beside: bool,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<Launch>> {
+        let Self { problem, choice, task } = self;
+        let mut launches = attention::launches(problem, device, choice, rows, *task, scratch)?;
+        // Whoever began early would take the place of those.
+        launches.iter_mut().for_each(|launch| launch.programmatic &= !beside);
+        Ok(launches)
+    }
+}
+
+impl Attentions {
+    pub(super) fn choose(
+        problem: &Problem,
+        pages: Pages,
+        device: &DeviceInfo,
+        switches: &Switches,
+    ) -> Self {
+        let step = match problem.quantised {
+            None => Candidate::DecodePaged,
+            Some(_) => Candidate::DecodePagedCodes,
+        };
+        let whole = Task::whole(problem, true);
+        let consider = |candidate, problem: &Problem| {
+            attention::consider(candidate, problem, device, switches)
+        };
+        let decision = |candidate, choice: &Result<Choice, _>| Decision {
+            candidate,
+            outcome: choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone),
+        };
+        let attends = |choice, task| Attention { problem: problem.clone(), choice, task };
+
+        let steps = consider(step, problem);
+        if let Ok(choice) = steps {
+            let task = Task { appended: pages.slots, ..whole };
+            let decisions = vec![decision(step, &steps)];
+            return Self { chosen: vec![attends(choice, task)], decisions };
+        }
+        let prompts = consider(Candidate::HopperPaged, problem);
+        let mut decisions =
+            vec![decision(step, &steps), decision(Candidate::HopperPaged, &prompts)];
+        let Ok(prompt) = prompts else {
+            return Self { chosen: Vec::new(), decisions };
+        };
+        let task = Task { appended: true, ..whole };
+        let mixed = few_tokens(problem, |problem| consider(step, problem))
+            .map(|few| Mixed {
+                problem,
+                lengths: Lengths::of(problem, pages, few.0.q_len),
+                few,
+                prompt,
+                task,
+            })
+            .filter(|mixed| mixed.lengths.come_apart(problem, device));
+        let Some(mixed) = mixed else {
+            return Self { chosen: vec![attends(prompt, task)], decisions };
+        };
+        decisions[0] = decision(step, &Ok(mixed.few.1));
+        Self { chosen: mixed.attentions(device), decisions }
+    }
+}
+
+/// The call's sequences of as few tokens as a row tile for one of them holds, and the kernel for these.
+fn few_tokens<E>(
+    p: &Problem,
+    consider: impl Fn(&Problem) -> Result<Choice, E>,
+) -> Option<(Problem, Choice)> {
+    let of_up_to = |tokens| Problem { q_len: tokens, new_len: tokens, ..p.clone() };
+    let rows = consider(&of_up_to(1)).ok()?.entry.rows as usize;
+    let few = of_up_to((rows * p.kv_heads / p.q_heads).max(1));
+    let choice = consider(&few).ok()?;
+    (few.q_len < p.q_len).then_some((few, choice))
+}
+
+/// A call with sequences of few tokens and of many.
+struct Mixed<'a> {
+    problem: &'a Problem,
+    lengths: Lengths,
+    /// As the call would be without the others, and the kernel for these.
+    few: (Problem, Choice),
+    /// The kernel for the others.
+    prompt: Choice,
+    task: Task,
+}
+
+impl Mixed<'_> {
+    /// One after the other, or beside each other where that is sooner done.
+    fn attentions(self, device: &DeviceInfo) -> Vec<Attention> {
+        let Self { problem, lengths, few: (few, choice), prompt, task } = self;
+        let task = Task { least: few.q_len + 1, ..task };
+        let many = |crew| Attention {
+            problem: problem.clone(),
+            choice: prompt,
+            task: Task { crew, ..task },
+        };
+        // Arrivals would be counted where work is.
+        let leaders = lengths.leaders(problem, &prompt, device).filter(|_| !choice.has_parts());
+        let few = Attention { problem: few, choice, task };
+        let Some(leaders) = leaders else {
+            return vec![few, many(None)];
+        };
+        let helpers = device.multiprocessors - leaders;
+        let crew = |helps| many(Some(Crew { leaders, helpers, helps }));
+        vec![crew(false), few, crew(true)]
+    }
+}
+
+/// Keys of a tile of `hopper_paged`.
+const KEYS: usize = 128;
+
+/// What lengths a call's sequences may have, if those of few tokens are as many as there can be, and the others alike.
+#[derive(Clone, Copy)]
+struct Lengths {
+    /// Sequences of few tokens.
+    few: usize,
+    /// Other ones.
+    many: usize,
+    /// Tokens of each of these.
+    tokens: usize,
+    /// Keys that a sequence has at most, or sees.
+    keys: usize,
+}
+
+impl Lengths {
+    /// Where up to `most` tokens are few.
+    fn of(p: &Problem, pages: Pages, most: usize) -> Self {
+        let missing = p.batch.saturating_mul(p.q_len).saturating_sub(pages.tokens);
+        let few = (missing / (p.q_len - most)).min(p.batch - 1);
+        let many = p.batch - few;
+        let tokens = pages.tokens.saturating_sub(few).div_ceil(many).max(1);
+        let keys =
+            p.window.map_or(p.total_len, |window| p.total_len.min(window.saturating_add(p.q_len)));
+        Self { few, many, tokens, keys }
+    }
+
+    /// Whether a launch for those of few tokens costs less than they do in the tiles of `hopper_paged`.
+    fn come_apart(self, p: &Problem, device: &DeviceInfo) -> bool {
+        /// What the launch costs, in key tiles of each multiprocessor.
+        const LAUNCH: usize = 6;
+        let tiles = self.few.saturating_mul(p.q_heads).saturating_mul(self.keys.div_ceil(KEYS));
+        tiles > LAUNCH * device.multiprocessors as usize
+    }
+
+    /// Blocks of `hopper_paged` beside which the other kernel is done soonest, where that is noticeably sooner than one after the other. It takes as long for as
+    /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into question. The constants are measured: `docs/perf-log.md`.
+    fn leaders(self, p: &Problem, prompt: &Choice, device: &DeviceInfo) -> Option<u32> {
+        /// Of the peak rates: what either kernel reaches.
+        const OF_ARITHMETIC: f64 = 0.65;
+        const OF_MEMORY: f64 = 0.9;
+        /// Fewest seconds that count, and the share of all that does.
+        const LEAST: f64 = 1e-5;
+        const NOTICEABLE: f64 = 0.03;
+        let all = device.multiprocessors as usize;
+        let rows = prompt.entry.rows as usize;
+        let tiles = (self.many * self.tokens.div_ceil(rows)).saturating_mul(p.q_heads);
+        let widths = (4 * rows * KEYS * p.head_size) as f64;
+        let tile = widths * all as f64 / (device.tensor_flops * OF_ARITHMETIC);
+        let round = self.keys.div_ceil(KEYS) as f64 * tile;
+        let bytes = 2 * p.dtype.size() * p.kv_heads * p.head_size;
+        let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
+        let fewest = tiles.div_ceil(all);
+        let apart = fewest as f64 * round + few;
+        let beside = |rounds: usize| {
+            let blocks = tiles.div_ceil(rounds);
+            let rate = (2.0 * (all - blocks.min(all)) as f64 / all as f64).min(1.0);
+            let many = rounds as f64 * round;
+            // What is not read meanwhile is read by all.
+            (blocks, if rate * many < few { many + few - rate * many } else { many })
+        };
+        let candidates = (fewest..=4 * fewest).map(beside).filter(|&(blocks, _)| blocks < all);
+        let (blocks, seconds) = candidates.min_by(|a, b| a.1.total_cmp(&b.1))?;
+        let gain = apart - seconds;
+        (gain > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)
+    }
+}
