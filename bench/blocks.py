@@ -7,8 +7,10 @@ medians over replays of CUDA graphs whose calls walk over buffers larger than th
 small blocks, is told and left out. Exits with 1 if a call of ours fails or is wrong.
 """
 import argparse
+import itertools
 import math
 import random
+import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -18,30 +20,44 @@ import launches
 import timing
 import torch
 
-# Sequences x new rows + rows before them.
-SIZES = "8x512+1024,32x128+1024,8x2048+0,1x8192+0,1x1+1023,1x1+8191,8x1+8191,32x1+2047,32x1+8191"
+# Sequences x new rows + rows before them; others of the same call behind "&".
+SIZES = "8x512+1024,32x128+1024,8x2048+0,1x8192+0,1x1+1023,1x1+8191,8x1+8191,32x1+2047,32x1+8191,8x4+8188,31x1+4095&1x512+3584"
 
 
 @dataclass(frozen=True)
 class Call:
-    batch: int
-    rows: int
-    past: int
+    text: str
     heads: int
     kv_heads: int
     head_size: int
     block_size: int
 
     @property
+    def sequences(self):
+        """New rows and rows before them, of each."""
+        groups = [re.fullmatch(r"(\d+)x(\d+)\+(\d+)", group).groups() for group in self.text.split("&")]
+        return [(int(rows), int(past)) for batch, rows, past in groups for _ in range(int(batch))]
+
+    @property
+    def longest(self):
+        return max(rows for rows, _ in self.sequences)
+
+    @property
     def total(self):
-        return self.rows + self.past
+        return max(rows + past for rows, past in self.sequences)
+
+    @property
+    def starts(self):
+        return [0, *itertools.accumulate(rows for rows, _ in self.sequences)]
 
 
 def tensors(call):
     """By role; the table names all blocks in an order of its own."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     per_sequence = math.ceil(call.total / call.block_size)
-    tokens, blocks = call.batch * call.rows, call.batch * per_sequence
+    batch, tokens = len(call.sequences), call.starts[-1]
+    blocks = batch * per_sequence
+    integers = lambda values: torch.tensor(values, device="cuda", dtype=torch.int32)
     # FlashAttention-3 wants angles for all rows of the blocks.
     angles = torch.rand(per_sequence * call.block_size, call.head_size // 2, device="cuda") * math.tau
     cache = lambda: normal(blocks, call.block_size, call.kv_heads, call.head_size)
@@ -53,16 +69,18 @@ def tensors(call):
         "present_value": cache(),
         "cos_cache": angles.cos().bfloat16(),
         "sin_cache": angles.sin().bfloat16(),
-        "cumulative_sequence_length": torch.arange(call.batch + 1, device="cuda", dtype=torch.int32) * call.rows,
-        "seqlens_k": torch.full((call.batch,), call.past, device="cuda", dtype=torch.int32),
-        "block_table": torch.randperm(blocks, device="cuda").int().view(call.batch, per_sequence),
+        "cumulative_sequence_length": integers(call.starts),
+        "seqlens_k": integers([past for _, past in call.sequences]),
+        "block_table": torch.randperm(blocks, device="cuda").int().view(batch, per_sequence),
         "output": torch.full((tokens, call.heads, call.head_size), math.nan, device="cuda", dtype=torch.bfloat16),
     }
 
 
-def ours(program, call, sets):
-    plan = launches.explain(program, "--dtype", "bf16", "--rotary", "half", "--block-size", call.block_size, "--batch", call.batch, "--query-length",
-                            call.rows, "--past-length", call.past, "--heads", call.heads, "--kv-heads", call.kv_heads, "--head-size", call.head_size)
+def ours(program, call, sets, switches=()):
+    plan = launches.explain(program, "--dtype", "bf16", "--rotary", "half", "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
+                            call.starts[-1], "--query-length", call.longest, "--past-length", call.total - call.longest, "--heads", call.heads, "--kv-heads",
+                            call.kv_heads, "--head-size", call.head_size, switches=switches)
+    sets[0]["output"].fill_(math.nan)
     prepared = [launches.Launches(plan, each) for each in sets]
     prepared[0].run()
     wrong = error(call, sets[0])
@@ -73,39 +91,58 @@ def ours(program, call, sets):
 
 
 def flash_attention_3(call, sets, whole):
+    lengths_differ = len({rows for rows, _ in call.sequences}) > 1
+
     def run(t):
-        q, k, v = (t[name].view(call.batch, call.rows, -1, call.head_size) for name in ("query", "key", "value"))
+        q, k, v, starts = (t[name] for name in ("query", "key", "value", "cumulative_sequence_length"))
         cached = (t["present_key"], t["present_value"])
         shared = {"page_table": t["block_table"], "causal": True, "num_splits": 0}
+        if lengths_differ:
+            shared |= {"cu_seqlens_q": starts, "max_seqlen_q": call.longest}
+        else:
+            q, k, v = (each.view(len(call.sequences), call.longest, -1, call.head_size) for each in (q, k, v))
         if whole:
             shared |= {"k": k, "v": v, "rotary_cos": t["cos_cache"], "rotary_sin": t["sin_cache"], "rotary_interleaved": False}
-        lengths = t["seqlens_k"] if whole else t["seqlens_k"] + call.rows
+            if lengths_differ:
+                shared |= {"cu_seqlens_k_new": starts}
+        lengths = t["seqlens_k"] if whole else t["seqlens_k"] + starts.diff()
         return lambda: fa3.flash_attn_with_kvcache(q, *cached, cache_seqlens=lengths, **shared)
     return [run(t) for t in sets]
 
 
 def error(call, t):
-    """Largest difference from float64 in some rows of the last sequence and head, whose keys the call has rotated and appended."""
-    picked = torch.randint(call.rows, (16,), device="cuda")
-    positions = picked + call.past
-    q = t["query"].view(call.batch, call.rows, call.heads, -1)[-1, picked, -1].double()
+    """Largest difference from float64 in some rows of a sequence of each length and of the last head, whose keys the call has rotated and appended."""
+    return max(error_of(call, t, call.sequences.index(sequence)) for sequence in set(call.sequences))
+
+
+def error_of(call, t, sequence):
+    rows, past = call.sequences[sequence]
+    start, total = call.starts[sequence], rows + past
+    picked = torch.randint(rows, (16,), device="cuda")
+    positions = picked + past
+    q = t["query"][start + picked, -1].double()
     cos, sin = (t[name][positions].double() for name in ("cos_cache", "sin_cache"))
     left, right = q.chunk(2, 1)
     q = torch.cat((left * cos - right * sin, right * cos + left * sin), 1)
-    table = t["block_table"][-1].long()
-    k, v = (t[name][table, :, -1].reshape(-1, call.head_size)[: call.total].double() for name in ("present_key", "present_value"))
+    table = t["block_table"][sequence].long()
+    k, v = (t[name][table, :, -1].reshape(-1, call.head_size)[:total].double() for name in ("present_key", "present_value"))
     scores = q @ k.T / math.sqrt(call.head_size)
-    scores.masked_fill_(torch.arange(call.total, device="cuda") > positions[:, None], -math.inf)
-    got = t["output"].view(call.batch, call.rows, call.heads, -1)[-1, picked, -1].double()
+    scores.masked_fill_(torch.arange(total, device="cuda") > positions[:, None], -math.inf)
+    got = t["output"][start + picked, -1].double()
     return (got - scores.softmax(1) @ v).abs().max().item()
 
 
-def measure(program, call, rounds, replays):
+def measure(program, call, rounds, replays, switches):
     first = tensors(call)
     count = timing.sets(sum(each.numel() * each.element_size() for each in first.values()))
     sets = [first] + [tensors(call) for _ in range(count - 1)]
     runs, note = ours(program, call, sets)
-    peers = {"gqa": runs, "FlashAttention-3": flash_attention_3(call, sets, True), "its attention alone": flash_attention_3(call, sets, False)}
+    peers = {"gqa": runs}
+    if switches:
+        switched, other = ours(program, call, sets, switches)
+        if other.split(";")[0] != note.split(";")[0]:
+            peers[f"gqa, {other}"] = switched
+    peers |= {"FlashAttention-3": flash_attention_3(call, sets, True), "its attention alone": flash_attention_3(call, sets, False)}
     times = {name: [] for name in peers}
     for number in range(rounds):
         turns = list(peers.items())
@@ -115,24 +152,25 @@ def measure(program, call, rounds, replays):
             try:
                 times[name].append(timing.timed(runs, replays))
             except Exception as reason:
-                if name == "gqa":
+                if name.startswith("gqa"):
                     raise
                 print(f"  {name}: {str(reason).splitlines()[0][:160]}", file=sys.stderr)
                 peers.pop(name)
-    print(f"{call.batch} x {call.rows} past {call.past}, {call.heads}/{call.kv_heads} x {call.head_size}, blocks of {call.block_size}  ({note})")
+    print(f"{call.text}, {call.heads}/{call.kv_heads} x {call.head_size}, blocks of {call.block_size}  ({note})")
     own = statistics.median(times["gqa"])
     for name, samples in times.items():
         if samples:
             us = statistics.median(samples)
-            print(f"  {name:24} {us:9.1f} us  {us / own:5.2f} of ours", flush=True)
+            print(f"  {us:9.1f} us  {us / own:5.2f} of ours  {name}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True, help="this project's program")
-    parser.add_argument("--size", default=SIZES, help="SEQUENCESxROWS+PAST, several separated by commas")
+    parser.add_argument("--size", default=SIZES, help="SEQUENCESxROWS+PAST, several of a call joined by &, calls separated by commas")
     parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE")
     parser.add_argument("--block-size", default="16,64,256", help="several separated by commas")
+    parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replays", type=int, default=10)
     options = parser.parse_args()
@@ -141,10 +179,8 @@ def main():
     query, rest = options.heads.split("/")
     kv, size = rest.split("x")
     for text in options.size.split(","):
-        batch, rest = text.split("x")
-        rows, past = map(int, rest.split("+"))
         for block_size in map(int, options.block_size.split(",")):
-            measure(options.gqa, Call(int(batch), rows, past, int(query), int(kv), int(size), block_size), options.rounds, options.replays)
+            measure(options.gqa, Call(text, int(query), int(kv), int(size), block_size), options.rounds, options.replays, options.switch)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gzip
 import json
+import os
 import pathlib
 import subprocess
 
@@ -70,6 +71,12 @@ def tensor_map(address, value):
     return aligned
 
 
+@functools.cache
+def beside():
+    """The stream of launches that those behind them do not wait for."""
+    return torch.cuda.Stream(priority=-5)
+
+
 class Launches:
     """A call's launches on these tensors (CUDA, contiguous, by role); `run` puts them into PyTorch's current stream."""
 
@@ -101,15 +108,21 @@ class Launches:
         return tensor_map(address, value) if "box" in value else ctypes.c_uint64(address)
 
     def run(self):
-        stream = torch.cuda.current_stream().cuda_stream
-        for config, found, pointers, _ in self.launches:
-            config.stream = stream
+        stream, side = torch.cuda.current_stream(), None
+        for described, (config, found, pointers, _) in zip(self.plan["launches"], self.launches):
+            if described["aside"]:
+                side = beside()
+                side.wait_stream(stream)
+            config.stream = (side if described["aside"] else stream).cuda_stream
             call("cuLaunchKernelEx", ctypes.byref(config), found, pointers, None)
+        if side:
+            stream.wait_stream(side)
 
 
-def explain(program, *options):
-    """The plan of a call on an H200."""
-    done = subprocess.run([program, "explain", "--json", *map(str, options)], capture_output=True, text=True)
+def explain(program, *options, switches=()):
+    """The plan of a call on an H200, with these environment switches (NAME=VALUE)."""
+    environment = os.environ | dict(switch.split("=", 1) for switch in switches)
+    done = subprocess.run([program, "explain", "--json", *map(str, options)], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr.strip())
     return json.loads(done.stdout)

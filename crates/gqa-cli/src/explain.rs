@@ -9,7 +9,7 @@ use gqa_host::plan::{Arg, DeviceInfo, Plan, Switches, TensorId, TensorMap, plan}
 use gqa_onnx::Model;
 use serde_json::{Map, Value, json};
 
-use crate::shape::{Layer, Sizes};
+use crate::shape::{Layer, Sizes, count};
 use crate::{Usage, input};
 
 /// Arguments of `gqa explain`.
@@ -27,6 +27,9 @@ pub struct Args {
     /// Past and present are different tensors, as in a model that is not told to share them.
     #[arg(long, conflicts_with_all = ["model", "block_size"])]
     separate_cache: bool,
+    /// New tokens of all sequences together, where some have fewer than --query-length.
+    #[arg(long, requires = "block_size", conflicts_with = "model", value_parser = count(1 << 31))]
+    tokens: Option<u64>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -45,7 +48,13 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let problem = match &args.model {
         Some(model) => from_model(model, args.data.as_deref())?,
         None if args.separate_cache => args.sizes.shape(args.layer).separate_problem()?,
-        None => args.sizes.shape(args.layer).problem()?,
+        None => {
+            let shape = args.sizes.shape(args.layer);
+            match args.tokens {
+                Some(tokens) => shape.ragged_problem(tokens as usize)?,
+                None => shape.problem()?,
+            }
+        }
     };
     let plan = plan(&problem, &device, &Switches::from_env()?)?;
     if args.json {
@@ -86,6 +95,7 @@ fn json(plan: &Plan) -> Value {
             "cluster": explained.cluster,
             "max_cluster": launch.entry.max_cluster,
             "programmatic": launch.programmatic,
+            "aside": launch.aside,
             "threads": explained.threads,
             "shared_bytes": explained.shared_bytes,
             "arguments": arguments,

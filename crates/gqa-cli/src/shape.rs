@@ -2,13 +2,14 @@
 
 mod blocks;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use gqa_host::backend::{Io, PageTables};
 use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
 use gqa_host::{CacheBinding, DType, Problem, Tensor, TensorDesc};
 use ndarray::Array1;
 
+use crate::Usage;
 use crate::input::Noise;
 
 /// `--dtype`.
@@ -322,9 +323,22 @@ impl Shape {
     /// The validated call with a shared cache; no memory of its size is needed.
     pub fn problem(&self) -> Result<Problem> {
         if let Some(block_size) = self.layer.block_size {
-            return self.paged_problem(block_size as usize);
+            return self.paged_problem(block_size as usize, self.batch * self.query_length);
         }
         self.bound(CacheBinding::Shared, self.capacity)
+    }
+
+    /// The validated call over blocks with that many tokens of all sequences together, of which the longest has `query_length`.
+    pub fn ragged_problem(&self, tokens: usize) -> Result<Problem> {
+        let most = self.batch * self.query_length;
+        let block_size = match self.layer.block_size {
+            Some(block_size) if (self.query_length..=most).contains(&tokens) => block_size,
+            _ => {
+                let allowed = format!("{} to {most} with --block-size", self.query_length);
+                bail!(Usage(format!("--tokens: got {tokens}; allowed: {allowed}")));
+            }
+        };
+        self.paged_problem(block_size as usize, tokens)
     }
 
     /// The validated call with different tensors for past and present.

@@ -328,6 +328,17 @@ fn explain_tells_what_reads_blocks() -> Result {
     assert!(prompt.stdout.contains("chosen: gqa_hopper_paged_bf16_d128"), "{}", prompt.stdout);
     let odd = words("explain --query-length 512 --block-size 48")?;
     assert!(odd.stdout.contains("gqa_paged_gather"), "{}", odd.stdout);
+    let call = "explain --batch 32 --query-length 512 --past-length 3584";
+    let mixed = words(&format!("{call} --block-size 64 --tokens 543"))?;
+    let (prompt, token) = ("hopper_paged_bf16_d128:", "decode_paged_bf16_d128_r8:");
+    for kernel in [prompt, token, "beside what follows"] {
+        assert!(mixed.stdout.contains(kernel), "{}", mixed.stdout);
+    }
+    for tokens in [511, 32 * 512 + 1] {
+        let run = words(&format!("{call} --block-size 64 --tokens {tokens}"))?;
+        refused(&run, 2, &[&format!("--tokens: got {tokens}"), "512 to 16384"]);
+    }
+    refused(&words(&format!("{call} --tokens 543"))?, 2, &["--block-size"]);
     refused(&words("explain --block-size 0")?, 2, &["--block-size", "0"]);
     let sliding = words("explain --block-size 16 --window 9 --sliding-cache 9")?;
     refused(&sliding, 2, &["--block-size", "--sliding-cache"]);

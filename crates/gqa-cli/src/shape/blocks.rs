@@ -37,8 +37,8 @@ impl Shape {
         self.total().div_ceil(block_size)
     }
 
-    /// The validated call over blocks of that many rows.
-    pub(super) fn paged_problem(&self, block_size: usize) -> Result<Problem> {
+    /// The validated call over blocks of that many rows, with that many tokens of all sequences together.
+    pub(super) fn paged_problem(&self, block_size: usize, tokens: usize) -> Result<Problem> {
         let Layer { heads, kv_heads, head_size, window, bidirectional, .. } = self.layer;
         if bidirectional && window >= 0 {
             let allowed =
@@ -50,7 +50,7 @@ impl Shape {
         let codes = self.layer.kv_cache;
         let codes_of = |shape| TensorDesc { dtype: codes.map_or(dtype, Codes::dtype), shape };
         let integers = |shape| TensorDesc { dtype: DType::I32, shape };
-        let tokens = |heads: u64| [self.batch * self.query_length, (heads * head_size) as usize];
+        let tokens = |heads: u64| [tokens, (heads * head_size) as usize];
         let [query, key, packed] = [heads, kv_heads, heads + 2 * kv_heads].map(tokens);
         let per_sequence = self.blocks(block_size);
         let width = head_size as usize / codes.map_or(1, Codes::of_element);
