@@ -79,41 +79,51 @@ impl Attentions {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
-        let mixed = few_tokens(problem, |problem| consider(step, problem))
-            .map(|few| Mixed {
-                problem,
-                lengths: Lengths::of(problem, pages, few.0.q_len),
-                few,
-                prompt,
-                task,
-            })
-            .filter(|mixed| mixed.lengths.come_apart(problem, device));
-        let Some(mixed) = mixed else {
+        let few = Few::of(problem, pages, |problem| consider(step, problem));
+        let Some(few) = few.filter(|few| few.lengths.come_apart(problem, device)) else {
             return Self { chosen: vec![attends(prompt, task)], decisions };
         };
-        decisions[0] = decision(step, &Ok(mixed.few.1));
+        decisions[0] = decision(step, &Ok(few.choice));
+        let mixed = Mixed { problem, few, prompt, task };
         Self { chosen: mixed.attentions(device), decisions }
     }
 }
 
-/// The call's sequences of as few tokens as a row tile for one of them holds, and the kernel for these.
-fn few_tokens<E>(
-    p: &Problem,
-    consider: impl Fn(&Problem) -> Result<Choice, E>,
-) -> Option<(Problem, Choice)> {
-    let of_up_to = |tokens| Problem { q_len: tokens, new_len: tokens, ..p.clone() };
-    let rows = consider(&of_up_to(1)).ok()?.entry.rows as usize;
-    let few = of_up_to((rows * p.kv_heads / p.q_heads).max(1));
-    let choice = consider(&few).ok()?;
-    (few.q_len < p.q_len).then_some((few, choice))
+/// The sequences of few tokens.
+struct Few {
+    /// As the call would be without the others.
+    problem: Problem,
+    choice: Choice,
+    lengths: Lengths,
+}
+
+impl Few {
+    /// Those of as few as a row tile for one sequence holds; the smaller of the tiles that there are, unless more sequences may be few by the larger one.
+    fn of<E>(
+        p: &Problem,
+        pages: Pages,
+        consider: impl Fn(&Problem) -> Result<Choice, E>,
+    ) -> Option<Self> {
+        const ROW_TILES: [usize; 2] = [8, 16];
+        let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
+        let candidates =
+            tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
+                let problem = Problem { q_len: tokens, new_len: tokens, ..p.clone() };
+                let choice = consider(&problem).ok()?;
+                Some(Self { problem, choice, lengths: Lengths::of(p, pages, tokens) })
+            });
+        candidates.reduce(
+            |small, large| {
+                if large.lengths.few > small.lengths.few { large } else { small }
+            },
+        )
+    }
 }
 
 /// A call with sequences of few tokens and of many.
 struct Mixed<'a> {
     problem: &'a Problem,
-    lengths: Lengths,
-    /// As the call would be without the others, and the kernel for these.
-    few: (Problem, Choice),
+    few: Few,
     /// The kernel for the others.
     prompt: Choice,
     task: Task,
@@ -122,7 +132,8 @@ struct Mixed<'a> {
 impl Mixed<'_> {
     /// One after the other, or beside each other where that is sooner done.
     fn attentions(self, device: &DeviceInfo) -> Vec<Attention> {
-        let Self { problem, lengths, few: (few, choice), prompt, task } = self;
+        let Self { problem, few, prompt, task } = self;
+        let Few { problem: few, choice, lengths } = few;
         let task = Task { least: few.q_len + 1, ..task };
         let many = |crew| Attention {
             problem: problem.clone(),

@@ -1035,6 +1035,10 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         assert_eq!((many.hopper.attention.q_len, many.least), (512, 3));
         assert_eq!((many.leaders, many.helpers, many.helps), (64, 132 - 64, helps));
     }
+    // Four tokens of each fill sixteen rows.
+    let several = mixed(512 + 31 * 4);
+    let step = "decode_paged_f16_d128_r16_w4";
+    assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
     // Few keys are done sooner one after the other.
     let short = with(mixed(512 + 31), |p| p.total_len = 600);
     assert_eq!(kernels(&short, &off), ["paged_append", "decode_paged_f16_d128_r8_w4", prompt]);
