@@ -23,6 +23,8 @@ import torch
 # Sequences x new rows + rows before them; others of the same call behind "&".
 SIZES = "8x512+1024,32x128+1024,8x2048+0,1x8192+0,1x1+1023,1x1+8191,8x1+8191,32x1+2047,32x1+8191,8x4+8188,31x1+4095&1x512+3584"
 
+GROUP = r"([1-9]\d*)x([1-9]\d*)\+(\d+)"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -35,7 +37,7 @@ class Call:
     @property
     def sequences(self):
         """New rows and rows before them, of each."""
-        groups = [re.fullmatch(r"(\d+)x(\d+)\+(\d+)", group).groups() for group in self.text.split("&")]
+        groups = [re.fullmatch(GROUP, group).groups() for group in self.text.split("&")]
         return [(int(rows), int(past)) for batch, rows, past in groups for _ in range(int(batch))]
 
     @property
@@ -174,6 +176,12 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replays", type=int, default=10)
     options = parser.parse_args()
+    for text in options.size.split(","):
+        if not all(re.fullmatch(GROUP, group) for group in text.split("&")):
+            parser.error(f"--size: got {text}; allowed: SEQUENCESxROWS+PAST, joined by &")
+    for switch in options.switch:
+        if "=" not in switch:
+            parser.error(f"--switch: got {switch}; allowed: NAME=VALUE")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(0), "torch", torch.__version__, " ".join(sys.argv))
     query, rest = options.heads.split("/")

@@ -3,9 +3,13 @@
 #[allow(dead_code, reason = "each test uses a part")]
 mod support;
 
-use gqa_kernels::num::DType;
-use gqa_kernels::params::{PagedParams, RotaryParams, Strides};
-use gqa_sim::Arg;
+use bytemuck::Zeroable;
+use gqa_kernels::attention::decode;
+use gqa_kernels::num::{DType, bf16};
+use gqa_kernels::params::{
+    AttentionParams, DecodeParams, PagedDecodeParams, PagedParams, RotaryParams, Strides,
+};
+use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
 use support::{entry, start};
 
@@ -67,6 +71,61 @@ proptest! {
         start(entry("paged_scatter", DType::F32), 2, seed, &[
             Arg::read(&padded), Arg::read(starts), Arg::read(past), Arg::write(&mut out), Arg::params(&p),
         ]).or_else(overlaps)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
+
+    /// Nor do they in a step over blocks, which may leave sequences to another launch.
+    #[test]
+    fn no_integer_leads_a_step_outside(
+        (batch, q_len, more, tokens) in (1..=3u32, 1..=4u32, 0..=3u32, 1..=6u32),
+        (per_sequence, spare, capacity) in (1..=2u32, 0..=2u32, 7..=32u32),
+        [starts, past, table] in [integers(4), integers(3), integers(6)],
+        [appends, has_starts] in any::<[bool; 2]>(),
+        seed in any::<u64>(),
+    ) {
+        let (q_heads, kv_heads, head_size, rows) = (4, 2, 64, 16);
+        let blocks = batch * per_sequence + spare;
+        let strides = |heads: u32| {
+            Strides { batch: 0, head: u64::from(head_size), row: u64::from(heads * head_size) }
+        };
+        let (of_queries, of_keys) = (strides(q_heads), strides(kv_heads));
+        let attention = AttentionParams {
+            q: of_queries, k: of_keys, v: of_keys, out: of_queries, batch, q_heads, kv_heads, head_size, q_len,
+            capacity: capacity.min(per_sequence * rows), causal: 1, scale: 0.125, ..AttentionParams::zeroed()
+        };
+        let p = PagedDecodeParams {
+            decode: DecodeParams {
+                attention, new_k: of_keys, new_v: of_keys,
+                rotary: RotaryParams { dim: 64, max_positions: 3, ..RotaryParams::default() },
+                new_len: if appends { q_len } else { 0 }, parts: 1, clusters: decode::clusters(&attention, 8), rows: 8,
+                at_a_time: 4, ..DecodeParams::zeroed()
+            },
+            per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, reserved: 0,
+        };
+        let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
+        let (q, kv, angles) = (values(p.tokens * q_heads), values(p.tokens * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);
+        let [mut k, mut v] = [(); 2].map(|()| values(blocks * rows * kv_heads));
+        let mut out = values(p.tokens * q_heads);
+        let (mut starts, past) = (starts[..batch as usize + 1].to_vec(), &past[..batch as usize]);
+        // Sequences of the same tokens, or blocks of several that append, would be a race that no kernel can help.
+        starts.sort_unstable();
+        let own: Vec<_> = (0..(batch * per_sequence) as i32).collect();
+        let table = if appends { &own[..] } else { &table[..own.len()] };
+        let new = || if appends { Arg::read(&kv) } else { Arg::null() };
+        let entry = entry("decode_paged_bf16_d64_r8", DType::BF16);
+        let shape = Launch {
+            name: entry.name, grid: decode::grid(&p.decode, 1), threads: entry.threads, shared_bytes: entry.shared_bytes, seed, cluster: 1,
+            communicates: entry.communicates, programmatic: true,
+        };
+        let started = launch(&shape, &entry.simulate, &[
+            Arg::read(&q), new(), new(), Arg::read(&angles), Arg::read(&angles), Arg::null(),
+            if has_starts { Arg::read(&starts) } else { Arg::null() }, Arg::read(past), Arg::read(table), Arg::null(),
+            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::null(), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
+        ]);
+        prop_assert!(started.is_ok(), "{}", started.unwrap_err());
     }
 }
 

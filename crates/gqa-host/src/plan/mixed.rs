@@ -152,7 +152,7 @@ impl Mixed<'_> {
     }
 }
 
-/// Keys of a tile of `hopper_paged`.
+/// Keys in which times are counted: a tile of `hopper_paged` at head size 128.
 const KEYS: usize = 128;
 
 /// What lengths a call's sequences may have, if those of few tokens are as many as there can be, and the others alike.
@@ -189,7 +189,8 @@ impl Lengths {
     }
 
     /// Blocks of `hopper_paged` beside which the other kernel is done soonest, where that is noticeably sooner than one after the other. It takes as long for as
-    /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into question. The constants are measured: `docs/perf-log.md`.
+    /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into question, of equal ones the most. The constants are measured:
+    /// `docs/perf-log.md`.
     fn leaders(self, p: &Problem, prompt: &Choice, device: &DeviceInfo) -> Option<u32> {
         /// Of the peak rates: what either kernel reaches.
         const OF_ARITHMETIC: f64 = 0.65;
@@ -205,16 +206,15 @@ impl Lengths {
         let round = self.keys.div_ceil(KEYS) as f64 * tile;
         let bytes = 2 * p.dtype.size() * p.kv_heads * p.head_size;
         let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
-        let fewest = tiles.div_ceil(all);
-        let apart = fewest as f64 * round + few;
+        let apart = tiles.div_ceil(all) as f64 * round + few;
         let beside = |rounds: usize| {
             let blocks = tiles.div_ceil(rounds);
-            let rate = (2.0 * (all - blocks.min(all)) as f64 / all as f64).min(1.0);
+            let rate = (2.0 * (all - blocks) as f64 / all as f64).min(1.0);
             let many = rounds as f64 * round;
             // What is not read meanwhile is read by all.
             (blocks, if rate * many < few { many + few - rate * many } else { many })
         };
-        let candidates = (fewest..=4 * fewest).map(beside).filter(|&(blocks, _)| blocks < all);
+        let candidates = (1..all).rev().map(|most| beside(tiles.div_ceil(most)));
         let (blocks, seconds) = candidates.min_by(|a, b| a.1.total_cmp(&b.1))?;
         let gain = apart - seconds;
         (gain > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)
