@@ -33,6 +33,7 @@ class Call:
     kv_heads: int
     head_size: int
     block_size: int
+    kv_cache: str = ""
 
     @property
     def sequences(self):
@@ -53,8 +54,18 @@ class Call:
         return [0, *itertools.accumulate(rows for rows, _ in self.sequences)]
 
 
+# What a code of 1 stands for, so that codes reach over most normal numbers.
+SCALES = {"float8": 1.0, "int8": 1 / 32}
+
+
+def codes(kv_cache, numbers):
+    if kv_cache == "float8":
+        return numbers.to(torch.float8_e4m3fn)
+    return (numbers / SCALES[kv_cache]).round().clamp(-128, 127).to(torch.int8)
+
+
 def tensors(call):
-    """By role; the table names all blocks in an order of its own."""
+    """By role, and numbers of codes for whoever reads no codes; the table names all blocks in an order of its own."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     per_sequence = math.ceil(call.total / call.block_size)
     batch, tokens = len(call.sequences), call.starts[-1]
@@ -63,12 +74,17 @@ def tensors(call):
     # FlashAttention-3 wants angles for all rows of the blocks.
     angles = torch.rand(per_sequence * call.block_size, call.head_size // 2, device="cuda") * math.tau
     cache = lambda: normal(blocks, call.block_size, call.kv_heads, call.head_size)
-    return {
+    keys, values = cache(), cache()
+    caches = {"present_key": keys, "present_value": values}
+    if call.kv_cache:
+        caches = {"numbers_key": keys, "numbers_value": values}
+        for name, numbers in (("key", keys), ("value", values)):
+            caches[f"present_{name}"] = codes(call.kv_cache, numbers)
+            caches[f"{name[0]}_scale"] = torch.tensor([SCALES[call.kv_cache]], device="cuda")
+    return caches | {
         "query": normal(tokens, call.heads, call.head_size),
         "key": normal(tokens, call.kv_heads, call.head_size),
         "value": normal(tokens, call.kv_heads, call.head_size),
-        "present_key": cache(),
-        "present_value": cache(),
         "cos_cache": angles.cos().bfloat16(),
         "sin_cache": angles.sin().bfloat16(),
         "cumulative_sequence_length": integers(call.starts),
@@ -81,7 +97,7 @@ def tensors(call):
 def ours(program, call, sets, switches=()):
     plan = launches.explain(program, "--dtype", "bf16", "--rotary", "half", "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
                             call.starts[-1], "--query-length", call.longest, "--past-length", call.total - call.longest, "--heads", call.heads, "--kv-heads",
-                            call.kv_heads, "--head-size", call.head_size, switches=switches)
+                            call.kv_heads, "--head-size", call.head_size, *(["--kv-cache", call.kv_cache] if call.kv_cache else []), switches=switches)
     sets[0]["output"].fill_(math.nan)
     prepared = [launches.Launches(plan, each) for each in sets]
     prepared[0].run()
@@ -97,7 +113,8 @@ def flash_attention_3(call, sets, whole):
 
     def run(t):
         q, k, v, starts = (t[name] for name in ("query", "key", "value", "cumulative_sequence_length"))
-        cached = (t["present_key"], t["present_value"])
+        kind = "numbers" if call.kv_cache else "present"
+        cached = (t[f"{kind}_key"], t[f"{kind}_value"])
         shared = {"page_table": t["block_table"], "causal": True, "num_splits": 0}
         if lengths_differ:
             shared |= {"cu_seqlens_q": starts, "max_seqlen_q": call.longest}
@@ -127,7 +144,9 @@ def error_of(call, t, sequence):
     left, right = q.chunk(2, 1)
     q = torch.cat((left * cos - right * sin, right * cos + left * sin), 1)
     table = t["block_table"][sequence].long()
-    k, v = (t[name][table, :, -1].reshape(-1, call.head_size)[:total].double() for name in ("present_key", "present_value"))
+    # PyTorch picks no rows of float8.
+    bits = (t[name].view(torch.uint8 if call.kv_cache else torch.bfloat16)[table, :, -1] for name in ("present_key", "present_value"))
+    k, v = (rows.view(t["present_key"].dtype).reshape(-1, call.head_size)[:total].double() * SCALES.get(call.kv_cache, 1) for rows in bits)
     scores = q @ k.T / math.sqrt(call.head_size)
     scores.masked_fill_(torch.arange(total, device="cuda") > positions[:, None], -math.inf)
     got = t["output"][start + picked, -1].double()
@@ -172,6 +191,7 @@ def main():
     parser.add_argument("--size", default=SIZES, help="SEQUENCESxROWS+PAST, several of a call joined by &, calls separated by commas")
     parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE")
     parser.add_argument("--block-size", default="16,64,256", help="several separated by commas")
+    parser.add_argument("--kv-cache", default="", choices=["", *SCALES], help="ours over codes; peers over their numbers")
     parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replays", type=int, default=10)
@@ -188,7 +208,7 @@ def main():
     kv, size = rest.split("x")
     for text in options.size.split(","):
         for block_size in map(int, options.block_size.split(",")):
-            measure(options.gqa, Call(text, int(query), int(kv), int(size), block_size), options.rounds, options.replays, options.switch)
+            measure(options.gqa, Call(text, int(query), int(kv), int(size), block_size, options.kv_cache), options.rounds, options.replays, options.switch)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
         paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
         paged_prompts(case(half_dtype(), heads_up_to(256), 24), 80).prop_map(shared),
+        paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 24)), 80).prop_map(shared),
         paged_steps(steps(40), 400).prop_map(shared),
         paged_steps(quantised(steps(40)), 400).prop_map(shared),
         attention_case(any_dtype(), 512, 40).prop_map(shared),

@@ -172,6 +172,8 @@ fn paged_caches() {
     run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
     run("cuda, paged prompts", 500, prompts, off());
+    let codes = paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 40)), 300);
+    run("cuda, paged prompts of codes", 500, codes, off());
 }
 
 /// Sequences of few tokens in the same call as a prompt, by two kernels one after the other and beside each other.
@@ -184,9 +186,13 @@ fn tokens_beside_prompts() {
         return;
     }
     run("cuda, tokens and prompts", 300, paged_mixed(steps(40), 1500), Switches::default());
+    let codes = || quantised(steps(40));
+    run("cuda, tokens and prompts of codes", 300, paged_mixed(codes(), 1500), Switches::default());
     let (cases, slow) = paged_beside(steps(40), 1500, 132);
+    let (of_codes, _) = paged_beside(codes(), 1500, 132);
     let gpu = gpu.with_device(slow);
     parity("cuda, tokens beside prompts", 300, cases, &gpu);
+    parity("cuda, tokens beside prompts of codes", 300, of_codes, &gpu);
     for made in [Made::Captured, Made::Recorded] {
         let (cases, slow) = paged_beside(steps(40), 1500, 132);
         let graphs = AsGraph::on(gpu.device(), slow, made);

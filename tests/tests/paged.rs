@@ -38,6 +38,13 @@ fn prompts_on_hopper() {
     parity("sim, paged prompts", 20, cases, &Sim::default());
 }
 
+/// Of codes, whose numbers lie in blocks of their own.
+#[test]
+fn prompts_of_codes_on_hopper() {
+    let cases = paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 24)), 60);
+    parity("sim, paged prompts of codes", 20, cases, &Sim::default());
+}
+
 /// Each block takes many work tiles, whose descriptions it may not write over before all have read them.
 #[test]
 fn prompts_on_few_multiprocessors() {
@@ -53,6 +60,8 @@ fn tokens_beside_prompts() {
     let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     let sim = Sim::default().with_device(device);
     parity("sim, tokens and prompts", 5, paged_mixed(steps(24), 60), &sim);
+    let codes = paged_mixed(quantised(steps(24)), 60);
+    parity("sim, tokens and prompts of codes", 5, codes, &sim);
     for multiprocessors in [4, 132] {
         let (cases, slow) = paged_beside(steps(24), 60, multiprocessors);
         let sim = Sim::default().with_device(slow);

@@ -3,6 +3,7 @@
 mod bundle;
 mod doctor;
 mod module;
+mod parallel;
 mod place;
 mod ptx;
 mod ptxas;

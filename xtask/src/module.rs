@@ -1,6 +1,6 @@
 //! One PTX module: the entries of one family for one GPU, as the registry lists them.
 
-use crate::place;
+use crate::{parallel, place};
 use anyhow::{Context, Result, ensure};
 use gqa_kernels::registry::{self, Entry, Family};
 use gqa_ptx::{Builder, Built, Target, Toolchain, post};
@@ -40,7 +40,9 @@ impl Module {
 
     /// Compiles it and writes the registry's launch bounds into it.
     pub fn build(self, toolchain: &Toolchain, quick: bool) -> Result<Built> {
-        let builder = Builder::new(toolchain, place::kernels(), place::target().join("ptx"));
+        // Builds wait for each other where they share a folder.
+        let folder = place::target().join(format!("ptx/{}", parallel::worker()));
+        let builder = Builder::new(toolchain, place::kernels(), folder);
         let features = [self.family.feature(), "quick"];
         let features = &features[..if quick { 2 } else { 1 }];
         let mut built = builder.build(&Target {

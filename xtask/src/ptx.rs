@@ -1,6 +1,7 @@
 //! `cargo xtask ptx`: from the kernels to ptx/, and whether the two still agree.
 
 use crate::module::Module;
+use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail};
 use clap::Args as ClapArgs;
@@ -53,23 +54,18 @@ pub fn run(args: &Args) -> Result<()> {
         let names: Vec<_> = Module::all().map(Module::name).collect();
         bail!("no module is chosen; there are {}", names.join(", "));
     }
-    let mut compiler = Compiler::new(toolchain, args.quick)?;
-    if args.check {
-        check(&mut compiler, &modules, args)
-    } else {
-        write(&mut compiler, &modules, args)
-    }
+    let compiled = Compiler::new(toolchain, args.quick)?.compile_all(&modules)?;
+    if args.check { check(compiled, &modules, args) } else { write(compiled, args) }
 }
 
-fn write(compiler: &mut Compiler, modules: &[Module], args: &Args) -> Result<()> {
+fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
     fs::create_dir_all(place::shipped()).context("cannot make ptx/")?;
     let mut manifest = if args.is_everything() {
         Manifest::default()
     } else {
         Manifest::read(&place::manifest())?
     };
-    for module in modules {
-        let (row, text) = compiler.compile(*module)?;
+    for Compiled { row, text, .. } in compiled {
         write_compressed(&place::shipped().join(&row.file), &text)?;
         manifest.put(row);
     }
@@ -86,25 +82,32 @@ struct Compiler {
     toolchain: Toolchain,
     quick: bool,
     source: String,
-    /// Warnings shown already: most are the same for every module.
-    warned: BTreeSet<String>,
+}
+
+/// A module as it would be shipped.
+struct Compiled {
+    row: gqa_ptx::Module,
+    text: String,
+    warnings: String,
 }
 
 impl Compiler {
     fn new(toolchain: Toolchain, quick: bool) -> Result<Self> {
-        Ok(Self {
-            toolchain,
-            quick,
-            source: source_hash(&place::kernels())?,
-            warned: BTreeSet::new(),
-        })
+        Ok(Self { toolchain, quick, source: source_hash(&place::kernels())? })
     }
 
-    /// The module's row for the manifest and its text.
-    fn compile(&mut self, module: Module) -> Result<(gqa_ptx::Module, String)> {
+    fn compile_all(&self, modules: &[Module]) -> Result<Vec<Compiled>> {
+        let shipped = |module: &Module| place::shipped().join(module.file());
+        let length = |module: &Module| fs::metadata(shipped(module)).map_or(0, |file| file.len());
+        let compiled = longest_first(modules.to_vec(), length, |module| self.compile(module));
+        let compiled = compiled.into_iter().collect::<Result<Vec<_>>>()?;
+        warn(&compiled);
+        Ok(compiled)
+    }
+
+    fn compile(&self, module: Module) -> Result<Compiled> {
         let started = Instant::now();
         let built = module.build(&self.toolchain, self.quick)?;
-        self.warn(&built.warnings);
         let row = gqa_ptx::Module {
             file: module.file(),
             family: module.family_name().into(),
@@ -123,16 +126,15 @@ impl Compiler {
             module.name(),
             started.elapsed().as_secs_f32()
         );
-        Ok((row, built.ptx))
+        Ok(Compiled { row, text: built.ptx, warnings: built.warnings })
     }
+}
 
-    fn warn(&mut self, warnings: &str) {
-        for warning in warnings.split("\n\n").filter(|warning| !warning.trim().is_empty()) {
-            if self.warned.insert(warning.to_owned()) {
-                eprintln!("{warning}\n");
-            }
-        }
-    }
+/// Shows warnings, of which most are the same for every module.
+fn warn(compiled: &[Compiled]) {
+    let all = compiled.iter().flat_map(|module| module.warnings.split("\n\n"));
+    let different: BTreeSet<_> = all.filter(|warning| !warning.trim().is_empty()).collect();
+    different.iter().for_each(|warning| eprintln!("{warning}\n"));
 }
 
 /// Compressed PTX in ptx/ that the manifest does not name.
@@ -147,11 +149,10 @@ fn strays(manifest: &Manifest) -> Result<Vec<String>> {
     Ok(strays)
 }
 
-fn check(compiler: &mut Compiler, modules: &[Module], args: &Args) -> Result<()> {
+fn check(compiled: Vec<Compiled>, modules: &[Module], args: &Args) -> Result<()> {
     let manifest = Manifest::read(&place::manifest())?;
     let mut problems = Vec::new();
-    for module in modules {
-        let (row, text) = compiler.compile(*module)?;
+    for Compiled { row, text, .. } in compiled {
         problems.extend(
             difference(&manifest, &row, &text)?
                 .map(|problem| format!("  ptx/{}: {problem}", row.file)),

@@ -1,14 +1,12 @@
 //! `cargo xtask ptxas`: what each entry costs on each GPU.
 
+use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail};
 use gqa_kernels::registry;
 use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage, read_compressed};
 use std::fs;
-use std::num::NonZero;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::thread;
 
 /// Oldest GPU of today's assembler: what is older is assembled for this one.
 const OLDEST: u32 = 75;
@@ -43,31 +41,12 @@ pub fn assemble(ptxas: &Ptxas) -> Result<Vec<Assembled>> {
                 .map(|arch| (name.trim_end_matches(".ptx").to_owned(), path.clone(), arch)),
         );
     }
-    in_parallel(ptxas, jobs)
-}
-
-fn in_parallel(ptxas: &Ptxas, jobs: Vec<(String, PathBuf, String)>) -> Result<Vec<Assembled>> {
-    let count = jobs.len();
-    let (jobs, done) =
-        (Mutex::new(jobs.into_iter().enumerate()), Mutex::new(Vec::with_capacity(count)));
-    let work = || {
-        loop {
-            let job = jobs.lock().ok().and_then(|mut jobs| jobs.next());
-            let Some((i, (module, path, arch))) = job else { return };
-            let report =
-                ptxas.assemble(&path, &arch).map(|report| Assembled { module, arch, report });
-            if let Ok(mut done) = done.lock() {
-                done.push((i, report));
-            }
-        }
-    };
-    thread::scope(|scope| {
-        (0..thread::available_parallelism().map_or(1, NonZero::get))
-            .for_each(|_| drop(scope.spawn(work)))
+    let length =
+        |(_, path, _): &(String, PathBuf, String)| fs::metadata(path).map_or(0, |file| file.len());
+    let done = longest_first(jobs, length, |(module, path, arch)| {
+        ptxas.assemble(&path, &arch).map(|report| Assembled { module, arch, report })
     });
-    let mut done = done.into_inner().unwrap_or_default();
-    done.sort_by_key(|(i, _)| *i);
-    Ok(done.into_iter().map(|(_, report)| report).collect::<Result<_, _>>()?)
+    Ok(done.into_iter().collect::<Result<_, _>>()?)
 }
 
 /// The module's own GPU and the newer ones that run it; with an `a`, a module runs on its own only.

@@ -1,7 +1,9 @@
 //! Which back end computes.
 
 use anyhow::{Context, Result};
-use gqa_host::backend::{Backend, cpu::Cpu, cuda::Cuda, sim::Sim};
+#[cfg(feature = "sim")]
+use gqa_host::backend::sim::Sim;
+use gqa_host::backend::{Backend, cpu::Cpu, cuda::Cuda};
 use gqa_host::plan::Switches;
 use gqa_host::reference::Reference;
 
@@ -16,6 +18,7 @@ pub enum Choice {
     /// Fast f32 on all cores.
     Cpu,
     /// The GPU's kernels on a simulated machine; slow.
+    #[cfg(feature = "sim")]
     Sim,
     /// The GPU.
     Cuda,
@@ -32,6 +35,7 @@ pub fn select(choice: Choice) -> Result<Box<dyn Backend>> {
             Err(_) => Box::new(Cpu::default()),
         },
         Choice::Cpu => Box::new(Cpu::default()),
+        #[cfg(feature = "sim")]
         Choice::Sim => Box::new(Sim::default().with_switches(switches)),
         Choice::Cuda => Box::new(Cuda::new(switches).context("--backend cuda")?),
         Choice::Reference => Box::new(Reference),

@@ -43,9 +43,11 @@ pub enum Error {
     #[error(transparent)]
     Driver(#[from] crate::driver::DriverError),
     /// The simulated machine caught a kernel doing what hardware leaves undefined.
+    #[cfg(feature = "sim")]
     #[error("simulator: {0}")]
     Simulator(#[from] gqa_sim::Fault),
     /// A kernel did not leave a counter as it found it.
+    #[cfg(feature = "sim")]
     #[error("simulator: counter {counter} is {value} after the call; allowed: 0")]
     CounterLeft {
         /// Its index.

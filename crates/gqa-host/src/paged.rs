@@ -1,6 +1,7 @@
 //! Sequences in a cache of blocks, and the call that remains when their rows lie side by side.
 
-use crate::{CacheBinding, Layout, Problem};
+use crate::{CacheBinding, Layout, Pages, Problem};
+use gqa_kernels::prologue::dequantise;
 
 impl Problem {
     /// This call when the new rows are in the cache and every sequence's rows lie side by side: attention alone, of (batch, q_len) query rows that are rotated.
@@ -16,6 +17,18 @@ impl Problem {
             settled: false,
             ..self.clone()
         }
+    }
+
+    /// This call when the new rows are in the cache and the numbers of its codes in blocks of their own, where `paged_dequantise` leaves them.
+    pub(crate) fn dequantised(&self) -> Self {
+        let per_sequence = self.capacity.div_ceil(dequantise::BLOCK as usize);
+        let in_numbers = |pages| Pages {
+            blocks: self.batch.saturating_mul(per_sequence),
+            block_size: dequantise::BLOCK as usize,
+            per_sequence,
+            ..pages
+        };
+        Self { pages: self.pages.map(in_numbers), quantised: None, ..self.clone() }
     }
 
     /// The new tokens of all sequences as those of one.

@@ -352,6 +352,10 @@ pub struct PagedParams {
     /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for the token of each of a sequence's S rows, of which many may
     /// be none.
     pub by_token: u32,
+    /// `paged_dequantise` leaves out sequences of fewer tokens.
+    pub least: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// Scalars of the decode kernels.
@@ -415,5 +419,5 @@ const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>(
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
-const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 18 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 20 * 4);
 const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

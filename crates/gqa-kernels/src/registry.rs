@@ -3,8 +3,11 @@
 //! On the GPU a row becomes a PTX entry of that literal name; on the host it becomes an [`Entry`] with a function the simulator can
 //! call. The PTX builder, the planner, the tests and the support page all read this table; nobody keeps a second list.
 #![cfg_attr(
-    target_arch = "nvptx64",
-    allow(unused_imports, reason = "a device build has one family")
+    any(target_arch = "nvptx64", not(feature = "sim")),
+    allow(
+        unused_imports,
+        reason = "a device build has one family, a host build without simulator no kernel"
+    )
 )]
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -81,6 +84,7 @@ macro_rules! host_entry {
             arguments: &[$(stringify!($map),)* $(stringify!($arg)),*],
             tensor_maps: { const MAPS: &[usize] = &[$($i),*]; MAPS.len() },
             params_bytes: size_of::<$pty>(),
+            #[cfg(feature = "sim")]
             simulate: {
                 #[allow(dead_code)]
                 type $t = $ty;

@@ -9,6 +9,7 @@ use gqa_kernels::num::{DType, bf16};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, PagedDecodeParams, PagedParams, RotaryParams, Strides,
 };
+use gqa_kernels::prologue::dequantise;
 use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
 use support::{entry, start};
@@ -39,7 +40,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(),
+            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(), least: 2, reserved: 0,
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;
@@ -67,6 +68,14 @@ proptest! {
             Arg::read(starts), Arg::read(past), Arg::read(table), slots(), Arg::read(&k_cache), Arg::read(&v_cache),
             Arg::write(&mut present_k), Arg::write(&mut present_v), Arg::write(&mut lengths), Arg::params(&p),
         ])?;
+        let numbers = (batch * dequantise::blocks_of_sequence(p.capacity)) as usize;
+        let values = vec![bf16::ZERO; numbers * (dequantise::BLOCK * kv_heads * head_size) as usize];
+        let ([mut k, mut v], mut tables) = ([values.clone(), values], vec![-7i32; numbers]);
+        start(entry("paged_dequantise_i8", DType::BF16), 2, seed, &[
+            Arg::read(&scale), Arg::read(&scale), Arg::read(starts), Arg::read(past), Arg::read(table), Arg::read(&k_codes[..]),
+            Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables), Arg::params(&p),
+        ])?;
+        prop_assert!((0..).zip(&tables).all(|(own, &table)| table == -7 || table == own));
         prop_assert!(lengths.iter().all(|&last| (-1..p.capacity as i32).contains(&last)));
         start(entry("paged_scatter", DType::F32), 2, seed, &[
             Arg::read(&padded), Arg::read(starts), Arg::read(past), Arg::write(&mut out), Arg::params(&p),

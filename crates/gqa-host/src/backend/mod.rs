@@ -5,6 +5,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod dump;
 mod io;
+#[cfg(feature = "sim")]
 pub mod sim;
 
 use crate::{Problem, Result, Tensor};
@@ -79,4 +80,5 @@ pub trait Backend {
 }
 
 /// Fills memory that a kernel must write: NaN in every floating-point type.
+#[cfg(any(feature = "cuda", feature = "sim"))]
 pub(crate) const POISON: u8 = 0xff;

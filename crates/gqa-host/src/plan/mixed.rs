@@ -29,6 +29,11 @@ pub(super) struct Attention {
 }
 
 impl Attention {
+    /// Whether it reads a cache's codes as numbers.
+    pub(super) fn reads_numbers(&self, of: &Problem) -> bool {
+        of.quantised.is_some() && self.problem.quantised.is_none()
+    }
+
     /// Its launches; `beside` those of another one.
     pub(super) fn launches(
         &self,
@@ -64,15 +69,17 @@ impl Attentions {
             candidate,
             outcome: choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone),
         };
-        let attends = |choice, task| Attention { problem: problem.clone(), choice, task };
-
         let steps = consider(step, problem);
         if let Ok(choice) = steps {
             let task = Task { appended: pages.slots, ..whole };
             let decisions = vec![decision(step, &steps)];
-            return Self { chosen: vec![attends(choice, task)], decisions };
+            let all = Attention { problem: problem.clone(), choice, task };
+            return Self { chosen: vec![all], decisions };
         }
-        let prompts = consider(Candidate::HopperPaged, problem);
+        // Codes become numbers in blocks, which are then read as others are.
+        let in_numbers = problem.quantised.map(|_| problem.dequantised());
+        let in_numbers = in_numbers.as_ref().unwrap_or(problem);
+        let prompts = consider(Candidate::HopperPaged, in_numbers);
         let mut decisions =
             vec![decision(step, &steps), decision(Candidate::HopperPaged, &prompts)];
         let Ok(prompt) = prompts else {
@@ -81,10 +88,11 @@ impl Attentions {
         let task = Task { appended: true, ..whole };
         let few = Few::of(problem, pages, |problem| consider(step, problem));
         let Some(few) = few.filter(|few| few.lengths.come_apart(problem, device)) else {
-            return Self { chosen: vec![attends(prompt, task)], decisions };
+            let all = Attention { problem: in_numbers.clone(), choice: prompt, task };
+            return Self { chosen: vec![all], decisions };
         };
         decisions[0] = decision(step, &Ok(few.choice));
-        let mixed = Mixed { problem, few, prompt, task };
+        let mixed = Mixed { problem: in_numbers, few, prompt, task };
         Self { chosen: mixed.attentions(device), decisions }
     }
 }
@@ -98,13 +106,13 @@ struct Few {
 }
 
 impl Few {
-    /// Those of as few as a row tile for one sequence holds; the smaller of the tiles that there are, unless more sequences may be few by the larger one.
+    /// Those of as few as a row tile for one sequence holds; the smallest of the tiles that there are, unless more sequences may be few by a larger one.
     fn of<E>(
         p: &Problem,
         pages: Pages,
         consider: impl Fn(&Problem) -> Result<Choice, E>,
     ) -> Option<Self> {
-        const ROW_TILES: [usize; 2] = [8, 16];
+        const ROW_TILES: [usize; 4] = [8, 16, 32, 64];
         let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
         let candidates =
             tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
@@ -122,6 +130,7 @@ impl Few {
 
 /// A call with sequences of few tokens and of many.
 struct Mixed<'a> {
+    /// Of numbers.
     problem: &'a Problem,
     few: Few,
     /// The kernel for the others.
@@ -141,7 +150,8 @@ impl Mixed<'_> {
             task: Task { crew, ..task },
         };
         // Arrivals would be counted where work is.
-        let leaders = lengths.leaders(problem, &prompt, device).filter(|_| !choice.has_parts());
+        let leaders =
+            lengths.leaders(problem, &few, &prompt, device).filter(|_| !choice.has_parts());
         let few = Attention { problem: few, choice, task };
         let Some(leaders) = leaders else {
             return vec![few, many(None)];
@@ -191,7 +201,13 @@ impl Lengths {
     /// Blocks of `hopper_paged` beside which the other kernel is done soonest, where that is noticeably sooner than one after the other. It takes as long for as
     /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into question, of equal ones the most. The constants are measured:
     /// `docs/perf-log.md`.
-    fn leaders(self, p: &Problem, prompt: &Choice, device: &DeviceInfo) -> Option<u32> {
+    fn leaders(
+        self,
+        p: &Problem,
+        few: &Problem,
+        prompt: &Choice,
+        device: &DeviceInfo,
+    ) -> Option<u32> {
         /// Of the peak rates: what either kernel reaches.
         const OF_ARITHMETIC: f64 = 0.65;
         const OF_MEMORY: f64 = 0.9;
@@ -204,7 +220,8 @@ impl Lengths {
         let widths = (4 * rows * KEYS * p.head_size) as f64;
         let tile = widths * all as f64 / (device.tensor_flops * OF_ARITHMETIC);
         let round = self.keys.div_ceil(KEYS) as f64 * tile;
-        let bytes = 2 * p.dtype.size() * p.kv_heads * p.head_size;
+        let [.., width] = few.key_cache_shape(0);
+        let bytes = 2 * p.kv_heads * width * few.key_cache_dtype().size();
         let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
         let apart = tiles.div_ceil(all) as f64 * round + few;
         let beside = |rounds: usize| {

@@ -182,6 +182,7 @@ pub struct Launch {
 
 impl Launch {
     /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole ones.
+    #[cfg(any(feature = "cuda", feature = "sim"))]
     pub(crate) fn check_cluster(&self) -> Result<()> {
         let (entry, cluster, blocks) = (self.entry, self.cluster, self.grid[0]);
         if (1..=entry.max_cluster).contains(&cluster) && blocks.is_multiple_of(cluster) {

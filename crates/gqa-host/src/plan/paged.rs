@@ -4,6 +4,7 @@
 //! |---|---|---|---|
 //! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
 //! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries | always |
+//! | `paged_dequantise`: numbers of the prompts' codes, in blocks in scratch | | where the cache holds codes | |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
 //! | attention | `decode_paged`, `decode_paged_codes` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows to their tokens | | | unless every sequence has one token |
@@ -15,7 +16,7 @@ use super::mixed::Attentions;
 use super::prologue::{Rows, normalise, positions, rotary_params};
 use super::rebind::Rebind;
 use super::{Arg, Composed, DeviceInfo, Launch, Switches, TensorId};
-use crate::{CodeFormat, DType, Pages, Problem, Result};
+use crate::{CodeFormat, DType, Error, Pages, Problem, Result};
 use gqa_kernels::params::PagedParams;
 use gqa_kernels::prologue::paged_grid;
 
@@ -33,9 +34,23 @@ pub(super) fn compose(
     if chosen.iter().any(|attention| attention.task.appended) {
         launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
     }
+    let of_codes = chosen.iter().find(|attention| attention.reads_numbers(problem));
+    let numbers = of_codes
+        .map(|attention| Dequantised::new(problem, pages, rows, attention.task.least, scratch));
+    let numbers = numbers.transpose()?;
+    if let Some(numbers) = &numbers {
+        launches.push(numbers.launch(device)?);
+    }
     for attention in &chosen {
         let is_beside = launches.last().is_some_and(|launch| launch.aside);
-        launches.extend(attention.launches(device, rows, is_beside, scratch)?);
+        let own = attention.launches(device, rows, is_beside, scratch)?;
+        match &numbers {
+            Some(numbers) if attention.reads_numbers(problem) => {
+                let rebind = numbers.rebind();
+                launches.extend(own.into_iter().map(|launch| rebind.launch(launch)));
+            }
+            _ => launches.extend(own),
+        }
     }
     if !chosen.is_empty() {
         return Ok(Composed { launches, decisions, positions: positions(problem, true) });
@@ -77,6 +92,8 @@ impl<'a> Prologue<'a> {
             row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
             per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
             by_token: 0,
+            least: 0,
+            reserved: 0,
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,
@@ -142,6 +159,68 @@ impl<'a> Prologue<'a> {
         let of_pages = of_pages.map(|(name, id)| (name, tensor(p, id, 0)));
         let grid = paged_grid(entry, params, device.multiprocessors);
         launch(entry, grid, &[arguments, &of_pages].concat(), params)
+    }
+}
+
+/// What attention over the numbers of codes finds in scratch.
+struct Dequantised<'a> {
+    prologue: Prologue<'a>,
+    /// Fewest tokens of a sequence whose numbers are there.
+    least: usize,
+    cache: [Arg; 2],
+    table: Arg,
+}
+
+impl<'a> Dequantised<'a> {
+    fn new(
+        p: &'a Problem,
+        pages: Pages,
+        rows: Rows,
+        least: usize,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
+        let numbers = p.dequantised();
+        let tables = numbers.pages.map_or(0, |pages| pages.blocks);
+        let cached =
+            numbers.key_cache_shape(0).iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        let mut take = || scratch.take(cached.unwrap_or(usize::MAX), p.dtype.size());
+        Ok(Self {
+            prologue: Prologue::new(p, pages, rows)?,
+            least,
+            cache: [take()?, take()?],
+            table: scratch.take(tables, DType::I32.size())?,
+        })
+    }
+
+    fn launch(&self, device: &DeviceInfo) -> Result<Launch> {
+        let (p, [k, v]) = (self.prologue.problem, self.cache);
+        let scale = |id| tensor(p, id, 0);
+        let arguments = [
+            ("k_scale", scale(TensorId::KScale)),
+            ("v_scale", scale(TensorId::VScale)),
+            ("k", k),
+            ("v", v),
+            ("table", self.table),
+        ];
+        let codes =
+            p.quantised.ok_or_else(|| Error::NoKernel("the cache has no codes".to_owned()))?;
+        let kernel = match codes.format {
+            CodeFormat::Int8 => "paged_dequantise_i8",
+            CodeFormat::Int4 => "paged_dequantise_i4",
+            CodeFormat::Float8 => "paged_dequantise_f8",
+        };
+        let least = u32_of("tokens", self.least)?;
+        let params = PagedParams { least, ..self.prologue.params };
+        self.prologue.launch(kernel, element(p.dtype), &arguments, &params, device)
+    }
+
+    /// Where attention finds them.
+    fn rebind(&self) -> Rebind {
+        Rebind(vec![
+            (TensorId::PresentKey, self.cache[0]),
+            (TensorId::PresentValue, self.cache[1]),
+            (TensorId::BlockTable, self.table),
+        ])
     }
 }
 

@@ -10,6 +10,7 @@ use gqa_kernels::params::{
     PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, SlideBiasParams,
     SlideParams, Strides,
 };
+use gqa_kernels::prologue::dequantise;
 use gqa_kernels::registry::Family;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
@@ -795,7 +796,7 @@ fn problems() -> impl Iterator<Item = Problem> {
                 (p.past_capacity, p.capacity) = (rows + kind % 3, rows + kind % 3);
                 p.head_size = if p.quantised.is_some() { 64 } else { p.head_size };
             }
-            if kind % 4 == 1 && p.quantised.is_none() && p.output_qk == QkOutput::None {
+            if kind % 4 == 1 && p.output_qk == QkOutput::None {
                 *p = paged(p);
             }
         })
@@ -1035,10 +1036,11 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         assert_eq!((many.hopper.attention.q_len, many.least), (512, 3));
         assert_eq!((many.leaders, many.helpers, many.helps), (64, 132 - 64, helps));
     }
-    // Four tokens of each fill sixteen rows.
-    let several = mixed(512 + 31 * 4);
-    let step = "decode_paged_f16_d128_r16_w4";
-    assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
+    // Four tokens of each fill sixteen rows, eight 32.
+    for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32")] {
+        let several = mixed(512 + 31 * tokens);
+        assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
+    }
     // Few keys are done sooner one after the other.
     let short = with(mixed(512 + 31), |p| p.total_len = 600);
     assert_eq!(kernels(&short, &off), ["paged_append", "decode_paged_f16_d128_r8_w4", prompt]);
@@ -1074,15 +1076,35 @@ fn blocks_are_gathered() {
     let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Candidate::HopperPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
     let codes = |s| quantised(over_blocks(8, s, 512), CODES[0]);
-    assert_eq!(
-        rejection(&codes(512), "h200", &off, Candidate::HopperPaged),
-        "the cache holds codes"
-    );
     let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
     assert_eq!(kernels(&codes(2), &off), ["decode_paged_i8_f16_d128_r8"]);
     assert_eq!(kernels(&codes(32), &off)[..2], [append, gather]);
-    let attends = ["quantise_kv_i8", "hopper_f16_d128", "paged_scatter"];
-    assert_eq!(kernels(&codes(512), &off), [&[append, gather][..], &attends].concat());
+    let general = with(codes(512), |p| p.scale = -1.0);
+    assert_eq!(kernels(&general, &off)[..2], [append, gather]);
+}
+
+/// Codes of prompts become numbers in blocks of their own, whatever the blocks of the codes.
+#[test]
+fn codes_in_blocks_become_numbers_in_blocks() {
+    let off = Switches::default();
+    let codes = |p| quantised(p, CODES[0]);
+    let prompts = ["paged_append_codes_i8", "paged_dequantise_i8_f16", "hopper_paged_f16_d128"];
+    assert_eq!(kernels(&codes(over_blocks(8, 512, 512)), &off), prompts);
+    let odd =
+        with_pages(codes(over_blocks(8, 512, 512)), |pages| Pages { block_size: 48, ..pages });
+    assert_eq!(kernels(&odd, &off), prompts);
+    let mixed =
+        with_pages(codes(over_blocks(32, 512, 2048)), |pages| Pages { tokens: 512 + 31, ..pages });
+    let [append, numbers, prompt] = prompts;
+    let step = "decode_paged_i8_f16_d128_r8";
+    let plan = plan(&mixed, &device("h200"), &off).unwrap();
+    assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt]);
+    // Only those of prompts are wanted.
+    let paged: &PagedParams = bytemuck::from_bytes(&plan.launches[1].params);
+    let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
+    assert_eq!((paged.least, many.least), (3, 3));
+    assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 10, 320));
+    assert!(plan.launches[2].aside);
 }
 
 /// Grid and parameters of a launch.
@@ -1148,8 +1170,11 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Prologue if launch.entry.kernel().starts_with("quantise_kv") => {
                 quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
+            Family::Prologue if launch.entry.kernel().starts_with("paged_dequantise") => {
+                dequantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
+            }
             Family::Prologue if launch.entry.kernel().starts_with("paged_") => {
-                paged_reach(name, bytemuck::from_bytes(&launch.params), element)
+                paged_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
             Family::Prologue if launch.entry.kernel() == "slide_bias" => {
                 slide_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
@@ -1239,7 +1264,16 @@ fn slide_reach(name: &str, p: &SlideParams) -> usize {
     }
 }
 
-fn paged_reach(name: &str, p: &PagedParams, element: usize) -> usize {
+fn dequantise_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -> usize {
+    let blocks = p.batch * dequantise::blocks_of_sequence(p.capacity);
+    match name {
+        "k" | "v" => (blocks * dequantise::BLOCK * p.kv_heads * p.head_size) as usize * element,
+        "table" => blocks as usize * 4,
+        other => paged_reach(other, problem, p, element),
+    }
+}
+
+fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -> usize {
     let tokens = |strides, heads| reach(strides, [1, heads, p.tokens], p.head_size) * element;
     let rows = |rows: u32, heads: u32| (rows * heads * p.row_vectors) as usize * 16;
     match name {
@@ -1252,7 +1286,12 @@ fn paged_reach(name: &str, p: &PagedParams, element: usize) -> usize {
         "block_table" => (p.batch * p.per_sequence) as usize * 4,
         "slot_mapping" => p.tokens as usize * 4,
         "q_out" | "rows" => rows(p.batch * p.q_len, p.q_heads),
-        "k_cache" | "v_cache" => rows(p.blocks * p.block_size, p.kv_heads),
+        "k_cache" | "v_cache" => {
+            let [.., width] = problem.key_cache_shape(0);
+            let row = width * problem.key_cache_dtype().size();
+            (p.blocks * p.block_size * p.kv_heads) as usize * row
+        }
+        "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
         "out" => rows(p.tokens, p.q_heads),
         other => panic!("{other}"),

@@ -1,6 +1,8 @@
 //! How many blocks a launch has.
 
-use super::{THREADS, append, concat, norm, paged, positions, quantise, rope, slide, unpack};
+use super::{
+    THREADS, append, concat, dequantise, norm, paged, positions, quantise, rope, slide, unpack,
+};
 use crate::num::DType;
 use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
 use crate::registry::Entry;
@@ -33,6 +35,9 @@ pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32;
     let size = match entry.kernel() {
         "paged_gather" => paged::paged_gather_size(p),
         "paged_scatter" => paged::paged_scatter_size(p),
+        "paged_dequantise_i8" | "paged_dequantise_i4" | "paged_dequantise_f8" => {
+            dequantise::paged_dequantise_size(p)
+        }
         _ => paged::paged_append_size(p, per_vec(entry)),
     };
     of_threads(size, multiprocessors)

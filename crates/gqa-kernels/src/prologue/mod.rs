@@ -12,6 +12,7 @@
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
 //! | `paged_append`, `paged_append_codes`, `paged_gather`, `paged_scatter` | a cache of blocks and tokens one behind the other, as a cache and rows without | [`paged`] |
+//! | `paged_dequantise` | the numbers of codes in blocks, in blocks that lie side by side | [`dequantise`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
 //! | `quantise_kv` | codes of new rows in a quantised cache, and numbers of all codes | [`quantise`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
@@ -21,6 +22,7 @@
 
 pub mod append;
 pub mod concat;
+pub mod dequantise;
 pub mod norm;
 pub mod paged;
 pub mod positions;

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `paged_append` | writes new K, rotated, and V into their blocks, and Q, rotated, into a tensor of (batch, row) |
 //! | `paged_append_codes` | the same where the cache holds codes |
+//! | `paged_dequantise` ([`dequantise`](super::dequantise)) | writes the numbers of a sequence's codes into blocks of its own |
 //! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
 //! | `paged_scatter` | copies output rows of (batch, row) to their tokens |
 //!
@@ -24,7 +25,7 @@ use crate::simt::Global;
 
 /// Where the rows of batch entry `b` are.
 #[inline(always)]
-fn sequence_of(
+pub(super) fn sequence_of(
     p: &PagedParams,
     starts: Global<i32>,
     past_seqlens: Global<i32>,
@@ -52,15 +53,16 @@ fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
 
 /// Rows of the cache.
 #[derive(Clone, Copy)]
-struct Blocks {
-    table: Global<i32>,
-    slot_mapping: Global<i32>,
+pub(super) struct Blocks {
+    pub table: Global<i32>,
+    /// Null, too, where rows are only read.
+    pub slot_mapping: Global<i32>,
 }
 
 impl Blocks {
     /// The row of the cache, through all blocks, that has row `row` of batch entry `b`.
     #[inline(always)]
-    fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<u32> {
+    pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<u32> {
         let index = b as usize * p.per_sequence as usize + (row / p.block_size) as usize;
         let block = self.table.load(index);
         (block >= 0 && (block as u32) < p.blocks)

@@ -20,7 +20,7 @@ use crate::params::PrologueParams;
 use crate::simt::Global;
 
 /// Numbers of a thread: head sizes are multiples of it.
-const NUMBERS: usize = 8;
+pub(super) const NUMBERS: usize = 8;
 
 /// Index space of [`quantise_kv`]: (batch, key heads and then value heads, row, 8 numbers).
 #[inline(always)]
@@ -98,7 +98,7 @@ const fn word_count<C: Code>() -> usize {
 
 /// The codes of the eight numbers from number `first` on.
 #[inline(always)]
-fn load<C: Code>(codes: Global<u32>, first: usize) -> [u32; 2] {
+pub(super) fn load<C: Code>(codes: Global<u32>, first: usize) -> [u32; 2] {
     let codes = codes.offset(first / C::PER_WORD as usize);
     core::array::from_fn(|i| if i < word_count::<C>() { codes.load(i) } else { 0 })
 }
@@ -130,7 +130,11 @@ fn encode<T: Element, C: Code>(numbers: Global<T>, scale: impl Fn(usize) -> f32)
 
 /// Eight codes' numbers.
 #[inline(always)]
-fn decode<T: Element, C: Code>(words: [u32; 2], scale: impl Fn(usize) -> f32, to: Global<T>) {
+pub(super) fn decode<T: Element, C: Code>(
+    words: [u32; 2],
+    scale: impl Fn(usize) -> f32,
+    to: Global<T>,
+) {
     let per_vec = T::PER_VEC as usize;
     for first in (0..NUMBERS).step_by(per_vec) {
         let values = core::array::from_fn(|i| {

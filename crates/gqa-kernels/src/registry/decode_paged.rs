@@ -29,10 +29,14 @@ decode_paged_kernels! {
     gqa_decode_paged_f16_d64_r8_w4, gqa_decode_paged_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_paged_f16_d64_r16, gqa_decode_paged_bf16_d64_r16 => decode::D64<2>, 1;
     gqa_decode_paged_f16_d64_r16_w4, gqa_decode_paged_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
+    gqa_decode_paged_f16_d64_r32, gqa_decode_paged_bf16_d64_r32 => decode::D64R32, 1;
+    gqa_decode_paged_f16_d64_r64, gqa_decode_paged_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_paged_f16_d128_r8, gqa_decode_paged_bf16_d128_r8 => decode::D128<1>, 1;
     gqa_decode_paged_f16_d128_r8_w4, gqa_decode_paged_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_paged_f16_d128_r16, gqa_decode_paged_bf16_d128_r16 => decode::D128<2>, 1;
     gqa_decode_paged_f16_d128_r16_w4, gqa_decode_paged_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
+    gqa_decode_paged_f16_d128_r32, gqa_decode_paged_bf16_d128_r32 => decode::D128R32, 1;
+    gqa_decode_paged_f16_d128_r64, gqa_decode_paged_bf16_d128_r64 => decode::D128R64, 1;
     gqa_decode_paged_f16_d256_r8, gqa_decode_paged_bf16_d256_r8 => decode::D256<1>, 1;
     gqa_decode_paged_f16_d256_r8_w4, gqa_decode_paged_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_paged_f16_d256_r16, gqa_decode_paged_bf16_d256_r16 => decode::D256<2>, 1;

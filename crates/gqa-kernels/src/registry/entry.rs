@@ -151,6 +151,7 @@ pub struct Entry {
     /// Size of the parameter struct.
     pub params_bytes: usize,
     /// Runs one thread of the kernel on the simulator.
+    #[cfg(feature = "sim")]
     pub simulate: fn(&gqa_sim::Arguments),
 }
 

@@ -6,6 +6,7 @@ use crate::prologue::{
     self,
     append::concat_kv_in_place,
     concat::{concat_new_to_past_kv, concat_rows},
+    dequantise::paged_dequantise,
     norm::qk_norm,
     paged::{paged_append, paged_append_codes, paged_gather, paged_scatter},
     positions::seqlens_to_pos_ids,
@@ -29,6 +30,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     SEQLENS_TO_POS_IDS,
     PAGED_APPEND,
     PAGED_APPEND_CODES,
+    PAGED_DEQUANTISE,
     PAGED_GATHER,
     PAGED_SCATTER,
     SLIDE_KV,
@@ -139,6 +141,18 @@ kernels!(PAGED_APPEND_CODES, Prologue, "family-prologue",
     gqa_paged_append_codes_f8_f32 => paged_append_codes::<f32, Float8>, T = f32;
     gqa_paged_append_codes_f8_f16 => paged_append_codes::<f16, Float8>, T = f16;
     gqa_paged_append_codes_f8_bf16 => paged_append_codes::<bf16, Float8>, T = bf16;
+});
+
+// For attention on tensor cores of Hopper, which takes types of 16 bits.
+kernels!(PAGED_DEQUANTISE, Prologue, "family-prologue",
+    (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u32, v_cache: u32, k: T, v: T, table: i32; p: PagedParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_paged_dequantise_i8_f16 => paged_dequantise::<f16, Int8>, T = f16;
+    gqa_paged_dequantise_i8_bf16 => paged_dequantise::<bf16, Int8>, T = bf16;
+    gqa_paged_dequantise_i4_f16 => paged_dequantise::<f16, Int4>, T = f16;
+    gqa_paged_dequantise_i4_bf16 => paged_dequantise::<bf16, Int4>, T = bf16;
+    gqa_paged_dequantise_f8_f16 => paged_dequantise::<f16, Float8>, T = f16;
+    gqa_paged_dequantise_f8_bf16 => paged_dequantise::<bf16, Float8>, T = bf16;
 });
 
 // Rows move as bytes, whatever they hold.
