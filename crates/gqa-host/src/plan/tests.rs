@@ -1061,7 +1061,8 @@ fn blocks_are_gathered() {
     };
     let many = "2048 packed query rows are over 128";
     let new = "17 new rows are over 16";
-    rejections(&over_blocks(1, 17, 500), [new, "17 query rows are under 64"]);
+    let large = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (256, 256));
+    rejections(&large, [new, "17 query rows are under 64"]);
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
     let why = "blocks of 48 rows are no power of two of 16 or more";
     rejections(&odd(over_blocks(8, 1, 500)), [why, why]);
@@ -1078,7 +1079,8 @@ fn blocks_are_gathered() {
     let codes = |s| quantised(over_blocks(8, s, 512), CODES[0]);
     let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
     assert_eq!(kernels(&codes(2), &off), ["decode_paged_i8_f16_d128_r8"]);
-    assert_eq!(kernels(&codes(32), &off)[..2], [append, gather]);
+    let few = quantised(over_blocks(1, 33, 512), CODES[0]);
+    assert_eq!(kernels(&few, &off)[..2], [append, gather]);
     let general = with(codes(512), |p| p.scale = -1.0);
     assert_eq!(kernels(&general, &off)[..2], [append, gather]);
 }
@@ -1088,13 +1090,15 @@ fn blocks_are_gathered() {
 fn codes_in_blocks_become_numbers_in_blocks() {
     let off = Switches::default();
     let codes = |p| quantised(p, CODES[0]);
-    let prompts = ["paged_append_codes_i8", "paged_dequantise_i8_f16", "hopper_paged_f16_d128"];
-    assert_eq!(kernels(&codes(over_blocks(8, 512, 512)), &off), prompts);
-    let odd =
-        with_pages(codes(over_blocks(8, 512, 512)), |pages| Pages { block_size: 48, ..pages });
+    let prompts = ["paged_append_codes_i8", "paged_dequantise_i8", "hopper_paged_f16_d128"];
+    assert_eq!(kernels(&codes(equal(over_blocks(8, 512, 512))), &off), prompts);
+    let odd = with_pages(codes(equal(over_blocks(8, 512, 512))), |pages| Pages {
+        block_size: 48,
+        ..pages
+    });
     assert_eq!(kernels(&odd, &off), prompts);
     let mixed =
-        with_pages(codes(over_blocks(32, 512, 2048)), |pages| Pages { tokens: 512 + 31, ..pages });
+        with_pages(codes(over_blocks(32, 512, 8192)), |pages| Pages { tokens: 512 + 31, ..pages });
     let [append, numbers, prompt] = prompts;
     let step = "decode_paged_i8_f16_d128_r8";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
@@ -1103,7 +1107,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
     let paged: &PagedParams = bytemuck::from_bytes(&plan.launches[1].params);
     let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
     assert_eq!((paged.least, many.least), (3, 3));
-    assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 10, 320));
+    assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 34, 1088));
     assert!(plan.launches[2].aside);
 }
 
