@@ -305,9 +305,6 @@ fn suits_steps_over_blocks(p: &Problem) -> Result<(), Rejection> {
 
 /// Elements in blocks that boxes of the copy engine fit.
 fn suits_blocks(p: &Problem) -> Result<(), Rejection> {
-    if p.quantised.is_some() {
-        return Err(Rejection::Quantised);
-    }
     if p.lse {
         return Err(Rejection::Argument { name: "lse" });
     }

@@ -108,8 +108,6 @@ pub enum Rejection {
     NoMask,
     /// The kernel is for caches of codes.
     NotQuantised,
-    /// The kernel reads elements, not codes.
-    Quantised,
     /// The kernel reads codes of another format.
     Codes {
         /// The call's.
@@ -255,7 +253,6 @@ impl fmt::Display for Rejection {
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
             Self::NotQuantised => write!(f, "the cache holds no codes"),
-            Self::Quantised => write!(f, "the cache holds codes"),
             Self::Codes { got } => write!(f, "does not take {got} codes"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::BlockSize { got, need } => {
