@@ -68,6 +68,8 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         Rc::new(case)
     }
     let flash = (attention_case(any_dtype(), 256, 60), 1..=200usize);
+    let biased = case(any_dtype(), heads_up_to(128), 60);
+    let biased = biased.prop_filter("a bias", |case| case.bias.is_some());
     prop_oneof![
         case(any_dtype(), heads_up_to(512), 60).prop_map(shared),
         prompts(256, 200).prop_map(shared),
@@ -78,6 +80,7 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         quantised_steps(400).prop_map(shared),
         float8_prompts(200).prop_map(shared),
         sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
+        sliding(biased, 40).prop_map(shared),
         paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
         paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
         paged_prompts(case(half_dtype(), heads_up_to(256), 24), 80).prop_map(shared),
