@@ -87,13 +87,13 @@ fn one_launch_for_each_duty() {
 fn decode_reads_blocks() {
     let elements = |rows| paged_steps(steps(40), rows);
     let codes = |rows| paged_steps(quantised(steps(40)), rows);
-    parity("sim, steps over blocks", 80, elements(200), &Sim::default());
-    parity("sim, steps over blocks of codes", 80, codes(200), &Sim::default());
+    parity("sim, steps over blocks", 150, elements(200), &Sim::default());
+    parity("sim, steps over blocks of codes", 150, codes(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let switches = Switches { cluster, splits, ..Switches::default() };
         let sim = Sim::default().with_switches(switches);
-        parity("sim, blocks in clusters", 15, elements(300), &sim);
-        parity("sim, blocks of codes in clusters", 15, codes(300), &sim);
+        parity("sim, blocks in clusters", 20, elements(300), &sim);
+        parity("sim, blocks of codes in clusters", 20, codes(300), &sim);
     }
 }

@@ -18,6 +18,7 @@ pub fn run() -> Result<()> {
     steps.run("clippy", || {
         shown(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))
     });
+    steps.run("clippy without the simulator", without_simulator);
     steps.run("ptx as shipped", || ptx::run(&ptx::Args::check_everything()));
     steps.run_or_skip("ptxas", assembled);
     steps.run("ratchet", || ratchet::run(false));
@@ -29,6 +30,16 @@ pub fn run() -> Result<()> {
         shown(cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-Dwarnings"))
     });
     steps.finish()
+}
+
+/// What `cargo gqa` builds, and the library without kernels: nothing else here leaves the simulator out.
+fn without_simulator() -> Result<()> {
+    let clippy = |target: &[&str]| {
+        let command = [&["clippy", "--no-default-features"], target, &["--", "-Dwarnings"]];
+        shown(cargo().args(command.concat()))
+    };
+    clippy(&["--package", "gqa-cli", "--bins"])?;
+    clippy(&["--package", "gqa-host", "--lib"])
 }
 
 /// The cargo that runs this.

@@ -18,7 +18,6 @@ pub enum Choice {
     /// Fast f32 on all cores.
     Cpu,
     /// The GPU's kernels on a simulated machine; slow.
-    #[cfg(feature = "sim")]
     Sim,
     /// The GPU.
     Cuda,
@@ -37,6 +36,10 @@ pub fn select(choice: Choice) -> Result<Box<dyn Backend>> {
         Choice::Cpu => Box::new(Cpu::default()),
         #[cfg(feature = "sim")]
         Choice::Sim => Box::new(Sim::default().with_switches(switches)),
+        #[cfg(not(feature = "sim"))]
+        Choice::Sim => anyhow::bail!(
+            "--backend sim: got a program without the simulator; allowed: one built with feature sim, as by cargo gqa-sim"
+        ),
         Choice::Cuda => Box::new(Cuda::new(switches).context("--backend cuda")?),
         Choice::Reference => Box::new(Reference),
     })

@@ -130,7 +130,7 @@ impl Few {
 
 /// A call with sequences of few tokens and of many.
 struct Mixed<'a> {
-    /// Of numbers.
+    /// As the kernel for prompts reads it: of codes the numbers.
     problem: &'a Problem,
     few: Few,
     /// The kernel for the others.
