@@ -3,7 +3,7 @@
 //! On the GPU a row becomes a PTX entry of that literal name; on the host it becomes an [`Entry`] with a function the simulator can
 //! call. The PTX builder, the planner, the tests and the support page all read this table; nobody keeps a second list.
 #![cfg_attr(
-    any(target_arch = "nvptx64", not(feature = "sim")),
+    any(target_arch = "nvptx64", not(feature = "sim"), test),
     allow(
         unused_imports,
         reason = "a device build has one family, a host build without simulator no kernel"
@@ -84,7 +84,7 @@ macro_rules! host_entry {
             arguments: &[$(stringify!($map),)* $(stringify!($arg)),*],
             tensor_maps: { const MAPS: &[usize] = &[$($i),*]; MAPS.len() },
             params_bytes: size_of::<$pty>(),
-            #[cfg(feature = "sim")]
+            #[cfg(all(feature = "sim", not(test)))]
             simulate: {
                 #[allow(dead_code)]
                 type $t = $ty;
