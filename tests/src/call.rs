@@ -5,7 +5,7 @@ use float8::F8E4M3;
 use gqa_host::backend::Backend;
 use gqa_host::op::{Inputs, KvCache, Outputs};
 use gqa_host::reference::Reference;
-use gqa_host::{CacheBinding, CodeFormat, DType, Layout, Problem, Quantisation, Result, Tensor};
+use gqa_host::{CodeFormat, DType, Layout, Problem, Quantisation, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -120,9 +120,7 @@ impl Call {
         let mut outputs = Outputs::new(&problem)?;
         outputs.present_key = cache.present_key.clone();
         outputs.present_value = cache.present_value.clone();
-        let mut complete = problem;
-        (complete.new_len, complete.cache) = (0, CacheBinding::Shared);
-        Reference.run(&complete, &mut outputs.io(&self.inputs()))?;
+        Reference.run(&problem.appended(), &mut outputs.io(&self.inputs()))?;
         Ok(outputs)
     }
 

@@ -88,7 +88,7 @@ pub fn paged_beside(
     let cases = paged_mixed(steps, max_rows).prop_filter("beside each other", move |case| {
         let problem = case.problem().expect("legal");
         let plan = plan(&problem, &device, &Switches::default()).expect("a plan");
-        plan.launches.iter().any(|launch| launch.aside)
+        plan.launches().iter().any(|launch| launch.aside())
     });
     (cases, slow)
 }

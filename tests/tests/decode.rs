@@ -32,7 +32,7 @@ fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     let device = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
     let takes_halves = |case: &Case| {
         let plan = plan(&case.problem().unwrap(), &device, &Switches::default()).unwrap();
-        plan.launches.iter().any(|launch| launch.entry.name.ends_with("_w4"))
+        plan.launches().iter().any(|launch| launch.entry().name.ends_with("_w4"))
     };
     let steps = steps(200).prop_filter("blocks of their own", takes_halves);
     parity("sim, halves", 40, steps, &Sim::default().with_device(device.clone()));
@@ -59,7 +59,7 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
         let switches = Switches { cluster: Some(2), ..Switches::default() };
         let plan = plan(&case.problem().unwrap(), &DeviceInfo::h200(), &switches).unwrap();
         let params: DecodeParams =
-            bytemuck::pod_read_unaligned(&plan.launches.last().unwrap().params);
+            bytemuck::pod_read_unaligned(plan.launches().last().unwrap().params());
         params.ahead == 1
     };
     let steps = steps.prop_filter("length first", asks_ahead);

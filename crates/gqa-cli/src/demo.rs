@@ -104,7 +104,7 @@ impl<'m> Session<'m> {
             }
             Machine::Gpu(gpu) => {
                 let call = gpu.call(&gpu.plan(&self.problem)?, tensors)?;
-                let graph = Graph::capture(&gpu.stream, std::slice::from_ref(&call))?;
+                let mut graph = Graph::capture(&gpu.stream, std::slice::from_ref(&call))?;
                 // The first launch uploads the graph.
                 graph.replay(&gpu.stream)?;
                 let seconds = gpu.stream.timed(|| graph.replay(&gpu.stream))?;

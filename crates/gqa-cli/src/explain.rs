@@ -83,7 +83,7 @@ fn from_model(path: &std::path::Path, data: Option<&std::path::Path>) -> Result<
 /// arithmetic.
 fn json(plan: &Plan) -> Value {
     let explanation = plan.explain();
-    let launches = explanation.launches.iter().zip(&plan.launches).map(|(explained, launch)| {
+    let launches = explanation.launches.iter().zip(plan.launches()).map(|(explained, launch)| {
         let arguments: Map<_, _> = explained
             .arguments
             .iter()
@@ -93,14 +93,14 @@ fn json(plan: &Plan) -> Value {
             "entry": explained.entry,
             "grid": explained.grid,
             "cluster": explained.cluster,
-            "max_cluster": launch.entry.max_cluster,
-            "programmatic": launch.programmatic,
-            "aside": launch.aside,
+            "max_cluster": launch.entry().max_cluster,
+            "programmatic": launch.programmatic(),
+            "aside": launch.aside(),
             "threads": explained.threads,
             "shared_bytes": explained.shared_bytes,
             "arguments": arguments,
-            "values": launch.args.iter().map(value).collect::<Vec<_>>(),
-            "params": launch.params,
+            "values": launch.args().iter().map(value).collect::<Vec<_>>(),
+            "params": launch.params(),
         })
     });
     let decisions = explanation.decisions.iter();
@@ -113,7 +113,7 @@ fn json(plan: &Plan) -> Value {
         "decisions": decisions.collect::<Vec<_>>(),
         "launches": launches.collect::<Vec<_>>(),
         "workspace_bytes": explanation.workspace_bytes,
-        "counters": plan.counters,
+        "counters": plan.counters(),
         "flops": explanation.cost.flops,
         "bytes": explanation.cost.bytes,
         "roofline_us": explanation.roofline_seconds * 1e6,

@@ -27,8 +27,8 @@ impl Gpu {
     }
 
     /// The plan of a call.
-    pub fn plan(&self, problem: &Problem) -> Result<Plan> {
-        Ok(plan(problem, self.device.info(), &self.switches)?)
+    pub fn plan(&self, problem: &Problem) -> Result<Arc<Plan>> {
+        Ok(plan(problem, self.device.info(), &self.switches)?.into())
     }
 
     /// Makes plans as [`plan`](Self::plan) does, and keeps them.
@@ -37,7 +37,7 @@ impl Gpu {
     }
 
     /// A call with its tensors on the GPU. What kernels should write is filled with NaN first.
-    pub fn call(&self, plan: &Plan, tensors: &Tensors) -> Result<Arc<Call>> {
+    pub fn call(&self, plan: &Arc<Plan>, tensors: &Tensors) -> Result<Arc<Call>> {
         let call = Call::new(&self.device, plan.clone())?;
         call.poison(&self.stream)?;
         self.upload(&call, tensors)?;

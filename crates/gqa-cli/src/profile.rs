@@ -87,34 +87,34 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn measure(gpu: &Gpu, plan: &Plan, cold: &[Arc<Call>], runs: usize) -> Result<Profile> {
+fn measure(gpu: &Gpu, plan: &Arc<Plan>, cold: &[Arc<Call>], runs: usize) -> Result<Profile> {
     let calls = &short_calls_repeated(gpu, plan, cold)[..];
-    let whole = Graph::capture(&gpu.stream, calls)?;
-    let graph_us = median_us(replays(gpu, &whole, runs)?);
+    let mut whole = Graph::capture(&gpu.stream, calls)?;
+    let graph_us = median_us(replays(gpu, &mut whole, runs)?);
     let mut launches = Vec::new();
-    for (number, launch) in plan.launches.iter().enumerate() {
-        let graph = Graph::capture_launch(&gpu.stream, calls, number)?;
+    for (number, launch) in plan.launches().iter().enumerate() {
+        let mut graph = Graph::capture_launch(&gpu.stream, calls, number)?;
         launches.push(Timed {
-            entry: launch.entry.name,
-            grid: launch.grid,
-            threads: launch.entry.threads,
-            shared_bytes: launch.entry.shared_bytes,
-            us: median_us(replays(gpu, &graph, runs)?),
+            entry: launch.entry().name,
+            grid: launch.grid(),
+            threads: launch.entry().threads,
+            shared_bytes: launch.entry().shared_bytes,
+            us: median_us(replays(gpu, &mut graph, runs)?),
         });
     }
     let enqueue = || calls.iter().try_for_each(|call| call.enqueue(&gpu.stream));
     let streamed: Result<Vec<_>> =
         (0..runs).map(|_| Ok(gpu.stream.timed(enqueue)? / calls.len() as f64)).collect();
-    let (ncu, nsys) = command_lines(plan.launches.len());
+    let (ncu, nsys) = command_lines(plan.launches().len());
     Ok(Profile {
-        call: plan.problem.to_string(),
+        call: plan.problem().to_string(),
         device: gpu.device.info().to_string(),
         launches_us: launches.iter().map(|launch| launch.us).sum(),
         launches,
         graph_us,
         stream_us: median_us(streamed?),
-        roofline_us: plan.cost.roofline_seconds(plan.problem.dtype, gpu.device.info()) * 1e6,
-        processor: Processor::measure(gpu, &plan.problem, cold, runs)?,
+        roofline_us: plan.cost().roofline_seconds(plan.problem().dtype, gpu.device.info()) * 1e6,
+        processor: Processor::measure(gpu, plan.problem(), cold, runs)?,
         ncu,
         nsys,
     })

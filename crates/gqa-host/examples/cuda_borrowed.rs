@@ -3,7 +3,7 @@
 //! `cargo run --release --example cuda_borrowed`; without a GPU it says so.
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
-use gqa_host::driver::{Device, DeviceView, Views, Workspace};
+use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{Planner, Switches, TensorId};
 use gqa_host::{CacheBinding, DType, TensorDesc};
@@ -29,6 +29,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     };
     let stream = CudaContext::new(0)?.new_stream()?;
+    // SAFETY: the stream lives until the end of the program.
+    let theirs = unsafe { Stream::from_raw(&device, stream.cu_stream().cast()) }?;
 
     let (query_shape, key_shape) = ([1, 1, 32 * 128], [1, 1, 8 * 128]);
     let cache_shape = [1, 8, CAPACITY, 128];
@@ -44,8 +46,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
     // Kept as long as the program runs, it finds the plans of later steps without planning.
     let planner = Planner::new(device.info().clone(), Switches::from_env()?);
-    let plan = planner.plan(&problem)?;
-    device.prepare(&plan)?;
+    let step = device.load(planner.plan(&problem)?)?;
+    let (workspace_bytes, counters) = (step.plan().workspace_bytes(), step.plan().counters());
 
     let query = noise(&stream, 32 * 128)?;
     let (key, value) = (noise(&stream, 8 * 128)?, noise(&stream, 8 * 128)?);
@@ -53,11 +55,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         (noise(&stream, 8 * CAPACITY * 128)?, noise(&stream, 8 * CAPACITY * 128)?);
     let seqlens_k = stream.clone_htod(&[PAST as i32])?;
     let mut output = stream.alloc_zeros::<f16>(32 * 128)?;
-    let mut workspace = stream.alloc_zeros::<u8>(plan.workspace_bytes.max(1))?;
+    let mut workspace = stream.alloc_zeros::<u8>(workspace_bytes.max(1))?;
     // Zero once: every call leaves them so.
-    let mut counters = stream.alloc_zeros::<u32>(plan.counters.max(1))?;
+    let mut counters = stream.alloc_zeros::<u32>(counters.max(1))?;
     {
-        let view = |pointer, dtype, shape| DeviceView { pointer, dtype, shape };
+        let view = DeviceView::new;
         // The guards tell cudarc when the stream uses its memory; they live until the work is in the stream.
         let (query, _q) = query.device_ptr(&stream);
         let (key, _k) = key.device_ptr(&stream);
@@ -76,9 +78,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .bind(TensorId::PresentKey, view(keys, DType::F16, &cache_shape))
             .bind(TensorId::PresentValue, view(values, DType::F16, &cache_shape));
         let (counters, _c) = counters.device_ptr_mut(&stream);
-        let workspace = Workspace { pointer: scratch, bytes: plan.workspace_bytes, counters };
-        // SAFETY: the stream is of the primary context; all memory has the stated sizes and outlives the work.
-        unsafe { device.enqueue(&plan, &views, workspace, stream.cu_stream().cast()) }?;
+        let workspace = Workspace::new(scratch, workspace_bytes, counters);
+        // SAFETY: all memory has the stated sizes and outlives the work.
+        unsafe { step.enqueue(&views, workspace, &theirs) }?;
     }
     let output = stream.clone_dtoh(&output)?;
     println!("output of {} elements begins {:?}", output.len(), &output[..4]);

@@ -46,7 +46,7 @@ fn main() -> gqa_host::Result<()> {
     let stream = Stream::new(&device)?;
     let call =
         Arc::new(Call::new(&device, plan(&problem, device.info(), &Switches::from_env()?)?)?);
-    let graph = Graph::capture(&stream, std::slice::from_ref(&call))?;
+    let mut graph = Graph::capture(&stream, std::slice::from_ref(&call))?;
 
     let (mut seconds, mut checksum) = (0.0, 0.0);
     for token in 0..TOKENS {

@@ -76,7 +76,7 @@ fn microseconds(
     keys: usize,
 ) -> Result<f64> {
     let stream = Stream::new(device)?;
-    let plan = plan(problem, device.info(), switches)?;
+    let plan = Arc::new(plan(problem, device.info(), switches)?);
     let batch = problem.batch;
     let bytes = 4 * batch * keys * KV_HEADS * SIZE;
     let calls: Vec<_> = (0..COLD_BYTES.div_ceil(bytes) + 1)
@@ -95,7 +95,7 @@ fn microseconds(
             call.upload(TensorId::CumulativeSequenceLength, &starts, &stream)?;
         }
     }
-    let graph = Graph::capture(&stream, &calls)?;
+    let mut graph = Graph::capture(&stream, &calls)?;
     let mut times = Vec::with_capacity(RUNS);
     for _ in 0..RUNS {
         times.push(stream.timed(|| graph.replay(&stream))? / calls.len() as f64 * 1e6);

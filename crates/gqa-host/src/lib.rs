@@ -19,8 +19,8 @@ mod tensor;
 
 pub use error::{Error, Result};
 pub use problem::{
-    Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem, QkNorm,
-    QkOutput, Quantisation, Rotary, RowLayout, Sink,
+    Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem,
+    ProblemFields, QkNorm, QkOutput, Quantisation, Rotary, RowLayout, Sink,
 };
 pub use tensor::{DType, Tensor, TensorDesc};
 

@@ -1,12 +1,12 @@
 //! Sequences in a cache of blocks, and the call that remains when their rows lie side by side.
 
-use crate::{CacheBinding, Layout, Pages, Problem};
+use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields};
 use gqa_kernels::prologue::dequantise;
 
 impl Problem {
     /// This call when the new rows are in the cache and every sequence's rows lie side by side: attention alone, of (batch, q_len) query rows that are rotated.
     pub(crate) fn gathered(&self) -> Self {
-        Self {
+        self.derive(|call| ProblemFields {
             pages: None,
             packed: false,
             layout: Layout::Bsnh,
@@ -15,8 +15,8 @@ impl Problem {
             qk_norm: None,
             rotary: None,
             settled: false,
-            ..self.clone()
-        }
+            ..call
+        })
     }
 
     /// This call when the new rows are in the cache and the numbers of its codes in blocks of their own, where `paged_dequantise` leaves them.
@@ -28,13 +28,23 @@ impl Problem {
             per_sequence,
             ..pages
         };
-        Self { pages: self.pages.map(in_numbers), quantised: None, ..self.clone() }
+        self.derive(|call| ProblemFields {
+            pages: self.pages.map(in_numbers),
+            quantised: None,
+            ..call
+        })
     }
 
     /// The new tokens of all sequences as those of one.
     pub(crate) fn tokens(&self) -> Self {
         let tokens = self.pages.map_or(self.q_len, |pages| pages.tokens);
-        Self { batch: 1, q_len: tokens, new_len: tokens, pages: None, ..self.clone() }
+        self.derive(|call| ProblemFields {
+            batch: 1,
+            q_len: tokens,
+            new_len: tokens,
+            pages: None,
+            ..call
+        })
     }
 
     /// Whether every sequence has one token, so that tokens are batch entries.

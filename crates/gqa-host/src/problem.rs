@@ -1,8 +1,9 @@
 //! One validated call: plain numbers, no data.
 
-use crate::DType;
+use crate::{DType, Error, Result};
 pub use gqa_kernels::num::Format as CodeFormat;
 use std::hash::{Hash, Hasher};
+use std::ops::Deref;
 
 /// What `seqlens_k` means for this call's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -183,12 +184,36 @@ impl RowLayout {
     }
 }
 
-/// An operator call whose shapes and attributes are legal and agree. Made by
+/// A call whose shapes and attributes are legal and agree. Made by
 /// [`GroupQueryAttention::problem`](crate::op::GroupQueryAttention::problem) and
-/// the `problem` of the other operators only.
+/// the `problem` of the other operators only. Its [fields](ProblemFields) can be read, and never
+/// written: plans rely on what was checked.
+///
+/// ```compile_fail,E0594
+/// # fn example(problem: &mut gqa_host::Problem) {
+/// problem.kv_heads = 0;
+/// # }
+/// ```
+/// ```compile_fail,E0423
+/// # fn example(problem: gqa_host::ProblemFields) {
+/// gqa_host::Problem(problem);
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Problem(ProblemFields);
+
+impl Deref for Problem {
+    type Target = ProblemFields;
+
+    fn deref(&self) -> &ProblemFields {
+        &self.0
+    }
+}
+
+/// What there is to know of a [`Problem`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct Problem {
+pub struct ProblemFields {
     /// The operator's name.
     pub operator: &'static str,
     /// What it computes.
@@ -264,9 +289,9 @@ pub struct Problem {
 }
 
 /// Its numbers are never NaN.
-impl Eq for Problem {}
+impl Eq for ProblemFields {}
 
-impl Hash for Problem {
+impl Hash for ProblemFields {
     fn hash<H: Hasher>(&self, state: &mut H) {
         // What varies between the calls of a program.
         [self.batch, self.q_heads, self.kv_heads, self.head_size].hash(state);
@@ -277,7 +302,7 @@ impl Hash for Problem {
     }
 }
 
-impl Problem {
+impl ProblemFields {
     /// A call of no size, without anything that a call may have: what the operators start from.
     pub(crate) const fn plain(operator: &'static str, dtype: DType) -> Self {
         Self {
@@ -318,6 +343,80 @@ impl Problem {
             settled: false,
             float8_products: false,
         }
+    }
+
+    /// Errs unless the heads agree and every tensor can be addressed.
+    fn check(&self) -> Result<()> {
+        if self.kv_heads == 0 || self.q_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
+            let got = format!("{} query heads over {} KV heads", self.q_heads, self.kv_heads);
+            return Err(Error::invalid("num_heads", got, "a multiple of kv_num_heads, 1 or more"));
+        }
+        let size = self.head_size.max(self.v_head_size);
+        let blocks = self.pages.map_or([0; 4], |p| [p.blocks, p.block_size, self.kv_heads, size]);
+        let tensors = [
+            ("query", [self.batch, self.q_heads, self.q_len, size]),
+            ("key", [self.batch, self.kv_heads, self.new_len, size]),
+            ("present_key", [self.batch, self.kv_heads, self.capacity, size]),
+            ("key_cache", blocks),
+        ];
+        tensors.into_iter().try_for_each(|(argument, dims)| {
+            const MOST: u128 = isize::MAX as u128 / 8;
+            let elements = dims.iter().try_fold(1u128, |all, &n| all.checked_mul(n as u128));
+            match elements {
+                Some(0..=MOST) => Ok(()),
+                _ => Err(Error::invalid(argument, format!("{dims:?}"), "what can be addressed")),
+            }
+        })
+    }
+}
+
+impl Problem {
+    /// The one place where problems are made.
+    pub(crate) fn new(fields: ProblemFields) -> Result<Self> {
+        fields.check().map(|()| Self(fields))
+    }
+
+    /// A call that follows from this one.
+    pub(crate) fn derive(&self, change: impl FnOnce(ProblemFields) -> ProblemFields) -> Self {
+        let derived = Self(change(self.0.clone()));
+        debug_assert!(derived.check().is_ok(), "{derived:?}");
+        derived
+    }
+
+    /// The same call for sequences of up to `total_len` tokens, so that its plan serves all decode
+    /// steps up to there.
+    ///
+    /// # Errors
+    /// Where the meaning of a tensor depends on the longest sequence: a first prompt, a cache that
+    /// is not shared, an attention_bias or output_qk; and where the cache is shorter.
+    pub fn with_total_len(&self, total_len: usize) -> Result<Self> {
+        let argument = "total_sequence_length";
+        if !self.grows() {
+            let allowed = format!("{}, as this call's tensors depend on it", self.total_len);
+            return Err(Error::invalid(argument, total_len, allowed));
+        }
+        if total_len < self.q_len || (total_len > self.capacity && !self.slides) {
+            let allowed = format!("{} to {}, as the cache holds", self.q_len, self.capacity);
+            return Err(Error::invalid(argument, total_len, allowed));
+        }
+        Self::new(ProblemFields { total_len, ..self.0.clone() })
+    }
+
+    /// The same call when its new rows are in the cache already, which present_key and
+    /// present_value hold: nothing is appended.
+    pub fn appended(&self) -> Self {
+        self.derive(|call| ProblemFields { new_len: 0, cache: CacheBinding::Shared, ..call })
+    }
+
+    /// Whether nothing but the choice of kernels depends on the longest sequence.
+    pub(crate) fn grows(&self) -> bool {
+        self.cache == CacheBinding::Shared
+            && self.pages.is_none()
+            && self.computes == Computes::Attention
+            && self.alignment == Alignment::Phase
+            && self.phase != Phase::FirstPrompt
+            && self.output_qk == QkOutput::None
+            && self.bias.is_none()
     }
 
     /// Whether output is not of the type that kernels compute with.

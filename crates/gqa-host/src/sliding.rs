@@ -4,7 +4,7 @@
 //! columns. A token's row finds room once the rows that it evicts have gone; several new rows need a cache with room for all, because the first of them sees rows that the last
 //! ones evict. Of that cache the rows that stay are copied afterwards.
 
-use crate::{Bias, CacheBinding, Phase, Problem, Rotary};
+use crate::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 
 impl Problem {
@@ -40,7 +40,7 @@ impl Problem {
         let capacity = if self.is_staged() { past_capacity + self.new_len } else { self.capacity };
         let total_len = self.total_len.min(capacity);
         let explicit = |rotary: Rotary| rotary.explicit.or((!is_prompt).then_some(self.q_len));
-        Self {
+        self.derive(|call| ProblemFields {
             slides: false,
             settled: false,
             cache: if self.is_staged() { CacheBinding::Separate } else { CacheBinding::Shared },
@@ -54,8 +54,8 @@ impl Problem {
                 columns: total_len,
                 ..bias
             }),
-            ..self.clone()
-        }
+            ..call
+        })
     }
 
     /// What a call does to a sequence whose last row has index `last`; never more new rows than it has.

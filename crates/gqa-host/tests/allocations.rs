@@ -69,9 +69,9 @@ fn a_call_is_put_into_the_stream() {
     for rows in [1, 100] {
         let step = Step::new(DType::F16, rows, &[200, 150], 200);
         let plan = planner.plan(&step.problem()).unwrap();
-        let calls = [(); 2].map(|()| Call::new(&device, (*plan).clone()).unwrap());
+        let calls = [(); 2].map(|()| Call::new(&device, plan.clone()).unwrap());
         calls.iter().for_each(|call| call.poison(&stream).unwrap());
-        let mut recording = device.record(&plan).unwrap();
+        let mut recording = device.load(plan).unwrap().record().unwrap();
         let mut enqueue = || {
             for call in &calls {
                 call.enqueue(&stream).unwrap();

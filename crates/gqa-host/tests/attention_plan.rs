@@ -62,15 +62,15 @@ fn planned(problem: &Problem) -> Plan {
 }
 
 fn names(plan: &Plan) -> Vec<&'static str> {
-    plan.launches.iter().map(|launch| launch.entry.kernel()).collect()
+    plan.launches().iter().map(|launch| launch.entry().kernel()).collect()
 }
 
 /// The family of the attention kernel, and what became of flash attention's simplest.
 fn reaches(shape: Shape, op: &Attention) -> (Family, String) {
     let plan = planned(&shape.problem(op));
-    let mut families = plan.launches.iter().map(|launch| launch.entry.family);
+    let mut families = plan.launches().iter().map(|launch| launch.entry().family);
     let family = families.find(|family| *family != Family::Prologue).unwrap();
-    let hopper = plan.decisions.iter().find(|d| d.candidate == Candidate::Hopper).unwrap();
+    let hopper = plan.decisions().iter().find(|d| d.candidate == Candidate::Hopper).unwrap();
     let outcome = hopper.outcome.as_ref();
     (family, outcome.map_or_else(ToString::to_string, |entry| entry.name.to_owned()))
 }
@@ -203,8 +203,8 @@ fn no_launch_more_than_needed() {
 fn the_workspace_of_unfused_attention_is_its_scores() {
     let scores = Attention::new().qk_matmul_output(true);
     let plan = planned(&Shape { new_len: 48, ..square(16) }.problem(&scores));
-    assert_eq!(plan.workspace_bytes, 2 * 8 * 16 * 48 * 4);
-    assert_eq!(planned(&square(512).problem(&Attention::new())).workspace_bytes, 0);
+    assert_eq!(plan.workspace_bytes(), 2 * 8 * 16 * 48 * 4);
+    assert_eq!(planned(&square(512).problem(&Attention::new())).workspace_bytes(), 0);
 }
 
 #[test]

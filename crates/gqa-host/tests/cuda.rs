@@ -66,7 +66,7 @@ fn a_graph_captured_once_follows_the_lengths() {
         Call::new(&device, plan(&first.problem(), device.info(), &Switches::default()).unwrap())
             .unwrap(),
     );
-    let graph = Graph::capture(&stream, std::slice::from_ref(&call)).unwrap();
+    let mut graph = Graph::capture(&stream, std::slice::from_ref(&call)).unwrap();
     for lengths in [[CAPACITY as i32, 17], [1, 2], [64, 65], [128, 299], [300, 300]] {
         let step = Step::new(DType::F16, 1, &lengths, CAPACITY);
         call.poison(&stream).unwrap();
@@ -103,8 +103,9 @@ fn a_recording_runs_on_other_memory_each_time() {
     {
         let steps = lengths.map(|lengths| Step::new(DType::F16, rows, &lengths, total));
         let plan = plan(&steps[0].problem(), device.info(), &Switches::default()).unwrap();
+        let plan = Arc::new(plan);
         let calls = [(); 2].map(|()| Call::new(&device, plan.clone()).unwrap());
-        let mut recording = device.record(&Arc::new(plan)).unwrap();
+        let mut recording = device.load(plan).unwrap().record().unwrap();
         for round in 0..3 {
             for (step, call) in steps.iter().zip(&calls) {
                 call.poison(&stream).unwrap();
@@ -138,12 +139,12 @@ fn launches_one_by_one_are_the_call() {
     for (rows, lengths, total) in [(1, [211, 90], 211), (70, [70, 33], 70)] {
         let step = Step::new(DType::F16, rows, &lengths, total);
         let plan = plan(&step.problem(), device.info(), &Switches::default()).unwrap();
-        let launches = plan.launches.len();
+        let launches = plan.launches().len();
         let call = Arc::new(Call::new(&device, plan).unwrap());
         call.poison(&stream).unwrap();
         upload(&step, &call, &stream);
         for number in 0..launches {
-            let graph =
+            let mut graph =
                 Graph::capture_launch(&stream, std::slice::from_ref(&call), number).unwrap();
             // As often as it runs, a launch does the same.
             graph.replay(&stream).unwrap();
@@ -192,9 +193,10 @@ fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
             ..Step::new(DType::F16, 1, &lengths(i as usize), CAPACITY)
         })
         .collect();
-    let mut problem = steps[0].problem();
-    problem.settled = layers > 1;
-    let plan = plan(&problem, device.info(), switches).unwrap();
+    let settled = operator().settled_cache(layers > 1);
+    let problem = settled.problem_in_place(&steps[0].inputs(), &steps[0].cache).unwrap();
+    let plan = Arc::new(plan(&problem, device.info(), switches).unwrap());
+    let loaded = device.load(plan.clone()).unwrap();
     let calls: Vec<_> = steps
         .iter()
         .map(|step| {
@@ -205,14 +207,11 @@ fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
         })
         .collect();
     let words = |count| DeviceTensor::new(device, DType::I32, &[count]).unwrap();
-    let (workspace, counters) = (words(plan.workspace_bytes.div_ceil(4)), words(plan.counters));
+    let (workspace, counters) = (words(plan.workspace_bytes().div_ceil(4)), words(plan.counters()));
     counters.fill(0, &stream).unwrap();
     stream.synchronize().unwrap();
-    let scratch = Workspace {
-        pointer: workspace.view().pointer,
-        bytes: workspace.bytes(),
-        counters: counters.view().pointer,
-    };
+    let scratch =
+        Workspace::new(workspace.view().pointer, workspace.bytes(), counters.view().pointer);
     let view = |call: usize, id| calls[call].tensor(id).map(|tensor| (id, tensor.view()));
     for i in 0..calls.len() {
         let mut views: Views<'_> = TensorId::ALL
@@ -223,7 +222,7 @@ fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
             views = views.bind(TensorId::Query, view(i - 1, TensorId::Output).unwrap().1);
         }
         // SAFETY: all memory belongs to calls that live until the stream is done.
-        unsafe { device.enqueue(&plan, &views, scratch, stream.raw()) }.unwrap();
+        unsafe { loaded.enqueue(&views, scratch, &stream) }.unwrap();
     }
     let mut query = steps[0].query.clone();
     let mut caches: Vec<_> = steps[..layers].iter().map(|step| step.cache.clone()).collect();
@@ -260,23 +259,22 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
     let call =
         Call::new(&device, plan(&step.problem(), device.info(), &Switches::default()).unwrap())
             .unwrap();
+    let loaded = device.load(call.plan().clone()).unwrap();
     let enqueue = |views: &Views<'_>, bytes| {
-        let workspace = Workspace { pointer: 0, bytes, counters: 0 };
+        let workspace = Workspace::new(0, bytes, 0);
         // SAFETY: refused before anything is launched.
-        unsafe { device.enqueue(call.plan(), views, workspace, stream.raw()) }
-            .unwrap_err()
-            .to_string()
+        unsafe { loaded.enqueue(views, workspace, &stream) }.unwrap_err().to_string()
     };
     assert!(enqueue(&Views::new(), usize::MAX).starts_with("query: got nothing"));
     let shape = [1, 1, HEADS as usize * SIZE];
-    let misplaced = DeviceView { pointer: 8, dtype: DType::F16, shape: &shape };
+    let misplaced = DeviceView::new(8, DType::F16, &shape);
     assert!(
         enqueue(&Views::new().bind(TensorId::Query, misplaced), usize::MAX)
             .starts_with("query: got float16")
     );
     let views: Views<'_> =
         TensorId::ALL.into_iter().filter_map(|id| Some((id, call.tensor(id)?.view()))).collect();
-    if call.plan().workspace_bytes > 0 {
+    if call.plan().workspace_bytes() > 0 {
         assert!(enqueue(&views, 0).starts_with("workspace: got 0 bytes"));
     }
 }

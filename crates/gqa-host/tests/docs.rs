@@ -85,7 +85,7 @@ impl Call {
     /// The chosen way to compute attention.
     fn chosen(&self, device: &str) -> &'static str {
         let plan = self.plan(&DeviceInfo::known(device).unwrap());
-        let chosen = plan.decisions.iter().find(|decision| decision.outcome.is_ok());
+        let chosen = plan.decisions().iter().find(|decision| decision.outcome.is_ok());
         chosen.unwrap().candidate.name()
     }
 }

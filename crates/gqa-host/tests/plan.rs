@@ -16,7 +16,7 @@ fn planned(step: &Step, device: &str) -> Plan {
 fn lengths_on_the_device_do_not_change_the_plan() {
     let step = Step::new(DType::F16, 1, &[200, 17], CAPACITY);
     let later = Step { seqlens_k: int(&[12, 298]), ..Step::new(DType::F16, 1, &[1, 1], CAPACITY) };
-    let launches = |step| format!("{:?}", planned(step, "h200").launches);
+    let launches = |step| format!("{:?}", planned(step, "h200").launches());
     assert_eq!(launches(&step), launches(&later));
 }
 
@@ -28,10 +28,10 @@ fn every_known_device_has_a_plan_within_its_means() {
                 let plan =
                     planned(&Step::new(dtype, rows, &[total as i32, rows as i32], total), name);
                 let fits = |launch: &Launch| {
-                    launch.entry.min_sm <= plan.device.sm
-                        && launch.entry.shared_bytes <= plan.device.shared_bytes
+                    launch.entry().min_sm <= plan.device().sm
+                        && launch.entry().shared_bytes <= plan.device().shared_bytes
                 };
-                assert!(plan.launches.iter().all(fits), "{}", plan.explain());
+                assert!(plan.launches().iter().all(fits), "{}", plan.explain());
             }
         }
     }
@@ -70,10 +70,10 @@ attention
 fn decisions_are_data() {
     let plan = planned(&Step::new(DType::F16, 1, &[CAPACITY as i32], CAPACITY), "h200");
     let chosen: Vec<_> =
-        plan.decisions.iter().filter(|decision| decision.outcome.is_ok()).collect();
+        plan.decisions().iter().filter(|decision| decision.outcome.is_ok()).collect();
     assert_eq!(chosen.len(), 1);
     assert_eq!(chosen[0].candidate, Candidate::Decode);
-    assert_eq!(plan.decisions.len(), Candidate::ALL.len());
+    assert_eq!(plan.decisions().len(), Candidate::ALL.len());
 }
 
 #[test]

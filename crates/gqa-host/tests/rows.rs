@@ -174,8 +174,8 @@ fn rotation_is_one_launch() {
             RotaryInputs { x: &x, cos_cache: &cos, sin_cache: &cos, position_ids: Some(&ids) };
         let problem = RotaryEmbedding::new().problem(&inputs).unwrap();
         let plan = plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap();
-        assert_eq!(plan.workspace_bytes, 0);
-        plan.launches.iter().map(|launch| launch.entry.kernel()).collect::<Vec<_>>()
+        assert_eq!(plan.workspace_bytes(), 0);
+        plan.launches().iter().map(|launch| launch.entry().kernel()).collect::<Vec<_>>()
     };
     assert_eq!(kernels(64), ["rotary_embedding"]);
     assert_eq!(kernels(24), ["rotary_rows"]);

@@ -75,7 +75,7 @@ fn the_order_of_threads_does_not_matter() {
 fn executed(plan: &Plan, step: &Step) -> Vec<f64> {
     let mut cache = step.cache.clone();
     let inputs = step.inputs();
-    let mut outputs = Outputs::new(&plan.problem).unwrap();
+    let mut outputs = Outputs::new(plan.problem()).unwrap();
     let mut io = outputs.io(&inputs);
     (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
     Sim::default().execute(plan, &mut io).unwrap();
@@ -103,7 +103,7 @@ fn rows_behind_the_last_angles_are_nan() {
     let none = || random(DType::BF16, &[2, 0, KV_HEADS as usize * SIZE], 0);
     let step = Step { key: none(), value: none(), cos: table(4), sin: table(5), ..step };
     let plan = plan(&step.problem(), &DeviceInfo::h200(), &Switches::default()).unwrap();
-    assert!(plan.launches[0].entry.arguments.contains(&"cos"), "{:?}", plan.launches);
+    assert!(plan.launches()[0].entry().arguments.contains(&"cos"), "{:?}", plan.launches());
     // Positions 40 to 109 of the first sequence; as above, nobody checks.
     let wild = Step { seqlens_k: int(&[109, 89]), ..step };
     let outputs = executed(&plan, &wild);

@@ -4,7 +4,7 @@ use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{Call, Device, Graph, Stream};
 use gqa_host::plan::{DeviceInfo, Switches, TensorId, plan};
 use gqa_host::{Problem, Result};
-use std::cell::OnceCell;
+use std::cell::RefCell;
 use std::sync::Arc;
 
 /// Captures the first problem it is given, for sequences as long as the cache; replays it for that and for all that follow, which
@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct Replay {
     device: Device,
     stream: Stream,
-    captured: OnceCell<Captured>,
+    captured: RefCell<Option<Captured>>,
 }
 
 struct Captured {
@@ -24,12 +24,11 @@ impl Replay {
     /// Nothing captured yet.
     pub fn on(device: &Device) -> Self {
         let stream = Stream::new(device).expect("a stream");
-        Self { device: device.clone(), stream, captured: OnceCell::new() }
+        Self { device: device.clone(), stream, captured: RefCell::default() }
     }
 
     fn capture(&self, problem: &Problem, io: &Io<'_>) -> Result<Captured> {
-        let mut longest = problem.clone();
-        longest.total_len = problem.capacity;
+        let longest = problem.with_total_len(problem.capacity)?;
         let plan = plan(&longest, self.device.info(), &Switches::default())?;
         let call = Arc::new(Call::new(&self.device, plan)?);
         call.poison(&self.stream)?; // The workspace; the cache follows.
@@ -46,10 +45,11 @@ impl Backend for Replay {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        if self.captured.get().is_none() {
-            let _ = self.captured.set(self.capture(problem, io)?);
+        let mut captured = self.captured.borrow_mut();
+        if captured.is_none() {
+            *captured = Some(self.capture(problem, io)?);
         }
-        let Captured { call, graph } = self.captured.get().expect("captured above");
+        let Captured { call, graph } = captured.as_mut().expect("captured above");
         for id in TensorId::ALL {
             if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {
                 device.upload(host, &self.stream)?;
@@ -105,7 +105,7 @@ impl Backend for AsGraph {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         let plan = Arc::new(plan(problem, &self.info, &Switches::default())?);
-        let call = Arc::new(Call::new(&self.device, (*plan).clone())?);
+        let call = Arc::new(Call::new(&self.device, plan.clone())?);
         call.poison(&self.stream)?;
         for id in TensorId::ALL {
             if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {
@@ -120,7 +120,7 @@ impl Backend for AsGraph {
                 Graph::capture(&self.stream, std::slice::from_ref(&call))?.replay(&self.stream)?;
             }
             Made::Recorded => {
-                call.enqueue_recorded(&mut self.device.record(&plan)?, &self.stream)?;
+                call.enqueue_recorded(&mut self.device.load(plan)?.record()?, &self.stream)?;
             }
         }
         for (id, host) in io.outputs() {

@@ -80,7 +80,7 @@ fn on_host(
 }
 
 fn kernels(plan: &Plan) -> Vec<&'static str> {
-    plan.launches.iter().map(|launch| launch.entry.name).collect()
+    plan.launches().iter().map(|launch| launch.entry().name).collect()
 }
 
 /// Calls in a graph at least, where a call is short: the time of one call is their mean.
@@ -94,32 +94,32 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, tensors: &mut Tensors, runs: usize) -> R
     let plan = gpu.plan(problem)?;
     let calls = cold_calls(gpu, &plan, tensors)?;
     let sequence = short_calls_repeated(gpu, &plan, &calls);
-    let graph = Graph::capture(&gpu.stream, &sequence)?;
-    let seconds = replays(gpu, &graph, runs)?;
+    let mut graph = Graph::capture(&gpu.stream, &sequence)?;
+    let seconds = replays(gpu, &mut graph, runs)?;
     let cpu_seconds = enqueued(gpu, problem, &calls)?;
     gpu.download(&calls[calls.len() - 1], tensors)?;
     Ok(Measured { seconds, cpu_seconds, sets: calls.len(), kernels: kernels(&plan) })
 }
 
 /// The call on so many sets of buffers that none finds its inputs in the second-level cache.
-pub fn cold_calls(gpu: &Gpu, plan: &Plan, tensors: &Tensors) -> Result<Vec<Arc<Call>>> {
-    let bytes: usize = plan.tensors.iter().map(|(_, spec)| spec.bytes()).sum();
+pub fn cold_calls(gpu: &Gpu, plan: &Arc<Plan>, tensors: &Tensors) -> Result<Vec<Arc<Call>>> {
+    let bytes: usize = plan.tensors().iter().map(|(_, spec)| spec.bytes()).sum();
     let cold = (4.0 * gpu.device.info().l2_bytes as f64 / bytes as f64).ceil();
     let memory = MEMORY_SHARE * gpu.device.memory_bytes() as f64;
-    let fits = (memory / (bytes + plan.workspace_bytes) as f64).floor();
+    let fits = (memory / (bytes + plan.workspace_bytes()) as f64).floor();
     let sets = cold.clamp(2.0, 64.0).min(fits).max(1.0) as usize;
     (0..sets).map(|_| gpu.call(plan, tensors)).collect()
 }
 
 /// The calls again and again until there are enough for a clock.
 pub fn short_calls_repeated(gpu: &Gpu, plan: &Plan, calls: &[Arc<Call>]) -> Vec<Arc<Call>> {
-    let least = plan.cost.roofline_seconds(plan.problem.dtype, gpu.device.info());
+    let least = plan.cost().roofline_seconds(plan.problem().dtype, gpu.device.info());
     let rounds = if least < LONG_SECONDS { SHORT_CALLS.div_ceil(calls.len()) } else { 1 };
     (0..rounds).flat_map(|_| calls.iter().cloned()).collect()
 }
 
 /// Seconds of one captured call, of each replay.
-pub fn replays(gpu: &Gpu, graph: &Graph, runs: usize) -> Result<Vec<f64>> {
+pub fn replays(gpu: &Gpu, graph: &mut Graph, runs: usize) -> Result<Vec<f64>> {
     for _ in 0..3 {
         graph.replay(&gpu.stream)?;
     }

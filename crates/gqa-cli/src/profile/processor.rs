@@ -41,9 +41,9 @@ impl Processor {
     pub fn measure(gpu: &Gpu, problem: &Problem, calls: &[Arc<Call>], runs: usize) -> Result<Self> {
         let stream = &gpu.stream;
         let planner = gpu.planner();
-        let mut recording = gpu.device.record(&planner.plan(problem)?)?;
+        let mut recording = gpu.device.load(planner.plan(problem)?)?.record()?;
         let capture = |call| Ok(Graph::capture(stream, std::slice::from_ref(call))?);
-        let graphs = calls.iter().map(capture).collect::<Result<Vec<_>>>()?;
+        let mut graphs = calls.iter().map(capture).collect::<Result<Vec<_>>>()?;
         let cost = |work: &mut dyn FnMut(usize) -> Result<()>| {
             Ok::<_, anyhow::Error>(Cost {
                 idle_us: median_of_rows(gpu, runs * ROW, 1, work)?,
@@ -59,7 +59,10 @@ impl Processor {
             recorded: cost(&mut |turn| {
                 Ok(calls[turn % calls.len()].enqueue_recorded(&mut recording, stream)?)
             })?,
-            graph: cost(&mut |turn| Ok(graphs[turn % graphs.len()].replay(stream)?))?,
+            graph: cost(&mut |turn| {
+                let turn = turn % graphs.len();
+                Ok(graphs[turn].replay(stream)?)
+            })?,
         })
     }
 

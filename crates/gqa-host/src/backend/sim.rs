@@ -42,7 +42,7 @@ impl Sim {
     pub fn execute(&self, plan: &Plan, io: &mut Io<'_>) -> Result<()> {
         let mut workspace =
             vec![u128::from_ne_bytes([POISON; 16]); plan.workspace_bytes.div_ceil(16)];
-        let shared = plan.problem.cache == CacheBinding::Shared;
+        let shared = plan.problem().cache == CacheBinding::Shared;
         let mut counters = vec![0u32; plan.counters];
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
             .with_counters(bytemuck::cast_slice_mut(&mut counters));
@@ -113,7 +113,7 @@ fn is_settled(plan: &Plan, number: usize, arg: &Arg) -> bool {
         // As the caller says.
         (None, Some(id)) => {
             let is_new = matches!(id, TensorId::Query | TensorId::Key | TensorId::Value);
-            plan.problem.settled && !is_new
+            plan.problem().settled && !is_new
         }
         (None, None) => false,
         // It began when all before it had ended.

@@ -1,7 +1,8 @@
 //! A launch's arguments as the driver takes them.
 
-use super::enqueue::{Views, Workspace};
-use super::tensor_map::Encoded;
+use super::sys::EncodedTensorMap;
+use super::tensor_map;
+use super::views::{Views, Workspace};
 use crate::plan::{Arg, Launch, TensorMap};
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -16,18 +17,20 @@ const MAX_TENSOR_MAPS: usize = 4;
 pub(super) struct Addresses([u64; MAX_ARGUMENTS]);
 
 impl Addresses {
-    /// Errs where the launch has other arguments than its kernel.
-    pub(super) fn new(launch: &Launch, tensors: &Views<'_>, workspace: Workspace) -> Result<Self> {
-        let mut addresses = Self::unknown(launch)?;
-        for (address, arg) in addresses.0.iter_mut().zip(&launch.args) {
+    /// Of a launch that [`unknown`](Self::unknown) has accepted.
+    pub(super) fn new(launch: &Launch, tensors: &Views<'_>, workspace: Workspace) -> Self {
+        let mut addresses = Self([0; MAX_ARGUMENTS]);
+        for (address, arg) in addresses.0.iter_mut().zip(launch.args()) {
             *address = start(*arg, tensors, workspace);
         }
-        Ok(addresses)
+        addresses
     }
 
     /// For a launch that is described before its memory is known.
+    ///
+    /// Errs where the launch has other arguments than its kernel.
     pub(super) fn unknown(launch: &Launch) -> Result<Self> {
-        let Launch { entry, args, params, .. } = launch;
+        let (entry, args, params) = (launch.entry(), launch.args(), launch.params());
         let is_map = |arg: &Arg| matches!(arg, Arg::Map(_));
         if args.len() > MAX_ARGUMENTS
             || entry.tensor_maps > MAX_TENSOR_MAPS
@@ -49,20 +52,20 @@ impl Addresses {
         launch: &Launch,
         f: impl FnOnce(&mut [*mut c_void]) -> R,
     ) -> Result<R> {
-        let mut maps = [Encoded::default(); MAX_TENSOR_MAPS];
+        let mut maps = [EncodedTensorMap::default(); MAX_TENSOR_MAPS];
         let mut arguments = [std::ptr::null_mut::<c_void>(); MAX_ARGUMENTS + 1];
-        for (i, arg) in launch.args.iter().enumerate() {
+        for (i, arg) in launch.args().iter().enumerate() {
             arguments[i] = std::ptr::from_ref(&self.0[i]).cast_mut().cast();
             if let Arg::Map(map) = arg {
                 // Maps are the first arguments. There is none of unknown memory.
                 if self.0[i] != 0 {
-                    maps[i] = Encoded::new(map, self.0[i], launch.entry.name)?;
+                    maps[i] = tensor_map::encode(map, self.0[i], launch.entry().name)?;
                 }
                 arguments[i] = std::ptr::from_mut(&mut maps[i]).cast();
             }
         }
-        let count = launch.args.len();
-        arguments[count] = launch.params.as_ptr().cast_mut().cast();
+        let count = launch.args().len();
+        arguments[count] = launch.params().as_ptr().cast_mut().cast();
         Ok(f(&mut arguments[..=count]))
     }
 }
@@ -110,10 +113,10 @@ mod tests {
         (1 + id as u64) << 32
     }
 
-    const SCRATCH: Workspace = Workspace { pointer: 1 << 50, bytes: 1 << 30, counters: 1 << 51 };
+    const SCRATCH: Workspace = Workspace::new(1 << 50, 1 << 30, 1 << 51);
 
     fn views(plan: &Plan) -> Views<'_> {
-        let view = |id, shape| DeviceView { pointer: pointer(id), dtype: DType::F16, shape };
+        let view = |id, shape| DeviceView::new(pointer(id), DType::F16, shape);
         plan.tensors.iter().map(|(id, spec)| (*id, view(*id, &spec.shape[..]))).collect()
     }
 
@@ -123,7 +126,7 @@ mod tests {
         assert!(plan.launches.len() > 1);
         let mut scratch = 0;
         for launch in &plan.launches {
-            let addresses = Addresses::new(launch, &views(&plan), SCRATCH).unwrap();
+            let addresses = Addresses::new(launch, &views(&plan), SCRATCH);
             let found = addresses.with(launch, |arguments| {
                 let (params, pointers) = arguments.split_last().unwrap();
                 assert_eq!(params.cast_const().cast(), launch.params.as_ptr());
@@ -151,7 +154,7 @@ mod tests {
     fn a_launch_without_one_of_its_arguments_is_refused() {
         let mut plan = step();
         let unknown = Addresses::unknown(&plan.launches[0]).unwrap();
-        assert_ne!(unknown, Addresses::new(&plan.launches[0], &views(&plan), SCRATCH).unwrap());
+        assert_ne!(unknown, Addresses::new(&plan.launches[0], &views(&plan), SCRATCH));
         plan.launches[0].args.pop();
         let error = Addresses::unknown(&plan.launches[0]).unwrap_err().to_string();
         assert!(error.contains("other arguments than it has"), "{error}");

@@ -1,11 +1,13 @@
 //! Calls that own their device memory, and graphs of them.
 
-use super::cust::{self, RawGraph};
 use super::device::Device;
-use super::enqueue::{Views, Workspace};
+use super::loaded::LoadedPlan;
 use super::memory::DeviceTensor;
+use super::raw::{self, report};
 use super::recording::Recording;
-use super::stream::{Stream, report};
+use super::stream::Stream;
+use super::sys::RawGraphExec;
+use super::views::{Views, Workspace};
 use crate::backend::POISON;
 use crate::plan::{Plan, TensorId};
 use crate::{DType, Error, Result, Tensor};
@@ -13,33 +15,37 @@ use std::sync::Arc;
 
 /// A plan with device memory for its tensors and its workspace.
 pub struct Call {
-    device: Device,
-    plan: Plan,
+    loaded: LoadedPlan,
     tensors: Vec<(TensorId, DeviceTensor)>,
     workspace: DeviceTensor,
     counters: DeviceTensor,
 }
 
 impl Call {
-    /// Allocates every tensor of the plan's problem, and the workspace, and loads the kernels.
-    pub fn new(device: &Device, plan: Plan) -> Result<Self> {
-        device.prepare(&plan)?;
+    /// Loads the plan's kernels and allocates every tensor of its problem, and the workspace.
+    ///
+    /// # Errors
+    /// As [`Device::load`], and where the GPU has not enough free memory.
+    pub fn new(device: &Device, plan: impl Into<Arc<Plan>>) -> Result<Self> {
+        let loaded = device.load(plan)?;
+        let plan = loaded.plan();
         let tensors = plan
-            .tensors
+            .tensors()
             .iter()
             .map(|(id, spec)| Ok((*id, DeviceTensor::new(device, spec.dtype, &spec.shape)?)))
             .collect::<Result<_>>()?;
-        let workspace = DeviceTensor::new(device, DType::I32, &[plan.workspace_bytes.div_ceil(4)])?;
-        let counters = DeviceTensor::new(device, DType::I32, &[plan.counters])?;
+        let words = plan.workspace_bytes().div_ceil(4);
+        let workspace = DeviceTensor::new(device, DType::I32, &[words])?;
+        let counters = DeviceTensor::new(device, DType::I32, &[plan.counters()])?;
         let stream = Stream::new(device)?;
         counters.fill(0, &stream)?;
         stream.synchronize()?;
-        Ok(Self { device: device.clone(), plan, tensors, workspace, counters })
+        Ok(Self { loaded, tensors, workspace, counters })
     }
 
     /// The plan.
-    pub fn plan(&self) -> &Plan {
-        &self.plan
+    pub fn plan(&self) -> &Arc<Plan> {
+        self.loaded.plan()
     }
 
     /// The tensor in that role; `None` where the call has none.
@@ -48,16 +54,26 @@ impl Call {
     }
 
     /// Copies a host tensor into that role and waits until it is there.
+    ///
+    /// # Errors
+    /// Where the call has no such tensor, and as [`DeviceTensor::upload`].
     pub fn upload(&self, id: TensorId, tensor: &Tensor, stream: &Stream) -> Result<()> {
         self.expect(id)?.upload(tensor, stream)
     }
 
     /// Waits for the stream and copies the tensor in that role to the host.
+    ///
+    /// # Errors
+    /// Where the call has no such tensor, and as [`DeviceTensor::download`].
     pub fn download(&self, id: TensorId, stream: &Stream) -> Result<Tensor> {
         self.expect(id)?.download(stream)
     }
 
-    /// Fills workspace and outputs with bytes that are NaN in every element type, so that what a kernel forgets to write shows.
+    /// Fills workspace and outputs with bytes that are NaN in every element type, so that what a
+    /// kernel forgets to write shows.
+    ///
+    /// # Errors
+    /// As [`DeviceTensor::fill`].
     pub fn poison(&self, stream: &Stream) -> Result<()> {
         let outputs =
             self.tensors.iter().filter(|(id, _)| id.is_output()).map(|(_, tensor)| tensor);
@@ -65,25 +81,36 @@ impl Call {
     }
 
     /// Puts the call into the stream; does not wait.
+    ///
+    /// # Errors
+    /// Where the stream belongs to another device, or a kernel cannot be launched.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
-        // SAFETY: all memory belongs to this call and is freed, which waits for its kernels, when the call goes.
-        unsafe { self.device.enqueue(&self.plan, &self.views(), self.scratch(), stream.raw()) }
+        // SAFETY: all memory belongs to this call and is freed, which waits for its kernels, when
+        // the call goes.
+        unsafe { self.loaded.enqueue(&self.views(), self.scratch(), stream) }
     }
 
     /// Puts the call into the stream by a recording of such a plan; does not wait.
+    ///
+    /// # Errors
+    /// Where the recording or the stream belongs to another device, or the recording's plan has
+    /// other tensors.
     pub fn enqueue_recorded(&self, recording: &mut Recording, stream: &Stream) -> Result<()> {
-        // SAFETY: as in `enqueue`; the recording checks that tensors and workspace are what its plan wants.
-        unsafe { recording.enqueue(&self.views(), self.scratch(), stream.raw()) }
+        recording.expect_on(self.loaded.device())?;
+        // SAFETY: as in `enqueue`; the recording checks that tensors and workspace are what its
+        // plan wants, and was just found to be on the device of this memory.
+        unsafe { recording.enqueue(&self.views(), self.scratch(), stream) }
     }
 
-    /// Puts one launch of the plan into the stream, by its number; does not wait. For timing it alone: a launch gives the same result
-    /// as often as it runs. Errs where launches of the plan run beside each other and share work.
+    /// Puts one launch of the plan into the stream, by its number; does not wait. For timing it
+    /// alone: a launch gives the same result as often as it runs.
+    ///
+    /// # Errors
+    /// Where there is no such launch, and where launches of the plan share work.
     pub fn enqueue_launch(&self, number: usize, stream: &Stream) -> Result<()> {
         let (views, part) = (self.views(), number..number.saturating_add(1));
         // SAFETY: as in `enqueue`.
-        unsafe {
-            self.device.enqueue_launches(&self.plan, part, &views, self.scratch(), stream.raw())
-        }
+        unsafe { self.loaded.enqueue_launches(part, &views, self.scratch(), stream) }
     }
 
     fn views(&self) -> Views<'_> {
@@ -91,11 +118,8 @@ impl Call {
     }
 
     fn scratch(&self) -> Workspace {
-        Workspace {
-            pointer: self.workspace.view().pointer,
-            bytes: self.workspace.bytes(),
-            counters: self.counters.view().pointer,
-        }
+        let (workspace, counters) = (&self.workspace, &self.counters);
+        Workspace::new(workspace.view().pointer, workspace.bytes(), counters.view().pointer)
     }
 
     fn expect(&self, id: TensorId) -> Result<&DeviceTensor> {
@@ -107,24 +131,29 @@ impl Call {
 
 /// Calls captured once, to be launched again and again at the cost of one launch.
 pub struct Graph {
-    raw: RawGraph,
+    exec: RawGraphExec,
     device: Device,
     /// What the graph's kernels work on must live as long as the graph.
     calls: Vec<Arc<Call>>,
 }
 
-// SAFETY: the driver takes handles from any thread.
+// SAFETY: the driver takes handles from any thread. It does not let two threads use one executable
+// graph at once, so the graph is not `Sync`, and a replay borrows it mutably.
 unsafe impl Send for Graph {}
-// SAFETY: as above; the driver orders concurrent calls.
-unsafe impl Sync for Graph {}
 
 impl Graph {
     /// Captures the calls, in order, without running them.
+    ///
+    /// # Errors
+    /// As [`Call::enqueue`], and where the stream cannot be captured.
     pub fn capture(stream: &Stream, calls: &[Arc<Call>]) -> Result<Self> {
         Self::capture_with(stream, calls, |call| call.enqueue(stream))
     }
 
     /// Captures one launch of each call, by its number, without running it.
+    ///
+    /// # Errors
+    /// As [`Call::enqueue_launch`], and where the stream cannot be captured.
     pub fn capture_launch(stream: &Stream, calls: &[Arc<Call>], number: usize) -> Result<Self> {
         Self::capture_with(stream, calls, |call| call.enqueue_launch(number, stream))
     }
@@ -136,15 +165,15 @@ impl Graph {
     ) -> Result<Self> {
         stream.with(|| {
             // SAFETY: the stream lives.
-            unsafe { cust::begin_capture(stream.raw()) }
+            unsafe { raw::stream::begin_capture(stream.raw()) }
         })?;
         let enqueued = calls.iter().try_for_each(|call| enqueue(call));
         let captured = stream.with(|| {
             // SAFETY: the capture began above.
-            unsafe { cust::end_capture(stream.raw()) }
+            unsafe { raw::stream::end_capture(stream.raw()) }
         });
         let device = stream.device().clone();
-        let graph = captured.map(|raw| Self { raw, device, calls: calls.to_vec() });
+        let graph = captured.map(|exec| Self { exec, device, calls: calls.to_vec() });
         enqueued.and(graph)
     }
 
@@ -154,17 +183,23 @@ impl Graph {
     }
 
     /// Puts all calls into the stream again; does not wait.
-    pub fn replay(&self, stream: &Stream) -> Result<()> {
+    ///
+    /// # Errors
+    /// Where the stream belongs to another device.
+    pub fn replay(&mut self, stream: &Stream) -> Result<()> {
+        stream.expect_on(&self.device)?;
         stream.with(|| {
-            // SAFETY: the graph holds on to its calls and with them to their memory.
-            unsafe { cust::launch_graph(self.raw, stream.raw()) }
+            // SAFETY: the graph is borrowed mutably, holds on to its calls, and with them to their
+            // memory.
+            unsafe { raw::graph::launch(self.exec, stream.raw()) }
         })
     }
 }
 
 impl Drop for Graph {
     fn drop(&mut self) {
+        let entered = self.device.enter();
         // SAFETY: made by `capture`; the driver keeps it until it has run.
-        report(self.device.enter().and_then(|_entered| unsafe { cust::destroy_graph(self.raw) }));
+        report(entered.and_then(|_entered| unsafe { raw::graph::destroy_exec(self.exec) }));
     }
 }

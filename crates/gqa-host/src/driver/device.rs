@@ -1,82 +1,95 @@
-//! A GPU: its primary context and the modules loaded into it.
+//! A GPU: a context and the kernels loaded into it.
 
-use super::cust::{self, Context, Entered, Failure, Properties, RawFunction, RawStream};
 use super::error::{CudaVersion, DriverError};
-use super::modules::Modules;
-use super::side::{Side, Sides};
+use super::modules::{Kernel, Modules};
+use super::raw::context::{Context, Entered, Properties};
+use super::raw::{self, Failure, report};
+use super::sys::RawContext;
 use crate::plan::DeviceInfo;
+use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The CUDA version of the driver; [`DriverError::NoDriver`] where there is none.
 pub fn driver_version() -> Result<CudaVersion, DriverError> {
-    cust::init()
+    raw::start()
 }
 
 /// Number of GPUs that the driver finds.
 pub fn device_count() -> Result<u32, DriverError> {
-    cust::init()?;
-    cust::device_count()
+    raw::start()?;
+    raw::device_count()
 }
 
-/// A GPU, opened. Clones are the same GPU.
+/// A GPU, opened: one of its contexts. Clones are the same.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
-/// Modules and streams are dropped before their context.
 struct Inner {
-    modules: Mutex<Modules>,
-    sides: Mutex<Sides>,
+    modules: Modules,
     context: Context,
     info: DeviceInfo,
     memory_bytes: usize,
 }
 
 impl Inner {
-    fn new(ordinal: u32, version: CudaVersion) -> Result<Self, DriverError> {
-        let context = Context::retain(ordinal)?;
+    fn new(context: Context, version: CudaVersion) -> Result<Self, DriverError> {
         let properties = context.properties()?;
         if properties.sm < 70 {
-            return Err(DriverError::UnsupportedDevice {
-                name: properties.name,
-                sm: properties.sm,
-            });
+            let Properties { name, sm, .. } = properties;
+            return Err(DriverError::UnsupportedDevice { name, sm });
         }
-        let modules = Mutex::new(Modules::new(properties.sm, version));
+        let modules = Modules::new(properties.sm, version);
         let memory_bytes = properties.memory_bytes;
-        let sides = Mutex::default();
-        Ok(Self { modules, sides, context, info: info(properties), memory_bytes })
+        Ok(Self { modules, context, info: info(properties), memory_bytes })
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let entered = self.context.enter();
-        let modules = self.modules.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let sides = std::mem::take(self.sides.get_mut().unwrap_or_else(PoisonError::into_inner));
-        match entered {
-            Ok(_entered) => {
-                drop(sides);
-                modules.unload();
-            }
-            Err(failure) => tracing::error!("{} failed ({})", failure.call, failure.code),
-        }
+        let Self { modules, context, .. } = self;
+        report(context.enter().map(|_entered| modules.unload()));
     }
 }
 
+/// The devices that are open, so that a context's kernels are compiled once.
+static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+
 impl Device {
-    /// Opens GPU number `ordinal` through its primary context. A GPU that is open already is shared, with the kernels compiled for it.
+    /// Opens GPU number `ordinal` through its primary context, which the CUDA runtime, PyTorch and
+    /// candle use, too. A context that is open already is shared, with the kernels compiled for it.
+    ///
+    /// # Errors
+    /// Where there is no driver or no such GPU, or the GPU is older than the oldest kernel.
     pub fn open(ordinal: u32) -> Result<Self, DriverError> {
-        static OPEN: Mutex<Vec<(u32, Weak<Inner>)>> = Mutex::new(Vec::new());
-        let version = cust::init()?;
+        let version = raw::start()?;
+        Self::with_context(Context::retain(ordinal)?, version)
+    }
+
+    /// Opens a context that belongs to someone else, from its `CUcontext`. It is not destroyed with
+    /// the device.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    ///
+    /// # Safety
+    /// The context exists, and goes on to exist as long as the device and everything made with it.
+    pub unsafe fn from_raw_context(context: *mut c_void) -> Result<Self, DriverError> {
+        let version = raw::start()?;
+        // SAFETY: the caller's.
+        Self::with_context(unsafe { Context::borrow(context) }?, version)
+    }
+
+    fn with_context(context: Context, version: CudaVersion) -> Result<Self, DriverError> {
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|(_, device)| device.strong_count() > 0);
-        let known = open.iter().find(|(number, _)| *number == ordinal);
-        if let Some(inner) = known.and_then(|(_, device)| device.upgrade()) {
+        open.retain(|device| device.strong_count() > 0);
+        let mut known = open.iter().filter_map(Weak::upgrade);
+        if let Some(inner) = known.find(|inner| inner.context.raw() == context.raw()) {
             return Ok(Self(inner));
         }
-        let inner = Arc::new(Inner::new(ordinal, version)?);
-        open.push((ordinal, Arc::downgrade(&inner)));
+        let inner = Arc::new(Inner::new(context, version)?);
+        open.push(Arc::downgrade(&inner));
         Ok(Self(inner))
     }
 
@@ -90,19 +103,29 @@ impl Device {
         self.0.memory_bytes
     }
 
+    /// The driver's handle, a `CUcontext`; valid as long as the device.
+    pub fn raw_context(&self) -> RawContext {
+        self.0.context.raw()
+    }
+
     /// Makes the GPU's context current for this thread as long as the guard lives.
     pub(super) fn enter(&self) -> Result<Entered, Failure> {
         self.0.context.enter()
     }
 
-    /// A stream beside `stream`. The context must be entered.
-    pub(super) fn beside(&self, stream: RawStream) -> Result<Arc<Side>, Failure> {
-        self.0.sides.lock().unwrap_or_else(PoisonError::into_inner).of(stream)
+    /// The kernel, from its module, which is loaded when it is first asked for. The context must
+    /// be entered.
+    pub(super) fn kernel(&self, entry: &'static Entry) -> Result<Kernel, DriverError> {
+        self.0.modules.kernel(entry)
     }
 
-    /// The kernel, from its module, which is loaded when it is first asked for. The context must be entered.
-    pub(super) fn function(&self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
-        self.0.modules.lock().unwrap_or_else(PoisonError::into_inner).function(entry)
+    /// Errs unless `argument` belongs to this device.
+    pub(super) fn expect_same(&self, argument: &'static str, other: &Self) -> Result<()> {
+        if Arc::ptr_eq(&self.0, &other.0) {
+            return Ok(());
+        }
+        let of = |device: &Self| format!("of {} {:?}", device.info().name, device.raw_context());
+        Err(Error::invalid(argument, of(other), of(self)))
     }
 }
 

@@ -1,55 +1,63 @@
 //! Tensors in device memory.
 
-use super::cust;
 use super::device::Device;
-use super::enqueue::DeviceView;
 use super::error::{Code, DriverError};
+use super::raw::{self, report};
 use super::stream::Stream;
+use super::views::DeviceView;
 use crate::{DType, Error, Result, Tensor};
 
-/// An owned tensor in device memory, row-major and contiguous. Freeing it waits for the kernels that use it.
+/// An owned tensor in device memory, row-major and contiguous. Freeing it waits for the kernels
+/// that use it.
 pub struct DeviceTensor {
     device: Device,
     pointer: u64,
+    bytes: usize,
     dtype: DType,
     shape: Vec<usize>,
 }
 
 impl DeviceTensor {
     /// Allocates; the elements hold anything.
+    ///
+    /// # Errors
+    /// [`DriverError::OutOfMemory`] where the GPU has not enough free memory.
     pub fn new(device: &Device, dtype: DType, shape: &[usize]) -> Result<Self> {
-        let bytes = shape.iter().product::<usize>() * dtype.size();
+        let bytes = shape.iter().fold(dtype.size(), |bytes, &n| bytes.saturating_mul(n));
         let pointer = if bytes == 0 { 0 } else { allocate(device, bytes)? };
-        Ok(Self { device: device.clone(), pointer, dtype, shape: shape.to_vec() })
+        Ok(Self { device: device.clone(), pointer, bytes, dtype, shape: shape.to_vec() })
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.size()
+        self.bytes
     }
 
     /// Its place, type and shape.
     pub fn view(&self) -> DeviceView<'_> {
-        DeviceView { pointer: self.pointer, dtype: self.dtype, shape: &self.shape }
+        DeviceView::new(self.pointer, self.dtype, &self.shape)
     }
 
     /// Copies a host tensor of the same type and number of elements and waits until it is there.
+    ///
+    /// # Errors
+    /// Where the tensor has another type or size, or the stream belongs to another device.
     pub fn upload(&self, tensor: &Tensor, stream: &Stream) -> Result<()> {
-        let elements = self.shape.iter().product::<usize>();
-        if tensor.dtype() != self.dtype || tensor.len() != elements {
-            let got = format!("{} {:?}", tensor.dtype(), tensor.shape());
-            return Err(Error::invalid("upload", got, format!("{} {:?}", self.dtype, self.shape)));
+        let bytes = tensor.bytes();
+        if tensor.dtype() != self.dtype || bytes.len() != self.bytes {
+            return Err(self.mismatch("upload", tensor));
         }
-        if !tensor.is_empty() {
-            let _entered = self.device.enter().map_err(DriverError::from)?;
+        self.copied(stream, || {
             // SAFETY: the sizes are equal, and the stream is waited for before the source can go.
-            unsafe { cust::copy_to_device(self.pointer, tensor.bytes(), stream.raw()) }
-                .map_err(DriverError::from)?;
-        }
+            unsafe { raw::memory::copy_to_device(self.pointer, bytes, stream.raw()) }
+        })?;
         stream.synchronize()
     }
 
     /// Waits for the stream and copies the tensor to the host.
+    ///
+    /// # Errors
+    /// As [`download_to`](Self::download_to), and where the host has no room.
     pub fn download(&self, stream: &Stream) -> Result<Tensor> {
         let mut tensor = Tensor::try_zeros("download", self.dtype, &self.shape)?;
         self.download_to(&mut tensor, stream)?;
@@ -57,48 +65,67 @@ impl DeviceTensor {
     }
 
     /// As [`download`](Self::download), into a tensor of the same type and shape.
+    ///
+    /// # Errors
+    /// Where the tensor has another type or shape, the stream belongs to another device, or a
+    /// kernel ahead in the stream has failed.
     pub fn download_to(&self, tensor: &mut Tensor, stream: &Stream) -> Result<()> {
         if tensor.dtype() != self.dtype || tensor.shape() != self.shape {
-            let got = format!("{} {:?}", tensor.dtype(), tensor.shape());
-            return Err(Error::invalid(
-                "download",
-                got,
-                format!("{} {:?}", self.dtype, self.shape),
-            ));
+            return Err(self.mismatch("download", tensor));
         }
-        if !tensor.is_empty() {
-            let _entered = self.device.enter().map_err(DriverError::from)?;
-            // SAFETY: the sizes are equal, and the stream is waited for before the destination is read.
-            unsafe { cust::copy_to_host(tensor.bytes_mut(), self.pointer, stream.raw()) }
-                .map_err(DriverError::from)?;
+        let bytes = tensor.bytes_mut();
+        if bytes.len() != self.bytes {
+            let got = format!("room for {} bytes", bytes.len());
+            return Err(Error::invalid("download", got, format!("{} bytes", self.bytes)));
         }
+        self.copied(stream, || {
+            // SAFETY: the sizes are equal, and the stream is waited for before anything is read.
+            unsafe { raw::memory::copy_to_host(bytes, self.pointer, stream.raw()) }
+        })?;
         stream.synchronize()
     }
 
     /// Copies another tensor of the same size in bytes, in the stream's order; does not wait.
+    ///
+    /// # Errors
+    /// Where the sizes differ, or the other tensor or the stream belongs to another device.
     pub fn copy_from(&self, source: &Self, stream: &Stream) -> Result<()> {
-        if source.bytes() != self.bytes() {
-            let allowed = format!("{} bytes", self.bytes());
-            return Err(Error::invalid("copy", format!("{} bytes", source.bytes()), allowed));
+        self.device.expect_same("source", &source.device)?;
+        if source.bytes != self.bytes {
+            let allowed = format!("{} bytes", self.bytes);
+            return Err(Error::invalid("copy", format!("{} bytes", source.bytes), allowed));
         }
-        if self.bytes() > 0 {
-            let _entered = self.device.enter().map_err(DriverError::from)?;
-            // SAFETY: both have that many bytes and are freed only after the copy, because freeing waits.
-            unsafe { cust::copy(self.pointer, source.pointer, self.bytes(), stream.raw()) }
-                .map_err(DriverError::from)?;
-        }
-        Ok(())
+        self.copied(stream, || {
+            // SAFETY: both have that many bytes and are freed only after the copy, because
+            // freeing waits.
+            unsafe { raw::memory::copy(self.pointer, source.pointer, self.bytes, stream.raw()) }
+        })
     }
 
     /// Sets every byte, in the stream's order.
+    ///
+    /// # Errors
+    /// Where the stream belongs to another device.
     pub fn fill(&self, byte: u8, stream: &Stream) -> Result<()> {
-        if self.bytes() > 0 {
-            let _entered = self.device.enter().map_err(DriverError::from)?;
+        self.copied(stream, || {
             // SAFETY: the memory has that many bytes.
-            unsafe { cust::fill(self.pointer, byte, self.bytes(), stream.raw()) }
-                .map_err(DriverError::from)?;
-        }
-        Ok(())
+            unsafe { raw::memory::fill(self.pointer, byte, self.bytes, stream.raw()) }
+        })
+    }
+
+    /// Runs a driver call on the memory, unless there is none.
+    fn copied(
+        &self,
+        stream: &Stream,
+        call: impl FnOnce() -> Result<(), raw::Failure>,
+    ) -> Result<()> {
+        stream.expect_on(&self.device)?;
+        if self.bytes == 0 { Ok(()) } else { stream.with(call) }
+    }
+
+    fn mismatch(&self, argument: &'static str, tensor: &Tensor) -> Error {
+        let got = format!("{} {:?}", tensor.dtype(), tensor.shape());
+        Error::invalid(argument, got, format!("{} {:?}", self.dtype, self.shape))
     }
 }
 
@@ -108,19 +135,16 @@ impl Drop for DeviceTensor {
             return;
         }
         // SAFETY: allocated by `new` and owned by this tensor alone.
-        let freed = self.device.enter().and_then(|_entered| unsafe { cust::free(self.pointer) });
-        if let Err(failure) = freed {
-            tracing::error!("{} failed ({})", failure.call, failure.code);
-        }
+        report(self.device.enter().and_then(|_entered| unsafe { raw::memory::free(self.pointer) }));
     }
 }
 
 fn allocate(device: &Device, bytes: usize) -> Result<u64, DriverError> {
     let _entered = device.enter()?;
-    cust::allocate(bytes).map_err(|failure| match failure.code {
+    raw::memory::allocate(bytes).map_err(|failure| match failure.code {
         Code::OUT_OF_MEMORY => DriverError::OutOfMemory {
             requested: bytes,
-            free: cust::free_memory().unwrap_or_default(),
+            free: raw::memory::free_bytes().unwrap_or_default(),
         },
         _ => failure.into(),
     })

@@ -1,8 +1,10 @@
 //! GPUs through the CUDA driver: devices, memory, streams, graphs, and plans put into streams.
 //!
-//! Two levels. [`Device::enqueue`] takes a stream, device pointers and a workspace that belong to the caller, allocates nothing
-//! and never waits, so a CUDA graph can capture it and replay it after `seqlens_k` has changed in place; a [`Recording`] does the same as a graph of its own, for less of
-//! the processor's time. On top of it [`Call`] owns its memory and is safe; a [`Graph`] captures calls.
+//! Two levels. A [`LoadedPlan`] takes a stream, device pointers and a workspace that belong to the
+//! caller, allocates nothing and never waits, so a CUDA graph can capture it and replay it after
+//! `seqlens_k` has changed in place; a [`Recording`] does the same as a graph of its own, for less
+//! of the processor's time. On top of it [`Call`] owns its memory and is safe; a [`Graph`] captures
+//! calls.
 //!
 //! ```no_run
 //! use gqa_host::driver::{Call, Device, Graph, Stream};
@@ -12,7 +14,7 @@
 //! let stream = Stream::new(&device)?;
 //! let call = std::sync::Arc::new(Call::new(&device, plan)?);
 //! call.upload(TensorId::Query, query, &stream)?;
-//! let graph = Graph::capture(&stream, &[call.clone()])?;
+//! let mut graph = Graph::capture(&stream, &[call.clone()])?;
 //! let seconds = stream.timed(|| graph.replay(&stream))?;
 //! let output = call.download(TensorId::Output, &stream)?;
 //! # let _ = (seconds, output);
@@ -22,26 +24,28 @@
 
 mod arguments;
 mod call;
+#[cfg(feature = "cust")]
 mod cust;
 mod device;
-mod enqueue;
 mod error;
-mod launch;
-mod lazy;
+mod loaded;
 mod memory;
 mod modules;
 mod range;
+mod raw;
 mod recording;
-mod side;
+mod side_stream;
 mod stream;
+mod sys;
 mod tensor_map;
+mod views;
 
 pub use call::{Call, Graph};
-pub use cust::RawStream;
 pub use device::{Device, device_count, driver_version};
-pub use enqueue::{DeviceView, Views, Workspace};
 pub use error::{Code, CudaVersion, DriverError};
+pub use loaded::LoadedPlan;
 pub use memory::DeviceTensor;
 pub use modules::{Shipped, shipped};
 pub use recording::Recording;
 pub use stream::{Event, Stream};
+pub use views::{DeviceView, Views, Workspace};

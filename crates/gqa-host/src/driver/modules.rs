@@ -1,11 +1,13 @@
 //! The PTX that is shipped inside this library, and its modules once a GPU has compiled them.
 
-use super::cust::{self, Failure, RawFunction, RawModule};
 use super::error::{Code, CudaVersion, DriverError};
+use super::raw::{self, Failure, report};
+use super::sys::{RawFunction, RawModule};
 use gqa_kernels::registry::Entry;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::io::Read;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One PTX module as it is shipped.
 #[derive(Debug)]
@@ -97,26 +99,46 @@ impl Shipped {
     }
 }
 
+/// A kernel on a device; valid as long as the device's [`Modules`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kernel {
+    module: RawModule,
+    pub(super) function: RawFunction,
+}
+
+// SAFETY: the driver takes handles from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; the handles are only read.
+unsafe impl Sync for Kernel {}
+
+/// A kernel's place. Its own lock is held while the kernel is compiled, so that threads wait only
+/// for a kernel that they want themselves.
+type Place = Arc<Mutex<Option<Kernel>>>;
+
 /// What a device has loaded: a module for each kernel.
 pub(super) struct Modules {
     sm: u32,
     version: CudaVersion,
-    loaded: HashMap<&'static str, (RawModule, RawFunction)>,
+    places: Mutex<HashMap<&'static str, Place>>,
 }
-
-// SAFETY: the driver takes handles from any thread.
-unsafe impl Send for Modules {}
 
 impl Modules {
     pub(super) fn new(sm: u32, version: CudaVersion) -> Self {
-        Self { sm, version, loaded: HashMap::new() }
+        Self { sm, version, places: Mutex::default() }
     }
 
-    /// The kernel; compiled and loaded if it is asked for the first time. The device's context must be entered.
-    pub(super) fn function(&mut self, entry: &'static Entry) -> Result<RawFunction, DriverError> {
-        if let Some(&(_, function)) = self.loaded.get(entry.name) {
-            return Ok(function);
+    /// The kernel; compiled and loaded if it is asked for the first time. The device's context
+    /// must be entered.
+    pub(super) fn kernel(&self, entry: &'static Entry) -> Result<Kernel, DriverError> {
+        let place = lock(&self.places).entry(entry.name).or_default().clone();
+        let mut place = lock(&place);
+        match *place {
+            Some(kernel) => Ok(kernel),
+            None => Ok(*place.insert(self.load(entry)?)),
         }
+    }
+
+    fn load(&self, entry: &'static Entry) -> Result<Kernel, DriverError> {
         let started = std::time::Instant::now();
         let missing = || DriverError::MissingKernel { entry: entry.name, sm: self.sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
@@ -124,24 +146,29 @@ impl Modules {
         let module = load(shipped, entry.name, self.version)?.ok_or_else(missing)?;
         // SAFETY: the module was just loaded.
         let function =
-            unsafe { cust::function(module, &name, entry.shared_bytes, entry.max_cluster) }
-                .inspect_err(|_| unload(module))?;
+            unsafe { raw::module::function(module, &name, entry.shared_bytes, entry.max_cluster) };
+        let function = function.inspect_err(|_| unload(module))?;
         let seconds = started.elapsed().as_secs_f64();
         tracing::debug!(entry = entry.name, module = shipped.name(), seconds, "compiled PTX");
-        self.loaded.insert(entry.name, (module, function));
-        Ok(function)
+        Ok(Kernel { module, function })
     }
 
     /// Forgets everything. The device's context must be entered.
-    pub(super) fn unload(&mut self) {
-        self.loaded.drain().for_each(|(_, (module, _))| unload(module));
+    pub(super) fn unload(&self) {
+        for (_, place) in lock(&self.places).drain() {
+            lock(&place).take().into_iter().for_each(|kernel| unload(kernel.module));
+        }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Unloads a module whose function is not used again.
 fn unload(module: RawModule) {
     // SAFETY: made by `load`; its function is forgotten.
-    super::stream::report(unsafe { cust::unload_module(module) });
+    report(unsafe { raw::module::unload(module) });
 }
 
 /// A module of that entry alone; `None` where the shipped text lacks it.
@@ -157,7 +184,7 @@ fn load(
         return Ok(None);
     };
     let text = CString::new(text).map_err(|error| unreadable(&error))?;
-    cust::load_module(&text).map(Some).map_err(|(Failure { code, .. }, log)| match code {
+    raw::module::load(&text).map(Some).map_err(|(Failure { code, .. }, log)| match code {
         Code::UNSUPPORTED_PTX_VERSION => DriverError::DriverTooOld {
             have: version,
             need: shipped.needs(),

@@ -3,7 +3,9 @@
 use super::KvCache;
 use super::validate::{Dim, MAX_HEAD_SIZE, Pattern, check_rows, shape};
 use crate::backend::{Backend, Io, dump};
-use crate::{CacheBinding, Computes, DType, Error, Layout, Phase, Problem, Result, Tensor};
+use crate::{
+    CacheBinding, Computes, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
+};
 use ndarray::Array1;
 
 impl KvCache {
@@ -93,7 +95,7 @@ impl KvCache {
         check("key", key, &dims)?;
         check("value", value, &dims)?;
         check_rows("past_key", [batch, heads, capacity])?;
-        Ok(Problem {
+        Problem::new(ProblemFields {
             computes: Computes::Cache,
             batch,
             q_heads: heads,
@@ -109,7 +111,7 @@ impl KvCache {
             cache: CacheBinding::Shared,
             layout,
             causal: true,
-            ..Problem::plain("TensorScatter", cache.dtype)
+            ..ProblemFields::plain("TensorScatter", cache.dtype)
         })
     }
 }

@@ -2,7 +2,9 @@
 
 use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
 use crate::backend::{Backend, Io, dump};
-use crate::{Computes, DType, Error, Layout, Problem, Result, Rotary, Tensor, TensorDesc};
+use crate::{
+    Computes, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
+};
 use ndarray::{Array1, Array2};
 
 /// The operator's attributes, with ONNX's defaults.
@@ -81,7 +83,7 @@ impl RotaryEmbedding {
         let dim = self.dim(size)?;
         let max_positions = check_caches(inputs, x.dtype, [batch, rows, dim / 2])?;
         check_rows("X", [batch, heads, rows])?;
-        Ok(Problem {
+        Problem::new(ProblemFields {
             computes: Computes::Rotation,
             batch,
             q_heads: heads,
@@ -98,7 +100,7 @@ impl RotaryEmbedding {
                 max_positions,
                 explicit: Some(rows),
             }),
-            ..Problem::plain("RotaryEmbedding", x.dtype)
+            ..ProblemFields::plain("RotaryEmbedding", x.dtype)
         })
     }
 

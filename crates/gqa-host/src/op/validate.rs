@@ -7,7 +7,9 @@ mod sliding;
 mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
-use crate::{CacheBinding, DType, Error, Phase, Problem, QkOutput, Result, Rotary, Sink};
+use crate::{
+    CacheBinding, DType, Error, Phase, Problem, ProblemFields, QkOutput, Result, Rotary, Sink,
+};
 use inputs::{Heads, Query};
 pub(super) use inputs::{MAX_HEAD_SIZE, both};
 pub(super) use pattern::{Dim, MAX_COUNT, Pattern, addressable, shape};
@@ -59,7 +61,7 @@ impl GroupQueryAttention {
         query.check_seqlens_k(inputs)?;
         self.check_sliding(inputs, quantised, rows)?;
         let capacity = self.present_rows(rows, cache)?;
-        let problem = Problem {
+        let problem = Problem::new(ProblemFields {
             out_dtype: if self.float32_output { DType::F32 } else { query.dtype },
             batch: query.batch,
             q_heads: heads.query,
@@ -93,8 +95,8 @@ impl GroupQueryAttention {
             lse: self.lse,
             settled: self.settled,
             float8_products: self.float8_products,
-            ..Problem::plain("GroupQueryAttention", query.dtype)
-        };
+            ..ProblemFields::plain("GroupQueryAttention", query.dtype)
+        })?;
         check_sizes(&problem)?;
         Ok(problem)
     }

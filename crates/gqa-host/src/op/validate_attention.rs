@@ -5,8 +5,8 @@ use super::validate::{
 };
 use super::{Attention, AttentionInputs};
 use crate::{
-    Alignment, Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkOutput, Result, Tensor,
-    TensorDesc,
+    Alignment, Bias, CacheBinding, DType, Error, Layout, Phase, Problem, ProblemFields, QkOutput,
+    Result, Tensor, TensorDesc,
 };
 
 /// softmax_precision: float32, float16, float64, bfloat16.
@@ -31,7 +31,7 @@ impl Attention {
         let (phase, alignment) =
             sizes.alignment(past, cache, inputs.nonpad_kv_seqlen.is_some(), window.is_some());
         let scale = self.scale.unwrap_or(1.0 / (sizes.head_size as f32).sqrt());
-        let problem = Problem {
+        let problem = Problem::new(ProblemFields {
             v_dtype: inputs.v.dtype,
             batch: sizes.batch,
             q_heads: sizes.q_heads,
@@ -54,8 +54,8 @@ impl Attention {
             causal: window.right == Some(0),
             bias: sizes.mask(inputs, total)?,
             output_qk: self.output_qk(),
-            ..Problem::plain("Attention", inputs.q.dtype)
-        };
+            ..ProblemFields::plain("Attention", inputs.q.dtype)
+        })?;
         check_rows("Q", [problem.batch, problem.q_heads, problem.q_len])?;
         check_rows("K", [problem.batch, problem.kv_heads, problem.capacity])?;
         addressable("K", &problem.key_cache_shape(total))?;

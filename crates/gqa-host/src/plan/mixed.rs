@@ -12,7 +12,7 @@ use super::attention::{self, Choice, Crew, Task};
 use super::launch::Scratch;
 use super::prologue::Rows;
 use super::{Candidate, Decision, DeviceInfo, Launch, Switches};
-use crate::{Pages, Problem, Result};
+use crate::{Pages, Problem, ProblemFields, Result};
 
 /// Kernels that read blocks, and why not others.
 pub(super) struct Attentions {
@@ -116,7 +116,8 @@ impl Few {
         let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
         let candidates =
             tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
-                let problem = Problem { q_len: tokens, new_len: tokens, ..p.clone() };
+                let problem =
+                    p.derive(|call| ProblemFields { q_len: tokens, new_len: tokens, ..call });
                 let choice = consider(&problem).ok()?;
                 Some(Self { problem, choice, lengths: Lengths::of(p, pages, tokens) })
             });

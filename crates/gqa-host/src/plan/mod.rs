@@ -164,20 +164,52 @@ impl TensorMap {
 /// One kernel launch.
 #[derive(Clone, Debug)]
 pub struct Launch {
+    pub(crate) entry: &'static Entry,
+    pub(crate) grid: [u32; 3],
+    pub(crate) cluster: u32,
+    pub(crate) programmatic: bool,
+    pub(crate) aside: bool,
+    pub(crate) args: Vec<Arg>,
+    pub(crate) params: Vec<u8>,
+}
+
+impl Launch {
     /// The kernel; it also says block size and shared memory.
-    pub entry: &'static Entry,
-    /// Blocks.
-    pub grid: [u32; 3],
+    pub fn entry(&self) -> &'static Entry {
+        self.entry
+    }
+
+    /// Blocks in x, y and z.
+    pub fn grid(&self) -> [u32; 3] {
+        self.grid
+    }
+
     /// Blocks of a cluster, neighbours in x; 1: no clusters.
-    pub cluster: u32,
-    /// The launch may start before the one before it in the stream has ended; its kernel waits for that by itself.
-    pub programmatic: bool,
-    /// The launches behind it do not wait for it; what is behind the plan does. Its blocks take free multiprocessors before theirs.
-    pub aside: bool,
+    pub fn cluster(&self) -> u32 {
+        self.cluster
+    }
+
+    /// The launch may start before the one before it in the stream has ended (programmatic
+    /// dependent launch); its kernel waits for that by itself.
+    pub fn programmatic(&self) -> bool {
+        self.programmatic
+    }
+
+    /// The launches behind it do not wait for it; what is behind the plan does. Its blocks take
+    /// free SMs before theirs.
+    pub fn aside(&self) -> bool {
+        self.aside
+    }
+
     /// In the order of [`Entry::arguments`].
-    pub args: Vec<Arg>,
+    pub fn args(&self) -> &[Arg] {
+        &self.args
+    }
+
     /// Bytes of the parameter struct.
-    pub params: Vec<u8>,
+    pub fn params(&self) -> &[u8] {
+        &self.params
+    }
 }
 
 impl Launch {
@@ -195,27 +227,73 @@ impl Launch {
     }
 }
 
-/// A problem's launches on a device, and why these.
+/// A problem's launches on a device, and why these. Made by [`plan`] and by a [`Planner`] only, and
+/// never changed: back ends rely on arguments that the planner has bounded.
+///
+/// ```compile_fail,E0616
+/// # fn example(plan: &mut gqa_host::plan::Plan) {
+/// plan.launches.clear();
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Plan {
+    pub(crate) problem: Problem,
+    pub(crate) device: DeviceInfo,
+    pub(crate) tensors: Vec<(TensorId, TensorSpec)>,
+    pub(crate) launches: Vec<Launch>,
+    pub(crate) workspace_bytes: usize,
+    pub(crate) counters: usize,
+    pub(crate) decisions: Vec<Decision>,
+    pub(crate) positions: Option<Positions>,
+    pub(crate) cost: Cost,
+}
+
+impl Plan {
     /// What is computed.
-    pub problem: Problem,
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
     /// For which GPU.
-    pub device: DeviceInfo,
+    pub fn device(&self) -> &DeviceInfo {
+        &self.device
+    }
+
     /// Its tensors, by their roles.
-    pub tensors: Vec<(TensorId, TensorSpec)>,
+    pub fn tensors(&self) -> &[(TensorId, TensorSpec)] {
+        &self.tensors
+    }
+
     /// In order.
-    pub launches: Vec<Launch>,
+    pub fn launches(&self) -> &[Launch] {
+        &self.launches
+    }
+
     /// Scratch memory that the launches share.
-    pub workspace_bytes: usize,
-    /// 32-bit counters by which blocks of a launch find each other: zero before the first call, and left zero by every call.
-    pub counters: usize,
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    /// 32-bit counters by which blocks of a launch find each other: zero before the first call, and
+    /// left zero by every call.
+    pub fn counters(&self) -> usize {
+        self.counters
+    }
+
     /// What became of each way to compute attention.
-    pub decisions: Vec<Decision>,
+    pub fn decisions(&self) -> &[Decision] {
+        &self.decisions
+    }
+
     /// How positions reach the rotary embedding; `None` where nothing rotates.
-    pub positions: Option<Positions>,
+    pub fn positions(&self) -> Option<Positions> {
+        self.positions
+    }
+
     /// What the call costs at least.
-    pub cost: Cost,
+    pub fn cost(&self) -> Cost {
+        self.cost
+    }
 }
 
 /// Chooses the kernels for `problem` on `device`.

@@ -1,7 +1,7 @@
 //! Plans made before: a shape that was seen costs a look-up.
 
 use super::{DeviceInfo, Plan, Switches, plan};
-use crate::{Alignment, CacheBinding, Phase, Problem, QkOutput, Result};
+use crate::{Problem, ProblemFields, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -46,25 +46,20 @@ impl Planner {
 
 /// The problem for sequences up to a rounded length, where its tensors and its rows' meaning stay what they are.
 fn rounded(problem: &Problem) -> Problem {
-    let grows = problem.cache == CacheBinding::Shared
-        && problem.alignment == Alignment::Phase
-        && problem.phase != Phase::FirstPrompt
-        && problem.output_qk == QkOutput::None
-        && problem.bias.is_none();
-    let mut rounded = problem.clone();
-    if grows {
-        let least = problem.total_len.next_power_of_two().max(LEAST_LEN);
-        let most = if problem.sliding().is_some() { usize::MAX } else { problem.capacity };
-        rounded.total_len = least.min(most).max(problem.total_len);
+    if !problem.grows() {
+        return problem.clone();
     }
-    rounded
+    let least = problem.total_len.next_power_of_two().max(LEAST_LEN);
+    let most = if problem.sliding().is_some() { usize::MAX } else { problem.capacity };
+    let total_len = least.min(most).max(problem.total_len);
+    problem.derive(|call| ProblemFields { total_len, ..call })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::op::{GroupQueryAttention, Shapes};
-    use crate::{DType, TensorDesc};
+    use crate::{CacheBinding, DType, TensorDesc};
 
     const CAPACITY: usize = 3000;
 

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::{
-    Bias, CacheBinding, CodeFormat, DType, Layout, Pages, Phase, QkNorm, QkOutput, Quantisation,
-    Rotary, Sink,
+    Bias, CacheBinding, CodeFormat, DType, Layout, Pages, Phase, ProblemFields, QkNorm, QkOutput,
+    Quantisation, Rotary, Sink,
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
@@ -15,7 +15,7 @@ use gqa_kernels::registry::Family;
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
 fn llama(s: usize, past: usize) -> Problem {
-    Problem {
+    let fields = ProblemFields {
         batch: 1,
         q_heads: 32,
         kv_heads: 8,
@@ -35,19 +35,22 @@ fn llama(s: usize, past: usize) -> Problem {
         rotary: Some(ROTARY),
         scale: 0.088,
         causal: true,
-        ..Problem::plain("GroupQueryAttention", DType::F16)
-    }
+        ..ProblemFields::plain("GroupQueryAttention", DType::F16)
+    };
+    Problem::new(fields).unwrap()
 }
 
 const ROTARY: Rotary = Rotary { dim: 128, interleaved: false, max_positions: 8192, explicit: None };
 
-fn with(mut problem: Problem, change: impl FnOnce(&mut Problem)) -> Problem {
-    change(&mut problem);
-    (problem.v_head_size, problem.v_dtype) = (problem.head_size, problem.dtype);
-    if problem.out_dtype != DType::F32 {
-        problem.out_dtype = problem.dtype;
-    }
-    problem
+fn with(problem: Problem, change: impl FnOnce(&mut ProblemFields)) -> Problem {
+    problem.derive(|mut call| {
+        change(&mut call);
+        (call.v_head_size, call.v_dtype) = (call.head_size, call.dtype);
+        if call.out_dtype != DType::F32 {
+            call.out_dtype = call.dtype;
+        }
+        call
+    })
 }
 
 /// attention_bias of a whole batch and all heads, or one for all.
@@ -87,7 +90,7 @@ fn float32(rows: usize, past: usize) -> Problem {
 #[test]
 fn flash_attention_wherever_it_can() {
     let off = Switches::default();
-    let with_bias = |p: &mut Problem| p.bias = bias(true, true, p.total_len);
+    let with_bias = |p: &mut ProblemFields| p.bias = bias(true, true, p.total_len);
     for (what, problem, device, want) in [
         ("prompt", llama(4096, 0), "h200", Family::Hopper),
         ("prompt", llama(4096, 0), "a100", Family::Tiled),
@@ -329,8 +332,8 @@ fn refusals_name_their_reason() {
     let off = Switches::default();
     let no_flash = Switches { disable_flash_attention: true, ..off.clone() };
     let no_decode = Switches { disable_flash_decode: true, ..off.clone() };
-    let scores = |p: &mut Problem| p.output_qk = QkOutput::BeforeSoftmax;
-    let with_bias = |p: &mut Problem| p.bias = bias(false, true, p.total_len);
+    let scores = |p: &mut ProblemFields| p.output_qk = QkOutput::BeforeSoftmax;
+    let with_bias = |p: &mut ProblemFields| p.bias = bias(false, true, p.total_len);
     for (problem, device, switches, candidate, want) in [
         (float32(64, 0), "h200", &off, Candidate::Tiled, "does not take float32"),
         (
@@ -454,17 +457,18 @@ fn a_block_that_does_not_fit_is_refused() {
 fn the_prologue_is_as_short_as_the_call_allows() {
     const ALL: &str = "unpack_qkv_with_rope_and_append_kv";
     let off = Switches::default();
-    let separate = |p: &mut Problem| {
+    let separate = |p: &mut ProblemFields| {
         (p.cache, p.past_capacity, p.capacity) = (CacheBinding::Separate, 64, 64 + p.new_len)
     };
-    let no_rotary = |p: &mut Problem| p.rotary = None;
-    let nothing_new = |p: &mut Problem| p.new_len = 0;
-    let interleaved = |p: &mut Problem| {
+    let no_rotary = |p: &mut ProblemFields| p.rotary = None;
+    let nothing_new = |p: &mut ProblemFields| p.new_len = 0;
+    let interleaved = |p: &mut ProblemFields| {
         p.rotary = Some(Rotary { interleaved: true, ..ROTARY });
     };
-    let explicit = |p: &mut Problem| p.rotary = Some(Rotary { explicit: Some(512), ..ROTARY });
+    let explicit =
+        |p: &mut ProblemFields| p.rotary = Some(Rotary { explicit: Some(512), ..ROTARY });
     let base = || llama(512, 64);
-    let small = |p: &mut Problem| {
+    let small = |p: &mut ProblemFields| {
         (p.head_size, p.v_head_size) = (64, 64);
         p.rotary = Some(Rotary { dim: 64, ..ROTARY });
     };
@@ -504,7 +508,7 @@ fn the_prologue_is_as_short_as_the_call_allows() {
 /// One launch more, before all others, from which these take queries and new keys; also where attention does all the rest itself.
 #[test]
 fn normalisation_comes_first() {
-    let norm = |p: &mut Problem| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
+    let norm = |p: &mut ProblemFields| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
     let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
     for base in [
         llama(1, 64),
@@ -537,7 +541,7 @@ fn normalisation_comes_first() {
 #[test]
 fn unfused_every_duty_is_a_launch() {
     let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
-    let separate = |p: &mut Problem| p.cache = CacheBinding::Separate;
+    let separate = |p: &mut ProblemFields| p.cache = CacheBinding::Separate;
     for (what, problem, want) in [
         (
             "chunk, packed",
@@ -580,7 +584,8 @@ fn unfused_every_duty_is_a_launch() {
 
 #[test]
 fn positions_are_honoured_generated_or_implied() {
-    let explicit = |p: &mut Problem| p.rotary = Some(Rotary { explicit: Some(600), ..ROTARY });
+    let explicit =
+        |p: &mut ProblemFields| p.rotary = Some(Rotary { explicit: Some(600), ..ROTARY });
     for (problem, fused, want) in [
         (with(llama(512, 64), explicit), true, Some(Positions::Explicit)),
         (with(llama(512, 64), explicit), false, Some(Positions::Explicit)),
@@ -797,7 +802,7 @@ fn problems() -> impl Iterator<Item = Problem> {
                 p.head_size = if p.quantised.is_some() { 64 } else { p.head_size };
             }
             if kind % 4 == 1 && p.output_qk == QkOutput::None {
-                *p = paged(p);
+                *p = (*paged(&Problem::new(p.clone()).unwrap())).clone();
             }
         })
     })
@@ -818,7 +823,7 @@ fn a_step_reads_codes_where_it_can() {
         let normed = with(step.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
         assert_eq!(kernels(&normed, &off).len(), 2);
     }
-    let step = |change: fn(&mut Problem)| with(quantised(llama(1, 4096), CODES[0]), change);
+    let step = |change: fn(&mut ProblemFields)| with(quantised(llama(1, 4096), CODES[0]), change);
     let staged = |p: &Problem, why: &str| {
         let kernels = kernels(p, &off);
         assert!(kernels.contains(&"quantise_kv_i8"), "{kernels:?}");
@@ -851,7 +856,7 @@ fn products_of_float8_where_they_are_allowed() {
     for kernels in [kernels(&separate, &off), kernels(&prompt, &apart)] {
         assert_eq!(kernels[kernels.len() - 3..], ["quantise_kv_f8", attends[0], attends[1]]);
     }
-    let refused = |change: fn(&mut Problem), why: &str| {
+    let refused = |change: fn(&mut ProblemFields), why: &str| {
         let problem = with(prompt.clone(), change);
         assert_eq!(rejection(&problem, "h200", &off, Candidate::HopperFloat8), why);
     };
@@ -960,7 +965,7 @@ fn paged(p: &Problem) -> Problem {
         per_sequence,
         slots: false,
     };
-    Problem {
+    p.derive(|call| ProblemFields {
         pages: Some(pages),
         new_len: p.q_len,
         past_capacity: p.total_len,
@@ -971,8 +976,8 @@ fn paged(p: &Problem) -> Problem {
         lse: false,
         out_dtype: p.dtype,
         rotary: p.rotary.map(|rotary| Rotary { explicit: None, ..rotary }),
-        ..p.clone()
-    }
+        ..call
+    })
 }
 
 /// `past` keys and `s` tokens of each of `batch` sequences, on a cache of blocks.

@@ -9,7 +9,8 @@ mod rows;
 
 use crate::backend::{Backend, Io};
 use crate::{
-    Alignment, CacheBinding, Computes, Phase, Problem, QkNorm, QkOutput, Result, Sink, Tensor,
+    Alignment, CacheBinding, Computes, Phase, Problem, ProblemFields, QkNorm, QkOutput, Result,
+    Sink, Tensor,
 };
 use codes::Codes;
 use rayon::prelude::*;
@@ -196,7 +197,7 @@ impl<'a> Call<'a> {
     /// Rows that a cache that slides holds of a sequence of `total`: where it is full, the oldest go before the next one comes, as many as leave room for it and the rows before it
     /// that it sees.
     fn resident(&self, total: usize) -> usize {
-        let Problem { capacity, window, .. } = *self.problem;
+        let ProblemFields { capacity, window, .. } = **self.problem;
         let evicted = capacity + 1 - window.unwrap_or(capacity);
         (0..total).fold(0, |rows, _| if rows == capacity { rows - evicted + 1 } else { rows + 1 })
     }

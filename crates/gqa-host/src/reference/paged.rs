@@ -2,7 +2,7 @@
 
 use super::{Exact, exact};
 use crate::backend::{Io, PageTables};
-use crate::{CacheBinding, Computes, Layout, Pages, Phase, Problem, Rotary, Tensor};
+use crate::{CacheBinding, Computes, Layout, Pages, Phase, Problem, ProblemFields, Rotary, Tensor};
 use ndarray::Array1;
 
 /// Computes a call whose cache consists of blocks.
@@ -65,7 +65,7 @@ impl<'a> Sequence<'a> {
 
     /// A call of this sequence alone, of its new tokens.
     fn call(&self) -> Problem {
-        Problem {
+        self.problem.derive(|call| ProblemFields {
             batch: 1,
             q_len: self.new,
             total_len: self.past + self.new,
@@ -75,8 +75,8 @@ impl<'a> Sequence<'a> {
             packed: false,
             layout: Layout::Bsnh,
             phase: if self.past == 0 { Phase::FirstPrompt } else { Phase::SubsequentPrompt },
-            ..self.problem.clone()
-        }
+            ..call
+        })
     }
 
     /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions would have them.
@@ -86,7 +86,7 @@ impl<'a> Sequence<'a> {
         }
         let p = self.problem;
         let positions: Vec<_> = (self.past..self.past + self.new).map(|row| row as i64).collect();
-        let alone = Problem {
+        let alone = self.call().derive(|call| ProblemFields {
             computes: Computes::Cache,
             cache: CacheBinding::Separate,
             new_len: self.new,
@@ -94,8 +94,8 @@ impl<'a> Sequence<'a> {
             capacity: self.new,
             phase: Phase::FirstPrompt,
             rotary: p.rotary.map(|rotary| Rotary { explicit: Some(self.new), ..rotary }),
-            ..self.call()
-        };
+            ..call
+        });
         let [mut key, mut value] =
             [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(self.new)));
         let positions = Array1::from(positions).into();
@@ -113,7 +113,7 @@ impl<'a> Sequence<'a> {
 
     /// Attends to the rows that the cache holds.
     fn attend(&self, io: &mut Io<'_>) -> Exact {
-        let call = Problem { new_len: 0, cache: CacheBinding::Shared, ..self.call() };
+        let call = self.call().appended();
         let (mut key, mut value) = (self.gathered(io.present_key), self.gathered(io.present_value));
         self.compute(&call, io, None, [&mut key, &mut value])
     }

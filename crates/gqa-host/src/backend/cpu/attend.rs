@@ -209,6 +209,7 @@ fn partial<S: Simd, const N: usize>(panels: &[Panel<'_, S, N>], size: usize) -> 
 mod tests {
     use super::*;
     use crate::DType;
+    use crate::ProblemFields;
     use pulp::{Arch, Scalar};
 
     const SIZE: usize = 48;
@@ -281,8 +282,14 @@ mod tests {
         let bias = crate::Bias { batch: true, head: true, row: true, columns: 300, boolean: false };
         for (count, bias) in (1..=9).flat_map(|count| [(count, None), (count, Some(bias))]) {
             let softcap = (count % 2 == 0).then_some(3.0);
-            let plain =
-                Problem { bias, softcap, ..Problem::plain("GroupQueryAttention", DType::F32) };
+            let plain = ProblemFields {
+                q_heads: 1,
+                kv_heads: 1,
+                bias,
+                softcap,
+                ..ProblemFields::plain("GroupQueryAttention", DType::F32)
+            };
+            let plain = Problem::new(plain).unwrap();
             let rows = MadeUp { problem: plain, count, keys: 300 };
             let attend = || Attend { rows: &rows, keys: 0..300 };
             let want = attend().run::<Scalar, 1, 8>(Scalar);

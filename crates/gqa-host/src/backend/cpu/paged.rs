@@ -5,7 +5,10 @@ use super::element::{Element, foreign};
 use super::sequence::Sequence;
 use super::{Cpu, rope};
 use crate::backend::{Backend, Io, PageTables};
-use crate::{CacheBinding, Computes, DType, Error, Pages, Phase, Problem, Result, Rotary, Tensor};
+use crate::{
+    CacheBinding, Computes, DType, Error, Pages, Phase, Problem, ProblemFields, Result, Rotary,
+    Tensor,
+};
 use half::{bf16, f16};
 use ndarray::Array1;
 
@@ -89,7 +92,7 @@ impl PagedCall<'_> {
         let p = self.problem;
         let tokens = p.tokens();
         let rows = tokens.q_len;
-        let alone = Problem {
+        let alone = tokens.derive(|tokens| ProblemFields {
             computes: Computes::Cache,
             cache: CacheBinding::Separate,
             total_len: rows,
@@ -98,7 +101,7 @@ impl PagedCall<'_> {
             phase: Phase::FirstPrompt,
             rotary: p.rotary.map(|rotary| Rotary { explicit: Some(rows), ..rotary }),
             ..tokens
-        };
+        });
         let positions = self.sequences.iter().flat_map(|s| s.position..s.total as i64);
         let positions = Array1::from_iter(positions).into_dyn();
         let [mut key, mut value] =

@@ -6,8 +6,8 @@ use crate::op::validate::{
     Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, shape,
 };
 use crate::{
-    CacheBinding, DType, Error, Pages, Phase, Problem, QkNorm, Quantisation, Result, Rotary, Sink,
-    Tensor, TensorDesc,
+    CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantisation, Result,
+    Rotary, Sink, Tensor, TensorDesc,
 };
 
 /// What the tensors' shapes fix.
@@ -32,7 +32,7 @@ impl PagedAttention {
         let bound = |bound: usize, most: usize| if bound == 0 { most } else { bound.min(most) };
         let q_len = bound(inputs.bounds.query_rows, sizes.tokens);
         let total_len = bound(inputs.bounds.keys, rows).max(1);
-        let problem = Problem {
+        let problem = Problem::new(ProblemFields {
             batch: sizes.batch,
             q_heads: sizes.heads,
             kv_heads: sizes.kv_heads,
@@ -59,8 +59,8 @@ impl PagedAttention {
             window: usize::try_from(self.local_window_size).ok().filter(|&size| size < total_len),
             causal: self.is_causal == 1,
             sink: if sizes.head_sink(inputs)? { Sink::PerHead } else { Sink::None },
-            ..Problem::plain("PagedAttention", sizes.dtype)
-        };
+            ..ProblemFields::plain("PagedAttention", sizes.dtype)
+        })?;
         check_rows("query", [problem.batch, problem.q_heads, problem.q_len])?;
         check_rows("block_table", [problem.batch, problem.kv_heads, problem.capacity])?;
         if i32::try_from(problem.total_len).is_err() {

@@ -1,0 +1,216 @@
+//! Plans whose kernels are on a device, and how they are put into streams.
+
+use super::arguments::Addresses;
+use super::device::Device;
+use super::error::DriverError;
+use super::modules::Kernel;
+use super::raw::module::{self, Shape};
+use super::raw::{self, Failure};
+use super::stream::Stream;
+use super::views::{Views, Workspace};
+use crate::plan::{Launch, Plan};
+use crate::{Error, Result};
+use gqa_kernels::registry::Entry;
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A plan on a device: its kernels are compiled and found. To enqueue it takes no lock, looks
+/// nothing up and allocates no memory.
+pub struct LoadedPlan {
+    device: Device,
+    plan: Arc<Plan>,
+    /// One for each launch of the plan.
+    kernels: Vec<LoadedKernel>,
+}
+
+/// A launch's kernel, and how it is launched.
+#[derive(Clone, Copy)]
+pub(super) struct LoadedKernel {
+    pub(super) kernel: Kernel,
+    pub(super) shape: Shape,
+}
+
+impl Device {
+    /// Compiles and finds the plan's kernels. Worth keeping as long as calls of that shape come.
+    ///
+    /// # Errors
+    /// Where the plan was made for a newer GPU, or for one with more shared memory, and where the
+    /// driver is too old for a kernel.
+    pub fn load(&self, plan: impl Into<Arc<Plan>>) -> Result<LoadedPlan> {
+        let plan = plan.into();
+        self.expect_runs(&plan)?;
+        let _entered = self.enter()?;
+        let kernels = plan.launches().iter().map(|launch| {
+            launch.check_cluster()?;
+            Addresses::unknown(launch)?;
+            let kernel = self.kernel(launch.entry())?;
+            Ok(LoadedKernel { kernel, shape: shape(launch) })
+        });
+        let kernels = kernels.collect::<Result<_>>()?;
+        Ok(LoadedPlan { device: self.clone(), plan, kernels })
+    }
+
+    /// Errs where the plan asks for what the GPU does not have.
+    fn expect_runs(&self, plan: &Plan) -> Result<()> {
+        let (have, want) = (self.info(), plan.device());
+        let shared = plan.launches().iter().map(|launch| launch.entry().shared_bytes).max();
+        if want.sm <= have.sm && shared.is_none_or(|bytes| bytes <= have.shared_bytes) {
+            return Ok(());
+        }
+        let got = format!(
+            "one for {} (compute capability {}, {} bytes of shared memory)",
+            want.name,
+            want.capability(),
+            shared.unwrap_or_default()
+        );
+        let allowed = format!(
+            "up to compute capability {} and {} bytes, as {} has",
+            have.capability(),
+            have.shared_bytes,
+            have.name
+        );
+        Err(Error::invalid("plan", got, allowed))
+    }
+}
+
+fn shape(launch: &Launch) -> Shape {
+    let entry = launch.entry();
+    Shape {
+        grid: launch.grid(),
+        threads: entry.threads,
+        shared_bytes: entry.shared_bytes,
+        // A kernel made for clusters is launched as one even of one block: its instructions for
+        // them are illegal otherwise.
+        cluster: if entry.max_cluster > 1 { launch.cluster() } else { 0 },
+        programmatic: launch.programmatic(),
+        urgent: launch.aside(),
+    }
+}
+
+impl LoadedPlan {
+    /// The plan.
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+
+    /// The device that it is loaded on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn kernels(&self) -> &[LoadedKernel] {
+        &self.kernels
+    }
+
+    /// Puts the plan's kernels into `stream`. Allocates no memory and does not wait. The stream
+    /// may be captured: what changes from one replay to the next (contents of tensors, lengths
+    /// among them) is read on the device. Concurrent launches go into a second stream that
+    /// `stream` keeps, and that it waits for; but into `stream` itself where that is every
+    /// thread's own default stream.
+    ///
+    /// # Errors
+    /// Where a tensor is missing or has another type, shape or alignment than the plan's, where
+    /// the workspace is too small, and where the stream belongs to another device. Nothing is
+    /// launched then.
+    ///
+    /// # Safety
+    /// - Every view and the workspace is device memory of its stated size and stays so until the
+    ///   work is done. Outputs and workspace overlap nothing else.
+    /// - With a shared cache, present_key and present_value hold the past.
+    pub unsafe fn enqueue(
+        &self,
+        tensors: &Views<'_>,
+        workspace: Workspace,
+        stream: &Stream,
+    ) -> Result<()> {
+        let _range = super::range::open("GroupQueryAttention");
+        tracing::debug!(call = %self.plan.problem(), "enqueue");
+        // SAFETY: the caller's.
+        unsafe { self.enqueue_launches(0..self.kernels.len(), tensors, workspace, stream) }
+    }
+
+    /// As [`enqueue`](Self::enqueue), for some of the plan's launches.
+    ///
+    /// # Safety
+    /// As [`enqueue`](Self::enqueue).
+    pub(super) unsafe fn enqueue_launches(
+        &self,
+        launches: Range<usize>,
+        tensors: &Views<'_>,
+        workspace: Workspace,
+        stream: &Stream,
+    ) -> Result<()> {
+        stream.expect_on(&self.device)?;
+        tensors.check(&self.plan)?;
+        workspace.check(&self.plan)?;
+        let launches = self.expect_launches(launches)?;
+        let _entered = self.device.enter()?;
+        let mut forked = None;
+        let launched = launches.into_iter().try_for_each(|number| {
+            let launch = &self.plan.launches()[number];
+            let place = if launch.aside() && !raw::stream::is_per_thread(stream.raw()) {
+                forked.insert(stream.side()?).fork(stream.raw())?
+            } else {
+                stream.raw()
+            };
+            let addresses = Addresses::new(launch, tensors, workspace);
+            // SAFETY: the planner bounds every argument by the tensors and the workspace, whose
+            // sizes were just checked; the rest is the caller's.
+            unsafe { self.kernels[number].launch(launch, &addresses, place) }
+        });
+        // After a failure, too, or a capture would not end.
+        if let Some(side) = forked {
+            side.join(stream.raw())?;
+        }
+        launched
+    }
+
+    /// Errs where there are no such launches, or where they share work with others.
+    fn expect_launches(&self, launches: Range<usize>) -> Result<Range<usize>> {
+        let all = self.plan.launches();
+        if launches.start > launches.end || launches.end > all.len() {
+            let allowed = format!("numbers below {}", all.len());
+            return Err(Error::invalid("launches", format!("{launches:?}"), allowed));
+        }
+        if launches.len() != all.len() && all.iter().any(Launch::aside) {
+            let got = format!("{launches:?} of a plan whose launches share work");
+            return Err(Error::invalid("launches", got, "all of them together"));
+        }
+        Ok(launches)
+    }
+}
+
+impl LoadedKernel {
+    /// # Safety
+    /// The addresses are those of memory that the launch may be given.
+    unsafe fn launch(
+        &self,
+        launch: &Launch,
+        addresses: &Addresses,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let entry = launch.entry();
+        tracing::debug!(
+            entry = entry.name,
+            grid = ?self.shape.grid,
+            cluster = self.shape.cluster,
+            programmatic = self.shape.programmatic,
+            concurrent = self.shape.urgent,
+            threads = self.shape.threads,
+            shared_bytes = self.shape.shared_bytes,
+            "launch"
+        );
+        let _range = super::range::open(entry.name);
+        let launched = addresses.with(launch, |arguments| {
+            // SAFETY: one value per argument, then the parameters, of the sizes that the entry has.
+            unsafe { module::launch(self.kernel.function, &self.shape, arguments, stream) }
+        })?;
+        launched.map_err(|failure| launch_failed(entry, failure))
+    }
+}
+
+/// A kernel that did not start.
+pub(super) fn launch_failed(entry: &Entry, failure: Failure) -> Error {
+    DriverError::LaunchFailed { kernel: entry.name.to_owned(), code: failure.code }.into()
+}

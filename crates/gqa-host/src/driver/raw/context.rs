@@ -1,0 +1,167 @@
+//! Contexts, and what the driver says of their GPUs.
+
+use super::super::sys::{self, Ordinal, RawContext};
+use super::{Code, DriverError, Failure, call};
+use std::ffi::{CStr, c_char, c_int};
+use std::ptr::null_mut;
+
+/// A context of a GPU.
+pub(in super::super) struct Context {
+    device: Ordinal,
+    raw: RawContext,
+    /// It is the GPU's primary context, retained; otherwise it belongs to someone else.
+    retained: bool,
+}
+
+// SAFETY: the driver takes handles from any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver's functions are thread-safe.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Retains the primary context of GPU number `ordinal`, the one that the CUDA runtime and
+    /// other libraries use too.
+    pub(in super::super) fn retain(ordinal: u32) -> Result<Self, DriverError> {
+        let (mut device, mut raw): (Ordinal, RawContext) = (0, null_mut());
+        let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+        // SAFETY: the driver stores one number.
+        unsafe { call!(cuDeviceGet(&raw mut device, number)) }.map_err(
+            |failure| match failure.code {
+                Code::INVALID_DEVICE => {
+                    DriverError::NoDevice { reason: format!("there is no GPU number {ordinal}") }
+                }
+                _ => failure.into(),
+            },
+        )?;
+        // SAFETY: the driver stores one handle.
+        unsafe { call!(cuDevicePrimaryCtxRetain(&raw mut raw, device)) }?;
+        Ok(Self { device, raw, retained: true })
+    }
+
+    /// A context that belongs to someone else.
+    ///
+    /// # Safety
+    /// It exists, and goes on to exist as long as this value.
+    pub(in super::super) unsafe fn borrow(raw: RawContext) -> Result<Self, Failure> {
+        let mut context = Self { device: 0, raw, retained: false };
+        let entered = context.enter()?;
+        // SAFETY: the context is current; the driver stores one number.
+        unsafe { call!(cuCtxGetDevice(&raw mut context.device)) }?;
+        drop(entered);
+        Ok(context)
+    }
+
+    /// Number of its GPU.
+    #[cfg(feature = "cust")]
+    pub(in super::super) fn ordinal(&self) -> u32 {
+        self.device.unsigned_abs()
+    }
+
+    /// The handle.
+    pub(in super::super) fn raw(&self) -> RawContext {
+        self.raw
+    }
+
+    /// Makes the context the thread's current one as long as the guard lives.
+    pub(in super::super) fn enter(&self) -> Result<Entered, Failure> {
+        let previous = current()?;
+        if previous == self.raw {
+            return Ok(Entered { previous: None });
+        }
+        set_current(self.raw)?;
+        Ok(Entered { previous: Some(previous) })
+    }
+
+    /// What the driver says of the GPU.
+    pub(in super::super) fn properties(&self) -> Result<Properties, Failure> {
+        let kilohertz = |attribute| Ok::<_, Failure>(f64::from(self.attribute(attribute)?) * 1e3);
+        let mut memory_bytes = 0;
+        // SAFETY: the driver stores one size.
+        unsafe { call!(cuDeviceTotalMem_v2(&raw mut memory_bytes, self.device)) }?;
+        Ok(Properties {
+            name: self.name()?,
+            sm: self.attribute(COMPUTE_CAPABILITY_MAJOR)? * 10
+                + self.attribute(COMPUTE_CAPABILITY_MINOR)?,
+            multiprocessors: self.attribute(MULTIPROCESSOR_COUNT)?,
+            shared_bytes: self.attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            l2_bytes: self.attribute(L2_CACHE_SIZE)?.into(),
+            clock_hz: kilohertz(CLOCK_RATE)?,
+            memory_clock_hz: kilohertz(MEMORY_CLOCK_RATE)?,
+            memory_bus_bits: self.attribute(GLOBAL_MEMORY_BUS_WIDTH)?.into(),
+            memory_bytes,
+        })
+    }
+
+    fn attribute(&self, attribute: c_int) -> Result<u32, Failure> {
+        let mut value: c_int = 0;
+        // SAFETY: the driver stores one number.
+        unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute, self.device)) }?;
+        Ok(value.unsigned_abs())
+    }
+
+    fn name(&self) -> Result<String, Failure> {
+        let mut name = [0u8; 128];
+        let (pointer, bytes) = (name.as_mut_ptr().cast::<c_char>(), name.len() as c_int);
+        // SAFETY: the driver writes at most so many bytes, a NUL among them.
+        unsafe { call!(cuDeviceGetName(pointer, bytes, self.device)) }?;
+        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
+        Ok(name.to_string_lossy().into_owned())
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        if self.retained {
+            // SAFETY: retained by `retain`, and not used again.
+            super::report(unsafe { call!(cuDevicePrimaryCtxRelease_v2(self.device)) });
+        }
+    }
+}
+
+// CUdevice_attribute
+const CLOCK_RATE: c_int = 13;
+const MULTIPROCESSOR_COUNT: c_int = 16;
+const MEMORY_CLOCK_RATE: c_int = 36;
+const GLOBAL_MEMORY_BUS_WIDTH: c_int = 37;
+const L2_CACHE_SIZE: c_int = 38;
+const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
+const COMPUTE_CAPABILITY_MINOR: c_int = 76;
+const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
+
+/// What the driver says of a GPU.
+pub(in super::super) struct Properties {
+    pub(in super::super) name: String,
+    pub(in super::super) sm: u32,
+    pub(in super::super) multiprocessors: u32,
+    pub(in super::super) shared_bytes: u32,
+    pub(in super::super) l2_bytes: u64,
+    pub(in super::super) clock_hz: f64,
+    pub(in super::super) memory_clock_hz: f64,
+    pub(in super::super) memory_bus_bits: f64,
+    pub(in super::super) memory_bytes: usize,
+}
+
+/// Gives the thread its previous context back when dropped.
+pub(in super::super) struct Entered {
+    previous: Option<RawContext>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(previous) = self.previous {
+            super::report(set_current(previous));
+        }
+    }
+}
+
+fn current() -> Result<RawContext, Failure> {
+    let mut context: RawContext = null_mut();
+    // SAFETY: the driver stores one handle.
+    unsafe { call!(cuCtxGetCurrent(&raw mut context)) }?;
+    Ok(context)
+}
+
+fn set_current(context: RawContext) -> Result<(), Failure> {
+    // SAFETY: null, or a context that was current, is retained, or that a caller vouches for.
+    unsafe { call!(cuCtxSetCurrent(context)) }
+}

@@ -1,0 +1,194 @@
+//! Modules, their kernels, and launches.
+
+use super::super::sys::{self, LaunchAttribute, LaunchConfig, RawFunction, RawModule, RawStream};
+use super::{Failure, call, stream};
+use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ptr::null_mut;
+
+/// Compiles and loads PTX text. A failure comes with the compiler's log. The thread may be
+/// capturing a stream meanwhile.
+pub(in super::super) fn load(ptx: &CStr) -> Result<RawModule, (Failure, String)> {
+    stream::relaxed(|| compile(ptx)).map_err(|failure| (failure, String::new()))?
+}
+
+fn compile(ptx: &CStr) -> Result<RawModule, (Failure, String)> {
+    const ERROR_LOG_BUFFER: c_int = 5;
+    const ERROR_LOG_BUFFER_SIZE_BYTES: c_int = 6;
+    let mut log = vec![0u8; 16 << 10];
+    let mut options = [ERROR_LOG_BUFFER, ERROR_LOG_BUFFER_SIZE_BYTES];
+    // Values that fit are passed in place of a pointer.
+    let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
+    let mut module: RawModule = null_mut();
+    // SAFETY: the text ends with a NUL; there are two options; the log has the length passed.
+    let loaded = unsafe {
+        call!(cuModuleLoadDataEx(
+            &raw mut module,
+            ptx.as_ptr().cast(),
+            options.len() as c_uint,
+            options.as_mut_ptr(),
+            values.as_mut_ptr(),
+        ))
+    };
+    loaded.map(|()| module).map_err(|failure| {
+        let text = CStr::from_bytes_until_nul(&log).unwrap_or_default();
+        (failure, text.to_string_lossy().trim().to_owned())
+    })
+}
+
+/// # Safety
+/// `module` comes from [`load`]; neither it nor its functions are used again.
+pub(in super::super) unsafe fn unload(module: RawModule) -> Result<(), Failure> {
+    // SAFETY: the caller's.
+    unsafe { call!(cuModuleUnload(module)) }
+}
+
+/// Largest cluster that every GPU with clusters runs; a kernel must be allowed larger ones.
+const PORTABLE_CLUSTER: u32 = 8;
+
+/// A kernel of a module, allowed `shared_bytes` bytes of dynamic shared memory and clusters of
+/// `cluster` blocks.
+///
+/// # Safety
+/// `module` exists.
+pub(in super::super) unsafe fn function(
+    module: RawModule,
+    name: &CStr,
+    shared_bytes: u32,
+    cluster: u32,
+) -> Result<RawFunction, Failure> {
+    const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
+    const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: c_int = 14;
+    let mut function: RawFunction = null_mut();
+    // SAFETY: the caller's; the driver stores one handle.
+    unsafe { call!(cuModuleGetFunction(&raw mut function, module, name.as_ptr())) }?;
+    // SAFETY: the function was just found.
+    let set = |attribute, value| unsafe { call!(cuFuncSetAttribute(function, attribute, value)) };
+    if shared_bytes > 48 << 10 {
+        set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes as c_int)?;
+    }
+    if cluster > PORTABLE_CLUSTER {
+        set(NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
+    }
+    Ok(function)
+}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) struct Shape {
+    pub(in super::super) grid: [u32; 3],
+    pub(in super::super) threads: u32,
+    pub(in super::super) shared_bytes: u32,
+    /// Blocks of a cluster; 0: launched without any.
+    pub(in super::super) cluster: u32,
+    /// It may start before the kernel ahead has ended (programmatic dependent launch).
+    pub(in super::super) programmatic: bool,
+    /// As a node of a graph it has the greatest priority.
+    pub(in super::super) urgent: bool,
+}
+
+const CLUSTER_DIMENSION: c_int = 4;
+const PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
+const PRIORITY: c_int = 8;
+
+impl Shape {
+    fn cluster(&self) -> Option<LaunchAttribute> {
+        let attribute = || LaunchAttribute::new(CLUSTER_DIMENSION, [self.cluster, 1, 1]);
+        (self.cluster > 0).then(attribute)
+    }
+
+    /// The attributes of a launch into a stream, and how many they are.
+    fn launch_attributes(&self) -> ([LaunchAttribute; 2], c_uint) {
+        let serialization = LaunchAttribute::new(PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
+        match (self.cluster(), self.programmatic) {
+            (Some(cluster), programmatic) => {
+                ([cluster, serialization], 1 + c_uint::from(programmatic))
+            }
+            (None, programmatic) => ([serialization; 2], c_uint::from(programmatic)),
+        }
+    }
+
+    /// The attributes of a node of a graph.
+    pub(super) fn node_attributes(&self) -> Result<[Option<LaunchAttribute>; 2], Failure> {
+        let priority = self.urgent.then(stream::greatest_priority).transpose()?;
+        let urgent = priority.map(|least| LaunchAttribute::new(PRIORITY, [least as u32, 0, 0]));
+        Ok([self.cluster(), urgent])
+    }
+}
+
+/// Threads of a block.
+pub(super) fn block(shape: &Shape) -> [u32; 3] {
+    [shape.threads, 1, 1]
+}
+
+/// Puts a kernel into a stream. The driver copies the arguments before this returns.
+///
+/// # Safety
+/// `arguments` points at one value for each parameter of the kernel, and these values are what
+/// the kernel may be given.
+pub(in super::super) unsafe fn launch(
+    function: RawFunction,
+    shape: &Shape,
+    arguments: &mut [*mut c_void],
+    stream: RawStream,
+) -> Result<(), Failure> {
+    let (mut attributes, count) = shape.launch_attributes();
+    let ([x, y, z], arguments) = (shape.grid, arguments.as_mut_ptr());
+    if count == 0 {
+        let (threads, shared_bytes) = (shape.threads, shape.shared_bytes);
+        // SAFETY: the caller's. Drivers older than CUDA 11.8 have this function only.
+        return unsafe {
+            call!(cuLaunchKernel(
+                function,
+                x,
+                y,
+                z,
+                threads,
+                1,
+                1,
+                shared_bytes,
+                stream,
+                arguments,
+                null_mut()
+            ))
+        };
+    }
+    let config = LaunchConfig {
+        grid: shape.grid,
+        block: block(shape),
+        shared_bytes: shape.shared_bytes,
+        stream,
+        attributes: attributes.as_mut_ptr(),
+        count,
+    };
+    // SAFETY: the caller's; the driver only reads the configuration, which lives until it returns.
+    unsafe { call!(cuLaunchKernelEx(&raw const config, function, arguments, null_mut())) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_asked_for_becomes_an_attribute() {
+        let attributes = |cluster, programmatic| {
+            let (threads, shared_bytes) = (64, 512);
+            let shape = Shape {
+                grid: [16, 2, 3],
+                threads,
+                shared_bytes,
+                cluster,
+                programmatic,
+                urgent: false,
+            };
+            let (list, count) = shape.launch_attributes();
+            let short = |a: &LaunchAttribute| (a.id, [a.value[0], a.value[1], a.value[2]]);
+            list[..count as usize].iter().map(short).collect::<Vec<_>>()
+        };
+        assert_eq!(attributes(0, false), []);
+        assert_eq!(attributes(1, false), [(CLUSTER_DIMENSION, [1, 1, 1])]);
+        assert_eq!(attributes(8, false), [(CLUSTER_DIMENSION, [8, 1, 1])]);
+        let serialization = (PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
+        assert_eq!(attributes(0, true), [serialization]);
+        assert_eq!(attributes(2, true), [(CLUSTER_DIMENSION, [2, 1, 1]), serialization]);
+    }
+}
