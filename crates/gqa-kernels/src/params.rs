@@ -20,7 +20,7 @@ pub struct Strides {
 
 impl Strides {
     /// Element index of `(batch, head, row)`'s first element.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn at(self, batch: u32, head: u32, row: u32) -> usize {
         (batch as u64 * self.batch + head as u64 * self.head + row as u64 * self.row) as usize
     }

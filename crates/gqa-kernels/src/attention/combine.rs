@@ -50,19 +50,19 @@ impl<const IS_WARP: bool> Team<IS_WARP> {
     const THREADS: u32 = if IS_WARP { 32 } else { THREADS };
 
     /// Which team this is.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn number() -> u32 {
         if IS_WARP { block_idx_x() * WARPS + warp() } else { block_idx_x() }
     }
 
     /// Teams of the grid.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn count() -> u32 {
         if IS_WARP { grid_dim_x() * WARPS } else { grid_dim_x() }
     }
 
     /// Which thread of the team this is.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn thread() -> u32 {
         if IS_WARP { lane() } else { thread_idx() }
     }
@@ -76,14 +76,14 @@ pub fn grid(p: &AttentionParams, most: u32) -> [u32; 3] {
 }
 
 /// Whether a warp adds up a row by itself.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn has_few_splits(p: &AttentionParams) -> bool {
     const FEW: u32 = 8;
     p.splits <= FEW
 }
 
 /// The kernel, with output of type `O`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn combine<T: MmaElement, O: OutElement>(
     partial_out: Global<f32>,
     partial_lse: Global<f32>,
@@ -101,7 +101,7 @@ pub fn combine<T: MmaElement, O: OutElement>(
 }
 
 /// The rows of this thread's team.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
     partial_out: Global<f32>,
@@ -147,7 +147,7 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
 }
 
 /// The row's state over all splits, and the shares of splits `lane`, `lane + 32`, … in its sum.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh(
     p: &AttentionParams,
     partial_lse: Global<f32>,
@@ -169,13 +169,13 @@ fn weigh(
 }
 
 /// Joins the values of all lanes of the warp.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))
 }
 
 /// Adds up the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of eight columns.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_up<O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
     weights: Shared<f32>,
@@ -206,7 +206,7 @@ fn add_up<O: OutElement, const IS_WARP: bool>(
 }
 
 /// Adds up what the block's warps have in the same columns, and writes it where `writes`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out: Global<O>) {
     let sums_of = |warp: u32| Shared::<f32>::at(SUMS).offset((warp * 32 + lane()) * UNIT);
     store(sums_of(warp()), of_warp);
@@ -222,7 +222,7 @@ fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out:
 }
 
 /// This thread's share of the splits: those `thread / across` of its team, and so on in steps of all such shares.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_splits<const IS_WARP: bool>(
     p: &AttentionParams,
     weights: Shared<f32>,
@@ -248,7 +248,7 @@ fn add_splits<const IS_WARP: bool>(
 }
 
 /// `sums += weight · values`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add(sums: &mut [f32; 8], weight: f32, values: [[u32; 4]; 2]) {
     for i in 0..8 {
         sums[i] = fma(weight, f32::from_bits(values[i / 4][i % 4]), sums[i]);
@@ -256,7 +256,7 @@ fn add(sums: &mut [f32; 8], weight: f32, values: [[u32; 4]; 2]) {
 }
 
 /// Adds up what lanes `across` apart have.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_lanes(mut sums: [f32; 8], across: u32) -> [f32; 8] {
     let mut mask = across;
     while mask < 32 {
@@ -266,7 +266,7 @@ fn add_lanes(mut sums: [f32; 8], across: u32) -> [f32; 8] {
     sums
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store(place: Shared<f32>, sums: [f32; 8]) {
     let words = sums.map(f32::to_bits);
     place.store_vec(0, [words[0], words[1], words[2], words[3]]);

@@ -205,13 +205,13 @@ struct Place {
 
 impl Place {
     /// From the grid's coordinates, so that nothing is divided before the length is asked for unless it must be.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(p: &DecodeParams) -> Self {
         Self::at(p, [block_idx_x(), block_idx_y(), block_idx_z()])
     }
 
     /// The place of a block.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn at(p: &DecodeParams, [x, y, z]: [u32; 3]) -> Self {
         let a = &p.attention;
         let (ranks, batch) = (cluster_size(), a.batch.max(1));
@@ -227,20 +227,20 @@ impl Place {
     }
 
     /// Whether the new rows are this rank's: the last one of the last part takes them.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_fresh(&self, p: &DecodeParams) -> bool {
         let (ranks, index) = self.among(p);
         p.new_len > 0 && index + 1 == ranks
     }
 
     /// Whether it also appends them: once for all row tiles.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn appends(&self, p: &DecodeParams) -> bool {
         self.has_fresh(p) && self.row_tile == 0
     }
 
     /// Ranks of all clusters that share the row tile's keys, and which of them this is.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn among(&self, p: &DecodeParams) -> (u32, u32) {
         ((self.ranks * p.parts).max(1), self.part * self.ranks + self.rank)
     }
@@ -312,7 +312,7 @@ impl<
     }
 
     /// The kernel, with output of type `O`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
@@ -340,7 +340,7 @@ impl<
 
     /// The kernel for a cache of codes of format `F`: its tensors are (batch, KV head, capacity, bytes of a row), and its scales one or (KV head,
     /// head size).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_codes<F: MmaCode, T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
@@ -373,7 +373,7 @@ impl<
 
     /// The kernel for a cache of blocks, (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to each
     /// sequence. `starts`, (batch + 1), tells where the tokens of each begin; null: each has one.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
@@ -403,7 +403,7 @@ impl<
     }
 
     /// The same for a cache whose blocks hold codes of format `F`: (block, row, KV head, bytes of a row).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged_codes<F: MmaCode, T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
@@ -445,7 +445,7 @@ impl<
     }
 
     /// The kernel, whatever the cache holds, and wherever its rows are.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step<C: Cached, L: Layout, O: OutElement>(
         fresh: Fresh<C>,
         seqlens_k: Global<i32>,
@@ -547,7 +547,7 @@ impl<
     }
 
     /// Asks for the queries, when the launch before this one has written them.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_queries<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
         if opening.is_settled {
             Self::wait_for_launch_before(opening.place);
@@ -556,7 +556,7 @@ impl<
     }
 
     /// Asks for the new keys and values, if they are this rank's, as a group of copies of its own.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_new_rows<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows, share: &Share) {
         if share.has_fresh {
             opening.fresh.copy_new(opening.p, rows, opening.tiles, Self::KEYS, Self::THREADS);
@@ -565,7 +565,7 @@ impl<
     }
 
     /// The first tiles of the cache, then queries and new rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_cache_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
@@ -582,7 +582,7 @@ impl<
     }
 
     /// New rows, behind the queries, then the first tiles of the cache, but for keys that were asked for ahead.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_new_rows_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
@@ -601,14 +601,14 @@ impl<
 
     /// Whether the block asks for its first tiles of the cache before the new rows: where its multiprocessor has another one, which reads while this
     /// one prepares the new rows. A block that is alone there is done sooner the other way round.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn takes_cache_first(p: &DecodeParams, place: Place) -> bool {
         let is_later = place.index * p.parts + place.part >= p.at_a_time;
         Self::IS_HALF && place.ranks == 1 && (p.settled != 0 || is_later)
     }
 
     /// Whether new rows are appended when all ranks have read: they may be among the keys that others have asked for ahead of their time.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn appends_late(p: &DecodeParams, rows: &Rows, place: Place) -> bool {
         Self::ASKS_AHEAD
             && place.ranks > 1
@@ -617,7 +617,7 @@ impl<
     }
 
     /// Asks for the index of the sequence's last token; one lane for all where first keys are sent for before it is there.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_length(seqlens_k: Global<i32>, place: Place) -> u32 {
         let asks = !Self::ASKS_AHEAD || lane() == 0;
         if asks { seqlens_k.load(place.batch as usize) as u32 } else { 0 }
@@ -625,13 +625,13 @@ impl<
 
     /// What was asked for. The lane that has it tells the others here and not before: what they compute of a load of their own the
     /// assembler moves up, and they would wait for it ahead of the keys that need no length.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn length(asked: u32) -> i32 {
         (if Self::ASKS_AHEAD { shfl_idx_u32(asked, 0) } else { asked }) as i32
     }
 
     /// Waits for the launch before this one, and lets the next one take the places of blocks that end, one by one; not those of clusters.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_for_launch_before(place: Place) {
         grid_dependency_wait();
         if place.ranks == 1 {
@@ -640,7 +640,7 @@ impl<
     }
 
     /// The same, found out anew where the loop has made threads forget it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn again<L: Layout>(p: &DecodeParams, place: Place, rows: Rows, layout: L) -> (Place, Rows) {
         if !Self::FORGETS {
             return (place, rows);
@@ -653,14 +653,14 @@ impl<
     }
 
     /// The rows of a block, whose sequence has no length yet.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows<L: Layout>(a: &AttentionParams, place: Place, layout: L) -> Rows {
         let all = Rows::of(a, place.row_tile, place.kv_head, place.batch, Self::ROWS);
         layout.rows(a, all)
     }
 
     /// The tile of queries.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn queries<T: MmaElement>() -> Swizzled<T, D8> {
         Self::tile(Self::QUERIES, Self::ROWS)
     }

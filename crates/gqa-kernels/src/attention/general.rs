@@ -75,18 +75,18 @@ pub fn grid(p: &AttentionParams) -> [u32; 3] {
 }
 
 /// Tiles of [`ROWS`] packed rows, over all batch entries and KV heads.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn tiles(p: &AttentionParams) -> u64 {
     p.batch as u64 * p.kv_heads as u64 * tiles_per_head(p) as u64
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn tiles_per_head(p: &AttentionParams) -> u32 {
     Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(ROWS)
 }
 
 /// The kernel, with output of type `O`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn general<T: Element, O: Element>(
     q: Global<T>,
     k: Global<T>,
@@ -131,7 +131,7 @@ struct Row {
 
 impl Tile {
     /// Tile number `tile`. Late rows come first: with a causal mask they take longest.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(tile: u64, seqlens_k: Global<i32>, masked: &MaskedParams) -> Self {
         let p = &masked.attention;
         let (per_head, kv_heads) = (tiles_per_head(p).max(1), p.kv_heads.max(1));
@@ -148,7 +148,7 @@ impl Tile {
     }
 
     /// This warp's rows: every [`WARPS`]th, so that a decoding group, which fills no tile, still occupies all warps.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(&self) -> [Row; WARP_ROWS] {
         core::array::from_fn(|i| {
             let place = i as u32 * WARPS + warp();
@@ -157,7 +157,7 @@ impl Tile {
     }
 
     /// Keeps what this warp's rows see in shared memory, for want of registers.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage_visible(&self, rows: &[Row; WARP_ROWS]) {
         sync_warp();
         for row in rows {
@@ -174,14 +174,14 @@ impl Tile {
 
     /// (query row, query head) of a row, computed anew each time: registers are scarce. `None` where the tile does not have it; the
     /// last tile of a head is rarely full.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(&self, row: &Row) -> Option<(u32, u32)> {
         let (s, head) = self.group.unpack(self.kv_head, self.first_row + opaque(row.place));
         if s < self.q_len { Some((s, head)) } else { None }
     }
 
     /// The keys that some row of the tile sees, or that lie between such keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn keys(&self) -> Visible {
         let last = (self.first_row + ROWS - 1) / self.group.size;
         self.band.visible_to(self.first_row / self.group.size, last.min(self.q_len - 1))
@@ -190,7 +190,7 @@ impl Tile {
 
 impl Row {
     /// Which keys `begin ..` of a tile the row sees, a bit each.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sees(&self, begin: u32) -> u32 {
         let below = |key: u32| match key.saturating_sub(begin) {
             n @ 0..KEYS => (1 << n) - 1,
@@ -201,7 +201,7 @@ impl Row {
     }
 
     /// Its keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn visible(&self) -> Visible {
         let at = |i| Shared::at(VISIBLE_AT).load(2 * self.place + i);
         Visible { first: at(0), end: at(1) }
@@ -238,7 +238,7 @@ type Accumulators = [[f32; LANE_COLUMNS]; WARP_ROWS];
 
 impl<T: Element, O: Element> Call<'_, T, O> {
     /// Computes one tile of rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&self, tile: &Tile) {
         let (rows, keys) = (tile.rows(), tile.keys());
         tile.stage_visible(&rows);
@@ -271,7 +271,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
 
     /// Copies this warp's query rows to shared memory, as f32, up to a multiple of 4 elements with 0. Rows that see nothing are never
     /// read.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage_queries(&self, tile: &Tile, rows: &[Row; WARP_ROWS]) {
         let (size, aligned) = (self.p.head_size, self.masked.vectors & vectors::KEYS != 0);
         for row in rows {
@@ -293,7 +293,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
 
     /// Copies columns `column ..` of keys `begin ..` of a head's K or V to shared memory, as f32. Keys from `end` on, and columns
     /// behind the head's, are 0 there: they are not read, whatever they hold.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage(&self, head: &Head<T>, column: u32, begin: u32, end: u32) {
         if head.aligned {
             stage_vectors(head, column, begin, end);
@@ -303,7 +303,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// q·k of this lane's key with each of the warp's rows; for a row that sees none of the tile's keys, 0.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn dots(
         &self,
         tile: &Tile,
@@ -332,7 +332,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// Score of this lane's key, from q·k; only where the row sees it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn score(&self, tile: &Tile, row: &Row, key: u32, dot: f32) -> f32 {
         let mut score = dot * self.p.scale;
         if self.p.softcap > 0.0 {
@@ -352,7 +352,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// The same; -inf where the row does not see the key.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn masked_score(&self, tile: &Tile, row: &Row, sees: u32, begin: u32, dot: f32) -> f32 {
         if sees >> lane() & 1 == 0 {
             return f32::NEG_INFINITY;
@@ -361,7 +361,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// Adds the tile's values, times their weights, to the accumulators.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn add_values(
         &self,
         tile: &Tile,
@@ -390,7 +390,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// The sink joins, the accumulators are divided by the sum, and the row is written. Padding rows have no sink.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish(
         &self,
         tile: &Tile,
@@ -419,7 +419,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// Sink logit of a query head.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sink(&self, head: u32) -> f32 {
         match self.p.sink {
             sink::PER_HEAD => self.head_sink.load(head as usize).to_f32(),
@@ -428,14 +428,14 @@ impl<T: Element, O: Element> Call<'_, T, O> {
     }
 
     /// Index of a row among all (batch, query head, row).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_index(&self, tile: &Tile, (s, head): (u32, u32)) -> usize {
         let head = tile.batch as usize * self.p.q_heads as usize + head as usize;
         head * self.p.q_len as usize + s as usize
     }
 
     /// Computes the scores once more, now that the sums are known, and writes every column of output_qk.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_scores(
         &self,
         tile: &Tile,
@@ -459,7 +459,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_score(
         &self,
         tile: &Tile,
@@ -485,7 +485,7 @@ impl<T: Element, O: Element> Call<'_, T, O> {
 }
 
 /// Of a thread's vectors, two are on their way at a time.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_vectors<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
     let (across, down) = (CHUNK / T::PER_VEC, THREADS * T::PER_VEC / CHUNK);
     let (first_key, e) = (thread_idx() / across, thread_idx() % across * T::PER_VEC);
@@ -509,7 +509,7 @@ fn stage_vectors<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) 
 }
 
 /// The same for rows that are no vectors: a thread takes a column of every other key, one at a time, for which there are registers.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_elements<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
     let e = thread_idx() % CHUNK;
     let mut key = thread_idx() / CHUNK;
@@ -523,13 +523,13 @@ fn stage_elements<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32)
 }
 
 /// A score with its bias. -inf hides a key, whatever its score.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn add_bias(score: f32, bias: f32) -> f32 {
     if bias == f32::NEG_INFINITY { bias } else { score + bias }
 }
 
 /// The tile's scores meet a row's softmax; their weights go to shared memory.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh(state: &mut PlainState, accumulators: &mut [f32; LANE_COLUMNS], place: u32, score: f32) {
     let factor = state.raise(warp_max(score));
     let weight = state.weight(score);
@@ -541,7 +541,7 @@ fn weigh(state: &mut PlainState, accumulators: &mut [f32; LANE_COLUMNS], place: 
 }
 
 /// Adds the products of `width` staged columns, which are the queries' columns `column ..`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_dots(
     dots: &mut [f32; WARP_ROWS],
     rows: &[Row; WARP_ROWS],
@@ -568,7 +568,7 @@ fn add_dots(
 }
 
 /// Adds the staged values of `keys` keys, four at a time; chunk number `chunk` holds two of each lane's columns.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_chunk(
     accumulators: &mut Accumulators,
     chunk: usize,
@@ -603,7 +603,7 @@ fn add_chunk(
 }
 
 /// Stores the elements of a 16-byte vector as f32.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store_f32<T: Element>(to: Shared<f32>, words: [u32; 4]) {
     let [a, b, c, d, e, f, g, h] = unpack::<T>(words).map(f32::to_bits);
     to.store_vec(0, [a, b, c, d]);
@@ -612,12 +612,12 @@ fn store_f32<T: Element>(to: Shared<f32>, words: [u32; 4]) {
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn warp_max(x: f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| max(x, shfl_xor_f32(x, distance)))
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn warp_sum(x: f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(x, |x, distance| x + shfl_xor_f32(x, distance))
 }

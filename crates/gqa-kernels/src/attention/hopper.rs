@@ -97,7 +97,7 @@ impl<
     pub const SHARED_BYTES: u32 = <Self as Tile>::BYTES;
 
     /// The kernel, with a mask or without.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement, P: Operand>(
         [q, k, v]: [TensorMap; 3],
         seqlens_k: Global<i32>,
@@ -172,7 +172,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false>
 {
     /// The kernel of two warpgroups, which have registers to rotate queries.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -196,7 +196,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     /// The kernel for a cache of blocks: k and v are (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to
     /// each sequence. Query and output rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on, behind `past_seqlens[b]`
     /// keys that the call does not add.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -225,7 +225,7 @@ impl<const D: u32, const C: usize, const W: usize, const O: usize>
 {
     /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q (batch, query head, S, head size), k (batch, KV head, capacity, head
     /// size), v (batch, KV head, head size, keys), each with two codes to a column of its tensor map.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_float8<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -250,7 +250,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 3, C, W, O, 0, false>
 {
     /// The kernel of three warpgroups.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -273,7 +273,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     Hopper<D, N, G, C, W, O, 0, true>
 {
     /// The kernel for parts of the keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -297,7 +297,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     Hopper<D, N, G, C, W, O, 2, false>
 {
     /// The kernel with a bias or a mask.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
@@ -320,7 +320,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
 }
 
 /// Where the tensor cores sum weights, writes the ones, for them to see after a barrier.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
     if !S::SUM_COLUMNS {
         return;
@@ -340,7 +340,7 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
     fence_proxy_async();
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages: Option<Pages>) {
     let warps = S::WARPGROUPS * 4;
     let copying = pages.map_or(1, |_| pages::COPYING_WARPS);

@@ -11,14 +11,14 @@ pub trait OutElement: Element {
 }
 
 impl<T: MmaElement> OutElement for T {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_unit(out: Global<T>, i: usize, values: [f32; 8]) {
         out.store_vec(i, to_unit::<T>(values));
     }
 }
 
 impl OutElement for f32 {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_unit(out: Global<f32>, i: usize, values: [f32; 8]) {
         let [a, b, c, d, e, f, g, h] = values.map(f32::to_bits);
         out.store_vec(i, [a, b, c, d]);

@@ -134,7 +134,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     const ACC_PITCH: u32 = Self::HEAD_SIZE + UNIT;
 
     /// The kernel.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,
@@ -180,7 +180,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     }
 
     /// The warp's share of the split's keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -244,31 +244,31 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     }
 
     /// The keys of one of the warp's stages.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn keys<T: MmaElement>(slot: u32) -> Tile<T, D8> {
         Tile::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES)
     }
 
     /// The values of one of the warp's stages.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn values<T: MmaElement>(slot: u32) -> Tile<T, D8> {
         Tile::at(Self::ring_of(warp()) + slot * Self::STAGE_BYTES + Self::STAGE_BYTES / 2)
     }
 
     /// Where the ring of a warp starts; its accumulators after the loop.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ring_of(warp: u32) -> u32 {
         Self::RINGS + warp * Self::RING_BYTES
     }
 
     /// Where a warp leaves the state of a row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn state_of(warp: u32, r: u32) -> Shared<[f32; 2]> {
         Shared::at(Self::STATES).offset(warp * ROWS + r)
     }
 
     /// Leaves the warp's result where all can read it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn publish(states: States<1>, acc: &Fragments<1, D8>) {
         let acc_rows = Shared::<f32>::at(Self::ring_of(warp()));
         for half in 0..2 {
@@ -285,7 +285,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     }
 
     /// The block's state of row `r`, and what it accumulated in eight columns.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn merge(r: u32, column: u32) -> (SoftmaxState, [f32; 8]) {
         let parts: [[f32; 2]; WARPS as usize] =
             core::array::from_fn(|w| Self::state_of(w as u32, r).load(0));
@@ -310,7 +310,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
 }
 
 /// Writes eight columns of the output.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn write_row<T: MmaElement>(
     p: &AttentionParams,
     rows: &Rows,
@@ -326,7 +326,7 @@ fn write_row<T: MmaElement>(
 }
 
 /// Writes eight columns of this split's result, unless it saw nothing, and with the first of them its log-sum-exp.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn write_partial(
     p: &AttentionParams,
     rows: &Rows,

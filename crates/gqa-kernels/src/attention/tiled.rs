@@ -91,7 +91,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     Tiled<M, D8, N8, THREADS, false>
 {
     /// The kernel.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,
@@ -111,7 +111,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     Tiled<M, D8, N8, THREADS, true>
 {
     /// The kernel with a bias or a mask.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,
@@ -149,7 +149,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     const WARP_ROWS: u32 = M as u32 * 16;
 
     /// One block, with a bias or without.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn block<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -177,7 +177,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     }
 
     /// Keeps what the block must know of its rows, then starts copying the queries.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_queries<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -195,7 +195,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     }
 
     /// The loop over key tiles.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -246,7 +246,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     }
 
     /// The same with a bias or a mask: in a loop of its own, because what both need beside the other's registers does not fit at head size 128.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_masked<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -305,7 +305,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     }
 
     /// Writes the warp's rows of the tile that was the queries'.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, mine: Tile<T, D8>, out: Global<T>) {
         Team::<D8, 32>::new(lane()).scatter(mine, Self::WARP_ROWS, out, p.head_size, |r| {
             let row = Row::kept(mine.padding(r));
@@ -315,7 +315,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
 }
 
 /// A lane's row of a block of the warp's 16-row blocks.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn kept_row<T: MmaElement, const D8: usize>(mine: Tile<T, D8>, m: usize, half: usize) -> Row {
     Row::kept(mine.padding(16 * m as u32 + row_of(half)))
 }

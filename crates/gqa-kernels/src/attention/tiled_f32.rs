@@ -66,7 +66,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
     const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, UNITS);
 
     /// The kernel.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run(
         q: Global<f32>,
         k: Global<f32>,
@@ -89,19 +89,19 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
     }
 
     /// Where row `r` of the tile is kept.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn kept(r: u32) -> Shared<u32> {
         Shared::at(Self::KEPT + 16 * r)
     }
 
     /// A lane's row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row(m: usize, half: usize) -> Row {
         Row::kept(Self::kept(warp() * Self::WARP_ROWS + 16 * m as u32 + row_of(half)))
     }
 
     /// Keeps what the block must know of its rows, then starts copying the queries.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_queries(p: &AttentionParams, rows: &Rows, q: Global<f32>) {
         for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
             rows.row(r).keep(Self::kept(r));
@@ -117,7 +117,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
     }
 
     /// The loop over key tiles.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(
         p: &AttentionParams,
         rows: &Rows,
@@ -171,7 +171,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
     }
 
     /// Writes the warp's rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write(
         p: &AttentionParams,
         rows: &Rows,
@@ -199,7 +199,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
 }
 
 /// Turns scores into weights against the rows' new maxima; returns the factors for what was accumulated against the old ones.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh<const M: usize, const N8: usize>(
     states: &mut States<M>,
     scores: &mut Fragments<M, N8>,

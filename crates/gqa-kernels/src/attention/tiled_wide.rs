@@ -142,7 +142,7 @@ impl<
     const NUMBERS: u32 = Self::KEPT + 16 * Self::ROWS;
 
     /// The kernel.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,
         k: Global<T>,
@@ -172,19 +172,19 @@ impl<
     }
 
     /// This warp's group.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn group() -> u32 {
         warp() / Self::WARPS
     }
 
     /// This warp's number in its group.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn member() -> u32 {
         warp() % Self::WARPS
     }
 
     /// Waits for the warps of the group.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sync_group() {
         if THREADS == Self::GROUP {
             sync_threads();
@@ -194,37 +194,37 @@ impl<
     }
 
     /// Query rows of the group.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn queries<T: MmaElement>() -> Swizzled<T, UNITS> {
         Swizzled::at(0).from(Self::GROUP_ROWS * Self::group())
     }
 
     /// Where row `r` of the tile is kept.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn kept(r: u32) -> Shared<u32> {
         Shared::at(Self::KEPT + 16 * r)
     }
 
     /// A lane's row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row(m: usize, half: usize) -> Row {
         Row::kept(Self::kept(Self::row_of(m, half)))
     }
 
     /// A lane's row of the tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_of(m: usize, half: usize) -> u32 {
         Self::GROUP_ROWS * Self::group() + 16 * m as u32 + row_of(half)
     }
 
     /// The numbers that the group's warps have of a lane's row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn numbers(m: usize, half: usize) -> Shared<f32> {
         Shared::at(Self::NUMBERS).offset(Self::row_of(m, half) * Self::WARPS)
     }
 
     /// Keeps what the block must know of its rows, then starts copying the queries.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>) {
         if thread_idx() < Self::ROWS {
             rows.row(thread_idx()).keep(Self::kept(thread_idx()));
@@ -240,7 +240,7 @@ impl<
     }
 
     /// The loop over key tiles.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -302,7 +302,7 @@ impl<
     }
 
     /// Turns the warp's scores into weights against the group's new maxima; returns the factors for what was accumulated against the old ones.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh(
         states: &mut States<M>,
         weights: &mut Fragments<M, N8>,
@@ -321,7 +321,7 @@ impl<
     }
 
     /// The states of a lane's rows over all keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn over_group(states: States<M>) -> States<M> {
         let mut states = states.map(|block| block.map(total));
         Self::publish(|m, half| states[m][half].sum);
@@ -334,7 +334,7 @@ impl<
     }
 
     /// Shows the group a number that four lanes have of each row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn publish(number: impl Fn(usize, usize) -> f32) {
         for m in 0..M {
             for half in 0..2 {
@@ -348,14 +348,14 @@ impl<
     }
 
     /// Joins the numbers that the group's warps have of a lane's row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn join(m: usize, half: usize, join: impl Fn(f32, f32) -> f32) -> f32 {
         let numbers = Self::numbers(m, half);
         (1..Self::WARPS).fold(numbers.load(0), |joined, warp| join(joined, numbers.load(warp)))
     }
 
     /// Ends a lane's rows: sinks join, and the group's first warp writes log-sum-exps. Returns what the output is multiplied by.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn close<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -381,7 +381,7 @@ impl<
     }
 
     /// Writes the warp's columns of the group's rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
@@ -410,7 +410,7 @@ impl<
     }
 
     /// Writes the warp's columns of this part's result, unless it saw nothing, and the group's first warp its log-sum-exp.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_partial(
         p: &AttentionParams,
         rows: &Rows,
@@ -439,7 +439,7 @@ impl<
     }
 
     /// Writes a lane's columns of row `index` of the parts' results.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_row(
         p: &AttentionParams,
         acc: &[[f32; 4]; D8],
@@ -460,7 +460,7 @@ impl<
 }
 
 /// Rescales what was accumulated; in most steps no row of the warp has a new maximum, and there is nothing to do.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply<const M: usize, const D8: usize>(acc: &mut Fragments<M, D8>, rescale: [[f32; 2]; M]) {
     if any_sync(rescale.as_flattened().iter().any(|&factor| factor != 1.0)) {
         for m in 0..M {

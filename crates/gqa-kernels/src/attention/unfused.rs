@@ -49,18 +49,18 @@ const PITCH: u32 = TILE + 4;
 const OPERAND_BYTES: u32 = DEPTH * PITCH * 4;
 
 /// (batch, query head, row): the rows of scores.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rows(p: &AttentionParams) -> u64 {
     p.batch as u64 * p.q_heads as u64 * p.q_len as u64
 }
 
 /// Tiles of packed rows by tiles of `columns`, over all batch entries and KV heads.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn tiles(p: &AttentionParams, columns: u32) -> u64 {
     p.batch as u64 * p.kv_heads as u64 * row_tiles(p) as u64 * columns.div_ceil(TILE) as u64
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn row_tiles(p: &AttentionParams) -> u32 {
     Group::new(p.q_heads, p.kv_heads).rows(p.q_len).div_ceil(TILE).max(1)
 }
@@ -96,7 +96,7 @@ struct Tile {
 }
 
 impl Tile {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(tile: u64, columns: u32, p: &AttentionParams) -> Self {
         let (across, down) = (columns.div_ceil(TILE).max(1) as u64, row_tiles(p) as u64);
         let head = tile / across / down;
@@ -111,7 +111,7 @@ impl Tile {
     }
 
     /// (query row, query head) of row `r` of the tile; `None` behind the last.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place(&self, r: u32, p: &AttentionParams) -> Option<(u32, u32)> {
         let (s, head) = self.group.unpack(self.kv_head, self.row + r);
         if s < p.q_len { Some((s, head)) } else { None }
@@ -119,7 +119,7 @@ impl Tile {
 }
 
 /// First score of a row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn line(p: &AttentionParams, batch: u32, head: u32, s: u32) -> usize {
     let head = batch as usize * p.q_heads as usize + head as usize;
     (head * p.q_len as usize + s as usize) * p.qk_columns as usize
@@ -128,23 +128,23 @@ fn line(p: &AttentionParams, batch: u32, head: u32, s: u32) -> usize {
 type Product = [[f32; 4]; 4];
 
 /// First row and first column of a thread's part of the tile.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn corner() -> (u32, u32) {
     (thread_idx() / 16 * 4, thread_idx() % 16 * 4)
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rows_at() -> Shared<f32> {
     Shared::at(0)
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn columns_at() -> Shared<f32> {
     Shared::at(OPERAND_BYTES)
 }
 
 /// Adds what is staged to a thread's part.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply(product: &mut Product) {
     let (row, column) = corner();
     for depth in 0..DEPTH {
@@ -159,13 +159,13 @@ fn multiply(product: &mut Product) {
 }
 
 /// The row or column of the tile that a thread stages.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn duty() -> u32 {
     thread_idx() / 4
 }
 
 /// Stages four of the elements `depth ..` of a row of `size`; 0 behind its end, or where there is no row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_row<T: Element>(
     to: Shared<f32>,
     from: Global<T>,
@@ -185,7 +185,7 @@ fn stage_row<T: Element>(
 }
 
 /// q·k of every row and key.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_scores<T: Element>(
     q: Global<T>,
     k: Global<T>,
@@ -203,7 +203,7 @@ pub fn unfused_scores<T: Element>(
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn scores_tile<T: Element>(
     tile: &Tile,
     q: Global<T>,
@@ -226,7 +226,7 @@ fn scores_tile<T: Element>(
     product
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store_scores(tile: &Tile, product: &Product, scores: Global<f32>, p: &AttentionParams) {
     let (row, column) = corner();
     for r in 0..4 {
@@ -243,7 +243,7 @@ fn store_scores(tile: &Tile, product: &Product, scores: Global<f32>, p: &Attenti
 }
 
 /// Scores to weights, a warp per row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_softmax<T: Element>(
     seqlens_k: Global<i32>,
     bias: Global<T>,
@@ -295,7 +295,7 @@ struct Line<'a, T> {
 
 impl<T: Element> Line<'_, T> {
     /// Calls `f` with this lane's keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn each(&self, mut f: impl FnMut(u32)) {
         let mut key = lane();
         while key < self.p.qk_columns {
@@ -305,7 +305,7 @@ impl<T: Element> Line<'_, T> {
     }
 
     /// Writes an element of output_qk if this is what it is to be.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn hand_out(&self, mode: u32, key: u32, value: f32) {
         if self.p.qk_output == mode {
             self.output_qk.store(key as usize, T::from_f32(value));
@@ -313,7 +313,7 @@ impl<T: Element> Line<'_, T> {
     }
 
     /// q·k becomes the score, -inf outside of keys `first .. end`. Returns the largest of the row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores(&self, first: u32, end: u32) -> f32 {
         let mut largest = f32::NEG_INFINITY;
         self.each(|key| {
@@ -334,7 +334,7 @@ impl<T: Element> Line<'_, T> {
     }
 
     /// A visible key's score with bias and mask.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn masked(&self, key: u32, score: f32) -> f32 {
         let at = self.bias_at + key as usize;
         let mut score = score;
@@ -348,7 +348,7 @@ impl<T: Element> Line<'_, T> {
     }
 
     /// Scores become weights relative to the largest. Returns this lane's share of their sum.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh(&self, state: &PlainState) -> f32 {
         let mut sum = 0.0;
         self.each(|key| {
@@ -360,7 +360,7 @@ impl<T: Element> Line<'_, T> {
     }
 
     /// Weights become fractions.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn normalise(&self, factor: f32) {
         self.each(|key| {
             let weight = self.scores.load(key as usize) * factor;
@@ -371,7 +371,7 @@ impl<T: Element> Line<'_, T> {
 }
 
 /// The weights times V, as elements of `O`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unfused_values<T: Element, O: Element>(
     v: Global<T>,
     seqlens_k: Global<i32>,
@@ -392,7 +392,7 @@ pub fn unfused_values<T: Element, O: Element>(
 }
 
 /// Over the sequence's valid `keys`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn values_tile<T: Element>(
     tile: &Tile,
     keys: u32,
@@ -416,7 +416,7 @@ fn values_tile<T: Element>(
 }
 
 /// Stages keys `key ..` of the tile's columns of V: a thread takes four columns of a key.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_values<T: Element>(tile: &Tile, key: u32, keys: u32, v: Global<T>, masked: &MaskedParams) {
     let (depth, column) = (thread_idx() / 16, thread_idx() % 16 * 4);
     let row = masked.attention.v.at(tile.batch, tile.kv_head, key + depth);
@@ -428,7 +428,7 @@ fn stage_values<T: Element>(tile: &Tile, key: u32, keys: u32, v: Global<T>, mask
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store_output<O: Element>(tile: &Tile, product: &Product, out: Global<O>, masked: &MaskedParams) {
     let (p, (row, column)) = (&masked.attention, corner());
     for r in 0..4 {

@@ -21,7 +21,7 @@ pub struct Band {
 impl Band {
     /// Of the entry whose last valid key that is, clamped to what the buffers hold so that no value on the device can lead outside
     /// them. A negative value means an empty sequence.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(last_index: i32, p: &MaskedParams) -> Self {
         let (capacity, q_len) = (p.attention.capacity, p.attention.q_len);
         let total =
@@ -43,7 +43,7 @@ impl Band {
     }
 
     /// What query row `s` sees. Both ends grow with the row, also where nothing lies between them; padding sees nothing.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible(&self, s: u32) -> Visible {
         let at = self.position + s as i64;
         if self.padded && at >= self.total as i64 {
@@ -57,7 +57,7 @@ impl Band {
     }
 
     /// The keys that some of the rows `first ..= last` sees, or that lie between such keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible_to(&self, first: u32, last: u32) -> Visible {
         let mut last = last;
         if self.padded {

@@ -9,19 +9,19 @@ pub struct Group {
 
 impl Group {
     /// Query heads shared among KV heads. Neither is 0, and saying so spares the device the check.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(q_heads: u32, kv_heads: u32) -> Self {
         Self { size: (q_heads / kv_heads.max(1)).max(1) }
     }
 
     /// Rows that `q_len` query rows make.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn rows(self, q_len: u32) -> u32 {
         q_len * self.size
     }
 
     /// (query row, query head) of packed row `r` under `kv_head`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn unpack(self, kv_head: u32, r: u32) -> (u32, u32) {
         (r / self.size, kv_head * self.size + r % self.size)
     }

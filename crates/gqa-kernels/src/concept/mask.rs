@@ -22,7 +22,7 @@ pub struct Mask {
 
 impl Mask {
     /// What query row `s` of a sequence sees. Padding rows see nothing.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible(self, seqlen: Seqlen, s: u32) -> Visible {
         if !seqlen.is_token(s) {
             return Visible { first: 0, end: 0 };

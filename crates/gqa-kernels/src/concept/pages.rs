@@ -16,7 +16,7 @@ pub struct Sequence {
 impl Sequence {
     /// From where its tokens begin and end and from the rows before them, clamped to what there is, so that no value on the device can lead outside:
     /// `tokens` of all sequences, `q_len` of one at most, `capacity` rows in its blocks.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(bounds: [i32; 2], past: i32, tokens: u32, q_len: u32, capacity: u32) -> Self {
         let [start, end] = bounds.map(|token| (token.max(0) as u32).min(tokens));
         let new = end.saturating_sub(start).min(q_len).min(capacity);
@@ -24,19 +24,19 @@ impl Sequence {
     }
 
     /// The same without tokens if it has fewer than so many.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_at_least(self, least: u32) -> Self {
         Self { new: if self.new < least { 0 } else { self.new }, ..self }
     }
 
     /// Its rows, with the new ones.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn seqlen(self) -> Seqlen {
         Seqlen { total: self.past + self.new, past: self.past }
     }
 
     /// The token that is row `row` of `q_len` rows, of which the last stands at the end of the sequence.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn token(self, row: u32, q_len: u32) -> Option<u32> {
         let Seqlen { total, past } = self.seqlen();
         let position = total.saturating_sub(q_len) + row;

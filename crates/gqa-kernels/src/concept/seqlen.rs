@@ -12,7 +12,7 @@ pub struct Seqlen {
 impl Seqlen {
     /// From the entry's `seqlens_k`, clamped to what the buffers hold so that no value on the device can lead outside them. A
     /// negative value means an empty sequence.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(last_index: i32, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
         let total =
             if last_index < 0 { 0 } else { (last_index as u32).saturating_add(1).min(capacity) };
@@ -21,7 +21,7 @@ impl Seqlen {
     }
 
     /// Whether query row `s` is a token of the sequence and not padding.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_token(self, s: u32) -> bool {
         self.past + s < self.total
     }

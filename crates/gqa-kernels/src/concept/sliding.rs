@@ -12,7 +12,7 @@ pub struct Sliding {
 impl Sliding {
     /// Rows that the cache holds of a sequence of `total`, its newest, in their order, from row 0 on. All of them while they fit; then the oldest go in blocks of
     /// `capacity - window + 1`, so that `window` or more remain and not every step has to move rows (the rule of ONNX Runtime 1.31's operator).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn resident(self, total: u32) -> u32 {
         if total <= self.capacity {
             return total;
@@ -22,7 +22,7 @@ impl Sliding {
     }
 
     /// What a call does to a sequence of `total` rows, of which the last ones, behind `past`, are new.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn slide(self, past: u32, total: u32) -> Slide {
         let (before, after) = (self.resident(past), self.resident(total));
         let joined = before + (total - past);

@@ -21,7 +21,7 @@ impl SoftmaxState {
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must be multiplied by.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn raise(&mut self, new_max: f32) -> f32 {
         let max = max(self.max, new_max);
         let factor = exp2(self.max - Self::finite(max));
@@ -31,19 +31,19 @@ impl SoftmaxState {
     }
 
     /// Weight of a score (times log2(e)) against the current maximum.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn weight(&self, score: f32) -> f32 {
         exp2(score - Self::finite(self.max))
     }
 
     /// Weight of `score · factor` against the current maximum: one multiply-add and one exponential.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn scaled_weight(&self, score: f32, factor: f32) -> f32 {
         exp2(fma(score, factor, -Self::finite(self.max)))
     }
 
     /// A sink logit (times log2(e)) joins the denominator; returns the factor for what was accumulated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn join_sink(&mut self, sink: f32) -> f32 {
         let factor = self.raise(sink);
         self.sum += self.weight(sink);
@@ -51,19 +51,19 @@ impl SoftmaxState {
     }
 
     /// What the accumulator must be multiplied by in the end: 1/sum, or 0 where nothing was visible. NaN stays NaN.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn normaliser(&self) -> f32 {
         if self.sum == 0.0 { 0.0 } else { rcp(self.sum) }
     }
 
     /// Natural logarithm of the denominator; -inf where nothing was visible. NaN stays NaN.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn log_sum_exp(&self) -> f32 {
         if self.sum == 0.0 { f32::NEG_INFINITY } else { (self.max + log2(self.sum)) * LN_2 }
     }
 
     /// -inf - -inf is NaN; a row without scores subtracts 0 instead.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finite(max: f32) -> f32 {
         if max == f32::NEG_INFINITY { 0.0 } else { max }
     }
@@ -84,7 +84,7 @@ impl PlainState {
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must be multiplied by.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn raise(&mut self, new_max: f32) -> f32 {
         let max = max(self.max, new_max);
         let factor = exp2((self.max - SoftmaxState::finite(max)) * LOG2_E);
@@ -94,13 +94,13 @@ impl PlainState {
     }
 
     /// Weight of a score against the current maximum.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn weight(&self, score: f32) -> f32 {
         exp2((score - SoftmaxState::finite(self.max)) * LOG2_E)
     }
 
     /// A sink logit joins the denominator; returns the factor for what was accumulated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn join_sink(&mut self, sink: f32) -> f32 {
         let factor = self.raise(sink);
         self.sum += self.weight(sink);
@@ -108,13 +108,13 @@ impl PlainState {
     }
 
     /// As [`SoftmaxState::normaliser`].
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn normaliser(&self) -> f32 {
         SoftmaxState { max: 0.0, sum: self.sum }.normaliser()
     }
 
     /// As [`SoftmaxState::log_sum_exp`].
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn log_sum_exp(&self) -> f32 {
         if self.sum == 0.0 { f32::NEG_INFINITY } else { self.max + log2(self.sum) * LN_2 }
     }

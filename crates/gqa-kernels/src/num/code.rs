@@ -59,11 +59,11 @@ pub struct Float8;
 impl Code for Int8 {
     const FORMAT: Format = Format::Int8;
     const BITS: u32 = 8;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(quotient: f32) -> u32 {
         (nearest(quotient, -128.0, 127.0) & 0xff) as u32
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn decode(code: u32) -> f32 {
         code as u8 as i8 as f32
     }
@@ -72,18 +72,18 @@ impl Code for Int8 {
 impl Code for Int4 {
     const FORMAT: Format = Format::Int4;
     const BITS: u32 = 4;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(quotient: f32) -> u32 {
         (nearest(quotient, -8.0, 7.0) + 8) as u32
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn decode(code: u32) -> f32 {
         ((code & 0xf) as i32 - 8) as f32
     }
 }
 
 /// The integer nearest to `x`, the even one of two, within bounds of less than 2^22.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn nearest(x: f32, least: f32, most: f32) -> i32 {
     /// Next to it floats are one apart, so that an addition rounds.
     const ONE_APART: f32 = 12_582_912.0;
@@ -107,7 +107,7 @@ impl Float8 {
 impl Code for Float8 {
     const FORMAT: Format = Format::Float8;
     const BITS: u32 = 8;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(quotient: f32) -> u32 {
         /// Next to it floats are [`Float8::STEP`] apart, so that an addition rounds.
         const STEP_APART: f32 = 16_384.0;
@@ -126,7 +126,7 @@ impl Code for Float8 {
         };
         sign | code
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn decode(code: u32) -> f32 {
         let (sign, size) = ((code & 0x80) << 24, code & 0x7f);
         let number = match size {

@@ -62,7 +62,7 @@ pub trait Element: Pod {
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
     /// Two values of a 16-bit type, rounded, the first in the low half. By the instruction for it where the target has one.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair(lo: f32, hi: f32) -> u32 {
         let bits = |value| cast::<Self, u16>(Self::from_f32(value)) as u32;
         bits(lo) | bits(hi) << 16
@@ -88,11 +88,11 @@ pub trait MmaElement: Element {
 
 impl Element for f32 {
     const DTYPE: DType = DType::F32;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn to_f32(self) -> f32 {
         self
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn from_f32(value: f32) -> Self {
         value
     }
@@ -100,11 +100,11 @@ impl Element for f32 {
 
 impl Element for f16 {
     const DTYPE: DType = DType::F16;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn to_f32(self) -> f32 {
         simt::f16_to_f32(self.to_bits())
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn from_f32(value: f32) -> Self {
         Self::from_bits(simt::f32_to_f16(value))
     }
@@ -112,12 +112,12 @@ impl Element for f16 {
 
 impl Element for bf16 {
     const DTYPE: DType = DType::BF16;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn to_f32(self) -> f32 {
         f32::from_bits((self.to_bits() as u32) << 16)
     }
     /// In integers, because the conversion instruction starts with SM 80 and this must run on SM 70.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = if value.is_nan() {
@@ -128,7 +128,7 @@ impl Element for bf16 {
         Self::from_bits((rounded >> 16) as u16)
     }
     #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)
     }
@@ -136,23 +136,23 @@ impl Element for bf16 {
 
 impl MmaElement for f16 {
     const HEADROOM: u32 = 5;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_f16x2(lo, hi)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
         simt::mma_m16n8k16_f16(d, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C] {
         simt::wgmma_f16(a, b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         simt::wgmma_add_f16(d, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         simt::wgmma_registers_f16(d, keep, a, b);
     }
@@ -160,23 +160,23 @@ impl MmaElement for f16 {
 
 impl MmaElement for bf16 {
     const HEADROOM: u32 = 7;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn mma(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
         simt::mma_m16n8k16_bf16(d, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C] {
         simt::wgmma_bf16(a, b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         simt::wgmma_add_bf16(d, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         simt::wgmma_registers_bf16(d, keep, a, b);
     }

@@ -19,7 +19,7 @@ const EVEN: u32 = 0x4240;
 const ODD: u32 = 0x4341;
 
 impl MmaCode for Int8 {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
         const SIGNS: u32 = 0x8080_8080;
         /// The upper byte of 1024.
@@ -33,7 +33,7 @@ impl MmaCode for Int8 {
 }
 
 impl MmaCode for Int4 {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
         /// 1024, next to which the lowest bit counts 1; and 8 more, as codes have.
         const LOWER: [u32; 2] = [0x6400_6400, 0x6408_6408];
@@ -46,7 +46,7 @@ impl MmaCode for Int4 {
 }
 
 impl MmaCode for Float8 {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, then 1 and 3.
         const SORTED: u32 = 0x3120;

@@ -9,7 +9,7 @@ const SMALL: f32 = 0.6;
 const P: [f32; 5] = [-6.269_12e-3, 2.111_096e-2, -5.387_395e-2, 0.133_329_15, -0.333_333_3];
 
 /// tanh(x) with a relative error below 1e-6, for any x.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();
     if magnitude < SMALL {

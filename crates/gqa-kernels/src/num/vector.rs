@@ -4,7 +4,7 @@ use super::Element;
 use bytemuck::cast;
 
 /// The elements of a 16-byte vector; of the eight values the first [`Element::PER_VEC`] are meaningful, the others 0.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
     let mut values = [0.0; 8];
     for i in 0..T::PER_VEC as usize {
@@ -17,7 +17,7 @@ pub fn unpack<T: Element>(words: [u32; 4]) -> [f32; 8] {
 }
 
 /// As [`pack`], by [`Element::pair`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack_pairs<T: Element>(values: [f32; 8]) -> [u32; 4] {
     match const { size_of::<T>() } {
         2 => core::array::from_fn(|i| T::pair(values[2 * i], values[2 * i + 1])),
@@ -26,7 +26,7 @@ pub fn pack_pairs<T: Element>(values: [f32; 8]) -> [u32; 4] {
 }
 
 /// The 16-byte vector of the first [`Element::PER_VEC`] values, each rounded once.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack<T: Element>(values: [f32; 8]) -> [u32; 4] {
     let mut words = [0; 4];
     for i in 0..T::PER_VEC as usize {

@@ -30,7 +30,7 @@ pub(super) struct Append<'a, T> {
 
 impl<T: Element> Append<'_, T> {
     /// Pair number `pair` of the vectors of new row `s`: of key head `head`, or of value head `head - kv_heads`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn pair(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         if !seqlen.is_token(s) {
             return;
@@ -45,7 +45,7 @@ impl<T: Element> Append<'_, T> {
     }
 
     /// The same of both heads number `head`: values are on their way while keys wait for angles.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn both(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         if seqlen.is_token(s) {
             let values = self.load_values([b, s, head, pair]);
@@ -54,7 +54,7 @@ impl<T: Element> Append<'_, T> {
         }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn turn_keys(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         let p = self.params;
         let position = self.rope.position(b, s, seqlen.past);
@@ -62,26 +62,26 @@ impl<T: Element> Append<'_, T> {
         self.rope.move_pair((self.k, p.k.at(b, head, s)), to, (pair, p.head_size), position);
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_values(&self, [b, s, head, pair]: [u32; 4]) -> Unturned {
         let p = self.params;
         Unturned::load((self.v, p.v.at(b, head, s)), 0, pair, p.head_size)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn values_to(&self, [b, s, head]: [u32; 3], seqlen: Seqlen) -> (Global<T>, usize) {
         (self.present_v, self.params.kv_out.at(b, head, seqlen.past + s))
     }
 }
 
 /// Index space of [`concat_kv_in_place`]: (batch, new row, KV head, pair of vectors).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_kv_in_place_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [p.batch, p.new_len, p.kv_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Appends new K and V rows to a shared cache.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_kv_in_place<T: Element>(
     k: Global<T>,
     v: Global<T>,

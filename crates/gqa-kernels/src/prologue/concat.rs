@@ -32,7 +32,7 @@ pub(super) enum Source {
 
 impl Source {
     /// Of present's `row`. No length on the device, however wrong, leads outside past or the new rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
         let copied = if p.new_len == 0 { seqlen.total } else { seqlen.past };
         if row < copied {
@@ -46,13 +46,13 @@ impl Source {
 }
 
 /// Index space of [`concat_new_to_past_kv`]: (batch, key heads and then value heads, row of present, vector).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_new_to_past_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / per_vec]
 }
 
 /// Copies past and appends new K and V rows.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_new_to_past_kv<T: Element>(
     past_k: Global<T>,
     past_v: Global<T>,
@@ -85,13 +85,13 @@ pub fn concat_new_to_past_kv<T: Element>(
 }
 
 /// Index space of [`concat_rows`]: (batch, head, row of present, element).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_rows_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, p.kv_heads, p.capacity, p.head_size]
 }
 
 /// Copies past and appends new rows, of K or of V; `past` has as many rows in every sequence, all of them valid.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_rows<T: Element>(
     past: Global<T>,
     new: Global<T>,

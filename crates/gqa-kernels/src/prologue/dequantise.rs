@@ -26,13 +26,13 @@ pub const fn blocks_of_sequence(capacity: u32) -> u32 {
 }
 
 /// Index space of [`paged_dequantise`]: (batch, four rows, key heads and then value heads, 8 numbers).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_dequantise_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, p.capacity.div_ceil(ROWS as u32), 2 * p.kv_heads, p.head_size / NUMBERS as u32]
 }
 
 /// Writes numbers, and the table of their blocks.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_dequantise<T: Element, C: Code>(
     k_scale: Global<f32>,
     v_scale: Global<f32>,

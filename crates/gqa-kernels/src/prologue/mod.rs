@@ -40,7 +40,7 @@ use crate::simt::Global;
 pub const THREADS: u32 = 256;
 
 /// Lengths of batch entry `b`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
     Seqlen::new(seqlens_k.load(b as usize), p.q_len, p.capacity, p.first_prompt != 0)
 }

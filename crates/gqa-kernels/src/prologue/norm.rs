@@ -15,20 +15,20 @@ use crate::params::PrologueParams;
 use crate::simt::{Global, Rolled, any_sync, fma, rsqrt, shfl_xor_f32};
 
 /// Lanes that share a row: a power of two.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes(p: &PrologueParams, per_vec: u32) -> u32 {
     (p.head_size / per_vec).next_power_of_two().min(32)
 }
 
 /// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Without new keys there are Q heads only.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn qk_norm_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
     [p.batch, p.q_len, p.q_heads + kv_heads, lanes(p, per_vec)]
 }
 
 /// Normalises Q into `q_out` and K into `k_out`, padding rows included; each with one weight for every element of a head.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn qk_norm<T: Element>(
     q: Global<T>,
     k: Global<T>,
@@ -77,7 +77,7 @@ struct Share<T> {
 
 impl<T: Element> Share<T> {
     /// First elements of the vectors.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn vectors(&self, p: &PrologueParams) -> impl Iterator<Item = usize> {
         // Unrolled, the loops would take twice the registers, and half the blocks read half as fast.
         let step = lanes(p, T::PER_VEC) * T::PER_VEC;
@@ -85,7 +85,7 @@ impl<T: Element> Share<T> {
     }
 
     /// Sum of squares.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn squares(&self, p: &PrologueParams) -> f32 {
         self.vectors(p).fold(0.0, |sum, e| {
             unpack::<T>(self.from.load_vec(e)).into_iter().fold(sum, |sum, x| fma(x, x, sum))
@@ -93,7 +93,7 @@ impl<T: Element> Share<T> {
     }
 
     /// Each element times `factor` and its weight.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write(&self, factor: f32, p: &PrologueParams) {
         for e in self.vectors(p) {
             let [x, weight] = [self.from, self.weight].map(|x| unpack::<T>(x.load_vec(e)));

@@ -24,7 +24,7 @@ use crate::params::PagedParams;
 use crate::simt::Global;
 
 /// Where the rows of batch entry `b` are.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn sequence_of(
     p: &PagedParams,
     starts: Global<i32>,
@@ -36,7 +36,7 @@ pub(super) fn sequence_of(
 }
 
 /// The batch entry that has token `token`, and which of its tokens that is.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
     let start = |b: u32| starts.load(b as usize) as u32;
     let (mut low, mut high) = (0, p.batch);
@@ -61,7 +61,7 @@ pub(super) struct Blocks {
 
 impl Blocks {
     /// The row of the cache, through all blocks, that has row `row` of batch entry `b`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(self, p: &PagedParams, b: u32, row: u32) -> Option<u32> {
         let index = b as usize * p.per_sequence as usize + (row / p.block_size) as usize;
         let block = self.table.load(index);
@@ -70,7 +70,7 @@ impl Blocks {
     }
 
     /// The one that takes token `i` of a sequence.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn slot(self, p: &PagedParams, b: u32, sequence: Sequence, i: u32) -> Option<u32> {
         if self.slot_mapping.is_null() {
             return self.row(p, b, sequence.past + i);
@@ -82,20 +82,20 @@ impl Blocks {
 
 /// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and then K heads and then V heads, pair of vectors), or with
 /// all tokens as those of one.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
     [batch, rows, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Query heads that move.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn moved(p: &PagedParams) -> u32 {
     if p.moves_queries != 0 { p.q_heads } else { 0 }
 }
 
 /// Writes new rows into the cache, and queries for attention.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append<T: Element>(
     q: Global<T>,
     k: Global<T>,
@@ -121,7 +121,7 @@ pub fn paged_append<T: Element>(
 }
 
 /// As [`paged_append`], to codes.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_codes<T: Element, C: Code>(
     q: Global<T>,
     k: Global<T>,
@@ -162,7 +162,7 @@ struct Row {
 
 impl Row {
     /// Its number among all heads' rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn number(self, p: &PagedParams) -> usize {
         self.row as usize * p.kv_heads as usize + self.head as usize
     }
@@ -181,7 +181,7 @@ struct New<T> {
 
 impl<T: Element> New<T> {
     /// Writes queries for attention; `store` writes a vector of a row of the cache, from that element on, of its key or else of its value.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append(self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
         for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
             let (b, s) = if p.by_token != 0 { owner_of(p, self.starts, s) } else { (b, s) };
@@ -220,13 +220,13 @@ impl<T: Element> New<T> {
 }
 
 /// Index space of [`paged_gather`]: (batch, key heads and then value heads, row of the sequence, 16-byte vector).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.row_vectors]
 }
 
 /// Copies every sequence's rows side by side; rows behind them stay as they are.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather(
     starts: Global<i32>,
     past_seqlens: Global<i32>,
@@ -262,13 +262,13 @@ pub fn paged_gather(
 }
 
 /// Index space of [`paged_scatter`]: (batch, row, query head, 16-byte vector).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_scatter_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, p.row_vectors]
 }
 
 /// Copies the rows that are tokens to these.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_scatter(
     rows: Global<u8>,
     starts: Global<i32>,
@@ -286,7 +286,7 @@ pub fn paged_scatter(
 }
 
 /// Where vector `vector` of row `outer * count + inner` is.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn byte(p: &PagedParams, [outer, count, inner]: [u32; 3], vector: u32) -> usize {
     let row = outer as usize * count as usize + inner as usize;
     (row * p.row_vectors as usize + vector as usize) * 16

@@ -6,13 +6,13 @@ use crate::params::PrologueParams;
 use crate::simt::Global;
 
 /// Index space of [`seqlens_to_pos_ids`]: (batch, row).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn seqlens_to_pos_ids_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, 1, 1, p.q_len]
 }
 
 /// `position_ids[b, s] = past_b + s`, padding rows included.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn seqlens_to_pos_ids(seqlens_k: Global<i32>, position_ids: Global<i64>, p: PrologueParams) {
     for [b, .., s] in Walk::over(seqlens_to_pos_ids_size(&p)) {
         let at = b as usize * p.rotary.position_stride as usize + s as usize;

@@ -23,13 +23,13 @@ use crate::simt::Global;
 pub(super) const NUMBERS: usize = 8;
 
 /// Index space of [`quantise_kv`]: (batch, key heads and then value heads, row, 8 numbers).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn quantise_kv_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / NUMBERS as u32]
 }
 
 /// Makes codes of new rows and numbers of all codes.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn quantise_kv<T: Element, C: Code>(
     past_k: Global<u32>,
     past_v: Global<u32>,
@@ -72,7 +72,7 @@ pub fn quantise_kv<T: Element, C: Code>(
 }
 
 /// Writes the codes of a vector, from element `element` on of a head whose codes start at `to`, in half words.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_vector<T: Element, C: Code>(
     element: usize,
     vector: [u32; 4],
@@ -97,14 +97,14 @@ const fn word_count<C: Code>() -> usize {
 }
 
 /// The codes of the eight numbers from number `first` on.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load<C: Code>(codes: Global<u32>, first: usize) -> [u32; 2] {
     let codes = codes.offset(first / C::PER_WORD as usize);
     core::array::from_fn(|i| if i < word_count::<C>() { codes.load(i) } else { 0 })
 }
 
 /// Writes such codes, and returns them.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store<C: Code>(codes: Global<u32>, first: usize, words: [u32; 2]) -> [u32; 2] {
     let codes = codes.offset(first / C::PER_WORD as usize);
     for i in 0..word_count::<C>() {
@@ -114,7 +114,7 @@ fn store<C: Code>(codes: Global<u32>, first: usize, words: [u32; 2]) -> [u32; 2]
 }
 
 /// Eight numbers' codes.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn encode<T: Element, C: Code>(numbers: Global<T>, scale: impl Fn(usize) -> f32) -> [u32; 2] {
     let mut words = [0; 2];
     let per_vec = T::PER_VEC as usize;
@@ -129,7 +129,7 @@ fn encode<T: Element, C: Code>(numbers: Global<T>, scale: impl Fn(usize) -> f32)
 }
 
 /// Eight codes' numbers.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn decode<T: Element, C: Code>(
     words: [u32; 2],
     scale: impl Fn(usize) -> f32,

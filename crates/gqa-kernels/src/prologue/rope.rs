@@ -30,7 +30,7 @@ pub struct Rope<T> {
 
 impl<T: Element> Rope<T> {
     /// Position of new row `s` of batch entry `b`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn position(&self, b: u32, s: u32, past: u32) -> i64 {
         if self.position_ids.is_null() {
             (past + s) as i64
@@ -41,7 +41,7 @@ impl<T: Element> Rope<T> {
 
     /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` is a multiple of 8 and so is `e` in 16-bit types,
     /// hence a vector never straddles the halves, nor the end of what rotates.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn vector(&self, x: Global<T>, head: usize, e: u32, position: i64) -> [u32; 4] {
         let p = self.params;
         if e >= p.dim {
@@ -59,7 +59,7 @@ impl<T: Element> Rope<T> {
 
     /// Cosines and sines for [`turn`](Self::turn) of elements `e ..` of the first half of `dim` and those as far into the second half; NaN at
     /// positions outside.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn angles(&self, e: u32, position: i64) -> [[u32; 4]; 2] {
         let p = self.params;
         if position < 0 || position >= p.max_positions as i64 {
@@ -78,7 +78,7 @@ impl<T: Element> Rope<T> {
     }
 
     /// Two vectors of a head, as far from each other as pairs are where they are half-split, rotated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn turn(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
         if self.params.interleaved == 0 {
             return turn_halves::<T>(vectors, angles);
@@ -88,7 +88,7 @@ impl<T: Element> Rope<T> {
 
     /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come those that turn together, each pair half of `dim`
     /// apart, and are turned; then the others, half of those apart.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn move_pair(
         &self,
         from: (Global<T>, usize),
@@ -100,7 +100,7 @@ impl<T: Element> Rope<T> {
     }
 
     /// Gives such a pair to `store`, vector by vector, each with its element of the head.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn turn_pair(
         &self,
         (x, from): (Global<T>, usize),
@@ -120,7 +120,7 @@ impl<T: Element> Rope<T> {
         store(places[1], turned[1]);
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn half_split(&self, x: Global<T>, head: usize, e: u32, angles: usize) -> [f32; 8] {
         let half = self.params.dim / 2;
         let first = e < half;
@@ -133,7 +133,7 @@ impl<T: Element> Rope<T> {
         core::array::from_fn(|i| fma(own[i], cos[i], sign * other[i] * sin[i]))
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn interleaved(&self, x: Global<T>, head: usize, e: u32, angles: usize) -> [f32; 8] {
         let pairs = |[a, b]: [u32; 2]| unpack::<T>([a, b, 0, 0]);
         let own = unpack::<T>(x.load_vec(head + e as usize));
@@ -147,7 +147,7 @@ impl<T: Element> Rope<T> {
 }
 
 /// Two vectors of half-split pairs, turned.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
     let turned: [[f32; 8]; 2] = [
@@ -158,7 +158,7 @@ pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) ->
 }
 
 /// Two vectors of interleaved pairs, turned: the first by the first half of the angles, the second by the other half.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
     let turned = |x: [f32; 8], first: usize| {
@@ -171,7 +171,7 @@ pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> 
 }
 
 /// Pairs of vectors of a head; where vectors are odd in number, one of them is alone.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
     (head_size / per_vec).div_ceil(2)
 }
@@ -184,7 +184,7 @@ pub(super) struct Unturned {
 
 impl Unturned {
     /// Pair number `pair` of the vectors of the head that starts at `x[from]`, from vector `first` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load<T: Element>(
         (x, from): (Global<T>, usize),
         first: u32,
@@ -202,7 +202,7 @@ impl Unturned {
     }
 
     /// Zeros in their place.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn zero<T: Element>(pair: u32, head_size: u32) -> Self {
         let vectors = head_size / T::PER_VEC;
         let vector = |number: u32| ((number * T::PER_VEC) as usize, [0; 4]);
@@ -211,13 +211,13 @@ impl Unturned {
     }
 
     /// To the head that starts at `out[to]`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store<T: Element>(self, (out, to): (Global<T>, usize)) {
         self.each(|e, vector| out.store_vec(to + e, vector));
     }
 
     /// To `store`, with their elements.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn each(self, store: impl Fn(usize, [u32; 4])) {
         store(self.low.0, self.low.1);
         if let Some((element, vector)) = self.high {
@@ -227,13 +227,13 @@ impl Unturned {
 }
 
 /// Index space of [`rotary_embedding`]: (batch, row, query head, pair of vectors).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rotary_embedding_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, pairs(p.head_size, per_vec)]
 }
 
 /// Rotates every query head from `q` into `q_out`, padding rows included.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rotary_embedding<T: Element>(
     q: Global<T>,
     cos: Global<T>,
@@ -252,14 +252,14 @@ pub fn rotary_embedding<T: Element>(
 }
 
 /// Index space of [`rotary_rows`]: (batch, row, query head, element).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rotary_rows_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, p.head_size]
 }
 
 /// Rotates every query head from `q` into `q_out`. Heads of any size, of which any even number of elements rotates; position_ids
 /// must be given.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rotary_rows<T: Element>(
     q: Global<T>,
     cos: Global<T>,

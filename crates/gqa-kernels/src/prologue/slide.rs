@@ -36,7 +36,7 @@ const UNDER_WAY: usize = 8;
 const ROWS: u32 = THREADS / COLUMNS;
 
 /// The rows of batch entry `b`, whatever its length on the device: never more new rows than the call has.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn slide(p: &SlideParams, seqlens_k: Global<i32>, b: u32) -> Slide {
     let last = seqlens_k.load(b as usize);
     let total = if last < 0 { 0 } else { last as u32 + 1 };
@@ -46,19 +46,19 @@ fn slide(p: &SlideParams, seqlens_k: Global<i32>, b: u32) -> Slide {
 }
 
 /// Rows that attention finds in the cache it reads.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn attended(p: &SlideParams, slide: Slide) -> u32 {
     if p.staged != 0 { slide.joined } else { slide.after }
 }
 
 /// Index space of the blocks of [`slide_kv`]: (batch, key heads and then value heads, 1, group of columns).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn slide_kv_size(p: &SlideParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, 1, p.row_vectors.div_ceil(COLUMNS)]
 }
 
 /// Moves the rows that stay to the front.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn slide_kv(
     from_k: Global<u8>,
     from_v: Global<u8>,
@@ -89,7 +89,7 @@ pub fn slide_kv(
 }
 
 /// Byte of a vector in a row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn index(p: &SlideParams, row: usize, column: u32) -> usize {
     (row * p.row_vectors as usize + column as usize) * 16
 }
@@ -102,7 +102,7 @@ struct Lane {
 }
 
 impl Lane {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn run(&self, p: &SlideParams, slide: Slide) {
         // The token's row is appended later.
         let kept = if p.staged != 0 { slide.after } else { slide.after.saturating_sub(1) };
@@ -133,13 +133,13 @@ impl Lane {
 }
 
 /// Index space of [`slide_lengths`]: (batch, query row).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn slide_lengths_size(p: &SlideParams) -> [u32; 4] {
     [p.batch, 1, 1, p.q_len]
 }
 
 /// Tells attention how many rows it finds, and at which positions the new ones are.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn slide_lengths(
     seqlens_k: Global<i32>,
     lengths: Global<i32>,
@@ -152,7 +152,7 @@ pub fn slide_lengths(
 }
 
 /// The same for query row `s` of one sequence; row 0 also has the length.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn tell(
     p: &SlideParams,
     slide: Slide,
@@ -169,13 +169,13 @@ fn tell(
 }
 
 /// Index space of [`slide_bias`]: (batch, query head or 1, query row, row of the cache).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn slide_bias_size(p: &SlideBiasParams) -> [u32; 4] {
     [p.slide.batch, p.heads, p.slide.q_len, p.columns_out]
 }
 
 /// Copies the bias of the rows that the cache holds; that of no row is 0.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn slide_bias<T: Element>(
     bias: Global<T>,
     seqlens_k: Global<i32>,

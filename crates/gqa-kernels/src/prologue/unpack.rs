@@ -15,21 +15,21 @@ use crate::simt::Global;
 
 /// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector). Without new K and V rows there are
 /// Q heads only.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
     [p.batch, p.q_len, p.q_heads + 2 * kv_heads, p.head_size / per_vec]
 }
 
 /// The same of [`unpack_qkv_with_rope_and_append_kv`], by pairs of vectors.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_with_rope_and_append_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows, heads, _] = unpack_qkv_size(p, per_vec);
     [batch, rows, heads, pairs(p.head_size, per_vec)]
 }
 
 /// Copies Q, K and V, as they are, into tensors of their own.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv<T: Element>(
     q: Global<T>,
     k: Global<T>,
@@ -53,7 +53,7 @@ pub fn unpack_qkv<T: Element>(
 }
 
 /// Rotates Q into `q_out`, padding rows included, and appends K, rotated, and V to a shared cache.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_with_rope_and_append_kv<T: Element>(
     q: Global<T>,
     k: Global<T>,

@@ -13,20 +13,20 @@ pub struct Walk {
 
 impl Walk {
     /// This thread's share of the space of that size.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn over(size: [u32; 4]) -> Self {
         // A capped grid has fewer than 2^32 threads.
         Self::from(size, block_idx_x() * block_dim() + thread_idx(), grid_dim_x() * block_dim())
     }
 
     /// This block's share, of which all its threads take every index.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_blocks(size: [u32; 4]) -> Self {
         Self::from(size, block_idx_x(), grid_dim_x())
     }
 
     /// Every `step`-th index from number `first` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn from(mut size: [u32; 4], first: u32, step: u32) -> Self {
         if size[1] == 0 || size[2] == 0 || size[3] == 0 {
             size = [0, 1, 1, 1];
@@ -38,7 +38,7 @@ impl Walk {
 impl Iterator for Walk {
     type Item = [u32; 4];
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn next(&mut self) -> Option<[u32; 4]> {
         if self.at[0] >= self.size[0] {
             return None;
@@ -56,7 +56,7 @@ impl Iterator for Walk {
 }
 
 /// `number` in the mixed radix `size`; the first digit is not bounded.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn digits(number: u32, [_, b, c, d]: [u32; 4]) -> [u32; 4] {
     let (rest, last) = (number / d, number % d);
     [rest / c / b, rest / c % b, rest % c, last]

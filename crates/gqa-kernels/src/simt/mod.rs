@@ -43,7 +43,7 @@ pub use gqa_sim::device::*;
 
 /// Waits for all threads of the cluster and orders their memory accesses. SM 90.
 #[track_caller]
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn sync_cluster() {
     cluster_arrive();
     cluster_wait();

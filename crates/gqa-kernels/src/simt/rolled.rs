@@ -10,7 +10,7 @@ pub struct Rolled(pub Range<u32>, pub u32);
 impl Iterator for Rolled {
     type Item = u32;
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn next(&mut self) -> Option<u32> {
         let Self(Range { start, end }, step) = self;
         (*start < *end).then(|| {

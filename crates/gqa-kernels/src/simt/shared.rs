@@ -24,48 +24,48 @@ impl<T: Pod> Shared<T> {
     const SIZE: u32 = size_of::<T>() as u32;
 
     /// The place `bytes` bytes after the start of the block's dynamic shared memory.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn at(bytes: u32) -> Self {
         Self { address: shared_base() + bytes, element: PhantomData }
     }
 
     /// The place `elements` further on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn offset(self, elements: u32) -> Self {
         Self { address: self.address + elements * Self::SIZE, element: PhantomData }
     }
 
     /// Byte address in the shared window, as `ldmatrix` and `cp.async` take it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn address(self) -> u32 {
         self.address
     }
 
     /// Element `i`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load(self, i: u32) -> T {
         ld_shared(self.offset(i).address)
     }
 
     /// Writes element `i`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store(self, i: u32, value: T) {
         st_shared(self.offset(i).address, value);
     }
 
     /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load_vec(self, i: u32) -> [u32; 4] {
         ld_shared_vec(self.offset(i).address)
     }
 
     /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_vec(self, i: u32, value: [u32; 4]) {
         st_shared_vec(self.offset(i).address, value);
     }
     /// The same place in the block of that rank of the cluster. SM 90.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn on(self, rank: u32) -> Peer<T> {
         Peer { address: peer_address(self.address, rank), element: PhantomData }
     }
@@ -86,51 +86,51 @@ impl<T> Copy for Peer<T> {}
 
 impl<T: Pod> Peer<T> {
     /// The place `elements` further on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn offset(self, elements: u32) -> Self {
         let bytes = elements * size_of::<T>() as u32;
         Self { address: self.address + bytes, element: PhantomData }
     }
 
     /// Byte address in the cluster's window.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn address(self) -> u32 {
         self.address
     }
 
     /// Element `i`, of 4 or 8 bytes.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load(self, i: u32) -> T {
         ld_peer(self.offset(i).address)
     }
 
     /// Writes element `i`, of 4 or 8 bytes.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store(self, i: u32, value: T) {
         st_peer(self.offset(i).address, value);
     }
 
     /// The 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load_vec(self, i: u32) -> [u32; 4] {
         ld_peer_vec(self.offset(i).address)
     }
 
     /// Writes the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_vec(self, i: u32, value: [u32; 4]) {
         st_peer_vec(self.offset(i).address, value);
     }
 
     /// Writes element `i`, of 4 bytes, without waiting; the mbarrier at `barrier`, of the same block, gets its bytes.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_async(self, i: u32, value: T, barrier: u32) {
         const { assert!(size_of::<T>() == 4) };
         st_async(self.offset(i).address, bytemuck::cast(value), barrier);
     }
 
     /// As [`store_async`](Self::store_async), the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_async_vec(self, i: u32, value: [u32; 4], barrier: u32) {
         st_async_vec(self.offset(i).address, value, barrier);
     }

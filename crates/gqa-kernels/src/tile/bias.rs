@@ -19,20 +19,20 @@ pub struct Bias<T> {
 
 impl<T: Element> Bias<T> {
     /// Of a call.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(numbers: Global<T>, bytes: Global<u8>, p: &MaskedParams) -> Self {
         Self { numbers, bytes, strides: p.attention.bias, columns: p.columns }
     }
 
     /// Index of a row's first element.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(self, batch: u32, head: u32, row: u32) -> usize {
         self.strides.at(batch, head, row)
     }
 
     /// Scores of the keys from `begin` on become `score · factor + number`, or -inf where the byte is 0; `row(m, half)` is the index
     /// of a lane's row. -inf hides a key whatever its score.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn add<const M: usize, const N8: usize>(
         self,
         scores: &mut Fragments<M, N8>,
@@ -55,7 +55,7 @@ impl<T: Element> Bias<T> {
         }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn apply(self, score: f32, at: usize) -> f32 {
         if self.numbers.is_null() {
             return if self.bytes.load(at) == 0 { f32::NEG_INFINITY } else { score };

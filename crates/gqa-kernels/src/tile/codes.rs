@@ -19,7 +19,7 @@ use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys in rows of `U` units; `queries(depth)` is what
 /// [`load_depth`](super::columns::load_depth) returns of queries in [`Order`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     keys: Swizzled<u8, U>,
@@ -51,7 +51,7 @@ pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
 
 /// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units; blocks of 8 columns of the output have every `P`-th channel of
 /// a unit each.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     C: MmaCode,
     const M: usize,
@@ -105,7 +105,7 @@ pub struct Order {
 
 impl Order {
     /// Of the eight columns from `first`, a multiple of 8, on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of<C: MmaCode>(first: u32) -> Self {
         let per_half = C::PER_HALF_WORD as u32;
         let place = |word: u32| {

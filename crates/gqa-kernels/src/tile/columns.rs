@@ -29,7 +29,7 @@ pub type Columns<const M: usize, const D8: usize> = [[[[f32; 2]; 2]; M]; D8];
 pub const SLACK: f32 = 8.0;
 
 /// Loads `HALVES` halves of each block of 16 query rows.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
     tile: Swizzled<T, D8>,
 ) -> Queries<M, D8> {
@@ -41,7 +41,7 @@ pub fn load_queries<T: MmaElement, const M: usize, const HALVES: usize, const D8
 }
 
 /// Of queries, 16 columns.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn load_depth<T: MmaElement, const M: usize, const HALVES: usize, const D8: usize>(
     tile: Swizzled<T, D8>,
     depth: usize,
@@ -57,7 +57,7 @@ pub fn load_depth<T: MmaElement, const M: usize, const HALVES: usize, const D8: 
 }
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys; `queries(depth)` is what [`load_depth`] returns.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
     keys: Swizzled<T, D8>,
@@ -79,7 +79,7 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
 }
 
 /// Turns scores into softmax weights; where a maximum must rise, rescales what was accumulated against the old one.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
     scores: &mut Fragments<M, N8>,
@@ -100,7 +100,7 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
 
 /// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies what the lane's row accumulated against
 /// the old one.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
     states: &mut States<M>,
     scores: &mut Fragments<M, N8>,
@@ -131,7 +131,7 @@ pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
 }
 
 /// Raises all maxima to the largest score so far.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn raise<const M: usize, const HALVES: usize, const N8: usize>(
     states: &mut States<M>,
     scores: &Fragments<M, N8>,
@@ -149,7 +149,7 @@ fn raise<const M: usize, const HALVES: usize, const N8: usize>(
 }
 
 /// The lane's largest score of a row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
     let mut largest = f32::NEG_INFINITY;
     for block in 0..N8 {
@@ -159,7 +159,7 @@ fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
 }
 
 /// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     T: MmaElement,
     const M: usize,

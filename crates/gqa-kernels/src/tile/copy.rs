@@ -16,7 +16,7 @@ pub struct Tile<T, const D8: usize> {
 }
 
 impl<T, const D8: usize> Clone for Tile<T, D8> {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clone(&self) -> Self {
         *self
     }
@@ -33,32 +33,32 @@ impl<T: MmaElement, const D8: usize> Tile<T, D8> {
     const PITCH: u32 = (D8 as u32 + 1) * UNIT;
 
     /// The tile that starts `bytes` bytes into the block's shared memory.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn at(bytes: u32) -> Self {
         Self { start: Shared::at(bytes) }
     }
 
     /// What starts at element `column` of `row`, seen as a tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from(self, row: u32, column: u32) -> Self {
         Self { start: self.place(row, column) }
     }
 
     /// Element `column` of `row`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32, column: u32) -> Shared<T> {
         self.start.offset(row * Self::PITCH + column)
     }
 
     /// The 16 bytes behind `row`, which belong to no column.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn padding(self, row: u32) -> Shared<T> {
         self.place(row, D8 as u32 * UNIT)
     }
 }
 
 /// Eight rounded values.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn to_unit<T: MmaElement>(x: [f32; 8]) -> [u32; 4] {
     [T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]), T::pack(x[6], x[7])]
 }
@@ -80,13 +80,13 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
     const DOWN: u32 = TEAM / Self::ACROSS;
 
     /// The part of `thread` of the team.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(thread: u32) -> Self {
         Self { row: thread / Self::ACROSS, column: thread % Self::ACROSS * UNIT }
     }
 
     /// Calls `unit(row, column)` for each unit of `rows` rows, a compile-time constant, that this thread moves.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn each(self, rows: u32, mut unit: impl FnMut(u32, u32)) {
         for pass in 0..rows.div_ceil(Self::DOWN) {
             let row = self.row + pass * Self::DOWN;
@@ -103,7 +103,7 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
 
     /// Starts copying rows `begin..begin + rows` of `source`, which lie `stride` elements apart and are `width` long, into a tile.
     /// Rows from `end` on, and columns from `width` on, become zero.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn copy<T: MmaElement>(
         self,
         tile: Tile<T, D8>,
@@ -125,7 +125,7 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
 
     /// Starts copying `rows` rows that lie anywhere: `source(row)` is the element at which one starts, or `None` for a row of
     /// zeros.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn gather<T: MmaElement>(
         self,
         tile: Tile<T, D8>,
@@ -147,7 +147,7 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
     }
 
     /// Writes `rows` rows of a tile to where `target(row)` says that they start, `None` for a row to leave out.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn scatter<T: MmaElement>(
         self,
         tile: Tile<T, D8>,
@@ -167,7 +167,7 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
 }
 
 /// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are unfinished.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn wait_for_all_but(newest: u32) {
     match newest {
         1 => cp_async_wait::<1>(),

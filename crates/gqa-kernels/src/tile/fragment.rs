@@ -19,25 +19,25 @@ use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 pub type Fragments<const M: usize, const C8: usize> = [[[f32; 4]; C8]; M];
 
 /// All zero.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn zeros<const M: usize, const C8: usize>() -> Fragments<M, C8> {
     [[[0.0; 4]; C8]; M]
 }
 
 /// A lane's row in a 16-row block: `half` 0 for values 0 and 1, 1 for values 2 and 3.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn row_of(half: usize) -> u32 {
     lane() / 4 + 8 * half as u32
 }
 
 /// A lane's first column in an 8-column block.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn column_of() -> u32 {
     lane() % 4 * 2
 }
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     queries: Tile<T, D8>,
     keys: Tile<T, D8>,
@@ -61,7 +61,7 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
 }
 
 /// `out += weights · values` over `N8` blocks of 8 keys.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
     weights: &Fragments<M, N8>,
@@ -85,14 +85,14 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
 ///
 /// Those are a left operand as it is. With keys as rows they are the right operands of keys 0..8 (first and third block) and 8..16;
 /// with values as rows, and transposed, those of columns 0..8 (first and second block) and 8..16.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes_part<T: MmaElement, const D8: usize>(tile: Tile<T, D8>) -> Tile<T, D8> {
     tile.from(lane() % 16, lane() / 16 * UNIT)
 }
 
 /// Writes the fragments, each row times its factor and rounded, to the warp's rows of a tile. Factor 0 gives 0, whatever the row
 /// holds.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store<T: MmaElement, const M: usize, const D8: usize>(
     out: &Fragments<M, D8>,
     factors: [[f32; 2]; M],
@@ -112,7 +112,7 @@ pub fn store<T: MmaElement, const M: usize, const D8: usize>(
 }
 
 /// The left operand made of blocks `2 depth` and `2 depth + 1`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack<T: MmaElement, const N8: usize>(weights: &[[f32; 4]; N8], depth: usize) -> [u32; 4] {
     let [first, second] = [weights[2 * depth], weights[2 * depth + 1]];
     [

@@ -48,25 +48,25 @@ pub struct Row {
 
 impl Row {
     /// Whether the row is a token: every token sees itself.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_token(&self) -> bool {
         self.visible.first < self.visible.end
     }
 
     /// The row where it sees no key from `columns` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn below(self, columns: u32) -> Self {
         Self { visible: below(self.visible, columns), ..self }
     }
 
     /// Keeps the row in 16 bytes.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn keep<T: Pod>(self, place: Shared<T>) {
         place.store_vec(0, [self.s, self.head, self.visible.first, self.visible.end]);
     }
 
     /// The row that [`keep`](Self::keep) kept.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn kept<T: Pod>(place: Shared<T>) -> Self {
         let [s, head, first, end] = place.load_vec(0);
         Self { s, head, visible: Visible { first, end } }
@@ -84,13 +84,13 @@ pub struct Span {
 
 impl Span {
     /// The span where no row sees a key from `columns` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn below(self, columns: u32) -> Self {
         Self { some: below(self.some, columns), all: below(self.all, columns) }
     }
 
     /// The tiles of `keys` keys that are a part's share: equal ones, the first ones larger by one where that does not come out even.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn share(&self, keys: u32, part: u32, parts: u32) -> Range<u32> {
         let tiles = self.some.end.saturating_sub(self.some.first).div_ceil(keys);
         let (each, rest) = (tiles / parts.max(1), tiles % parts.max(1));
@@ -99,20 +99,20 @@ impl Span {
     }
 
     /// Whether some row does not see all of the `count` keys from `begin` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_partial(&self, begin: u32, count: u32) -> bool {
         begin < self.all.first || begin + count > self.all.end
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn below(keys: Visible, columns: u32) -> Visible {
     Visible { first: keys.first, end: keys.end.min(columns) }
 }
 
 impl Rows {
     /// Tile `index` of (KV head, batch entry) `head_and_batch`, the head first.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(
         p: &AttentionParams,
         seqlens_k: Global<i32>,
@@ -129,7 +129,7 @@ impl Rows {
     }
 
     /// Tile `index` of a KV head of a batch entry that has no keys yet.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(p: &AttentionParams, index: u32, kv_head: u32, batch: u32, height: u32) -> Self {
         let group = Group::new(p.q_heads, p.kv_heads);
         let first = index * height;
@@ -146,14 +146,14 @@ impl Rows {
     }
 
     /// Those of them that are among so many tokens, of which the first has that number in tensors of new rows. The sequence has no others yet.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn among(self, start: u32, tokens: u32) -> Self {
         let end = self.group.rows(tokens).min(self.end).max(self.first);
         Self { start, end, seqlen: Seqlen { total: tokens, past: 0 }, ..self }
     }
 
     /// The rows of a block, longest first: under a causal mask the last tile sees most keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_block(p: &AttentionParams, seqlens_k: Global<i32>, block: u32, height: u32) -> Self {
         let heads = (p.kv_heads * p.batch).max(1);
         let index = row_tiles(p, height) - 1 - block / heads;
@@ -161,20 +161,20 @@ impl Rows {
     }
 
     /// Rows that exist.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn count(&self) -> u32 {
         self.end - self.first
     }
 
     /// The tile's row `r`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(&self, r: u32) -> Row {
         let (s, head) = self.group.unpack(self.kv_head, self.first + r);
         Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 
     /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the last token decide.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn span(&self) -> Span {
         let tokens = self.seqlen.total - self.seqlen.past;
         let first = self.first / self.group.size;
@@ -188,7 +188,7 @@ impl Rows {
     }
 
     /// Index of a row in tensors of one value per row: (batch, query head, row).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn index(&self, p: &AttentionParams, row: Row) -> usize {
         (self.batch as usize * p.q_heads as usize + row.head as usize) * p.q_len as usize
             + row.s as usize
@@ -197,7 +197,7 @@ impl Rows {
 
 /// Ends a row: its sink joins. Returns the factor that makes its output of what was accumulated, and its log-sum-exp. Padding has
 /// no output and no sum, and no sink either.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn close<T: Element>(
     p: &AttentionParams,
     is_token: bool,
@@ -218,7 +218,7 @@ pub fn close<T: Element>(
 
 /// Ends the rows that a lane holds a part of: writes their log-sum-exps, where lse is bound, and returns what their output is multiplied by.
 /// `row(m, half)` is a lane's row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn close_all<T: Element, const M: usize>(
     p: &AttentionParams,
     rows: &Rows,

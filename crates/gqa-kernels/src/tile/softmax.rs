@@ -22,27 +22,27 @@ pub struct ScoreScale {
 
 impl ScoreScale {
     /// From the factor on q·k and the softcap, 0 for none.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(scale: f32, softcap: f32) -> Self {
         let plain = Self { scale, softcap, factor: 1.0 };
         Self { factor: plain.plain_factor() * LOG2_E, ..plain }
     }
 
     /// The factor that is left to apply.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn factor(self) -> f32 {
         self.factor
     }
 
     /// The factor without log2(e): what makes scores of q·k.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn plain_factor(self) -> f32 {
         if self.softcap > 0.0 { self.softcap } else { self.scale.abs() }
     }
 
     /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and, because maxima are taken before
     /// the factor, the negative of them where the scale is.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn adjust<const M: usize, const N8: usize>(self, scores: &mut Fragments<M, N8>) {
         if self.softcap > 0.0 {
             let inner = self.scale * rcp(self.softcap);
@@ -53,7 +53,7 @@ impl ScoreScale {
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn each<const M: usize, const N8: usize>(scores: &mut Fragments<M, N8>, f: impl Fn(f32) -> f32) {
     for m in 0..M {
         for block in 0..N8 {
@@ -65,7 +65,7 @@ fn each<const M: usize, const N8: usize>(scores: &mut Fragments<M, N8>, f: impl 
 }
 
 /// Hides what a row does not see of the keys from `begin` on; `visible(m, half)` is what a lane's row sees.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn mask<const M: usize, const N8: usize>(
     scores: &mut Fragments<M, N8>,
     begin: u32,
@@ -87,7 +87,7 @@ pub fn mask<const M: usize, const N8: usize>(
 }
 
 /// Turns scores into softmax weights against the rows' new maxima, and rescales what was accumulated against the old ones.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
     scores: &mut Fragments<M, N8>,
@@ -108,7 +108,7 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
 
 /// The same on scores as they are, so that those of any size lose nothing. The states' maxima are as they are too, without the factor
 /// log2(e), until [`to_log2`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
     scores: &mut Fragments<M, N8>,
@@ -137,14 +137,14 @@ pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
 }
 
 /// States of [`weigh_plain`] as others have them.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
     let log2 = |state: SoftmaxState| SoftmaxState { max: state.max * LOG2_E, ..state };
     states.map(|block| block.map(log2))
 }
 
 /// Turns the scores of a lane's row into weights against its new maximum; returns the factor for what was accumulated against the old one.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_row<const N8: usize>(
     state: &mut SoftmaxState,
     scores: &mut [[f32; 4]; N8],
@@ -157,7 +157,7 @@ pub fn weigh_row<const N8: usize>(
 }
 
 /// Turns the scores of a lane's row into weights against its maximum, which none of them exceeds.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_against<const N8: usize>(
     state: &mut SoftmaxState,
     scores: &mut [[f32; 4]; N8],
@@ -174,14 +174,14 @@ pub fn weigh_against<const N8: usize>(
 }
 
 /// The state of a whole row from the lane's share.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn total(state: SoftmaxState) -> SoftmaxState {
     let sum = state.sum + shfl_xor_f32(state.sum, 1);
     SoftmaxState { sum: sum + shfl_xor_f32(sum, 2), ..state }
 }
 
 /// Largest score of a lane's row, over the four lanes that hold it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn row_max<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
     let mut largest = f32::NEG_INFINITY;
     for block in 0..N8 {

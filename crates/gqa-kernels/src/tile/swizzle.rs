@@ -20,7 +20,7 @@ pub struct Swizzled<T, const D8: usize> {
 }
 
 impl<T, const D8: usize> Clone for Swizzled<T, D8> {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clone(&self) -> Self {
         *self
     }
@@ -44,31 +44,31 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
     const GROUP: u32 = 1 << (D8 as u32 | 8).trailing_zeros();
 
     /// The tile that starts `bytes` bytes, a multiple of 128, into the block's shared memory.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn at(bytes: u32) -> Self {
         Self { start: Shared::at(bytes), chunk: 0 }
     }
 
     /// The tile of `rows` rows, a multiple of 8, in chunks, that starts `bytes` bytes, a multiple of 1024, into the block's shared memory.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn in_chunks_at(bytes: u32, rows: u32) -> Self {
         Self { start: Shared::at(bytes), chunk: rows }
     }
 
     /// Byte address of the tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn address(self) -> u32 {
         self.start.address()
     }
 
     /// Where unit `unit` of row `row` is.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32, unit: u32) -> Shared<T> {
         self.start.offset(self.number(row, unit) * Self::PER_UNIT)
     }
 
     /// Number of the 16 bytes that hold unit `unit` of row `row`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn number(self, row: u32, unit: u32) -> u32 {
         if self.chunk == 0 {
             Swizzled::<f16, D8>::index(row, unit)
@@ -78,19 +78,19 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
     }
 
     /// Units from one row to the next.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pitch(self) -> u32 {
         if self.chunk == 0 { D8 as u32 } else { 8 }
     }
 
     /// What starts at unit `unit`, a multiple of 8, of each row, seen as a tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from_unit(self, unit: u32) -> Self {
         Self { start: self.place(0, unit), ..self }
     }
 
     /// What starts at row `row`, a multiple of 8, seen as a tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn from(self, row: u32) -> Self {
         Self { start: self.start.offset(row * self.pitch() * Self::PER_UNIT), ..self }
     }
@@ -98,7 +98,7 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
 
 impl<const D8: usize> Swizzled<f16, D8> {
     /// Number of the 16 bytes that hold unit `unit` of row `row`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) const fn index(row: u32, unit: u32) -> u32 {
         row * D8 as u32 + (unit ^ (row * Self::GROUP / 8 % Self::GROUP))
     }
@@ -119,14 +119,14 @@ impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
     const ACROSS: u32 = if UNITS % 8 == 0 { 8 } else { 4 };
 
     /// This thread's part.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_this_thread() -> Self {
         Self { row: thread_idx() / Self::ACROSS, unit: thread_idx() % Self::ACROSS }
     }
 
     /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is there at all. Other rows, and columns from `width` on,
     /// become zero.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start<T: Element>(
         self,
         tile: Swizzled<T, UNITS>,
@@ -164,7 +164,7 @@ impl<const D8: usize> WarpCopy<D8> {
     const PERIOD: usize = if D8 % 4 == 0 { D8 / 4 } else { D8 / 2 };
 
     /// The part of `lane`, this thread's, of tiles like this one.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of<T: Pod>(lane: u32, tile: Swizzled<T, D8>) -> Self {
         let place = |i| {
             let unit = lane + 32 * i as u32;
@@ -176,7 +176,7 @@ impl<const D8: usize> WarpCopy<D8> {
     }
 
     /// Starts copying `rows` rows, a constant, from `source` on; those from `valid` on become zero.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start<T: Pod>(&self, tile: Swizzled<T, D8>, rows: u32, source: Global<T>, valid: u32) {
         let units = (valid.min(rows) * D8 as u32).saturating_sub(lane());
         let (tile, per_unit) = (tile.start.address(), Swizzled::<T, D8>::PER_UNIT);
@@ -191,7 +191,7 @@ impl<const D8: usize> WarpCopy<D8> {
 
 impl<const D8: usize> WarpCopy<D8> {
     /// As [`start`](Self::start), of rows that are `stride` elements apart; a power of two of units.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start_apart<T: Pod>(
         &self,
         tile: Swizzled<T, D8>,
@@ -225,13 +225,13 @@ impl<const D8: usize> WarpRead<D8> {
     const PERIOD: usize = Swizzled::<f16, D8>::GROUP as usize / 2;
 
     /// This thread's part.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_this_lane() -> Self {
         Self::of(lane())
     }
 
     /// The part of `lane`, this thread's: the four 8×8 blocks in the order upper left, upper right, lower left, lower right.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {
         let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);
         let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
@@ -240,7 +240,7 @@ impl<const D8: usize> WarpRead<D8> {
     }
 
     /// What the lane tells `ldmatrix` of rows `16 block ..` and units `2 pair ..`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn address<T: Pod>(&self, tile: Swizzled<T, D8>, block: usize, pair: usize) -> u32 {
         let further = (pair / Self::PERIOD * Self::PERIOD * 32) as u32;
         let block = swizzled_bytes(16 * block as u32, D8);

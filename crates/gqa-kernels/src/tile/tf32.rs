@@ -37,7 +37,7 @@ struct Split<const N: usize> {
 }
 
 impl<const N: usize> Split<N> {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of(x: [u32; N]) -> Self {
         let big = x.map(|x| x.wrapping_add(HALF_UNIT) & !(2 * HALF_UNIT - 1));
         let small = |i| (f32::from_bits(x[i]) - f32::from_bits(big[i])).to_bits();
@@ -46,7 +46,7 @@ impl<const N: usize> Split<N> {
 }
 
 /// `d[m][first + j] += a[m] · b[j]`, in an order in which no product waits for the one before.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply<const M: usize, const C: usize>(
     d: &mut Fragments<M, C>,
     first: usize,
@@ -71,7 +71,7 @@ fn multiply<const M: usize, const C: usize>(
 const APART: usize = 8;
 
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<const M: usize, const UNITS: usize, const N8: usize>(
     queries: Swizzled<f32, UNITS>,
     keys: Swizzled<f32, UNITS>,
@@ -101,7 +101,7 @@ pub fn scores<const M: usize, const UNITS: usize, const N8: usize>(
     scores
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add<const M: usize, const C: usize>(sum: &mut Fragments<M, C>, part: &Fragments<M, C>) {
     for m in 0..M {
         for j in 0..C {
@@ -123,7 +123,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
     const BLOCKS: usize = if UNITS % 8 == 0 { 4 } else { 2 };
 
     /// This lane's part.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_this_lane() -> Self {
         let (key, column) = (lane() % 4 * 2, lane() / 4 * Self::BLOCKS as u32);
         let place = |key| {
@@ -134,7 +134,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
     }
 
     /// Right operands of keys `8 block ..` and `BLOCKS` blocks of columns, the `part`-th so many.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load(&self, values: Swizzled<f32, UNITS>, block: usize, part: usize) -> [Split<2>; 4] {
         let columns = (8 * Self::BLOCKS * part) as u32;
         let keys = values.from(8 * block as u32).place(0, 0).offset(columns);
@@ -151,7 +151,7 @@ impl<const UNITS: usize> ValueRead<UNITS> {
 }
 
 /// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, each row with its own factor.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
     rescale: &[[f32; 2]; M],
@@ -182,7 +182,7 @@ pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8:
 }
 
 /// Part `vector` of a lane's part of a row of the output, the upper (`half` 0) or lower of a 16-row block: the first column, and four neighbouring values.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn output<const D8: usize, const UNITS: usize>(
     row: &[[f32; 4]; D8],
     half: usize,

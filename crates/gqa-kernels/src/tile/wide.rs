@@ -9,7 +9,7 @@ use crate::num::MmaElement;
 use crate::simt::{ldmatrix_x2, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
 /// `scores = queries · keysᵀ` over `M` blocks of 16 rows and `N8` blocks of 8 keys; `N8` is 1 or even.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
     queries: Swizzled<T, UNITS>,
     keys: Swizzled<T, UNITS>,
@@ -36,7 +36,7 @@ pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize
 }
 
 /// Writes weights to blocks `first ..` of 8 keys of as many rows.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: usize>(
     weights: &Fragments<M, N8>,
     tile: Swizzled<T, K8>,
@@ -54,7 +54,7 @@ pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: u
 }
 
 /// `out += weights · values` over all keys of the tiles, and the first `D8` blocks of 8 columns of `values`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     T: MmaElement,
     const M: usize,
@@ -81,14 +81,14 @@ pub fn accumulate<
 }
 
 /// The left operand of 16 rows and columns: `ldmatrix` brings its blocks in the order of [`WarpRead`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn left(address: u32) -> [u32; 4] {
     let [upper, upper_right, lower, lower_right] = ldmatrix_x4(address);
     [upper, lower, upper_right, lower_right]
 }
 
 /// Writes the fragments, each row times its factor and rounded, to the first `D8` units of as many rows. Factor 0 gives 0, whatever the row holds.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store<T: MmaElement, const M: usize, const D8: usize, const UNITS: usize>(
     out: &Fragments<M, D8>,
     factors: [[f32; 2]; M],

@@ -72,7 +72,7 @@ pub trait Cached: Copy {
 }
 
 /// The channel that the first column of a block of 8 is; from one to the next they are `group` apart.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn first_channel(block: u32, group: u32) -> u32 {
     8 * (block / group) * group + block % group
 }
@@ -110,7 +110,7 @@ impl Desk {
     }
 
     /// The one that starts `bytes` bytes into the block's shared memory.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn at(bytes: u32, head_size: u32) -> Self {
         let keys = Shared::at(bytes);
         Self {
@@ -130,13 +130,13 @@ impl<T: MmaElement> Cached for T {
     type Scale = ();
     const GROUP: u32 = 1;
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask((): (), _: &DecodeParams, _: u32, _: u32) {}
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn keep((): (), _: Desk) {}
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(
         _: &Tiles<T, D8, UNITS>,
         _: Desk,
@@ -145,7 +145,7 @@ impl<T: MmaElement> Cached for T {
     ) {
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn prepare<const D8: usize, const UNITS: usize>(
         _: &Tiles<T, D8, UNITS>,
         _: Desk,
@@ -154,7 +154,7 @@ impl<T: MmaElement> Cached for T {
         1.0
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         keys: Swizzled<T, UNITS>,
@@ -163,7 +163,7 @@ impl<T: MmaElement> Cached for T {
         columns::scores(queries, keys, read)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn accumulate<
         const M: usize,
         const HALVES: usize,
@@ -179,6 +179,6 @@ impl<T: MmaElement> Cached for T {
         columns::accumulate::<T, M, HALVES, D8, UNITS, N8>(out, weights, values, read);
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scale<const M: usize, const D8: usize>(_: &mut Columns<M, D8>, _: Desk) {}
 }

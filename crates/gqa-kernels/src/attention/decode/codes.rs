@@ -49,7 +49,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     type Scale = [f32; 2];
     const GROUP: u32 = 16 / F::BITS;
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask(scales: Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> [f32; 2] {
         let channel = thread_idx();
         if channel >= head_size {
@@ -59,7 +59,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         [scales.k, scales.v].map(|scale| scale.load(index as usize))
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn keep([key, value]: [f32; 2], desk: Desk) {
         let channel = thread_idx();
         if channel < desk.channels {
@@ -68,7 +68,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Self, D8, UNITS>,
         desk: Desk,
@@ -97,7 +97,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         sync_threads();
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn prepare<const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Self, D8, UNITS>,
         desk: Desk,
@@ -110,7 +110,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         unit
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
         keys: Swizzled<u8, UNITS>,
@@ -119,7 +119,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         codes::scores::<F, M, UNITS, N8>(queries, keys, read)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn accumulate<
         const M: usize,
         const HALVES: usize,
@@ -135,7 +135,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         codes::accumulate::<F, M, HALVES, D8, UNITS, N8>(out, weights, values, read);
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, desk: Desk) {
         for block in 0..D8 {
             let start = first_channel(block as u32, Self::GROUP);
@@ -148,7 +148,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
 }
 
 /// As many codes as a word holds.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn encode_word<T: MmaElement, F: MmaCode>(given: Shared<T>, scales: Shared<f32>) -> u32 {
     let code = |i| F::encode(given.load(i).to_f32() / scales.load(i)) << (i * F::BITS);
     (0..F::PER_WORD).fold(0, |word, i| word | code(i))
@@ -161,7 +161,7 @@ pub(super) const PASSES: usize = 2;
 struct Scaled([[f32; 8]; PASSES]);
 
 impl Scaled {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Codes<T, F>, D8, UNITS>,
         desk: Desk,
@@ -176,7 +176,7 @@ impl Scaled {
     }
 
     /// The largest power of two that is not above the largest finite number of all threads, but for extremes.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn unit(&self, desk: Desk, block: Block) -> f32 {
         const INFINITY: u32 = 0x7f80_0000;
         /// 2^-64, below which scores cannot tell keys apart, and 2^126, of which the inverse is a normal number.
@@ -199,7 +199,7 @@ impl Scaled {
     }
 
     /// Writes them as operands.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store<F: MmaCode, const D8: usize>(
         self,
         tile: Swizzled<f16, D8>,
@@ -220,7 +220,7 @@ impl Scaled {
 }
 
 /// Row and unit that the thread prepares in a pass.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn place_of<const D8: usize>(pass: usize, block: Block) -> Option<(u32, u32)> {
     let unit = thread_idx() + pass as u32 * block.threads;
     (unit < block.rows * D8 as u32).then_some((unit / D8 as u32, unit % D8 as u32))

@@ -39,7 +39,7 @@ impl<const D8: usize> Mailbox<D8> {
     }
 
     /// The inbox of a rank.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(rows: &Rows, place: Place) -> Self {
         let units = rows.count() * D8 as u32;
         let each = units.div_ceil(place.ranks.max(1)).max(1);
@@ -47,7 +47,7 @@ impl<const D8: usize> Mailbox<D8> {
     }
 
     /// Makes the inbox ready; nothing may be sent before [`wait_for_all`](Self::wait_for_all).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn open(self) {
         if thread_idx() == 0 {
             let of_each = self.rows * STATE_BYTES + self.owned() * UNIT_BYTES;
@@ -59,69 +59,69 @@ impl<const D8: usize> Mailbox<D8> {
     }
 
     /// Waits until all inboxes of the cluster are ready.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn wait_for_all(self) {
         cluster_wait();
     }
 
     /// Waits until everything has come in.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn wait(self) {
         mbarrier_wait_cluster(Self::barrier(), 0);
     }
 
     /// Units of this rank.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn owned(self) -> u32 {
         let units = self.rows * D8 as u32;
         units.saturating_sub(self.place.rank * self.each).min(self.each)
     }
 
     /// Whether each of so many threads has a column at most.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn has_few_units(self, threads: u32) -> bool {
         self.each * UNIT <= threads
     }
 
     /// Ranks that own units.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn owners(self) -> u32 {
         (self.rows * D8 as u32).div_ceil(self.each)
     }
 
     /// Row and column of the rank's column number `i`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn column(self, i: u32) -> (u32, u32) {
         let unit = self.place.rank * self.each + i / UNIT;
         (unit / D8 as u32, unit % D8 as u32 * UNIT + i % UNIT)
     }
 
     /// Where a block's first thread tells the others how many parts came before.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn flag() -> Shared<u32> {
         Shared::at(8)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn barrier() -> u32 {
         Shared::<u64>::at(0).address()
     }
 
     /// Where the state of row `r` from rank `from` arrives.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn state(self, from: u32, r: u32) -> Shared<[f32; 2]> {
         Shared::at(Self::STATES).offset(from * self.rows + r)
     }
 
     /// Where unit number `i` of the owner's from rank `from` arrives.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn unit(self, from: u32, i: u32) -> Shared<f32> {
         let units = Self::STATES + self.place.ranks * self.rows.next_multiple_of(2) * STATE_BYTES;
         Shared::at(units).offset((from * self.each + i) * UNIT)
     }
 
     /// Sends a state to rank `to`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn send_state(self, to: u32, r: u32, state: SoftmaxState) {
         let values = [state.max.to_bits(), state.sum.to_bits()];
         let place = peer_address(self.state(self.place.rank, r).address(), to);
@@ -129,7 +129,7 @@ impl<const D8: usize> Mailbox<D8> {
     }
 
     /// Sends half a unit to its owner.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn send_half(self, half: u32, columns: [f32; 4]) {
         let unit = half / 2;
         // Exact for few units, and shorter than a division.
@@ -156,7 +156,7 @@ impl<
         .next_multiple_of(if Self::BY_WARPGROUPS { 1024 } else { 128 });
 
     /// Sends the block's result to the owners.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
         mailbox.wait_for_all();
         let (owners, halves) = (mailbox.owners(), 2 * D8 as u32);
@@ -174,7 +174,7 @@ impl<
     }
 
     /// Writes the result of a block that is a cluster, or leaves it to the last part.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn finish_alone<T: MmaElement, O: OutElement>(
         p: &DecodeParams,
         rows: &Rows,
@@ -206,7 +206,7 @@ impl<
     }
 
     /// What is left to do where a block is not alone, `N` columns at a time.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn finish<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
@@ -223,7 +223,7 @@ impl<
     }
 
     /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to the last part.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish_received<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
@@ -248,7 +248,7 @@ impl<
     }
 
     /// In the last part to come, adds up what all of them left, and writes the rank's columns.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish_parts<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
@@ -267,7 +267,7 @@ impl<
     }
 
     /// The thread's columns among the rank's, in pieces of `N`: the first of each.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn owned<const N: usize>(mailbox: Mailbox<D8>) -> Rolled {
         Rolled(thread_idx() * N as u32..mailbox.owned() * UNIT, Self::THREADS * N as u32)
     }
@@ -283,7 +283,7 @@ pub(super) struct Output<T, O> {
 
 impl<T: MmaElement, O: OutElement> Output<T, O> {
     /// Ends columns of a row, one or eight, and with the first ones the row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write<const N: usize>(
         self,
         a: &AttentionParams,
@@ -317,21 +317,21 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn column_of(p: &DecodeParams, rows: &Rows, part: u32, row: Row, column: u32) -> usize {
         let a = &p.attention;
         let of_part = a.batch as usize * a.q_heads as usize * a.q_len as usize;
         (part as usize * of_part + rows.index(a, row)) * a.head_size as usize + column as usize
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn state_of(p: &DecodeParams, place: Place, part: u32, r: u32) -> usize {
         let owner = (part * p.clusters + place.index) * place.ranks + place.rank;
         owner as usize * p.rows as usize + r as usize
     }
 
     /// Leaves columns of this part, one or eight.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave<const N: usize>(
         self,
         p: &DecodeParams,
@@ -351,13 +351,13 @@ impl Parts {
     }
 
     /// Leaves the state of a row of this part: once, by the thread that has the rank's first column of it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave_state(self, p: &DecodeParams, place: Place, r: u32, state: SoftmaxState) {
         self.states.store(Self::state_of(p, place, place.part, r), [state.max, state.sum]);
     }
 
     /// Tells the other parts' owners of the same columns; true in the block that comes last, which then sees what all of them left.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn arrive_last(self, p: &DecodeParams, place: Place, flag: Shared<u32>) -> bool {
         sync_threads();
         if thread_idx() == 0 {
@@ -369,7 +369,7 @@ impl Parts {
     }
 
     /// The row's state over all parts, and what they have in columns from `column` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum<const N: usize>(
         self,
         p: &DecodeParams,
@@ -390,7 +390,7 @@ impl Parts {
 
 impl<const D8: usize> Mailbox<D8> {
     /// The row's state over all ranks, and what they have in the owner's columns from `i` on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum<const N: usize>(self, r: u32, i: u32) -> (SoftmaxState, [f32; N]) {
         sum_of(self.place.ranks, |from| {
             let columns = self.unit(from, i / UNIT).offset(i % UNIT);
@@ -403,7 +403,7 @@ impl<const D8: usize> Mailbox<D8> {
 }
 
 /// One value, or eight as two vectors.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn side_by_side<const N: usize>(
     value: impl Fn(u32) -> f32,
     vector: impl Fn(u32) -> [u32; 4],
@@ -423,7 +423,7 @@ fn side_by_side<const N: usize>(
 }
 
 /// The state of a row over `count` results, and their sums in `N` columns; of eight results all is loaded before any of it is needed.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sum_of<const N: usize>(
     count: u32,
     result: impl Fn(u32) -> ([f32; 2], [f32; N]),

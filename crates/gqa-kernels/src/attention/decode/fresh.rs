@@ -54,7 +54,7 @@ pub(super) struct Turns<T> {
 
 impl<C: Cached> Fresh<C> {
     /// Starts copying the queries into their tile, of `height` rows; rows that do not exist become zero.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn copy_queries<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
@@ -75,7 +75,7 @@ impl<C: Cached> Fresh<C> {
     }
 
     /// Starts copying the new keys and values into their tiles, of `height` rows; rows that are no tokens become zero.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn copy_new<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
@@ -100,7 +100,7 @@ impl<C: Cached> Fresh<C> {
     }
 
     /// What the thread turns of queries and, where the rank has them, new keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn turns<const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
@@ -113,7 +113,7 @@ impl<C: Cached> Fresh<C> {
     }
 
     /// Turns them in place.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn turn<const D8: usize, const UNITS: usize>(
         &self,
         rows: &Rows,
@@ -132,7 +132,7 @@ impl<C: Cached> Fresh<C> {
     }
 
     /// Number `i` of the pairs of all queries and of `keys` keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair<const D8: usize, const UNITS: usize>(
         &self,
         rows: &Rows,
@@ -157,7 +157,7 @@ impl<C: Cached> Fresh<C> {
     }
 
     /// Appends the new keys and values.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn append<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
@@ -180,7 +180,7 @@ impl<C: Cached> Fresh<C> {
 }
 
 /// New rows that are tokens.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn new_tokens(p: &DecodeParams, rows: &Rows) -> u32 {
     p.new_len.min(rows.seqlen.total - rows.seqlen.past)
 }

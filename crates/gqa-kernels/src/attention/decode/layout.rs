@@ -61,31 +61,31 @@ impl Layout for SideBySide {
     const PIECE: u32 = u32::MAX;
     type Spots = ();
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(self, _: u32) -> Self {
         self
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(self, _: &AttentionParams, rows: Rows) -> Rows {
         rows
     }
 
     /// `length` is the index of the last token.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(self, a: &AttentionParams, _: &Rows, length: i32) -> Seqlen {
         Seqlen::new(length, a.q_len, a.capacity, a.first_prompt != 0)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
         cache.at(rows.batch, rows.kv_head, row)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(self, _: u32, _: u32, _: u32) {}
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row<E: Pod, const UNITS: usize>(
         self,
         (): (),
@@ -97,7 +97,7 @@ impl Layout for SideBySide {
         source.offset(row as usize * cells as usize)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn start<E: Pod, const UNITS: usize>(
         self,
         lanes: &WarpCopy<UNITS>,
@@ -137,7 +137,7 @@ pub struct Blocks {
 
 impl Blocks {
     /// The table, with the numbers that say how it is read.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(starts: Global<i32>, table: Global<i32>, p: &PagedDecodeParams) -> Self {
         Self {
             starts,
@@ -152,7 +152,7 @@ impl Blocks {
     }
 
     /// The row of the cache that has row `row` of the sequence; within the cache whatever the table says.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place(self, row: u32) -> u32 {
         let block = self.table.load((row >> self.log_rows) as usize) as u32;
         (block.min(self.last) << self.log_rows) + (row & ((1 << self.log_rows) - 1))
@@ -167,13 +167,13 @@ impl Layout for Blocks {
     const PIECE: u32 = 16;
     type Spots = [u32; PIECES];
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(self, batch: u32) -> Self {
         Self { table: self.table.offset((batch * self.per_sequence) as usize), ..self }
     }
 
     /// None of a sequence with more tokens than this launch takes.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(self, a: &AttentionParams, rows: Rows) -> Rows {
         if self.starts.is_null() {
             return rows.among(rows.batch, 1);
@@ -185,19 +185,19 @@ impl Layout for Blocks {
     }
 
     /// `length` is how many rows there are before the new ones.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
         let new = rows.seqlen.total;
         let past = (length.max(0) as u32).min(a.capacity - new);
         Seqlen { total: past + new, past }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
         self.place(row) as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(self, begin: u32, end: u32, rows: u32) -> [u32; PIECES] {
         core::array::from_fn(|piece| {
             let within = piece as u32 * Self::PIECE;
@@ -205,7 +205,7 @@ impl Layout for Blocks {
         })
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row<E: Pod, const UNITS: usize>(
         self,
         spots: [u32; PIECES],
@@ -216,7 +216,7 @@ impl Layout for Blocks {
         source.offset(spots[piece as usize] as usize * self.stride as usize)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn start<E: Pod, const UNITS: usize>(
         self,
         lanes: &WarpCopy<UNITS>,

@@ -51,7 +51,7 @@ pub(super) struct Share {
 
 impl Share {
     /// Every rank's warps take turns, so that all of them together go through the cache side by side; the new rows are the last rank's.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new<L: Layout>(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
         let mut span = rows.span();
         if L::PIECE < u32::MAX {
@@ -73,25 +73,25 @@ impl Share {
     }
 
     /// A team's first tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start(&self, team: u32) -> u32 {
         team * self.ranks + self.index
     }
 
     /// Position of the first key of a tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn begin(&self, tile: u32) -> u32 {
         self.span.some.first + tile * self.keys
     }
 
     /// From one of a team's tiles to the next, of `teams` teams.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn step(&self, teams: u32) -> u32 {
         teams * self.ranks
     }
 
     /// One past the team's last tile; the tile of new rows is behind those of the last team.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn end(&self, team: u32, teams: u32) -> u32 {
         let is_last = self.has_fresh && team + 1 == teams;
         self.tiles + if is_last { self.step(teams) } else { 0 }
@@ -109,7 +109,7 @@ pub(super) struct Cache<C: Cached, L: Layout, const UNITS: usize> {
 
 impl<C: Cached, L: Layout, const UNITS: usize> Cache<C, L, UNITS> {
     /// Those of the row tile's head; where lanes copy to is found out later.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(
         a: &AttentionParams,
         rows: &Rows,
@@ -150,14 +150,14 @@ impl<
     };
 
     /// Where lanes copy to.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lanes<C: Cached>() -> WarpCopy<UNITS> {
         WarpCopy::of(lane(), Self::keys::<C::Cell>(0))
     }
 
     /// Starts copying the team's first keys before it is known how many there are: those that turn out not to exist are masked as all that no
     /// query sees. The copies belong to the next group.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start_ahead<C: Cached, L: Layout>(
         p: &DecodeParams,
         place: Place,
@@ -171,13 +171,13 @@ impl<
     }
 
     /// Keys that ranks ask for ahead of their time, of all together.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys_ahead(p: &DecodeParams, place: Place) -> u32 {
         if p.ahead != 0 { place.among(p).0 * Self::TEAMS * Self::KEYS } else { 0 }
     }
 
     /// Starts the first copies of the warp; `ahead` if its first keys are on their way.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start<C: Cached, L: Layout>(
         share: &Share,
         cache: &Cache<C, L, UNITS>,
@@ -199,27 +199,27 @@ impl<
     }
 
     /// Looks up where the warp's part of a tile of the team is.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn find_tile<L: Layout>(layout: L, share: &Share, tile: u32) -> L::Spots {
         Self::find(layout, share.begin(tile), share.old_end)
     }
 
     /// Looks up where the warp's part of the tile from row `begin` on is, of which rows from `end` on may be nowhere.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Spots {
         let (first, rows) = Self::part();
         layout.find(begin + first, end, rows)
     }
 
     /// The warp's part of a tile of its team: its first row, and how many.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn part() -> (u32, u32) {
         let rows = Self::KEYS / Self::TEAM;
         (warp() % Self::TEAM * rows, rows)
     }
 
     /// Starts copying a tile, if it is of the rank's share, as a group of its own.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn copy<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
         cache: &Cache<C, L, UNITS>,
@@ -236,7 +236,7 @@ impl<
     }
 
     /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows from `end` on become zero.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy_rows<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
         cache: &Cache<C, L, UNITS>,
@@ -259,7 +259,7 @@ impl<
     }
 
     /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied by `unit`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
@@ -333,62 +333,62 @@ impl<
     }
 
     /// New keys, unrotated ones no longer.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn fresh_keys<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::FRESH, Self::KEYS)
     }
 
     /// New values.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn fresh_values<E: Pod>() -> Swizzled<E, UNITS> {
         Self::tile(Self::FRESH + Self::STAGE_BYTES / 2, Self::KEYS)
     }
 
     /// The keys of one of the team's stages.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys<E: Pod>(slot: u32) -> Swizzled<E, UNITS> {
         Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES, Self::KEYS)
     }
 
     /// The values of one of the team's stages.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn values<E: Pod>(slot: u32) -> Swizzled<E, UNITS> {
         let half = Self::STAGE_BYTES / 2;
         Self::tile(Self::ring_of(Self::team()) + slot * Self::STAGE_BYTES + half, Self::KEYS)
     }
 
     /// A tile of rows of `W` units, as the products read it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tile<E: Pod, const W: usize>(bytes: u32, rows: u32) -> Swizzled<E, W> {
         if Self::BY_WARPGROUPS { Swizzled::in_chunks_at(bytes, rows) } else { Swizzled::at(bytes) }
     }
 
     /// This thread's team.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn team() -> u32 {
         warp() / Self::TEAM
     }
 
     /// Where row `r` of a team's accumulators is after the loop, in its ring.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn acc_of(team: u32, r: u32) -> Shared<f32> {
         Shared::at(Self::ring_of(team)).offset(r * Self::ACC_PITCH)
     }
 
     /// Where the ring of a team starts.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn ring_of(team: u32) -> u32 {
         Self::RINGS + team * Self::RING_BYTES
     }
 
     /// Where a team leaves the state of a row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn state_of(team: u32, r: u32) -> Shared<[f32; 2]> {
         Shared::at(Self::STATES).offset(team * Self::ROWS + r)
     }
 
     /// Leaves the warp's result where all can read it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn publish<C: Cached>(states: States<M>, acc: &Columns<M, D8>) {
         for m in 0..M {
             for half in 0..HALVES {
@@ -409,7 +409,7 @@ impl<
     }
 
     /// The block's state of row `r`, and the teams' weights in it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn merge_states(r: u32) -> (SoftmaxState, [f32; 16]) {
         let mut state = SoftmaxState::EMPTY;
         let parts: [[f32; 2]; 16] = core::array::from_fn(|w| {
@@ -430,7 +430,7 @@ impl<
     }
 
     /// What the block accumulated in four columns of row `r`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn merge_columns(r: u32, column: u32, weights: &[f32; 16]) -> [f32; 4] {
         let mut sums = [0.0; 4];
         for w in 0..Self::TEAMS {

@@ -36,7 +36,7 @@ impl<
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
     /// The team's part of the rank's share.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend_together<C: Cached, L: Layout>(
         p: &DecodeParams,
         rows: &Rows,
@@ -101,7 +101,7 @@ impl<
     }
 
     /// Queries times a tile of keys.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_keys<C: Cached>(keys: Swizzled<C::Cell, UNITS>) -> Fragments<1, N8> {
         let (q, k) = (Self::queries::<C::Operand>().address(), keys.address());
         wgmma_fence();
@@ -117,7 +117,7 @@ impl<
     }
 
     /// Adds weights times a tile of values.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn add_values<C: Cached>(
         acc: &mut [[f32; 4]; D8],
         weights: &[[f32; 4]; N8],
@@ -133,7 +133,7 @@ impl<
     }
 
     /// Waits for the team, whose copies the products then read, or who have read what copies then overwrite.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sync_team() {
         if Self::BY_WARPGROUPS {
             fence_proxy_async();
@@ -144,7 +144,7 @@ impl<
     }
 
     /// Waits for the block, whose new rows the products then read.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn sync_block() {
         if Self::BY_WARPGROUPS {
             fence_proxy_async();
@@ -153,7 +153,7 @@ impl<
     }
 
     /// Leaves the team's result where all can read it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn publish_together(states: States<1>, acc: &Fragments<1, D8>) {
         let first_row = warp() % Self::TEAM * 16;
         for half in 0..2 {
@@ -173,7 +173,7 @@ impl<
 }
 
 /// `acc += weights · values`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_values<T: MmaElement, const O: usize, const N8: usize>(
     acc: &mut [f32],
     weights: &[[f32; 4]; N8],
@@ -192,7 +192,7 @@ fn add_values<T: MmaElement, const O: usize, const N8: usize>(
 }
 
 /// What `wgmma` is told of an operand in chunks with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks `chunk_bytes` apart.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn descriptor(address: u32, chunk_bytes: u32) -> u64 {
     const SWIZZLE_128: u64 = 1 << 62;
     const GROUP: u64 = (1024 >> 4) << 32;

@@ -76,7 +76,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 {
     const BLOCK: u32 = S::WARPGROUPS * WARPGROUP;
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>) -> Self {
         // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
         let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
@@ -106,7 +106,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Everything, from the first work tile to the last.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn run(&mut self) {
         // The first turn is warpgroup 0's.
         if self.warpgroup + 1 == S::WARPGROUPS {
@@ -124,7 +124,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
     /// The next S = Q · Kᵀ is issued before the P · V of the current one, over the borders of work tiles too: the softmax of a work
     /// tile's first scores and the way out of its output hide behind matrix products like all others.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&mut self, at: &mut Cursor) {
         let o = [0.0; O];
         self.wait_tile(self.kv);
@@ -173,7 +173,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
     /// The scores of the next key tile, of which all rows see all keys, and the output of the last. Whether an exponent exceeds its limit
     /// shows in the weights, which is less work than to find the greatest exponents. K stays until that is known.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
         let mut s = self.multiply(state);
@@ -199,7 +199,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// The same where weights do not become infinite, so that the greatest exponents have to be found.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_and_raise(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
         let mut s = self.multiply(state);
@@ -218,7 +218,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
     /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
     /// whether there is a next one.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Cursor) -> bool {
         let from = *at;
         // A vote, so that the assembler sees that a warp's lanes agree.
@@ -259,7 +259,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Issues the next S and this O; returns S when it is there.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply(&mut self, state: &mut State<W, O>) -> [f32; C] {
         self.wait_tile(self.kv);
         self.take_turn();
@@ -274,7 +274,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Waits for the next work tile's description and Q.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn begin(&mut self) -> Cursor {
         if self.works > 0 {
             self.q = self.q.next(S::Q_STAGES);
@@ -298,7 +298,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Waits for the tensor cores.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn take_turn(&self) {
         // With a mask there is no register to keep the number in.
         let masked = S::MASK_STAGES > 0;
@@ -307,7 +307,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// The same behind the loop, in which there is no register to keep the number in.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn take_last_turn(&self) {
         if S::MASK_STAGES > 0 {
             self.take_turn();
@@ -317,31 +317,31 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Hands the tensor cores on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pass_turn(&self) {
         let next = if self.warpgroup + 1 == S::WARPGROUPS { 0 } else { self.warpgroup + 1 };
         named_barrier_arrive(1 + next, 2 * WARPGROUP);
     }
 
     /// Query rows of a sequence.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(&self, seqlen: Seqlen) -> u32 {
         if self.pointers.pages.is_some() { seqlen.total - seqlen.past } else { self.p.q_len }
     }
 
     /// Number of the Q tile in use.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn q_tile(&self) -> u32 {
         self.warpgroup * S::Q_STAGES + self.q.stage
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_tile(&self, at: Ring) {
         mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
     }
 
     /// This warp has read the K or V tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release_tile(&self, at: Ring) {
         if lane() == 0 {
             mbarrier_arrive(self.base + S::KV_EMPTY + at.barrier());
@@ -349,7 +349,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// This warp has read the Q tile for the last time, if the key tile is the last.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn release_queries(&self, at: &Cursor) {
         if at.tile == at.keys.first && lane() == 0 {
             mbarrier_arrive(self.base + S::Q_EMPTY + 8 * self.q_tile());
@@ -357,7 +357,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Issues S = Q · Kᵀ.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn issue_scores(&self) -> [f32; C] {
         let q = self.base + self.q_tile() * S::Q_BYTES;
         // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in such as are not uniform.
@@ -381,7 +381,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
     /// Weights of a tile where some have become infinite: raises references and starts from scores once more, by instructions that a
     /// warp can give without the others. Returns the factors for what was accumulated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh_again(&self, keys: Ring, rows: &mut RowPair, weights: &mut [u32; W]) -> [f32; 2] {
         let mut tops = [f32::NEG_INFINITY; 2];
         for block in Rolled(0..S::N / 16, 1) {
@@ -411,7 +411,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// This warp's scores of 16 keys of a tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores_of_block(&self, keys: Ring, block: u32) -> [f32; 8] {
         // Blocks one after the other: for all at a time there are no registers.
         sync_warp();
@@ -437,7 +437,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Issues O += P · V.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
         let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
         // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
@@ -463,7 +463,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// What few calls and few tiles need.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn cap_and_mask(&self, s: &mut [f32; C], at: &Cursor) {
         if self.p.softcap > 0.0 {
             self.softmax.cap(s);
@@ -480,7 +480,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// This warp's rows of the next tile of the mask.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn mask_rows(&self, mask: Mask<T>) -> u32 {
         let tile = self.base + S::MASK + self.mask.stage * S::MASK_BYTES;
         mask.rows(tile, self.warpgroup * WARPGROUP_ROWS + warp() % 4 * 16)
@@ -488,7 +488,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
     /// Scores become exponents, those of the first row weights. Where a work tile begins, its rows start with these scores; with a bias
     /// they may start anew at any tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn relate_and_weigh(
         &mut self,
         s: &mut [f32; C],
@@ -523,7 +523,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0. Transposed they are 0 already.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_values(&self, at: &Cursor, values: Ring) {
         if S::IS_TRANSPOSED || at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
             return;
@@ -549,7 +549,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 
     /// Normalises the output of a finished work tile and writes it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish(&self, o: &mut [f32; O], mut rows: [SoftmaxState; 2], slot: Slot) {
         if S::SUM_COLUMNS {
             let with = |kept: f32, last: f32| if S::IS_TRANSPOSED { kept + last } else { last };
@@ -586,7 +586,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
 /// Takes the sums of some tiles' weights out of the output where products are of e4m3: tensor cores keep so few bits of their sums that thousands of keys' weights cannot
 /// be added up there.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
     if S::SUM_COLUMNS && S::IS_TRANSPOSED {
         rows.sum[0] += o[O - 4];
@@ -604,19 +604,19 @@ fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
 struct Descriptor(u32);
 
 impl Descriptor {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(address: u32, chunk_bytes: u32) -> Self {
         Self(address >> 4 | (chunk_bytes >> 4) << 16)
     }
 
     /// Of the first chunk's part that starts `bytes` further on, and all of the second chunk.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn towards(self, bytes: u32) -> u64 {
         Self(self.0.wrapping_sub((bytes >> 4) << 16)).at(bytes)
     }
 
     /// Of the part that starts `bytes` further on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn at(self, bytes: u32) -> u64 {
         const SWIZZLE_128: u32 = 1 << 30;
         const GROUP: u32 = 1024 >> 4;

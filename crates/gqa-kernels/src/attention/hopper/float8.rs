@@ -35,7 +35,7 @@ pub(super) struct Scales {
 
 impl Scales {
     /// Factors of the rows `row` and `row + 8` of a work tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn factors(&self, place: Place, row: u32, p: &AttentionParams) -> [f32; 2] {
         let rows = (place.batch * p.q_heads + place.head) as usize * p.q_len as usize;
         // Rows behind the last one count as that one.
@@ -44,7 +44,7 @@ impl Scales {
     }
 
     /// Multiplies a thread's output by the scale of the values.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn widen<const O: usize>(&self, o: &mut [f32; O], head: u32, p: &AttentionParams) {
         if !self.per_channel {
             let scale = self.v_scale.load(0);
@@ -85,19 +85,19 @@ type Numbers = [f32; VECTOR as usize];
 const TOGETHER: u32 = 4;
 
 /// Lanes that share a row of queries or keys: a power of two.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes(p: &AttentionParams) -> u32 {
     (p.head_size / VECTOR).next_power_of_two().min(32)
 }
 
 /// Rows of a warp.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rows(p: &AttentionParams) -> u32 {
     32 / lanes(p) * TOGETHER
 }
 
 /// Columns of the transposed values: whole tiles.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn transposed_keys(capacity: u32) -> u32 {
     capacity.next_multiple_of(TRANSPOSED_KEYS)
 }
@@ -111,7 +111,7 @@ struct Shares {
 }
 
 impl Shares {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(p: &Float8OperandsParams) -> Self {
         let a = &p.attention;
         let parts = transposed_keys(a.capacity) / KEYS * a.head_size.div_ceil(WARP_COLUMNS);
@@ -161,7 +161,7 @@ pub struct Operands<T> {
 }
 
 /// Writes the operands, and new rows into the cache.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn float8_operands<T: Element>(
     q: Global<T>,
     k: Global<T>,
@@ -219,7 +219,7 @@ struct Vector {
 
 impl Vector {
     /// The same of a later row.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn down(self, rows: u32) -> Self {
         Self { row: self.row + rows, ..self }
     }
@@ -227,7 +227,7 @@ impl Vector {
 
 impl<T: Element> Operands<T> {
     /// A warp: rows of a query head. All lanes take part in the search for each row's greatest number.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn round_queries(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
         let at = first_vector(share, a.q_heads, a.q_len, a);
@@ -242,7 +242,7 @@ impl<T: Element> Operands<T> {
     }
 
     /// A vector of a query row, and with its first one the row's factor.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn round_query(&self, at: Vector, x: Numbers, scales: &Numbers, p: &AttentionParams) {
         let x: Numbers = core::array::from_fn(|i| x[i] * scales[i]);
         let top = x.into_iter().fold(0.0, |top, x| max(top, x.abs()));
@@ -260,7 +260,7 @@ impl<T: Element> Operands<T> {
     }
 
     /// A warp: new rows of a key head into the cache, but for padding.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_keys(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
         let at = first_vector(share, a.kv_heads, p.new_len, a);
@@ -274,7 +274,7 @@ impl<T: Element> Operands<T> {
     }
 
     /// A vector of a new key into the cache.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_key(&self, at: Vector, x: Numbers, scales: &Numbers, p: &Float8OperandsParams) {
         let a = &p.attention;
         let seqlen = self.seqlen(at.batch, a);
@@ -286,7 +286,7 @@ impl<T: Element> Operands<T> {
     }
 
     /// A lane's vectors of its warp's rows, of `count` that there are, rotated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotated(
         &self,
         rows: (Global<T>, Strides),
@@ -304,7 +304,7 @@ impl<T: Element> Operands<T> {
         ]
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotated_row(
         &self,
         (rows, strides): (Global<T>, Strides),
@@ -321,13 +321,13 @@ impl<T: Element> Operands<T> {
         unpack::<T>(self.rope.vector(rows, head, at.column, position))
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(&self, batch: u32, p: &AttentionParams) -> Seqlen {
         Seqlen::new(self.seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0)
     }
 
     /// A warp: 32 keys of up to 128 columns.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn transpose_values(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
         let keys = transposed_keys(a.capacity);
@@ -357,7 +357,7 @@ impl<T: Element> Operands<T> {
     }
 
     /// A word for each column: the codes of the keys that stand in four columns of the transposed values, from `first` on. Those of new keys go into the cache, too.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn four_values(
         &self,
         at: Vector,
@@ -390,7 +390,7 @@ impl<T: Element> Operands<T> {
 }
 
 /// The first of a lane's vectors in a warp's part, number `share`, of (batch, head, row).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn first_vector(share: u32, heads: u32, count: u32, p: &AttentionParams) -> Vector {
     let parts = count.div_ceil(rows(p));
     let head = quotient(share, parts);
@@ -400,7 +400,7 @@ fn first_vector(share: u32, heads: u32, count: u32, p: &AttentionParams) -> Vect
 }
 
 /// Scales of the channels from `column` on.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn channel_scales<const N: usize>(
     scales: Global<f32>,
     kv_head: u32,
@@ -417,7 +417,7 @@ fn channel_scales<const N: usize>(
 }
 
 /// The greatest value of so many neighbouring lanes.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest(value: f32, lanes: u32) -> f32 {
     let (mut top, mut distance) = (value, lanes / 2);
     while distance > 0 {
@@ -428,7 +428,7 @@ fn greatest(value: f32, lanes: u32) -> f32 {
 }
 
 /// Exponent of the least power of two that is not less than `top / 448`, among those that have an inverse.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn row_exponent(top: f32) -> i32 {
     /// What the mantissa of 448 lacks of all ones.
     const REST: u32 = 0x001f_ffff;
@@ -436,25 +436,25 @@ fn row_exponent(top: f32) -> i32 {
     exponent.clamp(-120, 120)
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
 /// Four numbers as codes, the first in the lowest byte.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn word_of(x: [f32; 4]) -> u32 {
     f32x2_to_e4m3x2(x[0], x[1]) as u32 | (f32x2_to_e4m3x2(x[2], x[3]) as u32) << 16
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn codes_of(x: [f32; 8]) -> u64 {
     let [low, high] = [word_of([x[0], x[1], x[2], x[3]]), word_of([x[4], x[5], x[6], x[7]])];
     low as u64 | (high as u64) << 32
 }
 
 /// Byte `i` of word `j` becomes byte `j` of word `i`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn transpose([a, b, c, d]: [u32; 4]) -> [u32; 4] {
     let [ab, cd] = [[a, b], [c, d]].map(|[x, y]| [prmt(x, y, 0x5140), prmt(x, y, 0x7362)]);
     let turned = |i: usize, selector| prmt(ab[i], cd[i], selector);

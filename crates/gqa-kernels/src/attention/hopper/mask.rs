@@ -35,7 +35,7 @@ pub(super) struct Mask<T> {
 }
 
 impl<T: MmaElement> Mask<T> {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(map: TensorMap, bias: Global<T>, mask: Global<u8>, p: &MaskedParams) -> Self {
         let whole = p.vectors & vectors::MASK != 0;
         let repeats = p.attention.bias.row == 0;
@@ -43,20 +43,20 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// Whether it is numbers.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn is_bias(self) -> bool {
         !self.bias.is_null()
     }
 
     /// Arrivals that make a tile full, and those of `warps` warps of consumers that make its place empty: where threads copy, each
     /// arrives for itself, which tools that look for races can follow.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn arrivals(self, warps: u32) -> (u32, u32) {
         if self.whole { (WARPS, warps) } else { (32 * WARPS, 32 * warps) }
     }
 
     /// This warp has read a tile for the last time.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn release(self, empty: u32) {
         if self.whole {
             sync_warp();
@@ -67,7 +67,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// Two warps: all tiles of the work that the block has drawn.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load<S: Tile>(self, base: u32, p: &AttentionParams) {
         if !self.whole {
             Self::for_each_tile::<S>(base, |to, full, place, key| {
@@ -82,7 +82,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// Calls `f` with the place of each tile in shared memory, its barrier, whose it is and its first key, once the place is free.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn for_each_tile<S: Tile>(base: u32, f: impl Fn(u32, u32, Place, u32)) {
         let mut ring = Ring::START;
         let mut n = 0;
@@ -106,7 +106,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// One thread of each warp: the copy engine brings a chunk, if there is one for the warp.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_chunk<S: Tile>(self, to: u32, full: u32, place: Place, key: u32, p: &AttentionParams) {
         let chunk = warp() - FIRST_COPIER / 32;
         let (words, chunks) = if !self.is_bias() { (key / 2, 1) } else { (key, S::N / 64) };
@@ -128,7 +128,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// Copies the tile of the rows at `place` and the keys `key ..`, element by element. What lies behind the mask may become anything.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Tile>(self, to: u32, place: Place, key: u32, p: &AttentionParams) {
         let tile = Source {
             at: p.bias.at(place.batch, place.head, place.row) + key as usize,
@@ -148,13 +148,13 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// The place in shared memory of a warp's 16 rows of a tile, `first` the first of them.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rows(self, tile: u32, first: u32) -> u32 {
         if self.repeats { tile } else { tile + first * CHUNK_BYTES }
     }
 
     /// Scores times `factor` plus numbers; or scores where bytes let them.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn apply<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C], factor: f32) {
         if !self.is_bias() {
             self.hide::<S, C>(rows, s);
@@ -164,7 +164,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// Calls `f` with the place of each score of this thread and its number.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn for_each<S: Tile, const C: usize>(self, rows: u32, mut f: impl FnMut(usize, f32)) {
         let row = if self.repeats { 0 } else { lane() % 16 };
         let mut unit = 0;
@@ -182,7 +182,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// Scores whose byte is 0 become -inf.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn hide<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C]) {
         let (row, lower) = if self.repeats { (0, 0) } else { (lane() / 4, 8 * CHUNK_BYTES) };
         let rows = rows + lane() % 4 * 2;
@@ -202,7 +202,7 @@ impl<T: MmaElement> Mask<T> {
     }
 
     /// -inf hides a key even where its score is NaN; the numbers are in the scores already.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn hide_again<S: Tile, const C: usize>(self, rows: u32, s: &mut [f32; C]) {
         self.for_each::<S, C>(rows, |i, number| {
             if number == f32::NEG_INFINITY {
@@ -216,21 +216,21 @@ impl<T: MmaElement> Mask<T> {
 const LOW: f32 = -67_108_864.0;
 
 /// Whether a row's greatest score asks for it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn is_foldable(top: f32) -> bool {
     top < LOW && top > f32::NEG_INFINITY
 }
 
 /// The lowest scores move up, keep their order, and stay so far apart, 64, that only the greatest count, as it is with the numbers
 /// themselves, which are 8 apart at least. Such as agree in 8 bits become one.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn fold(score: f32) -> f32 {
     let steps = score.abs().to_bits().saturating_sub(LOW.abs().to_bits()) >> 16;
     if is_foldable(score) { fma(steps as f32, -64.0, LOW) } else { score }
 }
 
 /// Undoes [`fold`] to 8 bits.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn unfold(score: f32) -> f32 {
     let steps = ((LOW - score) * (1.0 / 64.0)) as u32;
     if is_foldable(score) { -f32::from_bits(LOW.abs().to_bits() + (steps << 16)) } else { score }
@@ -252,7 +252,7 @@ struct Source {
 impl Source {
     /// Copies it, a word of `E` elements of `R` rows at a time; `word` is given the elements' indices. In the place of what does not
     /// exist comes anything that does.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Tile, const E: usize, const R: usize>(
         &self,
         to: u32,

@@ -28,19 +28,19 @@ impl<T: MmaElement> Operand for T {
     const HEADROOM: f32 = T::HEADROOM as f32;
     /// From 2 on weights have the highest bit of their exponents set, in both types.
     const LIMIT: f32 = 1.0;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
         T::wgmma(a, b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         T::wgmma_add(d, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         T::wgmma_registers(d, keep, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
         let mut weights = [0; W];
         let mut i = 0;
@@ -57,19 +57,19 @@ impl Operand for Float8 {
     const HEADROOM: f32 = -6.0;
     /// 256 of at most 448.
     const LIMIT: f32 = 8.0;
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
         wgmma_e4m3(a, b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         wgmma_add_e4m3(d, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         wgmma_registers_e4m3(d, keep, a, b);
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
         let mut weights = [0; W];
         let mut i = 0;
@@ -86,7 +86,7 @@ impl Operand for Float8 {
 }
 
 /// Which of 32 keys stands in a column of V, transposed, of e4m3.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) const fn key_of_column(column: u32) -> u32 {
     let (half, four, pair, one) = (column / 16, column / 4 % 4, column / 2 % 2, column % 2);
     16 * half + 8 * pair + 2 * four + one

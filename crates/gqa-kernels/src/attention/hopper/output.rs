@@ -22,7 +22,7 @@ pub(super) struct Destination<T> {
 }
 
 /// Place of query row `s` in (part, batch, query head, S).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_index(place: Place, s: u32, p: &AttentionParams) -> usize {
     let pair = (place.split * p.batch + place.batch) * p.q_heads + place.head;
     pair as usize * p.q_len as usize + s as usize
@@ -42,7 +42,7 @@ pub(super) struct Output<'a> {
 
 impl Output<'_> {
     /// Joins the sink, if there is one and no other part, writes log-sum-exp, and returns what each row must be multiplied by.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn normalise<T: MmaElement, S: Tile>(
         &self,
         rows: [SoftmaxState; 2],
@@ -82,7 +82,7 @@ impl Output<'_> {
     }
 
     /// Writes the rows that there are; those that are no tokens as zeros.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store<T: MmaElement, S: Tile, const O: usize>(
         &self,
         o: &mut [f32; O],
@@ -120,7 +120,7 @@ impl Output<'_> {
     }
 
     /// Rows that are no tokens become zeros, whatever they are.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_padding<const O: usize>(&self, o: &mut [f32; O]) {
         let is_token = |half: u32| self.seqlen.is_token(self.place.row + self.row + 8 * half);
         let tokens = [is_token(0), is_token(1)];
@@ -137,7 +137,7 @@ impl Output<'_> {
     }
 
     /// Writes the rows of a part.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {
         // Opaque, as in `store`.
         let lane = opaque(lane());
@@ -164,7 +164,7 @@ impl Output<'_> {
 }
 
 /// Word `i` of lane `t` among four neighbours becomes word `t` of lane `i`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn transpose([a, b, c, d]: [u32; 4], lane: u32) -> [u32; 4] {
     let [a, b] = exchange([a, b], lane, 1);
     let [c, d] = exchange([c, d], lane, 1);
@@ -174,7 +174,7 @@ fn transpose([a, b, c, d]: [u32; 4], lane: u32) -> [u32; 4] {
 }
 
 /// The upper word of the lower lane and the lower word of the upper lane change places; the lanes are `distance` apart.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn exchange([low, high]: [u32; 2], lane: u32, distance: u32) -> [u32; 2] {
     let upper = lane & distance != 0;
     let got = shfl_xor_u32(if upper { low } else { high }, distance);

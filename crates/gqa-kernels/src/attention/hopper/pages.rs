@@ -53,7 +53,7 @@ struct Crew {
 impl Crew {
     /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles, and one more for each
     /// helper.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn draw(self, draw: &Draw) -> u32 {
         self.leaders + draw.counter.atomic_inc(0, draw.count + self.helpers - 1)
     }
@@ -65,7 +65,7 @@ pub(super) const COPYING_WARPS: u32 = 2;
 pub const LEAST_BOX: u32 = 16;
 
 impl Pages {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(
         starts: Global<i32>,
         past_seqlens: Global<i32>,
@@ -86,19 +86,19 @@ impl Pages {
     }
 
     /// Row tiles of all sequences.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn row_tiles<S: Tile>(self, p: &AttentionParams) -> u32 {
         row_tiles(self.tokens, p.batch, S::ROWS)
     }
 
     /// Number of the first row tile of sequence `b`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn first_tile<S: Tile>(self, b: u32) -> u32 {
         self.starts.load(b as usize) as u32 / S::ROWS + b
     }
 
     /// The sequence that has a row tile, and the tile's first row there.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn find<S: Tile>(self, tile: u32, p: &AttentionParams) -> (u32, u32) {
         let (mut low, mut high) = (0, p.batch);
         while low + 1 < high {
@@ -113,7 +113,7 @@ impl Pages {
     }
 
     /// Where the rows of sequence `b` are, if they are this launch's.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn sequence(self, b: u32, p: &AttentionParams) -> Sequence {
         let [start, end] = [0, 1].map(|next| self.starts.load((b + next) as usize));
         let past = self.past_seqlens.load(b as usize);
@@ -122,7 +122,7 @@ impl Pages {
     }
 
     /// Where this lane's box of tile number `tile` of a sequence with `keys` keys is in the cache; behind these it may be any of the sequence's.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, keys: u32) -> Spot {
         let height = self.box_rows::<S>();
         let key = (tile * S::N + nth_box() * height).min(keys.max(1) - 1) & !(height - 1);
@@ -132,7 +132,7 @@ impl Pages {
     }
 
     /// Rows of a box.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn box_rows<S: Tile>(self) -> u32 {
         box_rows(1 << self.log_rows, S::N)
     }
@@ -160,7 +160,7 @@ struct Boxes {
 }
 
 impl Boxes {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Tile>(base: u32, k: TensorMap, v: TensorMap, pages: Pages) -> Self {
         let height = pages.box_rows::<S>();
         let boxes = (quotient(S::N, height) + 1 - warp() / 2) / 2;
@@ -169,7 +169,7 @@ impl Boxes {
     }
 
     /// The tiles of a work tile, from the right to the left, K one ahead of V; calls `before_last` before it waits for room for the last.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_all<S: Tile>(
         &mut self,
         place: Place,
@@ -194,7 +194,7 @@ impl Boxes {
     }
 
     /// The V tile of the last K tile.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_behind<S: Tile>(&mut self) {
         if let Some(spot) = self.behind {
             self.load::<S>(self.v, spot);
@@ -202,7 +202,7 @@ impl Boxes {
     }
 
     /// Waits until the stage is free, starts copying this lane's box into it and moves on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot) {
         let barrier = self.base + self.ring.barrier();
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
@@ -227,7 +227,7 @@ impl Boxes {
 }
 
 /// The first warp: draws work, describes it and loads its share of keys and values.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
@@ -275,7 +275,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
 }
 
 /// The second warp: its share of the same keys and values.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn share_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
@@ -301,19 +301,19 @@ pub(super) fn share_keys_and_values<S: Tile>(
 }
 
 /// Number of this lane's box of a tile: warps 0 and 2 take turns.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn nth_box() -> u32 {
     2 * lane() + warp() / 2
 }
 
 /// Row tiles of `rows` rows of so many sequences, which have so many tokens together.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_tiles(tokens: u32, sequences: u32, rows: u32) -> u32 {
     quotient(tokens, rows) + sequences
 }
 
 /// Rows of a box in blocks of `block_size` rows, a power of two, and tiles of `keys` keys, one too.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub const fn box_rows(block_size: u32, keys: u32) -> u32 {
     if block_size < keys { block_size } else { keys }
 }

@@ -10,7 +10,7 @@ use crate::params::AttentionParams;
 use crate::simt::*;
 
 /// Starts copying a tile of `rows` rows: one box per chunk of columns.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn load_tile<S: Tile>(
     rows: u32,
     destination: u32,
@@ -30,7 +30,7 @@ fn load_tile<S: Tile>(
 }
 
 /// The same of V where it is transposed: one box.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn load_transposed<S: Tile>(
     destination: u32,
     map: TensorMap,
@@ -52,7 +52,7 @@ struct KeyValueRing {
 
 impl KeyValueRing {
     /// Waits until the stage is free, fills it and moves on.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load<S: Tile>(
         &mut self,
         map: TensorMap,
@@ -76,7 +76,7 @@ impl KeyValueRing {
 
 /// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the borders of work tiles too, as the
 /// consumers need them; tiles from the right to the left.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
     k: TensorMap,
@@ -123,7 +123,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
 }
 
 /// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more use for its last.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
     let mut ring = Ring::START;
     let mut n = 0;
@@ -157,7 +157,7 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
 }
 
 /// One warp: the rows of work tiles that see nothing, because all are padding, or none is in this part of the keys.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     seqlens_k: Global<i32>,
     to: Destination<T>,
@@ -174,7 +174,7 @@ pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &AttentionParams) {
     let Place { batch, head, row: first, .. } = place;
     let rows = (p.q_len - first).min(S::ROWS);

@@ -12,14 +12,14 @@ impl Ring {
     pub(super) const START: Self = Self { stage: 0, parity: 0 };
 
     /// The next position in a ring of `stages`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(self, stages: u32) -> Self {
         let wraps = self.stage + 1 == stages;
         Self { stage: if wraps { 0 } else { self.stage + 1 }, parity: self.parity ^ wraps as u32 }
     }
 
     /// Byte offset of the stage's barrier among its kind.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn barrier(self) -> u32 {
         self.stage * 8
     }

@@ -29,7 +29,7 @@ pub(super) struct Rotation<T> {
 impl<T: MmaElement> Rotation<T> {
     /// Rotates the rows of warpgroup number `warpgroup`, which are in the tile at `tile`, and shows them to the tensor cores. A sequence has
     /// `rows` rows.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rotate<S: Tile>(&self, slot: Slot, rows: u32, tile: u32, warpgroup: u32) {
         if self.params.interleaved == 0 {
             self.rotate_tile::<S, false>(slot, rows, tile, warpgroup);
@@ -41,7 +41,7 @@ impl<T: MmaElement> Rotation<T> {
     }
 
     /// The rows of this thread's warpgroup, with pairs of one kind: a loop for each, because neither should ask in every step.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_tile<S: Tile, const INTERLEAVED: bool>(
         &self,
         slot: Slot,
@@ -69,7 +69,7 @@ impl<T: MmaElement> Rotation<T> {
 
     /// Rotates the two vectors of the row at `position`, and those that lie alike in later rows; the tables lack `outside` positions. All angles are
     /// under way before the first is used.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_rows<S: Tile, const INTERLEAVED: bool>(
         &self,
         position: u32,
@@ -104,7 +104,7 @@ impl<T: MmaElement> Rotation<T> {
     }
 
     /// Cosines and sines of a pair of vectors at `position`, or, without a branch, at the last one.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn angles(&self, position: u32, pair: u32) -> [[u32; 4]; 2] {
         let RotaryParams { dim, max_positions, .. } = self.params;
         let row = position.min(max_positions - 1) * (dim / 2);
@@ -114,7 +114,7 @@ impl<T: MmaElement> Rotation<T> {
 
 /// Row and pair of vectors that this thread rotates first. Eight neighbouring threads must find their vectors in all eight units of 128 bytes: where halves
 /// turn together these lie in one row, where neighbours do, every other one in each of two rows.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn share<S: Tile, const INTERLEAVED: bool>() -> (u32, u32) {
     // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
     let thread = opaque(thread_idx()) % WARPGROUP;

@@ -20,7 +20,7 @@ const MAX_STAGES: u32 = 8;
 
 /// Byte offset of the `unit`th 16 bytes of a row in a tile of `rows` rows: in chunks of 128 bytes of all rows, in which units trade places within eight
 /// rows, as the copy engine has it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn swizzled(rows: u32, row: u32, unit: u32) -> u32 {
     let (chunk, unit) = (unit / 8, (unit % 8) ^ (row % 8));
     (chunk * rows + row) * 128 + unit * 16

@@ -25,26 +25,26 @@ impl RowPair {
     pub(super) const EMPTY: Self = Self { reference: [f32::NEG_INFINITY; 2], sum: [0.0; 2] };
 
     /// Whether exponents count from nothing yet.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_unset(&self, half: usize) -> bool {
         self.reference[half] == f32::NEG_INFINITY
     }
 
     /// What exponents count from, or 0 where that is nothing yet.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn origin(&self, half: usize) -> f32 {
         if self.is_unset(half) { 0.0 } else { self.reference[half] }
     }
 
     /// Whether exponents count from nothing yet, or from so far down that they might be coarse.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn is_low(&self, half: usize) -> bool {
         const LOW: f32 = -1024.0;
         self.reference[half] < LOW
     }
 
     /// Counts from `new` if that is a number and far above what has been counted from. Returns the factor for what was accumulated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn start_anew(&mut self, half: usize, new: f32) -> f32 {
         const FAR: f32 = 64.0;
         let (unset, old) = (self.is_unset(half), self.reference[half]);
@@ -58,7 +58,7 @@ impl RowPair {
     }
 
     /// As states, of whose sums each thread has its share.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn states(&self) -> [SoftmaxState; 2] {
         let state = |half| SoftmaxState { max: self.reference[half], sum: self.sum[half] };
         [state(0), state(1)]
@@ -77,7 +77,7 @@ impl Raised {
     pub(super) const NONE: Self = Self { any: false, factors: [1.0; 2] };
 
     /// Rescales the output.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn apply<const O: usize>(&self, o: &mut [f32; O]) {
         if self.any {
             scale(o, self.factors);
@@ -86,7 +86,7 @@ impl Raised {
 }
 
 /// Multiplies each row by its factor.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn scale<const O: usize>(o: &mut [f32; O], factors: [f32; 2]) {
     let mut i = 0;
     while i < O {
@@ -114,20 +114,20 @@ pub(super) struct Softmax<'a> {
 
 impl Softmax<'_> {
     /// What exponents count from where `top` is the greatest score.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn reference(&self, half: usize, top: f32) -> f32 {
         fma(top, self.factors[half], self.headroom)
     }
 
     /// Rows that start with these scores.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start<const C: usize>(&self, s: &[f32; C]) -> RowPair {
         let reference = |half| self.reference(half, greatest(half, s));
         RowPair { reference: [reference(0), reference(1)], ..RowPair::EMPTY }
     }
 
     /// Scores of keys that their row does not see become -inf; the tile's rows start at `row`, its keys at `key`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn mask<const C: usize>(
         &self,
         s: &mut [f32; C],
@@ -163,7 +163,7 @@ impl Softmax<'_> {
     }
 
     /// Scores become `softcap · tanh(score · scale / softcap)`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn cap<const C: usize>(&self, s: &mut [f32; C]) {
         let inner = 2.0 * LOG2_E * self.p.scale / self.p.softcap;
         let mut i = 0;
@@ -176,7 +176,7 @@ impl Softmax<'_> {
 
     /// What a bias asks for before the first step: rows start with their first scores, and start anew where scores exceed a very low
     /// reference by far, because exponents that count from there are coarse. The lowest scores are folded.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn settle<const C: usize>(&self, s: &mut [f32; C], rows: &mut RowPair) -> Raised {
         let mut raised = Raised::NONE;
         // A vote, so that the assembler sees that a warp's lanes agree; so is the other.
@@ -200,7 +200,7 @@ impl Softmax<'_> {
     }
 
     /// Online softmax, first step: the scores of one of the two rows become exponents of 2 that count from `reference`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn relate<const C: usize>(&self, half: usize, s: &mut [f32; C], reference: f32) {
         let mut i = 0;
         while i < C / 4 {
@@ -213,7 +213,7 @@ impl Softmax<'_> {
 
     /// The same with a reference that is raised where exponents exceed the limit. Those that do are positive, and positive floats are
     /// ordered like their bits, of which one instruction finds the greatest of three.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn relate_and_raise<const C: usize>(
         &self,
         half: usize,
@@ -242,7 +242,7 @@ impl Softmax<'_> {
 
     /// Raises the reference of a row, to which these exponents are relative, where one exceeds the limit. Returns the factor for what was
     /// accumulated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
         let top = greatest(half, s);
         let unset = rows.is_unset(half);
@@ -270,7 +270,7 @@ impl Softmax<'_> {
     /// Where one exceeds the limit, a row's weights fall by a power of two, which is exact, and its reference rises by as much. This tile's
     /// sums become those of the rounded weights: where few weights count, the quotient errs less then. Returns the factors for what was
     /// accumulated, or nothing if weights are infinite or nearly so.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lower<T: MmaElement, const W: usize>(
         &self,
         weights: &mut [u32; W],
@@ -314,7 +314,7 @@ impl Softmax<'_> {
     }
 
     /// Raises the references that exponents of the rows' greatest scores would exceed. Returns the factors for what was accumulated.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn raise_to(&self, tops: [f32; 2], rows: &mut RowPair) -> [f32; 2] {
         let mut factors = [1.0; 2];
         let mut half = 0;
@@ -331,7 +331,7 @@ impl Softmax<'_> {
     }
 
     /// Second step: the exponents of one of the two rows become weights.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn weigh<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) {
         // Independent chains here too.
         let mut sums = [0.0; 4];
@@ -356,7 +356,7 @@ impl Softmax<'_> {
 }
 
 /// One bit for each of this thread's keys of a row, in their order, if it is below `end`; of 128 keys that start at `key`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn keys_below(end: u32, key: u32) -> u32 {
     let ahead = end.saturating_sub(key + lane() % 4 * 2);
     let count = ahead / 8 * 2 + (ahead % 8).min(2);
@@ -364,7 +364,7 @@ fn keys_below(end: u32, key: u32) -> u32 {
 }
 
 /// The greatest value of one of the two rows.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
     // Independent chains, because one after the other comparisons only wait for each other.
     let mut tops = [s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]];
@@ -381,7 +381,7 @@ pub(super) fn greatest<const C: usize>(half: usize, s: &[f32; C]) -> f32 {
 }
 
 /// Whether a weight of the warp's rows exceeds the limit; it may be infinite, or no number.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn exceed<const W: usize>(weights: &[u32; W]) -> bool {
     // Independent chains here too.
     let mut bits = [0; 2];
@@ -394,7 +394,7 @@ pub(super) fn exceed<const W: usize>(weights: &[u32; W]) -> bool {
 }
 
 /// Bits of the greatest of this thread's weights; as they are not negative, they are ordered like their bits. NaN is the greatest.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
     let mut tops = 0;
     let mut i = half;
@@ -406,12 +406,12 @@ fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
 }
 
 /// Bits of 2 to the power of `exponent`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 const fn exp2_bits(exponent: u32) -> u32 {
     (127 + exponent) << 23
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn bits(value: f32) -> i32 {
     value.to_bits() as i32
 }

@@ -42,7 +42,7 @@ pub(super) struct KeyTiles {
 
 impl Work {
     /// Work tile number `index` of the grid's numbering. Keys from `columns` on are hidden.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(
         index: u32,
         p: &AttentionParams,
@@ -78,7 +78,7 @@ impl Work {
     }
 
     /// Row tiles, and pairs of a head and what has as many row tiles in it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn numbers<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> (u32, u32) {
         match pages {
             None => (p.q_len.div_ceil(S::ROWS), p.q_heads * p.batch),
@@ -87,7 +87,7 @@ impl Work {
     }
 
     /// Work tiles of the whole call.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn count<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> u32 {
         let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
         row_tiles * pairs * if S::PARTS { p.splits } else { 1 }
@@ -96,7 +96,7 @@ impl Work {
 
 impl KeyTiles {
     /// The key tiles that rows `row..` see.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new<S: Tile>(row: u32, seqlen: Seqlen, hidden: u32, p: &AttentionParams) -> Self {
         let Seqlen { total, past } = seqlen;
         let last = (row + S::ROWS).min(p.q_len);
@@ -118,20 +118,20 @@ impl KeyTiles {
     }
 
     /// Part number `split` of `splits` equal ones; the last ones may be shorter, or empty.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn part(self, split: u32, splits: u32) -> Self {
         let tiles = self.end.saturating_sub(self.first).div_ceil(splits.max(1));
         let first = self.first + split * tiles;
         Self { first, end: (first + tiles).min(self.end), ..self }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn is_empty(&self) -> bool {
         self.first >= self.end
     }
 
     /// The same, shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn agreed(self) -> Self {
         let Self { first, end, full_first, full_end, settled_end } = self;
         let agreed = |word| shfl_idx_u32(word, 0);
@@ -154,7 +154,7 @@ pub(super) struct Draw {
 }
 
 impl Draw {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(
         counter: Global<u32>,
         p: &AttentionParams,
@@ -164,12 +164,12 @@ impl Draw {
     }
 
     /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(&self) -> u32 {
         grid_dim_x() + self.counter.atomic_inc(0, self.count - 1)
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn is_work(&self, index: u32) -> bool {
         index < self.count
     }
@@ -182,26 +182,26 @@ pub(super) struct Slot(u32);
 
 impl Slot {
     /// The slot of the block's work tile number `n`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(base: u32, n: u32) -> Self {
         Self(base + S::WORK + n % WORK_SLOTS * WORK_BYTES)
     }
 
     /// The slot of work tile number `n` when that is drawn.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn drawn<S: Tile>(base: u32, n: u32) -> Self {
         mbarrier_wait(Self::full::<S>(base, n), n / WORK_SLOTS % 2);
         Self::new::<S>(base, n)
     }
 
     /// The barrier of work tile number `n`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn full<S: Tile>(base: u32, n: u32) -> u32 {
         base + S::WORK_FULL + 8 * (n % WORK_SLOTS)
     }
 
     /// Describes work tile number `n`, or says that there is none.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn announce<S: Tile>(base: u32, n: u32, work: Option<&Work>) {
         // Opaque, or addresses would take registers for all the loop over work.
         let base = opaque(base);
@@ -222,27 +222,27 @@ impl Slot {
     }
 
     /// Its key tiles; none at the end of work.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys(self) -> KeyTiles {
         let [first, end, full_first, full_end] = ld_shared_vec(self.0);
         KeyTiles { first, end, full_first, full_end, settled_end: ld_shared(self.0 + 44) }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn place<S: Tile>(self) -> Place {
         let [batch, head, row, last] = ld_shared_vec(self.0 + 16);
         let (split, token) = if S::PARTS { (last, 0) } else { (0, last) };
         Place { batch, head, row, split, token }
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn seqlen(self) -> Seqlen {
         let [past, total, ..] = ld_shared_vec(self.0 + 32);
         Seqlen { past, total }
     }
 
     /// The same with the keys that some row may see.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn seen<S: Tile>(self) -> Seqlen {
         let [past, total, hidden, _] = ld_shared_vec(self.0 + 32);
         Seqlen { past, total: if S::MASK_STAGES > 0 { total - hidden } else { total } }
@@ -250,7 +250,7 @@ impl Slot {
 }
 
 /// Division that compiles to no panic; divisors are never 0.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn quotient(a: u32, b: u32) -> u32 {
     a.checked_div(b).unwrap_or(0)
 }
