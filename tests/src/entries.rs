@@ -7,8 +7,8 @@ use crate::{
     quantised_steps, sliding, steps,
 };
 use gqa_host::backend::Backend;
-use gqa_host::plan::{DeviceInfo, Switches, plan};
-use gqa_kernels::registry::{Entry, Family, entries};
+use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
+use gqa_kernels::registry::{Entry, Family, Role, entries};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -18,17 +18,17 @@ use std::rc::Rc;
 const DRAWS: u32 = 2000;
 
 /// Runs `calls` random calls on every kernel that `device` can run, forced where the planner would take another, and compares them
-/// with the reference; `PARITY_CASES` overrides their number. Fails where too few calls reach a kernel that is not among `except`, by
-/// their names without element type.
+/// with the reference; `PARITY_CASES` overrides their number. Fails where too few calls reach a kernel whose role is not
+/// among `except`.
 pub fn every_entry(
     name: &str,
     calls: u32,
     device: &DeviceInfo,
-    except: &[&str],
-    backend: impl Fn(Switches) -> Box<dyn Backend>,
+    except: &[Role],
+    backend: impl Fn(PlanOptions) -> Box<dyn Backend>,
 ) {
     let calls = count(calls);
-    let wanted = |entry: &&Entry| entry.min_sm <= device.sm && !except.contains(&entry.kernel());
+    let wanted = |entry: &&Entry| entry.min_sm <= device.sm && !except.contains(&entry.role);
     let mut left: Vec<_> = entries().filter(wanted).map(|entry| (entry, calls)).collect();
     let kernels = left.len();
     let (mut runner, strategy) = (TestRunner::default(), any_call());
@@ -40,9 +40,9 @@ pub fn every_entry(
             if problem.float8_products != (entry.family == Family::HopperFloat8) {
                 continue;
             }
-            let reaches = |switches: &Switches| plan(&problem, device, switches).is_ok();
-            if let Some(switches) = forcing(entry).into_iter().find(reaches) {
-                let result = call.check(&*backend(switches));
+            let reaches = |options: &PlanOptions| plan(&problem, device, options).is_ok();
+            if let Some(options) = forcing(entry).into_iter().find(reaches) {
+                let result = call.check(&*backend(options));
                 result.unwrap_or_else(|error| panic!("{}: {call:?}: {error}", entry.name));
                 *calls -= 1;
             }
@@ -56,10 +56,10 @@ pub fn every_entry(
     panic!("{name}: of these kernels fewer than {calls} calls ran: {left:?}");
 }
 
-/// Switches under which a plan has `entry` or is none.
-fn forcing(entry: &Entry) -> [Switches; 2] {
-    let force = Switches { force: Some(entry.name), ..Switches::default() };
-    [Switches { disable_fused_kv: true, ..force.clone() }, force]
+/// Options under which a plan has `entry` or is none.
+fn forcing(entry: &Entry) -> [PlanOptions; 2] {
+    let force = PlanOptions { force: Some(entry.name), ..PlanOptions::default() };
+    [PlanOptions { disable_fused_kv: true, ..force.clone() }, force]
 }
 
 /// Any call of the operators.

@@ -5,7 +5,7 @@ use crate::compare::{equal_codes, neighbouring_codes, tensors};
 use crate::{Case, Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
-use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{CodeFormat, DType, Problem, Quantisation, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
@@ -87,7 +87,7 @@ pub fn paged_beside(
     let device = slow.clone();
     let cases = paged_mixed(steps, max_rows).prop_filter("beside each other", move |case| {
         let problem = case.problem().expect("legal");
-        let plan = plan(&problem, &device, &Switches::default()).expect("a plan");
+        let plan = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
         plan.launches().iter().any(|launch| launch.aside())
     });
     (cases, slow)

@@ -4,7 +4,7 @@
 use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{AttentionCase, any_dtype, attention_case, half_dtype, parity};
 use proptest::prelude::*;
 
@@ -73,18 +73,18 @@ fn sim_tiled_masked() {
 
 #[test]
 fn sim_memory_efficient() {
-    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
-    let sim = Sim::default().with_switches(switches);
+    let options = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };
+    let sim = Sim::default().with_options(options);
     parity("sim, general", 500, attention_case(any_dtype(), 200, 24), &sim);
 }
 
 #[test]
 fn sim_unfused() {
-    let switches = Switches {
+    let options = PlanOptions {
         disable_flash_attention: true,
         disable_memory_efficient_attention: true,
-        ..Switches::default()
+        ..PlanOptions::default()
     };
-    let sim = Sim::default().with_switches(switches);
+    let sim = Sim::default().with_options(options);
     parity("sim, unfused", 700, attention_case(any_dtype(), 96, 24), &sim);
 }

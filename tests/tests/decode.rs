@@ -1,14 +1,15 @@
 //! The decode family on the simulated machine, against the f64 reference: token steps as planned, and in clusters of every size.
 
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_kernels::params::DecodeParams;
 use gqa_tests::{Case, Parity, parity, sequences, steps, tall_steps};
 use proptest::strategy::Strategy;
 
 fn clusters(cluster: u32, splits: u32) -> Sim {
-    let switches = Switches { cluster: Some(cluster), splits: Some(splits), ..Switches::default() };
-    Sim::default().with_switches(switches)
+    let options =
+        PlanOptions { cluster: Some(cluster), splits: Some(splits), ..PlanOptions::default() };
+    Sim::default().with_options(options)
 }
 
 #[test]
@@ -31,7 +32,7 @@ fn decode_is_reference_in_blocks_of_their_own() {
 fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     let device = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
     let takes_halves = |case: &Case| {
-        let plan = plan(&case.problem().unwrap(), &device, &Switches::default()).unwrap();
+        let plan = plan(&case.problem().unwrap(), &device, &PlanOptions::default()).unwrap();
         plan.launches().iter().any(|launch| launch.entry().name.ends_with("_w4"))
     };
     let steps = steps(200).prop_filter("blocks of their own", takes_halves);
@@ -56,8 +57,8 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
         })
     });
     let asks_ahead = |case: &Case| {
-        let switches = Switches { cluster: Some(2), ..Switches::default() };
-        let plan = plan(&case.problem().unwrap(), &DeviceInfo::h200(), &switches).unwrap();
+        let options = PlanOptions { cluster: Some(2), ..PlanOptions::default() };
+        let plan = plan(&case.problem().unwrap(), &DeviceInfo::h200(), &options).unwrap();
         let params: DecodeParams =
             bytemuck::pod_read_unaligned(plan.launches().last().unwrap().params());
         params.ahead == 1

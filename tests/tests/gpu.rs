@@ -4,7 +4,8 @@ mod replay;
 
 use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_kernels::registry::Role;
 use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
     float8_prompts, half_dtype, heads_up_to, identical, paged, paged_beside, paged_mixed,
@@ -14,37 +15,42 @@ use gqa_tests::{
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
 
-fn cuda(switches: Switches) -> Cuda {
-    Cuda::new(switches).expect("a GPU")
+fn cuda(options: PlanOptions) -> Cuda {
+    Cuda::new(options).expect("a GPU")
 }
 
-fn run<C: Parity>(name: &str, cases: u32, strategy: impl Strategy<Value = C>, switches: Switches) {
-    parity(name, cases, strategy, &cuda(switches));
+fn run<C: Parity>(
+    name: &str,
+    cases: u32,
+    strategy: impl Strategy<Value = C>,
+    options: PlanOptions,
+) {
+    parity(name, cases, strategy, &cuda(options));
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn as_planned() {
-    run("cuda", 3000, case(any_dtype(), heads_up_to(256), 80), Switches::default());
+    run("cuda", 3000, case(any_dtype(), heads_up_to(256), 80), PlanOptions::default());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn long_sequences() {
-    run("cuda, long", 150, case(half_dtype(), heads_up_to(128), 1500), Switches::default());
+    run("cuda, long", 150, case(half_dtype(), heads_up_to(128), 1500), PlanOptions::default());
 }
 
 /// Prompts and chunks long enough for the Hopper family, where the GPU is one.
 #[test]
 #[ignore = "needs a GPU"]
 fn prompts_as_planned() {
-    run("cuda, prompts", 1000, prompts(256, 400), Switches::default());
+    run("cuda, prompts", 1000, prompts(256, 400), PlanOptions::default());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn rotated_prompts_as_planned() {
-    run("cuda, rotated prompts", 500, rotated_prompts(256, 400), Switches::default());
+    run("cuda, rotated prompts", 500, rotated_prompts(256, 400), PlanOptions::default());
 }
 
 #[test]
@@ -52,7 +58,7 @@ fn rotated_prompts_as_planned() {
 fn prompts_of_wide_scores_as_planned() {
     for spread in [3.0, 9.0] {
         let prompts = prompts_of_wide_scores(800, spread);
-        run("cuda, prompts, wide scores", 300, prompts, Switches::default());
+        run("cuda, prompts, wide scores", 300, prompts, PlanOptions::default());
     }
 }
 
@@ -64,11 +70,11 @@ fn prompts_in_large_tiles() {
         [(DType::BF16, "gqa_hopper_bf16_d128_k176"), (DType::F16, "gqa_hopper_f16_d128_k176")]
     {
         let of = move |case| Case { dtype, ..case };
-        let switches = || Switches { force: Some(kernel), ..Switches::default() };
-        run("cuda, large tiles", 300, rotated_prompts(128, 800).prop_map(of), switches());
-        run("cuda, large tiles", 200, prompts(128, 800).prop_map(of), switches());
+        let options = || PlanOptions { force: Some(kernel), ..PlanOptions::default() };
+        run("cuda, large tiles", 300, rotated_prompts(128, 800).prop_map(of), options());
+        run("cuda, large tiles", 200, prompts(128, 800).prop_map(of), options());
         let wide = prompts_of_wide_scores(800, 9.0).prop_map(of);
-        run("cuda, large tiles, wide scores", 100, wide, switches());
+        run("cuda, large tiles, wide scores", 100, wide, options());
     }
 }
 
@@ -77,8 +83,8 @@ fn prompts_in_large_tiles() {
 fn prompts_in_parts() {
     for splits in [2, 7] {
         let splits = Some(splits);
-        let switches = Switches { disable_flash_decode: true, splits, ..Switches::default() };
-        run("cuda, prompts in parts", 300, prompts(256, 800), switches);
+        let options = PlanOptions { disable_flash_decode: true, splits, ..PlanOptions::default() };
+        run("cuda, prompts in parts", 300, prompts(256, 800), options);
     }
 }
 
@@ -86,14 +92,14 @@ fn prompts_in_parts() {
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_as_planned() {
-    run("cuda, steps", 2000, steps(1500), Switches::default());
+    run("cuda, steps", 2000, steps(1500), PlanOptions::default());
 }
 
 /// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
 #[ignore = "needs a GPU"]
 fn tall_steps_as_planned() {
-    run("cuda, tall steps", 600, tall_steps(1500), Switches::default());
+    run("cuda, tall steps", 600, tall_steps(1500), PlanOptions::default());
 }
 
 #[test]
@@ -101,7 +107,12 @@ fn tall_steps_as_planned() {
 fn steps_in_clusters() {
     for (cluster, splits) in [(16, 1), (8, 2), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
-        run("cuda, clusters", 250, steps(800), Switches { cluster, splits, ..Switches::default() });
+        run(
+            "cuda, clusters",
+            250,
+            steps(800),
+            PlanOptions { cluster, splits, ..PlanOptions::default() },
+        );
     }
 }
 
@@ -110,16 +121,22 @@ fn steps_in_clusters() {
 #[ignore = "needs a GPU"]
 fn quantised_caches() {
     let steps = || quantised_steps(1500);
-    run("cuda, codes", 1500, steps(), Switches::default());
+    run("cuda, codes", 1500, steps(), PlanOptions::default());
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
-        let switches = Switches { cluster, splits, ..Switches::default() };
-        run("cuda, codes in clusters", 200, steps(), switches);
+        let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
+        run("cuda, codes in clusters", 200, steps(), options);
     }
-    sequences("cuda, steps of codes", 50, 12, quantised_steps(500), || cuda(Switches::default()));
+    sequences(
+        "cuda, steps of codes",
+        50,
+        12,
+        quantised_steps(500),
+        || cuda(PlanOptions::default()),
+    );
     let cases = quantised(case(any_dtype(), heads_up_to(256), 80));
-    run("cuda, quantised", 1000, cases, Switches::default());
-    run("cuda, quantised prompts", 300, quantised(prompts(256, 400)), Switches::default());
+    run("cuda, quantised", 1000, cases, PlanOptions::default());
+    run("cuda, quantised prompts", 300, quantised(prompts(256, 400)), PlanOptions::default());
 }
 
 /// Products of float8, by the kernels that compute them and no others.
@@ -129,12 +146,12 @@ fn float8_products() {
     for (dtype, kernel) in
         [(DType::BF16, "gqa_hopper_float8_bf16_d128"), (DType::F16, "gqa_hopper_float8_f16_d128")]
     {
-        let switches = Switches { force: Some(kernel), ..Switches::default() };
+        let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
         let prompts = float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
-        run("cuda, float8 products", 300, prompts, switches.clone());
-        let apart = cuda(Switches { disable_fused_kv: true, ..switches.clone() });
+        run("cuda, float8 products", 300, prompts, options.clone());
+        let apart = cuda(PlanOptions { disable_fused_kv: true, ..options.clone() });
         let prompts = turned_float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
-        identical("cuda, float8 operands", 300, prompts, [&cuda(switches), &apart]);
+        identical("cuda, float8 operands", 300, prompts, [&cuda(options), &apart]);
     }
 }
 
@@ -142,7 +159,7 @@ fn float8_products() {
 #[test]
 #[ignore = "needs a GPU"]
 fn sliding_caches() {
-    let off = Switches::default;
+    let off = PlanOptions::default;
     run("cuda, sliding", 500, sliding(case(any_dtype(), heads_up_to(256), 80), 50), off());
     run("cuda, sliding steps", 100, sliding(steps(900), 700), off());
     run("cuda, sliding steps over codes", 60, sliding(quantised_steps(900), 700), off());
@@ -158,16 +175,16 @@ fn sliding_caches() {
 #[test]
 #[ignore = "needs a GPU"]
 fn paged_caches() {
-    let off = Switches::default;
+    let off = PlanOptions::default;
     run("cuda, blocks", 500, paged_steps(steps(40), 1500), off());
     run("cuda, blocks of codes", 500, paged_steps(quantised(steps(40)), 1500), off());
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
-        let switches = Switches { cluster, splits, ..off() };
+        let options = PlanOptions { cluster, splits, ..off() };
         let elements = paged_steps(steps(40), 1500);
-        run("cuda, blocks in clusters", 100, elements, switches.clone());
+        run("cuda, blocks in clusters", 100, elements, options.clone());
         let codes = paged_steps(quantised(steps(40)), 1500);
-        run("cuda, blocks of codes in clusters", 100, codes, switches);
+        run("cuda, blocks of codes in clusters", 100, codes, options);
     }
     run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
@@ -180,14 +197,19 @@ fn paged_caches() {
 #[test]
 #[ignore = "needs a GPU"]
 fn tokens_beside_prompts() {
-    let gpu = cuda(Switches::default());
+    let gpu = cuda(PlanOptions::default());
     if gpu.device().info().sm != DeviceInfo::h200().sm {
         println!("SKIPPED: kernels that run beside each other are for a Hopper");
         return;
     }
-    run("cuda, tokens and prompts", 300, paged_mixed(steps(40), 1500), Switches::default());
+    run("cuda, tokens and prompts", 300, paged_mixed(steps(40), 1500), PlanOptions::default());
     let codes = || quantised(steps(40));
-    run("cuda, tokens and prompts of codes", 300, paged_mixed(codes(), 1500), Switches::default());
+    run(
+        "cuda, tokens and prompts of codes",
+        300,
+        paged_mixed(codes(), 1500),
+        PlanOptions::default(),
+    );
     let (cases, slow) = paged_beside(steps(40), 1500, 132);
     let (of_codes, _) = paged_beside(codes(), 1500, 132);
     let gpu = gpu.with_device(slow);
@@ -205,14 +227,14 @@ fn tokens_beside_prompts() {
 #[ignore = "needs a GPU"]
 fn float32_output() {
     let wide = |case| Case { float32_output: true, ..case };
-    run("cuda, float32", 200, prompts(256, 300).prop_map(wide), Switches::default());
-    run("cuda, float32", 200, biased_prompts(256, 300).prop_map(wide), Switches::default());
+    run("cuda, float32", 200, prompts(256, 300).prop_map(wide), PlanOptions::default());
+    run("cuda, float32", 200, biased_prompts(256, 300).prop_map(wide), PlanOptions::default());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn the_cache_is_carried_from_step_to_step() {
-    sequences("cuda, steps", 100, 12, steps(500), || cuda(Switches::default()));
+    sequences("cuda, steps", 100, 12, steps(500), || cuda(PlanOptions::default()));
 }
 
 /// One graph a sequence, captured at its first token for all that the cache holds.
@@ -229,22 +251,22 @@ fn a_graph_captured_once_serves_a_thousand_tokens() {
         rotary: case.rotary.filter(|(sixteenths, ..)| *sixteenths <= 4),
         ..case
     });
-    let cuda = cuda(Switches::default());
+    let cuda = cuda(PlanOptions::default());
     sequences("cuda, graph", 2, 1000, tokens, || Replay::on(cuda.device()));
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn memory_efficient() {
-    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
-    run("cuda, general", 1000, case(any_dtype(), heads_up_to(256), 100), switches);
+    let options = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };
+    run("cuda, general", 1000, case(any_dtype(), heads_up_to(256), 100), options);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn without_split_kv() {
-    let switches = Switches { disable_flash_decode: true, ..Switches::default() };
-    run("cuda, no split_kv", 600, case(half_dtype(), heads_up_to(256), 300), switches);
+    let options = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
+    run("cuda, no split_kv", 600, case(half_dtype(), heads_up_to(256), 300), options);
 }
 
 /// `tiled_f32` where nothing asks for more than flash attention has.
@@ -252,28 +274,28 @@ fn without_split_kv() {
 #[ignore = "needs a GPU"]
 fn float32_as_planned() {
     let cases = case(Just(DType::F32), heads_up_to(192), 400);
-    run("cuda, float32", 1500, cases, Switches::default());
+    run("cuda, float32", 1500, cases, PlanOptions::default());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn separate_prologue() {
-    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
-    run("cuda, unfused", 600, case(any_dtype(), heads_up_to(128), 60), switches);
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
+    run("cuda, unfused", 600, case(any_dtype(), heads_up_to(128), 60), options);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn seven_splits() {
-    let switches = Switches { splits: Some(7), ..Switches::default() };
-    run("cuda, 7 splits", 600, case(half_dtype(), heads_up_to(256), 600), switches);
+    let options = PlanOptions { splits: Some(7), ..PlanOptions::default() };
+    run("cuda, 7 splits", 600, case(half_dtype(), heads_up_to(256), 600), options);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads() {
     let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
-    run("cuda, large heads", 300, case(any_dtype(), heads, 60), Switches::default());
+    run("cuda, large heads", 300, case(any_dtype(), heads, 60), PlanOptions::default());
 }
 
 /// `tiled_wide`, as planned and in parts of the keys.
@@ -281,17 +303,17 @@ fn large_heads() {
 #[ignore = "needs a GPU"]
 fn wide_heads() {
     let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
-    run("cuda, wide heads", 600, cases(300), Switches::default());
-    let switches = Switches { splits: Some(5), ..Switches::default() };
-    run("cuda, wide heads, 5 parts", 300, cases(400), switches);
+    run("cuda, wide heads", 600, cases(300), PlanOptions::default());
+    let options = PlanOptions { splits: Some(5), ..PlanOptions::default() };
+    run("cuda, wide heads, 5 parts", 300, cases(400), options);
     let flash = attention_case(half_dtype(), 512, 300).prop_map(AttentionCase::for_flash);
-    run("cuda, Attention, wide heads", 300, flash, Switches::default());
+    run("cuda, Attention, wide heads", 300, flash, PlanOptions::default());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn attention_as_planned() {
-    run("cuda, Attention", 3000, attention_case(any_dtype(), 160, 100), Switches::default());
+    run("cuda, Attention", 3000, attention_case(any_dtype(), 160, 100), PlanOptions::default());
 }
 
 /// Calls that flash attention takes.
@@ -299,7 +321,7 @@ fn attention_as_planned() {
 #[ignore = "needs a GPU"]
 fn attention_flash() {
     let flash = attention_case(half_dtype(), 256, 300).prop_map(AttentionCase::for_flash);
-    run("cuda, Attention, flash", 1000, flash, Switches::default());
+    run("cuda, Attention, flash", 1000, flash, PlanOptions::default());
 }
 
 /// And with a mask or a bias.
@@ -308,8 +330,8 @@ fn attention_flash() {
 fn attention_masked_flash() {
     let masked = (attention_case(half_dtype(), 256, 100), 1..=400usize)
         .prop_map(|(case, rows)| case.for_masked_flash(rows));
-    run("cuda, Attention, masked flash", 1000, masked, Switches::default());
-    run("cuda, bias", 500, biased_prompts(256, 400), Switches::default());
+    run("cuda, Attention, masked flash", 1000, masked, PlanOptions::default());
+    run("cuda, bias", 500, biased_prompts(256, 400), PlanOptions::default());
 }
 
 /// The same in float32: `tiled_f32`.
@@ -317,34 +339,34 @@ fn attention_masked_flash() {
 #[ignore = "needs a GPU"]
 fn attention_flash_float32() {
     let flash = attention_case(Just(DType::F32), 192, 300).prop_map(AttentionCase::for_flash);
-    run("cuda, Attention, flash, float32", 1000, flash, Switches::default());
+    run("cuda, Attention, flash, float32", 1000, flash, PlanOptions::default());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn attention_memory_efficient() {
-    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
-    run("cuda, Attention, general", 1500, attention_case(any_dtype(), 512, 120), switches);
+    let options = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };
+    run("cuda, Attention, general", 1500, attention_case(any_dtype(), 512, 120), options);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn attention_unfused() {
-    let switches = Switches {
+    let options = PlanOptions {
         disable_flash_attention: true,
         disable_memory_efficient_attention: true,
-        ..Switches::default()
+        ..PlanOptions::default()
     };
-    run("cuda, Attention, unfused", 1500, attention_case(any_dtype(), 300, 120), switches);
+    run("cuda, Attention, unfused", 1500, attention_case(any_dtype(), 300, 120), options);
 }
 
 /// `rotary_rows` belongs to another operator.
 #[test]
 #[ignore = "needs a GPU"]
 fn every_kernel() {
-    let cuda = cuda(Switches::default());
+    let cuda = cuda(PlanOptions::default());
     let device = cuda.device();
-    every_entry("cuda, each kernel", 4, device.info(), &["rotary_rows"], |switches| {
-        Box::new(Cuda::on(device.clone(), switches).expect("it was there"))
+    every_entry("cuda, each kernel", 4, device.info(), &[Role::RotaryRows], |options| {
+        Box::new(Cuda::on(device.clone(), options).expect("it was there"))
     });
 }

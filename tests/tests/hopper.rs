@@ -2,7 +2,7 @@
 
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::Switches;
+use gqa_host::plan::PlanOptions;
 use gqa_tests::{Case, biased_prompts, parity, prompts, prompts_of_wide_scores, rotated_prompts};
 use proptest::strategy::Strategy;
 
@@ -30,9 +30,12 @@ fn hopper_with_a_bias_is_reference() {
 #[test]
 fn parts_of_the_keys_are_merged() {
     let sim = |splits| {
-        let switches =
-            Switches { disable_flash_decode: true, splits: Some(splits), ..Switches::default() };
-        Sim::default().with_switches(switches)
+        let options = PlanOptions {
+            disable_flash_decode: true,
+            splits: Some(splits),
+            ..PlanOptions::default()
+        };
+        Sim::default().with_options(options)
     };
     parity("sim, hopper, 2 parts", 40, prompts(128, 300), &sim(2));
     parity("sim, hopper, 5 parts", 20, prompts(256, 300), &sim(5));
@@ -48,8 +51,8 @@ fn output_in_float32_is_a_merge_of_parts() {
 /// Prompts as short as these take tiles of fewer rows and keys unless told otherwise.
 #[test]
 fn hopper_is_reference_in_tiles_for_long_prompts() {
-    let forced = |kernel| Switches { force: Some(kernel), ..Switches::default() };
-    let sim = |kernel| Sim::default().with_switches(forced(kernel));
+    let forced = |kernel| PlanOptions { force: Some(kernel), ..PlanOptions::default() };
+    let sim = |kernel| Sim::default().with_options(forced(kernel));
     let rows = prompts(64, 200).prop_map(of(DType::BF16));
     parity("sim, hopper, many rows", 40, rows, &sim("gqa_hopper_bf16_d64"));
     let keys = rotated_prompts(128, 400).prop_map(of(DType::BF16));

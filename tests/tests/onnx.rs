@@ -3,7 +3,7 @@
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::Switches;
+use gqa_host::plan::PlanOptions;
 use gqa_host::reference::Reference;
 use gqa_onnx::{Limits, find_cases};
 use std::path::Path;
@@ -43,12 +43,12 @@ fn attention_on_sim() {
 /// Every case that memory-efficient attention takes, and all others, without it.
 #[test]
 fn attention_on_sim_unfused() {
-    let switches = Switches {
+    let options = PlanOptions {
         disable_flash_attention: true,
         disable_memory_efficient_attention: true,
-        ..Switches::default()
+        ..PlanOptions::default()
     };
-    check("attention", 93, &Sim::default().with_switches(switches));
+    check("attention", 93, &Sim::default().with_options(options));
 }
 
 #[test]

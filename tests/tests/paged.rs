@@ -2,7 +2,7 @@
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     any_dtype, case, half_dtype, heads_up_to, paged, paged_beside, paged_mixed, paged_prompts,
     paged_steps, parity, quantised, steps,
@@ -78,9 +78,9 @@ fn as_planned_for_ampere() {
 
 #[test]
 fn one_launch_for_each_duty() {
-    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let cases = paged(case(any_dtype(), heads_up_to(64), 24), 24);
-    parity("sim, unfused, paged", 100, cases, &Sim::default().with_switches(switches));
+    parity("sim, unfused, paged", 100, cases, &Sim::default().with_options(options));
 }
 
 #[test]
@@ -91,8 +91,8 @@ fn decode_reads_blocks() {
     parity("sim, steps over blocks of codes", 150, codes(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
-        let switches = Switches { cluster, splits, ..Switches::default() };
-        let sim = Sim::default().with_switches(switches);
+        let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
+        let sim = Sim::default().with_options(options);
         parity("sim, blocks in clusters", 20, elements(300), &sim);
         parity("sim, blocks of codes in clusters", 20, codes(300), &sim);
     }

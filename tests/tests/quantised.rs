@@ -3,7 +3,7 @@
 use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     Case, any_dtype, case, float8_prompts, half_dtype, heads_up_to, identical, parity, prompts,
     quantised, quantised_steps, sequences, turned_float8_prompts,
@@ -31,9 +31,9 @@ fn as_planned_for_ampere() {
 
 #[test]
 fn one_launch_for_each_duty() {
-    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let cases = quantised(case(any_dtype(), heads_up_to(64), 24));
-    parity("sim, unfused, quantised", 200, cases, &Sim::default().with_switches(switches));
+    parity("sim, unfused, quantised", 200, cases, &Sim::default().with_options(options));
 }
 
 #[test]
@@ -47,9 +47,9 @@ fn prompts_in_products_of_float8() {
     for (dtype, kernel) in
         [(DType::BF16, "gqa_hopper_float8_bf16_d128"), (DType::F16, "gqa_hopper_float8_f16_d128")]
     {
-        let switches = Switches { force: Some(kernel), ..Switches::default() };
+        let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
         let prompts = float8_prompts(300).prop_map(move |case| Case { dtype, ..case });
-        parity("sim, float8 products", 20, prompts, &Sim::default().with_switches(switches));
+        parity("sim, float8 products", 20, prompts, &Sim::default().with_options(options));
     }
 }
 
@@ -57,12 +57,12 @@ fn prompts_in_products_of_float8() {
 #[test]
 fn operands_of_float8_rotated_and_appended_on_the_way() {
     let dtype = DType::BF16;
-    let switches = |disable_fused_kv| Switches {
+    let options = |disable_fused_kv| PlanOptions {
         disable_fused_kv,
         force: Some("gqa_hopper_float8_bf16_d128"),
-        ..Switches::default()
+        ..PlanOptions::default()
     };
-    let [fused, apart] = [false, true].map(|off| Sim::default().with_switches(switches(off)));
+    let [fused, apart] = [false, true].map(|off| Sim::default().with_options(options(off)));
     let prompts = turned_float8_prompts(200).prop_map(move |case| Case { dtype, ..case });
     identical("sim, float8 operands", 40, prompts, [&fused, &apart]);
 }
@@ -79,8 +79,8 @@ fn decode_reads_codes() {
     parity("sim, codes", 150, quantised_steps(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
-        let switches = Switches { cluster, splits, ..Switches::default() };
-        let sim = Sim::default().with_switches(switches);
+        let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
+        let sim = Sim::default().with_options(options);
         parity("sim, codes in clusters", 20, quantised_steps(300), &sim);
     }
 }

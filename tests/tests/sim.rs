@@ -2,48 +2,49 @@
 
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_kernels::registry::Role;
 use gqa_tests::{Case, any_dtype, case, every_entry, half_dtype, heads_up_to, parity};
 use proptest::prelude::*;
 
-fn sim(switches: Switches) -> Sim {
-    Sim::default().with_switches(switches)
+fn sim(options: PlanOptions) -> Sim {
+    Sim::default().with_options(options)
 }
 
 #[test]
 fn as_planned() {
     let cases = case(half_dtype(), heads_up_to(128), 40);
-    parity("sim", 800, cases, &sim(Switches::default()));
+    parity("sim", 800, cases, &sim(PlanOptions::default()));
 }
 
 #[test]
 fn memory_efficient() {
-    let switches = Switches { disable_flash_attention: true, ..Switches::default() };
-    parity("sim, general", 800, case(any_dtype(), heads_up_to(96), 24), &sim(switches));
+    let options = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };
+    parity("sim, general", 800, case(any_dtype(), heads_up_to(96), 24), &sim(options));
 }
 
 /// A GPU whose kernels all are older than Hopper.
-fn ampere(switches: Switches) -> Sim {
-    sim(switches).with_device(DeviceInfo::known("a100").expect("a known device"))
+fn ampere(options: PlanOptions) -> Sim {
+    sim(options).with_device(DeviceInfo::known("a100").expect("a known device"))
 }
 
 #[test]
 fn as_planned_for_ampere() {
     let cases = case(half_dtype(), heads_up_to(128), 40);
-    parity("sim, a100", 400, cases, &ampere(Switches::default()));
+    parity("sim, a100", 400, cases, &ampere(PlanOptions::default()));
 }
 
 #[test]
 fn without_split_kv() {
-    let switches = Switches { disable_flash_decode: true, ..Switches::default() };
-    parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &ampere(switches));
+    let options = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
+    parity("sim, tiled only", 400, case(half_dtype(), heads_up_to(96), 90), &ampere(options));
 }
 
 /// `tiled_f32` where nothing asks for more than flash attention has.
 #[test]
 fn float32_as_planned() {
     let cases = case(Just(DType::F32), heads_up_to(192), 90);
-    parity("sim, float32", 400, cases, &sim(Switches::default()));
+    parity("sim, float32", 400, cases, &sim(PlanOptions::default()));
 }
 
 /// Output in float32, by every family that has it.
@@ -51,29 +52,29 @@ fn float32_as_planned() {
 fn float32_output() {
     let wide = |case| Case { float32_output: true, ..case };
     let on_ampere = case(half_dtype(), heads_up_to(256), 90).prop_map(wide);
-    parity("sim, a100, float32 output", 200, on_ampere, &ampere(Switches::default()));
+    parity("sim, a100, float32 output", 200, on_ampere, &ampere(PlanOptions::default()));
     let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
     let wide_heads = case(half_dtype(), heads, 60).prop_map(wide);
-    parity("sim, wide heads, float32 output", 40, wide_heads, &sim(Switches::default()));
+    parity("sim, wide heads, float32 output", 40, wide_heads, &sim(PlanOptions::default()));
     let plain = case(half_dtype(), heads_up_to(128), 24).prop_map(wide);
-    let unfused = Switches {
+    let unfused = PlanOptions {
         disable_memory_efficient_attention: true,
         disable_flash_attention: true,
-        ..Switches::default()
+        ..PlanOptions::default()
     };
     parity("sim, unfused, float32 output", 100, plain, &sim(unfused));
 }
 
 #[test]
 fn separate_prologue() {
-    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
-    parity("sim, unfused", 400, case(any_dtype(), heads_up_to(64), 24), &sim(switches));
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
+    parity("sim, unfused", 400, case(any_dtype(), heads_up_to(64), 24), &sim(options));
 }
 
 /// Few, which a warp merges, and more, which a block does.
 #[test]
 fn splits() {
-    let sim = |splits| ampere(Switches { splits: Some(splits), ..Switches::default() });
+    let sim = |splits| ampere(PlanOptions { splits: Some(splits), ..PlanOptions::default() });
     parity("sim, 3 splits", 300, case(half_dtype(), heads_up_to(96), 150), &sim(3));
     parity("sim, 11 splits", 100, case(half_dtype(), heads_up_to(96), 300), &sim(11));
 }
@@ -81,15 +82,15 @@ fn splits() {
 #[test]
 fn large_heads() {
     let heads = (17..=64usize).prop_map(|eighths| eighths * 8);
-    parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(Switches::default()));
+    parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(PlanOptions::default()));
 }
 
 /// `rotary_rows` belongs to another operator.
 #[test]
 fn every_kernel() {
     let device = DeviceInfo::h200();
-    every_entry("sim, each kernel", 1, &device, &["rotary_rows"], |switches| {
-        Box::new(sim(switches))
+    every_entry("sim, each kernel", 1, &device, &[Role::RotaryRows], |options| {
+        Box::new(sim(options))
     });
 }
 
@@ -99,9 +100,9 @@ fn wide_heads() {
     let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
     let on = |name| DeviceInfo::known(name).expect("a known device");
     for name in ["h200", "a100", "rtx4090"] {
-        let sim = sim(Switches::default()).with_device(on(name));
+        let sim = sim(PlanOptions::default()).with_device(on(name));
         parity(&format!("sim, wide heads, {name}"), 20, cases(60), &sim);
     }
-    let switches = Switches { splits: Some(3), ..Switches::default() };
-    parity("sim, wide heads, 3 parts", 20, cases(100), &sim(switches));
+    let options = PlanOptions { splits: Some(3), ..PlanOptions::default() };
+    parity("sim, wide heads, 3 parts", 20, cases(100), &sim(options));
 }

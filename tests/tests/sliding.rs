@@ -2,7 +2,7 @@
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::{DeviceInfo, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     any_dtype, biased_prompts, case, half_dtype, heads_up_to, parity, prompts, quantised,
     quantised_steps, sequences, sliding, steps,
@@ -29,9 +29,9 @@ fn as_planned_for_ampere() {
 
 #[test]
 fn one_launch_for_each_duty() {
-    let switches = Switches { disable_fused_kv: true, ..Switches::default() };
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let cases = sliding(case(any_dtype(), heads_up_to(64), 24), 16);
-    parity("sim, unfused, sliding", 150, cases, &Sim::default().with_switches(switches));
+    parity("sim, unfused, sliding", 150, cases, &Sim::default().with_options(options));
 }
 
 #[test]

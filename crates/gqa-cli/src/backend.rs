@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 #[cfg(feature = "sim")]
 use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, cpu::Cpu, cuda::Cuda};
-use gqa_host::plan::Switches;
+use gqa_host::plan::PlanOptions;
 use gqa_host::reference::Reference;
 
 use crate::gpu::Gpu;
@@ -27,20 +27,20 @@ pub enum Choice {
 
 /// The back end of that choice, or why it cannot be used.
 pub fn select(choice: Choice) -> Result<Box<dyn Backend>> {
-    let switches = Switches::from_env()?;
+    let options = PlanOptions::from_env()?;
     Ok(match choice {
-        Choice::Auto => match Cuda::new(switches) {
+        Choice::Auto => match Cuda::new(options) {
             Ok(cuda) => Box::new(cuda),
             Err(_) => Box::new(Cpu::default()),
         },
         Choice::Cpu => Box::new(Cpu::default()),
         #[cfg(feature = "sim")]
-        Choice::Sim => Box::new(Sim::default().with_switches(switches)),
+        Choice::Sim => Box::new(Sim::default().with_options(options)),
         #[cfg(not(feature = "sim"))]
         Choice::Sim => anyhow::bail!(
             "--backend sim: got a program without the simulator; allowed: one built with feature sim, as by cargo gqa-sim"
         ),
-        Choice::Cuda => Box::new(Cuda::new(switches).context("--backend cuda")?),
+        Choice::Cuda => Box::new(Cuda::new(options).context("--backend cuda")?),
         Choice::Reference => Box::new(Reference),
     })
 }
@@ -58,7 +58,7 @@ impl Machine {
     pub fn select(choice: Choice) -> Result<(Self, String)> {
         let threads = rayon::current_num_threads();
         // A switch that is wrong is a mistake, not a reason to take the CPU.
-        Switches::from_env()?;
+        PlanOptions::from_env()?;
         let gpu = match choice {
             Choice::Auto | Choice::Cuda => Gpu::open(),
             _ => return Ok((Self::Host(select(choice)?), format!("{choice:?}").to_lowercase())),

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use gqa_host::driver::Graph;
-use gqa_host::plan::{Cost, DeviceInfo, Switches, TensorId, plan};
+use gqa_host::plan::{Cost, DeviceInfo, PlanOptions, TensorId, plan};
 use gqa_host::{Problem, Tensor};
 
 use crate::backend::{Choice, Machine};
@@ -87,7 +87,7 @@ impl<'m> Session<'m> {
                 say!("plan for {what}\n{}\n", gpu.plan(&self.problem)?.explain())
             }
             Machine::Host(_) => {
-                let plan = plan(&self.problem, &DeviceInfo::h200(), &Switches::from_env()?)?;
+                let plan = plan(&self.problem, &DeviceInfo::h200(), &PlanOptions::from_env()?)?;
                 say!("plan for {what}, if there were an H200\n{}\n", plan.explain());
             }
         }

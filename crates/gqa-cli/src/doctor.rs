@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use gqa_host::driver::{Device, device_count, driver_version, shipped};
-use gqa_host::plan::{DeviceInfo, Switches, switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions, environment};
 
 /// Prints the report. A machine without a GPU is not an error.
 pub fn run() -> Result<ExitCode> {
@@ -43,16 +43,18 @@ fn kernels() -> Result<()> {
     Ok(())
 }
 
-/// Environment switches that are set.
+/// Plan options that the environment sets.
 fn settings() -> Result<()> {
     let is_set = |name: &&str| std::env::var_os(name).is_some();
-    let names =
-        switches::TABLE.iter().flat_map(|switch| [Some(switch.name), switch.alias]).flatten();
+    let names = environment::TABLE
+        .iter()
+        .flat_map(|variable| [Some(variable.name()), variable.alias])
+        .flatten();
     let set: Vec<_> = names.filter(is_set).collect();
-    match Switches::from_env() {
-        Err(reason) => say!("switches {reason}"),
-        Ok(_) if set.is_empty() => say!("switches none set"),
-        Ok(_) => say!("switches {}", set.join(", ")),
+    match PlanOptions::from_env() {
+        Err(reason) => say!("options {reason}"),
+        Ok(_) if set.is_empty() => say!("options none set"),
+        Ok(_) => say!("options {}", set.join(", ")),
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use gqa_host::Problem;
-use gqa_host::plan::{Arg, DeviceInfo, Plan, Switches, TensorId, TensorMap, plan};
+use gqa_host::plan::{Arg, DeviceInfo, Plan, PlanOptions, TensorId, TensorMap, plan};
 use gqa_onnx::Model;
 use serde_json::{Map, Value, json};
 
@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             }
         }
     };
-    let plan = plan(&problem, &device, &Switches::from_env()?)?;
+    let plan = plan(&problem, &device, &PlanOptions::from_env()?)?;
     if args.json {
         say!("{}", serde_json::to_string_pretty(&json(&plan))?);
     } else {
@@ -104,8 +104,7 @@ fn json(plan: &Plan) -> Value {
         })
     });
     let decisions = explanation.decisions.iter();
-    let decisions =
-        decisions.map(|(name, outcome)| json!({ "candidate": name, "outcome": outcome }));
+    let decisions = decisions.map(|(name, outcome)| json!({ "family": name, "outcome": outcome }));
     json!({
         "problem": explanation.problem,
         "device": explanation.device,

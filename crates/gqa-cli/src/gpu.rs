@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use gqa_host::Problem;
 use gqa_host::driver::{Call, Device, Stream};
-use gqa_host::plan::{Plan, Planner, Switches, TensorId, plan};
+use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, plan};
 
 use crate::shape::Tensors;
 
@@ -15,25 +15,25 @@ pub struct Gpu {
     pub device: Device,
     /// All work goes here.
     pub stream: Stream,
-    switches: Switches,
+    options: PlanOptions,
 }
 
 impl Gpu {
     /// The first GPU.
     pub fn open() -> Result<Self> {
-        let switches = Switches::from_env()?;
+        let options = PlanOptions::from_env()?;
         let device = Device::open(0).map_err(gqa_host::Error::from)?;
-        Ok(Self { stream: Stream::new(&device)?, device, switches })
+        Ok(Self { stream: Stream::new(&device)?, device, options })
     }
 
     /// The plan of a call.
     pub fn plan(&self, problem: &Problem) -> Result<Arc<Plan>> {
-        Ok(plan(problem, self.device.info(), &self.switches)?.into())
+        Ok(plan(problem, self.device.info(), &self.options)?.into())
     }
 
     /// Makes plans as [`plan`](Self::plan) does, and keeps them.
     pub fn planner(&self) -> Planner {
-        Planner::new(self.device.info().clone(), self.switches.clone())
+        Planner::new(self.device.info().clone(), self.options.clone())
     }
 
     /// A call with its tensors on the GPU. What kernels should write is filled with NaN first.

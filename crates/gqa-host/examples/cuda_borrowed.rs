@@ -5,7 +5,7 @@
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{Planner, Switches, TensorId};
+use gqa_host::plan::{PlanOptions, Planner, TensorId};
 use gqa_host::{CacheBinding, DType, TensorDesc};
 use half::f16;
 
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let problem =
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
     // Kept as long as the program runs, it finds the plans of later steps without planning.
-    let planner = Planner::new(device.info().clone(), Switches::from_env()?);
+    let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
     let step = device.load(planner.plan(&problem)?)?;
     let (workspace_bytes, counters) = (step.plan().workspace_bytes(), step.plan().counters());
 

@@ -8,7 +8,7 @@ use cust::memory::{CopyDestination, DeviceBuffer};
 use cust::stream::StreamFlags;
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId, plan};
 use gqa_host::{CacheBinding, DType, TensorDesc};
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let problem =
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
-    let step = device.load(plan(&problem, device.info(), &Switches::from_env()?)?)?;
+    let step = device.load(plan(&problem, device.info(), &PlanOptions::from_env()?)?)?;
 
     let wave = |n: usize| (0..n).map(|i| (i as f32).sin()).collect::<Vec<_>>();
     let buffer = |n: usize| DeviceBuffer::from_slice(&wave(n));

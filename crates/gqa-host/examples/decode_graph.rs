@@ -5,7 +5,7 @@
 
 use gqa_host::driver::{Call, Device, Graph, Stream};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId, plan};
 use gqa_host::{CacheBinding, DType, Tensor, TensorDesc};
 use half::bf16;
 use ndarray::{Array3, arr1};
@@ -45,7 +45,7 @@ fn main() -> gqa_host::Result<()> {
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
     let stream = Stream::new(&device)?;
     let call =
-        Arc::new(Call::new(&device, plan(&problem, device.info(), &Switches::from_env()?)?)?);
+        Arc::new(Call::new(&device, plan(&problem, device.info(), &PlanOptions::from_env()?)?)?);
     let mut graph = Graph::capture(&stream, std::slice::from_ref(&call))?;
 
     let (mut seconds, mut checksum) = (0.0, 0.0);

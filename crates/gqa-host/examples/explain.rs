@@ -3,7 +3,7 @@
 //! `cargo run --example explain -- a100`
 
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::{CacheBinding, DType, TensorDesc};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -23,6 +23,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let problem =
         GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
-    println!("{}", plan(&problem, &device, &Switches::from_env()?)?.explain());
+    println!("{}", plan(&problem, &device, &PlanOptions::from_env()?)?.explain());
     Ok(())
 }

@@ -5,7 +5,7 @@
 
 use gqa_host::driver::{Call, Device, Graph, Stream};
 use gqa_host::op::{Bounds, GroupQueryAttention, PagedAttention, PagedShapes, Shapes};
-use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId, plan};
 use gqa_host::{CacheBinding, DType, Problem, Result, Tensor, TensorDesc};
 use ndarray::{Array1, Array2};
 use std::sync::Arc;
@@ -72,11 +72,11 @@ fn apart(batch: usize, keys: usize) -> Result<Problem> {
 fn microseconds(
     device: &Device,
     problem: &Problem,
-    switches: &Switches,
+    options: &PlanOptions,
     keys: usize,
 ) -> Result<f64> {
     let stream = Stream::new(device)?;
-    let plan = Arc::new(plan(problem, device.info(), switches)?);
+    let plan = Arc::new(plan(problem, device.info(), options)?);
     let batch = problem.batch;
     let bytes = 4 * batch * keys * KV_HEADS * SIZE;
     let calls: Vec<_> = (0..COLD_BYTES.div_ceil(bytes) + 1)
@@ -112,8 +112,8 @@ fn main() -> Result<()> {
             return Ok(());
         }
     };
-    let reads = Switches::default();
-    let gathers = Switches { disable_fused_kv: true, ..Switches::default() };
+    let reads = PlanOptions::default();
+    let gathers = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     println!(
         "bfloat16, {HEADS}/{KV_HEADS} heads of {SIZE}, blocks of {BLOCK} rows; microseconds of a step"
     );
@@ -130,7 +130,7 @@ fn main() -> Result<()> {
         (128, 2048),
     ] {
         let (paged, apart) = (paged(batch, keys)?, apart(batch, keys)?);
-        let time = |problem, switches| microseconds(&device, problem, switches, keys);
+        let time = |problem, options| microseconds(&device, problem, options, keys);
         let times = [time(&paged, &reads)?, time(&paged, &gathers)?, time(&apart, &reads)?];
         println!("{batch:>9} x {keys:<8} {:>10.1} {:>11.1} {:>8.1}", times[0], times[1], times[2]);
     }

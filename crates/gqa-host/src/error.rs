@@ -17,7 +17,7 @@ pub enum Error {
         /// What the operator takes.
         allowed: String,
     },
-    /// No kernel takes the problem on that device with these switches.
+    /// No kernel takes the problem on that device with these options.
     #[error("no kernel takes this call: {0}")]
     NoKernel(String),
     /// A tensor that is to be made does not fit in memory.

@@ -3,7 +3,7 @@
 #[allow(dead_code, reason = "each test uses a part")]
 mod step;
 
-use gqa_host::plan::{DeviceInfo, Planner, Switches};
+use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
 use gqa_host::{DType, Problem};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -51,7 +51,7 @@ fn allocations_are_counted() {
 
 #[test]
 fn a_plan_that_was_made_before_is_found() {
-    let planner = Planner::new(DeviceInfo::h200(), Switches::default());
+    let planner = Planner::new(DeviceInfo::h200(), PlanOptions::default());
     let (first, later) = (problem(150), problem(200));
     assert!(allocations(|| drop(planner.plan(&first))) > 0);
     assert_eq!(allocations(|| drop(planner.plan(&first))), 0);
@@ -65,7 +65,7 @@ fn a_call_is_put_into_the_stream() {
     use gqa_host::driver::{Call, Device, Stream};
     let device = Device::open(0).expect("a GPU");
     let stream = Stream::new(&device).unwrap();
-    let planner = Planner::new(device.info().clone(), Switches::default());
+    let planner = Planner::new(device.info().clone(), PlanOptions::default());
     for rows in [1, 100] {
         let step = Step::new(DType::F16, rows, &[200, 150], 200);
         let plan = planner.plan(&step.problem()).unwrap();

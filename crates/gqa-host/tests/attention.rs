@@ -4,7 +4,7 @@ use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::op::{Attention, AttentionInputs};
-use gqa_host::plan::Switches;
+use gqa_host::plan::PlanOptions;
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Tensor};
 use ndarray::{Array1, ArrayD, IxDyn};
@@ -287,13 +287,13 @@ impl Seen {
 
     /// On every back end, in float32 and float16, by every way that the planner has.
     fn is(self, want: &[&str]) {
-        let unfused = Switches {
+        let unfused = PlanOptions {
             disable_flash_attention: true,
             disable_memory_efficient_attention: true,
-            ..Switches::default()
+            ..PlanOptions::default()
         };
         let backends: [&dyn Backend; 4] =
-            [&Reference, &Cpu::default(), &Sim::default(), &Sim::default().with_switches(unfused)];
+            [&Reference, &Cpu::default(), &Sim::default(), &Sim::default().with_options(unfused)];
         for backend in backends {
             for dtype in [DType::F32, DType::F16] {
                 assert_eq!(self.by(backend, dtype), want, "{} {dtype}", backend.name());

@@ -1,9 +1,9 @@
 //! Which kernels ONNX Attention reaches, and why not others.
 
 use gqa_host::op::{Attention, AttentionShapes};
-use gqa_host::plan::{Candidate, DeviceInfo, Plan, Switches, plan};
+use gqa_host::plan::{DeviceInfo, Launch, Plan, PlanOptions, plan};
 use gqa_host::{DType, Problem, TensorDesc};
-use gqa_kernels::registry::Family;
+use gqa_kernels::registry::{Family, Role};
 
 /// Batch 2, 8 query heads over 2 KV heads.
 #[derive(Clone, Copy)]
@@ -58,11 +58,15 @@ impl Shape {
 }
 
 fn planned(problem: &Problem) -> Plan {
-    plan(problem, &DeviceInfo::h200(), &Switches::default()).unwrap()
+    plan(problem, &DeviceInfo::h200(), &PlanOptions::default()).unwrap()
 }
 
 fn names(plan: &Plan) -> Vec<&'static str> {
-    plan.launches().iter().map(|launch| launch.entry().kernel()).collect()
+    let name = |launch: &Launch| match launch.entry().role {
+        Role::Attention => launch.entry().family.name(),
+        role => role.name(),
+    };
+    plan.launches().iter().map(name).collect()
 }
 
 /// The family of the attention kernel, and what became of flash attention's simplest.
@@ -70,7 +74,7 @@ fn reaches(shape: Shape, op: &Attention) -> (Family, String) {
     let plan = planned(&shape.problem(op));
     let mut families = plan.launches().iter().map(|launch| launch.entry().family);
     let family = families.find(|family| *family != Family::Prologue).unwrap();
-    let hopper = plan.decisions().iter().find(|d| d.candidate == Candidate::Hopper).unwrap();
+    let hopper = plan.decisions().iter().find(|d| d.family == Family::Hopper).unwrap();
     let outcome = hopper.outcome.as_ref();
     (family, outcome.map_or_else(ToString::to_string, |entry| entry.name.to_owned()))
 }
@@ -227,6 +231,7 @@ fn the_explanation_names_the_operator() {
 #[test]
 fn float64_needs_the_cpu() {
     let problem = Shape { dtype: DType::F64, ..square(16) }.problem(&Attention::new());
-    let error = plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap_err().to_string();
+    let error =
+        plan(&problem, &DeviceInfo::h200(), &PlanOptions::default()).unwrap_err().to_string();
     assert!(error.contains("unfused does not take float64"), "{error}");
 }

@@ -11,7 +11,7 @@ use gqa_host::driver::{
     device_count,
 };
 use gqa_host::op::{Inputs, Outputs};
-use gqa_host::plan::{Switches, TensorId, plan};
+use gqa_host::plan::{PlanOptions, TensorId, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{CacheBinding, DType, Error};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ fn upload(step: &Step, call: &Call, stream: &Stream) {
 #[ignore = "needs a GPU"]
 fn the_gpu_agrees_with_the_reference() {
     let device = device();
-    let cuda = Cuda::on(device, Switches::default()).unwrap();
+    let cuda = Cuda::on(device, PlanOptions::default()).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (rows, lengths, total) in
             [(70, [70, 33], 70), (1, [211, 90], 211), (16, [200, 47], 200)]
@@ -63,7 +63,7 @@ fn a_graph_captured_once_follows_the_lengths() {
     // Captured for sequences of up to CAPACITY tokens.
     let first = Step::new(DType::F16, 1, &[CAPACITY as i32, 17], CAPACITY);
     let call = Arc::new(
-        Call::new(&device, plan(&first.problem(), device.info(), &Switches::default()).unwrap())
+        Call::new(&device, plan(&first.problem(), device.info(), &PlanOptions::default()).unwrap())
             .unwrap(),
     );
     let mut graph = Graph::capture(&stream, std::slice::from_ref(&call)).unwrap();
@@ -102,7 +102,7 @@ fn a_recording_runs_on_other_memory_each_time() {
         [(1, CAPACITY, [[211, 90], [17, 211]]), (70, 70, [[70, 33], [8, 70]])]
     {
         let steps = lengths.map(|lengths| Step::new(DType::F16, rows, &lengths, total));
-        let plan = plan(&steps[0].problem(), device.info(), &Switches::default()).unwrap();
+        let plan = plan(&steps[0].problem(), device.info(), &PlanOptions::default()).unwrap();
         let plan = Arc::new(plan);
         let calls = [(); 2].map(|()| Call::new(&device, plan.clone()).unwrap());
         let mut recording = device.load(plan).unwrap().record().unwrap();
@@ -124,7 +124,7 @@ fn a_recording_runs_on_other_memory_each_time() {
             }
         }
         let other = Step::new(DType::F16, rows + 1, &[100, 100], CAPACITY);
-        let other = gqa_host::plan::plan(&other.problem(), device.info(), &Switches::default());
+        let other = gqa_host::plan::plan(&other.problem(), device.info(), &PlanOptions::default());
         let other = Call::new(&device, other.unwrap()).unwrap();
         let error = other.enqueue_recorded(&mut recording, &stream).unwrap_err().to_string();
         assert!(error.starts_with("query: got "), "{error}");
@@ -138,7 +138,7 @@ fn launches_one_by_one_are_the_call() {
     let stream = Stream::new(&device).unwrap();
     for (rows, lengths, total) in [(1, [211, 90], 211), (70, [70, 33], 70)] {
         let step = Step::new(DType::F16, rows, &lengths, total);
-        let plan = plan(&step.problem(), device.info(), &Switches::default()).unwrap();
+        let plan = plan(&step.problem(), device.info(), &PlanOptions::default()).unwrap();
         let launches = plan.launches().len();
         let call = Arc::new(Call::new(&device, plan).unwrap());
         call.poison(&stream).unwrap();
@@ -165,7 +165,7 @@ fn launches_one_by_one_are_the_call() {
 fn steps_in_a_row_see_what_those_before_them_wrote() {
     let device = device();
     for cluster in [None, Some(1), Some(2)] {
-        steps_in_a_row(&device, &Switches { cluster, ..Switches::default() }, 1);
+        steps_in_a_row(&device, &PlanOptions { cluster, ..PlanOptions::default() }, 1);
     }
 }
 
@@ -176,12 +176,12 @@ fn steps_of_layers_in_turn_read_their_settled_caches_early() {
     let device = device();
     for cluster in [None, Some(1), Some(2)] {
         for layers in [2, 3] {
-            steps_in_a_row(&device, &Switches { cluster, ..Switches::default() }, layers);
+            steps_in_a_row(&device, &PlanOptions { cluster, ..PlanOptions::default() }, layers);
         }
     }
 }
 
-fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
+fn steps_in_a_row(device: &Device, options: &PlanOptions, layers: usize) {
     const STEPS: i32 = 64;
     let stream = Stream::new(device).unwrap();
     let shape = [2, 1, KV_HEADS as usize * SIZE];
@@ -195,7 +195,7 @@ fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
         .collect();
     let settled = operator().settled_cache(layers > 1);
     let problem = settled.problem_in_place(&steps[0].inputs(), &steps[0].cache).unwrap();
-    let plan = Arc::new(plan(&problem, device.info(), switches).unwrap());
+    let plan = Arc::new(plan(&problem, device.info(), options).unwrap());
     let loaded = device.load(plan.clone()).unwrap();
     let calls: Vec<_> = steps
         .iter()
@@ -231,7 +231,7 @@ fn steps_in_a_row(device: &Device, switches: &Switches, layers: usize) {
         let want =
             operator().run_in_place(&inputs, &mut caches[i % layers], &Reference).unwrap().output;
         query = call.download(TensorId::Output, &stream).unwrap();
-        assert_close(&query, &want, 2e-3, &format!("step {i}, {layers} layers, {switches:?}"));
+        assert_close(&query, &want, 2e-3, &format!("step {i}, {layers} layers, {options:?}"));
     }
 }
 
@@ -257,7 +257,7 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
     let stream = Stream::new(&device).unwrap();
     let step = Step::new(DType::F16, 1, &[20], 20);
     let call =
-        Call::new(&device, plan(&step.problem(), device.info(), &Switches::default()).unwrap())
+        Call::new(&device, plan(&step.problem(), device.info(), &PlanOptions::default()).unwrap())
             .unwrap();
     let loaded = device.load(call.plan().clone()).unwrap();
     let enqueue = |views: &Views<'_>, bytes| {
@@ -308,7 +308,7 @@ fn without_a_driver_everything_says_so() {
     match device_count() {
         Ok(count) => println!("{count} GPUs"),
         Err(DriverError::NoDriver { .. }) => {
-            let error = Cuda::new(Switches::default()).err().map(|error| error.to_string());
+            let error = Cuda::new(PlanOptions::default()).err().map(|error| error.to_string());
             assert!(error.is_some_and(|error| error.starts_with("no NVIDIA driver: ")));
         }
         Err(DriverError::NoDevice { .. }) => {}
@@ -320,7 +320,7 @@ fn without_a_driver_everything_says_so() {
 #[ignore = "needs a GPU"]
 fn a_separate_cache_is_written_whole() {
     let device = device();
-    let cuda = Cuda::on(device, Switches::default()).unwrap();
+    let cuda = Cuda::on(device, PlanOptions::default()).unwrap();
     let step = Step::new(DType::BF16, 5, &[40, 23], 40);
     let past = random(DType::BF16, &[2, KV_HEADS as usize, 35, SIZE], 8);
     let inputs = Inputs { past_key: Some(&past), past_value: Some(&past), ..step.inputs() };

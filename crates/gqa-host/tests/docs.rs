@@ -1,11 +1,11 @@
-//! docs/env.md and docs/support.md say what the switches, the registry and the planner say.
+//! docs/env.md and docs/support.md say what the options, the registry and the planner say.
 //!
 //! `BLESS=1 cargo test -p gqa-host --test docs` writes them.
 
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::plan::{DeviceInfo, Plan, Switches, plan, switches};
+use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, plan};
 use gqa_host::{CacheBinding, DType, TensorDesc};
-use gqa_kernels::registry::{Entry, Family, entries};
+use gqa_kernels::registry::{Entry, Family, Role, entries};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -30,8 +30,8 @@ fn environment_variables_are_documented() {
          An alias, ONNX Runtime's name for the same thing, counts where the variable itself is not set. A value that a variable does \
          not take is an error; a `GQA_*` name that is not in the table is a warning in the log.\n\n{}\n\
          `gqa doctor` lists those that are set. A variable changes plans that are made after it was read: the program reads them \
-         when it starts, the library in `Switches::from_env`.\n",
-        switches::markdown()
+         when it starts, the library in `PlanOptions::from_env`.\n",
+        environment::markdown()
     );
     check("env.md", &text);
 }
@@ -79,14 +79,14 @@ impl Call {
         };
         let op = (self.op)(GroupQueryAttention::new(32, 8));
         let problem = op.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
-        plan(&problem, device, &Switches::default()).unwrap()
+        plan(&problem, device, &PlanOptions::default()).unwrap()
     }
 
     /// The chosen way to compute attention.
     fn chosen(&self, device: &str) -> &'static str {
         let plan = self.plan(&DeviceInfo::known(device).unwrap());
         let chosen = plan.decisions().iter().find(|decision| decision.outcome.is_ok());
-        chosen.unwrap().candidate.name()
+        chosen.unwrap().family.name()
     }
 }
 
@@ -119,9 +119,10 @@ fn calls() -> Vec<Call> {
     ]
 }
 
-/// The kernel's name without element type and, where it ends the name, head size.
+/// The kernel's name without prefix, element type and, where it ends the name, head size.
 fn stem(entry: &Entry) -> String {
-    let kernel = entry.kernel().replace("_bf16", "").replace("_f16", "");
+    let name = entry.name.trim_start_matches("gqa_").trim_end_matches("_f32");
+    let kernel = name.replace("_bf16", "").replace("_f16", "");
     let size = kernel.rfind("_d").filter(|at| kernel[at + 2..].bytes().all(|b| b.is_ascii_digit()));
     size.map_or(kernel.as_str(), |at| &kernel[..at]).to_owned()
 }
@@ -142,9 +143,9 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
             entry.min_sm / 10,
             entry.min_sm % 10
         );
-        let dtype = match entry.kernel() {
-            "seqlens_to_pos_ids" | "slide_lengths" => "integers".to_owned(),
-            "slide_kv" | "paged_gather" | "paged_scatter" => "all".to_owned(),
+        let dtype = match entry.role {
+            Role::GeneratePositions | Role::SlideLengths => "integers".to_owned(),
+            Role::SlideKv | Role::PagedGather | Role::PagedScatter => "all".to_owned(),
             _ => format!("{:?}", entry.dtype).to_lowercase(),
         };
         match rows.iter_mut().find(|(have, types)| {
@@ -185,7 +186,7 @@ fn support() -> Result<String, std::fmt::Error> {
          memory in bytes of a block; compute capability: the oldest. PTX is shipped for the targets named."
     )?;
     for family in Family::ALL {
-        let name = family.feature().trim_start_matches("family-").replace('-', "_");
+        let name = family.name();
         writeln!(text, "\n### {name}: {}\n", family.archs().join(", "))?;
         writeln!(
             text,

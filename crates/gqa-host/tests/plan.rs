@@ -4,12 +4,14 @@
 mod step;
 
 use gqa_host::DType;
-use gqa_host::plan::{Candidate, DeviceInfo, Launch, Plan, Switches, plan, switches};
+use gqa_host::plan::{
+    DeviceInfo, Family, Launch, Plan, PlanOptions, candidates, environment, plan,
+};
 use step::{CAPACITY, Step, int};
 
 fn planned(step: &Step, device: &str) -> Plan {
     let device = DeviceInfo::known(device).unwrap();
-    plan(&step.problem(), &device, &Switches::default()).unwrap()
+    plan(&step.problem(), &device, &PlanOptions::default()).unwrap()
 }
 
 #[test]
@@ -72,15 +74,15 @@ fn decisions_are_data() {
     let chosen: Vec<_> =
         plan.decisions().iter().filter(|decision| decision.outcome.is_ok()).collect();
     assert_eq!(chosen.len(), 1);
-    assert_eq!(chosen[0].candidate, Candidate::Decode);
-    assert_eq!(plan.decisions().len(), Candidate::ALL.len());
+    assert_eq!(chosen[0].family, Family::Decode);
+    assert_eq!(plan.decisions().len(), candidates().count());
 }
 
 #[test]
-fn the_documentation_of_the_switches_names_each() {
-    let text = switches::markdown();
-    for switch in &switches::TABLE {
-        assert!(text.contains(&format!("| `{}` |", switch.name)), "{text}");
+fn the_documentation_of_the_options_names_each() {
+    let text = environment::markdown();
+    for variable in &environment::TABLE {
+        assert!(text.contains(&format!("| `{}` |", variable.name())), "{text}");
     }
-    assert_eq!(text.lines().count(), switches::TABLE.len() + switches::AIDS.len() + 2);
+    assert_eq!(text.lines().count(), environment::TABLE.len() + environment::AIDS.len() + 2);
 }

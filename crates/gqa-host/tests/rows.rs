@@ -4,7 +4,7 @@ use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::op::{KvCache, RotaryEmbedding, RotaryInputs};
-use gqa_host::plan::{DeviceInfo, Switches, plan};
+use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Tensor};
 use ndarray::{Array1, ArrayD, IxDyn};
@@ -173,9 +173,9 @@ fn rotation_is_one_launch() {
         let inputs =
             RotaryInputs { x: &x, cos_cache: &cos, sin_cache: &cos, position_ids: Some(&ids) };
         let problem = RotaryEmbedding::new().problem(&inputs).unwrap();
-        let plan = plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap();
+        let plan = plan(&problem, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
         assert_eq!(plan.workspace_bytes(), 0);
-        plan.launches().iter().map(|launch| launch.entry().kernel()).collect::<Vec<_>>()
+        plan.launches().iter().map(|launch| launch.entry().role.name()).collect::<Vec<_>>()
     };
     assert_eq!(kernels(64), ["rotary_embedding"]);
     assert_eq!(kernels(24), ["rotary_rows"]);

@@ -7,7 +7,7 @@ use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::op::{Inputs, Outputs};
-use gqa_host::plan::{DeviceInfo, Plan, Switches, plan};
+use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error, Tensor};
 use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
@@ -86,7 +86,7 @@ fn executed(plan: &Plan, step: &Step) -> Vec<f64> {
 fn lengths_that_lead_outside_the_cache_are_clamped() {
     let step = Step::new(DType::F16, 1, &[20, 20], 20);
     let problem = step.problem();
-    let plan = plan(&problem, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let plan = plan(&problem, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     // Lengths are checked when the operator is applied; what a graph replays with nobody checks.
     let wild = Step { seqlens_k: int(&[i32::MAX, -5]), ..step };
     let outputs = executed(&plan, &wild);
@@ -102,7 +102,7 @@ fn rows_behind_the_last_angles_are_nan() {
     let step = Step::new(DType::BF16, 70, &[100, 90], ANGLES);
     let none = || random(DType::BF16, &[2, 0, KV_HEADS as usize * SIZE], 0);
     let step = Step { key: none(), value: none(), cos: table(4), sin: table(5), ..step };
-    let plan = plan(&step.problem(), &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let plan = plan(&step.problem(), &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     assert!(plan.launches()[0].entry().arguments.contains(&"cos"), "{:?}", plan.launches());
     // Positions 40 to 109 of the first sequence; as above, nobody checks.
     let wild = Step { seqlens_k: int(&[109, 89]), ..step };
@@ -115,9 +115,9 @@ fn rows_behind_the_last_angles_are_nan() {
 
 #[test]
 fn what_the_planner_refuses_is_an_error() {
-    let wrong_type = Switches { force: Some("gqa_general_f32"), ..Switches::default() };
+    let wrong_type = PlanOptions { force: Some("gqa_general_f32"), ..PlanOptions::default() };
     let step = Step::new(DType::F16, 1, &[20], 20);
-    let sim = Sim::default().with_switches(wrong_type);
+    let sim = Sim::default().with_options(wrong_type);
     assert_eq!(sim.name(), "sim");
     let result = operator().run_in_place(&step.inputs(), &mut step.cache.clone(), &sim);
     assert!(matches!(result, Err(Error::NoKernel(_))), "{result:?}");

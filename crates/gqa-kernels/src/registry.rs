@@ -10,21 +10,16 @@
     )
 )]
 
-#[cfg(not(target_arch = "nvptx64"))]
-mod entry;
-#[cfg(not(target_arch = "nvptx64"))]
-pub use entry::{Entry, Family, entries, find};
-
-/// Rows of one argument list. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`;
-/// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow, and `codes` where the
-/// cache holds such.
+/// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`;
+/// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow, `codes` where the
+/// KV cache is quantized, `output` where that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp apart.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows have in common may come before them:
 /// `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
-    ($table:ident, $family:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
-        kernels!($table, $family, $feature, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
+    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
+        kernels!($table, $family: $role, $feature, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
     };
-    ($table:ident, $family:ident, $feature:literal, $args:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }) => {
+    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty, $spec:tt;)* }) => {
         $(
             $(#[$meta])*
             #[cfg(all(target_arch = "nvptx64", feature = $feature))]
@@ -36,7 +31,7 @@ macro_rules! kernels {
         )*
         #[cfg(not(target_arch = "nvptx64"))]
         static $table: &[crate::registry::Entry] = &[
-            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family, $args, $spec),)*
+            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family: $role, $args, $spec),)*
         ];
     };
 }
@@ -60,17 +55,24 @@ macro_rules! device_entry {
 
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! host_entry {
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty), $spec:tt) => {
-        host_entry!($name, $body, $t = $ty, $family, ([] $($arg: $aty),* ; $p: $pty), $spec)
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty), $spec:tt) => {
+        host_entry!($name, $body, $t = $ty, $family: $role, ([] $($arg: $aty),* ; $p: $pty), $spec)
     };
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? }) => {
+       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ty)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
+            role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             codes: optional!(None $(, Some($codes))?),
+            output: {
+                #[allow(dead_code)]
+                type $t = $ty;
+                optional!(<$t as crate::num::Element>::DTYPE $(, <$output as crate::num::Element>::DTYPE)?)
+            },
+            exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,
             rows: $rows,
             keys: $keys,
@@ -114,31 +116,36 @@ macro_rules! optional {
 }
 
 /// Rows of a kernel with one shape of tiles per head size, for both 16-bit types:
-/// `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`. A `quick` device build leaves out the second set.
+/// `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick` device build leaves out the second set.
 macro_rules! kernels_by_head_size {
-    ($table:ident, $family:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
-        kernels_by_head_size!(@rows $table, $family, $feature, $args, $communicates, {
+    ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
+        kernels_by_head_size!(@rows $table, $family: $role, $feature, $args, $communicates, {
             @(all()) $($quick)*
             @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*
         });
     };
-    (@rows $table:ident, $family:ident, $feature:literal, $args:tt, $communicates:literal, {
-        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*)*
+    (@rows $table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, $communicates:literal, {
+        $(@($when:meta) $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal $(, exact_sums: $exact:literal)?;)*)*
     }) => {
-        kernels!($table, $family, $feature, $args, { $($(
+        kernels!($table, $family: $role, $feature, $args, { $($(
             #[cfg($when)]
             $f16 => <$shape>::run, T = f16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                communicates: $communicates };
+                communicates: $communicates $(, exact_sums: $exact)? };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                communicates: $communicates };
+                communicates: $communicates $(, exact_sums: $exact)? };
         )*)* });
     };
 }
+
+#[cfg(not(target_arch = "nvptx64"))]
+mod entry;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use entry::{Entry, Family, Role, entries, find};
 
 // A module for each kind of kernel, which the compiler takes apart from the others.
 mod decode;

@@ -2,7 +2,7 @@
 
 use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{Call, Device, Graph, Stream};
-use gqa_host::plan::{DeviceInfo, Switches, TensorId, plan};
+use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, plan};
 use gqa_host::{Problem, Result};
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ impl Replay {
 
     fn capture(&self, problem: &Problem, io: &Io<'_>) -> Result<Captured> {
         let longest = problem.with_total_len(problem.capacity)?;
-        let plan = plan(&longest, self.device.info(), &Switches::default())?;
+        let plan = plan(&longest, self.device.info(), &PlanOptions::default())?;
         let call = Arc::new(Call::new(&self.device, plan)?);
         call.poison(&self.stream)?; // The workspace; the cache follows.
         call.upload(TensorId::PresentKey, io.present_key, &self.stream)?;
@@ -104,7 +104,7 @@ impl Backend for AsGraph {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let plan = Arc::new(plan(problem, &self.info, &Switches::default())?);
+        let plan = Arc::new(plan(problem, &self.info, &PlanOptions::default())?);
         let call = Arc::new(Call::new(&self.device, plan.clone())?);
         call.poison(&self.stream)?;
         for id in TensorId::ALL {

@@ -8,7 +8,7 @@ use cpu_time::{ProcessTime, ThreadTime};
 use gqa_host::Problem;
 use gqa_host::backend::Backend;
 use gqa_host::driver::{Call, Graph};
-use gqa_host::plan::{DeviceInfo, Plan, Switches, plan};
+use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, plan};
 
 use crate::backend::Machine;
 use crate::gpu::Gpu;
@@ -72,7 +72,7 @@ fn on_host(
     })?;
     let cpu_seconds = cpu.elapsed().as_secs_f64() / seconds.len() as f64;
     let kernels = if backend.name() == "sim" {
-        kernels(&plan(problem, &DeviceInfo::h200(), &Switches::from_env()?)?)
+        kernels(&plan(problem, &DeviceInfo::h200(), &PlanOptions::from_env()?)?)
     } else {
         Vec::new()
     };

@@ -2,29 +2,29 @@
 
 use super::{Backend, Io};
 use crate::driver::{Call, Device, Stream};
-use crate::plan::{DeviceInfo, Switches, TensorId, plan};
+use crate::plan::{DeviceInfo, PlanOptions, TensorId, plan};
 use crate::{CacheBinding, Problem, Result};
 
 /// The first GPU.
 pub struct Cuda {
     device: Device,
     stream: Stream,
-    switches: Switches,
+    options: PlanOptions,
     /// What plans are made for.
     info: DeviceInfo,
 }
 
 impl Cuda {
     /// Opens GPU number 0; [`DriverError`](crate::driver::DriverError) says why it cannot be used.
-    pub fn new(switches: Switches) -> Result<Self> {
-        Self::on(Device::open(0)?, switches)
+    pub fn new(options: PlanOptions) -> Result<Self> {
+        Self::on(Device::open(0)?, options)
     }
 
     /// On a GPU that is open already.
-    pub fn on(device: Device, switches: Switches) -> Result<Self> {
+    pub fn on(device: Device, options: PlanOptions) -> Result<Self> {
         let stream = Stream::new(&device)?;
         let info = device.info().clone();
-        Ok(Self { device, stream, switches, info })
+        Ok(Self { device, stream, options, info })
     }
 
     /// Plans for another device of this compute capability, with no more shared memory.
@@ -44,7 +44,7 @@ impl Backend for Cuda {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let call = Call::new(&self.device, plan(problem, &self.info, &self.switches)?)?;
+        let call = Call::new(&self.device, plan(problem, &self.info, &self.options)?)?;
         call.poison(&self.stream)?;
         for id in TensorId::ALL {
             if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {

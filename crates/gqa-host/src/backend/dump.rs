@@ -2,14 +2,12 @@
 
 use super::{Backend, Io};
 use crate::plan::TensorId;
+use crate::plan::environment::DUMP;
 use crate::{DType, Error, Problem, Result, Tensor};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// The variable that names the folder.
-pub const VARIABLE: &str = "GQA_DUMP";
 
 /// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and with the tensors written to the folder that
 /// `GQA_DUMP` names, if it names one.
@@ -17,11 +15,11 @@ pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> 
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     tracing::debug!(backend = backend.name(), call = %problem, "run");
-    let Some(folder) = FOLDER.get_or_init(|| std::env::var_os(VARIABLE).map(PathBuf::from)) else {
+    let Some(folder) = FOLDER.get_or_init(|| std::env::var_os(DUMP).map(PathBuf::from)) else {
         return backend.run(problem, io);
     };
     if folder.as_os_str().is_empty() {
-        return Err(Error::Switch { name: VARIABLE, got: String::new(), allowed: "a folder" });
+        return Err(Error::Switch { name: DUMP, got: String::new(), allowed: "a folder" });
     }
     let number = CALLS.fetch_add(1, Ordering::Relaxed);
     dumped(&folder.join(format!("{number:06}-{}", backend.name())), backend, problem, io)
@@ -40,7 +38,7 @@ pub fn dumped(
 ) -> Result<()> {
     let unwritable = |error: std::io::Error| {
         let got = format!("{} ({error})", folder.display());
-        Error::invalid(VARIABLE, got, "a folder that can be written")
+        Error::invalid(DUMP, got, "a folder that can be written")
     };
     let write = |name: &str, tensor: &Tensor| {
         write_npy(&folder.join(name).with_extension("npy"), tensor).map_err(unwritable)

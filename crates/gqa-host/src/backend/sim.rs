@@ -1,7 +1,7 @@
 //! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
 
 use super::{Backend, Io, POISON};
-use crate::plan::{Arg, DeviceInfo, Launch, Plan, Switches, TensorId, TensorMap, plan};
+use crate::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
 use crate::{CacheBinding, Error, Problem, Result, Tensor};
 use gqa_sim::{Swizzle, TensorLayout};
 use std::cell::Cell;
@@ -11,14 +11,14 @@ use std::ops::Range;
 #[derive(Clone, Debug)]
 pub struct Sim {
     device: DeviceInfo,
-    switches: Switches,
+    options: PlanOptions,
     seed: u64,
 }
 
 impl Default for Sim {
     /// As an H200 would be used.
     fn default() -> Self {
-        Self { device: DeviceInfo::h200(), switches: Switches::default(), seed: 0 }
+        Self { device: DeviceInfo::h200(), options: PlanOptions::default(), seed: 0 }
     }
 }
 
@@ -28,9 +28,9 @@ impl Sim {
         Self { device, ..self }
     }
 
-    /// Plans with these switches.
-    pub fn with_switches(self, switches: Switches) -> Self {
-        Self { switches, ..self }
+    /// Plans with these options.
+    pub fn with_options(self, options: PlanOptions) -> Self {
+        Self { options, ..self }
     }
 
     /// Threads take turns in an order that depends on `seed`; the result must not.
@@ -102,7 +102,7 @@ impl Backend for Sim {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        self.execute(&plan(problem, &self.device, &self.switches)?, io)
+        self.execute(&plan(problem, &self.device, &self.options)?, io)
     }
 }
 

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
     use crate::driver::DeviceView;
     use crate::op::{GroupQueryAttention, Shapes};
-    use crate::plan::{DeviceInfo, Plan, Switches, TensorId, plan};
+    use crate::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
     use crate::{CacheBinding, DType, TensorDesc};
 
     /// A token step without tensor maps: parts of the keys, then their merge.
@@ -105,7 +105,7 @@ mod tests {
         };
         let operator = GroupQueryAttention::new(32, 8);
         let problem = operator.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
-        plan(&problem, &DeviceInfo::known("a100").unwrap(), &Switches::default()).unwrap()
+        plan(&problem, &DeviceInfo::known("a100").unwrap(), &PlanOptions::default()).unwrap()
     }
 
     /// The tensor in a role, far from all others.

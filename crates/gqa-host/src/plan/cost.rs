@@ -1,6 +1,6 @@
 //! What a call costs at least, whatever the kernels.
 
-use super::DeviceInfo;
+use super::device::DeviceInfo;
 use crate::{Alignment, CacheBinding, Computes, DType, Phase, Problem, QkOutput};
 
 /// Arithmetic and memory traffic that no kernel can avoid.

@@ -2,84 +2,10 @@
 
 use super::device::capability;
 use crate::{Alignment, CodeFormat, DType};
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{Entry, Family};
 use std::fmt;
 
-/// Ways to compute attention, best first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Candidate {
-    /// A token step in one launch whose cache holds codes, on Hopper.
-    DecodeCodes,
-    /// A token step in one launch whose cache consists of blocks, on Hopper. The planner asks for it where the cache does, and for the others where not.
-    DecodePaged,
-    /// The same where blocks hold codes.
-    DecodePagedCodes,
-    /// As `Hopper` where the cache consists of blocks: prompts, long chunks, and tokens among them.
-    HopperPaged,
-    /// A token step in one launch, by clusters of blocks: few query rows, many keys, on Hopper.
-    Decode,
-    /// Flash attention over parts of the keys, and a merge: few query rows, many keys.
-    SplitKv,
-    /// As `Hopper` where the cache holds float8e4m3fn and the products may be of such: queries and weights are rounded to it too.
-    HopperFloat8,
-    /// Flash attention with warpgroups and the copy engine: prompts and long chunks on Hopper.
-    Hopper,
-    /// The same with a bias or a mask.
-    HopperMasked,
-    /// Flash attention on tensor cores.
-    Tiled,
-    /// The same with a bias or a mask.
-    TiledMasked,
-    /// The same in float32, each product three of TF32.
-    TiledF32,
-    /// Flash attention on tensor cores for heads larger than 256, over parts of the keys where rows are few.
-    TiledWide,
-    /// Memory-efficient attention: every mask, bias, window and head size.
-    General,
-    /// All scores in memory: what is left.
-    Unfused,
-}
-
-impl Candidate {
-    /// In the order in which the planner asks, for a cache without blocks.
-    pub const ALL: [Self; 12] = [
-        Self::DecodeCodes,
-        Self::Decode,
-        Self::SplitKv,
-        Self::HopperFloat8,
-        Self::Hopper,
-        Self::HopperMasked,
-        Self::Tiled,
-        Self::TiledMasked,
-        Self::TiledF32,
-        Self::TiledWide,
-        Self::General,
-        Self::Unfused,
-    ];
-
-    /// Name of the kernel family.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::DecodeCodes => "decode_codes",
-            Self::DecodePaged => "decode_paged",
-            Self::DecodePagedCodes => "decode_paged_codes",
-            Self::HopperPaged => "hopper_paged",
-            Self::HopperFloat8 => "hopper_float8",
-            Self::Decode => "decode",
-            Self::SplitKv => "split_kv",
-            Self::Hopper => "hopper",
-            Self::HopperMasked => "hopper_masked",
-            Self::Tiled => "tiled",
-            Self::TiledMasked => "tiled_masked",
-            Self::TiledF32 => "tiled_f32",
-            Self::TiledWide => "tiled_wide",
-            Self::General => "general",
-            Self::Unfused => "unfused",
-        }
-    }
-}
-
-/// Why a candidate was not taken.
+/// Why a family was not taken.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rejection {
     /// Switched off.
@@ -239,7 +165,7 @@ pub enum Rejection {
     },
     /// Cutting the keys into parts would not make the call faster.
     OneSplit,
-    /// An earlier candidate was taken.
+    /// An earlier family was taken.
     Outranked,
 }
 
@@ -300,11 +226,11 @@ impl fmt::Display for Rejection {
     }
 }
 
-/// What became of a candidate.
+/// What became of a family of kernels.
 #[derive(Clone, Debug)]
 pub struct Decision {
-    /// The candidate.
-    pub candidate: Candidate,
+    /// The family.
+    pub family: Family,
     /// Its kernel, or why not.
     pub outcome: Result<&'static Entry, Rejection>,
 }

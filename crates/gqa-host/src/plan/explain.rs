@@ -1,6 +1,9 @@
 //! A plan in words.
 
-use super::{Arg, Cost, Decision, DeviceInfo, Launch, Plan};
+use super::cost::Cost;
+use super::decision::Decision;
+use super::device::DeviceInfo;
+use super::launch::{Arg, Launch, Plan};
 use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
 use std::fmt;
 
@@ -150,7 +153,7 @@ fn describe_decision(decision: &Decision) -> (String, String) {
         Ok(entry) => format!("chosen: {}", entry.name),
         Err(rejection) => format!("refused: {rejection}"),
     };
-    (decision.candidate.name().to_owned(), outcome)
+    (decision.family.name().to_owned(), outcome)
 }
 
 /// The call in one line, as logs have it.

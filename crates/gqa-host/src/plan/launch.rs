@@ -1,121 +1,197 @@
-//! Launches built from named arguments.
+//! Launches, and the plan that they make up.
 
-use super::{Arg, Launch, TensorId};
-use crate::{DType, Error, Problem, Result, RowLayout};
-use bytemuck::Pod;
-use gqa_kernels::params::Strides;
-use gqa_kernels::registry::{Entry, entries};
+use super::cost::Cost;
+use super::decision::Decision;
+use super::device::DeviceInfo;
+use super::positions::Positions;
+use super::tensors::{TensorId, TensorSpec};
+use crate::Problem;
+#[cfg(any(feature = "cuda", feature = "sim"))]
+use crate::{Error, Result};
+use gqa_kernels::registry::Entry;
 
-/// Where a (batch, head, row) tensor of a launch is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Operand {
-    pub(super) arg: Arg,
-    pub(super) strides: Strides,
+/// What an argument of a launch is bound to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arg {
+    /// A null pointer.
+    Null,
+    /// A tensor of the call from byte `offset` on.
+    Tensor {
+        /// Which.
+        id: TensorId,
+        /// Bytes to its first element used.
+        offset: usize,
+    },
+    /// `bytes` bytes of the workspace from byte `offset` on.
+    Workspace {
+        /// Multiple of 256.
+        offset: usize,
+        /// Length.
+        bytes: usize,
+    },
+    /// `count` 32-bit counters.
+    Counters {
+        /// Length.
+        count: usize,
+    },
+    /// A tensor map for the copy engine.
+    Map(TensorMap),
 }
 
-impl Operand {
-    /// A tensor of the call, or the part of it where `layout` begins.
-    pub(super) fn tensor(problem: &Problem, id: TensorId, layout: RowLayout) -> Self {
-        let offset = layout.offset * problem.dtype.size();
-        Self { arg: tensor(problem, id, offset), strides: strides(layout) }
+/// A (head size, row, head, batch) tensor of 16-bit elements as the copy engine takes it: boxes of 64 columns and `tile_rows` rows,
+/// with the 128-byte swizzle; what lies outside the tensor reads as zero and is not written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorMap {
+    /// The tensor of the call, unless it is in the workspace.
+    pub id: Option<TensorId>,
+    /// Bytes to its first element, in the tensor or in the workspace.
+    pub offset: usize,
+    /// Bytes from there to its end.
+    pub bytes: usize,
+    /// Head size, rows, heads, batch entries.
+    pub size: [u32; 4],
+    /// Bytes from a row, a head, a batch entry to the next.
+    pub stride: [u64; 3],
+    /// Rows of a box.
+    pub tile_rows: u32,
+}
+
+impl TensorMap {
+    /// Columns of a box: 128 bytes.
+    pub const TILE_COLUMNS: u32 = 64;
+}
+
+/// One kernel launch.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    pub(crate) entry: &'static Entry,
+    pub(crate) grid: [u32; 3],
+    pub(crate) cluster: u32,
+    pub(crate) programmatic: bool,
+    pub(crate) aside: bool,
+    pub(crate) args: Vec<Arg>,
+    pub(crate) params: Vec<u8>,
+}
+
+impl Launch {
+    /// The kernel; it also says block size and shared memory.
+    pub fn entry(&self) -> &'static Entry {
+        self.entry
+    }
+
+    /// Blocks in x, y and z.
+    pub fn grid(&self) -> [u32; 3] {
+        self.grid
+    }
+
+    /// Blocks of a cluster, neighbours in x; 1: no clusters.
+    pub fn cluster(&self) -> u32 {
+        self.cluster
+    }
+
+    /// The launch may start before the one before it in the stream has ended (programmatic
+    /// dependent launch); its kernel waits for that by itself.
+    pub fn programmatic(&self) -> bool {
+        self.programmatic
+    }
+
+    /// The launches behind it do not wait for it; what is behind the plan does. Its blocks take
+    /// free SMs before theirs.
+    pub fn aside(&self) -> bool {
+        self.aside
+    }
+
+    /// In the order of [`Entry::arguments`].
+    pub fn args(&self) -> &[Arg] {
+        &self.args
+    }
+
+    /// Bytes of the parameter struct.
+    pub fn params(&self) -> &[u8] {
+        &self.params
     }
 }
 
-/// Scratch memory handed out piece by piece.
-#[derive(Debug, Default)]
-pub(super) struct Scratch {
-    pub(super) bytes: usize,
-    /// Counters taken.
-    pub(super) counters: usize,
-}
-
-impl Scratch {
-    /// Pieces start at multiples of this.
-    const ALIGNMENT: usize = 256;
-
-    /// `elements` values of `size` bytes.
-    pub(super) fn take(&mut self, elements: usize, size: usize) -> Result<Arg> {
-        let offset = self.bytes.next_multiple_of(Self::ALIGNMENT);
-        let end =
-            elements.checked_mul(size).and_then(|bytes| Some((bytes, offset.checked_add(bytes)?)));
-        let (bytes, end) = end
-            .ok_or_else(|| Error::NoKernel("its workspace exceeds the address space".to_owned()))?;
-        self.bytes = end;
-        Ok(Arg::Workspace { offset, bytes })
-    }
-
-    /// `count` counters, which are zero before and after every call. One launch of a call has them.
-    pub(super) fn count(&mut self, count: usize) -> Arg {
-        self.counters = self.counters.max(count);
-        Arg::Counters { count }
+impl Launch {
+    /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole ones.
+    #[cfg(any(feature = "cuda", feature = "sim"))]
+    pub(crate) fn check_cluster(&self) -> Result<()> {
+        let (entry, cluster, blocks) = (self.entry, self.cluster, self.grid[0]);
+        if (1..=entry.max_cluster).contains(&cluster) && blocks.is_multiple_of(cluster) {
+            return Ok(());
+        }
+        Err(Error::NoKernel(format!(
+            "{} is launched in clusters of {cluster} of {blocks} blocks in x; it takes 1 to {}, and whole ones",
+            entry.name, entry.max_cluster
+        )))
     }
 }
 
-/// The tensor from byte `offset` on; null where the call does not have it, or it has no elements.
-pub(super) fn tensor(problem: &Problem, id: TensorId, offset: usize) -> Arg {
-    match id.spec(problem) {
-        Some(spec) if !spec.is_empty() => Arg::Tensor { id, offset },
-        _ => Arg::Null,
+/// A problem's launches on a device, and why these. Made by [`plan`](super::plan) and by a [`Planner`](super::Planner) only, and
+/// never changed: back ends rely on arguments that the planner has bounded.
+///
+/// ```compile_fail,E0616
+/// # fn example(plan: &mut gqa_host::plan::Plan) {
+/// plan.launches.clear();
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub(crate) problem: Problem,
+    pub(crate) device: DeviceInfo,
+    pub(crate) tensors: Vec<(TensorId, TensorSpec)>,
+    pub(crate) launches: Vec<Launch>,
+    pub(crate) workspace_bytes: usize,
+    pub(crate) counters: usize,
+    pub(crate) decisions: Vec<Decision>,
+    pub(crate) positions: Option<Positions>,
+    pub(crate) cost: Cost,
+}
+
+impl Plan {
+    /// What is computed.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
     }
-}
 
-pub(super) fn strides(layout: RowLayout) -> Strides {
-    Strides { batch: layout.batch as u64, head: layout.head as u64, row: layout.row as u64 }
-}
-
-/// A launch whose pointer arguments are found by name.
-pub(super) fn launch(
-    entry: &'static Entry,
-    grid: [u32; 3],
-    arguments: &[(&'static str, Arg)],
-    params: &impl Pod,
-) -> Result<Launch> {
-    let find = |name: &&'static str| {
-        let found = arguments.iter().find_map(|(known, arg)| (known == name).then_some(*arg));
-        found.ok_or_else(|| {
-            Error::NoKernel(format!(
-                "{} has an argument {name} that the planner does not know",
-                entry.name
-            ))
-        })
-    };
-    let [x, y, z] = grid;
-    if x > i32::MAX as u32 || y.max(z) > 65535 {
-        return Err(Error::NoKernel(format!(
-            "{} would need {x}x{y}x{z} blocks, more than CUDA starts",
-            entry.name
-        )));
+    /// For which GPU.
+    pub fn device(&self) -> &DeviceInfo {
+        &self.device
     }
-    let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
-    let params = bytemuck::bytes_of(params).to_vec();
-    Ok(Launch { entry, grid, cluster: 1, programmatic: false, aside: false, args, params })
-}
 
-/// The kernel of that name, for an element type where it knows any.
-pub(super) fn find(kernel: &str, dtype: Option<gqa_kernels::num::DType>) -> Result<&'static Entry> {
-    entries()
-        .find(|entry| entry.kernel() == kernel && dtype.is_none_or(|dtype| entry.dtype == dtype))
-        .ok_or_else(|| Error::NoKernel(format!("{kernel} has no kernel for the call's type")))
-}
+    /// Its tensors, by their roles.
+    pub fn tensors(&self) -> &[(TensorId, TensorSpec)] {
+        &self.tensors
+    }
 
-/// A number that the device takes as 32 bits.
-pub(super) fn u32_of(what: &'static str, value: usize) -> Result<u32> {
-    u32::try_from(value)
-        .map_err(|_| Error::NoKernel(format!("{what} is {value}; kernels count in 32 bits")))
-}
+    /// In order.
+    pub fn launches(&self) -> &[Launch] {
+        &self.launches
+    }
 
-/// The kernels' name for an element type.
-pub(super) fn element(dtype: DType) -> Option<gqa_kernels::num::DType> {
-    match dtype {
-        DType::F32 => Some(gqa_kernels::num::DType::F32),
-        DType::F16 => Some(gqa_kernels::num::DType::F16),
-        DType::BF16 => Some(gqa_kernels::num::DType::BF16),
-        DType::I32
-        | DType::I64
-        | DType::F64
-        | DType::Bool
-        | DType::I8
-        | DType::U8
-        | DType::F8E4M3 => None,
+    /// Scratch memory that the launches share.
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    /// 32-bit counters by which blocks of a launch find each other: zero before the first call, and
+    /// left zero by every call.
+    pub fn counters(&self) -> usize {
+        self.counters
+    }
+
+    /// What became of each way to compute attention.
+    pub fn decisions(&self) -> &[Decision] {
+        &self.decisions
+    }
+
+    /// How positions reach the rotary embedding; `None` where nothing rotates.
+    pub fn positions(&self) -> Option<Positions> {
+        self.positions
+    }
+
+    /// What the call costs at least.
+    pub fn cost(&self) -> Cost {
+        self.cost
     }
 }

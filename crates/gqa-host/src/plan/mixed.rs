@@ -8,10 +8,15 @@
 //! first, on some multiprocessors, `decode_paged` beside it on the others, and a launch behind that helps with what work tiles are left: whatever the lengths turn
 //! out to be, no multiprocessor is idle for long.
 
-use super::attention::{self, Choice, Crew, Task};
-use super::launch::Scratch;
-use super::prologue::Rows;
-use super::{Candidate, Decision, DeviceInfo, Launch, Switches};
+use super::cascade::{consider, decision};
+use super::decision::{Decision, Rejection};
+use super::device::DeviceInfo;
+use super::families::{DecodePaged, DecodePagedCodes, HopperPaged};
+use super::family::{Call, Choice, Family, Job, Task, TileQueue};
+use super::launch::Launch;
+use super::options::PlanOptions;
+use super::rows::Rows;
+use super::scratch::Scratch;
 use crate::{Pages, Problem, ProblemFields, Result};
 
 /// Kernels that read blocks, and why not others.
@@ -43,7 +48,7 @@ impl Attention {
         scratch: &mut Scratch,
     ) -> Result<Vec<Launch>> {
         let Self { problem, choice, task } = self;
-        let mut launches = attention::launches(problem, device, choice, rows, *task, scratch)?;
+        let mut launches = choice.launches(Job { problem, device, rows, task: *task, scratch })?;
         // Whoever began early would take the place of those.
         launches.iter_mut().for_each(|launch| launch.programmatic &= !beside);
         Ok(launches)
@@ -55,44 +60,39 @@ impl Attentions {
         problem: &Problem,
         pages: Pages,
         device: &DeviceInfo,
-        switches: &Switches,
+        options: &PlanOptions,
     ) -> Self {
-        let step = match problem.quantised {
-            None => Candidate::DecodePaged,
-            Some(_) => Candidate::DecodePagedCodes,
+        let step: &'static dyn Family = match problem.quantised {
+            None => &DecodePaged,
+            Some(_) => &DecodePagedCodes,
         };
         let whole = Task::whole(problem, true);
-        let consider = |candidate, problem: &Problem| {
-            attention::consider(candidate, problem, device, switches)
-        };
-        let decision = |candidate, choice: &Result<Choice, _>| Decision {
-            candidate,
-            outcome: choice.as_ref().map(|choice| choice.entry).map_err(Clone::clone),
+        let consider = |family, problem: &Problem| -> Result<Choice, Rejection> {
+            consider(family, &Call::new(problem, device, options))
         };
         let steps = consider(step, problem);
+        let decided = decision(step, &steps);
         if let Ok(choice) = steps {
             let task = Task { appended: pages.slots, ..whole };
-            let decisions = vec![decision(step, &steps)];
             let all = Attention { problem: problem.clone(), choice, task };
-            return Self { chosen: vec![all], decisions };
+            return Self { chosen: vec![all], decisions: vec![decided] };
         }
-        // Codes become numbers in blocks, which are then read as others are.
-        let in_numbers = problem.quantised.map(|_| problem.dequantised());
-        let in_numbers = in_numbers.as_ref().unwrap_or(problem);
-        let prompts = consider(Candidate::HopperPaged, in_numbers);
-        let mut decisions =
-            vec![decision(step, &steps), decision(Candidate::HopperPaged, &prompts)];
+        // A quantized cache is dequantized into blocks, which are then read as others are.
+        let dequantized = problem.quantised.map(|_| problem.dequantised());
+        let dequantized = dequantized.as_ref().unwrap_or(problem);
+        let prompts = consider(&HopperPaged, dequantized);
+        let mut decisions = vec![decided, decision(&HopperPaged, &prompts)];
         let Ok(prompt) = prompts else {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
         let few = Few::of(problem, pages, |problem| consider(step, problem));
         let Some(few) = few.filter(|few| few.lengths.come_apart(problem, device)) else {
-            let all = Attention { problem: in_numbers.clone(), choice: prompt, task };
+            let all = Attention { problem: dequantized.clone(), choice: prompt, task };
             return Self { chosen: vec![all], decisions };
         };
         decisions[0] = decision(step, &Ok(few.choice));
-        let mixed = Mixed { problem: in_numbers, few, prompt, task };
+        let mixed = Mixed { problem: dequantized, few, prompt, task };
         Self { chosen: mixed.attentions(device), decisions }
     }
 }
@@ -145,21 +145,21 @@ impl Mixed<'_> {
         let Self { problem, few, prompt, task } = self;
         let Few { problem: few, choice, lengths } = few;
         let task = Task { least: few.q_len + 1, ..task };
-        let many = |crew| Attention {
+        let many = |queue| Attention {
             problem: problem.clone(),
             choice: prompt,
-            task: Task { crew, ..task },
+            task: Task { queue, ..task },
         };
         // Arrivals would be counted where work is.
-        let leaders =
-            lengths.leaders(problem, &few, &prompt, device).filter(|_| !choice.has_parts());
+        let primary = lengths.primary_blocks(problem, &few, &prompt, device);
+        let primary = primary.filter(|_| choice.kernel.splits == 1);
         let few = Attention { problem: few, choice, task };
-        let Some(leaders) = leaders else {
+        let Some(primary) = primary else {
             return vec![few, many(None)];
         };
-        let helpers = device.multiprocessors - leaders;
-        let crew = |helps| many(Some(Crew { leaders, helpers, helps }));
-        vec![crew(false), few, crew(true)]
+        let secondary = device.multiprocessors - primary;
+        let part = |is_secondary| many(Some(TileQueue { primary, secondary, is_secondary }));
+        vec![part(false), few, part(true)]
     }
 }
 
@@ -202,7 +202,7 @@ impl Lengths {
     /// Blocks of `hopper_paged` beside which the other kernel is done soonest, where that is noticeably sooner than one after the other. It takes as long for as
     /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into question, of equal ones the most. The constants are measured:
     /// `docs/perf-log.md`.
-    fn leaders(
+    fn primary_blocks(
         self,
         p: &Problem,
         few: &Problem,
@@ -216,7 +216,7 @@ impl Lengths {
         const LEAST: f64 = 1e-5;
         const NOTICEABLE: f64 = 0.03;
         let all = device.multiprocessors as usize;
-        let rows = prompt.entry.rows as usize;
+        let rows = prompt.kernel.entry.rows as usize;
         let tiles = (self.many * self.tokens.div_ceil(rows)).saturating_mul(p.q_heads);
         let widths = (4 * rows * KEYS * p.head_size) as f64;
         let tile = widths * all as f64 / (device.tensor_flops * OF_ARITHMETIC);

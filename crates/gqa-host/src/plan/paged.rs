@@ -11,26 +11,35 @@
 //!
 //! In the last column queries stay where they are if every sequence has one token and nothing turns or takes them apart.
 
-use super::launch::{Scratch, element, find, launch, tensor, u32_of};
+use super::build::{element, find, launch, tensor, u32_of};
+use super::contiguous::Composed;
+use super::device::DeviceInfo;
+use super::launch::{Arg, Launch};
 use super::mixed::Attentions;
-use super::prologue::{Rows, normalise, positions, rotary_params};
+use super::options::PlanOptions;
+use super::params::rotary_params;
+use super::positions::positions;
+use super::prologue::normalise;
 use super::rebind::Rebind;
-use super::{Arg, Composed, DeviceInfo, Launch, Switches, TensorId};
-use crate::{CodeFormat, DType, Error, Pages, Problem, Result};
+use super::rows::Rows;
+use super::scratch::Scratch;
+use super::tensors::TensorId;
+use crate::{DType, Pages, Problem, Result};
 use gqa_kernels::params::PagedParams;
 use gqa_kernels::prologue::paged_grid;
+use gqa_kernels::registry::{Entry, Role};
 
 /// The launches of a call whose cache consists of blocks.
 pub(super) fn compose(
     problem: &Problem,
     pages: Pages,
     device: &DeviceInfo,
-    switches: &Switches,
+    options: &PlanOptions,
     scratch: &mut Scratch,
 ) -> Result<Composed> {
     let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
     let rows = rows.of_all_sequences();
-    let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, switches);
+    let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, options);
     if chosen.iter().any(|attention| attention.task.appended) {
         launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
     }
@@ -58,7 +67,7 @@ pub(super) fn compose(
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
     launches.push(gathered.prologue.append(gathered.moved, device)?);
     launches.push(gathered.gather(device)?);
-    let call = Composed::of(&problem.gathered(), device, switches, scratch)?;
+    let call = Composed::of(&problem.gathered(), device, options, scratch)?;
     let rebind = gathered.rebind();
     launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
     if gathered.output != Arg::Null {
@@ -123,11 +132,9 @@ impl<'a> Prologue<'a> {
             ("k_scale", scale(TensorId::KScale)),
             ("v_scale", scale(TensorId::VScale)),
         ];
-        let kernel = match self.problem.quantised.map(|how| how.format) {
-            None => "paged_append",
-            Some(CodeFormat::Int8) => "paged_append_codes_i8",
-            Some(CodeFormat::Int4) => "paged_append_codes_i4",
-            Some(CodeFormat::Float8) => "paged_append_codes_f8",
+        let role = match self.problem.quantised {
+            None => Role::PagedAppend,
+            Some(_) => Role::PagedAppendQuantized,
         };
         let p = self.params;
         let moves_queries = u32::from(query != Arg::Null);
@@ -135,19 +142,23 @@ impl<'a> Prologue<'a> {
         let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
         let by_token = u32::from(moves_queries == 0 && mostly_empty);
         let params = PagedParams { moves_queries, by_token, ..p };
-        self.launch(kernel, element(self.problem.dtype), &arguments, &params, device)
+        self.launch(self.typed(role)?, &arguments, &params, device)
+    }
+
+    /// The kernel for the call's element type and quantized cache.
+    fn typed(&self, role: Role) -> Result<&'static Entry> {
+        let codes = self.problem.quantised.map(|how| how.format);
+        find(role, element(self.problem.dtype), codes)
     }
 
     fn launch(
         &self,
-        kernel: &str,
-        dtype: Option<gqa_kernels::num::DType>,
+        entry: &'static Entry,
         arguments: &[(&'static str, Arg)],
         params: &PagedParams,
         device: &DeviceInfo,
     ) -> Result<Launch> {
         let p = self.problem;
-        let entry = find(kernel, dtype)?;
         let of_pages = [
             ("starts", TensorId::CumulativeSequenceLength),
             ("past_seqlens", TensorId::SeqlensK),
@@ -202,16 +213,10 @@ impl<'a> Dequantised<'a> {
             ("v", v),
             ("table", self.table),
         ];
-        let codes =
-            p.quantised.ok_or_else(|| Error::NoKernel("the cache has no codes".to_owned()))?;
-        let kernel = match codes.format {
-            CodeFormat::Int8 => "paged_dequantise_i8",
-            CodeFormat::Int4 => "paged_dequantise_i4",
-            CodeFormat::Float8 => "paged_dequantise_f8",
-        };
+        let entry = self.prologue.typed(Role::PagedDequantize)?;
         let least = u32_of("tokens", self.least)?;
         let params = PagedParams { least, ..self.prologue.params };
-        self.prologue.launch(kernel, element(p.dtype), &arguments, &params, device)
+        self.prologue.launch(entry, &arguments, &params, device)
     }
 
     /// Where attention finds them.
@@ -260,13 +265,15 @@ impl<'a> Gathered<'a> {
         let bytes = width * p.key_cache_dtype().size();
         let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
         let params = PagedParams { row_vectors, ..self.prologue.params };
-        self.prologue.launch("paged_gather", None, &arguments, &params, device)
+        let entry = find(Role::PagedGather, None, None)?;
+        self.prologue.launch(entry, &arguments, &params, device)
     }
 
     fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
         let Prologue { problem, params, .. } = &self.prologue;
         let arguments = [("rows", self.output), ("out", tensor(problem, TensorId::Output, 0))];
-        self.prologue.launch("paged_scatter", None, &arguments, params, device)
+        let entry = find(Role::PagedScatter, None, None)?;
+        self.prologue.launch(entry, &arguments, params, device)
     }
 
     /// Where the call over gathered rows finds its tensors.

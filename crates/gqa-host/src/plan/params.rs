@@ -1,22 +1,16 @@
 //! What attention kernels are told: tensors by name, and scalars.
 
-use super::launch::{strides, tensor, u32_of};
-use super::prologue::Rows;
-use super::{Arg, TensorId};
-use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Sink};
+use super::build::{strides, tensor, u32_of};
+use super::family::Job;
+use super::launch::Arg;
+use super::rows::Rows;
+use super::tensors::TensorId;
+use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Rotary, Sink};
 use bytemuck::Zeroable;
+use gqa_kernels::attention::hopper;
 use gqa_kernels::params::{
-    AttentionParams, MaskedParams, Strides, alignment, qk_output, sink, vectors,
+    AttentionParams, MaskedParams, RotaryParams, Strides, alignment, qk_output, sink, vectors,
 };
-
-/// Where K and V are that attention reads, if no launch puts them elsewhere.
-pub(super) fn keys_and_values(p: &Problem) -> [Arg; 2] {
-    let [key, value] = match p.has_present() {
-        true => [TensorId::PresentKey, TensorId::PresentValue],
-        false => [TensorId::Key, TensorId::Value],
-    };
-    [tensor(p, key, 0), tensor(p, value, 0)]
-}
 
 /// attention_bias as numbers or as booleans.
 pub(super) fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
@@ -123,4 +117,26 @@ pub(super) fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
             | if p.bias.is_some_and(whole_bias) { vectors::MASK } else { 0 },
         reserved: 0,
     })
+}
+
+/// What rotates, if anything does; `position_stride` is the distance between rows of position_ids.
+pub(super) fn rotary_params(rotary: Option<Rotary>, position_stride: u32) -> Result<RotaryParams> {
+    Ok(RotaryParams {
+        dim: u32_of("rotary_dim", rotary.map_or(0, |r| r.dim))?,
+        interleaved: rotary.is_some_and(|r| r.interleaved).into(),
+        max_positions: u32_of("rows of cos_cache", rotary.map_or(0, |r| r.max_positions))?,
+        position_stride,
+    })
+}
+
+/// The distance between rows of position_ids; 0 where there are none.
+pub(super) fn position_stride(p: &Problem) -> Result<u32> {
+    u32_of("a row of position_ids", p.rotary.and_then(|rotary| rotary.explicit).unwrap_or(0))
+}
+
+/// [`params`] with the order in which blocks take work tiles so that the L2 holds what they share.
+pub(super) fn sectioned_params(job: &Job<'_>, splits: u32) -> Result<AttentionParams> {
+    let params = params(job.problem, job.rows.query.strides, splits)?;
+    let section = hopper::section(&params, job.device.l2_bytes);
+    Ok(AttentionParams { section, ..params })
 }

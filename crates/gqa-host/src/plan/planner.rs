@@ -1,18 +1,21 @@
 //! Plans made before: a shape that was seen costs a look-up.
 
-use super::{DeviceInfo, Plan, Switches, plan};
+use super::compose::plan;
+use super::device::DeviceInfo;
+use super::launch::Plan;
+use super::options::PlanOptions;
 use crate::{Problem, ProblemFields, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Makes plans for one device under one set of switches, and keeps them.
+/// Makes plans for one device under one set of options, and keeps them.
 ///
 /// A cache that grows by a token makes a new [`Problem`] of every step, though the kernels read lengths on the device. So where
 /// nothing but the choice of kernels depends on it, `total_len` is rounded up to a power of two before the look-up, at most to the
 /// capacity unless the cache slides: [`Plan::problem`] then says more rows than were asked for.
 pub struct Planner {
     device: DeviceInfo,
-    switches: Switches,
+    options: PlanOptions,
     plans: RwLock<HashMap<Problem, Arc<Plan>>>,
 }
 
@@ -23,8 +26,8 @@ const LEAST_LEN: usize = 256;
 
 impl Planner {
     /// No plans yet.
-    pub fn new(device: DeviceInfo, switches: Switches) -> Self {
-        Self { device, switches, plans: RwLock::default() }
+    pub fn new(device: DeviceInfo, options: PlanOptions) -> Self {
+        Self { device, options, plans: RwLock::default() }
     }
 
     /// The plan for that call: for a shape that was seen, the same one, without allocating memory.
@@ -34,7 +37,7 @@ impl Planner {
         {
             return Ok(Arc::clone(plan));
         }
-        let plan = Arc::new(plan(&problem, &self.device, &self.switches)?);
+        let plan = Arc::new(plan(&problem, &self.device, &self.options)?);
         let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
         if plans.len() >= MOST_PLANS {
             plans.clear();
@@ -78,7 +81,7 @@ mod tests {
     }
 
     fn planner() -> Planner {
-        Planner::new(DeviceInfo::h200(), Switches::default())
+        Planner::new(DeviceInfo::h200(), PlanOptions::default())
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Launches of a call that is part of another one: some of its tensors are elsewhere.
 
-use super::{Arg, Launch, TensorId, TensorMap};
+use super::launch::{Arg, Launch, TensorMap};
+use super::tensors::TensorId;
 
 /// Where tensors are that are not what the launches say; `Null`: they are that.
 pub(super) struct Rebind(pub(super) Vec<(TensorId, Arg)>);

@@ -8,27 +8,33 @@
 //!
 //! `slide_bias` comes before the call where it has an attention_bias.
 
-use super::launch::{Scratch, element, find, launch, strides, tensor, u32_of};
+use super::build::{element, find, launch, strides, tensor, u32_of};
+use super::contiguous::Composed;
+use super::device::DeviceInfo;
+use super::launch::{Arg, Launch};
+use super::options::PlanOptions;
+use super::positions::Positions;
 use super::rebind::Rebind;
-use super::{Arg, Composed, DeviceInfo, Launch, Positions, Switches, TensorId};
+use super::scratch::Scratch;
+use super::tensors::TensorId;
 use crate::{CacheBinding, DType, Error, Phase, Problem, Result};
 use gqa_kernels::concept::sliding::Sliding;
 use gqa_kernels::params::{SlideBiasParams, SlideParams};
 use gqa_kernels::prologue::{slide_bias_grid, slide_kv_grid, slide_lengths_grid};
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{Entry, Role};
 
 /// The launches of a call whose cache slides.
 pub(super) fn compose(
     problem: &Problem,
     sliding: Sliding,
     device: &DeviceInfo,
-    switches: &Switches,
+    options: &PlanOptions,
     scratch: &mut Scratch,
 ) -> Result<Composed> {
     let inner = problem.counted_from_cache();
     let window = Window::new(problem, &inner, sliding, scratch)?;
     let mut launches = window.before(device)?;
-    let call = Composed::of(&inner, device, switches, scratch)?;
+    let call = Composed::of(&inner, device, options, scratch)?;
     let rebind = window.rebind();
     launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
     launches.extend(window.after(device)?);
@@ -102,7 +108,8 @@ impl<'a> Window<'a> {
             launches.push(self.slide_kv(self.past(), device)?);
         } else if !self.counts_from_zero() {
             let grid = slide_lengths_grid(&self.params, device.multiprocessors);
-            launches.push(self.launch(find("slide_lengths", None)?, grid, &[], &self.params)?);
+            let entry = find(Role::SlideLengths, None, None)?;
+            launches.push(self.launch(entry, grid, &[], &self.params)?);
         }
         if self.bias != Arg::Null {
             launches.push(self.slide_bias(device)?);
@@ -133,7 +140,7 @@ impl<'a> Window<'a> {
             ("to_k", tensor(self.problem, TensorId::PresentKey, 0)),
             ("to_v", tensor(self.problem, TensorId::PresentValue, 0)),
         ];
-        self.launch(find("slide_kv", None)?, grid, &arguments, &self.params)
+        self.launch(find(Role::SlideKv, None, None)?, grid, &arguments, &self.params)
     }
 
     fn slide_bias(&self, device: &DeviceInfo) -> Result<Launch> {
@@ -150,7 +157,7 @@ impl<'a> Window<'a> {
         };
         let arguments = [("bias", tensor(p, TensorId::AttentionBias, 0)), ("bias_out", self.bias)];
         let grid = slide_bias_grid(&params, device.multiprocessors);
-        self.launch(find("slide_bias", element(p.dtype))?, grid, &arguments, &params)
+        self.launch(find(Role::SlideBias, element(p.dtype), None)?, grid, &arguments, &params)
     }
 
     fn launch(

@@ -1,7 +1,57 @@
 //! Which tensors a problem has, and how large they are.
 
-use super::TensorId;
 use crate::{CacheBinding, Computes, DType, Problem, QkOutput, Sink};
+
+/// A tensor of the call, by its role.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TensorId {
+    /// query or packed QKV
+    Query,
+    /// key
+    Key,
+    /// value
+    Value,
+    /// past_key
+    PastKey,
+    /// past_value
+    PastValue,
+    /// seqlens_k, or past_seqlens where the cache consists of blocks
+    SeqlensK,
+    /// cos_cache
+    CosCache,
+    /// sin_cache
+    SinCache,
+    /// position_ids
+    PositionIds,
+    /// attention_bias
+    AttentionBias,
+    /// head_sink
+    HeadSink,
+    /// k_scale
+    KScale,
+    /// v_scale
+    VScale,
+    /// q_norm_weight
+    QNormWeight,
+    /// k_norm_weight
+    KNormWeight,
+    /// cumulative_sequence_length
+    CumulativeSequenceLength,
+    /// block_table
+    BlockTable,
+    /// slot_mapping
+    SlotMapping,
+    /// output
+    Output,
+    /// present_key
+    PresentKey,
+    /// present_value
+    PresentValue,
+    /// output_qk
+    OutputQk,
+    /// log-sum-exp
+    Lse,
+}
 
 /// Element type and shape of one tensor of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::{
-    Bias, CacheBinding, CodeFormat, DType, Layout, Pages, Phase, ProblemFields, QkNorm, QkOutput,
-    Quantisation, Rotary, Sink,
+    Bias, CacheBinding, CodeFormat, DType, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
+    QkOutput, Quantisation, Rotary, Sink,
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
@@ -11,7 +11,7 @@ use gqa_kernels::params::{
     SlideParams, Strides,
 };
 use gqa_kernels::prologue::dequantise;
-use gqa_kernels::registry::Family;
+use gqa_kernels::registry::{Entry, Role};
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
 fn llama(s: usize, past: usize) -> Problem {
@@ -62,14 +62,21 @@ fn device(name: &str) -> DeviceInfo {
     DeviceInfo::known(name).unwrap()
 }
 
-/// Kernels of a plan, without prefix and element type.
-fn kernels(problem: &Problem, switches: &Switches) -> Vec<&'static str> {
-    let plan = plan(problem, &device("h200"), switches).unwrap();
-    plan.launches.iter().map(|launch| launch.entry.kernel()).collect()
+/// Name of a launch's kernel without prefix and, where it ends the name, element type.
+fn kernel(launch: &Launch) -> &'static str {
+    let name = launch.entry.name.trim_start_matches("gqa_");
+    let suffixes = ["_f32", "_f16", "_bf16"];
+    suffixes.iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name)
 }
 
-fn attention(problem: &Problem, name: &str, switches: &Switches) -> Family {
-    let plan = plan(problem, &device(name), switches).unwrap();
+/// Kernels of a plan.
+fn kernels(problem: &Problem, options: &PlanOptions) -> Vec<&'static str> {
+    let plan = plan(problem, &device("h200"), options).unwrap();
+    plan.launches.iter().map(kernel).collect()
+}
+
+fn attention(problem: &Problem, name: &str, options: &PlanOptions) -> Family {
+    let plan = plan(problem, &device(name), options).unwrap();
     plan.launches
         .iter()
         .map(|launch| launch.entry.family)
@@ -77,9 +84,9 @@ fn attention(problem: &Problem, name: &str, switches: &Switches) -> Family {
         .unwrap()
 }
 
-fn rejection(problem: &Problem, name: &str, switches: &Switches, candidate: Candidate) -> String {
-    let plan = plan(problem, &device(name), switches).unwrap();
-    let decision = plan.decisions.iter().find(|decision| decision.candidate == candidate).unwrap();
+fn rejection(problem: &Problem, name: &str, options: &PlanOptions, family: Family) -> String {
+    let plan = plan(problem, &device(name), options).unwrap();
+    let decision = plan.decisions.iter().find(|decision| decision.family == family).unwrap();
     decision.outcome.as_ref().unwrap_err().to_string()
 }
 
@@ -89,7 +96,7 @@ fn float32(rows: usize, past: usize) -> Problem {
 
 #[test]
 fn flash_attention_wherever_it_can() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let with_bias = |p: &mut ProblemFields| p.bias = bias(true, true, p.total_len);
     for (what, problem, device, want) in [
         ("prompt", llama(4096, 0), "h200", Family::Hopper),
@@ -214,7 +221,7 @@ fn wide_heads_take_tiles_that_hold_their_rows_and_fit() {
         (4096, "b200", (64, 64)),
     ] {
         let problem = with(llama(rows, 1000), |p| p.head_size = 512);
-        let plan = plan(&problem, &device(name), &Switches::default()).unwrap();
+        let plan = plan(&problem, &device(name), &PlanOptions::default()).unwrap();
         let is_wide = |launch: &&Launch| launch.entry.family == Family::TiledWide;
         let entry = plan.launches.iter().find(is_wide).unwrap().entry;
         assert_eq!((entry.rows, entry.keys), want, "{rows} rows on {name}");
@@ -237,7 +244,7 @@ fn long_prompts_take_tiles_of_more_rows() {
             (p.head_size, p.causal, p.rotary) = (size, causal, None);
         });
         let rows_of = |problem: &Problem| {
-            let plan = plan(problem, &device("h200"), &Switches::default()).unwrap();
+            let plan = plan(problem, &device("h200"), &PlanOptions::default()).unwrap();
             plan.launches.last().unwrap().entry.rows
         };
         assert_eq!(rows_of(&prompt), want, "{rows} rows of {size}, causal {causal}");
@@ -251,7 +258,7 @@ fn long_prompts_take_tiles_of_more_rows() {
 fn many_keys_that_all_rows_see_take_larger_tiles() {
     let everywhere = |rows| with(llama(rows, 0), |p| p.causal = false);
     let keys = |p: &Problem| {
-        let plan = plan(p, &device("h200"), &Switches::default()).unwrap();
+        let plan = plan(p, &device("h200"), &PlanOptions::default()).unwrap();
         plan.launches.last().unwrap().entry.keys
     };
     assert_eq!(keys(&everywhere(8192)), 176);
@@ -268,7 +275,7 @@ fn prompts_that_rotate_take_tiles_of_few_rows_for_longer() {
             (p.head_size, p.v_head_size) = (size, size);
             p.rotary = Some(Rotary { dim: size, ..ROTARY });
         });
-        let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
+        let plan = plan(&prompt, &device("h200"), &PlanOptions::default()).unwrap();
         assert_eq!(plan.launches.last().unwrap().entry.rows, want, "{rows} rows of {size}");
     }
 }
@@ -278,49 +285,49 @@ fn prompts_that_rotate_take_tiles_of_few_rows_for_longer() {
 fn a_log_sum_exp_of_head_size_64_is_exact() {
     for (lse, want) in [(false, "hopper_f16_d64_r128"), (true, "hopper_f16_d64_lse")] {
         let prompt = with(llama(512, 0), |p| (p.head_size, p.lse) = (64, lse));
-        let plan = plan(&prompt, &device("h200"), &Switches::default()).unwrap();
+        let plan = plan(&prompt, &device("h200"), &PlanOptions::default()).unwrap();
         assert_eq!(plan.launches.last().unwrap().entry.name, format!("gqa_{want}"));
     }
 }
 
 #[test]
 fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
-    let entry = |batch, total: usize, switches: &Switches| {
+    let entry = |batch, total: usize, options: &PlanOptions| {
         let step = with(llama(1, total - 1), |p| p.batch = batch);
-        plan(&step, &device("h200"), switches).unwrap().launches[0].entry.name
+        plan(&step, &device("h200"), options).unwrap().launches[0].entry.name
     };
-    let planned = |batch, total| entry(batch, total, &Switches::default());
+    let planned = |batch, total| entry(batch, total, &PlanOptions::default());
     assert_eq!(planned(32, 512), "gqa_decode_f16_d128_r8_w4");
     assert_eq!(planned(32, 8192), "gqa_decode_f16_d128_r8");
     assert_eq!(planned(16, 512), "gqa_decode_f16_d128_r8");
     // Who says how many blocks there are means whole ones.
-    let alone = Switches { cluster: Some(1), ..Switches::default() };
+    let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
 }
 
 #[test]
 fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
-    let params = |p: &Problem, switches: &Switches| -> DecodeParams {
-        let plan = plan(p, &DeviceInfo::h200(), switches).unwrap();
+    let params = |p: &Problem, options: &PlanOptions| -> DecodeParams {
+        let plan = plan(p, &DeviceInfo::h200(), options).unwrap();
         assert_eq!(plan.launches[0].entry.family, Family::Decode);
         bytemuck::pod_read_unaligned(&plan.launches[0].params)
     };
-    let planned = |p: &Problem| params(p, &Switches::default());
+    let planned = |p: &Problem| params(p, &PlanOptions::default());
     let step = |past| llama(1, past);
     assert_eq!(planned(&step(8000)).ahead, 1);
     assert_eq!(planned(&step(1000)).ahead, 0, "hardly more than the first keys");
     assert_eq!(planned(&with(step(8000), |p| p.window = Some(4096))).ahead, 0);
-    let parts = Switches { cluster: Some(2), splits: Some(4), ..Switches::default() };
+    let parts = PlanOptions { cluster: Some(2), splits: Some(4), ..PlanOptions::default() };
     assert_eq!(params(&step(8000), &parts).ahead, 0, "another cluster reads what one appends");
     assert_eq!(params(&with(step(8000), |p| p.new_len = 0), &parts).ahead, 1);
     assert_eq!(planned(&step(8000)).settled, 0);
     assert_eq!(planned(&with(step(8000), |p| p.settled = true)).settled, 1);
     let normed = with(step(8000), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
-    let normed = plan(&normed, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let normed = plan(&normed, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let params: DecodeParams = bytemuck::pod_read_unaligned(&normed.launches[1].params);
     assert_eq!(params.settled, 1, "the launch ahead writes scratch");
     let separate = with(step(8000), |p| (p.settled, p.cache) = (true, CacheBinding::Separate));
-    let plan = plan(&separate, &DeviceInfo::h200(), &Switches::default()).unwrap();
+    let plan = plan(&separate, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let (attention, ahead) = plan.launches.split_last().unwrap();
     assert_eq!((attention.entry.family, ahead.is_empty()), (Family::Decode, false));
     let params: DecodeParams = bytemuck::pod_read_unaligned(&attention.params);
@@ -329,118 +336,118 @@ fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
 
 #[test]
 fn refusals_name_their_reason() {
-    let off = Switches::default();
-    let no_flash = Switches { disable_flash_attention: true, ..off.clone() };
-    let no_decode = Switches { disable_flash_decode: true, ..off.clone() };
+    let off = PlanOptions::default();
+    let no_flash = PlanOptions { disable_flash_attention: true, ..off.clone() };
+    let no_decode = PlanOptions { disable_flash_decode: true, ..off.clone() };
     let scores = |p: &mut ProblemFields| p.output_qk = QkOutput::BeforeSoftmax;
     let with_bias = |p: &mut ProblemFields| p.bias = bias(false, true, p.total_len);
-    for (problem, device, switches, candidate, want) in [
-        (float32(64, 0), "h200", &off, Candidate::Tiled, "does not take float32"),
+    for (problem, device, options, family, want) in [
+        (float32(64, 0), "h200", &off, Family::Tiled, "does not take float32"),
         (
             with(llama(64, 0), |p| p.head_size = 264),
             "h200",
             &off,
-            Candidate::TiledF32,
+            Family::TiledF32,
             "does not take float16",
         ),
         (
             with(float32(64, 0), |p| p.head_size = 200),
             "h200",
             &off,
-            Candidate::TiledF32,
+            Family::TiledF32,
             "head size 200 is over 192",
         ),
         (
             float32(64, 0),
             "t4",
             &off,
-            Candidate::TiledF32,
+            Family::TiledF32,
             "needs compute capability 8.0, the device has 7.5",
         ),
         (
             float32(64, 0),
             "h200",
             &no_flash,
-            Candidate::TiledF32,
+            Family::TiledF32,
             "switched off by GQA_DISABLE_FLASH_ATTENTION",
         ),
         (
             with(llama(64, 0), with_bias),
             "h200",
             &off,
-            Candidate::Hopper,
+            Family::Hopper,
             "does not take attention_bias",
         ),
-        (llama(64, 0), "h200", &off, Candidate::HopperMasked, "not needed"),
-        (llama(64, 0), "a100", &off, Candidate::HopperMasked, "there is no attention_bias"),
+        (llama(64, 0), "h200", &off, Family::HopperMasked, "not needed"),
+        (llama(64, 0), "a100", &off, Family::HopperMasked, "there is no attention_bias"),
         (
             with(llama(64, 0), with_bias),
             "a100",
             &off,
-            Candidate::HopperMasked,
+            Family::HopperMasked,
             "needs compute capability 9.0",
         ),
         (
             with(with(llama(16, 0), with_bias), |p| p.batch = 32),
             "h200",
             &off,
-            Candidate::HopperMasked,
+            Family::HopperMasked,
             "16 query rows are under 64",
         ),
         (
             with(llama(64, 0), with_bias),
             "h200",
             &no_flash,
-            Candidate::HopperMasked,
+            Family::HopperMasked,
             "switched off by GQA_DISABLE_FLASH_ATTENTION",
         ),
-        (with(llama(1, 64), scores), "h200", &off, Candidate::SplitKv, "does not take output_qk"),
+        (with(llama(1, 64), scores), "h200", &off, Family::SplitKv, "does not take output_qk"),
         (
             with(llama(64, 0), |p| p.head_size = 320),
             "h200",
             &off,
-            Candidate::Tiled,
+            Family::Tiled,
             "head size 320 is over 256",
         ),
         (
             with(with(llama(64, 0), with_bias), |p| p.head_size = 320),
             "h200",
             &off,
-            Candidate::TiledWide,
+            Family::TiledWide,
             "does not take attention_bias",
         ),
         (
             llama(64, 0),
             "t4",
             &off,
-            Candidate::Tiled,
+            Family::Tiled,
             "needs compute capability 8.0, the device has 7.5",
         ),
         (
             llama(64, 0),
             "h200",
             &no_flash,
-            Candidate::Tiled,
+            Family::Tiled,
             "switched off by GQA_DISABLE_FLASH_ATTENTION",
         ),
         (
             llama(1, 64),
             "h200",
             &no_flash,
-            Candidate::SplitKv,
+            Family::SplitKv,
             "switched off by GQA_DISABLE_FLASH_ATTENTION",
         ),
         (
             llama(1, 64),
             "h200",
             &no_decode,
-            Candidate::SplitKv,
+            Family::SplitKv,
             "switched off by GQA_DISABLE_FLASH_DECODE",
         ),
-        (llama(512, 0), "h200", &off, Candidate::SplitKv, "2048 packed query rows are over 64"),
-        (llama(512, 0), "h200", &off, Candidate::General, "not needed"),
+        (llama(512, 0), "h200", &off, Family::SplitKv, "2048 packed query rows are over 64"),
+        (llama(512, 0), "h200", &off, Family::General, "not needed"),
     ] {
-        let got = rejection(&problem, device, switches, candidate);
+        let got = rejection(&problem, device, options, family);
         assert!(got.contains(want), "{got:?} is not {want:?}");
     }
 }
@@ -449,14 +456,14 @@ fn refusals_name_their_reason() {
 fn a_block_that_does_not_fit_is_refused() {
     let tiny = DeviceInfo { shared_bytes: 8 << 10, ..device("h200") };
     let problem = with(llama(512, 0), |p| p.head_size = 256);
-    let error = plan(&problem, &tiny, &Switches::default()).unwrap_err().to_string();
+    let error = plan(&problem, &tiny, &PlanOptions::default()).unwrap_err().to_string();
     assert!(error.contains("a block needs") && error.contains("the device has 8192"), "{error}");
 }
 
 #[test]
 fn the_prologue_is_as_short_as_the_call_allows() {
     const ALL: &str = "unpack_qkv_with_rope_and_append_kv";
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let separate = |p: &mut ProblemFields| {
         (p.cache, p.past_capacity, p.capacity) = (CacheBinding::Separate, 64, 64 + p.new_len)
     };
@@ -509,7 +516,7 @@ fn the_prologue_is_as_short_as_the_call_allows() {
 #[test]
 fn normalisation_comes_first() {
     let norm = |p: &mut ProblemFields| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
-    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     for base in [
         llama(1, 64),
         llama(512, 64),
@@ -522,11 +529,11 @@ fn normalisation_comes_first() {
         }),
         with(llama(1, 64), |p| p.new_len = 0),
     ] {
-        for switches in [&Switches::default(), &unfused] {
+        for options in [&PlanOptions::default(), &unfused] {
             let normed = with(base.clone(), norm);
-            let plan = plan(&normed, &device("h200"), switches).unwrap();
-            let names: Vec<_> = plan.launches.iter().map(|launch| launch.entry.kernel()).collect();
-            assert_eq!((names[0], &names[1..]), ("qk_norm", &kernels(&base, switches)[..]));
+            let plan = plan(&normed, &device("h200"), options).unwrap();
+            let names: Vec<_> = plan.launches.iter().map(kernel).collect();
+            assert_eq!((names[0], &names[1..]), ("qk_norm", &kernels(&base, options)[..]));
             let arguments = plan.launches[1..].iter().flat_map(|launch| &launch.args);
             let given =
                 |id| move |arg: &&Arg| matches!(arg, Arg::Tensor { id: it, .. } if *it == id);
@@ -540,7 +547,7 @@ fn normalisation_comes_first() {
 
 #[test]
 fn unfused_every_duty_is_a_launch() {
-    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let separate = |p: &mut ProblemFields| p.cache = CacheBinding::Separate;
     for (what, problem, want) in [
         (
@@ -601,22 +608,22 @@ fn positions_are_honoured_generated_or_implied() {
 
 #[test]
 fn the_keys_of_a_long_sequence_are_split_and_merged() {
-    let long = plan(&llama(1, 8000), &device("a100"), &Switches::default()).unwrap();
-    let names: Vec<_> = long.launches.iter().map(|launch| launch.entry.kernel()).collect();
+    let long = plan(&llama(1, 8000), &device("a100"), &PlanOptions::default()).unwrap();
+    let names: Vec<_> = long.launches.iter().map(kernel).collect();
     assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
     let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
     assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
     // As many blocks as there are multiprocessors already: nothing to gain.
     let wide = with(llama(1, 100), |p| p.batch = 512);
-    assert_eq!(plan(&wide, &device("a100"), &Switches::default()).unwrap().launches.len(), 2);
-    let seven = Switches { splits: Some(7), ..Switches::default() };
+    assert_eq!(plan(&wide, &device("a100"), &PlanOptions::default()).unwrap().launches.len(), 2);
+    let seven = PlanOptions { splits: Some(7), ..PlanOptions::default() };
     let forced = plan(&wide, &device("a100"), &seven).unwrap();
     assert_eq!(forced.launches[1].grid[1], 7);
 }
 
 #[test]
 fn work_tiles_that_leave_a_hopper_idle_are_cut() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let names = |problem: &Problem| kernels(problem, &off);
     let short = llama(100, 8000);
     assert_eq!(names(&short)[1..], ["hopper_split_f16_d128", "combine"]);
@@ -626,18 +633,18 @@ fn work_tiles_that_leave_a_hopper_idle_are_cut() {
     assert_eq!((params.splits, plan.launches[1].grid), (4, [128, 1, 1]));
     assert_eq!(names(&llama(100, 0))[1..], ["hopper_f16_d128"]);
     let force = Some("gqa_hopper_split_f16_d128");
-    let forced = kernels(&llama(100, 0), &Switches { force, ..Switches::default() });
+    let forced = kernels(&llama(100, 0), &PlanOptions { force, ..PlanOptions::default() });
     assert_eq!(forced[1..], ["hopper_split_f16_d128", "combine"]);
     assert_eq!(names(&with(short, |p| p.batch = 4))[1..], ["hopper_f16_d128"]);
 }
 
 #[test]
 fn output_in_float32_is_written_by_kernels_that_have_it() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let wide = |problem| with(problem, |p| p.out_dtype = DType::F32);
     let names = |problem: &Problem, name: &str| -> Vec<_> {
         let plan = plan(problem, &device(name), &off).unwrap();
-        plan.launches.iter().map(|launch| launch.entry.kernel()).collect()
+        plan.launches.iter().map(kernel).collect()
     };
     assert_eq!(names(&wide(llama(1, 8000)), "h200"), ["decode_out32_f16_d128_r16"]);
     let prompt = wide(llama(2048, 0));
@@ -649,12 +656,13 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
     assert_eq!(names(&few, "h200")[1..], ["split_kv_f16_d128", "combine_out32"]);
     let biased = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
     assert_eq!(names(&biased, "h200")[1..], ["general_out32"]);
-    let one = Switches { splits: Some(1), ..Switches::default() };
+    let one = PlanOptions { splits: Some(1), ..PlanOptions::default() };
     let merged = plan(&prompt, &device("a100"), &one).unwrap();
     assert_eq!(merged.launches[1].grid[1], 2, "one part alone is rounded");
-    let why = rejection(&biased, "h200", &off, Candidate::HopperMasked);
+    let why = rejection(&biased, "h200", &off, Family::HopperMasked);
     assert_eq!(why, "does not write output in float32");
-    let force = Switches { force: Some(find("gqa_decode_f16_d128_r8")), ..Switches::default() };
+    let force =
+        PlanOptions { force: Some(find("gqa_decode_f16_d128_r8")), ..PlanOptions::default() };
     let error = plan(&wide(llama(1, 8000)), &device("h200"), &force).unwrap_err().to_string();
     assert!(error.contains("decode does not write output in float32"), "{error}");
 }
@@ -662,31 +670,31 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
 #[test]
 fn a_token_step_on_hopper_is_one_launch() {
     let h200 = device("h200");
-    let planned = |problem: &Problem, switches| plan(problem, &h200, &switches).unwrap();
-    let token = planned(&llama(1, 8000), Switches::default());
+    let planned = |problem: &Problem, options: PlanOptions| plan(problem, &h200, &options).unwrap();
+    let token = planned(&llama(1, 8000), PlanOptions::default());
     assert_eq!(token.launches.len(), 1, "{}", token.explain());
     assert_eq!((token.launches[0].cluster, token.workspace_bytes, token.counters), (8, 0, 0));
     // A separate cache is copied first, and what is switched to be separate is.
     let separate = with(llama(1, 8000), |p| p.cache = CacheBinding::Separate);
-    assert!(planned(&separate, Switches::default()).launches.len() > 1);
-    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
+    assert!(planned(&separate, PlanOptions::default()).launches.len() > 1);
+    let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     assert!(planned(&llama(1, 8000), unfused).launches.len() > 1);
     // Clusters that share a head's keys meet at counters, one for each of their blocks.
-    let shared = Switches { cluster: Some(4), splits: Some(3), ..Switches::default() };
+    let shared = PlanOptions { cluster: Some(4), splits: Some(3), ..PlanOptions::default() };
     let shared = planned(&llama(1, 8000), shared);
     assert_eq!((shared.launches[0].grid, shared.counters), ([3 * 4, 8, 1], 4 * 8));
 }
 
 #[test]
 fn force_is_that_kernel_or_an_error() {
-    let force = |name: &'static str| Switches { force: Some(name), ..Switches::default() };
+    let force = |name: &'static str| PlanOptions { force: Some(name), ..PlanOptions::default() };
     let find_family = |family, dtype| {
         let wanted = |entry: &&Entry| entry.family == family && entry.name.ends_with(dtype);
         gqa_kernels::registry::entries().find(wanted).unwrap().name
     };
     let general = find_family(Family::General, "_f16");
     assert_eq!(attention(&llama(512, 0), "h200", &force(general)), Family::General);
-    let why = rejection(&llama(512, 0), "h200", &force(general), Candidate::Tiled);
+    let why = rejection(&llama(512, 0), "h200", &force(general), Family::Tiled);
     assert_eq!(why, format!("GQA_FORCE={general}"));
     let error = |problem: &Problem, name| {
         plan(problem, &device("h200"), &force(name)).unwrap_err().to_string()
@@ -703,10 +711,10 @@ fn find(name: &str) -> &'static str {
 
 #[test]
 fn what_is_switched_off_leaves_the_unfused_kernels() {
-    let off = Switches {
+    let off = PlanOptions {
         disable_flash_attention: true,
         disable_memory_efficient_attention: true,
-        ..Switches::default()
+        ..PlanOptions::default()
     };
     let unfused = ["concat_kv_in_place", "unfused_scores", "unfused_softmax", "unfused_values"];
     assert_eq!(kernels(&with(llama(1, 64), |p| p.rotary = None), &off), unfused);
@@ -743,8 +751,10 @@ fn costs_are_those_of_the_visible_pairs() {
 
 #[test]
 fn the_explanation_tells_the_whole_plan() {
-    let text =
-        plan(&llama(1, 4096), &device("h200"), &Switches::default()).unwrap().explain().to_string();
+    let text = plan(&llama(1, 4096), &device("h200"), &PlanOptions::default())
+        .unwrap()
+        .explain()
+        .to_string();
     for part in [
         "token generation",
         "32 query heads over 8 KV heads",
@@ -816,7 +826,7 @@ fn quantised(problem: Problem, format: CodeFormat) -> Problem {
 
 #[test]
 fn a_step_reads_codes_where_it_can() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
         let step = quantised(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
@@ -827,7 +837,7 @@ fn a_step_reads_codes_where_it_can() {
     let staged = |p: &Problem, why: &str| {
         let kernels = kernels(p, &off);
         assert!(kernels.contains(&"quantise_kv_i8"), "{kernels:?}");
-        assert_eq!(rejection(p, "h200", &off, Candidate::DecodeCodes), why);
+        assert_eq!(rejection(p, "h200", &off, Family::DecodeCodes), why);
     };
     staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
     staged(&step(|p| p.head_size = 80), "has no tile for head size 80");
@@ -835,17 +845,17 @@ fn a_step_reads_codes_where_it_can() {
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
     staged(&quantised(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
     assert_eq!(
-        rejection(&llama(1, 4096), "h200", &off, Candidate::DecodeCodes),
+        rejection(&llama(1, 4096), "h200", &off, Family::DecodeCodes),
         "the cache holds no codes"
     );
-    let a100 = rejection(&step(|_| ()), "a100", &off, Candidate::DecodeCodes);
+    let a100 = rejection(&step(|_| ()), "a100", &off, Family::DecodeCodes);
     assert_eq!(a100, "needs compute capability 9.0 exactly, the device has 8.0");
 }
 
 #[test]
 fn products_of_float8_where_they_are_allowed() {
-    let off = Switches::default();
-    let apart = Switches { disable_fused_kv: true, ..Switches::default() };
+    let off = PlanOptions::default();
+    let apart = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let prompt = with(quantised(llama(512, 7680), CODES[2]), |p| p.float8_products = true);
     let attends = ["float8_operands", "hopper_float8_f16_d128"];
     assert_eq!(kernels(&prompt, &off), attends);
@@ -858,7 +868,7 @@ fn products_of_float8_where_they_are_allowed() {
     }
     let refused = |change: fn(&mut ProblemFields), why: &str| {
         let problem = with(prompt.clone(), change);
-        assert_eq!(rejection(&problem, "h200", &off, Candidate::HopperFloat8), why);
+        assert_eq!(rejection(&problem, "h200", &off, Family::HopperFloat8), why);
     };
     refused(|p| p.float8_products = false, "the call does not allow float8 products");
     refused(|p| p.quantised = None, "the cache holds no codes");
@@ -874,15 +884,15 @@ fn products_of_float8_where_they_are_allowed() {
     let int8 = with(prompt.clone(), |p| {
         p.quantised = Some(Quantisation { format: CODES[0], per_channel: false });
     });
-    let why = rejection(&int8, "h200", &off, Candidate::HopperFloat8);
+    let why = rejection(&int8, "h200", &off, Family::HopperFloat8);
     assert_eq!(why, "does not take int8 codes");
-    let a100 = rejection(&prompt, "a100", &off, Candidate::HopperFloat8);
+    let a100 = rejection(&prompt, "a100", &off, Family::HopperFloat8);
     assert_eq!(a100, "needs compute capability 9.0, the device has 8.0");
 }
 
 #[test]
 fn codes_become_numbers_behind_all_that_appends() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let kernels_of = |p: &Problem| kernels(p, &off);
     let prompt = quantised(llama(512, 0), CODES[1]);
     let rotated = with(prompt.clone(), |p| p.rotary = Some(ROTARY));
@@ -902,8 +912,7 @@ fn codes_become_numbers_behind_all_that_appends() {
         };
         launch.args.iter().any(is_present)
     };
-    let readers: Vec<_> =
-        plan.launches.iter().filter(reads_cache).map(|launch| launch.entry.kernel()).collect();
+    let readers: Vec<_> = plan.launches.iter().filter(reads_cache).map(kernel).collect();
     assert_eq!(readers, ["quantise_kv_i4"]);
 }
 
@@ -917,7 +926,7 @@ fn sliding(s: usize, past: usize) -> Problem {
 
 #[test]
 fn rows_move_around_the_call() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let kernels_of = |p: Problem| kernels(&p, &off);
     let step = "decode_f16_d128_r8";
     assert_eq!(kernels_of(sliding(1, 2000)), ["slide_kv", step]);
@@ -946,7 +955,7 @@ fn rows_move_around_the_call() {
 
 #[test]
 fn a_step_of_a_sliding_cache_is_planned_for_the_cache() {
-    let plan = plan(&sliding(1, 100_000), &device("h200"), &Switches::default()).unwrap();
+    let plan = plan(&sliding(1, 100_000), &device("h200"), &PlanOptions::default()).unwrap();
     assert_eq!(plan.positions, Some(Positions::Slid));
     let step: &DecodeParams = bytemuck::from_bytes(&plan.launches[1].params);
     assert_eq!((step.attention.capacity, step.attention.window), (1024, 1000));
@@ -997,7 +1006,7 @@ fn with_pages(p: Problem, change: fn(Pages) -> Pages) -> Problem {
 
 #[test]
 fn blocks_are_read_where_they_are() {
-    let kernels_of = |p: Problem| kernels(&p, &Switches::default());
+    let kernels_of = |p: Problem| kernels(&p, &PlanOptions::default());
     assert_eq!(kernels_of(over_blocks(8, 1, 500)), ["decode_paged_f16_d128_r8"]);
     let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_paged_f16_d128_r8"]);
@@ -1025,7 +1034,7 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         let pages = |p| with(p, |p| p.pages = p.pages.map(|pages| Pages { tokens, ..pages }));
         pages(over_blocks(32, 512, 2048))
     };
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let [step, prompt] = ["decode_paged_f16_d128_r8_w4", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(512 + 31), &off), ["paged_append", prompt, step, prompt]);
     let plan = plan(&mixed(512 + 31), &device("h200"), &off).unwrap();
@@ -1052,17 +1061,17 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     // Where there is no room for sequences of few tokens there are none.
     let prompts = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(32 * 512 - 500), &off), prompts);
-    let disabled = Switches { disable_flash_decode: true, ..Switches::default() };
+    let disabled = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
     assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
 }
 
 #[test]
 fn blocks_are_gathered() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let rejections = |p: &Problem, [step, prompt]: [&str; 2]| {
         assert_eq!(kernels(p, &off)[..2], ["paged_append", "paged_gather"]);
-        assert_eq!(rejection(p, "h200", &off, Candidate::DecodePaged), step);
-        assert_eq!(rejection(p, "h200", &off, Candidate::HopperPaged), prompt);
+        assert_eq!(rejection(p, "h200", &off, Family::DecodePaged), step);
+        assert_eq!(rejection(p, "h200", &off, Family::HopperPaged), prompt);
     };
     let many = "2048 packed query rows are over 128";
     let new = "17 new rows are over 16";
@@ -1078,8 +1087,8 @@ fn blocks_are_gathered() {
         kernels(&odd(over_blocks(8, 512, 512)), &off),
         ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
     );
-    let unfused = Switches { disable_fused_kv: true, ..Switches::default() };
-    let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Candidate::HopperPaged);
+    let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
+    let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Family::HopperPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
     let codes = |s| quantised(over_blocks(8, s, 512), CODES[0]);
     let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
@@ -1093,7 +1102,7 @@ fn blocks_are_gathered() {
 /// Codes of prompts become numbers in blocks of their own, whatever the blocks of the codes.
 #[test]
 fn codes_in_blocks_become_numbers_in_blocks() {
-    let off = Switches::default();
+    let off = PlanOptions::default();
     let codes = |p| quantised(p, CODES[0]);
     let prompts = ["paged_append_codes_i8", "paged_dequantise_i8", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&codes(equal(over_blocks(8, 512, 512))), &off), prompts);
@@ -1118,26 +1127,26 @@ fn codes_in_blocks_become_numbers_in_blocks() {
 
 /// Grid and parameters of a launch.
 fn planned(problem: &Problem, launch: usize) -> ([u32; 3], Vec<u8>) {
-    let plan = plan(problem, &device("h200"), &Switches::default()).unwrap();
+    let plan = plan(problem, &device("h200"), &PlanOptions::default()).unwrap();
     (plan.launches[launch].grid, plan.launches[launch].params.clone())
 }
 
 #[test]
 fn arguments_lie_inside_their_tensors() {
     let devices = ["h200", "a100", "v100"].map(device);
-    let switches = [
-        Switches::default(),
-        Switches { disable_fused_kv: true, splits: Some(5), ..Switches::default() },
-        Switches {
+    let options = [
+        PlanOptions::default(),
+        PlanOptions { disable_fused_kv: true, splits: Some(5), ..PlanOptions::default() },
+        PlanOptions {
             disable_flash_attention: true,
             disable_memory_efficient_attention: true,
-            ..Switches::default()
+            ..PlanOptions::default()
         },
     ];
     let mut launches = 0;
     for problem in problems() {
-        for (device, switches) in devices.iter().zip(&switches) {
-            let plan = plan(&problem, device, switches).unwrap();
+        for (device, options) in devices.iter().zip(&options) {
+            let plan = plan(&problem, device, options).unwrap();
             plan.launches.iter().for_each(|launch| check(&plan, launch));
             launches += plan.launches.len();
         }
@@ -1150,6 +1159,7 @@ fn check(plan: &Plan, launch: &Launch) {
     let [x, y, z] = launch.grid;
     assert!(x > 0 && x <= i32::MAX as u32 && (1..=65535).contains(&y) && (1..=65535).contains(&z));
     assert_eq!(launch.params.len(), launch.entry.params_bytes);
+    let (role, kernel) = (launch.entry.role, launch.entry.name);
     let element = match launch.entry.dtype {
         gqa_kernels::num::DType::F32 => 4,
         _ => 2,
@@ -1176,19 +1186,19 @@ fn check(plan: &Plan, launch: &Launch) {
             }
         };
         let needs = match launch.entry.family {
-            Family::Prologue if launch.entry.kernel().starts_with("quantise_kv") => {
+            Family::Prologue if role == Role::QuantizeKv => {
                 quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if launch.entry.kernel().starts_with("paged_dequantise") => {
+            Family::Prologue if role == Role::PagedDequantize => {
                 dequantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if launch.entry.kernel().starts_with("paged_") => {
+            Family::Prologue if kernel.starts_with("gqa_paged_") => {
                 paged_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if launch.entry.kernel() == "slide_bias" => {
+            Family::Prologue if role == Role::SlideBias => {
                 slide_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if launch.entry.kernel().starts_with("slide_") => {
+            Family::Prologue if kernel.starts_with("gqa_slide_") => {
                 slide_reach(name, bytemuck::from_bytes(&launch.params))
             }
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),

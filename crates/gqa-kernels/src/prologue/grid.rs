@@ -5,7 +5,7 @@ use super::{
 };
 use crate::num::DType;
 use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
-use crate::registry::Entry;
+use crate::registry::{Entry, Role};
 
 /// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
 const WAVES: u32 = 16;
@@ -32,12 +32,10 @@ pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
 
 /// Grid of the kernels of a cache of blocks.
 pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32; 3] {
-    let size = match entry.kernel() {
-        "paged_gather" => paged::paged_gather_size(p),
-        "paged_scatter" => paged::paged_scatter_size(p),
-        "paged_dequantise_i8" | "paged_dequantise_i4" | "paged_dequantise_f8" => {
-            dequantise::paged_dequantise_size(p)
-        }
+    let size = match entry.role {
+        Role::PagedGather => paged::paged_gather_size(p),
+        Role::PagedScatter => paged::paged_scatter_size(p),
+        Role::PagedDequantize => dequantise::paged_dequantise_size(p),
         _ => paged::paged_append_size(p, per_vec(entry)),
     };
     of_threads(size, multiprocessors)
@@ -68,18 +66,16 @@ fn per_vec(entry: &Entry) -> u32 {
 /// Index space of a kernel.
 fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
     let per_vec = per_vec(entry);
-    match entry.kernel() {
-        "concat_kv_in_place" => append::concat_kv_in_place_size(p, per_vec),
-        "concat_new_to_past_kv" => concat::concat_new_to_past_kv_size(p, per_vec),
-        "concat_rows" => concat::concat_rows_size(p),
-        "quantise_kv_i8" | "quantise_kv_i4" | "quantise_kv_f8" => quantise::quantise_kv_size(p),
-        "qk_norm" => norm::qk_norm_size(p, per_vec),
-        "rotary_embedding" => rope::rotary_embedding_size(p, per_vec),
-        "rotary_rows" => rope::rotary_rows_size(p),
-        "unpack_qkv_with_rope_and_append_kv" => {
-            unpack::unpack_qkv_with_rope_and_append_kv_size(p, per_vec)
-        }
-        "seqlens_to_pos_ids" => positions::seqlens_to_pos_ids_size(p),
+    match entry.role {
+        Role::AppendInPlace => append::concat_kv_in_place_size(p, per_vec),
+        Role::ConcatNewToPast => concat::concat_new_to_past_kv_size(p, per_vec),
+        Role::ConcatRows => concat::concat_rows_size(p),
+        Role::QuantizeKv => quantise::quantise_kv_size(p),
+        Role::QkNorm => norm::qk_norm_size(p, per_vec),
+        Role::RotaryEmbedding => rope::rotary_embedding_size(p, per_vec),
+        Role::RotaryRows => rope::rotary_rows_size(p),
+        Role::UnpackRotateAppend => unpack::unpack_qkv_with_rope_and_append_kv_size(p, per_vec),
+        Role::GeneratePositions => positions::seqlens_to_pos_ids_size(p),
         _ => unpack::unpack_qkv_size(p, per_vec),
     }
 }

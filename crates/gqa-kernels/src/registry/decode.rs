@@ -13,13 +13,13 @@ macro_rules! decode_kernels {
         decode_kernels!(@rows $table, $out: $o, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
     (@rows $table:ident, $out:ident: $o:ty, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        kernels!($table, Decode, "family-decode",
+        kernels!($table, Decode: Attention, "family-decode",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: T, v: T, $out: $o, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                cluster: decode::MAX_RANKS, communicates: true };
+                cluster: decode::MAX_RANKS, communicates: true, output: $o };
         )* });
     };
 }

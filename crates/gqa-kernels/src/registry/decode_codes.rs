@@ -13,7 +13,7 @@ macro_rules! decode_codes_kernels {
         decode_codes_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
-        kernels!(DECODE_CODES, DecodeCodes, "family-decode-codes",
+        kernels!(DECODE_CODES, DecodeCodes: Attention, "family-decode-codes",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: u8, v: u8, k_scale: f32, v_scale: f32,
              out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run_codes::<$format, _, _>, T = $t, {

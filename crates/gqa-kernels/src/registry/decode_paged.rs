@@ -13,7 +13,7 @@ macro_rules! decode_paged_kernels {
         decode_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
-        kernels!(DECODE_PAGED, DecodePaged, "family-decode-paged",
+        kernels!(DECODE_PAGED, DecodePaged: Attention, "family-decode-paged",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: T, v: T, out: T, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged, T = $t, {
@@ -49,7 +49,7 @@ macro_rules! decode_paged_codes_kernels {
         decode_paged_codes_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
-        kernels!(DECODE_PAGED_CODES, DecodePagedCodes, "family-decode-paged-codes",
+        kernels!(DECODE_PAGED_CODES, DecodePagedCodes: Attention, "family-decode-paged-codes",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged_codes::<$format, _, _>, T = $t, {

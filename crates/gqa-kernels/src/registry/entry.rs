@@ -2,128 +2,186 @@
 
 use crate::num::{DType, Format};
 
-/// Kernels that are compiled into one PTX module.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Family {
-    /// Unpack, rotate, append.
-    Prologue,
-    /// Memory-efficient attention, for almost everything legal.
-    General,
-    /// Attention with all scores in memory.
-    Unfused,
-    /// Tensor-core flash attention for prompts and chunks.
-    Tiled,
-    /// The same with a bias or a mask.
-    TiledMasked,
-    /// The same in float32.
-    TiledF32,
-    /// The same for heads larger than 256.
-    TiledWide,
-    /// Flash attention with warpgroups and the copy engine.
-    Hopper,
-    /// The same with a bias or a mask.
-    HopperMasked,
-    /// The same with a cache of blocks.
-    HopperPaged,
-    /// The same with operands of e4m3.
-    HopperFloat8,
-    /// Tensor-core flash attention over a split of the keys, and the merge.
-    SplitKv,
-    /// A whole token step: rotation, append, attention by clusters of blocks, merge.
-    Decode,
-    /// The same with a cache of codes.
-    DecodeCodes,
-    /// The same with a cache of blocks.
-    DecodePaged,
-    /// The same with a cache of blocks of codes.
-    DecodePagedCodes,
-}
-
-impl Family {
-    /// All families.
-    pub const ALL: [Self; 16] = [
-        Self::Prologue,
-        Self::General,
-        Self::Unfused,
-        Self::Tiled,
-        Self::TiledMasked,
-        Self::TiledF32,
-        Self::TiledWide,
-        Self::Hopper,
-        Self::HopperMasked,
-        Self::HopperPaged,
-        Self::HopperFloat8,
-        Self::SplitKv,
-        Self::Decode,
-        Self::DecodeCodes,
-        Self::DecodePaged,
-        Self::DecodePagedCodes,
-    ];
-
-    /// Cargo feature of this crate that compiles the family's entries.
-    pub const fn feature(self) -> &'static str {
-        match self {
-            Self::Prologue => "family-prologue",
-            Self::General => "family-general",
-            Self::Unfused => "family-unfused",
-            Self::Tiled => "family-tiled",
-            Self::TiledMasked => "family-tiled-masked",
-            Self::TiledF32 => "family-tiled-f32",
-            Self::TiledWide => "family-tiled-wide",
-            Self::Hopper => "family-hopper",
-            Self::HopperMasked => "family-hopper-masked",
-            Self::HopperPaged => "family-hopper-paged",
-            Self::HopperFloat8 => "family-hopper-float8",
-            Self::SplitKv => "family-split-kv",
-            Self::Decode => "family-decode",
-            Self::DecodeCodes => "family-decode-codes",
-            Self::DecodePaged => "family-decode-paged",
-            Self::DecodePagedCodes => "family-decode-paged-codes",
+/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`, and `ptx` (times ten) where the target's first version of PTX does not know
+/// all that the family uses.
+macro_rules! families {
+    ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal),*] $(, ptx: $ptx:literal)?;)*) => {
+        /// Kernels that are compiled into one PTX module.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Family {
+            $($(#[$doc])* $family,)*
         }
-    }
 
-    /// PTX version, times ten, where the target's first one does not know all that the family uses.
-    pub const fn ptx(self) -> Option<u32> {
-        match self {
-            // `st.async` came after the target.
-            Self::Decode | Self::DecodeCodes | Self::DecodePaged | Self::DecodePagedCodes => {
-                Some(81)
+        impl Family {
+            /// All families.
+            pub const ALL: [Self; [$(Self::$family),*].len()] = [$(Self::$family),*];
+
+            /// As plans and documentation call it.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$family => $name,)*
+                }
             }
-            _ => None,
-        }
-    }
 
-    /// Targets the family is shipped for, oldest first.
-    pub const fn archs(self) -> &'static [&'static str] {
-        match self {
-            Self::General | Self::Unfused => &["sm_70"],
-            // SM 80 has an instruction that rounds to bfloat16.
-            Self::Prologue => &["sm_70", "sm_80"],
-            Self::TiledMasked => &["sm_80"],
-            Self::Tiled | Self::SplitKv => &["sm_80", "sm_90a"],
-            Self::TiledF32 | Self::TiledWide => &["sm_80"],
-            Self::Hopper
-            | Self::HopperMasked
-            | Self::HopperPaged
-            | Self::HopperFloat8
-            | Self::Decode
-            | Self::DecodeCodes
-            | Self::DecodePaged
-            | Self::DecodePagedCodes => &["sm_90a"],
+            /// Cargo feature of this crate that compiles the family's entries.
+            pub const fn feature(self) -> &'static str {
+                match self {
+                    $(Self::$family => $feature,)*
+                }
+            }
+
+            /// PTX version, times ten, where the target's first one does not know all that the family uses.
+            pub const fn ptx(self) -> Option<u32> {
+                match self {
+                    $(Self::$family => optional!(None $(, Some($ptx))?),)*
+                }
+            }
+
+            /// Targets the family is shipped for, oldest first.
+            pub const fn archs(self) -> &'static [&'static str] {
+                match self {
+                    $(Self::$family => &[$($arch),*],)*
+                }
+            }
         }
+    };
+}
+
+families! {
+    // SM 80 has an instruction that rounds to bfloat16.
+    /// Unpack, rotate, append.
+    Prologue: "prologue", "family-prologue", ["sm_70", "sm_80"];
+    /// Memory-efficient attention, for almost everything legal.
+    General: "general", "family-general", ["sm_70"];
+    /// Attention with all scores in memory.
+    Unfused: "unfused", "family-unfused", ["sm_70"];
+    /// Tensor-core flash attention for prefill.
+    Tiled: "tiled", "family-tiled", ["sm_80", "sm_90a"];
+    /// The same with a bias or a mask.
+    TiledMasked: "tiled_masked", "family-tiled-masked", ["sm_80"];
+    /// The same in float32.
+    TiledF32: "tiled_f32", "family-tiled-f32", ["sm_80"];
+    /// The same for heads larger than 256.
+    TiledWide: "tiled_wide", "family-tiled-wide", ["sm_80"];
+    /// Flash attention with warpgroups and TMA.
+    Hopper: "hopper", "family-hopper", ["sm_90a"];
+    /// The same with a bias or a mask.
+    HopperMasked: "hopper_masked", "family-hopper-masked", ["sm_90a"];
+    /// The same over a paged KV cache.
+    HopperPaged: "hopper_paged", "family-hopper-paged", ["sm_90a"];
+    /// The same with operands of e4m3.
+    HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
+    /// Tensor-core flash attention over a split of the keys, and the merge.
+    SplitKv: "split_kv", "family-split-kv", ["sm_80", "sm_90a"];
+    // `st.async` came after the target.
+    /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
+    Decode: "decode", "family-decode", ["sm_90a"], ptx: 81;
+    /// The same over a quantized KV cache.
+    DecodeCodes: "decode_codes", "family-decode-codes", ["sm_90a"], ptx: 81;
+    /// The same over a paged KV cache.
+    DecodePaged: "decode_paged", "family-decode-paged", ["sm_90a"], ptx: 81;
+    /// The same over a paged and quantized KV cache.
+    DecodePagedCodes: "decode_paged_codes", "family-decode-paged-codes", ["sm_90a"], ptx: 81;
+}
+
+/// Rows of [`Role`] with their names.
+macro_rules! roles {
+    ($($(#[$doc:meta])* $role:ident: $name:literal;)*) => {
+        /// What a kernel does within its family.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Role {
+            $($(#[$doc])* $role,)*
+        }
+
+        impl Role {
+            /// As the names of its kernels have it, without prefix, types and shape.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$role => $name,)*
+                }
+            }
+        }
+    };
+}
+
+roles! {
+    /// The family's attention, of which the cascade chooses one.
+    Attention: "attention";
+    /// Attention over splits of the keys where the family has kernels of their own for that; a merge follows.
+    SplitAttention: "split_attention";
+    /// Merges splits of the keys.
+    Merge: "combine";
+    /// Rounds queries and values to float8 for the attention behind it.
+    Operands: "float8_operands";
+    /// Unfused: all scores, the first of three launches.
+    Scores: "unfused_scores";
+    /// Unfused: their softmax.
+    Softmax: "unfused_softmax";
+    /// Unfused: the weighted values.
+    Values: "unfused_values";
+    /// Normalises the rows of query and key.
+    QkNorm: "qk_norm";
+    /// Rotates query and key and appends key and value to a shared cache.
+    UnpackRotateAppend: "unpack_qkv_with_rope_and_append_kv";
+    /// Appends key and value to a shared cache.
+    AppendInPlace: "concat_kv_in_place";
+    /// Copies the past and appends key and value.
+    ConcatNewToPast: "concat_new_to_past_kv";
+    /// The same for one tensor whose rows are no vectors.
+    ConcatRows: "concat_rows";
+    /// Packed QKV to query, key and value.
+    Unpack: "unpack_qkv";
+    /// Quantizes new rows into the cache, and dequantizes all of it into scratch.
+    QuantizeKv: "quantise_kv";
+    /// Rotates rows.
+    RotaryEmbedding: "rotary_embedding";
+    /// Rotates rows that are no vectors.
+    RotaryRows: "rotary_rows";
+    /// Writes position_ids.
+    GeneratePositions: "seqlens_to_pos_ids";
+    /// Appends to a paged cache.
+    PagedAppend: "paged_append";
+    /// Appends to a paged and quantized cache.
+    PagedAppendQuantized: "paged_append_codes";
+    /// Dequantizes a paged cache into blocks in scratch.
+    PagedDequantize: "paged_dequantise";
+    /// Gathers the rows of a paged cache, sequence by sequence.
+    PagedGather: "paged_gather";
+    /// Scatters output rows to their tokens.
+    PagedScatter: "paged_scatter";
+    /// Moves the rows that stay in a rolling cache.
+    SlideKv: "slide_kv";
+    /// Writes lengths and positions counted from a rolling cache.
+    SlideLengths: "slide_lengths";
+    /// Writes attention_bias counted from a rolling cache.
+    SlideBias: "slide_bias";
+}
+
+impl Role {
+    /// Whether the cascade chooses such a kernel, rather than launching it beside the chosen one.
+    pub const fn leads(self) -> bool {
+        matches!(self, Self::Attention | Self::Scores)
     }
 }
 
-/// One kernel entry point.
+/// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or the kernel within it, the format of a quantized cache
+/// (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, the element type, and where one head size or more has several shapes `_d` head size,
+/// `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,
     /// Module it is compiled into.
     pub family: Family,
+    /// What it does there.
+    pub role: Role,
     /// Element type; `F32` where a kernel has integers only.
     pub dtype: DType,
-    /// What the cache holds instead of elements.
+    /// Element type of the output that it writes.
+    pub output: DType,
+    /// What a quantized cache holds.
     pub codes: Option<Format>,
+    /// Its sums are as exact as a log-sum-exp needs, where the family has kernels for that apart.
+    pub exact_sums: bool,
     /// Largest head size; 0: any.
     pub head_size: u32,
     /// Query rows of a block's tile; 0: not tiled.
@@ -162,13 +220,9 @@ impl core::fmt::Debug for Entry {
 }
 
 impl Entry {
-    /// Name of the kernel without prefix and, where it ends the name, element type. `_out32`: of those with output in f32; `_i8`, `_i4`, `_f8`: of those whose cache
-    /// holds codes. What follows an element type is the shape, where one head size or
-    /// more has several: `_d` head size, `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for sums that a log-sum-exp needs.
-    pub fn kernel(&self) -> &'static str {
-        let name = self.name.strip_prefix("gqa_").unwrap_or(self.name);
-        let suffixes = ["_f32", "_f16", "_bf16"];
-        suffixes.iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name)
+    /// Whether the kernel has a tensor map or pointer argument of that name.
+    pub fn takes(&self, argument: &str) -> bool {
+        self.arguments.contains(&argument)
     }
 }
 

@@ -17,7 +17,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     UNFUSED_VALUES_OUT32,
 ];
 
-kernels!(GENERAL, General, "family-general",
+kernels!(GENERAL, General: Attention, "family-general",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
            shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
@@ -26,15 +26,15 @@ kernels!(GENERAL, General, "family-general",
     gqa_general_bf16 => general::<bf16, bf16>, T = bf16;
 });
 
-kernels!(GENERAL_OUT32, General, "family-general",
+kernels!(GENERAL_OUT32, General: Attention, "family-general",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out_f32: f32, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
-           shared: general::SHARED_BYTES, hot: true, min_sm: 70 }, {
+           shared: general::SHARED_BYTES, hot: true, min_sm: 70, output: f32 }, {
     gqa_general_out32_f16 => general::<f16, f32>, T = f16;
     gqa_general_out32_bf16 => general::<bf16, f32>, T = bf16;
 });
 
-kernels!(UNFUSED_SCORES, Unfused, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
+kernels!(UNFUSED_SCORES, Unfused: Scores, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
            shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
     gqa_unfused_scores_f32 => unfused_scores::<f32>, T = f32;
@@ -42,7 +42,7 @@ kernels!(UNFUSED_SCORES, Unfused, "family-unfused", (q: T, k: T, scores: f32; p:
     gqa_unfused_scores_bf16 => unfused_scores::<bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_SOFTMAX, Unfused, "family-unfused",
+kernels!(UNFUSED_SOFTMAX, Unfused: Softmax, "family-unfused",
     (seqlens_k: i32, bias: T, mask: u8, head_sink: T, scores: f32, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: unfused::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_unfused_softmax_f32 => unfused_softmax::<f32>, T = f32;
@@ -50,7 +50,7 @@ kernels!(UNFUSED_SOFTMAX, Unfused, "family-unfused",
     gqa_unfused_softmax_bf16 => unfused_softmax::<bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_VALUES, Unfused, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T; p: MaskedParams),
+kernels!(UNFUSED_VALUES, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out: T; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
            shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
     gqa_unfused_values_f32 => unfused_values::<f32, f32>, T = f32;
@@ -58,9 +58,9 @@ kernels!(UNFUSED_VALUES, Unfused, "family-unfused", (v: T, seqlens_k: i32, score
     gqa_unfused_values_bf16 => unfused_values::<bf16, bf16>, T = bf16;
 });
 
-kernels!(UNFUSED_VALUES_OUT32, Unfused, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out_f32: f32; p: MaskedParams),
+kernels!(UNFUSED_VALUES_OUT32, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out_f32: f32; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
-           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
+           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70, output: f32 }, {
     gqa_unfused_values_out32_f16 => unfused_values::<f16, f32>, T = f16;
     gqa_unfused_values_out32_bf16 => unfused_values::<bf16, f32>, T = bf16;
 });

@@ -20,13 +20,13 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_FLOAT8,
 ];
 
-kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
+kernels_by_head_size!(HOPPER, Hopper: Attention, "family-hopper",
     ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: HopperParams), communicates: true, {
     gqa_hopper_f16_d128, gqa_hopper_bf16_d128 => hopper::D128<false>, 1;
 }, unless quick {
     gqa_hopper_f16_d128_k176, gqa_hopper_bf16_d128_k176 => hopper::D128Long, 1;
     gqa_hopper_f16_d64_r128, gqa_hopper_bf16_d64_r128 => hopper::D64Short, 1;
-    gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1;
+    gqa_hopper_f16_d64_lse, gqa_hopper_bf16_d64_lse => hopper::D64Exact<false>, 1, exact_sums: true;
     gqa_hopper_f16_d80_r128, gqa_hopper_bf16_d80_r128 => hopper::D80Short, 1;
     gqa_hopper_f16_d96_r128, gqa_hopper_bf16_d96_r128 => hopper::D96Short, 1;
     gqa_hopper_f16_d160, gqa_hopper_bf16_d160 => hopper::D160, 1;
@@ -35,7 +35,7 @@ kernels_by_head_size!(HOPPER, Hopper, "family-hopper",
     gqa_hopper_f16_d256, gqa_hopper_bf16_d256 => hopper::D256<false>, 1;
 });
 
-kernels_by_head_size!(HOPPER_TALL, Hopper, "family-hopper",
+kernels_by_head_size!(HOPPER_TALL, Hopper: Attention, "family-hopper",
     ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: AttentionParams), communicates: true, {
 }, unless quick {
     gqa_hopper_f16_d64, gqa_hopper_bf16_d64 => hopper::D64, 1;
@@ -43,7 +43,7 @@ kernels_by_head_size!(HOPPER_TALL, Hopper, "family-hopper",
     gqa_hopper_f16_d96, gqa_hopper_bf16_d96 => hopper::D96, 1;
 });
 
-kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
+kernels_by_head_size!(HOPPER_SPLIT, Hopper: SplitAttention, "family-hopper",
     ([q 0, k 1, v 2] seqlens_k: i32, head_sink: T, out: T, partial_out: f32, partial_lse: f32, counter: u32; p: AttentionParams), communicates: true, {
     gqa_hopper_split_f16_d128, gqa_hopper_split_bf16_d128 => hopper::D128<true>, 1;
 }, unless quick {
@@ -52,7 +52,7 @@ kernels_by_head_size!(HOPPER_SPLIT, Hopper, "family-hopper",
     gqa_hopper_split_f16_d256, gqa_hopper_split_bf16_d256 => hopper::D256<true>, 1;
 });
 
-kernels_by_head_size!(HOPPER_MASKED, HopperMasked, "family-hopper-masked",
+kernels_by_head_size!(HOPPER_MASKED, HopperMasked: Attention, "family-hopper-masked",
     ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, counter: u32; p: MaskedParams), communicates: true, {
     gqa_hopper_masked_f16_d128, gqa_hopper_masked_bf16_d128 => hopper::MaskedD128, 1;
 }, unless quick {
@@ -66,7 +66,7 @@ macro_rules! hopper_paged_kernels {
         hopper_paged_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
-        kernels!(HOPPER_PAGED, HopperPaged, "family-hopper-paged",
+        kernels!(HOPPER_PAGED, HopperPaged: Attention, "family-hopper-paged",
             ([q 0, k 1, v 2] cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
              p: PagedHopperParams), { $(
             $name => <$shape>::run_paged, T = $t, {
@@ -84,7 +84,7 @@ hopper_paged_kernels! {
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 }
 
-kernels!(FLOAT8_OPERANDS, HopperFloat8, "family-hopper-float8",
+kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "family-hopper-float8",
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, k_cache: u64, v_cache: u32, q_codes: u64, row_factors: f32, v_codes: u32;
      p: Float8OperandsParams),
     each { head_size: 0, rows: 0, keys: 0, threads: 128, min_blocks: 5, shared: 0, hot: true, min_sm: 90 }, {
@@ -98,7 +98,7 @@ macro_rules! hopper_float8_kernels {
         hopper_float8_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
-        kernels!(HOPPER_FLOAT8, HopperFloat8, "family-hopper-float8",
+        kernels!(HOPPER_FLOAT8, HopperFloat8: Attention, "family-hopper-float8",
             ([q 0, k 1, v 2] row_factors: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, counter: u32; p: Float8Params), { $(
             $name => <$shape>::run_float8, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,

@@ -1,6 +1,6 @@
 //! What comes before attention, and what comes after it.
 
-use crate::num::{Float8, Int4, Int8, bf16, f16};
+use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
 use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
 use crate::prologue::{
     self,
@@ -38,7 +38,18 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     SLIDE_BIAS,
 ];
 
-kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
+/// Rows of a kernel over a quantized KV cache: `NAME => TYPE, FORMAT`.
+macro_rules! quantized_kernels {
+    ($table:ident, $role:ident, $body:ident, min_blocks: $min_blocks:literal, $args:tt, { $($name:ident => $t:ident, $format:ident;)* }) => {
+        kernels!($table, Prologue: $role, "family-prologue", $args, { $(
+            $name => $body::<$t, $format>, T = $t, {
+                head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: $min_blocks, shared: 0, hot: true, min_sm: 70,
+                codes: $format::FORMAT };
+        )* });
+    };
+}
+
+kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
     (k: T, v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, present_k: T, present_v: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_concat_kv_in_place_f32 => concat_kv_in_place::<f32>, T = f32;
@@ -46,7 +57,7 @@ kernels!(CONCAT_KV_IN_PLACE, Prologue, "family-prologue",
     gqa_concat_kv_in_place_bf16 => concat_kv_in_place::<bf16>, T = bf16;
 });
 
-kernels!(CONCAT_NEW_TO_PAST_KV, Prologue, "family-prologue",
+kernels!(CONCAT_NEW_TO_PAST_KV, Prologue: ConcatNewToPast, "family-prologue",
     (past_k: T, past_v: T, k: T, v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, present_k: T, present_v: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_concat_new_to_past_kv_f32 => concat_new_to_past_kv::<f32>, T = f32;
@@ -54,21 +65,21 @@ kernels!(CONCAT_NEW_TO_PAST_KV, Prologue, "family-prologue",
     gqa_concat_new_to_past_kv_bf16 => concat_new_to_past_kv::<bf16>, T = bf16;
 });
 
-kernels!(CONCAT_ROWS, Prologue, "family-prologue", (past: T, new: T, present: T; p: PrologueParams),
+kernels!(CONCAT_ROWS, Prologue: ConcatRows, "family-prologue", (past: T, new: T, present: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_concat_rows_f32 => concat_rows::<f32>, T = f32;
     gqa_concat_rows_f16 => concat_rows::<f16>, T = f16;
     gqa_concat_rows_bf16 => concat_rows::<bf16>, T = bf16;
 });
 
-kernels!(UNPACK_QKV, Prologue, "family-prologue", (q: T, k: T, v: T, q_out: T, k_out: T, v_out: T; p: PrologueParams),
+kernels!(UNPACK_QKV, Prologue: Unpack, "family-prologue", (q: T, k: T, v: T, q_out: T, k_out: T, v_out: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_unpack_qkv_f32 => unpack_qkv::<f32>, T = f32;
     gqa_unpack_qkv_f16 => unpack_qkv::<f16>, T = f16;
     gqa_unpack_qkv_bf16 => unpack_qkv::<bf16>, T = bf16;
 });
 
-kernels!(UNPACK_QKV_WITH_ROPE_AND_APPEND_KV, Prologue, "family-prologue",
+kernels!(UNPACK_QKV_WITH_ROPE_AND_APPEND_KV, Prologue: UnpackRotateAppend, "family-prologue",
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, q_out: T, present_k: T, present_v: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_unpack_qkv_with_rope_and_append_kv_f32 => unpack_qkv_with_rope_and_append_kv::<f32>, T = f32;
@@ -76,7 +87,7 @@ kernels!(UNPACK_QKV_WITH_ROPE_AND_APPEND_KV, Prologue, "family-prologue",
     gqa_unpack_qkv_with_rope_and_append_kv_bf16 => unpack_qkv_with_rope_and_append_kv::<bf16>, T = bf16;
 });
 
-kernels!(QK_NORM, Prologue, "family-prologue",
+kernels!(QK_NORM, Prologue: QkNorm, "family-prologue",
     (q: T, k: T, q_norm_weight: T, k_norm_weight: T, q_out: T, k_out: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 8, shared: 0, hot: true, min_sm: 70 }, {
     gqa_qk_norm_f32 => qk_norm::<f32>, T = f32;
@@ -84,21 +95,20 @@ kernels!(QK_NORM, Prologue, "family-prologue",
     gqa_qk_norm_bf16 => qk_norm::<bf16>, T = bf16;
 });
 
-kernels!(QUANTISE_KV, Prologue, "family-prologue",
-    (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
-    gqa_quantise_kv_i8_f32 => quantise_kv::<f32, Int8>, T = f32;
-    gqa_quantise_kv_i8_f16 => quantise_kv::<f16, Int8>, T = f16;
-    gqa_quantise_kv_i8_bf16 => quantise_kv::<bf16, Int8>, T = bf16;
-    gqa_quantise_kv_i4_f32 => quantise_kv::<f32, Int4>, T = f32;
-    gqa_quantise_kv_i4_f16 => quantise_kv::<f16, Int4>, T = f16;
-    gqa_quantise_kv_i4_bf16 => quantise_kv::<bf16, Int4>, T = bf16;
-    gqa_quantise_kv_f8_f32 => quantise_kv::<f32, Float8>, T = f32;
-    gqa_quantise_kv_f8_f16 => quantise_kv::<f16, Float8>, T = f16;
-    gqa_quantise_kv_f8_bf16 => quantise_kv::<bf16, Float8>, T = bf16;
+quantized_kernels!(QUANTISE_KV, QuantizeKv, quantise_kv, min_blocks: 4,
+    (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams), {
+    gqa_quantise_kv_i8_f32 => f32, Int8;
+    gqa_quantise_kv_i8_f16 => f16, Int8;
+    gqa_quantise_kv_i8_bf16 => bf16, Int8;
+    gqa_quantise_kv_i4_f32 => f32, Int4;
+    gqa_quantise_kv_i4_f16 => f16, Int4;
+    gqa_quantise_kv_i4_bf16 => bf16, Int4;
+    gqa_quantise_kv_f8_f32 => f32, Float8;
+    gqa_quantise_kv_f8_f16 => f16, Float8;
+    gqa_quantise_kv_f8_bf16 => bf16, Float8;
 });
 
-kernels!(ROTARY_EMBEDDING, Prologue, "family-prologue",
+kernels!(ROTARY_EMBEDDING, Prologue: RotaryEmbedding, "family-prologue",
     (q: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, q_out: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_rotary_embedding_f32 => rotary_embedding::<f32>, T = f32;
@@ -106,7 +116,7 @@ kernels!(ROTARY_EMBEDDING, Prologue, "family-prologue",
     gqa_rotary_embedding_bf16 => rotary_embedding::<bf16>, T = bf16;
 });
 
-kernels!(ROTARY_ROWS, Prologue, "family-prologue",
+kernels!(ROTARY_ROWS, Prologue: RotaryRows, "family-prologue",
     (q: T, cos: T, sin: T, position_ids: i64, q_out: T; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_rotary_rows_f32 => rotary_rows::<f32>, T = f32;
@@ -114,12 +124,12 @@ kernels!(ROTARY_ROWS, Prologue, "family-prologue",
     gqa_rotary_rows_bf16 => rotary_rows::<bf16>, T = bf16;
 });
 
-kernels!(SEQLENS_TO_POS_IDS, Prologue, "family-prologue", (seqlens_k: i32, position_ids: i64; p: PrologueParams),
+kernels!(SEQLENS_TO_POS_IDS, Prologue: GeneratePositions, "family-prologue", (seqlens_k: i32, position_ids: i64; p: PrologueParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_seqlens_to_pos_ids => seqlens_to_pos_ids, T = f32;
 });
 
-kernels!(PAGED_APPEND, Prologue, "family-prologue",
+kernels!(PAGED_APPEND, Prologue: PagedAppend, "family-prologue",
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, q_out: T, k_cache: T, v_cache: T;
      p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
@@ -128,57 +138,55 @@ kernels!(PAGED_APPEND, Prologue, "family-prologue",
     gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;
 });
 
-kernels!(PAGED_APPEND_CODES, Prologue, "family-prologue",
+quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_codes, min_blocks: 2,
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32,
-     q_out: T, k_cache: u16, v_cache: u16; p: PagedParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 2, shared: 0, hot: true, min_sm: 70 }, {
-    gqa_paged_append_codes_i8_f32 => paged_append_codes::<f32, Int8>, T = f32;
-    gqa_paged_append_codes_i8_f16 => paged_append_codes::<f16, Int8>, T = f16;
-    gqa_paged_append_codes_i8_bf16 => paged_append_codes::<bf16, Int8>, T = bf16;
-    gqa_paged_append_codes_i4_f32 => paged_append_codes::<f32, Int4>, T = f32;
-    gqa_paged_append_codes_i4_f16 => paged_append_codes::<f16, Int4>, T = f16;
-    gqa_paged_append_codes_i4_bf16 => paged_append_codes::<bf16, Int4>, T = bf16;
-    gqa_paged_append_codes_f8_f32 => paged_append_codes::<f32, Float8>, T = f32;
-    gqa_paged_append_codes_f8_f16 => paged_append_codes::<f16, Float8>, T = f16;
-    gqa_paged_append_codes_f8_bf16 => paged_append_codes::<bf16, Float8>, T = bf16;
+     q_out: T, k_cache: u16, v_cache: u16; p: PagedParams), {
+    gqa_paged_append_codes_i8_f32 => f32, Int8;
+    gqa_paged_append_codes_i8_f16 => f16, Int8;
+    gqa_paged_append_codes_i8_bf16 => bf16, Int8;
+    gqa_paged_append_codes_i4_f32 => f32, Int4;
+    gqa_paged_append_codes_i4_f16 => f16, Int4;
+    gqa_paged_append_codes_i4_bf16 => bf16, Int4;
+    gqa_paged_append_codes_f8_f32 => f32, Float8;
+    gqa_paged_append_codes_f8_f16 => f16, Float8;
+    gqa_paged_append_codes_f8_bf16 => bf16, Float8;
 });
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.
-kernels!(PAGED_DEQUANTISE, Prologue, "family-prologue",
-    (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u32, v_cache: u32, k: T, v: T, table: i32; p: PagedParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
-    gqa_paged_dequantise_i8_f16 => paged_dequantise::<f16, Int8>, T = f16;
-    gqa_paged_dequantise_i8_bf16 => paged_dequantise::<bf16, Int8>, T = bf16;
-    gqa_paged_dequantise_i4_f16 => paged_dequantise::<f16, Int4>, T = f16;
-    gqa_paged_dequantise_i4_bf16 => paged_dequantise::<bf16, Int4>, T = bf16;
-    gqa_paged_dequantise_f8_f16 => paged_dequantise::<f16, Float8>, T = f16;
-    gqa_paged_dequantise_f8_bf16 => paged_dequantise::<bf16, Float8>, T = bf16;
+quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantise, min_blocks: 4,
+    (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u32, v_cache: u32, k: T, v: T, table: i32; p: PagedParams), {
+    gqa_paged_dequantise_i8_f16 => f16, Int8;
+    gqa_paged_dequantise_i8_bf16 => bf16, Int8;
+    gqa_paged_dequantise_i4_f16 => f16, Int4;
+    gqa_paged_dequantise_i4_bf16 => bf16, Int4;
+    gqa_paged_dequantise_f8_f16 => f16, Float8;
+    gqa_paged_dequantise_f8_bf16 => bf16, Float8;
 });
 
 // Rows move as bytes, whatever they hold.
-kernels!(PAGED_GATHER, Prologue, "family-prologue",
+kernels!(PAGED_GATHER, Prologue: PagedGather, "family-prologue",
     (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_gather => paged_gather, T = f32;
 });
 
-kernels!(PAGED_SCATTER, Prologue, "family-prologue", (rows: u8, starts: i32, past_seqlens: i32, out: u8; p: PagedParams),
+kernels!(PAGED_SCATTER, Prologue: PagedScatter, "family-prologue", (rows: u8, starts: i32, past_seqlens: i32, out: u8; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_scatter => paged_scatter, T = f32;
 });
 
-kernels!(SLIDE_KV, Prologue, "family-prologue",
+kernels!(SLIDE_KV, Prologue: SlideKv, "family-prologue",
     (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams), {
     gqa_slide_kv => slide_kv, T = f32, {
         head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, communicates: true };
 });
 
-kernels!(SLIDE_LENGTHS, Prologue, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams),
+kernels!(SLIDE_LENGTHS, Prologue: SlideLengths, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_slide_lengths => slide_lengths, T = f32;
 });
 
-kernels!(SLIDE_BIAS, Prologue, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: SlideBiasParams),
+kernels!(SLIDE_BIAS, Prologue: SlideBias, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: SlideBiasParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_slide_bias_f32 => slide_bias::<f32>, T = f32;
     gqa_slide_bias_f16 => slide_bias::<f16>, T = f16;

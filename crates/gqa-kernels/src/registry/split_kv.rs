@@ -10,7 +10,7 @@ use crate::params::AttentionParams;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, COMBINE, COMBINE_OUT32];
 
-kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
+kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "family-split-kv",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
     gqa_split_kv_f16_d128, gqa_split_kv_bf16_d128 => split_kv::D128, 3;
 }, unless quick {
@@ -24,16 +24,16 @@ kernels_by_head_size!(SPLIT_KV, SplitKv, "family-split-kv",
     gqa_split_kv_f16_d256, gqa_split_kv_bf16_d256 => split_kv::D256, 2;
 });
 
-kernels!(COMBINE, SplitKv, "family-split-kv",
+kernels!(COMBINE, SplitKv: Merge, "family-split-kv",
     (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
     each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
     gqa_combine_f16 => combine::<f16, f16>, T = f16;
     gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16;
 });
 
-kernels!(COMBINE_OUT32, SplitKv, "family-split-kv",
+kernels!(COMBINE_OUT32, SplitKv: Merge, "family-split-kv",
     (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80, output: f32 }, {
     gqa_combine_out32_f16 => combine::<f16, f32>, T = f16;
     gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16;
 });

@@ -115,7 +115,10 @@ pub fn unit<T: Element>() -> f64 {
 }
 
 pub fn entry(kernel: &str, dtype: DType) -> &'static Entry {
-    entries().find(|entry| entry.kernel() == kernel && entry.dtype == dtype).expect("a kernel")
+    let type_name = format!("{dtype:?}").to_lowercase();
+    let names = [format!("gqa_{kernel}"), format!("gqa_{kernel}_{type_name}")];
+    let is_it = |entry: &&Entry| entry.dtype == dtype && names.iter().any(|n| n == entry.name);
+    entries().find(is_it).expect("a kernel")
 }
 
 /// Runs a kernel.

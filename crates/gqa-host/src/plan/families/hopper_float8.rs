@@ -1,23 +1,62 @@
-//! Prompts in products of float8: which calls, and their two launches.
+//! `hopper_float8`: `hopper` where the cache holds float8e4m3fn and the products may be of such:
+//! queries and weights are rounded to it, too.
 
-use super::attention::later;
-use super::decision::Rejection;
-use super::decode::{is_fused, position_stride};
-use super::hopper::tensor_map;
-use super::launch::{Scratch, launch, tensor, u32_of};
-use super::params::{output, params};
-use super::prologue::{Rows, rotary_params};
-use super::{Arg, DeviceInfo, Launch, Switches, TensorId};
+use super::hopper::{self, tensor_map};
+use crate::plan::build::{find, launch, tensor, u32_of};
+use crate::plan::decision::Rejection;
+use crate::plan::device::DeviceInfo;
+use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
+use crate::plan::launch::{Arg, Launch};
+use crate::plan::options::{PlanOption, PlanOptions};
+use crate::plan::params::{output, params, position_stride, rotary_params};
+use crate::plan::rows::Rows;
+use crate::plan::scratch::Scratch;
+use crate::plan::tensors::TensorId;
+use crate::plan::{requirements, select};
 use crate::{CodeFormat, Problem, Result};
-use gqa_kernels::attention::hopper;
+use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, Float8OperandsParams, Float8Params, Strides};
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{self, Entry, Role};
 
-/// The launch that writes what `hopper_float8` reads besides the cache.
-pub(super) const OPERANDS: &str = "float8_operands";
+pub(super) struct HopperFloat8;
+
+impl Family for HopperFloat8 {
+    fn module(&self) -> registry::Family {
+        registry::Family::HopperFloat8
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        &[PlanOption::DisableFlashAttention]
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        requirements::flash(call.problem)?;
+        suits(call.problem, call.options)?;
+        let entry = select::smallest(self, call)?;
+        hopper::suits(call, entry)?;
+        requirements::narrow_output(call.problem)?;
+        Ok(Kernel::whole(entry))
+    }
+
+    fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
+        FusedPrologue::of_new_rows(problem, entry, fused)
+    }
+
+    /// `float8_operands`, which takes new rows as they are given where it may, and the attention.
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        let (p, device, entry) = (job.problem, job.device, kernel.entry);
+        let attention = params(p, job.rows.query.strides, 1)?;
+        let operands = Operands::take(p, &attention, job.scratch)?;
+        let fused = self.fuses(p, entry, job.task.fused).new_rows;
+        Ok(vec![
+            operands.launch(p, device, entry, job.rows, fused)?,
+            operands.attention(p, device, entry, job.scratch.count(1))?,
+        ])
+    }
+}
 
 /// Codes that the tensor cores multiply, where that is allowed and pays: where rows are short the launch before attention costs more than the products gain. GQA_FORCE knows better.
-pub(super) fn suits(p: &Problem, switches: &Switches) -> Result<(), Rejection> {
+fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     /// Smaller heads would be padded to half of a tile.
     const LEAST_HEAD: usize = 64;
     /// Between 2048 keys, where calls are slower, and 8192, where they are faster (`docs/perf-log.md`).
@@ -39,28 +78,11 @@ pub(super) fn suits(p: &Problem, switches: &Switches) -> Result<(), Rejection> {
     if p.head_size % 16 != 0 || p.head_size <= LEAST_HEAD {
         return Err(Rejection::OtherHeadSize { got: p.head_size });
     }
-    if p.total_len < LEAST_KEYS && switches.force.is_none() {
+    if p.total_len < LEAST_KEYS && options.force.is_none() {
         return Err(Rejection::FewKeys { got: p.total_len, min: LEAST_KEYS });
     }
     let rows = p.batch.saturating_mul(p.q_heads + p.kv_heads).saturating_mul(p.q_len);
     if rows > i32::MAX as usize { Err(Rejection::TooLarge) } else { Ok(()) }
-}
-
-/// `float8_operands`, which takes new rows as they are given where `fused` allows it and the cache is shared, and `hopper_float8`.
-pub(super) fn launches(
-    p: &Problem,
-    device: &DeviceInfo,
-    entry: &'static Entry,
-    rows: Rows,
-    fused: bool,
-    scratch: &mut Scratch,
-) -> Result<Vec<Launch>> {
-    let attention = params(p, rows.query.strides, 1)?;
-    let operands = Operands::take(p, &attention, scratch)?;
-    Ok(vec![
-        operands.launch(p, device, entry, rows, is_fused(p, entry, fused))?,
-        operands.attention(p, device, entry, scratch.count(1))?,
-    ])
 }
 
 /// What lies in scratch, and how.
@@ -79,7 +101,7 @@ struct Operands<'a> {
 impl<'a> Operands<'a> {
     fn take(p: &Problem, params: &'a AttentionParams, scratch: &mut Scratch) -> Result<Self> {
         let AttentionParams { head_size, q_len, q_heads, kv_heads, .. } = *params;
-        let keys = hopper::transposed_keys(params.capacity);
+        let keys = kernels::transposed_keys(params.capacity);
         let dense = |heads: u32, rows: u32, row: u32| {
             let head = u64::from(rows) * u64::from(row);
             Strides { row: row.into(), head, batch: head * u64::from(heads) }
@@ -107,10 +129,8 @@ impl<'a> Operands<'a> {
         rows: Rows,
         fused: bool,
     ) -> Result<Launch> {
-        let entry = later(OPERANDS, p, |entry| {
-            entry.kernel() == OPERANDS && entry.dtype == attention.dtype
-        })?;
-        let stride = u32_of("a row of position_ids", position_stride(p))?;
+        let entry = find(Role::Operands, Some(attention.dtype), None)?;
+        let stride = position_stride(p)?;
         let params = Float8OperandsParams {
             attention: *self.params,
             new_k: rows.key.strides,
@@ -137,7 +157,7 @@ impl<'a> Operands<'a> {
             ("row_factors", self.row_factors),
             ("v_codes", self.v_codes),
         ];
-        let grid = hopper::operands_grid(&params, entry.threads, device.multiprocessors);
+        let grid = kernels::operands_grid(&params, entry.threads, device.multiprocessors);
         launch(entry, grid, &arguments, &params)
     }
 
@@ -160,7 +180,7 @@ impl<'a> Operands<'a> {
         let keys = [head_size, capacity, kv_heads];
         let values = [self.keys, head_size, kv_heads];
         let arguments = [
-            ("q", map(self.q_codes, self.q, [head_size, q_len, q_heads], hopper::QUERY_BOX)),
+            ("q", map(self.q_codes, self.q, [head_size, q_len, q_heads], kernels::QUERY_BOX)),
             ("k", map(tensor(TensorId::PresentKey), k, keys, entry.keys)),
             ("v", map(self.v_codes, self.v, values, entry.head_size)),
             ("row_factors", self.row_factors),
@@ -172,13 +192,13 @@ impl<'a> Operands<'a> {
         ];
         // A code is half of an element.
         let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
-        let section = hopper::section(&halves, device.l2_bytes);
+        let section = kernels::section(&halves, device.l2_bytes);
         let params = Float8Params {
             attention: AttentionParams { section, ..*self.params },
             per_channel: self.per_channel,
             reserved: 0,
         };
-        let grid = hopper::grid(self.params, entry.rows, device.multiprocessors);
+        let grid = kernels::grid(self.params, entry.rows, device.multiprocessors);
         launch(entry, grid, &arguments, &params)
     }
 }

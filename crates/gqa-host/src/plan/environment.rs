@@ -1,75 +1,93 @@
-//! Environment switches: one table, from which they are read and documented.
+//! Plan options from environment variables: one table, from which they are read and documented.
 
+use super::families::FAMILIES;
+use super::family::Family;
+use super::options::{PlanOption, PlanOptions};
 use crate::{Error, Result};
 use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
 
-/// One environment variable.
+/// An environment variable that sets a plan option.
 #[derive(Clone, Copy, Debug)]
-pub struct Switch {
-    /// Its name.
-    pub name: &'static str,
-    /// ONNX Runtime's name for the same thing; used where `name` is not set.
+pub struct Variable {
+    /// What it sets.
+    pub option: PlanOption,
+    /// ONNX Runtime's name for the same thing; used where the variable itself is not set.
     pub alias: Option<&'static str>,
     /// What values it takes.
     pub values: &'static str,
-    /// What it does.
-    pub meaning: &'static str,
-    set: fn(&mut Switches, &str) -> Option<()>,
+    /// What it does; `{}` stands for the families that it concerns.
+    meaning: &'static str,
+    set: fn(&mut PlanOptions, &str) -> Option<()>,
 }
 
-/// Every switch.
-pub static TABLE: [Switch; 7] = [
-    Switch {
-        name: "GQA_DISABLE_FLASH_ATTENTION",
+impl Variable {
+    /// Its name.
+    pub const fn name(&self) -> &'static str {
+        self.option.variable()
+    }
+
+    /// What it does.
+    pub fn meaning(&self) -> String {
+        let concerns = |family: &&dyn Family| family.options().contains(&self.option);
+        let families = FAMILIES.into_iter().filter(concerns);
+        let names: Vec<_> = families.map(|f| format!("`{}`", f.module().name())).collect();
+        self.meaning.replace("{}", &names.join(", "))
+    }
+}
+
+/// Every variable.
+pub static TABLE: [Variable; 7] = [
+    Variable {
+        option: PlanOption::DisableFlashAttention,
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: none of `hopper`, `hopper_float8`, `hopper_masked`, `hopper_paged`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`, `decode_codes`, `decode_paged`, `decode_paged_codes`, `decode` and `split_kv` is considered",
+        meaning: "1: none of {} is considered",
         set: |s, v| flag(&mut s.disable_flash_attention, v),
     },
-    Switch {
-        name: "GQA_DISABLE_FLASH_DECODE",
+    Variable {
+        option: PlanOption::DisableFlashDecode,
         alias: Some("ORT_DISABLE_FLASH_DECODE"),
         values: "0 or 1",
-        meaning: "1: none of `decode_codes`, `decode_paged`, `decode_paged_codes`, `decode` and `split_kv` is considered",
+        meaning: "1: none of {} is considered",
         set: |s, v| flag(&mut s.disable_flash_decode, v),
     },
-    Switch {
-        name: "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
+    Variable {
+        option: PlanOption::DisableMemoryEfficientAttention,
         alias: Some("ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION"),
         values: "0 or 1",
-        meaning: "1: `general` is not considered",
+        meaning: "1: {} is not considered",
         set: |s, v| flag(&mut s.disable_memory_efficient_attention, v),
     },
-    Switch {
-        name: "GQA_DISABLE_FUSED_KV",
+    Variable {
+        option: PlanOption::DisableFusedKv,
         alias: Some("ORT_DISABLE_FUSED_KV"),
         values: "0 or 1",
-        meaning: "1: unpacking, rotation and cache update are separate launches, and none of `decode_codes`, `decode_paged`, `decode_paged_codes` and `hopper_paged` is considered",
+        meaning: "1: unpacking, rotation and cache update are separate launches, and none of {} is considered",
         set: |s, v| flag(&mut s.disable_fused_kv, v),
     },
-    Switch {
-        name: "GQA_SPLITS",
+    Variable {
+        option: PlanOption::Splits,
         alias: None,
         values: "1 to 128",
-        meaning: "parts that `decode`, `split_kv`, `hopper` and `tiled_wide` cut the keys into, instead of their heuristics' choice",
+        meaning: "splits of the keys in {}, instead of their heuristics' choice",
         set: |s, v| {
             s.splits = Some(v.parse().ok().filter(|n| (1..=MAX_SPLITS).contains(n))?);
             Some(())
         },
     },
-    Switch {
-        name: "GQA_CLUSTER",
+    Variable {
+        option: PlanOption::Cluster,
         alias: None,
         values: "1, 2, 4, 8 or 16",
-        meaning: "blocks of a cluster of `decode`, instead of its heuristic's choice",
+        meaning: "blocks of a cluster in {}, instead of their heuristic's choice",
         set: |s, v| {
             let possible = |n: &u32| n.is_power_of_two() && *n <= MAX_RANKS;
             s.cluster = Some(v.parse().ok().filter(possible)?);
             Some(())
         },
     },
-    Switch {
-        name: "GQA_FORCE",
+    Variable {
+        option: PlanOption::Force,
         alias: None,
         values: "the name of a kernel entry",
         meaning: "use that kernel or fail with the reason why it cannot be used",
@@ -80,10 +98,13 @@ pub static TABLE: [Switch; 7] = [
     },
 ];
 
+/// Names the folder to which every call writes its tensors.
+pub const DUMP: &str = "GQA_DUMP";
+
 /// Variables that help to find mistakes and decide nothing: name, values, meaning.
 pub static AIDS: [(&str, &str, &str); 2] = [
     (
-        crate::backend::dump::VARIABLE,
+        DUMP,
         "a folder, made if it is not there",
         "every call of an operator of the library writes its tensors there as `.npy`",
     ),
@@ -94,26 +115,7 @@ pub static AIDS: [(&str, &str, &str); 2] = [
     ),
 ];
 
-/// Choices that a person makes against the planner's.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Switches {
-    /// GQA_DISABLE_FLASH_ATTENTION
-    pub disable_flash_attention: bool,
-    /// GQA_DISABLE_FLASH_DECODE
-    pub disable_flash_decode: bool,
-    /// GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION
-    pub disable_memory_efficient_attention: bool,
-    /// GQA_DISABLE_FUSED_KV
-    pub disable_fused_kv: bool,
-    /// GQA_SPLITS
-    pub splits: Option<u32>,
-    /// GQA_CLUSTER
-    pub cluster: Option<u32>,
-    /// GQA_FORCE
-    pub force: Option<&'static str>,
-}
-
-impl Switches {
+impl PlanOptions {
     /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as warnings.
     pub fn from_env() -> Result<Self> {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
@@ -122,36 +124,41 @@ impl Switches {
         Self::from_variables(variables)
     }
 
-    /// Reads the switches among `variables`; a value that its switch does not take is an error.
+    /// Reads the options among `variables`.
+    ///
+    /// # Errors
+    /// [`Error::Switch`] where a variable does not take its value.
     pub fn from_variables(variables: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
         let variables: std::collections::BTreeMap<_, _> = variables.into_iter().collect();
-        let mut switches = Self::default();
-        for switch in &TABLE {
-            let names = [Some(switch.name), switch.alias];
+        let mut options = Self::default();
+        for variable in &TABLE {
+            let names = [Some(variable.name()), variable.alias];
             let found =
                 names.into_iter().flatten().find_map(|name| Some((name, variables.get(name)?)));
             if let Some((name, value)) = found {
-                (switch.set)(&mut switches, value.trim()).ok_or_else(|| Error::Switch {
+                (variable.set)(&mut options, value.trim()).ok_or_else(|| Error::Switch {
                     name,
                     got: value.clone(),
-                    allowed: switch.values,
+                    allowed: variable.values,
                 })?;
             }
         }
         for name in variables.keys().filter(|name| unknown(name)) {
             tracing::warn!(
-                "environment variable {name} is no switch of this library and has no effect"
+                "environment variable {name} is no option of this library and has no effect"
             );
         }
-        Ok(switches)
+        Ok(options)
     }
 }
 
 /// Both tables as Markdown, for the documentation.
 pub fn markdown() -> String {
-    let rows = TABLE.iter().map(|s| {
-        let alias = s.alias.map(|a| format!("`{a}`")).unwrap_or_default();
-        format!("| `{}` | {alias} | {} | {} |\n", s.name, s.values, s.meaning)
+    let rows = TABLE.iter().map(|variable| {
+        let Variable { alias, values, .. } = variable;
+        let (name, meaning) = (variable.name(), variable.meaning());
+        let alias = alias.map(|a| format!("`{a}`")).unwrap_or_default();
+        format!("| `{name}` | {alias} | {values} | {meaning} |\n")
     });
     let aids = AIDS
         .iter()
@@ -163,7 +170,7 @@ pub fn markdown() -> String {
 }
 
 fn unknown(name: &str) -> bool {
-    let known = TABLE.iter().map(|switch| switch.name).chain(AIDS.map(|(name, ..)| name));
+    let known = TABLE.iter().map(Variable::name).chain(AIDS.map(|(name, ..)| name));
     name.starts_with("GQA_") && known.into_iter().all(|known| known != name)
 }
 
@@ -180,23 +187,23 @@ fn flag(switch: &mut bool, value: &str) -> Option<()> {
 mod tests {
     use super::*;
 
-    fn read(variables: &[(&str, &str)]) -> Result<Switches> {
-        Switches::from_variables(variables.iter().map(|(n, v)| (n.to_string(), v.to_string())))
+    fn read(variables: &[(&str, &str)]) -> Result<PlanOptions> {
+        PlanOptions::from_variables(variables.iter().map(|(n, v)| (n.to_string(), v.to_string())))
     }
 
     #[test]
-    fn every_switch_is_off_by_default() {
-        assert_eq!(read(&[("PATH", "/bin")]).unwrap(), Switches::default());
+    fn every_option_is_off_by_default() {
+        assert_eq!(read(&[("PATH", "/bin")]).unwrap(), PlanOptions::default());
     }
 
     #[test]
     fn flags_are_read_by_either_name_and_ours_wins() {
-        for switch in TABLE.iter().filter(|s| s.values == "0 or 1") {
-            let alias = switch.alias.unwrap();
-            let on = read(&[(switch.name, "1")]).unwrap();
-            assert_ne!(on, Switches::default(), "{}", switch.name);
+        for variable in TABLE.iter().filter(|v| v.values == "0 or 1") {
+            let (name, alias) = (variable.name(), variable.alias.unwrap());
+            let on = read(&[(name, "1")]).unwrap();
+            assert_ne!(on, PlanOptions::default(), "{name}");
             assert_eq!(read(&[(alias, "1")]).unwrap(), on);
-            assert_eq!(read(&[(alias, "1"), (switch.name, "0")]).unwrap(), Switches::default());
+            assert_eq!(read(&[(alias, "1"), (name, "0")]).unwrap(), PlanOptions::default());
         }
     }
 
@@ -218,7 +225,7 @@ mod tests {
 
     #[test]
     fn unknown_names_have_no_effect() {
-        assert_eq!(read(&[("GQA_TURBO", "1")]).unwrap(), Switches::default());
+        assert_eq!(read(&[("GQA_TURBO", "1")]).unwrap(), PlanOptions::default());
         assert!(unknown("GQA_TURBO") && !unknown("GQA_SPLITS") && !unknown("HOME"));
         assert!(!unknown("GQA_DUMP") && !unknown("GQA_LOG"));
     }

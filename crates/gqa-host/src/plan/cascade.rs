@@ -1,0 +1,62 @@
+//! The cascade: every family is asked in turn, and the first that can do the call does it.
+
+use super::decision::{Decision, Rejection};
+use super::families::FAMILIES;
+use super::family::{Call, Choice, Family};
+use super::requirements;
+use crate::{Error, Result};
+use gqa_kernels::registry;
+
+/// The families that are asked about a contiguous KV cache, in order.
+pub fn candidates() -> impl Iterator<Item = registry::Family> {
+    contiguous().map(|family| family.module())
+}
+
+fn contiguous() -> impl Iterator<Item = &'static dyn Family> {
+    FAMILIES.into_iter().filter(|family| !family.is_paged())
+}
+
+/// The first family that can do a call over a contiguous KV cache, and what became of each.
+pub(super) fn choose(call: &Call<'_>) -> Result<(Choice, Vec<Decision>)> {
+    let mut chosen: Option<Choice> = None;
+    let mut decisions = Vec::new();
+    for family in contiguous() {
+        let outcome = match chosen {
+            Some(_) => Err(Rejection::Outranked),
+            None => consider(family, call),
+        };
+        decisions.push(decision(family, &outcome));
+        chosen = chosen.or(outcome.ok());
+    }
+    match chosen {
+        Some(choice) => Ok((choice, decisions)),
+        None => Err(Error::NoKernel(refusals(&decisions))),
+    }
+}
+
+/// The family's kernel for the call, or the first reason against it.
+pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<Choice, Rejection> {
+    let mut off = family.options().iter().filter(|option| call.options.switches_off(**option));
+    if let Some(option) = off.next() {
+        return Err(Rejection::Disabled { switch: option.variable() });
+    }
+    if let Some(forced) = call.forced.filter(|forced| forced.family != family.module()) {
+        return Err(Rejection::NotForced { forced: forced.name });
+    }
+    requirements::one_type(call.problem)?;
+    Ok(Choice { family, kernel: family.choose(call)? })
+}
+
+/// What became of a family.
+pub(super) fn decision(family: &dyn Family, outcome: &Result<Choice, Rejection>) -> Decision {
+    let outcome = outcome.as_ref().map(|choice| choice.kernel.entry).map_err(Clone::clone);
+    Decision { family: family.module(), outcome }
+}
+
+fn refusals(decisions: &[Decision]) -> String {
+    let refusal = |decision: &Decision| {
+        let reason = decision.outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        format!("{} {reason}", decision.family.name())
+    };
+    decisions.iter().map(refusal).collect::<Vec<_>>().join("; ")
+}

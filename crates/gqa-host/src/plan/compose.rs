@@ -1,0 +1,49 @@
+//! From a problem to a plan.
+
+use super::contiguous::Composed;
+use super::cost::Cost;
+use super::device::DeviceInfo;
+use super::launch::{Launch, Plan};
+use super::options::PlanOptions;
+use super::scratch::Scratch;
+use super::tensors::TensorSpec;
+use super::{paged, sliding};
+use crate::{Error, Problem, Result};
+
+/// Chooses the kernels for `problem` on `device`.
+///
+/// # Errors
+/// [`Error::NoKernel`] where no family takes the call, with each one's reason, or where the call
+/// does not take the kernel that `options` force.
+pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
+    let mut scratch = Scratch::default();
+    let composed = match (problem.pages, problem.sliding()) {
+        (Some(pages), _) => paged::compose(problem, pages, device, options, &mut scratch)?,
+        (None, Some(how)) => sliding::compose(problem, how, device, options, &mut scratch)?,
+        (None, None) => Composed::of(problem, device, options, &mut scratch)?,
+    };
+    let Composed { launches, decisions, positions } = composed;
+    check_forced(options, &launches)?;
+    Ok(Plan {
+        problem: problem.clone(),
+        device: device.clone(),
+        tensors: TensorSpec::all(problem),
+        launches,
+        workspace_bytes: scratch.bytes,
+        counters: scratch.counters,
+        decisions,
+        positions,
+        cost: Cost::of(problem),
+    })
+}
+
+/// GQA_FORCE means that kernel or none.
+fn check_forced(options: &PlanOptions, launches: &[Launch]) -> Result<()> {
+    match options.force {
+        Some(forced) if launches.iter().all(|launch| launch.entry.name != forced) => {
+            let names: Vec<_> = launches.iter().map(|launch| launch.entry.name).collect();
+            Err(Error::NoKernel(format!("GQA_FORCE={forced}, but it takes {}", names.join(", "))))
+        }
+        _ => Ok(()),
+    }
+}

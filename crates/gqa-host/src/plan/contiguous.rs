@@ -1,0 +1,43 @@
+//! Calls over a contiguous KV cache that does not slide: a prologue, and attention.
+
+use super::cascade;
+use super::decision::Decision;
+use super::device::DeviceInfo;
+use super::family::{Call, FusedPrologue, Job, Task};
+use super::launch::Launch;
+use super::options::PlanOptions;
+use super::positions::{Positions, positions};
+use super::prologue::prologue;
+use super::scratch::Scratch;
+use crate::{Computes, Problem, Result};
+
+/// What a plan has of the kernels chosen.
+pub(super) struct Composed {
+    pub(super) launches: Vec<Launch>,
+    pub(super) decisions: Vec<Decision>,
+    pub(super) positions: Option<Positions>,
+}
+
+impl Composed {
+    /// For a call over a contiguous KV cache that does not slide.
+    pub(super) fn of(
+        problem: &Problem,
+        device: &DeviceInfo,
+        options: &PlanOptions,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
+        let fused = !options.disable_fused_kv;
+        let positions = positions(problem, fused);
+        if problem.computes != Computes::Attention {
+            let nothing = FusedPrologue::default();
+            let (launches, _) = prologue(problem, device, fused, nothing, scratch)?;
+            return Ok(Self { launches, decisions: Vec::new(), positions });
+        }
+        let (choice, decisions) = cascade::choose(&Call::new(problem, device, options))?;
+        let by_attention = choice.fuses(problem, fused);
+        let (mut launches, rows) = prologue(problem, device, fused, by_attention, scratch)?;
+        let task = Task::whole(problem, fused);
+        launches.extend(choice.launches(Job { problem, device, rows, task, scratch })?);
+        Ok(Self { launches, decisions, positions })
+    }
+}

@@ -1,0 +1,316 @@
+//! `decode`: a decode step in one launch on Hopper, by clusters of blocks: it rotates, appends and
+//! attends; and what its sisters share with it.
+
+use crate::plan::build::{element, launch, tensor, u32_of};
+use crate::plan::decision::Rejection;
+use crate::plan::device::DeviceInfo;
+use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
+use crate::plan::launch::{Arg, Launch};
+use crate::plan::options::PlanOption;
+use crate::plan::params::{arguments, params, position_stride, rotary_params};
+use crate::plan::tensors::TensorId;
+use crate::plan::{requirements, select};
+use crate::{CacheBinding, Problem, Result};
+use bytemuck::Zeroable;
+use gqa_kernels::attention::decode::{self, Shape};
+use gqa_kernels::num::Format;
+use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides};
+use gqa_kernels::registry::{self, Entry, entries};
+
+pub(super) struct Decode;
+
+impl Family for Decode {
+    fn module(&self) -> registry::Family {
+        registry::Family::Decode
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        use PlanOption::{Cluster, DisableFlashAttention, DisableFlashDecode, Splits};
+        &[DisableFlashAttention, DisableFlashDecode, Splits, Cluster]
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        requirements::output_of(call.forced, call.problem)?;
+        requirements::flash(call.problem)?;
+        choose(self.module(), call)
+    }
+
+    fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
+        FusedPrologue::of_new_rows(problem, entry, fused)
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        launches(kernel, job)
+    }
+}
+
+/// The options that concern those of its sisters that have no other kernel to append for them.
+pub(super) const OPTIONS: &[PlanOption] = &[
+    PlanOption::DisableFlashAttention,
+    PlanOption::DisableFlashDecode,
+    PlanOption::DisableFusedKv,
+    PlanOption::Splits,
+    PlanOption::Cluster,
+];
+
+/// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys
+/// come from memory once, and that is faster than the larger tiles of other kernels
+/// (`docs/perf-log.md`).
+const MAX_ROWS: usize = 128;
+
+/// The module's kernel for the call and its shape.
+pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
+    let entry = entry(module, call)?;
+    reads_rows(call.problem)?;
+    if call.forced.is_none() {
+        has_few_row_tiles(call, entry)?;
+    }
+    let (p, max) = (call.problem, entry.keys);
+    if p.cache == CacheBinding::Shared && p.new_len > max as usize {
+        return Err(Rejection::NewRows { got: p.new_len, max });
+    }
+    select::shared_memory(entry, call.device)?;
+    shape(call, entry)
+}
+
+/// The kernel for the call's type, head size and rows: as few row tiles as there can be.
+fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
+    const SM: u32 = 90;
+    let (p, device) = (call.problem, call.device);
+    if device.sm != SM {
+        return Err(Rejection::Architecture { have: device.sm, need: SM });
+    }
+    let codes = p.quantised.map(|how| how.format);
+    let is_typed = |entry: &&Entry| {
+        entry.family == module
+            && (entry.codes.is_none() || entry.codes == codes)
+            && element(p.dtype) == Some(entry.dtype)
+    };
+    let typed = || entries().filter(is_typed);
+    if typed().next().is_none() {
+        return Err(Rejection::ElementType { got: p.dtype });
+    }
+    let written = || typed().filter(|entry| requirements::writes(entry, p));
+    if written().next().is_none() {
+        return Err(Rejection::OutputType { got: p.out_dtype });
+    }
+    let sized = || written().filter(|entry| entry.head_size as usize == p.head_size);
+    let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
+    let chosen = match call.forced {
+        Some(forced) => sized().find(|entry| entry.name == forced.name),
+        None => sized()
+            .filter(|entry| entry.min_blocks == 1)
+            .min_by_key(|entry| (tiles(entry), entry.rows)),
+    };
+    chosen.ok_or(Rejection::OtherHeadSize { got: p.head_size })
+}
+
+/// A head's keys and values must lie row after row.
+fn reads_rows(p: &Problem) -> Result<(), Rejection> {
+    match [p.keys_read(), p.values_read()].iter().any(|layout| layout.row != p.head_size) {
+        true => Err(Rejection::Strided),
+        false => Ok(()),
+    }
+}
+
+fn has_few_row_tiles(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
+    let (p, sms) = (call.problem, call.device.multiprocessors);
+    let rows = p.packed_rows();
+    let tiles = rows.div_ceil(entry.rows as usize);
+    let clusters = tiles.saturating_mul(p.kv_heads).saturating_mul(p.batch);
+    if rows > MAX_ROWS {
+        return Err(Rejection::Rows { got: rows, max: MAX_ROWS as u32 });
+    }
+    if tiles > 1 && clusters > sms as usize {
+        return Err(Rejection::RowTiles { got: clusters, max: sms });
+    }
+    Ok(())
+}
+
+/// Quantized values in the room of an element of 16 bits.
+fn values_per_element(entry: &Entry) -> u32 {
+    match entry.codes {
+        None => 1,
+        Some(Format::Int8 | Format::Float8) => 2,
+        Some(Format::Int4) => 4,
+    }
+}
+
+/// The same kernel in blocks of half the size, if an SM has room for two.
+fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
+    /// What a block takes of an SM's shared memory besides its own.
+    const RESERVED: u32 = 1024;
+    let is_half = |other: &&Entry| {
+        other.family == entry.family
+            && other.dtype == entry.dtype
+            && (other.head_size, other.rows) == (entry.head_size, entry.rows)
+            && other.arguments == entry.arguments
+            && other.min_blocks == 2
+    };
+    let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;
+    entries().find(is_half).filter(fits)
+}
+
+/// The options' clusters and splits, or those with which the call ends first, and the kernel for
+/// them: `entry` or, unless that is forced, its half.
+fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
+    let (p, device, options) = (call.problem, call.device, call.options);
+    has_grid(p, &Kernel::whole(entry))?;
+    let mut params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
+    // Keys cost what their bytes cost.
+    params.head_size /= values_per_element(entry);
+    let kernel = match (options.cluster, options.splits) {
+        (None, None) => {
+            let half = if options.force.is_none() { half_of(entry, device) } else { None };
+            let (keys, sms) = (p.most_keys(), device.multiprocessors);
+            let Shape { ranks, parts, together } =
+                decode::shape(&params, entry.rows, keys, sms, half.is_some());
+            let entry = half.filter(|_| together == 2).unwrap_or(entry);
+            Kernel { entry, splits: parts, cluster: ranks }
+        }
+        (cluster, splits) => {
+            Kernel { entry, splits: splits.unwrap_or(1), cluster: cluster.unwrap_or(1) }
+        }
+    };
+    has_grid(p, &kernel)?;
+    has_counters(&params, &kernel)?;
+    Ok(kernel)
+}
+
+/// Errs where there are more blocks than CUDA starts.
+fn has_grid(p: &Problem, kernel: &Kernel) -> Result<(), Rejection> {
+    const MAX: [usize; 3] = [i32::MAX as usize, 65_535, 65_535];
+    let row_tiles = p.packed_rows().div_ceil(kernel.entry.rows as usize);
+    let blocks = kernel.cluster as usize * kernel.splits as usize;
+    let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch)];
+    let fits = grid.iter().zip(MAX).all(|(&blocks, max)| blocks <= max);
+    let all = grid.iter().try_fold(1usize, |all, &blocks| all.checked_mul(blocks));
+    (fits && all.is_some_and(|all| all <= u32::MAX as usize))
+        .then_some(())
+        .ok_or(Rejection::TooLarge)
+}
+
+/// Errs where so many blocks share keys that they do not need splits.
+fn has_counters(params: &AttentionParams, kernel: &Kernel) -> Result<(), Rejection> {
+    const MAX: usize = 1 << 16;
+    let need = decode::arrivals(params, kernel.entry.rows, kernel.cluster, kernel.splits);
+    if need > MAX { Err(Rejection::Counters { need, max: MAX }) } else { Ok(()) }
+}
+
+/// The launch.
+pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+    let params = step_params(kernel, &job, attention_params(kernel, &job)?)?;
+    let bound = bound(kernel, job, &params)?;
+    let grid = decode::grid(&params, kernel.cluster);
+    in_clusters(kernel, launch(kernel.entry, grid, &bound, &params)?)
+}
+
+/// A launch that may begin while the one ahead of it still runs.
+pub(super) fn in_clusters(kernel: &Kernel, launch: Launch) -> Result<Vec<Launch>> {
+    Ok(vec![Launch { cluster: kernel.cluster, programmatic: true, ..launch }])
+}
+
+/// Attention's part of the parameters: of a quantized cache strides are in bytes.
+pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<AttentionParams> {
+    let params = params(job.problem, job.rows.query.strides, 1)?;
+    Ok(in_bytes(kernel, job.problem, params))
+}
+
+pub(super) fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
+    let Some(how) = p.quantised.filter(|_| kernel.entry.codes.is_some()) else {
+        return params;
+    };
+    let per_byte = how.codes_per_element() as u64;
+    let bytes = |values: Strides| Strides {
+        batch: values.batch / per_byte,
+        head: values.head / per_byte,
+        row: values.row / per_byte,
+    };
+    AttentionParams { k: bytes(params.k), v: bytes(params.v), ..params }
+}
+
+/// The parameters of a decode step.
+pub(super) fn step_params(
+    kernel: &Kernel,
+    job: &Job<'_>,
+    attention: AttentionParams,
+) -> Result<DecodeParams> {
+    let (p, entry, task) = (job.problem, kernel.entry, job.task);
+    let fused = FusedPrologue::of_new_rows(p, entry, task.fused).new_rows;
+    let appends = fused && !task.appended;
+    let rotary = match fused {
+        true => rotary_params(p.rotary, position_stride(p)?)?,
+        false => RotaryParams::zeroed(),
+    };
+    Ok(DecodeParams {
+        new_k: job.rows.key.strides,
+        new_v: job.rows.value.strides,
+        rotary,
+        new_len: if appends { u32_of("new keys", p.new_len)? } else { 0 },
+        parts: kernel.splits,
+        clusters: decode::clusters(&attention, entry.rows),
+        rows: entry.rows,
+        at_a_time: job.device.multiprocessors * entry.min_blocks,
+        // The launch that normalises begins when all before it has ended, and writes scratch.
+        settled: u32::from(appends && (p.settled || p.qk_norm.is_some())),
+        ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
+        per_channel: (entry.codes.is_some() && p.quantised.is_some_and(|how| how.per_channel))
+            .into(),
+        attention,
+    })
+}
+
+/// The arguments of a decode step.
+pub(super) fn bound(
+    kernel: &Kernel,
+    job: Job<'_>,
+    params: &DecodeParams,
+) -> Result<Vec<(&'static str, Arg)>> {
+    let (p, rows) = (job.problem, job.rows);
+    let fused = FusedPrologue::of_new_rows(p, kernel.entry, job.task.fused).new_rows;
+    let given = |id| if fused { tensor(p, id, 0) } else { Arg::Null };
+    let new = |arg: Arg| if fused && !job.task.appended { arg } else { Arg::Null };
+    let mut bound = arguments(p, &rows);
+    bound.extend([
+        ("new_k", new(rows.key.arg)),
+        ("new_v", new(rows.value.arg)),
+        ("cos", given(TensorId::CosCache)),
+        ("sin", given(TensorId::SinCache)),
+        ("position_ids", given(TensorId::PositionIds)),
+        ("k_scale", tensor(p, TensorId::KScale, 0)),
+        ("v_scale", tensor(p, TensorId::VScale, 0)),
+    ]);
+    let [out, states, arrivals] = partials(kernel, job, params)?;
+    bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
+    Ok(bound)
+}
+
+/// Scratch for splits of the keys, if there are several: their output, their states, and the
+/// counters by which their clusters find each other.
+fn partials(kernel: &Kernel, job: Job<'_>, params: &DecodeParams) -> Result<[Arg; 3]> {
+    let Kernel { entry, splits, cluster } = *kernel;
+    if splits == 1 {
+        return Ok([Arg::Null; 3]);
+    }
+    let (out, states) = decode::partial_elements(params, cluster);
+    let counters = decode::arrivals(&params.attention, entry.rows, cluster, splits);
+    Ok([
+        job.scratch.take(out, size_of::<f32>())?,
+        job.scratch.take(states, size_of::<[f32; 2]>())?,
+        job.scratch.count(counters),
+    ])
+}
+
+/// Whether teams ask for their first keys before they know how many there are. Rows that the call
+/// appends must not be among them, unless one cluster alone reads them; it appends them later than
+/// otherwise if it has several ranks and few keys, which then costs more than asking early brings
+/// (`docs/perf-log.md`). A block table says nothing of keys that there are not: whose rows those
+/// would be, the others' appends may be among.
+fn asks_ahead(p: &Problem, kernel: &Kernel, appends: bool) -> bool {
+    let Kernel { entry, splits, cluster } = *kernel;
+    let row_tiles = p.packed_rows().div_ceil(entry.rows as usize);
+    let is_alone = splits == 1 && row_tiles == 1;
+    let most_ahead = (cluster * entry.threads / 32 * entry.keys) as usize;
+    let has_more = cluster == 1 || p.total_len > 2 * most_ahead;
+    p.window.is_none() && p.pages.is_none() && has_more && (!appends || is_alone)
+}

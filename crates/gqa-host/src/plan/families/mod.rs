@@ -1,0 +1,42 @@
+//! The kernel families, one file each.
+
+mod decode;
+mod decode_codes;
+mod decode_paged;
+mod decode_paged_codes;
+mod general;
+mod hopper;
+mod hopper_float8;
+mod hopper_masked;
+mod hopper_paged;
+mod split_kv;
+mod tiled;
+mod tiled_f32;
+mod tiled_masked;
+mod tiled_wide;
+mod unfused;
+
+use super::family::Family;
+
+/// All families, best first: the order in which the cascade asks them.
+pub(super) static FAMILIES: [&dyn Family; 15] = [
+    &decode_paged::DecodePaged,
+    &decode_paged_codes::DecodePagedCodes,
+    &hopper_paged::HopperPaged,
+    &decode_codes::DecodeCodes,
+    &decode::Decode,
+    &split_kv::SplitKv,
+    &hopper_float8::HopperFloat8,
+    &hopper::Hopper,
+    &hopper_masked::HopperMasked,
+    &tiled::Tiled,
+    &tiled_masked::TiledMasked,
+    &tiled_f32::TiledF32,
+    &tiled_wide::TiledWide,
+    &general::General,
+    &unfused::Unfused,
+];
+
+pub(super) use decode_paged::DecodePaged;
+pub(super) use decode_paged_codes::DecodePagedCodes;
+pub(super) use hopper_paged::HopperPaged;

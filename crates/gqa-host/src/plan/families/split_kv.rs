@@ -1,0 +1,68 @@
+//! `split_kv`: flash attention over splits of the keys, and a merge, for few query rows and many
+//! keys.
+
+use super::hopper;
+use crate::Result;
+use crate::plan::decision::Rejection;
+use crate::plan::family::{Call, Family, Job, Kernel};
+use crate::plan::launch::Launch;
+use crate::plan::options::PlanOption;
+use crate::plan::params::{arguments, params, sectioned_params};
+use crate::plan::{merge, requirements, select};
+use bytemuck::Zeroable;
+use gqa_kernels::attention::split_kv;
+use gqa_kernels::params::Strides;
+use gqa_kernels::registry::{self, Entry};
+
+pub(super) struct SplitKv;
+
+impl Family for SplitKv {
+    fn module(&self) -> registry::Family {
+        registry::Family::SplitKv
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        &[PlanOption::DisableFlashAttention, PlanOption::DisableFlashDecode, PlanOption::Splits]
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        requirements::flash(call.problem)?;
+        let entry = select::smallest(self, call)?;
+        Ok(Kernel::split(entry, splits(call, entry)?))
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        let Kernel { entry, splits, .. } = *kernel;
+        let params = sectioned_params(&job, splits)?;
+        let arguments = arguments(job.problem, &job.rows);
+        merge::launches(job, entry, split_kv::grid(&params), arguments, &params, splits > 1)
+    }
+}
+
+/// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of
+/// `tiled` with few rows.
+const FEW_ROWS: u32 = 64;
+
+/// Into how many parts the keys are split, or why `tiled` does better. GQA_SPLITS and GQA_FORCE
+/// know better than the heuristic.
+fn splits(call: &Call<'_>, entry: &Entry) -> Result<u32, Rejection> {
+    let (p, device) = (call.problem, call.device);
+    let least = select::least_splits(p);
+    if let Some(splits) = call.options.splits {
+        return Ok(splits.max(least));
+    }
+    let rows = p.packed_rows();
+    // Of those with larger tiles only `hopper` has output in another type.
+    let has_no_rival = p.widens_output() && !hopper::may_take(p, device);
+    let takes_all = call.options.force.is_some() || has_no_rival;
+    if rows > FEW_ROWS as usize && !takes_all {
+        return Err(Rejection::Rows { got: rows, max: FEW_ROWS });
+    }
+    let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
+    let splits = split_kv::splits(&params, p.most_keys(), device.multiprocessors);
+    // Two row tiles that read the keys each for itself still do.
+    if splits == 1 && rows > 2 * entry.rows as usize && !takes_all {
+        return Err(Rejection::OneSplit);
+    }
+    Ok(splits.max(least))
+}

@@ -1,0 +1,38 @@
+//! `tiled`: flash attention on tensor cores, for prefill on every GPU that has them.
+
+use crate::Result;
+use crate::plan::build::launch;
+use crate::plan::decision::Rejection;
+use crate::plan::family::{Call, Family, Job, Kernel};
+use crate::plan::launch::Launch;
+use crate::plan::options::PlanOption;
+use crate::plan::params::{arguments, sectioned_params};
+use crate::plan::{requirements, select};
+use gqa_kernels::attention::tiled;
+use gqa_kernels::registry;
+
+pub(super) struct Tiled;
+
+impl Family for Tiled {
+    fn module(&self) -> registry::Family {
+        registry::Family::Tiled
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        &[PlanOption::DisableFlashAttention]
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        requirements::flash(call.problem)?;
+        let entry = select::smallest(self, call)?;
+        requirements::narrow_output(call.problem)?;
+        Ok(Kernel::whole(entry))
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        let params = sectioned_params(&job, 1)?;
+        let grid = tiled::grid(&params, kernel.entry.rows);
+        let arguments = arguments(job.problem, &job.rows);
+        Ok(vec![launch(kernel.entry, grid, &arguments, &params)?])
+    }
+}

@@ -1,0 +1,67 @@
+//! What a caller decides instead of the planner.
+
+/// Choices that a person makes against the planner's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// GQA_DISABLE_FLASH_ATTENTION
+    pub disable_flash_attention: bool,
+    /// GQA_DISABLE_FLASH_DECODE
+    pub disable_flash_decode: bool,
+    /// GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION
+    pub disable_memory_efficient_attention: bool,
+    /// GQA_DISABLE_FUSED_KV
+    pub disable_fused_kv: bool,
+    /// GQA_SPLITS
+    pub splits: Option<u32>,
+    /// GQA_CLUSTER
+    pub cluster: Option<u32>,
+    /// GQA_FORCE
+    pub force: Option<&'static str>,
+}
+
+/// One of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PlanOption {
+    /// GQA_DISABLE_FLASH_ATTENTION
+    DisableFlashAttention,
+    /// GQA_DISABLE_FLASH_DECODE
+    DisableFlashDecode,
+    /// GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION
+    DisableMemoryEfficientAttention,
+    /// GQA_DISABLE_FUSED_KV
+    DisableFusedKv,
+    /// GQA_SPLITS
+    Splits,
+    /// GQA_CLUSTER
+    Cluster,
+    /// GQA_FORCE
+    Force,
+}
+
+impl PlanOption {
+    /// The environment variable that sets it.
+    pub const fn variable(self) -> &'static str {
+        match self {
+            Self::DisableFlashAttention => "GQA_DISABLE_FLASH_ATTENTION",
+            Self::DisableFlashDecode => "GQA_DISABLE_FLASH_DECODE",
+            Self::DisableMemoryEfficientAttention => "GQA_DISABLE_MEMORY_EFFICIENT_ATTENTION",
+            Self::DisableFusedKv => "GQA_DISABLE_FUSED_KV",
+            Self::Splits => "GQA_SPLITS",
+            Self::Cluster => "GQA_CLUSTER",
+            Self::Force => "GQA_FORCE",
+        }
+    }
+}
+
+impl PlanOptions {
+    /// Whether what the option concerns is not to be considered.
+    pub(super) fn switches_off(&self, option: PlanOption) -> bool {
+        match option {
+            PlanOption::DisableFlashAttention => self.disable_flash_attention,
+            PlanOption::DisableFlashDecode => self.disable_flash_decode,
+            PlanOption::DisableMemoryEfficientAttention => self.disable_memory_efficient_attention,
+            PlanOption::DisableFusedKv => self.disable_fused_kv,
+            PlanOption::Splits | PlanOption::Cluster | PlanOption::Force => false,
+        }
+    }
+}

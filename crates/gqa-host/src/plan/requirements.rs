@@ -1,0 +1,93 @@
+//! What several families ask of a call.
+
+use super::decision::Rejection;
+use crate::{Alignment, CacheBinding, Pages, Problem, QkOutput};
+use gqa_kernels::registry::Entry;
+
+/// Flash attention without a place for a bias, or for nothing else.
+pub(super) fn flash(p: &Problem) -> Result<(), Rejection> {
+    match p.bias {
+        None => any_flash(p),
+        Some(_) => Err(Rejection::Argument { name: "attention_bias" }),
+    }
+}
+
+/// Flash attention with a bias or a mask.
+pub(super) fn masked_flash(p: &Problem) -> Result<(), Rejection> {
+    /// Columns of a mask whose tiles are counted in 32 bits.
+    const COLUMNS: usize = 1 << 24;
+    match p.bias {
+        Some(bias) if bias.columns > COLUMNS => Err(Rejection::TooLarge),
+        Some(_) => any_flash(p),
+        None => Err(Rejection::NoMask),
+    }
+}
+
+/// Flash attention knows no score outputs, and only GroupQueryAttention's positions, windows and
+/// head sizes.
+fn any_flash(p: &Problem) -> Result<(), Rejection> {
+    if p.output_qk != QkOutput::None {
+        return Err(Rejection::Argument { name: "output_qk" });
+    }
+    if p.v_head_size != p.head_size {
+        return Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size });
+    }
+    if p.head_size % 8 != 0 {
+        return Err(Rejection::Vectors { got: p.head_size });
+    }
+    if p.right_window.is_some() || p.window.is_some() && !p.causal {
+        return Err(Rejection::Window);
+    }
+    match p.alignment {
+        Alignment::Phase => Ok(()),
+        got => Err(Rejection::Alignment { got }),
+    }
+}
+
+/// A quantized cache that the kernel appends to where it reads it.
+pub(super) fn shared_and_quantized(p: &Problem) -> Result<(), Rejection> {
+    match (p.quantised, p.cache) {
+        (None, _) => Err(Rejection::NotQuantised),
+        (Some(_), CacheBinding::Shared) => Ok(()),
+        (Some(_), _) => Err(Rejection::NotShared),
+    }
+}
+
+/// Blocks of a paged cache that are whole pieces of so many rows.
+pub(super) fn blocks_of(p: &Problem, need: u32) -> Result<(), Rejection> {
+    match p.pages {
+        Some(Pages { block_size: got, .. }) if !got.is_power_of_two() || got < need as usize => {
+            Err(Rejection::BlockSize { got, need })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// No kernel mixes element types.
+pub(super) fn one_type(p: &Problem) -> Result<(), Rejection> {
+    match p.v_dtype == p.dtype {
+        true => Ok(()),
+        false => Err(Rejection::Values { dtype: p.v_dtype, size: p.v_head_size }),
+    }
+}
+
+/// Output in the element type.
+pub(super) fn narrow_output(p: &Problem) -> Result<(), Rejection> {
+    match p.widens_output() {
+        false => Ok(()),
+        true => Err(Rejection::OutputType { got: p.out_dtype }),
+    }
+}
+
+/// Output that a forced kernel writes.
+pub(super) fn output_of(forced: Option<&Entry>, p: &Problem) -> Result<(), Rejection> {
+    match forced {
+        Some(forced) if !writes(forced, p) => Err(Rejection::OutputType { got: p.out_dtype }),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a kernel that ends with the output has it in the call's type.
+pub(super) fn writes(entry: &Entry, p: &Problem) -> bool {
+    (entry.output != entry.dtype) == p.widens_output()
+}

@@ -1,0 +1,58 @@
+//! Which of a family's kernels a call takes.
+
+use super::build::element;
+use super::decision::Rejection;
+use super::device::DeviceInfo;
+use super::family::{Call, Family};
+use crate::Problem;
+use gqa_kernels::registry::{Entry, entries};
+
+/// The family's kernel with the smallest tile that holds the call's heads.
+pub(super) fn smallest(family: &dyn Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
+    among(family, call, |_| true, |_| [0; 4])
+}
+
+/// Of the family's kernels that are `eligible` the one with the smallest tile that holds the call's
+/// heads, and of several with that tile the one that is `unsuited` least.
+pub(super) fn among(
+    family: &dyn Family,
+    call: &Call<'_>,
+    eligible: impl Fn(&Entry) -> bool,
+    unsuited: impl Fn(&Entry) -> [usize; 4],
+) -> Result<&'static Entry, Rejection> {
+    let (p, forced) = (call.problem, call.forced);
+    let is_forced = |entry: &Entry| {
+        forced.is_none_or(|forced| forced.name == entry.name || !forced.role.leads())
+    };
+    let fits = |entry: &&'static Entry| {
+        entry.family == family.module() && entry.role.leads() && eligible(entry) && is_forced(entry)
+    };
+    let typed = || entries().filter(fits).filter(|entry| element(p.dtype) == Some(entry.dtype));
+    let largest = typed().map(|entry| entry.head_size).max();
+    let max = largest.ok_or(Rejection::ElementType { got: p.dtype })?;
+    let holds = |entry: &&Entry| entry.head_size as usize >= p.head_size.max(p.v_head_size);
+    let smallest = typed().filter(holds).min_by_key(|entry| (entry.head_size, unsuited(entry)));
+    let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
+    runs_on(entry, call.device)?;
+    Ok(entry)
+}
+
+/// Whether the device is new enough for a kernel, and has the shared memory that it needs.
+fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
+    if entry.min_sm > device.sm {
+        return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
+    }
+    shared_memory(entry, device)
+}
+
+/// Whether the device has the shared memory that a block of the kernel needs.
+pub(super) fn shared_memory(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
+    let (have, need) = (device.shared_bytes, entry.shared_bytes);
+    if need > have { Err(Rejection::SharedMemory { have, need }) } else { Ok(()) }
+}
+
+/// Fewest parts of the keys for kernels that have the output of one part in the element type only:
+/// the merge knows both types.
+pub(super) fn least_splits(p: &Problem) -> u32 {
+    if p.widens_output() { 2 } else { 1 }
+}
