@@ -1,23 +1,17 @@
-//! The caller's stream, memory and workspace: here they belong to cudarc. Nothing is allocated, copied or waited for on their behalf.
+//! A decode step as an engine runs it, on its own memory and stream: here they are cudarc's.
+//! Nothing is allocated, copied or waited for on its behalf.
 //!
 //! `cargo run --release --example cuda_borrowed`; without a GPU it says so.
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaContext, CudaSlice, DevicePtr, DevicePtrMut};
+use gqa_host::DType::{F16, I32};
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
-use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::engine::{Dense, Heads, Layer};
 use gqa_host::plan::{PlanOptions, Planner, TensorId};
-use gqa_host::{CacheBinding, DType, TensorDesc};
 use half::f16;
 
 const PAST: usize = 1000;
 const CAPACITY: usize = 1024;
-
-fn noise(
-    stream: &std::sync::Arc<CudaStream>,
-    elements: usize,
-) -> Result<CudaSlice<f16>, cudarc::driver::DriverError> {
-    stream.clone_htod(&(0..elements).map(|i| f16::from_f32((i as f32).sin())).collect::<Vec<_>>())
-}
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Both find the GPU's primary context.
@@ -28,61 +22,47 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             return Ok(());
         }
     };
-    let stream = CudaContext::new(0)?.new_stream()?;
-    // SAFETY: the stream lives until the end of the program.
-    let theirs = unsafe { Stream::from_raw(&device, stream.cu_stream().cast()) }?;
+    let theirs = CudaContext::new(0)?.new_stream()?;
+    // SAFETY: cudarc's stream lives until the end of the program.
+    let stream = unsafe { Stream::from_raw(&device, theirs.cu_stream().cast()) }?;
 
-    let (query_shape, key_shape) = ([1, 1, 32 * 128], [1, 1, 8 * 128]);
-    let cache_shape = [1, 8, CAPACITY, 128];
-    let f16 = |shape| TensorDesc { dtype: DType::F16, shape };
-    let shapes = Shapes {
-        key: Some(f16(&key_shape)),
-        value: Some(f16(&key_shape)),
-        past_key: Some(f16(&cache_shape)),
-        past_value: Some(f16(&cache_shape)),
-        ..Shapes::new(f16(&query_shape), TensorDesc { dtype: DType::I32, shape: &[1] }, PAST + 1)
-    };
-    let problem =
-        GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
-    // Kept as long as the program runs, it finds the plans of later steps without planning.
+    // One plan for all decode steps: lengths are read on the GPU.
+    let layer = Layer::new(F16, Heads { query: 32, kv: 8, size: 128 });
     let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
-    let step = device.load(planner.plan(&problem)?)?;
-    let (workspace_bytes, counters) = (step.plan().workspace_bytes(), step.plan().counters());
+    let step = device.load(planner.plan(&layer.dense(Dense::decode(1, CAPACITY))?)?)?;
 
-    let query = noise(&stream, 32 * 128)?;
-    let (key, value) = (noise(&stream, 8 * 128)?, noise(&stream, 8 * 128)?);
-    let (mut keys, mut values) =
-        (noise(&stream, 8 * CAPACITY * 128)?, noise(&stream, 8 * CAPACITY * 128)?);
-    let seqlens_k = stream.clone_htod(&[PAST as i32])?;
-    let mut output = stream.alloc_zeros::<f16>(32 * 128)?;
-    let mut workspace = stream.alloc_zeros::<u8>(workspace_bytes.max(1))?;
+    let noise = |n: usize| (0..n).map(|i| f16::from_f32((i as f32).sin())).collect::<Vec<_>>();
+    let tensor = |n: usize| -> Result<CudaSlice<f16>, _> { theirs.clone_htod(&noise(n)) };
+    let (q, k, v) = (tensor(32 * 128)?, tensor(8 * 128)?, tensor(8 * 128)?);
+    let (mut keys, mut values) = (tensor(8 * CAPACITY * 128)?, tensor(8 * CAPACITY * 128)?);
+    let last = theirs.clone_htod(&[PAST as i32])?;
+    let mut output = theirs.alloc_zeros::<f16>(32 * 128)?;
+    let bytes = step.plan().workspace_bytes();
+    let mut scratch = theirs.alloc_zeros::<u8>(bytes.max(1))?;
     // Zero once: every call leaves them so.
-    let mut counters = stream.alloc_zeros::<u32>(counters.max(1))?;
+    let mut counters = theirs.alloc_zeros::<u32>(step.plan().counters().max(1))?;
     {
-        let view = DeviceView::new;
-        // The guards tell cudarc when the stream uses its memory; they live until the work is in the stream.
-        let (query, _q) = query.device_ptr(&stream);
-        let (key, _k) = key.device_ptr(&stream);
-        let (value, _v) = value.device_ptr(&stream);
-        let (keys, _keys) = keys.device_ptr_mut(&stream);
-        let (values, _values) = values.device_ptr_mut(&stream);
-        let (lengths, _l) = seqlens_k.device_ptr(&stream);
-        let (output, _o) = output.device_ptr_mut(&stream);
-        let (scratch, _s) = workspace.device_ptr_mut(&stream);
+        let (query, new, cache) = ([1, 1, 32 * 128], [1, 1, 8 * 128], [1, 8, CAPACITY, 128]);
+        // The guards tell cudarc when the stream uses its memory.
+        let ((q, _q), (k, _k)) = (q.device_ptr(&theirs), k.device_ptr(&theirs));
+        let ((v, _v), (last, _last)) = (v.device_ptr(&theirs), last.device_ptr(&theirs));
+        let (keys, _keys) = keys.device_ptr_mut(&theirs);
+        let (values, _values) = values.device_ptr_mut(&theirs);
+        let (output, _output) = output.device_ptr_mut(&theirs);
+        let (scratch, _scratch) = scratch.device_ptr_mut(&theirs);
+        let (counters, _counters) = counters.device_ptr_mut(&theirs);
         let views = Views::new()
-            .bind(TensorId::Query, view(query, DType::F16, &query_shape))
-            .bind(TensorId::Key, view(key, DType::F16, &key_shape))
-            .bind(TensorId::Value, view(value, DType::F16, &key_shape))
-            .bind(TensorId::SeqlensK, view(lengths, DType::I32, &[1]))
-            .bind(TensorId::Output, view(output, DType::F16, &query_shape))
-            .bind(TensorId::PresentKey, view(keys, DType::F16, &cache_shape))
-            .bind(TensorId::PresentValue, view(values, DType::F16, &cache_shape));
-        let (counters, _c) = counters.device_ptr_mut(&stream);
-        let workspace = Workspace::new(scratch, workspace_bytes, counters);
-        // SAFETY: all memory has the stated sizes and outlives the work.
-        unsafe { step.enqueue(&views, workspace, &theirs) }?;
+            .bind(TensorId::Query, DeviceView::new(q, F16, &query))
+            .bind(TensorId::Key, DeviceView::new(k, F16, &new))
+            .bind(TensorId::Value, DeviceView::new(v, F16, &new))
+            .bind(TensorId::PresentKey, DeviceView::new(keys, F16, &cache))
+            .bind(TensorId::PresentValue, DeviceView::new(values, F16, &cache))
+            .bind(TensorId::SeqlensK, DeviceView::new(last, I32, &[1]))
+            .bind(TensorId::Output, DeviceView::new(output, F16, &query));
+        // SAFETY: all memory has the stated sizes and outlives the work in the stream.
+        unsafe { step.enqueue(&views, Workspace::new(scratch, bytes, counters), &stream) }?;
     }
-    let output = stream.clone_dtoh(&output)?;
+    let output = theirs.clone_dtoh(&output)?;
     println!("output of {} elements begins {:?}", output.len(), &output[..4]);
     Ok(())
 }

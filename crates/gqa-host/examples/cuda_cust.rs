@@ -6,10 +6,10 @@
 use cust::context::Context;
 use cust::memory::{CopyDestination, DeviceBuffer};
 use cust::stream::StreamFlags;
+use gqa_host::DType;
 use gqa_host::driver::{Device, DeviceView, Stream, Views, Workspace};
-use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::engine::{Dense, Heads, Layer};
 use gqa_host::plan::{PlanOptions, TensorId, plan};
-use gqa_host::{CacheBinding, DType, TensorDesc};
 use std::sync::Arc;
 
 const PAST: usize = 1000;
@@ -28,16 +28,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let (query, new) = ([1, 1, 32 * 128], [1, 1, 8 * 128]);
     let cache = [1, 8, CAPACITY, 128];
-    let f32 = |shape| TensorDesc { dtype: DType::F32, shape };
-    let shapes = Shapes {
-        key: Some(f32(&new)),
-        value: Some(f32(&new)),
-        past_key: Some(f32(&cache)),
-        past_value: Some(f32(&cache)),
-        ..Shapes::new(f32(&query), TensorDesc { dtype: DType::I32, shape: &[1] }, PAST + 1)
-    };
-    let problem =
-        GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
+    let layer = Layer::new(DType::F32, Heads { query: 32, kv: 8, size: 128 });
+    let problem = layer.dense(Dense::decode(1, CAPACITY))?;
     let step = device.load(plan(&problem, device.info(), &PlanOptions::from_env()?)?)?;
 
     let wave = |n: usize| (0..n).map(|i| (i as f32).sin()).collect::<Vec<_>>();

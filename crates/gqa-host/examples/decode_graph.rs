@@ -4,9 +4,9 @@
 //! `cargo run --release --example decode_graph`; without a GPU it says so.
 
 use gqa_host::driver::{Call, Device, Graph, Stream};
-use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::engine::{Dense, Heads, Layer};
 use gqa_host::plan::{PlanOptions, TensorId, plan};
-use gqa_host::{CacheBinding, DType, Tensor, TensorDesc};
+use gqa_host::{DType, Tensor};
 use half::bf16;
 use ndarray::{Array3, arr1};
 use std::sync::Arc;
@@ -28,21 +28,8 @@ fn main() -> gqa_host::Result<()> {
         }
     };
     // Planned for the longest sequence that the cache holds.
-    let bf16 = |shape| TensorDesc { dtype: DType::BF16, shape };
-    let (new, cache) = (bf16(&[1, 1, 8 * 128]), bf16(&[1, 8, CAPACITY, 128]));
-    let shapes = Shapes {
-        key: Some(new),
-        value: Some(new),
-        past_key: Some(cache),
-        past_value: Some(cache),
-        ..Shapes::new(
-            bf16(&[1, 1, 32 * 128]),
-            TensorDesc { dtype: DType::I32, shape: &[1] },
-            CAPACITY,
-        )
-    };
-    let problem =
-        GroupQueryAttention::new(32, 8).problem_from_shapes(&shapes, CacheBinding::Shared)?;
+    let layer = Layer::new(DType::BF16, Heads { query: 32, kv: 8, size: 128 });
+    let problem = layer.dense(Dense::decode(1, CAPACITY))?;
     let stream = Stream::new(&device)?;
     let call =
         Arc::new(Call::new(&device, plan(&problem, device.info(), &PlanOptions::from_env()?)?)?);

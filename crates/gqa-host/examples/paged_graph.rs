@@ -1,12 +1,14 @@
-//! A step over a cache of blocks in a CUDA graph, beside the same step over a cache that each sequence has for itself. Graphs walk over several caches, so that
-//! each step finds its own in device memory. Block tables and lengths are read on the GPU: a graph stays good while sequences grow within the bounds.
+//! A decode step over a paged KV cache in a CUDA graph, beside the same step over a cache that each
+//! sequence has for itself. Graphs walk over several caches, so that each step finds its own in
+//! device memory. Block tables and lengths are read on the GPU: a graph stays good while sequences
+//! grow within the bounds.
 //!
 //! `cargo run --release --example paged_graph`; without a GPU it says so.
 
 use gqa_host::driver::{Call, Device, Graph, Stream};
-use gqa_host::op::{Bounds, GroupQueryAttention, PagedAttention, PagedShapes, Shapes};
+use gqa_host::engine::{Dense, Heads, Layer, Paged};
 use gqa_host::plan::{PlanOptions, TensorId, plan};
-use gqa_host::{CacheBinding, DType, Problem, Result, Tensor, TensorDesc};
+use gqa_host::{DType, Problem, Result, Tensor};
 use ndarray::{Array1, Array2};
 use std::sync::Arc;
 
@@ -15,57 +17,22 @@ const KV_HEADS: usize = 8;
 const SIZE: usize = 128;
 const BLOCK: usize = 64;
 const RUNS: usize = 60;
-/// What the second-level cache does not hold.
+/// What the L2 does not hold.
 const COLD_BYTES: usize = 256 << 20;
 
-fn bf16(shape: &[usize]) -> TensorDesc<'_> {
-    TensorDesc { dtype: DType::BF16, shape }
-}
-
-fn i32s(shape: &[usize]) -> TensorDesc<'_> {
-    TensorDesc { dtype: DType::I32, shape }
+fn layer() -> Layer {
+    Layer::new(DType::BF16, Heads { query: HEADS, kv: KV_HEADS, size: SIZE })
 }
 
 /// A token of each of `batch` sequences of `keys` rows in all, in blocks.
 fn paged(batch: usize, keys: usize) -> Result<Problem> {
     let blocks = keys.div_ceil(BLOCK);
-    let cache = [batch * blocks, BLOCK, KV_HEADS, SIZE];
-    let new = [batch, KV_HEADS * SIZE];
-    PagedAttention::new(HEADS as i64, KV_HEADS as i64).problem_from_shapes(&PagedShapes {
-        query: bf16(&[batch, HEADS * SIZE]),
-        key: Some(bf16(&new)),
-        value: Some(bf16(&new)),
-        key_cache: bf16(&cache),
-        value_cache: bf16(&cache),
-        cumulative_sequence_length: i32s(&[batch + 1]),
-        past_seqlens: i32s(&[batch]),
-        block_table: i32s(&[batch, blocks]),
-        cos_cache: None,
-        sin_cache: None,
-        slot_mapping: None,
-        head_sink: None,
-        q_norm_weight: None,
-        k_norm_weight: None,
-        k_scale: None,
-        v_scale: None,
-        bounds: Bounds { query_rows: 1, keys },
-    })
+    layer().paged(Paged::decode(batch, [batch * blocks, BLOCK, blocks]).longest(keys))
 }
 
 /// The same where every sequence has a cache.
 fn apart(batch: usize, keys: usize) -> Result<Problem> {
-    let cache = [batch, KV_HEADS, keys, SIZE];
-    let new = [batch, 1, KV_HEADS * SIZE];
-    let (query, lengths) = ([batch, 1, HEADS * SIZE], [batch]);
-    let shapes = Shapes {
-        key: Some(bf16(&new)),
-        value: Some(bf16(&new)),
-        past_key: Some(bf16(&cache)),
-        past_value: Some(bf16(&cache)),
-        ..Shapes::new(bf16(&query), i32s(&lengths), keys)
-    };
-    GroupQueryAttention::new(HEADS as i64, KV_HEADS as i64)
-        .problem_from_shapes(&shapes, CacheBinding::Shared)
+    layer().dense(Dense::decode(batch, keys))
 }
 
 /// Median microseconds of a step.

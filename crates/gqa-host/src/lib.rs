@@ -8,6 +8,7 @@
 pub mod backend;
 #[cfg(feature = "cuda")]
 pub mod driver;
+pub mod engine;
 mod error;
 pub mod op;
 mod paged;

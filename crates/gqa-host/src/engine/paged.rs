@@ -1,0 +1,141 @@
+//! Calls over a paged KV cache.
+
+use super::{Layer, count, f32s, i32s};
+use crate::op::{Bounds, PagedAttention, PagedShapes};
+use crate::{Error, Problem, Result, Sink, TensorDesc};
+
+/// A call of sequences of any numbers of new tokens over a paged KV cache of shape
+/// (blocks, block size, KV heads, size): `present_key` and `present_value`.
+///
+/// The new tokens of all sequences lie one behind the other: `query` has shape
+/// (tokens, heads · size), `key` and `value` (tokens, KV heads · size). Where a sequence's tokens
+/// and rows are is read on the GPU, from int32 tensors: `cumulative_sequence_length`, of shape
+/// (sequences + 1), has the first token of each sequence and the number of tokens; `seqlens_k`, of
+/// shape (sequences), the tokens that each had before the call; `block_table`, of shape
+/// (sequences, blocks of a sequence), the block that holds each of its blocks of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Paged {
+    sequences: usize,
+    tokens: usize,
+    blocks: usize,
+    block_size: usize,
+    blocks_per_sequence: usize,
+    most_tokens: usize,
+    longest: usize,
+    packed: bool,
+    slots: bool,
+}
+
+impl Paged {
+    /// `tokens` new tokens of `sequences` sequences in all, over `blocks` blocks of `block_size`
+    /// rows, at most `blocks_per_sequence` of them for one sequence.
+    pub const fn new(
+        sequences: usize,
+        tokens: usize,
+        [blocks, block_size, blocks_per_sequence]: [usize; 3],
+    ) -> Self {
+        Self {
+            sequences,
+            tokens,
+            blocks,
+            block_size,
+            blocks_per_sequence,
+            most_tokens: 0,
+            longest: 0,
+            packed: false,
+            slots: false,
+        }
+    }
+
+    /// One new token of each sequence.
+    pub const fn decode(sequences: usize, cache: [usize; 3]) -> Self {
+        Self { most_tokens: 1, ..Self::new(sequences, sequences, cache) }
+    }
+
+    /// No sequence has more new tokens than that. Kernels are chosen and scratch memory is sized by
+    /// it; where it is not said, one may have them all.
+    pub const fn most_tokens(self, tokens: usize) -> Self {
+        Self { most_tokens: tokens, ..self }
+    }
+
+    /// No sequence is longer than that after the call; where it is not said, none is longer than
+    /// its blocks are.
+    pub const fn longest(self, tokens: usize) -> Self {
+        Self { longest: tokens, ..self }
+    }
+
+    /// Query, key and value are one tensor, `query`, of shape
+    /// (tokens, (heads + 2 · KV heads) · size).
+    pub const fn packed(self) -> Self {
+        Self { packed: true, ..self }
+    }
+
+    /// The int32 tensor `slot_mapping`, of shape (tokens), says which row of the cache, counted
+    /// through all blocks, takes a token's key and value; -1: none does.
+    pub const fn slot_mapping(self) -> Self {
+        Self { slots: true, ..self }
+    }
+}
+
+impl Layer {
+    /// Checks a call over a paged KV cache.
+    ///
+    /// # Errors
+    /// As [`dense`](Self::dense). Paged calls take no smooth softmax.
+    pub fn paged(&self, call: Paged) -> Result<Problem> {
+        let heads = self.heads;
+        if self.sink == Sink::Zero {
+            let allowed = "Sink::None or Sink::PerHead over a paged KV cache";
+            return Err(Error::invalid("sink", "Sink::Zero", allowed));
+        }
+        let width = |heads: usize| heads.saturating_mul(self.heads.size);
+        let all = heads.kv.saturating_mul(2).saturating_add(heads.query);
+        let query = [call.tokens, width(if call.packed { all } else { heads.query })];
+        let new = [call.tokens, width(heads.kv)];
+        let key = (!call.packed).then(|| self.desc(&new));
+        let cache = [call.blocks, call.block_size, heads.kv, self.cached_size()];
+        let cache = TensorDesc { dtype: self.cache_dtype(), shape: &cache };
+        let (rotations, scales) = (self.rotations(), self.scales());
+        let rotations = rotations.as_ref().map(|shape| self.desc(shape));
+        let scales = scales.as_ref().map(|shape| f32s(shape));
+        let (sink, norm) = ([heads.query], [heads.size]);
+        let norm = self.qk_norm.map(|_| self.desc(&norm));
+        let starts = [call.sequences.saturating_add(1)];
+        self.paged_operator().problem_from_shapes(&PagedShapes {
+            query: self.desc(&query),
+            key,
+            value: key,
+            key_cache: cache,
+            value_cache: cache,
+            cumulative_sequence_length: i32s(&starts),
+            past_seqlens: i32s(&[call.sequences]),
+            block_table: i32s(&[call.sequences, call.blocks_per_sequence]),
+            cos_cache: rotations,
+            sin_cache: rotations,
+            slot_mapping: call.slots.then_some(i32s(&[call.tokens])),
+            head_sink: self.has_head_sink().then(|| self.desc(&sink)),
+            q_norm_weight: norm,
+            k_norm_weight: norm,
+            k_scale: scales,
+            v_scale: scales,
+            bounds: Bounds { query_rows: call.most_tokens, keys: call.longest },
+        })
+    }
+
+    /// The operator that computes the layer over a paged KV cache.
+    fn paged_operator(&self) -> PagedAttention {
+        let dtype = if self.bits() == 4 { "int4" } else { "" };
+        PagedAttention::new(count(self.heads.query), count(self.heads.kv))
+            .scale(self.scale.unwrap_or_default())
+            .softcap(self.softcap.unwrap_or_default())
+            .local_window_size(self.local_window())
+            .is_causal(self.causal.into())
+            .do_rotary(self.rope.is_some())
+            .rotary_interleaved(self.rope.is_some_and(|rope| rope.interleaved))
+            .qk_norm_epsilon(self.qk_norm.unwrap_or(1e-6))
+            .k_quant_type(self.quant_type())
+            .v_quant_type(self.quant_type())
+            .k_cache_dtype(dtype)
+            .v_cache_dtype(dtype)
+    }
+}

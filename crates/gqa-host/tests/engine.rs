@@ -1,0 +1,89 @@
+//! Calls as an engine describes them are those of the operators.
+
+use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
+use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::{CacheBinding, CodeFormat, DType, Layout, Phase, Quantisation, Sink, TensorDesc};
+
+const HEADS: Heads = Heads { query: 32, kv: 8, size: 128 };
+
+fn layer() -> Layer {
+    Layer::new(DType::BF16, HEADS)
+}
+
+#[test]
+fn a_decode_step_is_the_operators() {
+    let bf16 = |shape| TensorDesc { dtype: DType::BF16, shape };
+    let (new, cache) = (bf16(&[2, 1, 8 * 128]), bf16(&[2, 8, 4096, 128]));
+    let rotations = bf16(&[8192, 64]);
+    let shapes = Shapes {
+        key: Some(new),
+        value: Some(new),
+        past_key: Some(cache),
+        past_value: Some(cache),
+        cos_cache: Some(rotations),
+        sin_cache: Some(rotations),
+        ..Shapes::new(bf16(&[2, 1, 32 * 128]), TensorDesc { dtype: DType::I32, shape: &[2] }, 4096)
+    };
+    let operator = GroupQueryAttention::new(32, 8).do_rotary(true).local_window_size(100);
+    let want = operator.problem_from_shapes(&shapes, CacheBinding::Shared).unwrap();
+    let layer = layer().rope(Rope::new(128, 8192)).window(100);
+    assert_eq!(layer.dense(Dense::decode(2, 4096)).unwrap(), want);
+}
+
+#[test]
+fn what_a_call_is_shows_in_its_phase() {
+    let phase = |call| layer().dense(call).unwrap().phase;
+    assert_eq!(phase(Dense::prefill(1, 100, 4096)), Phase::FirstPrompt);
+    assert_eq!(phase(Dense::chunk(1, 100, 4096)), Phase::SubsequentPrompt);
+    assert_eq!(phase(Dense::decode(1, 4096)), Phase::TokenGeneration);
+}
+
+#[test]
+fn everything_that_a_layer_may_have_is_taken() {
+    for format in [CodeFormat::Int8, CodeFormat::Int4, CodeFormat::Float8] {
+        let layer = layer()
+            .scale(0.1)
+            .softcap(30.0)
+            .window(512)
+            .sink(Sink::PerHead)
+            .rope(Rope::new(64, 8192).interleaved())
+            .qk_norm(1e-5)
+            .quantized(Quantisation { format, per_channel: true });
+        let dense = layer.dense(Dense::chunk(2, 4, 4096).longest(1000).packed()).unwrap();
+        assert_eq!((dense.total_len, dense.packed), (1000, true));
+        let call = Paged::new(3, 20, [64, 16, 30]).most_tokens(8).longest(300).slot_mapping();
+        let paged = layer.paged(call).unwrap();
+        assert_eq!((paged.q_len, paged.total_len, paged.batch), (8, 300, 3));
+        assert_eq!(paged.key_cache_dtype(), layer.cache_dtype());
+        assert!(paged.pages.is_some_and(|pages| pages.slots && pages.tokens == 20));
+    }
+    let call = Dense::prefill(2, 50, 64).layout(Layout::Bnsh).log_sum_exp().float32_output();
+    let problem = layer().bidirectional().dense(call.bias(false, true)).unwrap();
+    assert_eq!(problem.bias_shape(), Some([1, 32, 50, 50]));
+    assert!(problem.lse && !problem.causal && problem.out_dtype == DType::F32);
+    let shared = layer().dense(Dense::decode(1, 64).nothing_new()).unwrap();
+    assert_eq!(shared.new_len, 0);
+}
+
+#[test]
+fn senseless_numbers_are_refused_by_name() {
+    let refused = |heads, call| Layer::new(DType::BF16, heads).dense(call).unwrap_err().to_string();
+    let heads = |query, kv, size| Heads { query, kv, size };
+    let step = Dense::decode(1, 4096);
+    for (heads, call, names) in [
+        (heads(0, 8, 128), step, "num_heads: "),
+        (heads(32, 0, 128), step, "kv_num_heads: "),
+        (heads(30, 8, 128), step, "num_heads: "),
+        (heads(usize::MAX, 8, 128), step, "num_heads: "),
+        (HEADS, step.longest(5000), "total_sequence_length: "),
+        (HEADS, step.nothing_new().packed(), "query: "),
+    ] {
+        let error = refused(heads, call);
+        assert!(error.starts_with(names), "{error}");
+    }
+    for size in [0, 7, 520, usize::MAX] {
+        assert!(refused(heads(32, 8, size), step).contains(": got "), "{size}");
+    }
+    let error = layer().sink(Sink::Zero).paged(Paged::decode(1, [8, 16, 8])).unwrap_err();
+    assert!(error.to_string().starts_with("sink: got Sink::Zero"), "{error}");
+}
