@@ -51,7 +51,7 @@ positions: implicit, past + row
 
 attention
   decode_codes  refused: the cache holds no codes
-  decode        refused: needs compute capability 9.0 exactly, the device has 8.0
+  decode        refused: needs wgmma, which compute capability 8.0 has not
   split_kv      refused: does not take float32
   hopper_float8 refused: the cache holds no codes
   hopper        refused: does not take float32

@@ -1,6 +1,6 @@
 //! Why a kernel was taken or refused.
 
-use super::device::capability;
+use super::device::{Capability, capability};
 use crate::{Alignment, CodeFormat, DType};
 use gqa_kernels::registry::{Entry, Family};
 use std::fmt;
@@ -139,12 +139,12 @@ pub enum Rejection {
         /// The fewest that pay.
         min: usize,
     },
-    /// The kernel is made for one architecture.
-    Architecture {
+    /// The GPU lacks what the kernel is made of.
+    Capability {
+        /// What that is.
+        need: Capability,
         /// The GPU's compute capability, times ten.
-        have: u32,
-        /// The kernel's, times ten.
-        need: u32,
+        sm: u32,
     },
     /// The kernel's tanh is too coarse for the scores of such a softcap.
     Softcap {
@@ -211,12 +211,9 @@ impl fmt::Display for Rejection {
             Self::NewRows { got, max } => write!(f, "{got} new rows are over {max}"),
             Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
             Self::FewKeys { got, min } => write!(f, "{got} keys are under {min}"),
-            Self::Architecture { have, need } => write!(
-                f,
-                "needs compute capability {} exactly, the device has {}",
-                capability(*need),
-                capability(*have)
-            ),
+            Self::Capability { need, sm } => {
+                write!(f, "needs {need}, which compute capability {} has not", capability(*sm))
+            }
             Self::Softcap { got, max } => write!(f, "softcap {got} is more than {max}"),
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::OutputType { got } => write!(f, "does not write output in {got}"),

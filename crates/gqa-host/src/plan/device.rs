@@ -1,6 +1,7 @@
 //! What the planner knows of a GPU. Known by name, so that plans can be made and explained on a machine without one.
 
 use std::borrow::Cow;
+use std::fmt;
 
 /// A GPU as the planner sees it.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,6 +22,51 @@ pub struct DeviceInfo {
     pub tensor_flops: f64,
     /// float32 operations per second.
     pub f32_flops: f64,
+}
+
+/// What some GPUs can do and others cannot, besides what a compute capability that is new enough
+/// says of all later ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Capability {
+    /// Thread-block clusters, whose blocks reach each other's shared memory.
+    Clusters,
+    /// The tensor memory accelerator (TMA), which copies tiles between global and shared memory.
+    Tma,
+    /// A launch that starts before the one ahead of it has ended (programmatic dependent launch).
+    ProgrammaticLaunch,
+    /// Registers that warps hand over to each other (`setmaxnreg`).
+    RegisterHandover,
+    /// Matrix products of four warps together (`wgmma`).
+    Wgmma,
+    /// Matrix products into tensor memory (`tcgen05`).
+    Tcgen05,
+}
+
+impl Capability {
+    /// Whether GPUs of that compute capability, times ten, have it.
+    const fn is_of(self, sm: u32) -> bool {
+        match self {
+            Self::Clusters | Self::Tma | Self::ProgrammaticLaunch | Self::RegisterHandover => {
+                sm >= 90
+            }
+            Self::Wgmma => sm == 90,
+            Self::Tcgen05 => matches!(sm, 100..=119),
+        }
+    }
+}
+
+impl fmt::Display for Capability {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Clusters => "thread-block clusters",
+            Self::Tma => "TMA",
+            Self::ProgrammaticLaunch => "programmatic dependent launch",
+            Self::RegisterHandover => "setmaxnreg",
+            Self::Wgmma => "wgmma",
+            Self::Tcgen05 => "tcgen05",
+        })
+    }
 }
 
 /// A row of the table: `[multiprocessors, KiB of shared memory, MiB of L2]`, `[GB/s, tensor TFLOP/s, float32 TFLOP/s]`.
@@ -99,6 +145,11 @@ impl DeviceInfo {
         (clocks * tensor, clocks * lanes * 2.0)
     }
 
+    /// Whether the GPU has that capability.
+    pub const fn has(&self, capability: Capability) -> bool {
+        capability.is_of(self.sm)
+    }
+
     /// Compute capability as it is written.
     pub fn capability(&self) -> String {
         capability(self.sm)
@@ -136,6 +187,19 @@ mod tests {
         assert_eq!(DeviceInfo::known("h200"), Some(DeviceInfo::h200()));
         assert_eq!(DeviceInfo::known("voodoo2"), None);
         assert!(DeviceInfo::known_names().all(|name| DeviceInfo::known(name).is_some()));
+    }
+
+    #[test]
+    fn capabilities_are_those_of_the_architecture() {
+        use Capability::{Clusters, RegisterHandover, Tcgen05, Tma, Wgmma};
+        let has = |name: &str| {
+            let device = DeviceInfo::known(name).unwrap();
+            [Clusters, Tma, RegisterHandover, Wgmma, Tcgen05].map(|what| device.has(what))
+        };
+        assert_eq!(has("a100"), [false; 5]);
+        assert_eq!(has("h100"), [true, true, true, true, false]);
+        assert_eq!(has("b200"), [true, true, true, false, true]);
+        assert_eq!(has("rtx5090"), [true, true, true, false, false]);
     }
 
     #[test]

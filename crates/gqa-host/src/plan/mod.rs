@@ -55,7 +55,7 @@ pub use cascade::candidates;
 pub use compose::plan;
 pub use cost::Cost;
 pub use decision::{Decision, Rejection};
-pub use device::DeviceInfo;
+pub use device::{Capability, DeviceInfo};
 pub use explain::{Explanation, LaunchLine};
 pub use gqa_kernels::registry::Family;
 pub use launch::{Arg, Launch, Plan, TensorMap};

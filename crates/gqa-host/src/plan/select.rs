@@ -2,7 +2,7 @@
 
 use super::build::element;
 use super::decision::Rejection;
-use super::device::DeviceInfo;
+use super::device::{Capability, DeviceInfo};
 use super::family::{Call, Family};
 use crate::Problem;
 use gqa_kernels::registry::{Entry, entries};
@@ -43,6 +43,14 @@ fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
         return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
     }
     shared_memory(entry, device)
+}
+
+/// Whether the device has what kernels are made of.
+pub(super) fn capabilities(needs: &[Capability], device: &DeviceInfo) -> Result<(), Rejection> {
+    match needs.iter().find(|need| !device.has(**need)) {
+        Some(&need) => Err(Rejection::Capability { need, sm: device.sm }),
+        None => Ok(()),
+    }
 }
 
 /// Whether the device has the shared memory that a block of the kernel needs.

@@ -849,7 +849,7 @@ fn a_step_reads_codes_where_it_can() {
         "the cache holds no codes"
     );
     let a100 = rejection(&step(|_| ()), "a100", &off, Family::DecodeCodes);
-    assert_eq!(a100, "needs compute capability 9.0 exactly, the device has 8.0");
+    assert_eq!(a100, "needs wgmma, which compute capability 8.0 has not");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::decision::Rejection;
-use crate::plan::device::DeviceInfo;
+use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
@@ -53,6 +53,10 @@ pub(super) const OPTIONS: &[PlanOption] = &[
     PlanOption::Cluster,
 ];
 
+/// What the kernels are made of.
+const NEEDS: [Capability; 3] =
+    [Capability::Wgmma, Capability::Clusters, Capability::ProgrammaticLaunch];
+
 /// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys
 /// come from memory once, and that is faster than the larger tiles of other kernels
 /// (`docs/perf-log.md`).
@@ -75,11 +79,8 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 
 /// The kernel for the call's type, head size and rows: as few row tiles as there can be.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
-    const SM: u32 = 90;
-    let (p, device) = (call.problem, call.device);
-    if device.sm != SM {
-        return Err(Rejection::Architecture { have: device.sm, need: SM });
-    }
+    let p = call.problem;
+    select::capabilities(&NEEDS, call.device)?;
     let codes = p.quantised.map(|how| how.format);
     let is_typed = |entry: &&Entry| {
         entry.family == module

@@ -3,7 +3,7 @@
 
 use crate::plan::build::{launch, tensor};
 use crate::plan::decision::Rejection;
-use crate::plan::device::DeviceInfo;
+use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch, TensorMap};
 use crate::plan::options::PlanOption;
@@ -59,8 +59,8 @@ impl Family for Hopper {
     }
 }
 
-/// The compute capability that the family is made for, times ten.
-const SM: u32 = 90;
+/// What the kernels are made of.
+const NEEDS: [Capability; 3] = [Capability::Wgmma, Capability::Tma, Capability::RegisterHandover];
 
 /// Query rows from which a tile of 64 rows or more per query head pays, however many sequences there
 /// are.
@@ -68,7 +68,7 @@ pub(super) const LEAST_ROWS: usize = 64;
 
 /// Whether the call has rows, and the device instructions, for the family.
 pub(super) fn may_take(p: &Problem, device: &DeviceInfo) -> bool {
-    device.sm == SM && p.q_len >= LEAST_ROWS
+    p.q_len >= LEAST_ROWS && NEEDS.iter().all(|need| device.has(*need))
 }
 
 /// Whether larger tiles pay: a border between work tiles costs more with them, a key that all rows
@@ -134,9 +134,7 @@ pub(super) fn suits(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
 
 /// Whether it is a device and a call of the family's.
 pub(super) fn can_do(p: &Problem, device: &DeviceInfo) -> Result<(), Rejection> {
-    if device.sm != SM {
-        return Err(Rejection::Architecture { have: device.sm, need: SM });
-    }
+    select::capabilities(&NEEDS, device)?;
     if p.scale <= 0.0 {
         return Err(Rejection::Scale { got: p.scale });
     }
