@@ -9,52 +9,77 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and with the tensors written to the folder that
-/// `GQA_DUMP` names, if it names one.
-pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+/// The folder that `GQA_DUMP` names, if it names one.
+pub(super) fn folder() -> Result<Option<&'static Path>> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
-    static CALLS: AtomicUsize = AtomicUsize::new(0);
-    tracing::debug!(backend = backend.name(), call = %problem, "run");
-    let Some(folder) = FOLDER.get_or_init(|| std::env::var_os(DUMP).map(PathBuf::from)) else {
-        return backend.run(problem, io);
-    };
-    if folder.as_os_str().is_empty() {
+    let folder = FOLDER.get_or_init(|| std::env::var_os(DUMP).map(PathBuf::from)).as_deref();
+    if folder.is_some_and(|folder| folder.as_os_str().is_empty()) {
         return Err(Error::Switch { name: DUMP, got: String::new(), allowed: "a folder" });
     }
-    let number = CALLS.fetch_add(1, Ordering::Relaxed);
-    dumped(&folder.join(format!("{number:06}-{}", backend.name())), backend, problem, io)
+    Ok(folder)
 }
 
-/// Runs `problem` and leaves in `folder` the call in words (`call.txt`), the inputs as they were before (`query.npy`, …; a shared cache
-/// as `past_key.npy` and `past_value.npy`), and the outputs as they are after. NumPy has neither bfloat16 nor 8-bit floats:
-/// such tensors are stored as the integers of their bits, for `.view(ml_dtypes.bfloat16)` and `.view(ml_dtypes.float8_e4m3fn)`.
-///
-/// Fails where the folder cannot be written.
-pub fn dumped(
-    folder: &Path,
-    backend: &dyn Backend,
-    problem: &Problem,
-    io: &mut Io<'_>,
-) -> Result<()> {
-    let unwritable = |error: std::io::Error| {
-        let got = format!("{} ({error})", folder.display());
+/// A back end whose calls leave a folder each in `folder`: the call in words (`call.txt`), the
+/// inputs as they were before (`query.npy`, …; a shared cache as `past_key.npy` and
+/// `past_value.npy`), and the outputs as they are after. NumPy has neither bfloat16 nor 8-bit floats:
+/// such tensors are stored as the integers of their bits, for `.view(ml_dtypes.bfloat16)` and
+/// `.view(ml_dtypes.float8_e4m3fn)`.
+pub struct Dumped<'a> {
+    backend: &'a dyn Backend,
+    folder: &'a Path,
+}
+
+impl<'a> Dumped<'a> {
+    /// Calls of `backend` in `folder`, which is made if it is not there.
+    pub fn new(backend: &'a dyn Backend, folder: &'a Path) -> Self {
+        Self { backend, folder }
+    }
+}
+
+impl Backend for Dumped<'_> {
+    fn name(&self) -> &'static str {
+        self.backend.name()
+    }
+
+    /// Errs, too, where the folder cannot be written.
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        let number = CALLS.fetch_add(1, Ordering::Relaxed);
+        let call = Folder(self.folder.join(format!("{number:06}-{}", self.name())));
+        call.write_inputs(problem, io)?;
+        self.backend.run(problem, io)?;
+        io.outputs().try_for_each(|(id, tensor)| call.write(id.name(), tensor))
+    }
+}
+
+/// The folder of one call.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn write_inputs(&self, problem: &Problem, io: &Io<'_>) -> Result<()> {
+        let made = std::fs::create_dir_all(&self.0);
+        let told =
+            made.and_then(|()| std::fs::write(self.0.join("call.txt"), format!("{problem}\n")));
+        told.map_err(|error| self.unwritable(error))?;
+        for id in TensorId::ALL {
+            io.input(id).map_or(Ok(()), |tensor| self.write(id.name(), tensor))?;
+        }
+        if problem.cache == crate::CacheBinding::Shared {
+            self.write("past_key", io.present_key)?;
+            self.write("past_value", io.present_value)?;
+        }
+        Ok(())
+    }
+
+    fn write(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let file = self.0.join(name).with_extension("npy");
+        write_npy(&file, tensor).map_err(|error| self.unwritable(error))
+    }
+
+    fn unwritable(&self, error: std::io::Error) -> Error {
+        let got = format!("{} ({error})", self.0.display());
         Error::invalid(DUMP, got, "a folder that can be written")
-    };
-    let write = |name: &str, tensor: &Tensor| {
-        write_npy(&folder.join(name).with_extension("npy"), tensor).map_err(unwritable)
-    };
-    std::fs::create_dir_all(folder).map_err(unwritable)?;
-    std::fs::write(folder.join("call.txt"), format!("{problem}\n")).map_err(unwritable)?;
-    for id in TensorId::ALL {
-        io.input(id).map_or(Ok(()), |tensor| write(id.name(), tensor))?;
     }
-    if problem.cache == crate::CacheBinding::Shared {
-        write("past_key", io.present_key)?;
-        write("past_value", io.present_value)?;
-    }
-    backend.run(problem, io)?;
-    let mut outputs = io.outputs();
-    outputs.try_for_each(|(id, tensor)| write(id.name(), tensor))
 }
 
 /// Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes, the elements.

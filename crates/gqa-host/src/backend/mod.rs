@@ -79,6 +79,16 @@ pub trait Backend {
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 
+/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and with
+/// the tensors in the folder that `GQA_DUMP` names, if it names one.
+pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+    tracing::debug!(backend = backend.name(), call = %problem, "run");
+    match dump::folder()? {
+        None => backend.run(problem, io),
+        Some(folder) => dump::Dumped::new(backend, folder).run(problem, io),
+    }
+}
+
 /// Fills memory that a kernel must write: NaN in every floating-point type.
 #[cfg(any(feature = "cuda", feature = "sim"))]
 pub(crate) const POISON: u8 = 0xff;

@@ -1,6 +1,6 @@
 //! ONNX `Attention`, operator sets 23 to 25.
 
-use crate::backend::{Backend, Io, dump};
+use crate::backend::{Backend, Io, run};
 use crate::{DType, Layout, Problem, QkOutput, Result, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
@@ -118,7 +118,7 @@ impl Attention {
         let mut outputs = AttentionOutputs::new(&problem)?;
         let seqlens_k = inputs.seqlens_k(&problem);
         let mut no_cache = [Tensor::zeros(DType::F32, &[0]), Tensor::zeros(DType::F32, &[0])];
-        dump::run(backend, &problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;
+        run(backend, &problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;
         Ok(outputs)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::KvCache;
 use super::validate::{Dim, MAX_HEAD_SIZE, Pattern, check_rows, shape};
-use crate::backend::{Backend, Io, dump};
+use crate::backend::{Backend, Io, run};
 use crate::{
     CacheBinding, Computes, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
 };
@@ -22,7 +22,7 @@ impl KvCache {
         let problem = self.update(key, value)?;
         let seqlens_k = last_rows(&problem, write_indices)?;
         let mut output = Tensor::zeros(problem.dtype, &[0]);
-        dump::run(
+        run(
             backend,
             &problem,
             &mut Io {

@@ -1,6 +1,6 @@
 //! `com.microsoft.GroupQueryAttention`.
 
-use crate::backend::{Backend, Io, dump};
+use crate::backend::{Backend, Io, run};
 use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Sink, Tensor};
 
 /// How a cache is quantised.
@@ -187,7 +187,7 @@ impl GroupQueryAttention {
     pub fn run(&self, inputs: &Inputs<'_>, backend: &dyn Backend) -> Result<Outputs> {
         let problem = self.problem(inputs, CacheBinding::Separate)?;
         let mut outputs = Outputs::new(&problem)?;
-        dump::run(backend, &problem, &mut outputs.io(inputs))?;
+        run(backend, &problem, &mut outputs.io(inputs))?;
         Ok(outputs)
     }
 
@@ -204,7 +204,7 @@ impl GroupQueryAttention {
         let mut io = outputs.io(inputs);
         io.present_key = &mut cache.key;
         io.present_value = &mut cache.value;
-        dump::run(backend, &problem, &mut io)?;
+        run(backend, &problem, &mut io)?;
         Ok(outputs)
     }
 }

@@ -7,7 +7,7 @@ mod validate;
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 
 use super::QuantType;
-use crate::backend::{Backend, Io, PageTables, dump};
+use crate::backend::{Backend, Io, PageTables, run};
 use crate::{Problem, Result, Tensor};
 use validate::Lengths;
 
@@ -114,7 +114,7 @@ impl PagedAttention {
     ) -> Result<Tensor> {
         let problem = self.problem(inputs, cache)?;
         let mut output = Tensor::try_zeros("output", problem.dtype, &problem.output_shape())?;
-        dump::run(
+        run(
             backend,
             &problem,
             &mut Io {

@@ -1,7 +1,7 @@
 //! ONNX `RotaryEmbedding`, operator set 23.
 
 use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
-use crate::backend::{Backend, Io, dump};
+use crate::backend::{Backend, Io, run};
 use crate::{
     Computes, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
 };
@@ -46,7 +46,7 @@ impl RotaryEmbedding {
         let mut output = Tensor::try_zeros("Y", problem.dtype, &problem.output_shape())?;
         let mut no_cache = [(); 2].map(|()| Tensor::zeros(DType::F32, &[0]));
         let [present_key, present_value] = &mut no_cache;
-        dump::run(
+        run(
             backend,
             &problem,
             &mut Io {

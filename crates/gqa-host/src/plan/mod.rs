@@ -62,7 +62,7 @@ pub use launch::{Arg, Launch, Plan, TensorMap};
 pub use options::{PlanOption, PlanOptions};
 pub use planner::Planner;
 pub use positions::{Positions, positions};
-pub use tensors::{TensorId, TensorSpec};
+pub use tensors::{TensorId, TensorSpec, Tensors};
 
 #[cfg(feature = "cuda")]
 pub(crate) use device::capability;

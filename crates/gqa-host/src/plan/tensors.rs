@@ -1,56 +1,209 @@
-//! Which tensors a problem has, and how large they are.
+//! The tensors of a call: one row each, from which all that holds one value per tensor is made.
 
 use crate::{CacheBinding, Computes, DType, Problem, QkOutput, Sink};
 
-/// A tensor of the call, by its role.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TensorId {
-    /// query or packed QKV
-    Query,
-    /// key
-    Key,
-    /// value
-    Value,
-    /// past_key
-    PastKey,
-    /// past_value
-    PastValue,
-    /// seqlens_k, or past_seqlens where the cache consists of blocks
-    SeqlensK,
-    /// cos_cache
-    CosCache,
-    /// sin_cache
-    SinCache,
-    /// position_ids
-    PositionIds,
-    /// attention_bias
-    AttentionBias,
-    /// head_sink
-    HeadSink,
-    /// k_scale
-    KScale,
-    /// v_scale
-    VScale,
-    /// q_norm_weight
-    QNormWeight,
-    /// k_norm_weight
-    KNormWeight,
-    /// cumulative_sequence_length
-    CumulativeSequenceLength,
-    /// block_table
-    BlockTable,
-    /// slot_mapping
-    SlotMapping,
-    /// output
+/// One row per tensor of a call: its role, its name as an input or output of the operator, what a
+/// call does with it, and what it is in a problem, or `None` where a problem has none.
+macro_rules! tensors {
+    ($($(#[$doc:meta])* $id:ident: $name:literal, $kind:ident, $spec:expr;)*) => {
+        /// A tensor of the call, by its role.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum TensorId {
+            $($(#[$doc])* $id,)*
+        }
+
+        impl TensorId {
+            /// All roles.
+            pub const ALL: [Self; [$(Self::$id),*].len()] = [$(Self::$id),*];
+
+            /// Name of the operator's input or output.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$id => $name,)*
+                }
+            }
+
+            const fn kind(self) -> Kind {
+                match self {
+                    $(Self::$id => Kind::$kind,)*
+                }
+            }
+
+            /// The tensor of that role in `problem`; `None` where the call has none.
+            pub fn spec(self, problem: &Problem) -> Option<TensorSpec> {
+                let spec: fn(&Problem) -> Option<TensorSpec> = match self {
+                    $(Self::$id => $spec,)*
+                };
+                spec(problem)
+            }
+        }
+    };
+}
+
+/// What a call does with a tensor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Reads it.
+    Input,
+    /// Writes it.
     Output,
+    /// Writes it, and reads it where the cache is shared.
+    Cache,
+}
+
+tensors! {
+    /// query or packed QKV
+    Query: "query", Input, |p| {
+        let shape = if p.packed { p.packed_shape() } else { p.query_shape() };
+        spec(p.computes != Computes::Cache, p.dtype, shape)
+    };
+    /// key
+    Key: "key", Input, |p| spec(has_rows(p), p.dtype, p.key_shape());
+    /// value
+    Value: "value", Input, |p| spec(has_rows(p), p.v_dtype, p.value_shape());
+    /// past_key
+    PastKey: "past_key", Input, |p| {
+        spec(has_past(p), p.key_cache_dtype(), p.key_cache_shape(p.past_capacity))
+    };
+    /// past_value
+    PastValue: "past_value", Input, |p| {
+        spec(has_past(p), p.value_cache_dtype(), p.value_cache_shape(p.past_capacity))
+    };
+    /// seqlens_k, or past_seqlens where the cache is paged
+    SeqlensK: "seqlens_k", Input, |p| spec(true, DType::I32, [p.batch]);
+    /// cos_cache
+    CosCache: "cos_cache", Input, rotations;
+    /// sin_cache
+    SinCache: "sin_cache", Input, rotations;
+    /// position_ids
+    PositionIds: "position_ids", Input, |p| {
+        let columns = p.rotary?.explicit?;
+        spec(true, DType::I64, [p.batch, columns])
+    };
+    /// attention_bias
+    AttentionBias: "attention_bias", Input, |p| {
+        let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
+        spec(true, dtype, p.bias_shape()?)
+    };
+    /// head_sink
+    HeadSink: "head_sink", Input, |p| spec(p.sink == Sink::PerHead, p.dtype, [p.q_heads]);
+    /// k_scale
+    KScale: "k_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
+    /// v_scale
+    VScale: "v_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
+    /// q_norm_weight
+    QNormWeight: "q_norm_weight", Input, |p| spec(p.qk_norm.is_some(), p.dtype, [p.head_size]);
+    /// k_norm_weight
+    KNormWeight: "k_norm_weight", Input, |p| spec(p.qk_norm.is_some(), p.dtype, [p.head_size]);
+    /// cumulative_sequence_length
+    CumulativeSequenceLength: "cumulative_sequence_length", Input, |p| {
+        spec(p.pages.is_some(), DType::I32, [p.batch + 1])
+    };
+    /// block_table
+    BlockTable: "block_table", Input, |p| {
+        spec(true, DType::I32, [p.batch, p.pages?.per_sequence])
+    };
+    /// slot_mapping
+    SlotMapping: "slot_mapping", Input, |p| {
+        let pages = p.pages?;
+        spec(pages.slots, DType::I32, [pages.tokens])
+    };
+    /// output
+    Output: "output", Output, |p| {
+        spec(p.computes != Computes::Cache, p.out_dtype, p.output_shape())
+    };
     /// present_key
-    PresentKey,
+    PresentKey: "present_key", Cache, |p| {
+        spec(p.has_present(), p.key_cache_dtype(), p.key_cache_shape(p.capacity))
+    };
     /// present_value
-    PresentValue,
+    PresentValue: "present_value", Cache, |p| {
+        spec(p.has_present(), p.value_cache_dtype(), p.value_cache_shape(p.capacity))
+    };
     /// output_qk
-    OutputQk,
+    OutputQk: "output_qk", Output, |p| {
+        spec(p.output_qk != QkOutput::None, p.dtype, p.scores_shape())
+    };
     /// log-sum-exp
-    Lse,
+    Lse: "lse", Output, |p| spec(p.lse, DType::F32, [p.batch, p.q_heads, p.q_len]);
+}
+
+fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<TensorSpec> {
+    is_there.then(|| TensorSpec { dtype, shape: shape.into() })
+}
+
+/// Whether key and value are tensors of the call.
+fn has_rows(p: &Problem) -> bool {
+    p.computes != Computes::Rotation && !p.packed
+}
+
+fn has_past(p: &Problem) -> bool {
+    p.cache == CacheBinding::Separate && p.past_capacity > 0
+}
+
+/// cos_cache and sin_cache.
+fn rotations(p: &Problem) -> Option<TensorSpec> {
+    let rotary = p.rotary?;
+    spec(true, p.dtype, [rotary.max_positions, rotary.dim / 2])
+}
+
+impl TensorId {
+    /// Whether kernels write the tensor.
+    pub const fn is_output(self) -> bool {
+        !matches!(self.kind(), Kind::Input)
+    }
+
+    /// Whether it is part of the cache that a call leaves.
+    pub const fn is_present(self) -> bool {
+        matches!(self.kind(), Kind::Cache)
+    }
+}
+
+/// A value for each tensor that a call has, by its role.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensors<T>([Option<T>; TensorId::ALL.len()]);
+
+impl<T> Default for Tensors<T> {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| None))
+    }
+}
+
+impl<T> Tensors<T> {
+    /// That of a tensor.
+    #[inline]
+    pub fn get(&self, id: TensorId) -> Option<&T> {
+        self.0[id as usize].as_ref()
+    }
+
+    /// That of a tensor, to be changed.
+    pub fn get_mut(&mut self, id: TensorId) -> Option<&mut T> {
+        self.0[id as usize].as_mut()
+    }
+
+    /// With that for a tensor, or with none.
+    #[inline]
+    pub fn with(mut self, id: TensorId, value: impl Into<Option<T>>) -> Self {
+        self.0[id as usize] = value.into();
+        self
+    }
+
+    /// Those that there are, in the order of [`TensorId::ALL`].
+    pub fn iter(&self) -> impl Iterator<Item = (TensorId, &T)> {
+        TensorId::ALL.into_iter().filter_map(|id| Some((id, self.get(id)?)))
+    }
+
+    /// Those that there are, to be changed.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (TensorId, &mut T)> {
+        let all = TensorId::ALL.into_iter().zip(&mut self.0);
+        all.filter_map(|(id, value)| Some((id, value.as_mut()?)))
+    }
+}
+
+impl<T> FromIterator<(TensorId, T)> for Tensors<T> {
+    fn from_iter<I: IntoIterator<Item = (TensorId, T)>>(values: I) -> Self {
+        values.into_iter().fold(Self::default(), |all, (id, value)| all.with(id, value))
+    }
 }
 
 /// Element type and shape of one tensor of a call.
@@ -63,10 +216,6 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    fn new(dtype: DType, shape: impl Into<Vec<usize>>) -> Self {
-        Self { dtype, shape: shape.into() }
-    }
-
     /// The tensors of a problem by their roles.
     pub fn all(problem: &Problem) -> Vec<(TensorId, Self)> {
         TensorId::ALL.into_iter().filter_map(|id| Some((id, id.spec(problem)?))).collect()
@@ -85,168 +234,5 @@ impl TensorSpec {
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.len() * self.dtype.size()
-    }
-}
-
-impl TensorId {
-    /// All roles.
-    pub const ALL: [Self; 23] = [
-        Self::Query,
-        Self::Key,
-        Self::Value,
-        Self::PastKey,
-        Self::PastValue,
-        Self::SeqlensK,
-        Self::CosCache,
-        Self::SinCache,
-        Self::PositionIds,
-        Self::AttentionBias,
-        Self::HeadSink,
-        Self::KScale,
-        Self::VScale,
-        Self::QNormWeight,
-        Self::KNormWeight,
-        Self::CumulativeSequenceLength,
-        Self::BlockTable,
-        Self::SlotMapping,
-        Self::Output,
-        Self::PresentKey,
-        Self::PresentValue,
-        Self::OutputQk,
-        Self::Lse,
-    ];
-
-    /// Name of the operator's input or output.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Query => "query",
-            Self::Key => "key",
-            Self::Value => "value",
-            Self::PastKey => "past_key",
-            Self::PastValue => "past_value",
-            Self::SeqlensK => "seqlens_k",
-            Self::CosCache => "cos_cache",
-            Self::SinCache => "sin_cache",
-            Self::PositionIds => "position_ids",
-            Self::AttentionBias => "attention_bias",
-            Self::HeadSink => "head_sink",
-            Self::KScale => "k_scale",
-            Self::VScale => "v_scale",
-            Self::QNormWeight => "q_norm_weight",
-            Self::KNormWeight => "k_norm_weight",
-            Self::CumulativeSequenceLength => "cumulative_sequence_length",
-            Self::BlockTable => "block_table",
-            Self::SlotMapping => "slot_mapping",
-            Self::Output => "output",
-            Self::PresentKey => "present_key",
-            Self::PresentValue => "present_value",
-            Self::OutputQk => "output_qk",
-            Self::Lse => "lse",
-        }
-    }
-
-    /// Whether kernels write the tensor.
-    pub const fn is_output(self) -> bool {
-        matches!(
-            self,
-            Self::Output | Self::PresentKey | Self::PresentValue | Self::OutputQk | Self::Lse
-        )
-    }
-
-    /// Whether it is part of the cache that a call leaves.
-    pub const fn is_present(self) -> bool {
-        matches!(self, Self::PresentKey | Self::PresentValue)
-    }
-
-    /// The tensor of that role in `problem`; `None` where the call has none.
-    pub fn spec(self, problem: &Problem) -> Option<TensorSpec> {
-        match self {
-            Self::Output | Self::PresentKey | Self::PresentValue | Self::OutputQk | Self::Lse => {
-                self.output_spec(problem)
-            }
-            _ => self.input_spec(problem),
-        }
-    }
-
-    fn input_spec(self, p: &Problem) -> Option<TensorSpec> {
-        let shape = match self {
-            Self::Query if p.computes == Computes::Cache => return None,
-            Self::Key | Self::Value if p.computes == Computes::Rotation => return None,
-            Self::Query if p.packed => p.packed_shape(),
-            Self::Query => p.query_shape(),
-            Self::Key | Self::Value if p.packed => return None,
-            Self::Key => p.key_shape(),
-            Self::Value => return Some(TensorSpec::new(p.v_dtype, p.value_shape())),
-            Self::PastKey | Self::PastValue
-                if p.cache != CacheBinding::Separate || p.past_capacity == 0 =>
-            {
-                return None;
-            }
-            Self::PastKey => {
-                return Some(TensorSpec::new(
-                    p.key_cache_dtype(),
-                    p.key_cache_shape(p.past_capacity),
-                ));
-            }
-            Self::PastValue => {
-                return Some(TensorSpec::new(
-                    p.value_cache_dtype(),
-                    p.value_cache_shape(p.past_capacity),
-                ));
-            }
-            Self::SeqlensK => return Some(TensorSpec::new(DType::I32, [p.batch])),
-            Self::CosCache | Self::SinCache => {
-                p.rotary.map(|r| vec![r.max_positions, r.dim / 2])?
-            }
-            Self::PositionIds => {
-                return Some(TensorSpec::new(DType::I64, [p.batch, p.rotary?.explicit?]));
-            }
-            Self::AttentionBias => {
-                let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
-                return Some(TensorSpec::new(dtype, p.bias_shape()?));
-            }
-            Self::QNormWeight | Self::KNormWeight => p.qk_norm.map(|_| vec![p.head_size])?,
-            Self::KScale | Self::VScale => return Some(TensorSpec::new(DType::F32, [p.scales()?])),
-            Self::CumulativeSequenceLength | Self::BlockTable | Self::SlotMapping => {
-                return self.page_spec(p);
-            }
-            Self::HeadSink => (p.sink == Sink::PerHead).then(|| vec![p.q_heads])?,
-            _ => return None,
-        };
-        Some(TensorSpec::new(p.dtype, shape))
-    }
-
-    fn page_spec(self, p: &Problem) -> Option<TensorSpec> {
-        let pages = p.pages?;
-        let shape = match self {
-            Self::CumulativeSequenceLength => vec![p.batch + 1],
-            Self::BlockTable => vec![p.batch, pages.per_sequence],
-            _ => pages.slots.then(|| vec![pages.tokens])?,
-        };
-        Some(TensorSpec::new(DType::I32, shape))
-    }
-
-    fn output_spec(self, p: &Problem) -> Option<TensorSpec> {
-        let shape = match self {
-            Self::Output if p.computes == Computes::Cache => return None,
-            Self::Output => return Some(TensorSpec::new(p.out_dtype, p.output_shape())),
-            Self::PresentKey | Self::PresentValue if !p.has_present() => return None,
-            Self::PresentKey => {
-                return Some(TensorSpec::new(p.key_cache_dtype(), p.key_cache_shape(p.capacity)));
-            }
-            Self::PresentValue => {
-                return Some(TensorSpec::new(
-                    p.value_cache_dtype(),
-                    p.value_cache_shape(p.capacity),
-                ));
-            }
-            Self::OutputQk if p.output_qk == QkOutput::None => return None,
-            Self::OutputQk => p.scores_shape().to_vec(),
-            Self::Lse if p.lse => {
-                return Some(TensorSpec::new(DType::F32, [p.batch, p.q_heads, p.q_len]));
-            }
-            _ => return None,
-        };
-        Some(TensorSpec::new(p.dtype, shape))
     }
 }
