@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the stored PagedAttention cases under tests/cases/paged (see tests/cases/README.md).
 
-    pip install onnxruntime==1.31.1 onnx==1.23.2 numpy==2.4.6 ml_dtypes==0.6.0     (made with Python 3.11)
+    pip install onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6 ml_dtypes==0.6.0     (made with Python 3.11)
     python3 tests/make_paged_cases.py            write tests/cases/paged anew
     python3 tests/make_paged_cases.py --check    make everything again in a temporary folder and compare with what is stored
 

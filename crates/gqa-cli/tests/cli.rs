@@ -363,7 +363,7 @@ fn explain_reads_models() -> Result {
 #[test]
 fn explain_refuses_what_the_operator_refuses() -> Result {
     refused(&words("explain --heads 6 --kv-heads 4")?, 1, &["num_heads", "6"]);
-    refused(&words("explain --head-size 520")?, 1, &["head_size", "520"]);
+    refused(&words("explain --head-size 516")?, 1, &["head_size", "516"]);
     refused(&words("explain --scale nan")?, 1, &["scale", "NaN"]);
     refused(&words("explain --window 0")?, 1, &["local_window_size", "0"]);
     refused(

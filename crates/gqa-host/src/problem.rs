@@ -121,6 +121,23 @@ pub struct Pages {
     pub slots: bool,
 }
 
+impl Pages {
+    /// The blocks of a sequence of `past` rows and `new` tokens that are read or written: those of the rows that some token sees. Blocks
+    /// wholly before the window may have been given to other sequences.
+    pub(crate) fn blocks_read(
+        &self,
+        window: Option<usize>,
+        past: usize,
+        new: usize,
+    ) -> std::ops::Range<usize> {
+        let first = window.map_or(0, |window| (past + 1).saturating_sub(window));
+        match new {
+            0 => 0..0,
+            _ => first / self.block_size..(past + new).div_ceil(self.block_size),
+        }
+    }
+}
+
 /// The extra logit in the softmax denominator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sink {
@@ -230,7 +247,7 @@ pub struct ProblemFields {
     pub q_heads: usize,
     /// Nk; divides N.
     pub kv_heads: usize,
-    /// H, of query and key: up to 512, and a multiple of 8 in GroupQueryAttention.
+    /// H, of query and key: a multiple of 8 in GroupQueryAttention.
     pub head_size: usize,
     /// Of value and output; H in GroupQueryAttention.
     pub v_head_size: usize,
@@ -264,8 +281,8 @@ pub struct ProblemFields {
     pub qk_norm: Option<QkNorm>,
     /// Rotary embedding.
     pub rotary: Option<Rotary>,
-    /// Factor on q·k, resolved.
-    pub scale: f32,
+    /// Factor on q·k, resolved; as exact as the default is where values are float64.
+    pub scale: f64,
     /// Scores become softcap · tanh(score / softcap).
     pub softcap: Option<f32>,
     /// A query at position p sees keys from p - window + 1 on: that many, its own included.
@@ -347,7 +364,13 @@ impl ProblemFields {
 
     /// Errs unless the heads agree and every tensor can be addressed.
     fn check(&self) -> Result<()> {
-        if self.kv_heads == 0 || self.q_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
+        let agree = match self.computes {
+            Computes::Attention | Computes::Cache => {
+                self.kv_heads > 0 && self.q_heads > 0 && self.q_heads.is_multiple_of(self.kv_heads)
+            }
+            Computes::Rotation => self.q_heads == self.kv_heads,
+        };
+        if !agree {
             let got = format!("{} query heads over {} KV heads", self.q_heads, self.kv_heads);
             return Err(Error::invalid("num_heads", got, "a multiple of kv_num_heads, 1 or more"));
         }
@@ -424,9 +447,26 @@ impl Problem {
         self.out_dtype != self.dtype
     }
 
+    /// Whether nothing is left to compute or to write: no row of a query, and none of a cache.
+    pub fn is_empty(&self) -> bool {
+        let rows = self.pages.map_or(self.q_len, |pages| pages.tokens);
+        let copies = self.cache == CacheBinding::Separate && self.batch * self.capacity > 0;
+        [self.batch, self.q_heads, rows, self.head_size].contains(&0) && !copies
+    }
+
+    /// What is left of a call without query rows: what becomes of its cache.
+    pub(crate) fn cache_alone(&self) -> Self {
+        self.derive(|call| ProblemFields {
+            computes: Computes::Cache,
+            qk_norm: None,
+            rotary: None,
+            ..call
+        })
+    }
+
     /// Query heads per KV head.
     pub fn group(&self) -> usize {
-        self.q_heads / self.kv_heads
+        self.q_heads / self.kv_heads.max(1)
     }
 
     /// Query rows of one KV head: those of all query heads that share it.
@@ -442,7 +482,8 @@ impl Problem {
     /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single precision flushes to 0.
     pub(crate) fn least_scale(&self) -> f32 {
         const LEAST: f32 = 1e-30;
-        if self.scale.abs() < LEAST { LEAST.copysign(self.scale) } else { self.scale }
+        let scale = self.scale as f32;
+        if scale.abs() < LEAST { LEAST.copysign(scale) } else { scale }
     }
 
     /// The softcap as single precision can compute with it; 0: none. One that no score feels is none, and with a smaller one than the least all scores

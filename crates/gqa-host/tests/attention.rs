@@ -109,8 +109,14 @@ fn refusals_of_q_k_and_v() {
     );
     refuses(
         |c| c.v = float(&[2, 2, 0, 6]),
-        "V: got (2, 2, 0, 6); allowed: dimensions of 1 or more",
+        "V: got (2, 2, 0, 6); allowed: (batch_size = 2, kv_num_heads = 2, kv_sequence_length = 5, v_head_size = 6)",
     );
+    refuses(
+        |c| c.v = float(&[2, 2, 5, 0]),
+        "V: got (2, 2, 5, 0), so a head size of 0; allowed: 1 to 65536",
+    );
+    refuses(|c| c.q = float(&[2, 0, 3, 8]), "Q: got no heads; allowed: 1 or more heads");
+    refuses(|c| c.k = float(&[2, 0, 5, 8]), "K: got no heads; allowed: 1 or more heads");
     refuses(
         |c| c.q = zeros(DType::I32, &[2, 4, 3, 8]),
         "Q: got int32; allowed: float32, float16, bfloat16 or float64",
@@ -136,8 +142,8 @@ fn refusals_of_q_k_and_v() {
         "V: got (2, 2, 4, 6); allowed: (batch_size = 2, kv_num_heads = 2, kv_sequence_length = 5, v_head_size = 6)",
     );
     refuses(
-        |c| c.v = float(&[2, 2, 5, 513]),
-        "V: got (2, 2, 5, 513), so a head size of 513; allowed: up to 512",
+        |c| c.v = float(&[2, 2, 1, 65537]),
+        "V: got (2, 2, 1, 65537), so a head size of 65537; allowed: 1 to 65536",
     );
     let flat = |op: Attention, q: usize, want: &str| {
         refuses(

@@ -235,3 +235,37 @@ fn float64_needs_the_cpu() {
         plan(&problem, &DeviceInfo::h200(), &PlanOptions::default()).unwrap_err().to_string();
     assert!(error.contains("unfused does not take float64"), "{error}");
 }
+
+#[test]
+fn a_call_without_work_has_no_launches() {
+    let launches = |shape: Shape, op: Attention| {
+        let problem = shape.problem(&op);
+        let plan = planned(&problem);
+        assert_eq!(plan.launches().is_empty(), problem.is_empty());
+        names(&plan)
+    };
+    let none = |q_len, new_len, past| Shape { new_len, past, ..square(q_len) };
+    assert_eq!(launches(none(0, 512, None), Attention::new()), [""; 0]);
+    assert_eq!(launches(none(0, 0, Some(0)), Attention::new()), [""; 0]);
+    assert_eq!(launches(none(0, 0, None), Attention::new().present(true)), [""; 0]);
+    // Present takes what there is, and that is all.
+    assert_eq!(launches(none(0, 512, Some(9)), Attention::new()), ["concat_new_to_past_kv"]);
+    let present = Attention::new().present(true);
+    assert_eq!(launches(none(0, 512, None), present), ["concat_new_to_past_kv"]);
+    // Rows without keys become zeros, by a kernel that has no tiles of keys.
+    assert_eq!(launches(none(512, 0, None), Attention::new().is_causal(1)), ["general"]);
+    let all_in_all = Attention::new().qk_matmul_output(true);
+    let unfused = ["unfused_scores", "unfused_softmax", "unfused_values"];
+    assert_eq!(launches(none(512, 0, None), all_in_all), unfused);
+}
+
+#[test]
+fn present_without_a_past_is_written_first() {
+    let present = Attention::new().present(true).is_causal(1);
+    let plan = planned(&square(512).problem(&present));
+    let names_of = names(&plan);
+    assert_eq!((names_of.len(), names_of[0]), (2, "concat_new_to_past_kv"));
+    assert!(names_of[1].starts_with("hopper_f16_d64"), "{names_of:?}");
+    let plan = planned(&Shape { v_head_size: 40, ..square(512) }.problem(&present));
+    assert_eq!(names(&plan), ["concat_rows", "concat_rows", "general"]);
+}

@@ -159,7 +159,7 @@ fn tokens() {
     let query = |shape: &[usize]| Call { query: float(shape), ..Call::new() };
     refuses(
         query(&[4, 60]),
-        "query: got (4, 60); allowed: a last dimension of num_heads = 4 times a head_size that is a multiple of 8 from 8 to 512",
+        "query: got (4, 60); allowed: a last dimension of num_heads = 4 times a head_size that is a multiple of 8 from 8 to 65536",
     );
     refuses(
         query(&[1, 4, 64]),
@@ -222,6 +222,36 @@ fn lengths() {
 }
 
 #[test]
+fn without_tokens_nothing_is_looked_up() {
+    let none = || Call {
+        query: float(&[0, 64]),
+        key: Some(float(&[0, 32])),
+        value: Some(float(&[0, 32])),
+        starts: ints(&[0, 0, 0]),
+        table: table(2, &[-1, 7, -1, -1, -1, -1]),
+        ..Call::new()
+    };
+    let p = accepts(none());
+    assert!(p.is_empty());
+    assert_eq!(p.output_shape(), [0, 64]);
+    let no_sequences = || Call {
+        starts: ints(&[0]),
+        past: ints(&[]),
+        table: Array::from_shape_vec((0, 3), Vec::<i32>::new()).unwrap().into(),
+        ..none()
+    };
+    assert!(accepts(no_sequences()).is_empty());
+    refuses(
+        Call { past: ints(&[2, 13]), ..none() },
+        "past_seqlens: got 13 for batch entry 1, which has 0 new tokens; allowed: up to 12 in all, the rows of its blocks",
+    );
+    refuses(
+        Call { query: float(&[1, 64]), starts: ints(&[1]), ..no_sequences() },
+        "cumulative_sequence_length: got [1]; allowed: 1 numbers from 0 to num_tokens = 1",
+    );
+}
+
+#[test]
 fn blocks() {
     refuses(
         Call { table: table(2, &[4, 5, -9, 3, 1, 99]), ..Call::new() },
@@ -231,6 +261,25 @@ fn blocks() {
         Call { table: table(1, &[4, 0, 1]), ..Call::new() },
         "block_table: got (1, 3); allowed: (batch_size = 2, max_blocks_per_sequence >= 1)",
     );
+    let window = |op: PagedAttention, values: &[i32]| Call {
+        op: op.local_window_size(3),
+        table: table(2, values),
+        ..Call::new()
+    };
+    // Token 0 of sequence 1 is at position 6 and sees rows 4 to 6, all in the second block.
+    accepts(window(Call::new().op, &[4, 0, -9, -1, 1, 99]));
+    accepts(window(Call::new().op.is_causal(0), &[4, 0, -9, i32::MAX, 1, 99]));
+    refuses(
+        window(Call::new().op, &[-1, 0, -9, -1, 1, 99]),
+        "block_table: got -1 at (0, 0); allowed: 0 to 4, the last block of key_cache",
+    );
+    refuses(
+        Call { table: table(2, &[4, 0, -9, -1, 1, 99]), ..Call::new() },
+        "block_table: got -1 at (1, 0); allowed: 0 to 4, the last block of key_cache",
+    );
+    // Nothing is read of a sequence without tokens.
+    let idle = Call { starts: ints(&[0, 4, 4]), past: ints(&[2, 6]), ..Call::new() };
+    accepts(Call { table: table(2, &[4, 0, -9, -1, 99, -1]), ..idle });
     let cache = |key: &[usize], value: &[usize]| {
         let cache = PagedCache { key: float(key), value: float(value) };
         Call { cache, ..Call::new() }

@@ -106,8 +106,10 @@ impl Region {
 /// What comparing two tensors of one shape and type found.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Comparison {
-    /// Elements compared.
+    /// Numbers compared.
     pub compared: usize,
+    /// Numbers in ignored boxes.
+    pub ignored: usize,
     /// Elements out of tolerance.
     pub failed: usize,
     /// Largest difference; infinite where one value is out of tolerance and not finite.
@@ -170,7 +172,9 @@ pub fn compare(
     let (got, each) = comparable(got);
     let (want_values, _) = comparable(want);
     for (got, want_values) in got.chunks_exact(each).zip(want_values.chunks_exact(each)) {
-        if !ignored.iter().any(|region| region.contains(&index)) {
+        if ignored.iter().any(|region| region.contains(&index)) {
+            comparison.ignored += each;
+        } else {
             for (got, want) in got.iter().zip(want_values) {
                 comparison.add(&index, *got, *want, tolerance);
             }

@@ -11,6 +11,7 @@ mod compare;
 mod error;
 mod model;
 mod operator;
+mod opset;
 mod proto;
 mod tensor;
 

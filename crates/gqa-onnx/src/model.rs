@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use gqa_host::{DType, Tensor};
 use prost::Message;
 
+use crate::opset::Imports;
 use crate::proto::{
     GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto, element_type_name,
 };
@@ -66,10 +67,7 @@ impl Model {
         let [node] = graph.node.as_slice() else {
             return Err(Error::invalid("model", format!("{} nodes", graph.node.len()), "one node"));
         };
-        let operator = Operator::from_node(node, |domain| {
-            let import = model.opset_import.iter().find(|import| import.domain == domain);
-            import.map(|import| import.version)
-        })?;
+        let operator = Operator::from_node(node, &Imports::of(&model.opset_import)?)?;
         let (output_names, outputs) = outputs(&graph, node)?;
         let inputs = inputs(&graph, node, &operator)?;
         Ok(Self { operator, inputs, graph_inputs: graph.input.len(), output_names, outputs })

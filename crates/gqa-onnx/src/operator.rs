@@ -9,6 +9,7 @@ use gqa_host::backend::Backend;
 use gqa_host::op::{Attention, GroupQueryAttention, PagedAttention, RotaryEmbedding};
 use gqa_host::{Problem, Tensor};
 
+use crate::opset::{Imports, MICROSOFT, ONNX, domain_name};
 use crate::proto::NodeProto;
 use crate::{Error, Result};
 
@@ -22,7 +23,7 @@ pub enum Operator {
     Attention {
         /// The operator.
         op: Attention,
-        /// Operator set, 23 to 25.
+        /// The operator set that defines it: 23, 24 or 25.
         opset: i64,
     },
     /// com.microsoft.PagedAttention
@@ -35,27 +36,23 @@ pub enum Operator {
 const SUPPORTED: &str = "com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding";
 
 impl Operator {
-    /// The node's operator. `version` gives the imported version of a domain.
-    pub(crate) fn from_node(
-        node: &NodeProto,
-        version: impl Fn(&str) -> Option<i64>,
-    ) -> Result<Self> {
-        let domain = if node.domain.is_empty() { "ai.onnx" } else { &node.domain };
-        match (domain, node.op_type.as_str()) {
-            ("com.microsoft", "GroupQueryAttention") => {
-                expect_version("com.microsoft", version("com.microsoft"), 1)?;
+    /// The node's operator, as the operator sets that the model imports define it.
+    pub(crate) fn from_node(node: &NodeProto, imports: &Imports<'_>) -> Result<Self> {
+        match (domain_name(&node.domain), node.op_type.as_str()) {
+            (MICROSOFT, "GroupQueryAttention") => {
+                imports.check_microsoft()?;
                 gqa::from_node(node).map(Self::GroupQueryAttention)
             }
-            ("com.microsoft", "PagedAttention") => {
-                expect_version("com.microsoft", version("com.microsoft"), 1)?;
+            (MICROSOFT, "PagedAttention") => {
+                imports.check_microsoft()?;
                 paged::from_node(node).map(Self::PagedAttention)
             }
-            ("ai.onnx", "Attention") => {
-                let opset = onnx_version(version, 23..=25)?;
+            (ONNX, "Attention") => {
+                let opset = imports.definition(&attention::DEFINITIONS)?;
                 attention::from_node(node, opset).map(|op| Self::Attention { op, opset })
             }
-            ("ai.onnx", "RotaryEmbedding") => {
-                onnx_version(version, 23..=25)?;
+            (ONNX, "RotaryEmbedding") => {
+                imports.definition(&rotary::DEFINITIONS)?;
                 rotary::from_node(node).map(Self::RotaryEmbedding)
             }
             (domain, op) => {
@@ -82,32 +79,6 @@ impl Operator {
             Self::Attention { .. } => &attention::OUTPUTS,
             Self::PagedAttention(_) => &paged::OUTPUTS,
             Self::RotaryEmbedding(_) => &rotary::OUTPUTS,
-        }
-    }
-}
-
-/// Operator sets are numbered; ours come with exactly one number each.
-fn expect_version(domain: &str, got: Option<i64>, allowed: i64) -> Result<()> {
-    match got {
-        Some(version) if version == allowed => Ok(()),
-        Some(version) => {
-            Err(Error::invalid(format_args!("opset_import of {domain}"), version, allowed))
-        }
-        None => Err(Error::invalid(format_args!("opset_import of {domain}"), "none", allowed)),
-    }
-}
-
-/// The imported operator set of ai.onnx, which is also written as "".
-fn onnx_version(
-    version: impl Fn(&str) -> Option<i64>,
-    allowed: std::ops::RangeInclusive<i64>,
-) -> Result<i64> {
-    let (first, last) = (*allowed.start(), *allowed.end());
-    match version("").or_else(|| version("ai.onnx")) {
-        Some(version) if allowed.contains(&version) => Ok(version),
-        got => {
-            let got = got.map_or_else(|| "none".to_owned(), |version| version.to_string());
-            Err(Error::invalid("opset_import of ai.onnx", got, format_args!("{first} to {last}")))
         }
     }
 }

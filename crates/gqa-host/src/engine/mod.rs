@@ -35,7 +35,7 @@ pub struct Heads {
     pub query: usize,
     /// KV heads: each is shared by the same number of query heads.
     pub kv: usize,
-    /// Elements of a head: a multiple of 8, up to 512.
+    /// Elements of a head: a multiple of 8.
     pub size: usize,
 }
 

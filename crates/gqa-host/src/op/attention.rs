@@ -1,4 +1,4 @@
-//! ONNX `Attention`, operator sets 23 to 25.
+//! ONNX `Attention`, as operator sets 23, 24 and 25 define it.
 
 use crate::backend::{Backend, Io, run};
 use crate::{DType, Layout, Problem, QkOutput, Result, Tensor};
@@ -20,6 +20,7 @@ pub struct Attention {
     pub(crate) softmax_precision: Option<i64>,
     pub(crate) qk_matmul_output_mode: i64,
     pub(crate) qk_matmul_output: bool,
+    pub(crate) present: bool,
     pub(crate) left_window_size: i64,
     pub(crate) right_window_size: i64,
 }
@@ -42,6 +43,7 @@ impl Attention {
             softmax_precision: None,
             qk_matmul_output_mode: 0,
             qk_matmul_output: false,
+            present: false,
             left_window_size: -1,
             right_window_size: -1,
         }
@@ -96,6 +98,11 @@ impl Attention {
     /// Whether qk_matmul_output is wanted.
     pub fn qk_matmul_output(self, on: bool) -> Self {
         Self { qk_matmul_output: on, ..self }
+    }
+
+    /// Whether present_key and present_value are wanted where past_key is not given; where it is, they always are.
+    pub fn present(self, on: bool) -> Self {
+        Self { present: on, ..self }
     }
 
     /// A query at position p sees no key before p - size; -1: no bound.
@@ -164,9 +171,9 @@ impl<'a> AttentionInputs<'a> {
 pub struct AttentionOutputs {
     /// (B, S, N·Hv) or (B, N, S, Hv), as Q
     pub y: Tensor,
-    /// (B, Nk, T, H) where past_key is given
+    /// (B, Nk, T, H) where past_key is given or [`Attention::present`] asks for it
     pub present_key: Option<Tensor>,
-    /// (B, Nk, T, Hv) where past_value is given
+    /// (B, Nk, T, Hv), likewise
     pub present_value: Option<Tensor>,
     /// (B, N, S, T) where asked for
     pub qk_matmul_output: Option<Tensor>,

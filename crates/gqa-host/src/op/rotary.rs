@@ -1,4 +1,4 @@
-//! ONNX `RotaryEmbedding`, operator set 23.
+//! ONNX `RotaryEmbedding`, as operator set 23 defines it.
 
 use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
 use crate::backend::{Backend, Io, run};
@@ -109,9 +109,6 @@ impl RotaryEmbedding {
         if !matches!(x.dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::invalid("X", x.dtype, "float32, float16 or bfloat16"));
         }
-        if x.shape.contains(&0) {
-            return Err(Error::invalid("X", shape(x.shape), "dimensions of 1 or more"));
-        }
         addressable("X", x.shape)?;
         let heads = usize::try_from(self.num_heads).ok().filter(|heads| *heads <= MAX_COUNT);
         let heads = heads.ok_or_else(|| {
@@ -185,7 +182,7 @@ fn check_caches(
         check("sin_cache", sin, &dims)?;
         return Ok(batch * rows);
     };
-    check("cos_cache", cos, &[Dim::AtLeast("max_position_id_plus_1", 1), width])?;
+    check("cos_cache", cos, &[Dim::Any("max_position_id_plus_1"), width])?;
     let positions = cos.shape[0];
     check("sin_cache", sin, &[Dim::Is("max_position_id_plus_1", positions), width])?;
     Pattern { argument: "position_ids", dtype: DType::I64, why: "", dims: &entries }
@@ -193,7 +190,10 @@ fn check_caches(
     let Tensor::I64(ids) = ids else { return Ok(positions) };
     match ids.iter().find(|&&id| !usize::try_from(id).is_ok_and(|id| id < positions)) {
         Some(id) => {
-            let allowed = format!("0 to {}, the last row of cos_cache", positions - 1);
+            let allowed = match positions.checked_sub(1) {
+                Some(last) => format!("0 to {last}, the last row of cos_cache"),
+                None => "none, as cos_cache has no rows".to_owned(),
+            };
             Err(Error::invalid("position_ids", id, allowed))
         }
         None => Ok(positions),

@@ -81,11 +81,7 @@ impl GroupQueryAttention {
             layout: self.layout,
             qk_norm: query.qk_norm(inputs, self.qk_norm_epsilon)?,
             rotary: self.rotary(inputs, &query)?,
-            scale: if self.scale == 0.0 {
-                1.0 / (query.head_size as f32).sqrt()
-            } else {
-                self.scale
-            },
+            scale: scale(Some(self.scale).filter(|&scale| scale != 0.0), query.head_size),
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: self.window(capacity.max(rows.total)),
             causal: self.causal == 1,
@@ -185,6 +181,11 @@ impl GroupQueryAttention {
             })),
         }
     }
+}
+
+/// The factor on q·k: 1/sqrt(head_size) where none is given.
+pub(super) fn scale(given: Option<f32>, head_size: usize) -> f64 {
+    given.map_or_else(|| (head_size as f64).sqrt().recip(), f64::from)
 }
 
 /// Errs where scores or norms would not be numbers.

@@ -1,7 +1,7 @@
 //! From ONNX Attention's attributes and inputs to a [`Problem`].
 
 use super::validate::{
-    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_rows, shape,
+    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_rows, scale, shape,
 };
 use super::{Attention, AttentionInputs};
 use crate::{
@@ -24,13 +24,12 @@ impl Attention {
     pub fn problem_from_shapes(&self, inputs: &AttentionShapes<'_>) -> Result<Problem> {
         self.check_numbers()?;
         let sizes = self.sizes(inputs)?;
-        let (past, cache) = sizes.past(inputs)?;
+        let (past, cache) = sizes.past(inputs, self.present)?;
         sizes.check_lengths(inputs)?;
         let total = past + sizes.new_len;
         let window = Window::of(self);
         let (phase, alignment) =
             sizes.alignment(past, cache, inputs.nonpad_kv_seqlen.is_some(), window.is_some());
-        let scale = self.scale.unwrap_or(1.0 / (sizes.head_size as f32).sqrt());
         let problem = Problem::new(ProblemFields {
             v_dtype: inputs.v.dtype,
             batch: sizes.batch,
@@ -47,7 +46,7 @@ impl Attention {
             alignment,
             cache,
             layout: sizes.layout,
-            scale,
+            scale: scale(self.scale, sizes.head_size),
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: window.left.map(|left| left.saturating_add(1)),
             right_window: window.right.filter(|&right| right > 0),
@@ -117,13 +116,6 @@ impl Attention {
             }
         }
         for (argument, tensor) in [("Q", q), ("K", k), ("V", v)] {
-            if tensor.shape.contains(&0) {
-                return Err(Error::invalid(
-                    argument,
-                    shape(tensor.shape),
-                    "dimensions of 1 or more",
-                ));
-            }
             addressable(argument, tensor.shape)?;
         }
         match layout {
@@ -176,6 +168,9 @@ impl Attention {
             ("q_num_heads", self.q_num_heads, q_heads, "Q"),
             ("kv_num_heads", self.kv_num_heads, kv_heads, "K"),
         ] {
+            if heads == 0 {
+                return Err(Error::invalid(tensor, "no heads", "1 or more heads"));
+            }
             if given.is_some_and(|given| usize::try_from(given) != Ok(heads)) {
                 let allowed = format!("no attribute, or {heads}, the heads of {tensor}");
                 return Err(Error::invalid(argument, given.unwrap_or_default(), allowed));
@@ -270,9 +265,9 @@ impl Sizes {
     fn check(self, inputs: &AttentionShapes<'_>) -> Result<Self> {
         let AttentionShapes { q, k, v, .. } = *inputs;
         for (argument, tensor, size) in [("Q", q, self.head_size), ("V", v, self.v_head_size)] {
-            if size > MAX_HEAD_SIZE {
+            if !(1..=MAX_HEAD_SIZE).contains(&size) {
                 let got = format!("{}, so a head size of {size}", shape(tensor.shape));
-                return Err(Error::invalid(argument, got, format!("up to {MAX_HEAD_SIZE}")));
+                return Err(Error::invalid(argument, got, format!("1 to {MAX_HEAD_SIZE}")));
             }
         }
         if self.q_heads % self.kv_heads != 0 {
@@ -297,10 +292,18 @@ impl Sizes {
         Ok(self)
     }
 
-    /// Rows of past_key and past_value, and what becomes of K and V.
-    fn past(&self, inputs: &AttentionShapes<'_>) -> Result<(usize, CacheBinding)> {
+    /// Rows of past_key and past_value, and what becomes of K and V: without a past they are read where they are, unless `present` is
+    /// to hold them.
+    fn past(&self, inputs: &AttentionShapes<'_>, present: bool) -> Result<(usize, CacheBinding)> {
         let past = both(("past_key", inputs.past_key), ("past_value", inputs.past_value))?;
-        let Some((key, value)) = past else { return Ok((0, CacheBinding::External)) };
+        if present && inputs.nonpad_kv_seqlen.is_some() {
+            let allowed = "no output, as nonpad_kv_seqlen is given";
+            return Err(Error::invalid("present_key, present_value", "an output", allowed));
+        }
+        let Some((key, value)) = past else {
+            let cache = if present { CacheBinding::Separate } else { CacheBinding::External };
+            return Ok((0, cache));
+        };
         if inputs.nonpad_kv_seqlen.is_some() {
             let allowed = "no input, as past_key is given";
             return Err(Error::invalid("nonpad_kv_seqlen", "a tensor", allowed));
@@ -377,11 +380,11 @@ impl Sizes {
         };
         let mut repeats = [true; 3];
         let first = 3 - leading.len();
-        let mut fits = (1..=total).contains(&columns);
+        let mut fits = columns <= total && (columns > 0 || total == 0);
         for (i, &n) in leading.iter().enumerate() {
             let whole = full[first + i];
             fits &= n == whole || n == 1;
-            repeats[first + i] = n < whole;
+            repeats[first + i] = n != whole;
         }
         if !fits {
             let [b, n, s] = full;

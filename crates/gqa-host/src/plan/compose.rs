@@ -18,6 +18,7 @@ use crate::{Error, Problem, Result};
 pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
     let mut scratch = Scratch::default();
     let composed = match (problem.pages, problem.sliding()) {
+        _ if problem.is_empty() => Composed::default(),
         (Some(pages), _) => paged::compose(problem, pages, device, options, &mut scratch)?,
         (None, Some(how)) => sliding::compose(problem, how, device, options, &mut scratch)?,
         (None, None) => Composed::of(problem, device, options, &mut scratch)?,
@@ -37,9 +38,10 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
     })
 }
 
-/// GQA_FORCE means that kernel or none.
+/// GQA_FORCE means that kernel or none, where there is something to do.
 fn check_forced(options: &PlanOptions, launches: &[Launch]) -> Result<()> {
     match options.force {
+        Some(_) if launches.is_empty() => Ok(()),
         Some(forced) if launches.iter().all(|launch| launch.entry.name != forced) => {
             let names: Vec<_> = launches.iter().map(|launch| launch.entry.name).collect();
             Err(Error::NoKernel(format!("GQA_FORCE={forced}, but it takes {}", names.join(", "))))

@@ -11,7 +11,8 @@ use super::prologue::prologue;
 use super::scratch::Scratch;
 use crate::{Computes, Problem, Result};
 
-/// What a plan has of the kernels chosen.
+/// What a plan has of the kernels chosen: none where there is nothing to do.
+#[derive(Default)]
 pub(super) struct Composed {
     pub(super) launches: Vec<Launch>,
     pub(super) decisions: Vec<Decision>,
@@ -26,6 +27,9 @@ impl Composed {
         options: &PlanOptions,
         scratch: &mut Scratch,
     ) -> Result<Self> {
+        if problem.computes == Computes::Attention && problem.q_len == 0 {
+            return Self::of(&problem.cache_alone(), device, options, scratch);
+        }
         let fused = !options.disable_fused_kv;
         let positions = positions(problem, fused);
         if problem.computes != Computes::Attention {

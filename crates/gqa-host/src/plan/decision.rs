@@ -156,8 +156,10 @@ pub enum Rejection {
     /// The kernel takes maxima before the factor, so that has to be positive.
     Scale {
         /// The call's.
-        got: f32,
+        got: f64,
     },
+    /// There are no keys of which the kernel could have tiles.
+    NoKeys,
     /// The kernel rounds its output to the type that it computes with.
     OutputType {
         /// The call's type of output.
@@ -216,6 +218,7 @@ impl fmt::Display for Rejection {
             }
             Self::Softcap { got, max } => write!(f, "softcap {got} is more than {max}"),
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
+            Self::NoKeys => write!(f, "there are no keys"),
             Self::OutputType { got } => write!(f, "does not write output in {got}"),
             Self::OneSplit => write!(f, "one part of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),

@@ -83,7 +83,7 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
         qk_columns: u32_of("total_sequence_length", p.total_len)?,
         splits,
         // Kernels that show scores do not scale hidden ones.
-        scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale },
+        scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale as f32 },
         softcap: p.softcap_in_f32(),
         section: 0,
     })

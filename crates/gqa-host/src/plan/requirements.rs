@@ -26,6 +26,9 @@ pub(super) fn masked_flash(p: &Problem) -> Result<(), Rejection> {
 /// Flash attention knows no score outputs, and only GroupQueryAttention's positions, windows and
 /// head sizes.
 fn any_flash(p: &Problem) -> Result<(), Rejection> {
+    if p.total_len == 0 {
+        return Err(Rejection::NoKeys);
+    }
     if p.output_qk != QkOutput::None {
         return Err(Rejection::Argument { name: "output_qk" });
     }

@@ -2,6 +2,7 @@
 //!
 //! | new rows of a sequence | launches |
 //! |---|---|
+//! | none | `slide_kv`, where present is not past |
 //! | one | `slide_kv`, which makes room for it; the call |
 //! | several | `slide_lengths`; the call, with a cache in scratch that has room for all; `slide_kv`, which takes the rows that stay from there |
 //! | a first prompt | the call, likewise, as lengths count from row 0 anyway; `slide_kv` |
@@ -85,7 +86,8 @@ impl<'a> Window<'a> {
                 capacity: sliding.capacity,
                 from_rows: u32_of("rows of the cache", inner.capacity)?,
                 first_prompt: is_prompt.into(),
-                staged: p.is_staged().into(),
+                // Without a token all rows that stay are there already.
+                staged: (p.q_len != 1).into(),
                 in_place: (!p.is_staged() && p.cache == CacheBinding::Shared).into(),
                 clears: (p.cache == CacheBinding::Separate).into(),
             },

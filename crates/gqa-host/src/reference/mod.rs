@@ -53,6 +53,9 @@ pub struct Exact {
 /// Computes a call without rounding its results. The cache is part of what a call computes with, so present_key and
 /// present_value are written, and rounded, here as well.
 pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Exact {
+    if problem.is_empty() {
+        return Exact::default();
+    }
     if let Some(pages) = problem.pages {
         return paged::attend(problem, pages, io);
     }
@@ -422,7 +425,7 @@ impl<'a> Call<'a> {
     /// The score of a key after scale.
     fn scaled(&self, query: &[f64], b: usize, n: usize, j: usize) -> f64 {
         let key = self.key.row(b, n / self.problem.group(), j - self.first[b]);
-        f64::from(self.problem.scale) * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
+        self.problem.scale * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
     }
 
     /// The same after softcap.

@@ -13,7 +13,7 @@ pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Exact {
     for sequence in &sequences {
         sequence.append(io);
     }
-    for sequence in sequences.iter().filter(|sequence| sequence.new > 0) {
+    for sequence in &sequences {
         let rows = sequence.attend(io);
         exact.output.extend(rows.output);
         exact.lse.extend(rows.lse);
@@ -30,13 +30,15 @@ struct Sequence<'a> {
     new: usize,
     /// Rows before them.
     past: usize,
-    /// The row of the cache, through all blocks, that has each row of the sequence.
-    places: Vec<usize>,
+    /// The row of the cache, through all blocks, that has each row of the sequence; none where no token sees a row of the block, which may be another
+    /// sequence's by now.
+    places: Vec<Option<usize>>,
     /// The row that takes each token, if any does.
     slots: Vec<Option<usize>>,
 }
 
 impl<'a> Sequence<'a> {
+    /// Those with tokens: of others nothing is read.
     fn all(p: &'a Problem, pages: Pages, tables: PageTables<'_>, past: &Tensor) -> Vec<Self> {
         let integers = |tensor: &Tensor| -> Vec<i64> {
             tensor.to_f64().into_iter().map(|x| x as i64).collect()
@@ -48,19 +50,23 @@ impl<'a> Sequence<'a> {
             let (start, end) = (starts[b] as usize, starts[b + 1] as usize);
             let (new, past) = (end - start, past[b] as usize);
             let blocks = &table[b * pages.per_sequence..][..pages.per_sequence];
+            // The first token sees the oldest rows.
+            let seen = p.window.map_or(0, |window| (past + 1).saturating_sub(window));
             let place = |row: usize| {
-                blocks[row / pages.block_size] as usize * pages.block_size + row % pages.block_size
+                let (block, in_block) = (row / pages.block_size, row % pages.block_size);
+                (block >= seen / pages.block_size)
+                    .then(|| blocks[block] as usize * pages.block_size + in_block)
             };
             let places: Vec<_> = (0..past + new).map(place).collect();
             let slots = match &slots {
-                None => places[past..].iter().copied().map(Some).collect(),
+                None => places[past..].to_vec(),
                 Some(slots) => {
                     slots[start..end].iter().map(|&slot| usize::try_from(slot).ok()).collect()
                 }
             };
             Self { problem: p, start, new, past, places, slots }
         };
-        (0..p.batch).map(sequence).collect()
+        (0..p.batch).filter(|&b| starts[b] < starts[b + 1]).map(sequence).collect()
     }
 
     /// A call of this sequence alone, of its new tokens.
@@ -81,9 +87,6 @@ impl<'a> Sequence<'a> {
 
     /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions would have them.
     fn append(&self, io: &mut Io<'_>) {
-        if self.new == 0 {
-            return;
-        }
         let p = self.problem;
         let positions: Vec<_> = (self.past..self.past + self.new).map(|row| row as i64).collect();
         let alone = self.call().derive(|call| ProblemFields {
@@ -118,14 +121,16 @@ impl<'a> Sequence<'a> {
         self.compute(&call, io, None, [&mut key, &mut value])
     }
 
-    /// The sequence's rows side by side, head by head.
+    /// The sequence's rows side by side, head by head; zeros where there is none.
     fn gathered(&self, cache: &Tensor) -> Tensor {
         let (p, rows) = (self.problem, self.places.len());
         let mut gathered = Tensor::zeros(cache.dtype(), &self.call().key_cache_shape(rows));
         let size = row_bytes(cache);
         for (i, row) in gathered.bytes_mut().chunks_exact_mut(size).enumerate() {
-            let from = (self.places[i % rows] * p.kv_heads + i / rows) * size;
-            row.copy_from_slice(&cache.bytes()[from..from + size]);
+            if let Some(place) = self.places[i % rows] {
+                let from = (place * p.kv_heads + i / rows) * size;
+                row.copy_from_slice(&cache.bytes()[from..from + size]);
+            }
         }
         gathered
     }

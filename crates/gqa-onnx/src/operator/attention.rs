@@ -1,4 +1,4 @@
-//! ai.onnx.Attention, operator sets 23 to 25.
+//! ai.onnx.Attention, as operator sets 23, 24 and 25 define it.
 
 use gqa_host::backend::Backend;
 use gqa_host::op::{Attention, AttentionInputs};
@@ -8,6 +8,9 @@ use super::{Arguments, check_lists, is_named};
 use crate::attributes::{Attributes, Kind};
 use crate::proto::NodeProto;
 use crate::{Error, Result};
+
+/// Operator sets that define it.
+pub(super) const DEFINITIONS: [i64; 3] = [23, 24, 25];
 
 /// Inputs in ONNX's order.
 pub(super) const INPUTS: [&str; 7] =
@@ -34,6 +37,7 @@ const ATTN_MASK: usize = 3;
 const PAST_KEY: usize = 4;
 const NONPAD_KV_SEQLEN: usize = 6;
 const PRESENT_KEY: usize = 1;
+const PRESENT_VALUE: usize = 2;
 const QK_MATMUL_OUTPUT: usize = 3;
 
 /// The operator of a node, and the operator set that it is of.
@@ -48,6 +52,7 @@ pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
         .softcap(attributes.float("softcap").unwrap_or(0.0))
         .qk_matmul_output_mode(attributes.int("qk_matmul_output_mode").unwrap_or(0))
         .qk_matmul_output(is_named(&node.output, QK_MATMUL_OUTPUT))
+        .present(is_named(&node.output, PRESENT_KEY) || is_named(&node.output, PRESENT_VALUE))
         .left_window_size(attributes.int("left_window_size").unwrap_or(-1))
         .right_window_size(attributes.int("right_window_size").unwrap_or(-1));
     if let Some(scale) = attributes.float("scale") {
@@ -65,20 +70,15 @@ pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
     Ok(op)
 }
 
-/// Past and present come together, each key with its value.
+/// A past becomes a part of present, which must be there to take it. Without a past, present is K and V.
 fn check_cache(node: &NodeProto) -> Result<()> {
     let past = is_named(&node.input, PAST_KEY);
-    for (name, argument) in OUTPUTS[PRESENT_KEY..QK_MATMUL_OUTPUT].iter().zip(PRESENT_KEY..) {
-        let present = is_named(&node.output, argument);
-        if present && !past {
-            let allowed = "no output, as there is no past_key";
-            return Err(Error::invalid(*name, "an output", allowed));
+    match [PRESENT_KEY, PRESENT_VALUE].iter().find(|&&i| !is_named(&node.output, i)) {
+        Some(&missing) if past => {
+            Err(Error::invalid(OUTPUTS[missing], "no output", "one, as past_key is given"))
         }
-        if past && !present {
-            return Err(Error::invalid(*name, "no output", "one, as past_key is given"));
-        }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// The validated call.

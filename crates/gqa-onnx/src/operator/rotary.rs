@@ -1,4 +1,4 @@
-//! ai.onnx.RotaryEmbedding, from operator set 23.
+//! ai.onnx.RotaryEmbedding, as operator set 23 defines it.
 
 use gqa_host::backend::Backend;
 use gqa_host::op::{RotaryEmbedding, RotaryInputs};
@@ -8,6 +8,9 @@ use super::{Arguments, check_lists};
 use crate::Result;
 use crate::attributes::{Attributes, Kind};
 use crate::proto::NodeProto;
+
+/// Operator sets that define it.
+pub(super) const DEFINITIONS: [i64; 1] = [23];
 
 /// Inputs in ONNX's order.
 pub(super) const INPUTS: [&str; 4] = ["X", "cos_cache", "sin_cache", "position_ids"];

@@ -3,7 +3,7 @@
 use super::codes::Codes;
 use super::element::Element;
 use super::norm::{Norm, round};
-use super::rope::{MAX_HEAD_SIZE, Rope};
+use super::rope::Rope;
 use super::sequence::Sequence;
 use crate::{CacheBinding, Problem, RowLayout};
 use rayon::prelude::*;
@@ -27,37 +27,39 @@ pub(super) struct Append<'a, T> {
 impl<T: Element> Append<'_, T> {
     /// Writes a present tensor; `past` is empty where there is none or where it is shared.
     pub(super) fn run(&self, past: &[T], present: &mut [T]) {
-        self.update(past, present, self.size, T::ZERO, |[b, head, s], row| {
-            let new = self.new_row([b, head, s]);
+        self.update(past, present, self.size, T::ZERO, |place, buffer, row| {
             if self.norm.is_none() && self.rope.is_none() {
-                row.copy_from_slice(new);
+                row.copy_from_slice(self.new_row(place));
             } else {
-                let mut buffer = [0.0; MAX_HEAD_SIZE];
-                T::narrow(self.turned([b, head, s], &mut buffer), row);
+                self.turn(place, buffer);
+                T::narrow(buffer, row);
             }
         });
     }
 
     /// The same of a quantised cache.
     pub(super) fn run_codes(&self, codes: Codes<'_>, past: &[u8], present: &mut [u8]) {
-        self.update(past, present, codes.bytes(self.size), 0, |[b, head, s], row| {
-            let mut buffer = [0.0; MAX_HEAD_SIZE];
-            let turned = self.turned([b, head, s], &mut buffer);
-            round::<T>(turned);
-            codes.encode(head, turned, row);
+        self.update(past, present, codes.bytes(self.size), 0, |[b, head, s], buffer, row| {
+            self.turn([b, head, s], buffer);
+            round::<T>(buffer);
+            codes.encode(head, buffer, row);
         });
     }
 
-    /// Writes a present tensor whose rows have `size` elements: `new` writes the new row of a batch entry, a KV head and a number.
+    /// Writes a present tensor whose rows have `size` elements: `new` writes the new row of a batch entry, a KV head and a number,
+    /// and has room for its values.
     fn update<C: Copy + Send + Sync>(
         &self,
         past: &[C],
         present: &mut [C],
         size: usize,
         zero: C,
-        new: impl Fn([usize; 3], &mut [C]) + Sync,
+        new: impl Fn([usize; 3], &mut [f32], &mut [C]) + Sync,
     ) {
         let p = self.problem;
+        if present.is_empty() {
+            return;
+        }
         present.par_chunks_exact_mut(p.capacity * size).enumerate().for_each(|(i, present)| {
             let sequence = self.sequences[i / p.kv_heads];
             let kept = sequence.kept(p);
@@ -67,7 +69,9 @@ impl<T: Element> Append<'_, T> {
                 present[sequence.total * size..].fill(zero);
             }
             let rows = present[kept * size..sequence.total * size].chunks_exact_mut(size);
-            rows.enumerate().for_each(|(s, row)| new([i / p.kv_heads, i % p.kv_heads, s], row));
+            let mut buffer = vec![0.0; self.size];
+            let place = |s| [i / p.kv_heads, i % p.kv_heads, s];
+            rows.enumerate().for_each(|(s, row)| new(place(s), &mut buffer, row));
         });
     }
 
@@ -76,8 +80,7 @@ impl<T: Element> Append<'_, T> {
     }
 
     /// A new row, normalised and rotated.
-    fn turned<'b>(&self, [b, head, s]: [usize; 3], buffer: &'b mut [f32]) -> &'b mut [f32] {
-        let row = &mut buffer[..self.size];
+    fn turn(&self, [b, head, s]: [usize; 3], row: &mut [f32]) {
         T::widen(self.new_row([b, head, s]), row);
         if let Some(norm) = self.norm {
             norm.normalise(row);
@@ -85,6 +88,5 @@ impl<T: Element> Append<'_, T> {
         if let Some(rope) = self.rope {
             rope.rotate(b, s, self.sequences[b], row);
         }
-        row
     }
 }

@@ -11,7 +11,6 @@
 use super::attend::{Partial, Softmax, buffers, tiles};
 use super::lanes::{exp, tanh};
 use super::panel::{KEYS, Rows, Tile, span};
-use super::rope::MAX_HEAD_SIZE;
 use pulp::Simd;
 use std::array;
 use std::ops::Range;
@@ -44,7 +43,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     pub(super) fn new(simd: S, rows: &'a dyn Rows) -> Self {
         let zero = [simd.splat_f32s(0.0); R];
         let [mut query, output] = rows.sizes().map(|size| vec![zero; size / S::F32_LANES]);
-        let mut line = [0.0; MAX_HEAD_SIZE];
+        let mut line = vec![0.0; rows.sizes()[0]];
         for row in 0..rows.count() {
             rows.query(row, &mut line);
             let vectors = S::as_simd_f32s(&line).0;

@@ -98,7 +98,7 @@ impl Call<'_> {
 
     fn scaled(&self, query: &[f64], b: usize, kv_head: usize, j: usize) -> f64 {
         let key = &self.keys[self.p.keys_read().at(b, kv_head, j)..][..query.len()];
-        f64::from(self.p.scale) * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
+        self.p.scale * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
     }
 
     /// Adds the bias; what is not seen becomes -inf.

@@ -31,7 +31,7 @@ use half::{bf16, f16};
 use norm::Norm;
 use paged::Blocks;
 use rayon::prelude::*;
-use rope::{MAX_HEAD_SIZE, Rope};
+use rope::Rope;
 use rows::{OutputRow, output_rows};
 use sequence::Sequence;
 use task::{Bias, Cached, Call, TASK_ROWS, Task};
@@ -48,6 +48,9 @@ impl Backend for Cpu {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        if problem.is_empty() {
+            return Ok(());
+        }
         if let Some(pages) = problem.pages {
             return self.run_paged(problem, pages, io);
         }
@@ -160,19 +163,21 @@ fn rotate<T: Element>(
     let heads = p.q_heads;
     let output = elements_mut::<T>("output", io.output)?;
     // Rows lie in the output as they do in the query.
-    output.par_chunks_exact_mut(p.head_size).enumerate().for_each(|(row, to)| {
-        let [b, head, s] = match p.layout {
-            Layout::Bsnh => [row / heads / p.q_len, row % heads, row / heads % p.q_len],
-            Layout::Bnsh => [row / p.q_len / heads, row / p.q_len % heads, row % p.q_len],
-        };
-        let mut buffer = [0.0; MAX_HEAD_SIZE];
-        let buffer = &mut buffer[..to.len()];
-        T::widen(&query[layout.at(b, head, s)..][..to.len()], buffer);
-        if let Some(rope) = rope {
-            rope.rotate(b, s, sequences[b], buffer);
-        }
-        T::narrow(buffer, to);
-    });
+    let rows = output.par_chunks_exact_mut(p.head_size).enumerate();
+    rows.for_each_init(
+        || vec![0.0; p.head_size],
+        |buffer, (row, to)| {
+            let [b, head, s] = match p.layout {
+                Layout::Bsnh => [row / heads / p.q_len, row % heads, row / heads % p.q_len],
+                Layout::Bnsh => [row / p.q_len / heads, row / p.q_len % heads, row % p.q_len],
+            };
+            T::widen(&query[layout.at(b, head, s)..][..to.len()], buffer);
+            if let Some(rope) = rope {
+                rope.rotate(b, s, sequences[b], buffer);
+            }
+            T::narrow(buffer, to);
+        },
+    );
     Ok(())
 }
 

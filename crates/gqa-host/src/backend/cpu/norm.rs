@@ -1,7 +1,9 @@
 //! Normalisation of one row by its root mean square.
 
 use super::element::Element;
-use super::rope::MAX_HEAD_SIZE;
+
+/// Elements that are converted at a time.
+const CHUNK: usize = 64;
 
 /// One of q_norm_weight and k_norm_weight.
 #[derive(Clone, Copy)]
@@ -16,18 +18,22 @@ impl<T: Element> Norm<'_, T> {
         // Squares of large elements are beyond f32.
         let mean = row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / row.len() as f64;
         let factor = (1.0 / (mean + f64::from(self.epsilon)).sqrt()) as f32;
-        let mut weight = [0.0; MAX_HEAD_SIZE];
-        let weight = &mut weight[..row.len()];
-        T::widen(self.weight, weight);
-        row.iter_mut().zip(&*weight).for_each(|(x, weight)| *x = *x * factor * weight);
+        let mut weights = [0.0; CHUNK];
+        for (row, weight) in row.chunks_mut(CHUNK).zip(self.weight.chunks(CHUNK)) {
+            let weights = &mut weights[..row.len()];
+            T::widen(weight, weights);
+            row.iter_mut().zip(&*weights).for_each(|(x, weight)| *x = *x * factor * weight);
+        }
         round::<T>(row);
     }
 }
 
 /// Rounds a row to the element type.
 pub(super) fn round<T: Element>(row: &mut [f32]) {
-    let mut rounded = [T::ZERO; MAX_HEAD_SIZE];
-    let rounded = &mut rounded[..row.len()];
-    T::narrow(row, rounded);
-    T::widen(rounded, row);
+    let mut rounded = [T::ZERO; CHUNK];
+    for row in row.chunks_mut(CHUNK) {
+        let rounded = &mut rounded[..row.len()];
+        T::narrow(row, rounded);
+        T::widen(rounded, row);
+    }
 }

@@ -11,7 +11,6 @@
 //! ```
 
 use super::lanes::{Lanes, exp, tanh};
-use super::rope::MAX_HEAD_SIZE;
 use crate::Problem;
 use pulp::Simd;
 use std::array;
@@ -142,11 +141,10 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         let zero = Lanes::splat(simd, 0.0);
         let [mut query, output] = rows.sizes().map(|size| vec![zero; size]);
         let count = Lanes::<S, N>::COUNT.min(rows.count() - first);
-        let mut line = [0.0; MAX_HEAD_SIZE];
-        let line = &mut line[..query.len()];
+        let mut line = vec![0.0; query.len()];
         for lane in 0..count {
-            rows.query(first + lane, line);
-            query.iter_mut().zip(&*line).for_each(|(to, x)| to.rows_mut()[lane] = *x);
+            rows.query(first + lane, &mut line);
+            query.iter_mut().zip(&line).for_each(|(to, x)| to.rows_mut()[lane] = *x);
         }
         let visible: Vec<_> = (0..count).map(|lane| rows.visible(first + lane)).collect();
         let span = span(&visible);

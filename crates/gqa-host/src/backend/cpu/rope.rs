@@ -4,8 +4,8 @@ use super::element::Element;
 use super::sequence::Sequence;
 use crate::Rotary;
 
-/// Elements of the largest head.
-pub(super) const MAX_HEAD_SIZE: usize = 512;
+/// Angles that are looked up at a time.
+const CHUNK: usize = 64;
 
 /// Angles and positions.
 pub(super) struct Rope<'a, T> {
@@ -25,20 +25,28 @@ impl<T: Element> Rope<'_, T> {
         let inside = |position: &usize| *position < self.rotary.max_positions;
         let Some(position) = usize::try_from(position).ok().filter(inside) else { return };
         let half = self.rotary.dim / 2;
-        let mut angles = [[0.0; MAX_HEAD_SIZE / 2]; 2];
-        for (table, angles) in [self.cos, self.sin].into_iter().zip(&mut angles) {
-            T::widen(&table[position * half..][..half], &mut angles[..half]);
+        for first in (0..half).step_by(CHUNK) {
+            let mut angles = [[0.0; CHUNK]; 2];
+            let count = CHUNK.min(half - first);
+            for (table, angles) in [self.cos, self.sin].into_iter().zip(&mut angles) {
+                T::widen(&table[position * half + first..][..count], &mut angles[..count]);
+            }
+            self.turn(&mut row[..2 * half], first, angles.each_ref().map(|x| &x[..count]));
         }
-        let [cos, sin] = angles.each_ref().map(|angles| &angles[..half]);
-        let row = &mut row[..2 * half];
+    }
+
+    /// Rotates the pairs of a row from number `first` on, by as many angles.
+    fn turn(&self, row: &mut [f32], first: usize, [cos, sin]: [&[f32]; 2]) {
         if self.rotary.interleaved {
-            for ((pair, cos), sin) in row.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+            let pairs = row.as_chunks_mut::<2>().0[first..].iter_mut();
+            for ((pair, cos), sin) in pairs.zip(cos).zip(sin) {
                 let [x, y] = *pair;
                 *pair = [x * cos - y * sin, y * cos + x * sin];
             }
         } else {
-            let (first, second) = row.split_at_mut(half);
-            for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+            let (left, right) = row.split_at_mut(row.len() / 2);
+            let pairs = left[first..].iter_mut().zip(&mut right[first..]);
+            for (((x, y), cos), sin) in pairs.zip(cos).zip(sin) {
                 (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
             }
         }

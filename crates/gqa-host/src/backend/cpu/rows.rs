@@ -20,7 +20,9 @@ pub(super) fn output_rows<'a, T, O>(
     lse: Option<&'a mut [f32]>,
 ) -> Vec<OutputRow<'a, T, O>> {
     let output = grouped(p, sequences, p.layout, output.chunks_exact_mut(p.v_head_size));
+    // A row without keys has no scores.
     let scores = output_qk
+        .filter(|_| p.total_len > 0)
         .map(|scores| grouped(p, sequences, Layout::Bnsh, scores.chunks_exact_mut(p.total_len)));
     let lse = lse.map(|lse| grouped(p, sequences, Layout::Bnsh, lse.iter_mut()));
     let (mut scores, mut lse) = (scores.into_iter().flatten(), lse.into_iter().flatten());

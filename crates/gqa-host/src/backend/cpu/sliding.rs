@@ -33,9 +33,10 @@ struct SlidingCall<'a> {
 }
 
 impl SlidingCall<'_> {
-    /// Moves what stays besides a token's row to the front.
+    /// Moves what stays besides a token's row, if there is one, to the front.
     fn make_room(&self, io: &mut Io<'_>) {
-        let kept = |slide: &Slide| slide.after.saturating_sub(1) as usize;
+        let new = self.problem.q_len;
+        let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
         self.keep(io.past_key, io.present_key, kept);
         self.keep(io.past_value, io.present_value, kept);
     }

@@ -6,7 +6,7 @@ use super::element::{Element, elements};
 use super::norm::{Norm, round};
 use super::paged::Blocks;
 use super::panel::{KEYS, PADDED_TO, Rows, Tile, span};
-use super::rope::{MAX_HEAD_SIZE, Rope};
+use super::rope::Rope;
 use super::rows::OutputRow;
 use super::sequence::Sequence;
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, Tensor};
@@ -118,8 +118,9 @@ impl<T: Element> Task<'_, T> {
             .map(|keys| keys.start.max(span.start)..keys.end.min(span.end))
             .map(|keys| arch.dispatch(Attend { rows: self, keys }))
             .collect();
-        let softmax: Vec<Softmax> =
-            rows.iter_mut().enumerate().map(|(row, to)| self.finish(row, &parts, to)).collect();
+        let mut sums = vec![0.0; self.call.problem.v_head_size];
+        let mut finish = |(row, to)| self.finish(row, &parts, &mut sums, to);
+        let softmax: Vec<Softmax> = rows.iter_mut().enumerate().map(&mut finish).collect();
         let mode = self.call.problem.output_qk;
         if mode != QkOutput::None {
             let (hidden, keys) = match mode {
@@ -139,11 +140,12 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Joins the parts of a row and writes its output.
+    /// Joins the parts of a row and writes its output, for whose sums there is room.
     fn finish<O: Element>(
         &self,
         row: usize,
         parts: &[Partial],
+        sums: &mut [f32],
         to: &mut OutputRow<'_, T, O>,
     ) -> Softmax {
         let sink = if self.visible(row).is_empty() { None } else { self.sink(row) };
@@ -152,17 +154,16 @@ impl<T: Element> Task<'_, T> {
         let weight = |state: Softmax| (state.max - max).exp();
         let sum = states().map(|state| state.sum * weight(state)).sum::<f32>()
             + sink.map_or(0.0, |sink| (sink - max).exp());
-        let mut output = [0.0; MAX_HEAD_SIZE];
-        let output = &mut output[..self.call.problem.v_head_size];
+        sums.fill(0.0);
         let stride = self.sizes()[1];
         if sum != 0.0 {
             for part in parts {
                 let factor = weight(part.softmax[row]) / sum;
-                let values = &part.output[row * stride..][..output.len()];
-                output.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
+                let values = &part.output[row * stride..][..sums.len()];
+                sums.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
             }
         }
-        O::narrow(output, to.output);
+        O::narrow(sums, to.output);
         if let Some(lse) = &mut to.lse {
             **lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
         }
@@ -214,7 +215,8 @@ impl<T: Element> Rows for Task<'_, T> {
             rope.rotate(self.b, s, self.call.sequences[self.b], to);
             round::<T>(to);
         }
-        to.iter_mut().for_each(|x| *x *= self.call.problem.scale);
+        let scale = self.call.problem.scale as f32;
+        to.iter_mut().for_each(|x| *x *= scale);
     }
 
     fn tile<'t>(

@@ -3,7 +3,8 @@
 use super::quantisation::quantisation;
 use super::{Bounds, PagedAttention, PagedInputs, PagedShapes};
 use crate::op::validate::{
-    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, shape,
+    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, scale,
+    shape,
 };
 use crate::{
     CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantisation, Result,
@@ -50,11 +51,7 @@ impl PagedAttention {
             quantised: sizes.quantised,
             qk_norm: sizes.qk_norm(inputs, self.qk_norm_epsilon)?,
             rotary: self.rotary(inputs, &sizes, total_len)?,
-            scale: if self.scale == 0.0 {
-                1.0 / (sizes.head_size as f32).sqrt()
-            } else {
-                self.scale
-            },
+            scale: scale(Some(self.scale).filter(|&scale| scale != 0.0), sizes.head_size),
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: usize::try_from(self.local_window_size).ok().filter(|&size| size < total_len),
             causal: self.is_causal == 1,
@@ -102,9 +99,9 @@ impl PagedAttention {
             false => (heads, "num_heads"),
         };
         let (tokens, width) = match *got {
-            [tokens, width] if tokens > 0 => (tokens, width),
+            [tokens, width] => (tokens, width),
             _ => {
-                let allowed = format!("(num_tokens >= 1, {what} * head_size)");
+                let allowed = format!("(num_tokens, {what} * head_size)");
                 return Err(Error::invalid("query", shape(got), allowed));
             }
         };
@@ -118,7 +115,7 @@ impl PagedAttention {
         addressable("query", got)?;
         let TensorDesc { dtype: lengths, shape: past } = inputs.past_seqlens;
         let batch = match *past {
-            [batch] if batch > 0 => batch,
+            [batch] if batch > 0 || tokens == 0 => batch,
             _ => return Err(Error::invalid("past_seqlens", shape(past), "(batch_size >= 1)")),
         };
         if lengths != DType::I32 {
@@ -191,7 +188,8 @@ impl Sizes {
 
     /// The cache's blocks and what says whose they are.
     fn pages(&self, inputs: &PagedShapes<'_>) -> Result<Pages> {
-        let least = |name| Dim::AtLeast(name, 1);
+        // Without tokens nothing is looked up.
+        let least = |name| Dim::AtLeast(name, self.tokens.min(1));
         let any = [least("num_blocks"), least("block_size")];
         self.check_cache("key_cache", inputs.key_cache, any)?;
         let (blocks, block_size) = (inputs.key_cache.shape[0], inputs.key_cache.shape[1]);
@@ -312,8 +310,9 @@ impl Lengths {
                 let allowed = format!("up to {} in all, the rows of its blocks", rows);
                 return Err(Error::invalid("past_seqlens", got, allowed));
             }
-            let used = (past + new).div_ceil(pages.block_size);
-            for (i, &block) in table[b * pages.per_sequence..][..used].iter().enumerate() {
+            let blocks = pages.blocks_read(p.window, past, new);
+            let row = &table[b * pages.per_sequence..][..pages.per_sequence];
+            for (i, &block) in row.iter().enumerate().take(blocks.end).skip(blocks.start) {
                 if !usize::try_from(block).is_ok_and(|block| block < pages.blocks) {
                     let allowed = format!("0 to {}, the last block of key_cache", pages.blocks - 1);
                     return Err(Error::invalid(

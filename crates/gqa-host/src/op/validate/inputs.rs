@@ -4,8 +4,8 @@ use super::pattern::{Dim, Pattern, addressable, shape};
 use crate::op::Shapes;
 use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantisation, Result, TensorDesc};
 
-/// Head sizes are multiples of 8 up to this.
-pub(in crate::op) const MAX_HEAD_SIZE: usize = 512;
+/// Head sizes go up to this: heads are counted in 32 bits, with room for rounding up.
+pub(in crate::op) const MAX_HEAD_SIZE: usize = 1 << 16;
 
 /// Head counts.
 #[derive(Clone, Copy)]
@@ -40,26 +40,17 @@ impl Query {
             false => (heads.query, "num_heads"),
         };
         let (batch, rows, width, in_row) = match (layout, got) {
-            (Layout::Bsnh, &[batch, rows, width]) if batch > 0 && rows > 0 => {
-                (batch, rows, width, in_row)
-            }
-            (Layout::Bnsh, &[batch, n, rows, width])
-                if batch > 0 && n == heads.query && rows > 0 =>
-            {
-                (batch, rows, width, 1)
-            }
+            (Layout::Bsnh, &[batch, rows, width]) => (batch, rows, width, in_row),
+            (Layout::Bnsh, &[batch, n, rows, width]) if n == heads.query => (batch, rows, width, 1),
             _ => {
                 let heads = match layout {
-                    Layout::Bsnh => format!("sequence_length >= 1, {what} * head_size"),
+                    Layout::Bsnh => format!("sequence_length, {what} * head_size"),
                     Layout::Bnsh => {
-                        format!("num_heads = {}, sequence_length >= 1, head_size", heads.query)
+                        format!("num_heads = {}, sequence_length, head_size", heads.query)
                     }
                 };
-                return Err(Error::invalid(
-                    "query",
-                    shape(got),
-                    format!("(batch_size >= 1, {heads})"),
-                ));
+                let allowed = format!("(batch_size, {heads})");
+                return Err(Error::invalid("query", shape(got), allowed));
             }
         };
         if width % in_row != 0 {
@@ -111,7 +102,7 @@ impl Query {
             None => Dim::Is(NAME, self.rows),
         };
         self.check("key", key, &self.kv_dims(rows))?;
-        let rows = if key.shape.contains(&0) { 0 } else { self.rows };
+        let rows = key.shape[if self.layout == Layout::Bsnh { 1 } else { 2 }];
         self.check("value", value, &self.kv_dims(Dim::Is(NAME, rows)))?;
         Ok(rows)
     }
@@ -222,8 +213,8 @@ impl Query {
         ];
         self.check("attention_bias", bias, &dims)?;
         Ok(Some(Bias {
-            batch: bias.shape[0] < self.batch,
-            head: bias.shape[1] < self.heads.query,
+            batch: bias.shape[0] != self.batch,
+            head: bias.shape[1] != self.heads.query,
             row: false,
             columns: inputs.total_sequence_length,
             boolean: false,

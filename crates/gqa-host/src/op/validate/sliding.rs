@@ -34,7 +34,7 @@ impl GroupQueryAttention {
             let allowed = format!("local_window_size = {window} rows or more");
             return refuse("past_key", shape(past.shape), allowed);
         }
-        if rows.new == 0 {
+        if rows.new < rows.query {
             let allowed = format!("kv_sequence_length = {}", rows.query);
             return refuse("key", "kv_sequence_length = 0".to_owned(), allowed);
         }

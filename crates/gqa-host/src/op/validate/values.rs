@@ -11,8 +11,8 @@ pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
         return Err(Error::invalid(ARGUMENT, tensor.dtype(), "int32"));
     };
     match array.as_slice() {
-        Some(&[total]) if total > 0 => Ok(total as usize),
-        Some(&[total]) => Err(Error::invalid(ARGUMENT, total, "1 or more")),
+        Some(&[total]) if total >= 0 => Ok(total as usize),
+        Some(&[total]) => Err(Error::invalid(ARGUMENT, total, "0 or more")),
         _ => Err(Error::invalid(ARGUMENT, shape(array.shape()), "one element")),
     }
 }
@@ -64,7 +64,8 @@ impl Bounds {
         ];
         let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
         let padded = first_prompt && !p.slides;
-        Self { least: if padded { 1 } else { p.q_len }, most: most.unwrap_or_default() }
+        let least = if padded { p.q_len.min(1) } else { p.q_len };
+        Self { least, most: most.unwrap_or_default() }
     }
 
     /// The length of entry `b`, whose last valid token has index `last`.
@@ -77,8 +78,8 @@ impl Bounds {
                     Ok(length) if length > most => format!("at most {most} {what}"),
                     _ => format!("{least} or more tokens"),
                 };
-                let allowed =
-                    format!("{} to {}, the last of {reason}", least - 1, most.saturating_sub(1));
+                let [from, to] = [least, most].map(|length| length as i64 - 1);
+                let allowed = format!("{from} to {to}, the last of {reason}");
                 Err(Error::invalid("seqlens_k", format!("{last} for batch entry {b}"), allowed))
             }
         }
