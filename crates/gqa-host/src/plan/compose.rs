@@ -13,9 +13,10 @@ use crate::{Error, Problem, Result};
 /// Chooses the kernels for `problem` on `device`.
 ///
 /// # Errors
-/// [`Error::NoKernel`] where no family takes the call, with each one's reason, or where the call
+/// Where the device has no SMs, or more than a GPU has. [`Error::NoKernel`] where no family takes the call, with each one's reason, or where the call
 /// does not take the kernel that `options` force.
 pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
+    check_device(device)?;
     let mut scratch = Scratch::default();
     let composed = match (problem.pages, problem.sliding()) {
         _ if problem.is_empty() => Composed::default(),
@@ -36,6 +37,15 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
         positions,
         cost: Cost::of(problem),
     })
+}
+
+/// Work is divided among SMs, and what they have together is counted in 32 bits.
+fn check_device(device: &DeviceInfo) -> Result<()> {
+    const MOST: u32 = 4096;
+    match device.multiprocessors {
+        1..=MOST => Ok(()),
+        got => Err(Error::invalid("device.multiprocessors", got, format!("1 to {MOST}"))),
+    }
 }
 
 /// GQA_FORCE means that kernel or none, where there is something to do.

@@ -461,6 +461,22 @@ fn a_block_that_does_not_fit_is_refused() {
 }
 
 #[test]
+fn a_device_without_multiprocessors_is_refused() {
+    let few = |pages| Pages { tokens: 512 + 31, ..pages };
+    let mixed = with_pages(over_blocks(32, 512, 2048), few);
+    for problem in [mixed, over_blocks(8, 512, 0), llama(1, 4096)] {
+        for multiprocessors in [0, u32::MAX] {
+            let device = DeviceInfo { multiprocessors, ..device("h200") };
+            let error = plan(&problem, &device, &PlanOptions::default()).unwrap_err().to_string();
+            assert!(error.contains("device.multiprocessors"), "{error}");
+            assert!(error.contains(&multiprocessors.to_string()), "{error}");
+        }
+        let smallest = DeviceInfo { multiprocessors: 1, ..device("h200") };
+        plan(&problem, &smallest, &PlanOptions::default()).unwrap();
+    }
+}
+
+#[test]
 fn the_prologue_is_as_short_as_the_call_allows() {
     const ALL: &str = "unpack_qkv_with_rope_and_append_kv";
     let off = PlanOptions::default();
