@@ -3,9 +3,10 @@
 #[allow(dead_code, reason = "each test uses a part")]
 mod step;
 
-use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
+use gqa_host::backend::{Backend, Io, PageTables};
+use gqa_host::engine::{Heads, Layer, Paged};
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, plan};
 use gqa_host::reference::Reference;
@@ -121,4 +122,88 @@ fn what_the_planner_refuses_is_an_error() {
     assert_eq!(sim.name(), "sim");
     let result = operator().run_in_place(&step.inputs(), &mut step.cache.clone(), &sim);
     assert!(matches!(result, Err(Error::NoKernel(_))), "{result:?}");
+}
+
+/// Output and caches of a call over a paged KV cache of three sequences with 3, 1 and 20 new tokens,
+/// whose token tensors have `rows` rows: those behind the last sequence's hold NaN.
+fn padded(rows: usize, slots: bool, longest: [usize; 2], sim: &Sim) -> [Vec<f64>; 3] {
+    let (new, past) = ([3, 1, 20], [5, 30, 0]);
+    let (tokens, blocks, block_size) = (24, 16, 16);
+    let layer = Layer::new(DType::F16, Heads { query: 4, kv: 2, size: 64 });
+    let call = Paged::new(3, rows, [blocks, block_size, 3]);
+    let call = call.most_tokens(longest[0]).longest(longest[1]);
+    let problem = layer.paged(if slots { call.slot_mapping() } else { call }).unwrap();
+    let of_tokens = |width: usize, seed| {
+        let mut all = random(DType::F16, &[tokens, width], seed).bytes().to_vec();
+        all.resize(rows * width * 2, 0xff);
+        let all = bytemuck::allocation::pod_collect_to_vec::<u8, half::f16>(&all);
+        Tensor::from(ndarray::Array::from_shape_vec((rows, width), all).unwrap())
+    };
+    let [query, key, value] = [(256, 1), (128, 2), (128, 3)].map(|(n, seed)| of_tokens(n, seed));
+    let (starts, past_seqlens) = (int(&[0, new[0], new[0] + new[1], 24]), int(&past));
+    let table: Vec<_> = (0..9).map(|i| (i * 7 + 3) % 16).collect();
+    let table = ndarray::Array::from_shape_vec((3, 3), table).unwrap();
+    let row = |sequence: usize, row: i32| table[(sequence, row as usize / 16)] * 16 + row % 16;
+    let rows_of = |b: usize| (past[b]..past[b] + new[b]).map(move |i| (b, i));
+    let mut slot_mapping: Vec<_> = (0..3).flat_map(rows_of).map(|(b, i)| row(b, i)).collect();
+    // Rows of the first sequence.
+    slot_mapping.resize(rows, slot_mapping[0]);
+    let (table, slot_mapping) = (Tensor::from(table.clone()), int(&slot_mapping));
+    let cache = |seed| random(DType::F16, &[blocks, block_size, 2, 64], seed);
+    let (mut present_key, mut present_value) = (cache(4), cache(5));
+    let mut output = Tensor::zeros(DType::F16, &[rows, 256]);
+    let mut io = Io {
+        query: &query,
+        key: Some(&key),
+        value: Some(&value),
+        past_key: None,
+        past_value: None,
+        seqlens_k: &past_seqlens,
+        cos_cache: None,
+        sin_cache: None,
+        position_ids: None,
+        attention_bias: None,
+        head_sink: None,
+        k_scale: None,
+        v_scale: None,
+        q_norm_weight: None,
+        k_norm_weight: None,
+        pages: Some(PageTables {
+            cumulative_sequence_length: &starts,
+            block_table: &table,
+            slot_mapping: slots.then_some(&slot_mapping),
+        }),
+        output: &mut output,
+        present_key: &mut present_key,
+        present_value: &mut present_value,
+        output_qk: None,
+        lse: None,
+    };
+    sim.run(&problem, &mut io).unwrap();
+    let output = output.to_f64()[..tokens * 256].to_vec();
+    [output, present_key.to_f64(), present_value.to_f64()]
+}
+
+/// As engines pad them so that calls of about as many tokens share a plan, and as the planner rounds
+/// their lengths.
+#[test]
+fn rows_of_padding_are_nobodys() {
+    let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
+    let prompts = PlanOptions { force: Some("gqa_hopper_paged_f16_d64"), ..PlanOptions::default() };
+    let ampere = Sim::default().with_device(device("a100"));
+    let hopper = |options: PlanOptions| Sim::default().with_options(options);
+    for sim in [hopper(PlanOptions::default()), hopper(unfused), hopper(prompts), ampere] {
+        for slots in [false, true] {
+            let [output, key, value] = padded(24, slots, [20, 31], &sim);
+            assert!(output.iter().all(|x| x.is_finite()));
+            let got = padded(32, slots, [28, 48], &sim);
+            assert_close_f64(&got[0], &output);
+            assert_eq!((&got[1], &got[2]), (&key, &value));
+        }
+    }
+}
+
+fn assert_close_f64(got: &[f64], want: &[f64]) {
+    let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f64::max);
+    assert!(got.len() == want.len() && worst < 2e-3, "off by {worst}");
 }

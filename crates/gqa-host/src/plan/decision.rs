@@ -32,16 +32,16 @@ pub enum Rejection {
     },
     /// The kernel is for calls with a bias or a mask.
     NoMask,
-    /// The kernel is for caches of codes.
-    NotQuantised,
-    /// The kernel reads codes of another format.
-    Codes {
+    /// The kernel is for quantized KV caches.
+    NotQuantized,
+    /// The kernel reads quantized KV caches of another format.
+    Format {
         /// The call's.
         got: CodeFormat,
     },
     /// The kernel appends to the cache that it reads.
     NotShared,
-    /// A piece of a tile of keys lies in one block.
+    /// A piece of a tile of keys lies in one block of the paged KV cache.
     BlockSize {
         /// The call's.
         got: usize,
@@ -165,7 +165,7 @@ pub enum Rejection {
         /// The call's type of output.
         got: DType,
     },
-    /// Cutting the keys into parts would not make the call faster.
+    /// Splitting the keys would not make the call faster.
     OneSplit,
     /// An earlier family was taken.
     Outranked,
@@ -180,8 +180,8 @@ impl fmt::Display for Rejection {
             Self::ElementType { got } => write!(f, "does not take {got}"),
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
-            Self::NotQuantised => write!(f, "the cache holds no codes"),
-            Self::Codes { got } => write!(f, "does not take {got} codes"),
+            Self::NotQuantized => write!(f, "the KV cache is not quantized"),
+            Self::Format { got } => write!(f, "does not take a KV cache of {got}"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::BlockSize { got, need } => {
                 write!(f, "blocks of {got} rows are no power of two of {need} or more")
@@ -220,7 +220,7 @@ impl fmt::Display for Rejection {
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::NoKeys => write!(f, "there are no keys"),
             Self::OutputType { got } => write!(f, "does not write output in {got}"),
-            Self::OneSplit => write!(f, "one part of the keys is enough"),
+            Self::OneSplit => write!(f, "one split of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),
         }
     }

@@ -1,12 +1,16 @@
-//! Which kernels attend to which sequences of a call over blocks.
+//! Mixed prefill and decode: which kernels attend to which sequences of a paged call.
 //!
-//! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that share them, and those of many `hopper_paged`, whose tiles they
-//! would leave almost empty. A call may have both, as servers make them that add tokens of running sequences to a prompt. How many tokens each sequence has only
-//! the device knows; so each kernel leaves out the sequences of the other one.
+//! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that share
+//! them, and those of many `hopper_paged`, whose tiles they would leave almost empty. A batch may
+//! have both, as servers make them that add decode steps of running sequences to a prefill. How many
+//! tokens each sequence has only the device knows; so each kernel leaves out the sequences of the
+//! other one.
 //!
-//! One is bound by memory and the other by arithmetic, and half of the multiprocessors can read all that memory delivers. So where that pays `hopper_paged` begins
-//! first, on some multiprocessors, `decode_paged` beside it on the others, and a launch behind that helps with what work tiles are left: whatever the lengths turn
-//! out to be, no multiprocessor is idle for long.
+//! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
+//! delivers. So where that pays a primary launch of `hopper_paged` begins first, on some SMs,
+//! `decode_paged` runs concurrently on the others, and a secondary launch of `hopper_paged` behind
+//! that takes what work tiles are left in their queue: whatever the lengths turn out to be, no SM is
+//! idle for long.
 
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
@@ -19,7 +23,7 @@ use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::{Pages, Problem, ProblemFields, Result};
 
-/// Kernels that read blocks, and why not others.
+/// Kernels that read a paged cache, and why not others.
 pub(super) struct Attentions {
     /// None: rows must be gathered.
     pub(super) chosen: Vec<Attention>,
@@ -34,23 +38,23 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    /// Whether it reads a cache's codes as numbers.
-    pub(super) fn reads_numbers(&self, of: &Problem) -> bool {
+    /// Whether it reads a quantized cache dequantized.
+    pub(super) fn reads_dequantized(&self, of: &Problem) -> bool {
         of.quantised.is_some() && self.problem.quantised.is_none()
     }
 
-    /// Its launches; `beside` those of another one.
+    /// Its launches; `concurrent` with those of another one.
     pub(super) fn launches(
         &self,
         device: &DeviceInfo,
         rows: Rows,
-        beside: bool,
+        concurrent: bool,
         scratch: &mut Scratch,
     ) -> Result<Vec<Launch>> {
         let Self { problem, choice, task } = self;
         let mut launches = choice.launches(Job { problem, device, rows, task: *task, scratch })?;
         // Whoever began early would take the place of those.
-        launches.iter_mut().for_each(|launch| launch.programmatic &= !beside);
+        launches.iter_mut().for_each(|launch| launch.programmatic &= !concurrent);
         Ok(launches)
     }
 }
@@ -106,7 +110,8 @@ struct Few {
 }
 
 impl Few {
-    /// Those of as few as a row tile for one sequence holds; the smallest of the tiles that there are, unless more sequences may be few by a larger one.
+    /// Those of as few as a row tile for one sequence holds; the smallest of the tiles that there
+    /// are, unless more sequences may be few by a larger one.
     fn of<E>(
         p: &Problem,
         pages: Pages,
@@ -131,7 +136,7 @@ impl Few {
 
 /// A call with sequences of few tokens and of many.
 struct Mixed<'a> {
-    /// As the kernel for prompts reads it: of codes the numbers.
+    /// As the kernel for prefill reads it: a quantized cache dequantized.
     problem: &'a Problem,
     few: Few,
     /// The kernel for the others.
@@ -140,7 +145,7 @@ struct Mixed<'a> {
 }
 
 impl Mixed<'_> {
-    /// One after the other, or beside each other where that is sooner done.
+    /// One after the other, or concurrently where that is sooner done.
     fn attentions(self, device: &DeviceInfo) -> Vec<Attention> {
         let Self { problem, few, prompt, task } = self;
         let Few { problem: few, choice, lengths } = few;
@@ -193,15 +198,16 @@ impl Lengths {
 
     /// Whether a launch for those of few tokens costs less than they do in the tiles of `hopper_paged`.
     fn come_apart(self, p: &Problem, device: &DeviceInfo) -> bool {
-        /// What the launch costs, in key tiles of each multiprocessor.
+        /// What the launch costs, in key tiles of each SM.
         const LAUNCH: usize = 6;
         let tiles = self.few.saturating_mul(p.q_heads).saturating_mul(self.keys.div_ceil(KEYS));
         tiles > LAUNCH * device.multiprocessors as usize
     }
 
-    /// Blocks of `hopper_paged` beside which the other kernel is done soonest, where that is noticeably sooner than one after the other. It takes as long for as
-    /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into question, of equal ones the most. The constants are measured:
-    /// `docs/perf-log.md`.
+    /// Blocks of `hopper_paged` with which the other kernel runs concurrently and both are done
+    /// soonest, where that is noticeably sooner than one after the other. It takes as long for as
+    /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into
+    /// question, of equal ones the most. The constants are measured: `docs/perf-log.md`.
     fn primary_blocks(
         self,
         p: &Problem,
@@ -225,14 +231,14 @@ impl Lengths {
         let bytes = 2 * p.kv_heads * width * few.key_cache_dtype().size();
         let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
         let apart = tiles.div_ceil(all) as f64 * round + few;
-        let beside = |rounds: usize| {
+        let concurrently = |rounds: usize| {
             let blocks = tiles.div_ceil(rounds);
             let rate = (2.0 * (all - blocks) as f64 / all as f64).min(1.0);
             let many = rounds as f64 * round;
             // What is not read meanwhile is read by all.
             (blocks, if rate * many < few { many + few - rate * many } else { many })
         };
-        let candidates = (1..all).rev().map(|most| beside(tiles.div_ceil(most)));
+        let candidates = (1..all).rev().map(|most| concurrently(tiles.div_ceil(most)));
         let (blocks, seconds) = candidates.min_by(|a, b| a.1.total_cmp(&b.1))?;
         let gain = apart - seconds;
         (gain > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)

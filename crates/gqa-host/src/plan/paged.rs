@@ -43,7 +43,7 @@ pub(super) fn compose(
     if chosen.iter().any(|attention| attention.task.appended) {
         launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
     }
-    let of_codes = chosen.iter().find(|attention| attention.reads_numbers(problem));
+    let of_codes = chosen.iter().find(|attention| attention.reads_dequantized(problem));
     let numbers = of_codes
         .map(|attention| Dequantised::new(problem, pages, rows, attention.task.least, scratch));
     let numbers = numbers.transpose()?;
@@ -54,7 +54,7 @@ pub(super) fn compose(
         let is_beside = launches.last().is_some_and(|launch| launch.aside);
         let own = attention.launches(device, rows, is_beside, scratch)?;
         match &numbers {
-            Some(numbers) if attention.reads_numbers(problem) => {
+            Some(numbers) if attention.reads_dequantized(problem) => {
                 let rebind = numbers.rebind();
                 launches.extend(own.into_iter().map(|launch| rebind.launch(launch)));
             }

@@ -29,8 +29,8 @@ enum Step {
     Concat { rotate: bool },
     /// Copy the past and append K and V, whatever the sizes of their rows.
     ConcatRows,
-    /// Codes of new rows to the cache, and numbers of all codes to scratch.
-    Quantise(CodeFormat),
+    /// Quantize new rows into the cache, and dequantize all of it into scratch.
+    Quantize(CodeFormat),
     /// Packed QKV to Q, K and V.
     Unpack,
     /// Positions to memory.
@@ -54,7 +54,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         return vec![Step::RotateOutput { whole }];
     }
     let (rotate, new) = (p.rotary.is_some(), p.new_len > 0);
-    // Rows are appended to the numbers of a quantised cache, which are in scratch, as to a shared one.
+    // Rows are appended to a quantized cache dequantized in scratch as to a shared one.
     let shared = p.cache == CacheBinding::Shared || p.quantised.is_some();
     let whole = p.v_head_size == p.head_size && p.head_size * p.dtype.size() % 16 == 0;
     let (concat, rows) = match p.cache {
@@ -84,7 +84,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
-    steps.extend(p.quantised.map(|how| Step::Quantise(how.format)));
+    steps.extend(p.quantised.map(|how| Step::Quantize(how.format)));
     steps
 }
 
@@ -97,7 +97,7 @@ impl Step {
             Self::Append { .. } => Role::AppendInPlace,
             Self::Concat { .. } => Role::ConcatNewToPast,
             Self::ConcatRows => Role::ConcatRows,
-            Self::Quantise(_) => Role::QuantizeKv,
+            Self::Quantize(_) => Role::QuantizeKv,
             Self::Unpack => Role::Unpack,
             Self::GeneratePositions => Role::GeneratePositions,
             Self::RotateQuery | Self::RotateKey | Self::RotateOutput { whole: true } => {
@@ -117,7 +117,7 @@ impl Step {
             })?),
         };
         let codes = match self {
-            Self::Quantise(format) => Some(format),
+            Self::Quantize(format) => Some(format),
             _ => None,
         };
         find(self.role(), typed, codes)
@@ -134,7 +134,7 @@ pub(super) fn prologue(
 ) -> Result<(Vec<Launch>, Rows)> {
     let mut builder = Builder::new(p, device, scratch)?;
     if p.quantised.is_some() && !by_attention.new_rows {
-        builder.take_room_for_numbers()?;
+        builder.take_room_for_dequantized()?;
     }
     for step in steps(p, fused, by_attention) {
         builder.step(step)?;
@@ -194,7 +194,7 @@ impl<'a> Builder<'a> {
                 let to = strides(p.output_layout());
                 self.launch(step, &[("q_out", output)], |params| params.q_out = to)?;
             }
-            Step::Quantise(_) => self.quantise(step)?,
+            Step::Quantize(_) => self.quantize(step)?,
             Step::Unpack => self.unpack(step)?,
             Step::GeneratePositions => self.generate_positions(step)?,
             Step::RotateQuery => {
@@ -227,8 +227,8 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// Scratch for the numbers of a quantised cache.
-    fn take_room_for_numbers(&mut self) -> Result<()> {
+    /// Scratch for a quantized cache dequantized.
+    fn take_room_for_dequantized(&mut self) -> Result<()> {
         let p = self.problem;
         let layout = p.cache_layout(p.capacity);
         let mut room = || self.scratch.take(p.batch * layout.batch, p.dtype.size());
@@ -236,7 +236,7 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    fn quantise(&mut self, step: Step) -> Result<()> {
+    fn quantize(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
         let [k, v] = self.rows.attended;
         let arguments = [

@@ -862,7 +862,7 @@ fn a_step_reads_codes_where_it_can() {
     staged(&quantised(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
     assert_eq!(
         rejection(&llama(1, 4096), "h200", &off, Family::DecodeCodes),
-        "the cache holds no codes"
+        "the KV cache is not quantized"
     );
     let a100 = rejection(&step(|_| ()), "a100", &off, Family::DecodeCodes);
     assert_eq!(a100, "needs wgmma, which compute capability 8.0 has not");
@@ -887,7 +887,7 @@ fn products_of_float8_where_they_are_allowed() {
         assert_eq!(rejection(&problem, "h200", &off, Family::HopperFloat8), why);
     };
     refused(|p| p.float8_products = false, "the call does not allow float8 products");
-    refused(|p| p.quantised = None, "the cache holds no codes");
+    refused(|p| p.quantised = None, "the KV cache is not quantized");
     refused(|p| p.total_len = 2048, "2048 keys are under 4096");
     refused(|p| p.head_size = 64, "has no tile for head size 64");
     refused(|p| p.head_size = 88, "has no tile for head size 88");
@@ -901,7 +901,7 @@ fn products_of_float8_where_they_are_allowed() {
         p.quantised = Some(Quantisation { format: CODES[0], per_channel: false });
     });
     let why = rejection(&int8, "h200", &off, Family::HopperFloat8);
-    assert_eq!(why, "does not take int8 codes");
+    assert_eq!(why, "does not take a KV cache of int8");
     let a100 = rejection(&prompt, "a100", &off, Family::HopperFloat8);
     assert_eq!(a100, "needs compute capability 9.0, the device has 8.0");
 }

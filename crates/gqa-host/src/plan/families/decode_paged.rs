@@ -54,7 +54,7 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 
 pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     let (p, longest) = (job.problem, job.task.longest);
-    let pages = p.pages.ok_or_else(|| Error::NoKernel("the cache has no blocks".to_owned()))?;
+    let pages = p.pages.ok_or_else(|| Error::NoKernel("the KV cache is not paged".to_owned()))?;
     let params = decode::step_params(kernel, &job, attention_params(kernel, &job)?)?;
     let mut bound = decode::bound(kernel, job, &params)?;
     let single = longest == 1 && pages.tokens == p.batch;

@@ -55,16 +55,17 @@ impl Family for HopperFloat8 {
     }
 }
 
-/// Codes that the tensor cores multiply, where that is allowed and pays: where rows are short the launch before attention costs more than the products gain. GQA_FORCE knows better.
+/// A cache that the tensor cores multiply, where that is allowed and pays: where rows are short the
+/// launch before attention costs more than the products gain. GQA_FORCE knows better.
 fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     /// Smaller heads would be padded to half of a tile.
     const LEAST_HEAD: usize = 64;
     /// Between 2048 keys, where calls are slower, and 8192, where they are faster (`docs/perf-log.md`).
     const LEAST_KEYS: usize = 4096;
     match p.quantised.map(|how| how.format) {
-        None => return Err(Rejection::NotQuantised),
+        None => return Err(Rejection::NotQuantized),
         Some(CodeFormat::Float8) => {}
-        Some(got) => return Err(Rejection::Codes { got }),
+        Some(got) => return Err(Rejection::Format { got }),
     }
     if !p.float8_products {
         return Err(Rejection::Float8Products);
@@ -161,7 +162,7 @@ impl<'a> Operands<'a> {
         launch(entry, grid, &arguments, &params)
     }
 
-    /// The attention. What the copy engine takes for an element are two codes.
+    /// The attention. What TMA takes for an element are two of float8.
     fn attention(
         &self,
         p: &Problem,
@@ -190,7 +191,7 @@ impl<'a> Operands<'a> {
             output(p)[0],
             ("counter", counter),
         ];
-        // A code is half of an element.
+        // A float8 is half of an element.
         let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
         let section = kernels::section(&halves, device.l2_bytes);
         let params = Float8Params {

@@ -5,12 +5,12 @@ use crate::plan::build::{launch, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel, TileQueue};
-use crate::plan::launch::Launch;
+use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, rotary_params};
 use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
-use crate::{Error, Problem, Result};
+use crate::{Error, Pages, Problem, Result};
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, HopperParams, PagedHopperParams, Strides};
 use gqa_kernels::registry::{self, Entry};
@@ -77,19 +77,24 @@ fn reading_often_pays(p: &Problem, device: &DeviceInfo) -> bool {
 /// It rotates queries if anything does: to it the tokens of all sequences are one batch entry. It
 /// leaves out sequences with fewer tokens than are the task's.
 fn paged_launch(job: Job<'_>, entry: &'static Entry) -> Result<Launch> {
-    let (p, device, task) = (job.problem, job.device, job.task);
     let counter = job.scratch.count(1);
-    let pages = p.pages.ok_or_else(|| Error::NoKernel("the cache has no blocks".to_owned()))?;
-    let attention = params(p, job.rows.query.strides, 1)?;
-    let row = u64::from(attention.kv_heads) * u64::from(attention.head_size);
-    let cache =
-        Strides { row, head: attention.head_size.into(), batch: row * pages.block_size as u64 };
-    let out = Strides { batch: 0, ..attention.out };
-    let mut attention = AttentionParams { k: cache, v: cache, out, ..attention };
-    attention.section =
-        kernels::section(&AttentionParams { batch: 1, ..attention }, device.l2_bytes);
+    let params = paged_params(&job, entry)?;
+    let concurrent = job.task.queue.is_some_and(|queue| !queue.is_secondary);
+    let blocks = if params.helps == 1 { params.helpers } else { params.leaders };
+    let arguments = arguments(&job, &params, entry, counter)?;
+    let launch = launch(entry, [blocks, 1, 1], &arguments, &params)?;
+    Ok(Launch { aside: concurrent, ..launch })
+}
+
+/// The call, and which blocks take its work tiles.
+fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
+    let (p, device, task) = (job.problem, job.device, job.task);
+    let pages = pages(p)?;
     let params = PagedHopperParams {
-        hopper: HopperParams { attention, rotary: rotary_params(p.rotary, 0)? },
+        hopper: HopperParams {
+            attention: attention_params(job, pages)?,
+            rotary: rotary_params(p.rotary, 0)?,
+        },
         tokens: u32_of("tokens", pages.tokens)?,
         per_sequence: u32_of("blocks of a sequence", pages.per_sequence)?,
         log_block_size: pages.block_size.ilog2(),
@@ -99,27 +104,46 @@ fn paged_launch(job: Job<'_>, entry: &'static Entry) -> Result<Launch> {
         helpers: 0,
         helps: 0,
     };
-    let grid = kernels::paged_grid(&params, entry.rows, device.multiprocessors);
-    let all = TileQueue { primary: grid[0], secondary: 0, is_secondary: false };
-    let TileQueue { primary, secondary, is_secondary } = task.queue.unwrap_or(all);
-    // Every block of the primary launch begins with a work tile.
-    let primary = primary.min(grid[0]);
-    let params = PagedHopperParams {
-        leaders: primary,
-        helpers: secondary,
-        helps: is_secondary.into(),
+    let [most, ..] = kernels::paged_grid(&params, entry.rows, device.multiprocessors);
+    let all = TileQueue { primary: most, secondary: 0, is_secondary: false };
+    let queue = task.queue.unwrap_or(all);
+    Ok(PagedHopperParams {
+        // Every block of the primary launch begins with a work tile.
+        leaders: queue.primary.min(most),
+        helpers: queue.secondary,
+        helps: queue.is_secondary.into(),
         ..params
-    };
-    let blocks = if is_secondary { secondary } else { primary };
-    let AttentionParams { head_size, q_heads, kv_heads, .. } = attention;
-    let block_size = u32_of("rows of a block", pages.block_size)?;
+    })
+}
+
+/// The cache is (block, row, head), and the output's rows are tokens.
+fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
+    let params = params(job.problem, job.rows.query.strides, 1)?;
+    let row = u64::from(params.kv_heads) * u64::from(params.head_size);
+    let cache =
+        Strides { row, head: params.head_size.into(), batch: row * pages.block_size as u64 };
+    let out = Strides { batch: 0, ..params.out };
+    let params = AttentionParams { k: cache, v: cache, out, ..params };
+    let section = kernels::section(&AttentionParams { batch: 1, ..params }, job.device.l2_bytes);
+    Ok(AttentionParams { section, ..params })
+}
+
+fn arguments(
+    job: &Job<'_>,
+    params: &PagedHopperParams,
+    entry: &Entry,
+    counter: Arg,
+) -> Result<[(&'static str, Arg); 11]> {
+    let p = job.problem;
+    let AttentionParams { head_size, q_heads, kv_heads, q, k: cache, .. } = params.hopper.attention;
+    let block_size = u32_of("rows of a block", pages(p)?.block_size)?;
     let queries = [head_size, params.tokens, q_heads, 1];
     let keys = [head_size, block_size, kv_heads, params.blocks];
     let box_rows = kernels::box_rows(block_size, entry.keys);
     let [k, v] = job.rows.attended.map(|arg| tensor_map(p, arg, cache, keys, box_rows));
     let tensor = |id| tensor(p, id, 0);
-    let arguments = [
-        ("q", tensor_map(p, job.rows.query.arg, attention.q, queries, kernels::QUERY_BOX)),
+    Ok([
+        ("q", tensor_map(p, job.rows.query.arg, q, queries, kernels::QUERY_BOX)),
         ("k", k),
         ("v", v),
         ("cos", tensor(TensorId::CosCache)),
@@ -130,7 +154,9 @@ fn paged_launch(job: Job<'_>, entry: &'static Entry) -> Result<Launch> {
         ("head_sink", tensor(TensorId::HeadSink)),
         output(p)[0],
         ("counter", counter),
-    ];
-    let aside = task.queue.is_some() && !is_secondary;
-    Ok(Launch { aside, ..launch(entry, [blocks, 1, 1], &arguments, &params)? })
+    ])
+}
+
+fn pages(p: &Problem) -> Result<Pages> {
+    p.pages.ok_or_else(|| Error::NoKernel("the KV cache is not paged".to_owned()))
 }
