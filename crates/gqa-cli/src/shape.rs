@@ -3,7 +3,7 @@
 mod blocks;
 
 use anyhow::{Context, Result, bail};
-use gqa_host::backend::{Io, PageTables};
+use gqa_host::backend::Io;
 use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
 use gqa_host::{CacheBinding, DType, Problem, Tensor, TensorDesc};
@@ -461,30 +461,8 @@ impl Tensors {
         let mut output = self.take(TensorId::Output)?;
         let mut present_key = self.take(TensorId::PresentKey)?;
         let mut present_value = self.take(TensorId::PresentValue)?;
-        let tables = [TensorId::CumulativeSequenceLength, TensorId::BlockTable];
-        let pages = match tables.map(|id| self.get(id)) {
-            [Some(cumulative_sequence_length), Some(block_table)] => {
-                Some(PageTables { cumulative_sequence_length, block_table, slot_mapping: None })
-            }
-            _ => None,
-        };
         let mut io = Io {
-            query: self.expect(TensorId::Query)?,
-            key: self.get(TensorId::Key),
-            value: self.get(TensorId::Value),
-            past_key: None,
-            past_value: None,
-            seqlens_k: self.expect(TensorId::SeqlensK)?,
-            cos_cache: self.get(TensorId::CosCache),
-            sin_cache: self.get(TensorId::SinCache),
-            position_ids: None,
-            attention_bias: None,
-            head_sink: None,
-            k_scale: self.get(TensorId::KScale),
-            v_scale: self.get(TensorId::VScale),
-            q_norm_weight: self.get(TensorId::QNormWeight),
-            k_norm_weight: self.get(TensorId::KNormWeight),
-            pages,
+            inputs: self.iter().collect(),
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,

@@ -263,9 +263,7 @@ fn a_call_without_work_has_no_launches() {
 fn present_without_a_past_is_written_first() {
     let present = Attention::new().present(true).is_causal(1);
     let plan = planned(&square(512).problem(&present));
-    let names_of = names(&plan);
-    assert_eq!((names_of.len(), names_of[0]), (2, "concat_new_to_past_kv"));
-    assert!(names_of[1].starts_with("hopper_f16_d64"), "{names_of:?}");
+    assert_eq!(names(&plan), ["concat_new_to_past_kv", "hopper"]);
     let plan = planned(&Shape { v_head_size: 40, ..square(512) }.problem(&present));
     assert_eq!(names(&plan), ["concat_rows", "concat_rows", "general"]);
 }

@@ -499,7 +499,7 @@ fn rotated_rows_are_rounded_and_outputs_once() {
     let mut outputs = Outputs::new(&problem).unwrap();
     let exact = {
         let mut io: Io<'_> = outputs.io(&inputs);
-        exact(&problem, &mut io)
+        exact(&problem, &mut io).unwrap()
     };
     // 1·1 + 2⁻¹⁰·½ rounds to 1; -½·1 + 2⁻¹⁰ is exact.
     let second = -0.5 + f64::from(ulp);

@@ -5,10 +5,10 @@ mod step;
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::backend::{Backend, Io, PageTables};
+use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Heads, Layer, Paged};
 use gqa_host::op::{Inputs, Outputs};
-use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, plan};
+use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error, Tensor};
 use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
@@ -153,26 +153,14 @@ fn padded(rows: usize, slots: bool, longest: [usize; 2], sim: &Sim) -> [Vec<f64>
     let (mut present_key, mut present_value) = (cache(4), cache(5));
     let mut output = Tensor::zeros(DType::F16, &[rows, 256]);
     let mut io = Io {
-        query: &query,
-        key: Some(&key),
-        value: Some(&value),
-        past_key: None,
-        past_value: None,
-        seqlens_k: &past_seqlens,
-        cos_cache: None,
-        sin_cache: None,
-        position_ids: None,
-        attention_bias: None,
-        head_sink: None,
-        k_scale: None,
-        v_scale: None,
-        q_norm_weight: None,
-        k_norm_weight: None,
-        pages: Some(PageTables {
-            cumulative_sequence_length: &starts,
-            block_table: &table,
-            slot_mapping: slots.then_some(&slot_mapping),
-        }),
+        inputs: Tensors::default()
+            .with(TensorId::Query, &query)
+            .with(TensorId::Key, &key)
+            .with(TensorId::Value, &value)
+            .with(TensorId::SeqlensK, &past_seqlens)
+            .with(TensorId::CumulativeSequenceLength, &starts)
+            .with(TensorId::BlockTable, &table)
+            .with(TensorId::SlotMapping, slots.then_some(&slot_mapping)),
         output: &mut output,
         present_key: &mut present_key,
         present_value: &mut present_value,

@@ -1,35 +1,30 @@
 //! A call's tensors by their role.
 
 use super::Io;
-use crate::Tensor;
-use crate::plan::TensorId;
+use crate::plan::{TensorId, Tensors};
+use crate::{Error, Result, Tensor};
+
+impl<'a> Tensors<&'a Tensor> {
+    /// The tensor in that role.
+    pub fn input(&self, id: TensorId) -> Option<&'a Tensor> {
+        self.get(id).copied()
+    }
+
+    /// The tensor in that role, which the call cannot do without.
+    pub(crate) fn need(&self, id: TensorId) -> Result<&'a Tensor> {
+        self.input(id).ok_or_else(|| Error::invalid(id.name(), "nothing", "a tensor"))
+    }
+}
 
 impl<'a> Io<'a> {
     /// The input in that role.
     pub fn input(&self, id: TensorId) -> Option<&'a Tensor> {
-        match id {
-            TensorId::Query => Some(self.query),
-            TensorId::Key => self.key,
-            TensorId::Value => self.value,
-            TensorId::PastKey => self.past_key,
-            TensorId::PastValue => self.past_value,
-            TensorId::SeqlensK => Some(self.seqlens_k),
-            TensorId::CosCache => self.cos_cache,
-            TensorId::SinCache => self.sin_cache,
-            TensorId::PositionIds => self.position_ids,
-            TensorId::AttentionBias => self.attention_bias,
-            TensorId::HeadSink => self.head_sink,
-            TensorId::KScale => self.k_scale,
-            TensorId::VScale => self.v_scale,
-            TensorId::QNormWeight => self.q_norm_weight,
-            TensorId::KNormWeight => self.k_norm_weight,
-            TensorId::CumulativeSequenceLength => {
-                self.pages.map(|pages| pages.cumulative_sequence_length)
-            }
-            TensorId::BlockTable => self.pages.map(|pages| pages.block_table),
-            TensorId::SlotMapping => self.pages.and_then(|pages| pages.slot_mapping),
-            _ => None,
-        }
+        self.inputs.input(id)
+    }
+
+    /// The input in that role, which the call cannot do without.
+    pub(crate) fn need(&self, id: TensorId) -> Result<&'a Tensor> {
+        self.inputs.need(id)
     }
 
     /// The outputs that the call has.

@@ -1,6 +1,7 @@
 //! ONNX `Attention`, as operator sets 23, 24 and 25 define it.
 
 use crate::backend::{Backend, Io, run};
+use crate::plan::{TensorId, Tensors};
 use crate::{DType, Layout, Problem, QkOutput, Result, Tensor};
 
 /// The operator's attributes, with ONNX's defaults.
@@ -204,22 +205,14 @@ impl AttentionOutputs {
         [no_key, no_value]: &'a mut [Tensor; 2],
     ) -> Io<'a> {
         Io {
-            query: inputs.q,
-            key: Some(inputs.k),
-            value: Some(inputs.v),
-            past_key: inputs.past_key,
-            past_value: inputs.past_value,
-            seqlens_k,
-            cos_cache: None,
-            sin_cache: None,
-            position_ids: None,
-            attention_bias: inputs.attn_mask,
-            head_sink: None,
-            k_scale: None,
-            v_scale: None,
-            q_norm_weight: None,
-            k_norm_weight: None,
-            pages: None,
+            inputs: Tensors::default()
+                .with(TensorId::Query, inputs.q)
+                .with(TensorId::Key, inputs.k)
+                .with(TensorId::Value, inputs.v)
+                .with(TensorId::PastKey, inputs.past_key)
+                .with(TensorId::PastValue, inputs.past_value)
+                .with(TensorId::SeqlensK, seqlens_k)
+                .with(TensorId::AttentionBias, inputs.attn_mask),
             output: &mut self.y,
             present_key: self.present_key.as_mut().unwrap_or(no_key),
             present_value: self.present_value.as_mut().unwrap_or(no_value),

@@ -3,6 +3,7 @@
 use super::KvCache;
 use super::validate::{Dim, MAX_HEAD_SIZE, Pattern, check_rows, shape};
 use crate::backend::{Backend, Io, run};
+use crate::plan::{TensorId, Tensors};
 use crate::{
     CacheBinding, Computes, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
 };
@@ -26,22 +27,10 @@ impl KvCache {
             backend,
             &problem,
             &mut Io {
-                query: key,
-                key: Some(key),
-                value: Some(value),
-                past_key: None,
-                past_value: None,
-                seqlens_k: &seqlens_k,
-                cos_cache: None,
-                sin_cache: None,
-                position_ids: None,
-                attention_bias: None,
-                head_sink: None,
-                k_scale: None,
-                v_scale: None,
-                q_norm_weight: None,
-                k_norm_weight: None,
-                pages: None,
+                inputs: Tensors::default()
+                    .with(TensorId::Key, key)
+                    .with(TensorId::Value, value)
+                    .with(TensorId::SeqlensK, &seqlens_k),
                 output: &mut output,
                 present_key: &mut self.key,
                 present_value: &mut self.value,

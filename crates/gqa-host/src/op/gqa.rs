@@ -1,6 +1,7 @@
 //! `com.microsoft.GroupQueryAttention`.
 
 use crate::backend::{Backend, Io, run};
+use crate::plan::{TensorId, Tensors};
 use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Sink, Tensor};
 
 /// How a cache is quantised.
@@ -326,22 +327,22 @@ impl Outputs {
     /// The call's tensors: these outputs and those inputs.
     pub fn io<'a>(&'a mut self, inputs: &Inputs<'a>) -> Io<'a> {
         Io {
-            query: inputs.query,
-            key: inputs.key,
-            value: inputs.value,
-            past_key: inputs.past_key,
-            past_value: inputs.past_value,
-            seqlens_k: inputs.seqlens_k,
-            cos_cache: inputs.cos_cache,
-            sin_cache: inputs.sin_cache,
-            position_ids: inputs.position_ids,
-            attention_bias: inputs.attention_bias,
-            head_sink: inputs.head_sink,
-            k_scale: inputs.k_scale,
-            v_scale: inputs.v_scale,
-            q_norm_weight: inputs.q_norm_weight,
-            k_norm_weight: inputs.k_norm_weight,
-            pages: None,
+            inputs: Tensors::default()
+                .with(TensorId::Query, inputs.query)
+                .with(TensorId::Key, inputs.key)
+                .with(TensorId::Value, inputs.value)
+                .with(TensorId::PastKey, inputs.past_key)
+                .with(TensorId::PastValue, inputs.past_value)
+                .with(TensorId::SeqlensK, inputs.seqlens_k)
+                .with(TensorId::CosCache, inputs.cos_cache)
+                .with(TensorId::SinCache, inputs.sin_cache)
+                .with(TensorId::PositionIds, inputs.position_ids)
+                .with(TensorId::AttentionBias, inputs.attention_bias)
+                .with(TensorId::HeadSink, inputs.head_sink)
+                .with(TensorId::KScale, inputs.k_scale)
+                .with(TensorId::VScale, inputs.v_scale)
+                .with(TensorId::QNormWeight, inputs.q_norm_weight)
+                .with(TensorId::KNormWeight, inputs.k_norm_weight),
             output: &mut self.output,
             present_key: &mut self.present_key,
             present_value: &mut self.present_value,

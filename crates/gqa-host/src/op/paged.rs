@@ -7,7 +7,8 @@ mod validate;
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 
 use super::QuantType;
-use crate::backend::{Backend, Io, PageTables, run};
+use crate::backend::{Backend, Io, run};
+use crate::plan::{TensorId, Tensors};
 use crate::{Problem, Result, Tensor};
 use validate::Lengths;
 
@@ -118,26 +119,21 @@ impl PagedAttention {
             backend,
             &problem,
             &mut Io {
-                query: inputs.query,
-                key: inputs.key,
-                value: inputs.value,
-                past_key: None,
-                past_value: None,
-                seqlens_k: inputs.past_seqlens,
-                cos_cache: inputs.cos_cache,
-                sin_cache: inputs.sin_cache,
-                position_ids: None,
-                attention_bias: None,
-                head_sink: inputs.head_sink,
-                k_scale: inputs.k_scale,
-                v_scale: inputs.v_scale,
-                q_norm_weight: inputs.q_norm_weight,
-                k_norm_weight: inputs.k_norm_weight,
-                pages: Some(PageTables {
-                    cumulative_sequence_length: inputs.cumulative_sequence_length,
-                    block_table: inputs.block_table,
-                    slot_mapping: inputs.slot_mapping,
-                }),
+                inputs: Tensors::default()
+                    .with(TensorId::Query, inputs.query)
+                    .with(TensorId::Key, inputs.key)
+                    .with(TensorId::Value, inputs.value)
+                    .with(TensorId::SeqlensK, inputs.past_seqlens)
+                    .with(TensorId::CosCache, inputs.cos_cache)
+                    .with(TensorId::SinCache, inputs.sin_cache)
+                    .with(TensorId::HeadSink, inputs.head_sink)
+                    .with(TensorId::KScale, inputs.k_scale)
+                    .with(TensorId::VScale, inputs.v_scale)
+                    .with(TensorId::QNormWeight, inputs.q_norm_weight)
+                    .with(TensorId::KNormWeight, inputs.k_norm_weight)
+                    .with(TensorId::CumulativeSequenceLength, inputs.cumulative_sequence_length)
+                    .with(TensorId::BlockTable, inputs.block_table)
+                    .with(TensorId::SlotMapping, inputs.slot_mapping),
                 output: &mut output,
                 present_key: &mut cache.key,
                 present_value: &mut cache.value,

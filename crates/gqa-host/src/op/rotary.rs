@@ -2,6 +2,7 @@
 
 use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
 use crate::backend::{Backend, Io, run};
+use crate::plan::{TensorId, Tensors};
 use crate::{
     Computes, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
 };
@@ -50,22 +51,12 @@ impl RotaryEmbedding {
             backend,
             &problem,
             &mut Io {
-                query: inputs.x,
-                key: None,
-                value: None,
-                past_key: None,
-                past_value: None,
-                seqlens_k: &seqlens_k,
-                cos_cache: Some(inputs.cos_cache),
-                sin_cache: Some(inputs.sin_cache),
-                position_ids: Some(inputs.position_ids.unwrap_or(&every_row)),
-                attention_bias: None,
-                head_sink: None,
-                k_scale: None,
-                v_scale: None,
-                q_norm_weight: None,
-                k_norm_weight: None,
-                pages: None,
+                inputs: Tensors::default()
+                    .with(TensorId::Query, inputs.x)
+                    .with(TensorId::SeqlensK, &seqlens_k)
+                    .with(TensorId::CosCache, inputs.cos_cache)
+                    .with(TensorId::SinCache, inputs.sin_cache)
+                    .with(TensorId::PositionIds, inputs.position_ids.unwrap_or(&every_row)),
                 output: &mut output,
                 present_key,
                 present_value,

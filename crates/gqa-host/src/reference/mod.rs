@@ -8,6 +8,7 @@ mod paged;
 mod rows;
 
 use crate::backend::{Backend, Io};
+use crate::plan::TensorId;
 use crate::{
     Alignment, CacheBinding, Computes, Phase, Problem, ProblemFields, QkNorm, QkOutput, Result,
     Sink, Tensor,
@@ -27,7 +28,7 @@ impl Backend for Reference {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let exact = exact(problem, io);
+        let exact = exact(problem, io)?;
         store(io.output, 0, &exact.output);
         if let Some(output_qk) = io.output_qk.as_deref_mut() {
             store(output_qk, 0, &exact.output_qk);
@@ -52,19 +53,22 @@ pub struct Exact {
 
 /// Computes a call without rounding its results. The cache is part of what a call computes with, so present_key and
 /// present_value are written, and rounded, here as well.
-pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Exact {
+///
+/// # Errors
+/// Where an input is missing.
+pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     if problem.is_empty() {
-        return Exact::default();
+        return Ok(Exact::default());
     }
     if let Some(pages) = problem.pages {
         return paged::attend(problem, pages, io);
     }
-    let call = Call::new(problem, io);
-    match problem.computes {
+    let call = Call::new(problem, io)?;
+    Ok(match problem.computes {
         Computes::Attention => call.attend(),
         Computes::Rotation => call.rotate(),
         Computes::Cache => Exact::default(),
-    }
+    })
 }
 
 /// A call's tensors in double precision.
@@ -111,27 +115,29 @@ struct Row {
 
 impl<'a> Call<'a> {
     /// Reads the inputs and updates the cache.
-    fn new(p: &'a Problem, io: &mut Io<'_>) -> Self {
+    fn new(p: &'a Problem, io: &mut Io<'_>) -> Result<Self> {
+        let inputs = io.inputs;
+        let query = inputs.need(TensorId::Query)?;
         let values = |tensor: Option<&Tensor>| tensor.map(Tensor::to_f64).unwrap_or_default();
         let (n, nk, h) = (p.q_heads, p.kv_heads, p.head_size);
         let heads = |tensor: Option<&Tensor>, first, count, rows, size| match (p.packed, tensor) {
             (false, Some(tensor)) => Heads::new(p, tensor, count, 0, rows, size),
-            _ => Heads::new(p, io.query, n + 2 * nk, first, p.q_len, h),
+            _ => Heads::new(p, query, n + 2 * nk, first, p.q_len, h),
         };
         let mut call = Self {
             problem: p,
-            query: heads(Some(io.query), 0, n, p.q_len, h),
-            seqlens_k: io.seqlens_k.to_f64(),
+            query: heads(Some(query), 0, n, p.q_len, h),
+            seqlens_k: io.need(TensorId::SeqlensK)?.to_f64(),
             first: Vec::new(),
-            cos: values(io.cos_cache),
-            sin: values(io.sin_cache),
-            position_ids: values(io.position_ids),
-            bias: values(io.attention_bias),
-            sink: values(io.head_sink),
-            q_norm_weight: values(io.q_norm_weight),
-            k_norm_weight: values(io.k_norm_weight),
-            key: heads(io.key, n, nk, p.new_len, h),
-            value: heads(io.value, n + nk, nk, p.new_len, p.v_head_size),
+            cos: values(inputs.input(TensorId::CosCache)),
+            sin: values(inputs.input(TensorId::SinCache)),
+            position_ids: values(inputs.input(TensorId::PositionIds)),
+            bias: values(inputs.input(TensorId::AttentionBias)),
+            sink: values(inputs.input(TensorId::HeadSink)),
+            q_norm_weight: values(inputs.input(TensorId::QNormWeight)),
+            k_norm_weight: values(inputs.input(TensorId::KNormWeight)),
+            key: heads(inputs.input(TensorId::Key), n, nk, p.new_len, h),
+            value: heads(inputs.input(TensorId::Value), n + nk, nk, p.new_len, p.v_head_size),
         };
         call.first = (0..p.batch).map(|b| call.gone(b)).collect();
         if p.cache != CacheBinding::External {
@@ -142,9 +148,10 @@ impl<'a> Call<'a> {
             let mut joined = p.slides.then(|| call.room_for_all(io));
             let (past, [present_key, present_value]) = match &mut joined {
                 Some(Joined { past, present }) => (past.each_ref().map(Some), present.each_mut()),
-                None => {
-                    ([io.past_key, io.past_value], [&mut *io.present_key, &mut *io.present_value])
-                }
+                None => (
+                    [inputs.input(TensorId::PastKey), inputs.input(TensorId::PastValue)],
+                    [&mut *io.present_key, &mut *io.present_value],
+                ),
             };
             let [past_key, past_value] = past;
             let (key, value) = match p.quantised {
@@ -153,8 +160,8 @@ impl<'a> Call<'a> {
                     call.present(present_value, past_value, p.v_head_size, new_value),
                 ),
                 Some(how) => {
-                    let keys = Codes { how, scales: values(io.k_scale) };
-                    let codes = Codes { how, scales: values(io.v_scale) };
+                    let keys = Codes { how, scales: values(inputs.input(TensorId::KScale)) };
+                    let codes = Codes { how, scales: values(inputs.input(TensorId::VScale)) };
                     (
                         call.present_codes(present_key, past_key, h, &keys, new_key),
                         call.present_codes(present_value, past_value, h, &codes, new_value),
@@ -167,12 +174,15 @@ impl<'a> Call<'a> {
             }
             (call.key, call.value) = (key, value);
         }
-        call
+        Ok(call)
     }
 
     /// A cache that slides, and one besides with room for the rows in it and the new ones.
     fn room_for_all(&self, io: &Io<'_>) -> Joined {
-        let given = [(io.past_key, &*io.present_key), (io.past_value, &*io.present_value)];
+        let given = [
+            (io.input(TensorId::PastKey), &*io.present_key),
+            (io.input(TensorId::PastValue), &*io.present_value),
+        ];
         let past = given.map(|(past, present)| past.unwrap_or(present).clone());
         let present = past.each_ref().map(|past| {
             let [b, heads, _, size] = self.problem.key_cache_shape(0);

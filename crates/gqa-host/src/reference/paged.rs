@@ -1,24 +1,26 @@
 //! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the rows that its blocks hold.
 
 use super::{Exact, exact};
-use crate::backend::{Io, PageTables};
-use crate::{CacheBinding, Computes, Layout, Pages, Phase, Problem, ProblemFields, Rotary, Tensor};
+use crate::backend::Io;
+use crate::plan::TensorId;
+use crate::{
+    CacheBinding, Computes, Layout, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
+};
 use ndarray::Array1;
 
 /// Computes a call whose cache consists of blocks.
-pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Exact {
+pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<Exact> {
     let mut exact = Exact::default();
-    let Some(tables) = io.pages else { return exact };
-    let sequences = Sequence::all(p, pages, tables, io.seqlens_k);
+    let sequences = Sequence::all(p, pages, io)?;
     for sequence in &sequences {
-        sequence.append(io);
+        sequence.append(io)?;
     }
     for sequence in &sequences {
-        let rows = sequence.attend(io);
+        let rows = sequence.attend(io)?;
         exact.output.extend(rows.output);
         exact.lse.extend(rows.lse);
     }
-    exact
+    Ok(exact)
 }
 
 /// One sequence of the call.
@@ -39,13 +41,14 @@ struct Sequence<'a> {
 
 impl<'a> Sequence<'a> {
     /// Those with tokens: of others nothing is read.
-    fn all(p: &'a Problem, pages: Pages, tables: PageTables<'_>, past: &Tensor) -> Vec<Self> {
+    fn all(p: &'a Problem, pages: Pages, io: &Io<'_>) -> Result<Vec<Self>> {
         let integers = |tensor: &Tensor| -> Vec<i64> {
             tensor.to_f64().into_iter().map(|x| x as i64).collect()
         };
-        let starts = integers(tables.cumulative_sequence_length);
-        let (table, past) = (integers(tables.block_table), integers(past));
-        let slots = tables.slot_mapping.map(integers);
+        let starts = integers(io.need(TensorId::CumulativeSequenceLength)?);
+        let table = integers(io.need(TensorId::BlockTable)?);
+        let past = integers(io.need(TensorId::SeqlensK)?);
+        let slots = io.input(TensorId::SlotMapping).map(integers);
         let sequence = |b: usize| {
             let (start, end) = (starts[b] as usize, starts[b + 1] as usize);
             let (new, past) = (end - start, past[b] as usize);
@@ -66,7 +69,7 @@ impl<'a> Sequence<'a> {
             };
             Self { problem: p, start, new, past, places, slots }
         };
-        (0..p.batch).filter(|&b| starts[b] < starts[b + 1]).map(sequence).collect()
+        Ok((0..p.batch).filter(|&b| starts[b] < starts[b + 1]).map(sequence).collect())
     }
 
     /// A call of this sequence alone, of its new tokens.
@@ -86,7 +89,7 @@ impl<'a> Sequence<'a> {
     }
 
     /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions would have them.
-    fn append(&self, io: &mut Io<'_>) {
+    fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
         let positions: Vec<_> = (self.past..self.past + self.new).map(|row| row as i64).collect();
         let alone = self.call().derive(|call| ProblemFields {
@@ -102,7 +105,7 @@ impl<'a> Sequence<'a> {
         let [mut key, mut value] =
             [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(self.new)));
         let positions = Array1::from(positions).into();
-        self.compute(&alone, io, Some(&positions), [&mut key, &mut value]);
+        self.compute(&alone, io, Some(&positions), [&mut key, &mut value])?;
         for (rows, cache) in [(&key, &mut *io.present_key), (&value, &mut *io.present_value)] {
             let size = row_bytes(rows);
             for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
@@ -112,10 +115,11 @@ impl<'a> Sequence<'a> {
                 }
             }
         }
+        Ok(())
     }
 
     /// Attends to the rows that the cache holds.
-    fn attend(&self, io: &mut Io<'_>) -> Exact {
+    fn attend(&self, io: &mut Io<'_>) -> Result<Exact> {
         let call = self.call().appended();
         let (mut key, mut value) = (self.gathered(io.present_key), self.gathered(io.present_value));
         self.compute(&call, io, None, [&mut key, &mut value])
@@ -142,36 +146,29 @@ impl<'a> Sequence<'a> {
         io: &Io<'_>,
         position_ids: Option<&Tensor>,
         [present_key, present_value]: [&mut Tensor; 2],
-    ) -> Exact {
+    ) -> Result<Exact> {
         let p = self.problem;
         let (n, nk) = (p.q_heads, p.kv_heads);
+        let all = io.need(TensorId::Query)?;
         let heads = |tensor: Option<&Tensor>, first: usize, count: usize| match (p.packed, tensor) {
             (false, Some(tensor)) => self.tokens(tensor, count, 0, count),
-            _ => self.tokens(io.query, n + 2 * nk, first, count),
+            _ => self.tokens(all, n + 2 * nk, first, count),
         };
+        let [new_key, new_value] = [TensorId::Key, TensorId::Value].map(|id| io.input(id));
         let (query, key, value) =
-            (heads(Some(io.query), 0, n), heads(io.key, n, nk), heads(io.value, n + nk, nk));
-        let last = Array1::from(vec![call.total_len as i32 - 1]).into();
+            (heads(Some(all), 0, n), heads(new_key, n, nk), heads(new_value, n + nk, nk));
+        let last: Tensor = Array1::from(vec![call.total_len as i32 - 1]).into();
         let mut output = Tensor::zeros(p.dtype, &[0]);
         exact(
             call,
             &mut Io {
-                query: &query,
-                key: Some(&key),
-                value: Some(&value),
-                past_key: None,
-                past_value: None,
-                seqlens_k: &last,
-                cos_cache: io.cos_cache,
-                sin_cache: io.sin_cache,
-                position_ids,
-                attention_bias: None,
-                head_sink: io.head_sink,
-                k_scale: io.k_scale,
-                v_scale: io.v_scale,
-                q_norm_weight: io.q_norm_weight,
-                k_norm_weight: io.k_norm_weight,
-                pages: None,
+                inputs: io
+                    .inputs
+                    .with(TensorId::Query, &query)
+                    .with(TensorId::Key, &key)
+                    .with(TensorId::Value, &value)
+                    .with(TensorId::SeqlensK, &last)
+                    .with(TensorId::PositionIds, position_ids),
                 output: &mut output,
                 present_key,
                 present_value,

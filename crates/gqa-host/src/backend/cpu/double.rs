@@ -2,8 +2,9 @@
 //! all its scores in memory.
 
 use super::sequence::Sequence;
-use super::{foreign, sequences};
+use super::sequences;
 use crate::backend::Io;
+use crate::plan::TensorId;
 use crate::{Problem, QkOutput, Result, RowLayout, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -11,13 +12,18 @@ use rayon::prelude::*;
 /// Computes a call without rotation, sinks and log-sum-exp, which ONNX Attention does not have.
 pub(super) fn run(p: &Problem, io: &mut Io<'_>) -> Result<()> {
     let sequences = sequences(p, io)?;
-    let missing = |name| foreign(name, io.query);
-    let (key, value) =
-        (io.key.ok_or_else(|| missing("key"))?, io.value.ok_or_else(|| missing("value"))?);
+    let (key, value) = (io.need(TensorId::Key)?, io.need(TensorId::Value)?);
     let (key, value): (&Tensor, &Tensor) = if p.has_present() {
         let (size, v_size) = (p.head_size, p.v_head_size);
-        append(p, &sequences, [io.past_key, Some(key)], p.key_layout(), size, io.present_key);
-        let new = [io.past_value, Some(value)];
+        append(
+            p,
+            &sequences,
+            [io.input(TensorId::PastKey), Some(key)],
+            p.key_layout(),
+            size,
+            io.present_key,
+        );
+        let new = [io.input(TensorId::PastValue), Some(value)];
         append(p, &sequences, new, p.value_layout(), v_size, io.present_value);
         (&*io.present_key, &*io.present_value)
     } else {
@@ -26,10 +32,10 @@ pub(super) fn run(p: &Problem, io: &mut Io<'_>) -> Result<()> {
     let call = Call {
         p,
         sequences,
-        query: io.query.to_f64(),
+        query: io.need(TensorId::Query)?.to_f64(),
         keys: key.to_f64(),
         values: value.to_f64(),
-        bias: io.attention_bias.map(Tensor::to_f64),
+        bias: io.input(TensorId::AttentionBias).map(Tensor::to_f64),
     };
     let rows = p.q_heads * p.q_len;
     let rows: Vec<Row> = (0..p.batch * rows)

@@ -23,6 +23,7 @@ mod sliding;
 mod task;
 
 use super::{Backend, Io};
+use crate::plan::TensorId;
 use crate::{CacheBinding, Computes, DType, Layout, Problem, QkNorm, Result, Tensor};
 use append::Append;
 use codes::Codes;
@@ -92,23 +93,38 @@ impl Cpu {
         blocks: Option<Blocks<'_>>,
         io: &mut Io<'_>,
     ) -> Result<()> {
+        let inputs = io.inputs;
         let lse = io.lse.as_deref_mut().map(|lse| elements_mut("lse", lse)).transpose()?;
         let output_qk =
             io.output_qk.as_deref_mut().map(|qk| elements_mut("output_qk", qk)).transpose()?;
-        let (key, value): (&Tensor, &Tensor) = match (p.cache, io.key, io.value) {
-            (CacheBinding::External, Some(key), Some(value)) => (key, value),
-            _ => (&*io.present_key, &*io.present_value),
-        };
+        let (key, value): (&Tensor, &Tensor) =
+            match (p.cache, inputs.input(TensorId::Key), inputs.input(TensorId::Value)) {
+                (CacheBinding::External, Some(key), Some(value)) => (key, value),
+                _ => (&*io.present_key, &*io.present_value),
+            };
         let call = Call {
             problem: p,
             sequences,
-            query: elements::<T>("query", io.query)?,
-            norm: norm(p, "q_norm_weight", io.q_norm_weight)?,
+            query: elements::<T>("query", inputs.need(TensorId::Query)?)?,
+            norm: norm(p, "q_norm_weight", inputs.input(TensorId::QNormWeight))?,
             rope,
-            keys: cached("key", key, Codes::of(p, "k_scale", io.k_scale)?, blocks)?,
-            values: cached("value", value, Codes::of(p, "v_scale", io.v_scale)?, blocks)?,
-            bias: io.attention_bias.map(Bias::of).transpose()?,
-            head_sink: io.head_sink.map(|sink| elements("head_sink", sink)).transpose()?,
+            keys: cached(
+                "key",
+                key,
+                Codes::of(p, "k_scale", inputs.input(TensorId::KScale))?,
+                blocks,
+            )?,
+            values: cached(
+                "value",
+                value,
+                Codes::of(p, "v_scale", inputs.input(TensorId::VScale))?,
+                blocks,
+            )?,
+            bias: inputs.input(TensorId::AttentionBias).map(Bias::of).transpose()?,
+            head_sink: inputs
+                .input(TensorId::HeadSink)
+                .map(|sink| elements("head_sink", sink))
+                .transpose()?,
         };
         let output = elements_mut::<O>("output", io.output)?;
         let mut rows = output_rows(p, sequences, output, output_qk, lse);
@@ -119,18 +135,20 @@ impl Cpu {
 
 /// Where each batch entry's rows stand.
 fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
-    let Tensor::I32(last) = io.seqlens_k else {
-        return Err(foreign("seqlens_k", io.seqlens_k));
+    let Tensor::I32(last) = io.need(TensorId::SeqlensK)? else {
+        return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
     };
     Ok(last.iter().enumerate().map(|(b, &last)| Sequence::new(p, b, last)).collect())
 }
 
 /// The rotary embedding, where the call has one.
 fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>> {
-    let (Some(rotary), Some(cos), Some(sin)) = (p.rotary, io.cos_cache, io.sin_cache) else {
+    let (Some(rotary), Some(cos), Some(sin)) =
+        (p.rotary, io.input(TensorId::CosCache), io.input(TensorId::SinCache))
+    else {
         return Ok(None);
     };
-    let position_ids = match io.position_ids {
+    let position_ids = match io.input(TensorId::PositionIds) {
         Some(Tensor::I64(ids)) => ids.as_slice().unwrap_or_default(),
         _ => &[],
     };
@@ -159,7 +177,7 @@ fn rotate<T: Element>(
     rope: Option<&Rope<'_, T>>,
     io: &mut Io<'_>,
 ) -> Result<()> {
-    let (query, layout) = (elements::<T>("query", io.query)?, p.query_layout());
+    let (query, layout) = (elements::<T>("query", io.need(TensorId::Query)?)?, p.query_layout());
     let heads = p.q_heads;
     let output = elements_mut::<T>("output", io.output)?;
     // Rows lie in the output as they do in the query.
@@ -189,17 +207,20 @@ fn append<T: Element>(
     io: &mut Io<'_>,
 ) -> Result<()> {
     let rows = |name, new: Option<_>, layout, size, rope| -> Result<_> {
-        let new = if p.packed { Some(io.query) } else { new };
+        let new = if p.packed { Some(io.need(TensorId::Query)?) } else { new };
         let new = all(name, new)?;
         Ok(Append { problem: p, sequences, new, layout, size, norm: None, rope })
     };
-    let key = rows("key", io.key, p.key_layout(), p.head_size, rope)?;
-    let key = Append { norm: norm(p, "k_norm_weight", io.k_norm_weight)?, ..key };
-    let value = rows("value", io.value, p.value_layout(), p.v_head_size, None)?;
-    let codes = [Codes::of(p, "k_scale", io.k_scale)?, Codes::of(p, "v_scale", io.v_scale)?];
+    let key = rows("key", io.input(TensorId::Key), p.key_layout(), p.head_size, rope)?;
+    let key = Append { norm: norm(p, "k_norm_weight", io.input(TensorId::KNormWeight))?, ..key };
+    let value = rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
+    let codes = [
+        Codes::of(p, "k_scale", io.input(TensorId::KScale))?,
+        Codes::of(p, "v_scale", io.input(TensorId::VScale))?,
+    ];
     if let [Some(key_codes), Some(value_codes)] = codes {
-        let past_key = io.past_key.map(Tensor::bytes).unwrap_or_default();
-        let past_value = io.past_value.map(Tensor::bytes).unwrap_or_default();
+        let past_key = io.input(TensorId::PastKey).map(Tensor::bytes).unwrap_or_default();
+        let past_value = io.input(TensorId::PastValue).map(Tensor::bytes).unwrap_or_default();
         let present_key = io.present_key.bytes_mut();
         let present_value = io.present_value.bytes_mut();
         rayon::join(
@@ -208,7 +229,10 @@ fn append<T: Element>(
         );
         return Ok(());
     }
-    let (past_key, past_value) = (all("past_key", io.past_key)?, all("past_value", io.past_value)?);
+    let (past_key, past_value) = (
+        all("past_key", io.input(TensorId::PastKey))?,
+        all("past_value", io.input(TensorId::PastValue))?,
+    );
     let present_key = elements_mut("present_key", io.present_key)?;
     let present_value = elements_mut("present_value", io.present_value)?;
     rayon::join(|| key.run(past_key, present_key), || value.run(past_value, present_value));

@@ -4,10 +4,10 @@ use super::decode::prefetch;
 use super::element::{Element, foreign};
 use super::sequence::Sequence;
 use super::{Cpu, rope};
-use crate::backend::{Backend, Io, PageTables};
+use crate::backend::{Backend, Io};
+use crate::plan::TensorId;
 use crate::{
-    CacheBinding, Computes, DType, Error, Pages, Phase, Problem, ProblemFields, Result, Rotary,
-    Tensor,
+    CacheBinding, Computes, DType, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
 };
 use half::{bf16, f16};
 use ndarray::Array1;
@@ -53,17 +53,15 @@ impl Blocks<'_> {
 impl Cpu {
     /// Computes a call whose cache consists of blocks.
     pub(super) fn run_paged(&self, p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<()> {
-        let missing = || Error::invalid("block_table", "no input", "a tensor");
-        let tables = io.pages.ok_or_else(missing)?;
-        let table = integers("block_table", tables.block_table)?;
+        let table = integers(io, TensorId::BlockTable)?;
         let call = PagedCall {
             cpu: self,
             problem: p,
-            sequences: sequences(p, &tables, io.seqlens_k)?,
+            sequences: sequences(p, io)?,
             blocks: Blocks { pages, table, kv_heads: p.kv_heads },
         };
         // Who shares a block sees what all others have written.
-        call.append(tables.slot_mapping, io)?;
+        call.append(io)?;
         match p.dtype {
             DType::F16 => call.attend::<f16>(io),
             DType::BF16 => call.attend::<bf16>(io),
@@ -88,7 +86,7 @@ impl PagedCall<'_> {
     }
 
     /// Writes all tokens' keys, normalised and rotated, and values, which are those of one prompt with these positions.
-    fn append(&self, slot_mapping: Option<&Tensor>, io: &mut Io<'_>) -> Result<()> {
+    fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
         let tokens = p.tokens();
         let rows = tokens.q_len;
@@ -103,28 +101,16 @@ impl PagedCall<'_> {
             ..tokens
         });
         let positions = self.sequences.iter().flat_map(|s| s.position..s.total as i64);
-        let positions = Array1::from_iter(positions).into_dyn();
+        let positions: Tensor = Array1::from_iter(positions).into();
         let [mut key, mut value] =
             [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(rows)));
-        let (last, mut output) =
-            (Array1::from_elem(1, rows as i32 - 1), Tensor::zeros(p.dtype, &[0]));
+        let last: Tensor = Array1::from_elem(1, rows as i32 - 1).into();
+        let mut output = Tensor::zeros(p.dtype, &[0]);
         let mut of_tokens = Io {
-            query: io.query,
-            key: io.key,
-            value: io.value,
-            past_key: None,
-            past_value: None,
-            seqlens_k: &last.into(),
-            cos_cache: io.cos_cache,
-            sin_cache: io.sin_cache,
-            position_ids: Some(&Tensor::I64(positions)),
-            attention_bias: None,
-            head_sink: None,
-            k_scale: io.k_scale,
-            v_scale: io.v_scale,
-            q_norm_weight: io.q_norm_weight,
-            k_norm_weight: io.k_norm_weight,
-            pages: None,
+            inputs: io
+                .inputs
+                .with(TensorId::SeqlensK, &last)
+                .with(TensorId::PositionIds, &positions),
             output: &mut output,
             present_key: &mut key,
             present_value: &mut value,
@@ -132,16 +118,16 @@ impl PagedCall<'_> {
             lse: None,
         };
         self.cpu.run(&alone, &mut of_tokens)?;
-        let places = self.places(slot_mapping)?;
+        let places = self.places(io)?;
         self.scatter(&places, &key, io.present_key);
         self.scatter(&places, &value, io.present_value);
         Ok(())
     }
 
     /// The row of the cache, through all blocks, that takes each token's, if any does.
-    fn places(&self, slot_mapping: Option<&Tensor>) -> Result<Vec<Option<usize>>> {
-        if let Some(slots) = slot_mapping {
-            let slots = integers("slot_mapping", slots)?;
+    fn places(&self, io: &Io<'_>) -> Result<Vec<Option<usize>>> {
+        if io.input(TensorId::SlotMapping).is_some() {
+            let slots = integers(io, TensorId::SlotMapping)?;
             return Ok(slots.iter().map(|&slot| usize::try_from(slot).ok()).collect());
         }
         let places = self.sequences.iter().enumerate().flat_map(|(b, sequence)| {
@@ -166,9 +152,9 @@ impl PagedCall<'_> {
 }
 
 /// The call's sequences, whose tokens lie one behind the other.
-fn sequences(p: &Problem, tables: &PageTables<'_>, past: &Tensor) -> Result<Vec<Sequence>> {
-    let starts = integers("cumulative_sequence_length", tables.cumulative_sequence_length)?;
-    let past = integers("past_seqlens", past)?;
+fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
+    let starts = integers(io, TensorId::CumulativeSequenceLength)?;
+    let past = integers(io, TensorId::SeqlensK)?;
     let sequence = |b: usize| {
         let (start, end) = (starts[b] as usize, starts[b + 1] as usize);
         let rows = end - start;
@@ -178,9 +164,9 @@ fn sequences(p: &Problem, tables: &PageTables<'_>, past: &Tensor) -> Result<Vec<
     Ok((0..p.batch).map(sequence).collect())
 }
 
-fn integers<'a>(name: &'static str, tensor: &'a Tensor) -> Result<&'a [i32]> {
-    match tensor {
+fn integers<'a>(io: &Io<'a>, id: TensorId) -> Result<&'a [i32]> {
+    match io.need(id)? {
         Tensor::I32(integers) => Ok(integers.as_slice().unwrap_or_default()),
-        _ => Err(foreign(name, tensor)),
+        tensor => Err(foreign(id.name(), tensor)),
     }
 }

@@ -3,6 +3,7 @@
 use super::Cpu;
 use super::element::foreign;
 use crate::backend::{Backend, Io};
+use crate::plan::TensorId;
 use crate::{CacheBinding, Problem, Result, Tensor};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 use ndarray::{Array1, Array2};
@@ -11,8 +12,8 @@ use rayon::prelude::*;
 impl Cpu {
     /// Computes a call whose cache slides.
     pub(super) fn run_sliding(&self, p: &Problem, sliding: Sliding, io: &mut Io<'_>) -> Result<()> {
-        let Tensor::I32(last) = io.seqlens_k else {
-            return Err(foreign("seqlens_k", io.seqlens_k));
+        let Tensor::I32(last) = io.need(TensorId::SeqlensK)? else {
+            return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
         };
         let slides = last.iter().map(|&last| p.slide(sliding, last)).collect();
         let call = SlidingCall { problem: p, inner: p.counted_from_cache(), slides };
@@ -37,8 +38,8 @@ impl SlidingCall<'_> {
     fn make_room(&self, io: &mut Io<'_>) {
         let new = self.problem.q_len;
         let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
-        self.keep(io.past_key, io.present_key, kept);
-        self.keep(io.past_value, io.present_value, kept);
+        self.keep(io.input(TensorId::PastKey), io.present_key, kept);
+        self.keep(io.input(TensorId::PastValue), io.present_value, kept);
     }
 
     /// Several new rows join the past in a cache of their own, of which the last rows stay.
@@ -63,33 +64,28 @@ impl SlidingCall<'_> {
         io: &mut Io<'_>,
         joined: Option<&mut [Tensor; 2]>,
     ) -> Result<()> {
+        let given = io.inputs;
         let (lengths, positions) = (self.lengths(), self.positions());
-        let bias = io.attention_bias.map(|bias| self.bias(bias)).transpose()?;
+        let bias = given.input(TensorId::AttentionBias).map(|bias| self.bias(bias)).transpose()?;
         let is_shared = self.problem.cache == CacheBinding::Shared;
         let ([past_key, past_value], [present_key, present_value]) = match joined {
             None => ([None; 2], [&mut *io.present_key, &mut *io.present_value]),
             Some(joined) if is_shared => {
                 ([Some(&*io.present_key), Some(&*io.present_value)], joined.each_mut())
             }
-            Some(joined) => ([io.past_key, io.past_value], joined.each_mut()),
+            Some(joined) => (
+                [given.input(TensorId::PastKey), given.input(TensorId::PastValue)],
+                joined.each_mut(),
+            ),
         };
+        let inputs = given
+            .with(TensorId::PastKey, past_key)
+            .with(TensorId::PastValue, past_value)
+            .with(TensorId::SeqlensK, &lengths)
+            .with(TensorId::PositionIds, given.input(TensorId::PositionIds).unwrap_or(&positions))
+            .with(TensorId::AttentionBias, bias.as_ref());
         let mut inner = Io {
-            query: io.query,
-            key: io.key,
-            value: io.value,
-            past_key,
-            past_value,
-            seqlens_k: &lengths,
-            cos_cache: io.cos_cache,
-            sin_cache: io.sin_cache,
-            position_ids: io.position_ids.or(Some(&positions)),
-            attention_bias: bias.as_ref(),
-            head_sink: io.head_sink,
-            k_scale: io.k_scale,
-            v_scale: io.v_scale,
-            q_norm_weight: io.q_norm_weight,
-            k_norm_weight: io.k_norm_weight,
-            pages: None,
+            inputs: inputs,
             output: io.output,
             present_key,
             present_value,
