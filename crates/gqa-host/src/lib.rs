@@ -21,7 +21,7 @@ mod tensor;
 pub use error::{Error, Result};
 pub use problem::{
     Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem,
-    ProblemFields, QkNorm, QkOutput, Quantisation, Rotary, RowLayout, Sink,
+    ProblemFields, QkNorm, QkOutput, Quantisation, Rotary, RowLayout, RowStrides, Sink, Strided,
 };
 pub use tensor::{DType, Tensor, TensorDesc};
 

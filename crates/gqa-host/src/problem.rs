@@ -2,6 +2,7 @@
 
 use crate::{DType, Error, Result};
 pub use gqa_kernels::num::Format as CodeFormat;
+use std::borrow::Cow;
 use std::hash::{Hash, Hasher};
 use std::ops::Deref;
 
@@ -195,10 +196,71 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
+    /// The same place with other strides, if there are some.
+    fn with(self, strides: Option<RowStrides>) -> Self {
+        let RowStrides { batch, head, row } = strides.unwrap_or(self.into());
+        Self { offset: self.offset, batch, head, row }
+    }
+
     /// Index of the first element of a head's row.
     pub fn at(&self, batch: usize, head: usize, row: usize) -> usize {
         self.offset + batch * self.batch + head * self.head + row * self.row
     }
+}
+
+/// Element distances of a (batch, head, row) tensor whose heads are contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowStrides {
+    /// From one batch entry to the next.
+    pub batch: usize,
+    /// From one head to the next.
+    pub head: usize,
+    /// From one row to the next.
+    pub row: usize,
+}
+
+impl From<RowLayout> for RowStrides {
+    fn from(RowLayout { batch, head, row, .. }: RowLayout) -> Self {
+        Self { batch, head, row }
+    }
+}
+
+impl RowStrides {
+    /// Elements from the first to behind the last of a tensor with these strides.
+    pub(crate) fn extent(self, [batch, heads, rows, size]: [usize; 4]) -> Option<usize> {
+        if [batch, heads, rows, size].contains(&0) {
+            return Some(0);
+        }
+        let steps = [(batch, self.batch), (heads, self.head), (rows, self.row)];
+        steps
+            .into_iter()
+            .try_fold(size, |extent, (n, stride)| extent.checked_add((n - 1).checked_mul(stride)?))
+    }
+
+    /// Whether no element of such a tensor is another one, too.
+    fn is_injective(self, [batch, heads, rows, size]: [usize; 4]) -> bool {
+        let mut steps = [(self.batch, batch), (self.head, heads), (self.row, rows)];
+        steps.sort_unstable();
+        let moving = steps.into_iter().filter(|&(_, n)| n > 1);
+        let behind = moving.fold(Some(size), |behind, (stride, n)| {
+            behind.filter(|&behind| stride >= behind)?.checked_add((n - 1).checked_mul(stride)?)
+        });
+        behind.is_some()
+    }
+}
+
+/// Strides of tensors in device memory that are not contiguous, such as slices of a larger tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Strided {
+    /// Of query.
+    pub query: Option<RowStrides>,
+    /// Of key.
+    pub key: Option<RowStrides>,
+    /// Of value.
+    pub value: Option<RowStrides>,
+    /// Of output.
+    pub output: Option<RowStrides>,
 }
 
 /// A call whose shapes and attributes are legal and agree. Made by
@@ -277,6 +339,8 @@ pub struct ProblemFields {
     pub packed: bool,
     /// Order of the dimensions of query, key, value and output.
     pub layout: Layout,
+    /// Those of query, key, value and output that are not contiguous.
+    pub strided: Strided,
     /// Normalisation of query and key.
     pub qk_norm: Option<QkNorm>,
     /// Rotary embedding.
@@ -315,6 +379,7 @@ impl Hash for ProblemFields {
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
         (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantised)
             .hash(state);
+        self.strided.hash(state);
         self.pages.hash(state);
     }
 }
@@ -346,6 +411,7 @@ impl ProblemFields {
             quantised: None,
             packed: false,
             layout: Layout::Bsnh,
+            strided: Strided { query: None, key: None, value: None, output: None },
             qk_norm: None,
             rotary: None,
             scale: 1.0,
@@ -404,6 +470,53 @@ impl Problem {
         let derived = Self(change(self.0.clone()));
         debug_assert!(derived.check().is_ok(), "{derived:?}");
         derived
+    }
+
+    /// The same call on tensors in device memory that are not contiguous.
+    ///
+    /// # Errors
+    /// Where strides are not multiples of 16 bytes, where elements of the output would overlap,
+    /// where tensors cannot be addressed, and where the call is packed or over a paged KV cache.
+    pub fn with_strides(&self, strided: Strided) -> Result<Self> {
+        let heads = [self.q_heads, self.kv_heads, self.kv_heads, self.q_heads];
+        let rows = [self.q_len, self.new_len, self.new_len, self.q_len];
+        let sizes = [self.head_size, self.head_size, self.v_head_size, self.v_head_size];
+        let types = [self.dtype, self.dtype, self.v_dtype, self.out_dtype];
+        let given = [strided.query, strided.key, strided.value, strided.output];
+        let names = ["query", "key", "value", "output"];
+        for (i, strides) in given.into_iter().enumerate().filter_map(|(i, s)| Some((i, s?))) {
+            let dims = [self.batch, heads[i], rows[i], sizes[i]];
+            let refuse = |allowed: &str| {
+                Err(Error::invalid(names[i], format!("{strides:?} of {dims:?}"), allowed))
+            };
+            let bytes =
+                [strides.batch, strides.head, strides.row].map(|n| n * types[i].size() % 16);
+            if self.pages.is_some() {
+                return refuse("contiguous or packed, over a paged KV cache");
+            }
+            if self.packed && names[i] != "output" {
+                return refuse("contiguous, as the call is packed");
+            }
+            if bytes != [0; 3] {
+                return refuse("strides of multiples of 16 bytes");
+            }
+            if strides.extent(dims).is_none_or(|extent| extent > isize::MAX as usize / 8) {
+                return refuse("what can be addressed");
+            }
+            if names[i] == "output" && !strides.is_injective(dims) {
+                return refuse("strides with which no elements overlap");
+            }
+        }
+        Self::new(ProblemFields { strided, ..self.0.clone() })
+    }
+
+    /// The same call on contiguous tensors, as tensors in host memory are.
+    pub(crate) fn contiguous(&self) -> Cow<'_, Self> {
+        let contiguous = |call| ProblemFields { strided: Strided::default(), ..call };
+        match self.strided == Strided::default() {
+            true => Cow::Borrowed(self),
+            false => Cow::Owned(self.derive(contiguous)),
+        }
     }
 
     /// The same call for sequences of up to `total_len` tokens, so that its plan serves all decode
@@ -606,7 +719,8 @@ impl Problem {
         if self.packed {
             self.packed_layout(0)
         } else {
-            self.rows_layout(self.q_heads, self.q_len, self.head_size)
+            let dense = self.rows_layout(self.q_heads, self.q_len, self.head_size);
+            dense.with(self.strided.query)
         }
     }
 
@@ -615,7 +729,8 @@ impl Problem {
         if self.packed {
             self.packed_layout(self.q_heads)
         } else {
-            self.rows_layout(self.kv_heads, self.new_len, self.head_size)
+            let dense = self.rows_layout(self.kv_heads, self.new_len, self.head_size);
+            dense.with(self.strided.key)
         }
     }
 
@@ -624,13 +739,15 @@ impl Problem {
         if self.packed {
             self.packed_layout(self.q_heads + self.kv_heads)
         } else {
-            self.rows_layout(self.kv_heads, self.new_len, self.v_head_size)
+            let dense = self.rows_layout(self.kv_heads, self.new_len, self.v_head_size);
+            dense.with(self.strided.value)
         }
     }
 
     /// The output.
     pub fn output_layout(&self) -> RowLayout {
-        self.rows_layout(self.q_heads, self.q_len, self.v_head_size)
+        let dense = self.rows_layout(self.q_heads, self.q_len, self.v_head_size);
+        dense.with(self.strided.output)
     }
 
     /// A BNSH cache of `rows` key rows, in numbers, not in elements of its tensor; of value rows too where these are as long.

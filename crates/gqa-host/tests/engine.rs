@@ -2,7 +2,9 @@
 
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
-use gqa_host::{CacheBinding, CodeFormat, DType, Layout, Phase, Quantisation, Sink, TensorDesc};
+use gqa_host::{
+    CacheBinding, CodeFormat, DType, Layout, Phase, Quantisation, RowStrides, Sink, TensorDesc,
+};
 
 const HEADS: Heads = Heads { query: 32, kv: 8, size: 128 };
 
@@ -63,6 +65,30 @@ fn everything_that_a_layer_may_have_is_taken() {
     assert!(problem.lse && !problem.causal && problem.out_dtype == DType::F32);
     let shared = layer().dense(Dense::decode(1, 64).nothing_new()).unwrap();
     assert_eq!(shared.new_len, 0);
+}
+
+#[test]
+fn strides_that_kernels_cannot_take_are_refused() {
+    let refused = |call: Dense| layer().dense(call).unwrap_err().to_string();
+    let strides = |batch, head, row| RowStrides { batch, head, row };
+    let call = Dense::chunk(2, 3, 64);
+    let (ok, odd) = (strides(99 * 8, 128, 4096), strides(0, 128, 4097));
+    assert!(layer().dense(call.query_strides(ok).key_value_strides(ok)).is_ok());
+    // A tensor that is read may be broadcast.
+    assert!(layer().dense(call.query_strides(strides(0, 0, 0))).is_ok());
+    for (call, names) in [
+        (call.query_strides(odd), "query: "),
+        (call.key_value_strides(odd), "key: "),
+        (call.output_strides(odd), "output: "),
+        (call.output_strides(strides(0, 128, 4096)), "output: "),
+        (call.output_strides(strides(3 * 4096, 120, 4096)), "output: "),
+        (call.query_strides(strides(usize::MAX / 32 * 16, 128, 4096)), "query: "),
+        (call.packed().query_strides(ok), "query: "),
+    ] {
+        let error = refused(call);
+        assert!(error.starts_with(names) && error.contains("allowed: "), "{error}");
+    }
+    assert!(layer().dense(call.output_strides(strides(3 * 4096, 128, 4096))).is_ok());
 }
 
 #[test]

@@ -6,11 +6,11 @@ mod step;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, Io};
-use gqa_host::engine::{Heads, Layer, Paged};
+use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Error, Tensor};
+use gqa_host::{DType, Error, Problem, RowStrides, Tensor};
 use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
 
 fn device(name: &str) -> DeviceInfo {
@@ -38,6 +38,47 @@ fn any_gpu_in_any_phase_agrees_with_the_reference() {
                     &format!("{name}, {dtype}, {rows} rows"),
                 );
             }
+        }
+    }
+}
+
+/// Slices of larger tensors, as an engine has them: all heads of query, key and value side by side
+/// in one row, some of the heads of a larger output, batch entries apart.
+#[test]
+fn tensors_may_be_slices_of_larger_ones() {
+    let (heads, kv_heads) = (HEADS as usize, KV_HEADS as usize);
+    let all = (heads + 2 * kv_heads) * SIZE;
+    let strides = |row| RowStrides { batch: 100 * row + 8, head: SIZE, row };
+    for (name, rows, lengths) in
+        [("h200", 1, [71, 30]), ("h200", 70, [70, 33]), ("a100", 1, [71, 30])]
+            .into_iter()
+            .chain([("a100", 40, [70, 50]), ("v100", 5, [9, 5])])
+    {
+        let step = Step::new(DType::F16, rows, &lengths, lengths[0] as usize);
+        let layer = Layer::new(DType::F16, Heads { query: heads, kv: kv_heads, size: SIZE })
+            .rope(Rope::new(SIZE, CAPACITY));
+        let call = if rows == lengths[0] as usize {
+            Dense::prefill(2, rows, CAPACITY)
+        } else {
+            Dense::chunk(2, rows, CAPACITY).longest(lengths[0] as usize)
+        };
+        let contiguous = layer.dense(call).unwrap();
+        let call = call.query_strides(strides(all)).key_value_strides(strides(all));
+        let strided = layer.dense(call.output_strides(strides(2 * heads * SIZE))).unwrap();
+        let run = |backend: &dyn Backend, problem: &Problem| {
+            let (mut cache, inputs) = (step.cache.clone(), step.inputs());
+            let mut outputs = Outputs::new(problem).unwrap();
+            let mut io = outputs.io(&inputs);
+            (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
+            backend.run(problem, &mut io).unwrap();
+            (outputs.output, cache)
+        };
+        let sim = Sim::default().with_device(device(name));
+        let want = run(&sim, &contiguous);
+        assert!(run(&sim, &strided) == want, "{name}, {rows} rows");
+        for backend in [&Reference as &dyn Backend, &Cpu::default()] {
+            let ((got, _), name) = (run(backend, &strided), backend.name());
+            assert_close(&got, &want.0, tolerance(DType::F16), &format!("{name}, {rows} rows"));
         }
     }
 }

@@ -44,6 +44,7 @@ impl Backend for Cuda {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        let problem = &*problem.contiguous();
         let call = Call::new(&self.device, plan(problem, &self.info, &self.options)?)?;
         call.poison(&self.stream)?;
         for id in TensorId::ALL {

@@ -7,6 +7,8 @@ pub mod dump;
 mod io;
 #[cfg(feature = "sim")]
 pub mod sim;
+#[cfg(feature = "sim")]
+mod strided;
 
 use crate::plan::Tensors;
 use crate::{Problem, Result, Tensor};

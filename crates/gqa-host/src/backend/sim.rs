@@ -1,6 +1,6 @@
 //! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
 
-use super::{Backend, Io, POISON};
+use super::{Backend, Io, POISON, strided};
 use crate::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
 use crate::{CacheBinding, Error, Problem, Result, Tensor};
 use gqa_sim::{Swizzle, TensorLayout};
@@ -44,13 +44,21 @@ impl Sim {
             vec![u128::from_ne_bytes([POISON; 16]); plan.workspace_bytes.div_ceil(16)];
         let shared = plan.problem().cache == CacheBinding::Shared;
         let mut counters = vec![0u32; plan.counters];
+        let inputs = TensorId::ALL
+            .into_iter()
+            .filter_map(|id| Some((id, strided::scattered(plan.problem(), id, io.input(id)?)?)));
+        let (inputs, mut output) = (inputs.collect::<Vec<_>>(), strided::output(plan.problem()));
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
-            .with_counters(bytemuck::cast_slice_mut(&mut counters));
+            .with_counters(bytemuck::cast_slice_mut(&mut counters))
+            .with_strided(&inputs, output.as_deref_mut());
         // Those that nobody behind them waits for come last, where nothing has them do the others' work.
         let (aside, others): (Vec<_>, Vec<_>) =
             plan.launches.iter().enumerate().partition(|(_, launch)| launch.aside);
         for (number, launch) in others.into_iter().chain(aside) {
             self.launch(launch, &memory, |arg| is_settled(plan, number, arg))?;
+        }
+        if let Some(output) = output {
+            strided::gather(plan.problem(), output, io)?;
         }
         match counters.iter().position(|&count| count != 0) {
             Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
@@ -180,6 +188,24 @@ impl<'a> Memory<'a> {
 
     fn with_counters(self, counters: &'a mut [u8]) -> Self {
         Self { counters: Cell::from_mut(counters).as_slice_of_cells(), ..self }
+    }
+
+    /// With tensors that are not contiguous in place of those that are.
+    fn with_strided(
+        mut self,
+        inputs: &'a [(TensorId, Vec<u8>)],
+        output: Option<&'a mut [u8]>,
+    ) -> Self {
+        for (id, bytes) in &mut self.inputs {
+            if let Some((_, strided)) = inputs.iter().find(|(strided, _)| strided == id) {
+                *bytes = strided;
+            }
+        }
+        if let Some(strided) = output {
+            self.outputs.retain(|(id, _)| *id != TensorId::Output);
+            self.outputs.push((TensorId::Output, Cell::from_mut(strided).as_slice_of_cells()));
+        }
+        self
     }
 
     /// The memory behind an argument: inputs to be read only.

@@ -25,9 +25,11 @@ impl Call {
     /// Loads the plan's kernels and allocates every tensor of its problem, and the workspace.
     ///
     /// # Errors
-    /// As [`Device::load`], and where the GPU has not enough free memory.
+    /// As [`Device::load`], where the plan wants tensors that are not contiguous, and where the GPU
+    /// has not enough free memory.
     pub fn new(device: &Device, plan: impl Into<Arc<Plan>>) -> Result<Self> {
         let loaded = device.load(plan)?;
+        loaded.plan().expect_contiguous()?;
         let plan = loaded.plan();
         let tensors = plan
             .tensors()

@@ -1,9 +1,9 @@
 //! The tensors and the scratch memory of a call, where they belong to the caller.
 
-use crate::plan::{Plan, TensorId};
-use crate::{DType, Error, Result};
+use crate::plan::{Plan, TensorId, TensorSpec};
+use crate::{DType, Error, Result, RowStrides};
 
-/// A tensor in device memory, row-major and contiguous, 16-byte aligned.
+/// A tensor in device memory, 16-byte aligned.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeviceView<'a> {
@@ -13,12 +13,28 @@ pub struct DeviceView<'a> {
     pub dtype: DType,
     /// Dimensions.
     pub shape: &'a [usize],
+    /// Where heads and rows are; `None`: row-major and contiguous.
+    pub strides: Option<RowStrides>,
 }
 
 impl<'a> DeviceView<'a> {
     /// The tensor of that type and shape at `pointer`, a `CUdeviceptr`.
     pub const fn new(pointer: u64, dtype: DType, shape: &'a [usize]) -> Self {
-        Self { pointer, dtype, shape }
+        Self { pointer, dtype, shape, strides: None }
+    }
+
+    /// The same with heads and rows that are not side by side, in elements.
+    pub const fn strided(self, strides: RowStrides) -> Self {
+        Self { strides: Some(strides), ..self }
+    }
+
+    /// Whether it is what a call wants.
+    fn fits(&self, spec: &TensorSpec) -> bool {
+        self.dtype == spec.dtype
+            && self.shape == spec.shape
+            && self.strides == spec.strides
+            && self.pointer != 0
+            && self.pointer.is_multiple_of(16)
     }
 }
 
@@ -42,20 +58,21 @@ impl<'a> Views<'a> {
     /// Errs unless every tensor of the plan's problem is there with its type and shape.
     pub(super) fn check(&self, plan: &Plan) -> Result<()> {
         for (id, spec) in plan.tensors().iter().filter(|(_, spec)| !spec.is_empty()) {
-            let allowed = || format!("{} {:?}, 16-byte aligned", spec.dtype, spec.shape);
-            match self.0[*id as usize] {
-                None => return Err(Error::invalid(id.name(), "nothing", allowed())),
-                Some(view)
-                    if view.dtype != spec.dtype
-                        || view.shape != spec.shape
-                        || view.pointer == 0
-                        || !view.pointer.is_multiple_of(16) =>
-                {
-                    let got = format!("{} {:?} at {:#x}", view.dtype, view.shape, view.pointer);
-                    return Err(Error::invalid(id.name(), got, allowed()));
+            let allowed = || {
+                let strides = spec.strides.map_or("contiguous".to_owned(), |s| format!("{s:?}"));
+                format!("{} {:?}, {strides}, 16-byte aligned", spec.dtype, spec.shape)
+            };
+            let got = match self.0[*id as usize] {
+                Some(view) if view.fits(spec) => continue,
+                Some(DeviceView { pointer, dtype, shape, strides: None }) => {
+                    format!("{dtype} {shape:?} at {pointer:#x}")
                 }
-                Some(_) => {}
-            }
+                Some(DeviceView { pointer, dtype, shape, strides: Some(strides) }) => {
+                    format!("{dtype} {shape:?}, {strides:?}, at {pointer:#x}")
+                }
+                None => "nothing".to_owned(),
+            };
+            return Err(Error::invalid(id.name(), got, allowed()));
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use super::{Layer, f32s, i32s};
 use crate::op::Shapes;
-use crate::{CacheBinding, DType, Error, Layout, Problem, Result, TensorDesc};
+use crate::{CacheBinding, DType, Error, Layout, Problem, Result, RowStrides, Strided, TensorDesc};
 
 /// A call of sequences with the same number of new tokens, which are appended in place to a KV
 /// cache of shape (batch, KV heads, capacity, size): `present_key` and `present_value`.
@@ -19,6 +19,7 @@ pub struct Dense {
     capacity: usize,
     longest: usize,
     layout: Layout,
+    strided: Strided,
     packed: bool,
     positions: bool,
     bias: Option<[bool; 2]>,
@@ -49,6 +50,7 @@ impl Dense {
             capacity,
             longest: capacity,
             layout: Layout::Bsnh,
+            strided: Strided { query: None, key: None, value: None, output: None },
             packed: false,
             positions: false,
             bias: None,
@@ -74,6 +76,24 @@ impl Dense {
     /// Order of the dimensions of query, key, value and output.
     pub const fn layout(self, layout: Layout) -> Self {
         Self { layout, ..self }
+    }
+
+    /// Query has these strides, in elements, instead of being contiguous: multiples of 16 bytes.
+    pub const fn query_strides(mut self, strides: RowStrides) -> Self {
+        self.strided.query = Some(strides);
+        self
+    }
+
+    /// Key and value have these strides, likewise.
+    pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
+        (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
+        self
+    }
+
+    /// Output has these strides, likewise.
+    pub const fn output_strides(mut self, strides: RowStrides) -> Self {
+        self.strided.output = Some(strides);
+        self
     }
 
     /// Query, key and value are one tensor, `query`, of shape
@@ -173,7 +193,8 @@ impl Layer {
             .float32_output(call.float32_output)
             .settled_cache(call.cache_settled)
             .float8_products(call.float8_products)
-            .problem_from_shapes(&shapes, CacheBinding::Shared)
+            .problem_from_shapes(&shapes, CacheBinding::Shared)?
+            .with_strides(call.strided)
     }
 }
 

@@ -159,6 +159,17 @@ impl Plan {
         &self.device
     }
 
+    /// Errs where a tensor is not contiguous.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn expect_contiguous(&self) -> Result<()> {
+        match self.tensors.iter().find(|(_, spec)| spec.strides.is_some()) {
+            Some((id, spec)) => {
+                Err(Error::invalid(id.name(), format!("{:?}", spec.strides), "contiguous"))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Its tensors, by their roles.
     pub fn tensors(&self) -> &[(TensorId, TensorSpec)] {
         &self.tensors

@@ -1,6 +1,6 @@
 //! The tensors of a call: one row each, from which all that holds one value per tensor is made.
 
-use crate::{CacheBinding, Computes, DType, Problem, QkOutput, Sink};
+use crate::{CacheBinding, Computes, DType, Problem, QkOutput, RowStrides, Sink};
 
 /// One row per tensor of a call: its role, its name as an input or output of the operator, what a
 /// call does with it, and what it is in a problem, or `None` where a problem has none.
@@ -55,12 +55,16 @@ tensors! {
     /// query or packed QKV
     Query: "query", Input, |p| {
         let shape = if p.packed { p.packed_shape() } else { p.query_shape() };
-        spec(p.computes != Computes::Cache, p.dtype, shape)
+        Some(spec(p.computes != Computes::Cache, p.dtype, shape)?.strided(p.strided.query))
     };
     /// key
-    Key: "key", Input, |p| spec(has_rows(p), p.dtype, p.key_shape());
+    Key: "key", Input, |p| {
+        Some(spec(has_rows(p), p.dtype, p.key_shape())?.strided(p.strided.key))
+    };
     /// value
-    Value: "value", Input, |p| spec(has_rows(p), p.v_dtype, p.value_shape());
+    Value: "value", Input, |p| {
+        Some(spec(has_rows(p), p.v_dtype, p.value_shape())?.strided(p.strided.value))
+    };
     /// past_key
     PastKey: "past_key", Input, |p| {
         spec(has_past(p), p.key_cache_dtype(), p.key_cache_shape(p.past_capacity))
@@ -110,7 +114,8 @@ tensors! {
     };
     /// output
     Output: "output", Output, |p| {
-        spec(p.computes != Computes::Cache, p.out_dtype, p.output_shape())
+        let shape = p.output_shape();
+        Some(spec(p.computes != Computes::Cache, p.out_dtype, shape)?.strided(p.strided.output))
     };
     /// present_key
     PresentKey: "present_key", Cache, |p| {
@@ -129,7 +134,7 @@ tensors! {
 }
 
 fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<TensorSpec> {
-    is_there.then(|| TensorSpec { dtype, shape: shape.into() })
+    is_there.then(|| TensorSpec { dtype, shape: shape.into(), strides: None })
 }
 
 /// Whether key and value are tensors of the call.
@@ -213,9 +218,15 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// Dimensions.
     pub shape: Vec<usize>,
+    /// Where heads and rows are; `None`: row-major and contiguous.
+    pub strides: Option<RowStrides>,
 }
 
 impl TensorSpec {
+    fn strided(self, strides: Option<RowStrides>) -> Self {
+        Self { strides, ..self }
+    }
+
     /// The tensors of a problem by their roles.
     pub fn all(problem: &Problem) -> Vec<(TensorId, Self)> {
         TensorId::ALL.into_iter().filter_map(|id| Some((id, id.spec(problem)?))).collect()

@@ -28,6 +28,7 @@ impl Backend for Reference {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        let problem = &*problem.contiguous();
         let exact = exact(problem, io)?;
         store(io.output, 0, &exact.output);
         if let Some(output_qk) = io.output_qk.as_deref_mut() {

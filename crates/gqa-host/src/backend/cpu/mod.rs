@@ -49,6 +49,7 @@ impl Backend for Cpu {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        let problem = &*problem.contiguous();
         if problem.is_empty() {
             return Ok(());
         }

@@ -1,0 +1,82 @@
+//! Copies of a call's tensors with the strides that its plan wants, on the simulated GPU.
+
+use super::{Io, POISON};
+use crate::plan::TensorId;
+use crate::{Error, Problem, Result, RowLayout, Strided, Tensor};
+
+/// Where a strided tensor's rows are, and where those of the contiguous one.
+struct Rows {
+    dims: [usize; 4],
+    element: usize,
+    strided: RowLayout,
+    contiguous: RowLayout,
+}
+
+impl Rows {
+    /// Of a tensor that the problem wants strided.
+    fn of(p: &Problem, id: TensorId) -> Option<Self> {
+        let (dense, Strided { query, key, value, output, .. }) = (p.contiguous(), p.strided);
+        let (q, n, k, v) = (p.q_heads, p.kv_heads, p.head_size, p.v_head_size);
+        let (strides, element, dims, strided, contiguous) = match id {
+            TensorId::Query => {
+                (query, p.dtype, [q, p.q_len, k], p.query_layout(), dense.query_layout())
+            }
+            TensorId::Key => (key, p.dtype, [n, p.new_len, k], p.key_layout(), dense.key_layout()),
+            TensorId::Value => {
+                (value, p.v_dtype, [n, p.new_len, v], p.value_layout(), dense.value_layout())
+            }
+            TensorId::Output => {
+                (output, p.out_dtype, [q, p.q_len, v], p.output_layout(), dense.output_layout())
+            }
+            _ => return None,
+        };
+        let [heads, rows, size] = dims;
+        let dims = [p.batch, heads, rows, size];
+        strides.map(|_| Self { dims, element: element.size(), strided, contiguous })
+    }
+
+    /// Poisoned memory for the strided tensor.
+    fn memory(&self) -> Vec<u8> {
+        let strides = crate::RowStrides::from(self.strided);
+        vec![POISON; strides.extent(self.dims).unwrap_or_default() * self.element]
+    }
+
+    /// Calls `f` with the byte of each head's row in the strided and in the contiguous tensor, and
+    /// the row's bytes.
+    fn for_each(&self, mut f: impl FnMut(usize, usize, usize)) {
+        let [batch, heads, rows, size] = self.dims;
+        for (b, n) in (0..batch).flat_map(|b| (0..heads).map(move |n| (b, n))) {
+            for s in 0..rows {
+                let [to, from] = [self.strided, self.contiguous].map(|at| at.at(b, n, s));
+                f(to * self.element, from * self.element, size * self.element);
+            }
+        }
+    }
+}
+
+/// An input with the strides that the problem wants; `None` where it is contiguous.
+pub(super) fn scattered(p: &Problem, id: TensorId, tensor: &Tensor) -> Option<Vec<u8>> {
+    let rows = Rows::of(p, id)?;
+    let (mut memory, bytes) = (rows.memory(), tensor.bytes());
+    rows.for_each(|to, from, n| memory[to..to + n].copy_from_slice(&bytes[from..from + n]));
+    Some(memory)
+}
+
+/// Memory for the output with the strides that the problem wants; `None` where it is contiguous.
+pub(super) fn output(p: &Problem) -> Option<Vec<u8>> {
+    Rows::of(p, TensorId::Output).map(|rows| rows.memory())
+}
+
+/// Copies the strided output into the call's. Errs where a kernel wrote between its rows.
+pub(super) fn gather(p: &Problem, mut memory: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
+    let Some(rows) = Rows::of(p, TensorId::Output) else { return Ok(()) };
+    let bytes = io.output.bytes_mut();
+    rows.for_each(|from, to, n| {
+        bytes[to..to + n].copy_from_slice(&memory[from..from + n]);
+        memory[from..from + n].fill(POISON);
+    });
+    if memory.iter().all(|&byte| byte == POISON) {
+        return Ok(());
+    }
+    Err(Error::invalid("output", "bytes written between its rows", "none"))
+}
