@@ -51,14 +51,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let (output, _output) = output.device_ptr_mut(&theirs);
         let (scratch, _scratch) = scratch.device_ptr_mut(&theirs);
         let (counters, _counters) = counters.device_ptr_mut(&theirs);
-        let views = Views::new()
-            .bind(TensorId::Query, DeviceView::new(q, F16, &query))
-            .bind(TensorId::Key, DeviceView::new(k, F16, &new))
-            .bind(TensorId::Value, DeviceView::new(v, F16, &new))
-            .bind(TensorId::PresentKey, DeviceView::new(keys, F16, &cache))
-            .bind(TensorId::PresentValue, DeviceView::new(values, F16, &cache))
-            .bind(TensorId::SeqlensK, DeviceView::new(last, I32, &[1]))
-            .bind(TensorId::Output, DeviceView::new(output, F16, &query));
+        let views = Views::default()
+            .with(TensorId::Query, DeviceView::new(q, F16, &query))
+            .with(TensorId::Key, DeviceView::new(k, F16, &new))
+            .with(TensorId::Value, DeviceView::new(v, F16, &new))
+            .with(TensorId::PresentKey, DeviceView::new(keys, F16, &cache))
+            .with(TensorId::PresentValue, DeviceView::new(values, F16, &cache))
+            .with(TensorId::SeqlensK, DeviceView::new(last, I32, &[1]))
+            .with(TensorId::Output, DeviceView::new(output, F16, &query));
         // SAFETY: all memory has the stated sizes and outlives the work in the stream.
         unsafe { step.enqueue(&views, Workspace::new(scratch, bytes, counters), &stream) }?;
     }

@@ -42,14 +42,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let counters = DeviceBuffer::from_slice(&vec![0u32; step.plan().counters().max(1)])?;
 
     let view = |buffer, shape| DeviceView::from_cust::<f32>(buffer, DType::F32, shape);
-    let views = Views::new()
-        .bind(TensorId::Query, view(&q, &query)?)
-        .bind(TensorId::Key, view(&k, &new)?)
-        .bind(TensorId::Value, view(&v, &new)?)
-        .bind(TensorId::SeqlensK, DeviceView::from_cust(&last, DType::I32, &[1])?)
-        .bind(TensorId::Output, view(&output, &query)?)
-        .bind(TensorId::PresentKey, view(&keys, &cache)?)
-        .bind(TensorId::PresentValue, view(&values, &cache)?);
+    let views = Views::default()
+        .with(TensorId::Query, view(&q, &query)?)
+        .with(TensorId::Key, view(&k, &new)?)
+        .with(TensorId::Value, view(&v, &new)?)
+        .with(TensorId::SeqlensK, DeviceView::from_cust(&last, DType::I32, &[1])?)
+        .with(TensorId::Output, view(&output, &query)?)
+        .with(TensorId::PresentKey, view(&keys, &cache)?)
+        .with(TensorId::PresentValue, view(&values, &cache)?);
     let workspace = Workspace::new(
         scratch.as_device_ptr().as_raw(),
         scratch.len(),

@@ -241,9 +241,10 @@ impl RowStrides {
     fn is_injective(self, [batch, heads, rows, size]: [usize; 4]) -> bool {
         let mut steps = [(self.batch, batch), (self.head, heads), (self.row, rows)];
         steps.sort_unstable();
-        let moving = steps.into_iter().filter(|&(_, n)| n > 1);
-        let behind = moving.fold(Some(size), |behind, (stride, n)| {
-            behind.filter(|&behind| stride >= behind)?.checked_add((n - 1).checked_mul(stride)?)
+        let mut moving = steps.into_iter().filter(|&(_, n)| n > 1);
+        let behind = moving.try_fold(size, |behind, (stride, n)| {
+            let apart = (stride >= behind).then_some(behind)?;
+            apart.checked_add((n - 1).checked_mul(stride)?)
         });
         behind.is_some()
     }

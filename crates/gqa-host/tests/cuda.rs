@@ -219,7 +219,7 @@ fn steps_in_a_row(device: &Device, options: &PlanOptions, layers: usize) {
             .filter_map(|id| view(if id.is_present() { i % layers } else { i }, id))
             .collect();
         if i > 0 {
-            views = views.bind(TensorId::Query, view(i - 1, TensorId::Output).unwrap().1);
+            views = views.with(TensorId::Query, view(i - 1, TensorId::Output).unwrap().1);
         }
         // SAFETY: all memory belongs to calls that live until the stream is done.
         unsafe { loaded.enqueue(&views, scratch, &stream) }.unwrap();
@@ -265,11 +265,11 @@ fn views_that_do_not_fit_are_refused_before_any_launch() {
         // SAFETY: refused before anything is launched.
         unsafe { loaded.enqueue(views, workspace, &stream) }.unwrap_err().to_string()
     };
-    assert!(enqueue(&Views::new(), usize::MAX).starts_with("query: got nothing"));
+    assert!(enqueue(&Views::default(), usize::MAX).starts_with("query: got nothing"));
     let shape = [1, 1, HEADS as usize * SIZE];
     let misplaced = DeviceView::new(8, DType::F16, &shape);
     assert!(
-        enqueue(&Views::new().bind(TensorId::Query, misplaced), usize::MAX)
+        enqueue(&Views::default().with(TensorId::Query, misplaced), usize::MAX)
             .starts_with("query: got float16")
     );
     let views: Views<'_> =

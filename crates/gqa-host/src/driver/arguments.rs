@@ -2,7 +2,7 @@
 
 use super::sys::EncodedTensorMap;
 use super::tensor_map;
-use super::views::{Views, Workspace};
+use super::views::{self, Views, Workspace};
 use crate::plan::{Arg, Launch, TensorMap};
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -74,7 +74,7 @@ fn start(arg: Arg, tensors: &Views<'_>, workspace: Workspace) -> u64 {
     match arg {
         Arg::Null => 0,
         Arg::Tensor { id, offset } | Arg::Map(TensorMap { id: Some(id), offset, .. }) => {
-            tensors.pointer(id) + offset as u64
+            views::pointer(tensors, id) + offset as u64
         }
         Arg::Workspace { offset, .. } | Arg::Map(TensorMap { id: None, offset, .. }) => {
             workspace.pointer + offset as u64

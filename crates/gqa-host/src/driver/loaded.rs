@@ -7,7 +7,7 @@ use super::modules::Kernel;
 use super::raw::module::{self, Shape};
 use super::raw::{self, Failure};
 use super::stream::Stream;
-use super::views::{Views, Workspace};
+use super::views::{self, Views, Workspace};
 use crate::plan::{Launch, Plan};
 use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
@@ -142,7 +142,7 @@ impl LoadedPlan {
         stream: &Stream,
     ) -> Result<()> {
         stream.expect_on(&self.device)?;
-        tensors.check(&self.plan)?;
+        views::check(tensors, &self.plan)?;
         workspace.check(&self.plan)?;
         let launches = self.expect_launches(launches)?;
         let _entered = self.device.enter()?;

@@ -6,7 +6,7 @@ use super::loaded::{LoadedKernel, LoadedPlan, launch_failed};
 use super::raw::{self, report};
 use super::stream::Stream;
 use super::sys::{RawGraph, RawGraphExec, RawNode};
-use super::views::{Views, Workspace};
+use super::views::{self, Views, Workspace};
 use crate::Result;
 use crate::plan::{Launch, Plan};
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl Recording {
         stream: &Stream,
     ) -> Result<()> {
         stream.expect_on(&self.graph.device)?;
-        tensors.check(&self.plan)?;
+        views::check(tensors, &self.plan)?;
         workspace.check(&self.plan)?;
         let _entered = self.graph.device.enter()?;
         for (launch, node) in self.plan.launches().iter().zip(&mut self.nodes) {

@@ -1,6 +1,6 @@
 //! The tensors and the scratch memory of a call, where they belong to the caller.
 
-use crate::plan::{Plan, TensorId, TensorSpec};
+use crate::plan::{Plan, TensorId, TensorSpec, Tensors};
 use crate::{DType, Error, Result, RowStrides};
 
 /// A tensor in device memory, 16-byte aligned.
@@ -38,58 +38,35 @@ impl<'a> DeviceView<'a> {
     }
 }
 
-/// The tensors of a call by their role.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Views<'a>([Option<DeviceView<'a>>; TensorId::ALL.len()]);
-
-impl<'a> Views<'a> {
-    /// No tensors.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// With `view` in the role `id`. Many are quicker collected.
-    #[inline]
-    pub fn bind(mut self, id: TensorId, view: DeviceView<'a>) -> Self {
-        self.0[id as usize] = Some(view);
-        self
-    }
-
-    /// Errs unless every tensor of the plan's problem is there with its type and shape.
-    pub(super) fn check(&self, plan: &Plan) -> Result<()> {
-        for (id, spec) in plan.tensors().iter().filter(|(_, spec)| !spec.is_empty()) {
-            let allowed = || {
-                let strides = spec.strides.map_or("contiguous".to_owned(), |s| format!("{s:?}"));
-                format!("{} {:?}, {strides}, 16-byte aligned", spec.dtype, spec.shape)
-            };
-            let got = match self.0[*id as usize] {
-                Some(view) if view.fits(spec) => continue,
-                Some(DeviceView { pointer, dtype, shape, strides: None }) => {
-                    format!("{dtype} {shape:?} at {pointer:#x}")
-                }
-                Some(DeviceView { pointer, dtype, shape, strides: Some(strides) }) => {
-                    format!("{dtype} {shape:?}, {strides:?}, at {pointer:#x}")
-                }
-                None => "nothing".to_owned(),
-            };
-            return Err(Error::invalid(id.name(), got, allowed()));
-        }
-        Ok(())
-    }
-
-    pub(super) fn pointer(&self, id: TensorId) -> u64 {
-        self.0[id as usize].map_or(0, |view| view.pointer)
+impl std::fmt::Display for DeviceView<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { pointer, dtype, shape, strides } = self;
+        write!(f, "{dtype} {shape:?} at {pointer:#x}")?;
+        strides.map_or(Ok(()), |strides| write!(f, ", {strides:?}"))
     }
 }
 
-impl<'a> FromIterator<(TensorId, DeviceView<'a>)> for Views<'a> {
-    fn from_iter<I: IntoIterator<Item = (TensorId, DeviceView<'a>)>>(tensors: I) -> Self {
-        let mut views = Self::new();
-        for (id, view) in tensors {
-            views.0[id as usize] = Some(view);
+/// The tensors of a call by their role.
+pub type Views<'a> = Tensors<DeviceView<'a>>;
+
+/// Errs unless every tensor of the plan's problem is there with its type, shape and strides.
+pub(super) fn check(views: &Views<'_>, plan: &Plan) -> Result<()> {
+    for (id, spec) in plan.tensors().iter().filter(|(_, spec)| !spec.is_empty()) {
+        let view = views.get(*id);
+        if !view.is_some_and(|view| view.fits(spec)) {
+            let got = view.map_or("nothing".to_owned(), ToString::to_string);
+            let place = |strides| format!("{strides:?}, 16-byte aligned");
+            let place = spec.strides.map_or("contiguous, 16-byte aligned".to_owned(), place);
+            let allowed = format!("{} {:?}, {place}", spec.dtype, spec.shape);
+            return Err(Error::invalid(id.name(), got, allowed));
         }
-        views
     }
+    Ok(())
+}
+
+/// The address of a tensor; 0 where the call has none.
+pub(super) fn pointer(views: &Views<'_>, id: TensorId) -> u64 {
+    views.get(id).map_or(0, |view| view.pointer)
 }
 
 /// Scratch memory of a call. Calls that may run at the same time need one each.

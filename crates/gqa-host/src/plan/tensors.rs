@@ -207,7 +207,9 @@ impl<T> Tensors<T> {
 
 impl<T> FromIterator<(TensorId, T)> for Tensors<T> {
     fn from_iter<I: IntoIterator<Item = (TensorId, T)>>(values: I) -> Self {
-        values.into_iter().fold(Self::default(), |all, (id, value)| all.with(id, value))
+        let mut all = Self::default();
+        values.into_iter().for_each(|(id, value)| all.0[id as usize] = Some(value));
+        all
     }
 }
 

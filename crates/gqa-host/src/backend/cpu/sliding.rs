@@ -85,7 +85,7 @@ impl SlidingCall<'_> {
             .with(TensorId::PositionIds, given.input(TensorId::PositionIds).unwrap_or(&positions))
             .with(TensorId::AttentionBias, bias.as_ref());
         let mut inner = Io {
-            inputs: inputs,
+            inputs,
             output: io.output,
             present_key,
             present_value,
