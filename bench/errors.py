@@ -3,7 +3,8 @@
     python3 bench/errors.py --gqa target/release/gqa
 
 Inputs are normal, or normal with outliers as in the FlashAttention-3 paper: N(0, 1) + N(0, 100) for one element in a thousand. Needs torch
-with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed.
+with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Exits with 1 if a call of ours fails or leaves what
+is no number.
 """
 import argparse
 import math
@@ -77,6 +78,8 @@ def main():
             for name, peer in peers.items():
                 try:
                     error = peer(*tensors, causal).double() - want
+                    if not error.isfinite().all():
+                        raise RuntimeError("some of the output is no number")
                 except (RuntimeError, OSError) as reason:
                     print(f"  {name}: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
                     failed |= name.startswith("gqa")

@@ -1,10 +1,12 @@
 """Times prompts over a cache of float8e4m3fn in products of float8 and of bfloat16, beside FlashAttention-3's in float8, interleaved in this process.
 
-    python3 bench/float8.py --gqa target/release/gqa --size 32x512,8x2048,2x8192,1x16384
+    python3 bench/float8.py --gqa target/release/gqa --size 2x8192,1x16384,1x512+7680
 
 Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Its attention gets all that it reads in float8; ours is timed alone on its operands, with the
 launch that makes them, and as whole calls that rotate and append besides. As in peers.py, times are medians over replays of CUDA graphs whose calls walk over buffers larger than
-the second-level cache together. Errors are against float64 on the same codes and queries in bfloat16. Exits with 1 if a call of ours fails or is wrong.
+the L2 cache together. Errors are against float64 on the same quantized values and queries in bfloat16. Exits with 1 if a
+call of ours fails, is wrong, or has no launch of the kernels that are to be timed: the planner takes products of float8 from
+4096 keys on, with fewer only where `--switch GQA_FORCE=ENTRY` has it do so.
 """
 import argparse
 import math
@@ -56,24 +58,24 @@ def tensors(call):
     }
 
 
-def planned(program, call, sets, *options, folder=launches.SHIPPED):
+def planned(program, call, sets, *options, folder=launches.SHIPPED, switches=()):
     plan = launches.explain(program, "--dtype", "bf16", "--kv-cache", "float8", "--batch", call.batch, "--query-length", call.rows, "--past-length",
                             call.past, "--heads", call.heads, "--kv-heads", call.kv_heads, "--head-size", call.head_size,
-                            *([] if call.causal else ["--bidirectional"]), *options)
+                            *([] if call.causal else ["--bidirectional"]), *options, switches=switches)
     prepared = [launches.Launches(plan, each, folder) for each in sets]
     prepared[0].run()
     wrong = errors(call, sets[0], sets[0]["output"])
     names = [launch["entry"] for launch in plan["launches"]]
     if not wrong[0] < 0.2:
         raise RuntimeError(f"{names}: off by {wrong[0]:.1e} from float64")
-    return prepared, names, wrong
+    return prepared, wrong
 
 
-def only(prepared, names, wanted):
+def only(prepared, *wanted):
     """Runs of the launches with these in their names, of calls that have run once."""
     for each in prepared:
         each.run()
-        each.launches = [launch for launch, name in zip(each.launches, names) if any(text in name for text in wanted)]
+        each.only(*wanted)
     return [each.run for each in prepared]
 
 
@@ -107,19 +109,23 @@ def flash_attention_3(call, sets):
     return runs, errors(call, sets[0], output.flatten(2))
 
 
-def kinds(program, call, sets, folders):
+def kinds(program, call, sets, folders, switches):
     """Runs by name, and errors."""
-    rotated = ("--rotary", "half")
-    prepared, names, wrong = planned(program, call, sets, *rotated, "--float8-products")
-    found = {"whole call": ([each.run for each in prepared], wrong)}
-    prepared, names, wrong = planned(program, call, sets, *rotated)
-    found["whole call, bf16 products"] = ([each.run for each in prepared], wrong)
-    found["attention, bf16 products"] = (only(*planned(program, call, sets, "--cached")[:2], ["hopper"]), wrong)
+    def in_float8(*options, folder=launches.SHIPPED):
+        return planned(program, call, sets, "--float8-products", *options, folder=folder, switches=switches)
+    rotated, found = ("--rotary", "half"), {}
+    # What is to be timed is there or nothing is.
     for number, folder in enumerate(folders):
-        prepared, names, wrong = planned(program, call, sets, "--cached", "--float8-products", folder=folder)
-        found[f"attention {folder}" if number else "attention"] = (only(prepared, names, [ATTENTION]), wrong)
-    prepared, names, wrong = planned(program, call, sets, "--cached", "--float8-products")
-    found["attention and operands"] = (only(prepared, names, [ATTENTION, OPERANDS]), wrong)
+        prepared, wrong = in_float8("--cached", folder=folder)
+        found[f"attention {folder}" if number else "attention"] = (only(prepared, ATTENTION), wrong)
+    prepared, wrong = in_float8("--cached")
+    found["attention and operands"] = (only(prepared, ATTENTION, OPERANDS), wrong)
+    prepared, wrong = in_float8(*rotated)
+    found["whole call"] = ([each.run for each in prepared], wrong)
+    prepared, wrong = planned(program, call, sets, *rotated)
+    found["whole call, bf16 products"] = ([each.run for each in prepared], wrong)
+    prepared, wrong = planned(program, call, sets, "--cached")
+    found["attention, bf16 products"] = (only(prepared, "hopper"), wrong)
     if fa3:
         try:
             found["FlashAttention-3, float8"] = flash_attention_3(call, sets)
@@ -132,7 +138,7 @@ def measure(options, call):
     first = tensors(call)
     count = timing.sets(sum(t.numel() * t.element_size() for t in first.values()))
     sets = [first] + [tensors(call) for _ in range(count - 1)]
-    found, times = kinds(options.gqa, call, sets, options.ptx.split(",")), {}
+    found, times = kinds(options.gqa, call, sets, options.ptx.split(","), options.switch), {}
     for number in range(options.rounds):
         turns = list(found.items())
         random.Random(number).shuffle(turns)
@@ -151,12 +157,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True)
     parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE, several separated by commas")
-    parser.add_argument("--size", default="32x512,8x2048,2x8192,1x16384,1x512+7680", help="BATCHxROWS, or BATCHxROWS+PAST, several separated by commas")
+    parser.add_argument("--size", default="2x8192,1x16384,1x512+7680", help="BATCHxROWS, or BATCHxROWS+PAST, several separated by commas")
     parser.add_argument("--bidirectional", action="store_true")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="folders of kernels for attention alone, several separated by commas")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--replays", type=int, default=5)
+    parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: products of float8 as planned with it")
+    parser.add_argument("--rounds", type=timing.count, default=3)
+    parser.add_argument("--replays", type=timing.count, default=5)
     options = parser.parse_args()
+    for switch in options.switch:
+        if "=" not in switch:
+            parser.error(f"--switch: got {switch}; allowed: NAME=VALUE")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     failed = False

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # What docs/results has of a GPU, from a program built elsewhere: bench/gpu.sh GQA FOLDER [PART…]
-# Parts: tokens prompts attention steps sizes errors masked operator ort blocks float8 chunks models profile counters; all without a part. Each ends by itself after the time that it is given, and
-# leaves its log, JSON, CSV, figures and report in FOLDER. Python needs torch, for ort onnxruntime-gpu and onnx; ncu is used where it is installed.
+# All parts without a part, in the order of the list below. Each ends by itself after the time that it is given, and leaves its log,
+# JSON, CSV, figures and report in FOLDER. Python needs torch, for ort onnxruntime-gpu and onnx; ncu is used where it is installed.
 set -u
+parts=(tokens prompts attention steps sizes errors masked operator ort blocks float8 chunks models profile counters)
+[ $# -ge 2 ] || { echo "arguments: got $#; allowed: GQA FOLDER [PART…], a part is one of ${parts[*]}" >&2; exit 2; }
 gqa=$(realpath "$1"); out=$2; shift 2
+for each in "$@"; do
+  [[ " ${parts[*]} " == *" $each "* ]] || { echo "part: got $each; allowed: ${parts[*]}" >&2; exit 2; }
+done
 mkdir -p "$out"; out=$(realpath "$out"); here=$(dirname "$(realpath "$0")")
 failed=0
 
@@ -84,14 +89,16 @@ calls=("prompt --batch 2 --query-length 8192" "chunk --query-length 512 --past-l
   "token --past-length 8191 --packed --rotary half" "tokens --batch 32 --past-length 8191 --packed --rotary half")
 profile() { for call in "${calls[@]}"; do part 60 "profile-${call%% *}" "$gqa" profile ${call#* }; done; }
 counters() {
+  command -v ncu >/dev/null || { echo "== counters: left out, as there is no ncu"; return; }
   for call in "${calls[@]}"; do
     local line
-    line=$("$gqa" profile ${call#* } --runs 1 --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["ncu"])')
+    line=$("$gqa" profile ${call#* } --runs 1 --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["ncu"])') || line=false
     part 90 "counters-${call%% *}" bash -c "$line"
   done
 }
 
 nvidia-smi >"$out/nvidia-smi.log" 2>&1
-for name in "${@:-tokens prompts attention steps sizes errors masked operator ort blocks float8 chunks models profile counters}"; do for each in $name; do "$each"; done; done
+[ $# -gt 0 ] || set -- "${parts[@]}"
+for each in "$@"; do "$each"; done
 echo "$failed parts failed"
 exit "$failed"

@@ -81,6 +81,8 @@ class Launches:
     """A call's launches on these tensors (CUDA, contiguous, by role); `run` puts them into PyTorch's current stream."""
 
     def __init__(self, plan, tensors, folder=SHIPPED):
+        if not plan["launches"]:
+            raise RuntimeError("the plan has no launch, so there is nothing to be timed")
         self.plan, self.tensors = plan, tensors
         self.workspace = torch.empty(max(plan["workspace_bytes"], 1), dtype=torch.uint8, device="cuda")
         self.counters = torch.zeros(max(plan["counters"], 1), dtype=torch.int32, device="cuda")
@@ -106,6 +108,17 @@ class Launches:
         memory = self.workspace if value["tensor"] is None else self.tensors[value["tensor"]]
         address = memory.data_ptr() + value["offset"]
         return tensor_map(address, value) if "box" in value else ctypes.c_uint64(address)
+
+    def only(self, *wanted):
+        """Keeps the launches with one of these in their names, of which each must be in some: without a launch a call
+        would take no time."""
+        entries = [launch["entry"] for launch in self.plan["launches"]]
+        for text in wanted:
+            if not any(text in entry for entry in entries):
+                raise RuntimeError(f"no launch of {text} to be timed; the plan has {', '.join(entries)}")
+        kept = [number for number, entry in enumerate(entries) if any(text in entry for text in wanted)]
+        self.plan = {**self.plan, "launches": [self.plan["launches"][number] for number in kept]}
+        self.launches = [self.launches[number] for number in kept]
 
     def run(self):
         stream, side = torch.cuda.current_stream(), None

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 
 import launches
+import timing
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper, save
@@ -72,13 +73,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True, help="this project's program")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="folder of kernels")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=timing.count, default=3)
     options = parser.parse_args()
     torch.manual_seed(0)
     batch, length, heads, kv_heads, size = 2, 4096, 32, 8, 128
-    random = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-    q, k, v = random(batch, heads, length, size), random(batch, kv_heads, length, size), random(batch, kv_heads, length, size)
-    bias = random(1, 1, length, length)
+    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (normal(batch, count, length, size) for count in (heads, kv_heads, kv_heads))
+    bias = normal(1, 1, length, length)
     mask = torch.rand(1, 1, length, length, device="cuda") < 0.9
     mask |= torch.eye(length, dtype=torch.bool, device="cuda")
 

@@ -88,8 +88,11 @@ def ours(program, threads, kind, rows, past):
     size = ["token", "--size", f"1x{past}", "--query-length", str(rows)] if past else ["prompt", "--size", f"1x{rows}"]
     command = [program, "bench", *size, *options, "--backend", "cpu", "--rotary", "half", "--heads", str(HEADS),
                "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE), "--json"]
-    done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, check=True, capture_output=True)
-    return json.loads(done.stdout)["results"][0]["median_us"] / 1e3
+    done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, capture_output=True, text=True)
+    report = json.loads(done.stdout) if done.stdout else {"results": []}
+    if done.returncode != 0 or not report["results"]:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or report.get('failed')}")
+    return report["results"][0]["median_us"] / 1e3
 
 
 def main():
@@ -99,6 +102,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default="ort_cpu.json")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds: got {options.rounds}; allowed: 1 or more")
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = options.threads, 3
     print(f"onnxruntime {onnxruntime.__version__}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")

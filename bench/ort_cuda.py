@@ -142,6 +142,8 @@ def kernels(runs):
                 run()
                 torch.cuda.synchronize()
     events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not events:
+        raise RuntimeError("the profiler saw no kernel")
     count = 3 * len(runs)
     return sum(event.self_device_time_total for event in events) / count, len(events) / count
 
@@ -189,7 +191,7 @@ def main():
     parser.add_argument("--gqa", required=True, help="this project's program")
     parser.add_argument("--packed", default=TOKENS + " 32/8x128:1x16384", help="calls with packed QKV, as HEADS/KVxSIZE:BATCHxROWS+PAST,…")
     parser.add_argument("--separate", default=PROMPTS, help="calls with separate query, key and value")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--tolerance", type=float, default=0.05, help="what outputs and appended rows may differ by")
     parser.add_argument("--out", default="ort.json")
     options = parser.parse_args()
@@ -199,6 +201,8 @@ def main():
             chosen += calls(text, packed)
         except ValueError:
             parser.error(f"{name}: got {text}; allowed: HEADS/KVxSIZE:BATCHxROWS+PAST,… and more of that behind spaces")
+    if not chosen:
+        parser.error("--packed, --separate: got no calls; allowed: some in one of them")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, ONNX Runtime {onnxruntime.__version__}")
     print(f"{'':46}{'kernels, us':>24}{'back to back, us':>30}{'launches':>14}")

@@ -6,7 +6,7 @@
 Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Each time is the median over replays of a
 CUDA graph whose calls walk over buffers larger than the second-level cache together, and of that the median over the rounds. Peers
 compute attention alone, gqa the operator: it also appends to the cache (and rotates with --rotary). With --cached gqa computes
-attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX. Exits with 1 if gqa fails.
+attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX. Exits with 1 if gqa fails or nothing takes a call.
 ort_cuda.py has ONNX Runtime.
 """
 import argparse
@@ -220,7 +220,7 @@ def calls(options):
 
 
 def measure(call, options, peers):
-    """Median microseconds by name, the last record of `gqa bench`, and whether gqa failed. Rounds are interleaved, each in another order, because a
+    """Median microseconds by name, the last record of `gqa bench`, and whether gqa failed or nothing was timed. Rounds are interleaved, each in another order, because a
     kernel finds the clock as the last one left it."""
     sets, times, ours_last, failed = buffers(call), {}, None, False
     for number in range(options.rounds):
@@ -244,6 +244,9 @@ def measure(call, options, peers):
             except (RuntimeError, OSError, ValueError) as reason:
                 print(f"  gqa: {reason}", file=sys.stderr)
                 failed = True
+    if not times:
+        print("  nothing was timed: no peer does this call", file=sys.stderr)
+        failed = True
     return {name: statistics.median(samples) for name, samples in times.items()}, ours_last, failed
 
 
@@ -275,8 +278,8 @@ def main():
     parser.add_argument("--settled", action="store_true", help="with --cached: gqa once more, told that no launch writes what the next one reads, as is so here")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="with --cached: folders of kernels, several separated by commas")
     parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--rounds", type=timing.count, default=2)
+    parser.add_argument("--replays", type=timing.count, default=20)
     parser.add_argument("--gqa", help="this project's program, to be timed in the same rounds")
     parser.add_argument("--out", default="peers.json")
     options = parser.parse_args()
@@ -285,9 +288,11 @@ def main():
         parser.error(f"--cached: got {got}; allowed: with --gqa, without --rotary")
     if options.settled and not options.cached:
         parser.error("--settled: got no --cached; allowed: with --cached and --gqa")
+    wanted = [name.strip() for name in options.peers.split(";")] if options.peers else list(PEERS)
+    if unknown := [name for name in wanted if name not in PEERS]:
+        parser.error(f"--peers: got {'; '.join(unknown)}; allowed: {'; '.join(PEERS)}")
     torch.manual_seed(0)
-    wanted = options.peers.split(";") if options.peers else PEERS
-    chosen = {name.strip(): PEERS[name.strip()] for name in wanted}
+    chosen = {name: PEERS[name] for name in wanted}
     if options.cached and options.gqa:
         for number, folder in enumerate(options.ptx.split(",")):
             chosen["gqa" if number == 0 else f"gqa {folder}"] = attention_alone(options.gqa, folder)

@@ -1,10 +1,18 @@
 """Times calls on PyTorch's current GPU: replays of a CUDA graph of them, by events."""
+import argparse
 import math
 import statistics
 
 import torch
 
 LEAST_GRAPH_US = 2000  # so that what it takes to start a graph does not count
+
+
+def count(text):
+    """As a type of an argument that counts rounds or replays."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: 1 or more")
+    return int(text)
 
 
 def captured(runs, stream):
@@ -26,6 +34,8 @@ def replayed(graph):
 
 def timed(runs, replays):
     """Median microseconds of a call: all of them in a graph, again and again if they are short, replayed."""
+    if not runs:
+        raise RuntimeError("no call to be timed")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for run in runs:

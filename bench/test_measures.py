@@ -1,0 +1,83 @@
+"""What the scripts of this folder do where there is nothing to be measured. Needs neither torch nor a GPU.
+
+    python3 -m unittest discover --start-directory bench
+"""
+import argparse
+import contextlib
+import io
+import pathlib
+import subprocess
+import sys
+import unittest
+from unittest import mock
+
+TORCH = ["torch", "torch.nn", "torch.nn.functional", "torch.nn.attention", "torch.nn.attention.flex_attention", "onnx"]
+sys.modules.update({name: mock.MagicMock() for name in TORCH})
+sys.modules["fa3_fwd_interface"] = None
+
+import float8
+import launches
+import masked
+import peers
+import timing
+
+
+def call(*entries):
+    """A call with these launches, prepared without a driver."""
+    plan = {"workspace_bytes": 0, "counters": 0, "launches": [{"entry": entry} for entry in entries]}
+    with mock.patch.object(launches.Launches, "prepared", lambda self, launch, folder: f"prepared {launch['entry']}"):
+        return launches.Launches(plan, {})
+
+
+class Measures(unittest.TestCase):
+    def test_launches_that_are_not_there_are_not_timed(self):
+        with self.assertRaisesRegex(RuntimeError, "no launch of hopper_float8 to be timed; the plan has append, hopper"):
+            call("append", "hopper").only("hopper_float8")
+        with self.assertRaisesRegex(RuntimeError, "no launch of float8_operands"):
+            call("append", "hopper_float8").only("hopper_float8", "float8_operands")
+        with self.assertRaisesRegex(RuntimeError, "the plan has no launch"):
+            call()
+
+    def test_what_is_kept_of_a_plan_is_kept_of_its_launches(self):
+        kept = call("append", "hopper_bf16", "combine")
+        kept.only("hopper", "combine")
+        self.assertEqual([launch["entry"] for launch in kept.plan["launches"]], ["hopper_bf16", "combine"])
+        self.assertEqual(kept.launches, ["prepared hopper_bf16", "prepared combine"])
+
+    def test_products_of_float8_that_are_not_planned_fail(self):
+        planned = mock.patch.object(float8, "planned", lambda *_, **__: ([call("hopper_bf16")], (0.0, 0.0)))
+        with planned, mock.patch.object(launches.Launches, "run"):
+            with self.assertRaisesRegex(RuntimeError, "no launch of hopper_float8"):
+                float8.kinds("gqa", None, [], [launches.SHIPPED], [])
+
+    def test_no_call_has_no_time(self):
+        with self.assertRaisesRegex(RuntimeError, "no call to be timed"):
+            timing.timed([], 1)
+
+    def test_rounds_are_at_least_one(self):
+        self.assertEqual(timing.count("3"), 3)
+        for text in ("0", "-1", "two"):
+            with self.assertRaises(argparse.ArgumentTypeError):
+                timing.count(text)
+
+    def test_a_call_that_no_peer_does_is_a_failure(self):
+        def unsupported(*_):
+            raise peers.Unsupported
+        options = argparse.Namespace(rounds=1, replays=1, gqa=None, cached=False, rotary=False)
+        with mock.patch.object(peers, "buffers"), contextlib.redirect_stderr(io.StringIO()) as told:
+            times, _, failed = peers.measure(None, options, {"peer": unsupported})
+        self.assertEqual((times, failed), ({}, True))
+        self.assertIn("nothing was timed", told.getvalue())
+
+    def test_rounds_of_masked_prompts_are_shuffled(self):
+        self.assertNotIn("random", masked.main.__code__.co_varnames)
+
+    def test_parts_that_there_are_not_are_refused(self):
+        script = pathlib.Path(__file__).parent / "gpu.sh"
+        done = subprocess.run(["bash", script, "gqa", "out", "tokenz"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("part: got tokenz; allowed: tokens prompts", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
