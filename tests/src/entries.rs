@@ -1,6 +1,6 @@
 //! Random calls until every kernel of the registry has run.
 
-use crate::parity::count;
+use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
     half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantised,
@@ -18,8 +18,8 @@ use std::rc::Rc;
 const DRAWS: u32 = 2000;
 
 /// Runs `calls` random calls on every kernel that `device` can run, forced where the planner would take another, and compares them
-/// with the reference; `PARITY_CASES` overrides their number. Fails where too few calls reach a kernel whose role is not
-/// among `except`.
+/// with the reference; `PARITY_CASES` overrides their number, and `PROPTEST_RNG_SEED` says what they
+/// are drawn from. Fails where too few calls reach a kernel whose role is not among `except`.
 pub fn every_entry(
     name: &str,
     calls: u32,
@@ -27,11 +27,12 @@ pub fn every_entry(
     except: &[Role],
     backend: impl Fn(PlanOptions) -> Box<dyn Backend>,
 ) {
-    let calls = count(calls);
+    let config = parity::config(name, calls);
+    let (calls, seed) = (config.cases, config.rng_seed);
     let wanted = |entry: &&Entry| entry.min_sm <= device.sm && !except.contains(&entry.role);
     let mut left: Vec<_> = entries().filter(wanted).map(|entry| (entry, calls)).collect();
     let kernels = left.len();
-    let (mut runner, strategy) = (TestRunner::default(), any_call());
+    let (mut runner, strategy) = (TestRunner::new(config), any_call());
     for _ in 0..DRAWS * calls {
         let call = strategy.new_tree(&mut runner).expect("nothing is filtered for long").current();
         let problem = call.problem().unwrap_or_else(|error| panic!("{call:?}: {error}"));
@@ -43,7 +44,9 @@ pub fn every_entry(
             let reaches = |options: &PlanOptions| plan(&problem, device, options).is_ok();
             if let Some(options) = forcing(entry).into_iter().find(reaches) {
                 let result = call.check(&*backend(options));
-                result.unwrap_or_else(|error| panic!("{}: {call:?}: {error}", entry.name));
+                result.unwrap_or_else(|error| {
+                    panic!("{name}, {SEED}={seed}: {}: {call:?}: {error}", entry.name)
+                });
                 *calls -= 1;
             }
         }
@@ -53,7 +56,7 @@ pub fn every_entry(
             return;
         }
     }
-    panic!("{name}: of these kernels fewer than {calls} calls ran: {left:?}");
+    panic!("{name}, {SEED}={seed}: of these kernels fewer than {calls} calls ran: {left:?}");
 }
 
 /// Options under which a plan has `entry` or is none.

@@ -7,9 +7,10 @@ use gqa_host::op::{KvCache, Outputs};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestRunner};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 
 /// A call that can be compared with the reference.
 pub trait Parity: std::fmt::Debug {
@@ -35,7 +36,9 @@ pub fn parity<C: Parity>(
     backend: &dyn Backend,
 ) {
     let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
-    let result = TestRunner::new(config(cases)).run(&strategy, |case| {
+    let config = config(name, cases);
+    let seed = config.rng_seed;
+    let result = TestRunner::new(config).run(&strategy, |case| {
         let errors = case.check(backend).map_err(TestCaseError::fail)?;
         let mut seen = seen.borrow_mut();
         let entry = seen.entry(case.dtype().to_string()).or_default();
@@ -52,7 +55,7 @@ pub fn parity<C: Parity>(
         );
     }
     if let Err(error) = result {
-        panic!("{name}: {error}");
+        panic!("{name}, {SEED}={seed}: {error}");
     }
 }
 
@@ -63,8 +66,8 @@ pub fn identical(
     strategy: impl Strategy<Value = Case>,
     backends: [&dyn Backend; 2],
 ) {
-    let config = config(cases);
-    let cases = config.cases;
+    let config = config(name, cases);
+    let (cases, seed) = (config.cases, config.rng_seed);
     let result = TestRunner::new(config).run(&strategy, |case| {
         let call = Call::new(&case);
         let run = |backend: &dyn Backend| {
@@ -82,16 +85,27 @@ pub fn identical(
     });
     match result {
         Ok(()) => println!("{name}: {cases} calls"),
-        Err(error) => panic!("{name}: {error}"),
+        Err(error) => panic!("{name}, {SEED}={seed}: {error}"),
     }
 }
 
-fn config(cases: u32) -> Config {
-    Config { cases: count(cases), failure_persistence: None, ..Config::default() }
+/// The variable of proptest that says what random calls are drawn from.
+pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
+
+/// For so many calls, or as many as the environment says, drawn from the seed that it gives or from
+/// another in each run; prints the seed.
+pub(crate) fn config(name: &str, cases: u32) -> Config {
+    let config = Config { cases: count(cases), failure_persistence: None, ..Config::default() };
+    let seed = match config.rng_seed {
+        RngSeed::Fixed(seed) => seed,
+        RngSeed::Random => RandomState::new().hash_one(name),
+    };
+    println!("{name}: {SEED}={seed}");
+    Config { rng_seed: RngSeed::Fixed(seed), ..config }
 }
 
 /// So many cases, or as many as the environment says.
-pub(crate) fn count(cases: u32) -> u32 {
+fn count(cases: u32) -> u32 {
     std::env::var(CASES).ok().and_then(|n| n.parse().ok()).unwrap_or(cases)
 }
 
@@ -149,8 +163,8 @@ pub fn sequences<B: Backend>(
     strategy: impl Strategy<Value = Case>,
     backend: impl Fn() -> B,
 ) {
-    let config = config(cases);
-    let cases = config.cases;
+    let config = config(name, cases);
+    let (cases, seed) = (config.cases, config.rng_seed);
     let grow = |case: Case| Case {
         shared: true,
         first_prompt: false,
@@ -164,7 +178,7 @@ pub fn sequences<B: Backend>(
     });
     match result {
         Ok(()) => println!("{name}: {cases} sequences of {steps} steps"),
-        Err(error) => panic!("{name}: {error}"),
+        Err(error) => panic!("{name}, {SEED}={seed}: {error}"),
     }
 }
 
@@ -190,4 +204,42 @@ pub fn any_dtype() -> impl Strategy<Value = DType> {
 /// The element types of the tensor cores.
 pub fn half_dtype() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F16), Just(DType::BF16)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{any_dtype, case, heads_up_to};
+    use gqa_host::Error;
+    use gqa_host::backend::Io;
+    use proptest::strategy::ValueTree;
+
+    /// A back end that is always wrong.
+    struct Refuses;
+
+    impl Backend for Refuses {
+        fn name(&self) -> &'static str {
+            "refuses"
+        }
+
+        fn run(&self, _: &Problem, _: &mut Io<'_>) -> gqa_host::Result<()> {
+            Err(Error::invalid("query", "a call", "none"))
+        }
+    }
+
+    #[test]
+    fn what_a_failure_prints_repeats_it() {
+        let calls = || case(any_dtype(), heads_up_to(64), 8);
+        let failure = std::panic::catch_unwind(|| parity("random calls", 1, calls(), &Refuses));
+        let message = *failure.unwrap_err().downcast::<String>().unwrap();
+        let seed = message.strip_prefix("random calls, PROPTEST_RNG_SEED=").unwrap();
+        let seed: u64 = seed.split(':').next().unwrap().parse().unwrap();
+        let config = Config { rng_seed: RngSeed::Fixed(seed), ..config("again", 1) };
+        let first = |config: &Config| {
+            let call = calls().new_tree(&mut TestRunner::new(config.clone())).unwrap();
+            format!("{:?}", call.current())
+        };
+        assert_eq!(first(&config), first(&config));
+        assert_ne!(first(&config), first(&Config { rng_seed: RngSeed::Fixed(!seed), ..config }));
+    }
 }

@@ -6,6 +6,7 @@ use anyhow::Result;
 use gqa_ptx::{Ptxas, Toolchain};
 use std::env;
 use std::ffi::OsString;
+use std::hash::{BuildHasher, RandomState};
 use std::process::{Command, Stdio};
 
 pub fn run() -> Result<()> {
@@ -25,6 +26,7 @@ pub fn run() -> Result<()> {
     steps.run("tests", || tests(Where::Anywhere));
     steps.run_or_skip("tests on a GPU", gpu_tests);
     steps.run_or_skip("node cases as stored", node_cases);
+    steps.run_or_skip("bench scripts", bench_scripts);
     steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
     steps.run("documentation", || {
         shown(cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-Dwarnings"))
@@ -76,7 +78,10 @@ fn tests(place: Where) -> Result<()> {
         (false, Where::Anywhere) => command.args(["test", "--workspace", "--all-targets"]),
         (false, Where::Gpu) => command.args(["test", "--workspace", "--tests", "--", "--ignored"]),
     };
-    shown(&mut command)
+    let seed = env::var("PROPTEST_RNG_SEED");
+    let seed = seed.unwrap_or_else(|_| RandomState::new().hash_one(()).to_string());
+    println!("random tests draw from PROPTEST_RNG_SEED={seed}");
+    shown(command.env("PROPTEST_RNG_SEED", seed))
 }
 
 fn gpu_tests() -> Result<Option<String>> {
@@ -100,6 +105,21 @@ fn node_cases() -> Result<Option<String>> {
         return Ok(Some("no python3 with the onnx package that made them".to_owned()));
     }
     shown(&mut script("--check")).map(|()| None)
+}
+
+/// What the bench scripts do where there is nothing to be measured.
+fn bench_scripts() -> Result<Option<String>> {
+    let python = || {
+        let mut command = Command::new("python3");
+        command.current_dir(place::root());
+        command
+    };
+    let version = python().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if !version.is_ok_and(|status| status.success()) {
+        return Ok(Some("no python3".to_owned()));
+    }
+    let tests = ["-m", "unittest", "discover", "--start-directory", "bench"];
+    shown(python().args(tests)).map(|()| None)
 }
 
 /// Whether cargo-nextest is installed.
