@@ -1,17 +1,23 @@
-//! docs/env.md and docs/support.md say what the options, the registry and the planner say.
+//! docs/env.md and docs/support.md say what the options, the registry and the planner say, files
+//! that documents and comments name are there, and what ARCHITECTURE.md says of `asm!` holds.
 //!
-//! `BLESS=1 cargo test -p gqa-host --test docs` writes them.
+//! `BLESS=1 cargo test -p gqa-host --test docs` writes the first two.
 
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, plan};
 use gqa_host::{CacheBinding, DType, TensorDesc};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// The repository's folder.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
 
 /// The file is `text`; with BLESS set it is made so.
 fn check(name: &str, text: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
+    let path = root().join("docs").join(name);
     if std::env::var_os("BLESS").is_some() {
         std::fs::write(&path, text).unwrap();
     }
@@ -201,4 +207,90 @@ fn support() -> Result<String, std::fmt::Error> {
 #[test]
 fn kernels_and_choices_are_documented() {
     check("support.md", &support().unwrap());
+}
+
+/// Files and folders below `folder`, by their paths from the repository's own.
+fn paths(folder: &str) -> Vec<String> {
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(root().join(folder)).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        if matches!(&*name, ".git" | "target") {
+            continue;
+        }
+        let path = if folder.is_empty() { name } else { format!("{folder}/{name}") };
+        if entry.file_type().unwrap().is_dir() {
+            paths.extend(self::paths(&path));
+        }
+        paths.push(path);
+    }
+    paths
+}
+
+/// What stands between backquotes and looks like a file or a folder of the repository.
+fn named(line: &str) -> impl Iterator<Item = &str> {
+    const ENDS: [&str; 6] = [".rs", ".py", ".md", ".sh", ".toml", ".json"];
+    let is_path = |word: &&str| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/');
+        // Capitals stand for names that somebody chooses.
+        let is_example =
+            |part: &str| part.len() > 1 && part.chars().all(|c| c.is_ascii_uppercase());
+        let is_file = ENDS.iter().any(|end| word.ends_with(end));
+        let is_folder = word.contains('/') && word.starts_with(|c: char| c.is_ascii_lowercase());
+        word.chars().all(plain) && (is_file || is_folder) && !word.split('/').any(is_example)
+    };
+    let quoted = line.split('`').skip(1).step_by(2);
+    quoted.flat_map(str::split_whitespace).map(|word| word.trim_end_matches('/')).filter(is_path)
+}
+
+#[test]
+fn files_that_are_named_are_there() {
+    let all = paths("");
+    let exists = |name: &str| {
+        let is_end =
+            |path: &String| path.strip_suffix(name).is_some_and(|rest| rest.ends_with('/'));
+        all.iter().any(|path| path == name || is_end(path))
+    };
+    // What a file was called when something was measured stays what it was called.
+    let is_history = |path: &str| {
+        path.starts_with("docs/results/") || matches!(path, "docs/perf-log.md" | "CHANGELOG.md")
+    };
+    let (mut lines, mut missing) = (0, Vec::new());
+    for path in all.iter().filter(|path| !is_history(path)) {
+        let is_document = path.ends_with(".md");
+        if !is_document && !path.ends_with(".rs") {
+            continue;
+        }
+        let text = std::fs::read_to_string(root().join(path)).unwrap();
+        for (number, line) in text.lines().enumerate() {
+            let is_comment = line.trim_start().starts_with("//");
+            if !is_document && !is_comment {
+                continue;
+            }
+            lines += 1;
+            let nowhere = named(line).filter(|name| is_document || name.ends_with(".rs"));
+            let nowhere = nowhere.filter(|name| !exists(name));
+            missing.extend(nowhere.map(|name| format!("{path}:{}: {name}", number + 1)));
+        }
+    }
+    assert!(lines > 1000, "only {lines} lines were read");
+    assert!(missing.is_empty(), "files that are not there:\n{}", missing.join("\n"));
+}
+
+/// Everything else of a kernel is Rust that runs on the simulated machine, too.
+#[test]
+fn only_one_folder_has_assembly() {
+    let folder = "crates/gqa-kernels/src";
+    let has_assembly = |path: &String| {
+        let text = std::fs::read_to_string(root().join(path)).unwrap();
+        ["asm!(", "core::arch", "extern \"C\""].iter().any(|what| text.contains(what))
+    };
+    let with: Vec<_> = paths(folder)
+        .into_iter()
+        .filter(|path| path.ends_with(".rs") && has_assembly(path))
+        .collect();
+    assert!(with.len() > 1, "{with:?}");
+    let own = format!("{folder}/simt/nvptx");
+    let elsewhere: Vec<_> = with.iter().filter(|path| !path.starts_with(&own)).collect();
+    assert!(elsewhere.is_empty(), "{elsewhere:?}");
 }

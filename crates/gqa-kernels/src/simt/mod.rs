@@ -1,7 +1,8 @@
 //! The only door to the hardware.
 //!
-//! Kernels call the free functions re-exported here and nothing else. On the GPU their bodies are LLVM intrinsics and inline
-//! PTX (`nvptx.rs`, the only file with `asm!`); on the host they are instructions of the simulated machine
+//! Kernels call the free functions re-exported here and nothing else. On the GPU their bodies are LLVM
+//! intrinsics and inline PTX (`nvptx.rs` and the files in `nvptx/`, the only ones with `asm!`); on the
+//! host they are instructions of the simulated machine
 //! ([`gqa_sim::device`]). The two modules export the same names with the same signatures:
 //!
 //! | group | functions |
