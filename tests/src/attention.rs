@@ -232,7 +232,7 @@ impl Tensors {
             outputs.present_value.as_mut(),
             outputs.qk_matmul_output.as_mut(),
         ] {
-            tensor.into_iter().for_each(|t| t.bytes_mut().fill(0xff));
+            tensor.into_iter().for_each(|t| t.with_bytes_mut(|bytes| bytes.fill(0xff)));
         }
         let seqlens_k = inputs.seqlens_k(&problem);
         let mut no_cache = [(); 2].map(|()| Tensor::zeros(DType::F32, &[0]));
@@ -278,7 +278,7 @@ impl Data {
             };
             let values = (0..count).map(|i| seen(i, &mut self.rng)).collect();
             return match ArrayD::from_shape_vec(IxDyn(shape), values) {
-                Ok(array) => Tensor::Bool(array),
+                Ok(array) => Tensor::from(array),
                 Err(error) => unreachable!("{error}"),
             };
         }

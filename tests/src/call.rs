@@ -58,7 +58,7 @@ impl Call {
             value,
             past: data.past(case),
             seqlens_k: data.seqlens(case),
-            total_sequence_length: Tensor::I32(
+            total_sequence_length: Tensor::from(
                 ndarray::arr1(&[case.total_len() as i32]).into_dyn(),
             ),
             cos_cache,
@@ -104,7 +104,7 @@ impl Call {
             outputs.output_qk.as_mut(),
             outputs.lse.as_mut(),
         ] {
-            tensor.into_iter().for_each(|t| t.bytes_mut().fill(0xff));
+            tensor.into_iter().for_each(|t| t.with_bytes_mut(|bytes| bytes.fill(0xff)));
         }
         if let (true, Some(past)) = (self.case.shared, &self.past) {
             outputs.present_key = past.key.clone();
@@ -137,7 +137,7 @@ impl Call {
         let [k_scale, _] = self.scales.as_ref().expect("a cache of codes");
         let k_scale: Vec<f32> = k_scale.to_f64().into_iter().map(|x| x as f32).collect();
         let Tensor::F32(values) = &mut query else { unreachable!("widened") };
-        let values = values.as_slice_mut().expect("contiguous");
+        let values = values.as_slice_mut();
         let of_row = if case.packed { heads + 2 * case.kv_heads } else { heads };
         for (index, row) in values.chunks_exact_mut(case.head_size).enumerate() {
             let head = match case.layout {
@@ -273,9 +273,9 @@ impl Data {
         };
         let bytes = ArrayD::from_shape_fn(IxDyn(shape), &mut code);
         match how.format {
-            CodeFormat::Int8 => Tensor::I8(bytes.mapv(|byte| byte as i8)),
-            CodeFormat::Int4 => Tensor::U8(bytes),
-            CodeFormat::Float8 => Tensor::F8E4M3(bytes.mapv(F8E4M3::from_bits)),
+            CodeFormat::Int8 => Tensor::from(bytes.mapv(|byte| byte as i8)),
+            CodeFormat::Int4 => Tensor::from(bytes),
+            CodeFormat::Float8 => Tensor::from(bytes.mapv(F8E4M3::from_bits)),
         }
     }
 
@@ -290,13 +290,13 @@ impl Data {
         let key_spread = if case.qk_norm { 1.0 } else { case.spread };
         [key_spread, 1.0].map(|spread| {
             let mut scale = || spread * self.rng.random_range(1.5..2.5) / most;
-            Tensor::F32(ArrayD::from_shape_simple_fn(IxDyn(&[count]), &mut scale))
+            Tensor::from(ArrayD::from_shape_simple_fn(IxDyn(&[count]), &mut scale))
         })
     }
 
     fn seqlens(&self, case: &Case) -> Tensor {
         let last = (0..case.batch()).map(|b| case.total(b) as i32 - 1).collect::<Vec<_>>();
-        Tensor::I32(ndarray::arr1(&last).into_dyn())
+        Tensor::from(ndarray::arr1(&last).into_dyn())
     }
 
     /// Cosines and sines of random angles, and positions that are legal but for those of padding, which may be anything.
@@ -313,7 +313,7 @@ impl Data {
             Positions::Explicit { extra } => {
                 let shape = IxDyn(&[case.batch(), case.q_len + extra]);
                 let is_padding = |b: usize, s: usize| case.first_prompt && s >= case.total(b);
-                Some(Tensor::I64(ArrayD::from_shape_fn(shape, |at| {
+                Some(Tensor::from(ArrayD::from_shape_fn(shape, |at| {
                     match is_padding(at[0], at[1]) {
                         true => self.rng.random(),
                         false => self.rng.random_range(0..rows as i64),

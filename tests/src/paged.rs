@@ -262,7 +262,7 @@ impl Tensors {
         };
         let cache = PagedCache { key: cache(case.spread), value: cache(1.0) };
         let integers = |shape: &[usize], values: Vec<i32>| {
-            Tensor::I32(ArrayD::from_shape_vec(IxDyn(shape), values).expect("as many"))
+            Tensor::from(ArrayD::from_shape_vec(IxDyn(shape), values).expect("as many"))
         };
         let past: Vec<_> = paged.sequences.iter().map(|[past, _]| *past as i32).collect();
         Self {
@@ -321,7 +321,7 @@ impl Parity for PagedCase {
             // A new key's code may be one or the other near a tie: the output is that of the cache as it is then, with no new rows.
             neighbouring_codes("key_cache", &got_cache.key, &want_cache.key)?;
             equal_codes("value_cache", &got_cache.value, &want_cache.value)?;
-            let nowhere = Tensor::I32(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));
+            let nowhere = Tensor::from(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));
             let inputs = PagedInputs { slot_mapping: Some(&nowhere), ..given.inputs() };
             let want = op.run(&inputs, &mut got_cache.clone(), &Reference);
             return tensors("output", &got, &want.map_err(|e| e.to_string())?, tolerance);

@@ -180,7 +180,7 @@ impl Computed<'_> {
         let layout = RowLayout { offset: 0, batch: 0, head: p.head_size, row: row_of_blocks };
         let mut rows = Tensor::zeros(p.key_cache_dtype(), &self.cache_shape(count));
         let width = rows.bytes().len() / count;
-        for (i, to) in rows.bytes_mut().chunks_exact_mut(width).enumerate() {
+        for (i, to) in rows.bytes_mut()?.chunks_exact_mut(width).enumerate() {
             let row = first.row + i;
             let block = table[[first.batch, row / pages.block_size]] as usize;
             let place = Place { row: block * pages.block_size + row % pages.block_size, ..first };
@@ -237,7 +237,7 @@ impl Computed<'_> {
             dtype => numbers * dtype.size(),
         };
         let width = bytes(self.problem.head_size);
-        for (i, row) in rows.bytes_mut().chunks_exact_mut(width).enumerate() {
+        for (i, row) in rows.bytes_mut()?.chunks_exact_mut(width).enumerate() {
             let start = bytes(layout.at(first.batch, first.head, first.row + i));
             let bytes = source.bytes().get(start..start + width);
             row.copy_from_slice(bytes.with_context(|| format!("{} ends early", id.name()))?);

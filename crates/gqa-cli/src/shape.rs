@@ -256,7 +256,7 @@ impl Layer {
             let values: Vec<f32> =
                 (0..positions * half).map(|x| f(angle(x / half, x % half)) as f32).collect();
             let table = Tensor::from_f32(self.dtype.into(), &[positions, half], &values);
-            table.context("cos_cache and sin_cache of an integer type")
+            Ok(table?)
         };
         Ok(Some((table(f64::cos)?, table(f64::sin)?)))
     }

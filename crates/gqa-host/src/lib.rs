@@ -23,7 +23,7 @@ pub use problem::{
     Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem,
     ProblemFields, QkNorm, QkOutput, Quantisation, Rotary, RowLayout, RowStrides, Sink, Strided,
 };
-pub use tensor::{DType, Tensor, TensorDesc};
+pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -65,7 +65,7 @@ impl Call {
     fn codes() -> Self {
         let op = Self::new().op.k_quant_type(PER_CHANNEL).v_quant_type(PER_CHANNEL);
         let cache = || Tensor::zeros(DType::I8, &[5, 4, 2, 16]);
-        let scale = || Some(float(&[2, 1, 16]));
+        let scale = || Some(Array::from_elem((2, 1, 16), 0.5f32).into());
         Self {
             op,
             scales: [scale(), scale()],
@@ -133,7 +133,7 @@ fn attributes() {
         let call = Call::new();
         Call { op: op(call.op.clone()), ..call }
     };
-    refuses(with(|_| PagedAttention::new(0, 1)), "num_heads: got 0; allowed: 1 to 4294967295");
+    refuses(with(|_| PagedAttention::new(0, 1)), "num_heads: got 0; allowed: 1 to 65535");
     refuses(
         with(|_| PagedAttention::new(4, 3)),
         "num_heads: got 4; allowed: a multiple of kv_num_heads = 3",
@@ -333,9 +333,15 @@ fn codes() {
         Call { op: Call::new().op, scales: [None, None], ..call() },
         "key_cache: got int8; allowed: float32, the type of query",
     );
+    let mut scale = Array::from_elem(32, 0.5f32);
+    scale[7] = 0.0;
+    refuses(
+        Call { scales: [call().scales[0].clone(), Some(scale.into())], ..call() },
+        "v_scale: got 0 at element 7; allowed: finite numbers other than 0, none subnormal",
+    );
     let bytes = |size: usize| {
         let cache = || Tensor::zeros(DType::U8, &[5, 4, 2, size / 2]);
-        let scale = || Some(float(&[2 * size]));
+        let scale = || Some(Array::from_elem(2 * size, 0.5f32).into());
         let new = || Some(float(&[4, 2 * size]));
         Call {
             op: call().op.k_cache_dtype("int4").v_cache_dtype("int4"),
@@ -391,4 +397,20 @@ fn shapes_alone() {
     assert_eq!(sizes(Bounds::default()), (3, 320));
     assert_eq!(sizes(Bounds { query_rows: 1, keys: 100 }), (1, 100));
     assert_eq!(sizes(Bounds { query_rows: 9, keys: 1000 }), (3, 320));
+    // What a step reads of a table may be little: its size counts all the same.
+    let refusal = |table: &[usize], tokens: usize| {
+        let (query, starts) = ([tokens, 512], [table[0] + 1]);
+        let bounds = Bounds { query_rows: 1, keys: 100 };
+        let shapes = PagedShapes {
+            query: desc(DType::BF16, &query),
+            cumulative_sequence_length: desc(DType::I32, &starts),
+            past_seqlens: desc(DType::I32, &table[..1]),
+            block_table: desc(DType::I32, table),
+            ..shapes(bounds)
+        };
+        op.problem_from_shapes(&shapes).unwrap_err().to_string()
+    };
+    let rows = "rows; allowed: up to 2147483647 in all";
+    assert_eq!(refusal(&[1 << 16, 1 << 16], 3), format!("block_table: got (65536, 65536) {rows}"));
+    assert_eq!(refusal(&[1 << 16, 1], 1 << 30), format!("query: got (1073807360, 4) {rows}"));
 }

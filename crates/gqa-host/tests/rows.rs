@@ -18,7 +18,7 @@ fn numbers(dtype: DType, shape: &[usize], seed: usize) -> Tensor {
 }
 
 fn long(shape: &[usize], values: Vec<i64>) -> Tensor {
-    Tensor::I64(ArrayD::from_shape_vec(IxDyn(shape), values).unwrap())
+    Tensor::from(ArrayD::from_shape_vec(IxDyn(shape), values).unwrap())
 }
 
 fn near(got: &Tensor, want: &Tensor, what: &str) {

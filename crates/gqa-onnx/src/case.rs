@@ -303,7 +303,7 @@ mod tests {
             for tensor in [&mut *io.output, &mut *io.present_key, &mut *io.present_value] {
                 let values = vec![self.0; tensor.len()];
                 *tensor = Tensor::from_f32(tensor.dtype(), tensor.shape(), &values)
-                    .unwrap_or_else(|| tensor.clone());
+                    .unwrap_or_else(|_| tensor.clone());
             }
             Ok(())
         }

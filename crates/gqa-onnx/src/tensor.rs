@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use float8::F8E4M3;
-use gqa_host::{DType, Tensor};
+use gqa_host::{DType, Tensor, op};
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn};
 use prost::Message;
@@ -35,22 +35,6 @@ pub(crate) fn dtype_of(number: i32) -> Option<DType> {
     }
 }
 
-/// The TensorProto.DataType number of a [`DType`].
-fn number_of(dtype: DType) -> i32 {
-    match dtype {
-        DType::F32 => 1,
-        DType::U8 => 2,
-        DType::I8 => 3,
-        DType::I32 => 6,
-        DType::I64 => 7,
-        DType::Bool => 9,
-        DType::F16 => 10,
-        DType::F64 => 11,
-        DType::BF16 => 16,
-        DType::F8E4M3 => 17,
-    }
-}
-
 /// Reads a file that holds one `TensorProto`. `what` names the tensor in errors.
 pub fn read_tensor(path: &Path, what: &str) -> Result<Tensor> {
     let unreadable =
@@ -70,7 +54,7 @@ pub fn decode_tensor(bytes: &[u8], what: &str) -> Result<Tensor> {
 pub fn encode_tensor(name: &str, tensor: &Tensor) -> Vec<u8> {
     let proto = TensorProto {
         dims: tensor.shape().iter().map(|&n| n as i64).collect(),
-        data_type: number_of(tensor.dtype()),
+        data_type: op::element_type(tensor.dtype()),
         name: name.to_owned(),
         raw_data: little_endian(tensor),
         ..TensorProto::default()
@@ -99,36 +83,37 @@ pub(crate) fn from_proto(proto: &TensorProto, what: &str) -> Result<Tensor> {
         .ok_or_else(|| Error::invalid(what, element_type_name(proto.data_type), ELEMENT_TYPES))?;
     let payload = Payload { proto, what, shape: shape(&proto.dims, dtype, what)? };
     match dtype {
-        DType::F32 => payload.array(f32::from_le_bytes, &proto.float_data, Some).map(Tensor::F32),
+        DType::F32 => payload.array(f32::from_le_bytes, &proto.float_data, Some).map(Tensor::from),
         DType::F16 => payload
             .array(f16::from_le_bytes, &proto.int32_data, |bits| {
                 Some(f16::from_bits(bits.try_into().ok()?))
             })
-            .map(Tensor::F16),
+            .map(Tensor::from),
         DType::BF16 => payload
             .array(bf16::from_le_bytes, &proto.int32_data, |bits| {
                 Some(bf16::from_bits(bits.try_into().ok()?))
             })
-            .map(Tensor::BF16),
-        DType::I32 => payload.array(i32::from_le_bytes, &proto.int32_data, Some).map(Tensor::I32),
-        DType::I64 => payload.array(i64::from_le_bytes, &proto.int64_data, Some).map(Tensor::I64),
-        DType::F64 => payload.array(f64::from_le_bytes, &proto.double_data, Some).map(Tensor::F64),
+            .map(Tensor::from),
+        DType::I32 => payload.array(i32::from_le_bytes, &proto.int32_data, Some).map(Tensor::from),
+        DType::I64 => payload.array(i64::from_le_bytes, &proto.int64_data, Some).map(Tensor::from),
+        DType::F64 => payload.array(f64::from_le_bytes, &proto.double_data, Some).map(Tensor::from),
         DType::Bool => payload
             .array(|[byte]: [u8; 1]| byte != 0, &proto.int32_data, |x| Some(x != 0))
-            .map(Tensor::Bool),
+            .map(Tensor::from),
         DType::I8 => payload
             .array(i8::from_le_bytes, &proto.int32_data, |x| i8::try_from(x).ok())
-            .map(Tensor::I8),
+            .map(Tensor::from),
         DType::U8 => payload
             .array(u8::from_le_bytes, &proto.int32_data, |x| u8::try_from(x).ok())
-            .map(Tensor::U8),
+            .map(Tensor::from),
         DType::F8E4M3 => payload
             .array(
                 |[byte]: [u8; 1]| F8E4M3::from_bits(byte),
                 &proto.int32_data,
                 |x| Some(F8E4M3::from_bits(x.try_into().ok()?)),
             )
-            .map(Tensor::F8E4M3),
+            .map(Tensor::from),
+        other => Err(Error::invalid(what, other, ELEMENT_TYPES)),
     }
 }
 
@@ -219,17 +204,12 @@ mod tests {
     #[test]
     fn typed_fields_are_read() {
         let floats = TensorProto { float_data: vec![1.0, -2.5], ..proto(1, &[2]) };
-        assert_eq!(from_proto(&floats, "x").ok(), Tensor::from_f32(DType::F32, &[2], &[1.0, -2.5]));
+        let tensor = |dtype, shape: &[usize]| Tensor::from_f32(dtype, shape, &[1.0, -2.5]).ok();
+        assert_eq!(from_proto(&floats, "x").ok(), tensor(DType::F32, &[2]));
         let halves = TensorProto { int32_data: vec![0x3c00, 0xc100], ..proto(10, &[1, 2]) };
-        assert_eq!(
-            from_proto(&halves, "x").ok(),
-            Tensor::from_f32(DType::F16, &[1, 2], &[1.0, -2.5])
-        );
+        assert_eq!(from_proto(&halves, "x").ok(), tensor(DType::F16, &[1, 2]));
         let brains = TensorProto { int32_data: vec![0x3f80, 0xc020], ..proto(16, &[2]) };
-        assert_eq!(
-            from_proto(&brains, "x").ok(),
-            Tensor::from_f32(DType::BF16, &[2], &[1.0, -2.5])
-        );
+        assert_eq!(from_proto(&brains, "x").ok(), tensor(DType::BF16, &[2]));
         let longs = TensorProto { int64_data: vec![7], ..proto(7, &[]) };
         assert_eq!(from_proto(&longs, "x").map(|t| t.to_f64()).ok(), Some(vec![7.0]));
     }

@@ -4,15 +4,14 @@ use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{Call, Device, Graph, Stream};
 use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, plan};
 use gqa_host::{Problem, Result};
-use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Captures the first problem it is given, for sequences as long as the cache; replays it for that and for all that follow, which
 /// must be later steps of the same sequences. The cache is uploaded before the first replay only.
 pub struct Replay {
     device: Device,
     stream: Stream,
-    captured: RefCell<Option<Captured>>,
+    captured: Mutex<Option<Captured>>,
 }
 
 struct Captured {
@@ -24,7 +23,7 @@ impl Replay {
     /// Nothing captured yet.
     pub fn on(device: &Device) -> Self {
         let stream = Stream::new(device).expect("a stream");
-        Self { device: device.clone(), stream, captured: RefCell::default() }
+        Self { device: device.clone(), stream, captured: Mutex::default() }
     }
 
     fn capture(&self, problem: &Problem, io: &Io<'_>) -> Result<Captured> {
@@ -45,7 +44,7 @@ impl Backend for Replay {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let mut captured = self.captured.borrow_mut();
+        let mut captured = self.captured.lock().unwrap_or_else(PoisonError::into_inner);
         if captured.is_none() {
             *captured = Some(self.capture(problem, io)?);
         }

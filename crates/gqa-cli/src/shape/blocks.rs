@@ -103,7 +103,7 @@ impl Shape {
         let table = Array2::from_shape_vec((self.batch, self.blocks(block_size)), table)?;
         let past = Array1::from_elem(self.batch, integer(self.past_length)?);
         tensors.set(TensorId::CumulativeSequenceLength, Array1::from(starts?).into());
-        tensors.set(TensorId::BlockTable, Tensor::I32(table.into_dyn()));
+        tensors.set(TensorId::BlockTable, Tensor::from(table.into_dyn()));
         tensors.set(TensorId::SeqlensK, past.into());
         Ok(())
     }

@@ -44,6 +44,7 @@ impl Backend for Cuda {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        io.check(problem)?;
         let problem = &*problem.contiguous();
         let call = Call::new(&self.device, plan(problem, &self.info, &self.options)?)?;
         call.poison(&self.stream)?;

@@ -33,11 +33,16 @@ pub struct Io<'a> {
 }
 
 /// Computes problems on host tensors.
-pub trait Backend {
+pub trait Backend: Send + Sync {
     /// Name as the program's `--backend` takes it.
     fn name(&self) -> &'static str;
 
-    /// Computes `problem` on `io`, whose tensors fit it.
+    /// Computes `problem` on `io`.
+    ///
+    /// # Errors
+    ///
+    /// Unless the tensors are those of the problem, and lengths, positions and blocks in them lead into
+    /// these; where no kernel takes the problem, memory is too small, or the GPU fails.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 

@@ -38,17 +38,23 @@ impl Sim {
         Self { seed, ..self }
     }
 
-    /// Runs a plan on host tensors.
+    /// Runs a plan on host tensors. As on a GPU, what is in these is not looked at: kernels keep within
+    /// them whatever lengths, positions and blocks there are.
+    ///
+    /// # Errors
+    ///
+    /// Unless the tensors are those of the plan's problem; where memory has no room for the workspace; where
+    /// the machine catches a kernel doing what hardware leaves undefined.
     pub fn execute(&self, plan: &Plan, io: &mut Io<'_>) -> Result<()> {
-        let mut workspace =
-            vec![u128::from_ne_bytes([POISON; 16]); plan.workspace_bytes.div_ceil(16)];
+        io.check_tensors(plan.problem())?;
+        let mut workspace = workspace(plan.workspace_bytes)?;
         let shared = plan.problem().cache == CacheBinding::Shared;
         let mut counters = vec![0u32; plan.counters];
         let inputs = TensorId::ALL
             .into_iter()
             .filter_map(|id| Some((id, strided::scattered(plan.problem(), id, io.input(id)?)?)));
         let (inputs, mut output) = (inputs.collect::<Vec<_>>(), strided::output(plan.problem()));
-        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))
+        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
             .with_counters(bytemuck::cast_slice_mut(&mut counters))
             .with_strided(&inputs, output.as_deref_mut());
         // Those that nobody behind them waits for come last, where nothing has them do the others' work.
@@ -110,6 +116,7 @@ impl Backend for Sim {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        io.check(problem)?;
         self.execute(&plan(problem, &self.device, &self.options)?, io)
     }
 }
@@ -172,7 +179,7 @@ struct Memory<'a> {
 }
 
 impl<'a> Memory<'a> {
-    fn new(io: &'a mut Io<'_>, shared: bool, workspace: &'a mut [u8]) -> Self {
+    fn new(io: &'a mut Io<'_>, shared: bool, workspace: &'a mut [u8]) -> Result<Self> {
         let mut inputs = Vec::new();
         for id in TensorId::ALL.into_iter().filter(|id| !id.is_output()) {
             inputs.extend(io.input(id).map(|tensor| (id, tensor.bytes())));
@@ -180,10 +187,10 @@ impl<'a> Memory<'a> {
         // A shared cache holds the past; everything else is only written.
         let outputs = io
             .outputs()
-            .map(|(id, tensor)| (id, cells(tensor, !(shared && id.is_present()))))
-            .collect();
+            .map(|(id, tensor)| Ok((id, cells(tensor, !(shared && id.is_present()))?)))
+            .collect::<Result<_>>()?;
         let workspace = Cell::from_mut(workspace).as_slice_of_cells();
-        Self { inputs, outputs, workspace, counters: &[] }
+        Ok(Self { inputs, outputs, workspace, counters: &[] })
     }
 
     fn with_counters(self, counters: &'a mut [u8]) -> Self {
@@ -246,10 +253,19 @@ impl<'a> Memory<'a> {
 }
 
 /// The bytes of an output, poisoned unless they hold a cache.
-fn cells(tensor: &mut Tensor, poison: bool) -> &[Cell<u8>] {
-    let bytes = tensor.bytes_mut();
+fn cells(tensor: &mut Tensor, poison: bool) -> Result<&[Cell<u8>]> {
+    let bytes = tensor.bytes_mut()?;
     if poison {
         bytes.fill(POISON);
     }
-    Cell::from_mut(bytes).as_slice_of_cells()
+    Ok(Cell::from_mut(bytes).as_slice_of_cells())
+}
+
+/// Poisoned memory of so many bytes, aligned for every type.
+fn workspace(bytes: usize) -> Result<Vec<u128>> {
+    let (mut workspace, units) = (Vec::new(), bytes.div_ceil(size_of::<u128>()));
+    let reserved = workspace.try_reserve_exact(units);
+    reserved.map_err(|_| Error::OutOfMemory { argument: "workspace", bytes })?;
+    workspace.resize(units, u128::from_ne_bytes([POISON; 16]));
+    Ok(workspace)
 }

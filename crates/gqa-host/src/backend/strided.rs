@@ -70,7 +70,7 @@ pub(super) fn output(p: &Problem) -> Option<Vec<u8>> {
 /// Copies the strided output into the call's. Errs where a kernel wrote between its rows.
 pub(super) fn gather(p: &Problem, mut memory: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
     let Some(rows) = Rows::of(p, TensorId::Output) else { return Ok(()) };
-    let bytes = io.output.bytes_mut();
+    let bytes = io.output.bytes_mut()?;
     rows.for_each(|from, to, n| {
         bytes[to..to + n].copy_from_slice(&memory[from..from + n]);
         memory[from..from + n].fill(POISON);

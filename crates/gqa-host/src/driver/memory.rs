@@ -73,16 +73,13 @@ impl DeviceTensor {
         if tensor.dtype() != self.dtype || tensor.shape() != self.shape {
             return Err(self.mismatch("download", tensor));
         }
-        let bytes = tensor.bytes_mut();
-        if bytes.len() != self.bytes {
-            let got = format!("room for {} bytes", bytes.len());
-            return Err(Error::invalid("download", got, format!("{} bytes", self.bytes)));
-        }
-        self.copied(stream, || {
-            // SAFETY: the sizes are equal, and the stream is waited for before anything is read.
-            unsafe { raw::memory::copy_to_host(bytes, self.pointer, stream.raw()) }
-        })?;
-        stream.synchronize()
+        tensor.with_bytes_mut(|bytes| {
+            self.copied(stream, || {
+                // SAFETY: the sizes are equal, and the stream is waited for before anything is read.
+                unsafe { raw::memory::copy_to_host(bytes, self.pointer, stream.raw()) }
+            })?;
+            stream.synchronize()
+        })
     }
 
     /// Copies another tensor of the same size in bytes, in the stream's order; does not wait.

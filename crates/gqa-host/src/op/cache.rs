@@ -42,7 +42,7 @@ impl KvCache {
 
     /// The validated update.
     fn update(&self, key: &Tensor, value: &Tensor) -> Result<Problem> {
-        let cache = self.key.desc("past_key")?;
+        let cache = self.key.desc();
         if !matches!(cache.dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::invalid("past_key", cache.dtype, "float32, float16 or bfloat16"));
         }
@@ -60,7 +60,7 @@ impl KvCache {
         };
         let check = |argument, tensor: &Tensor, dims: &[Dim]| {
             Pattern { argument, dtype: cache.dtype, why: ", the type of past_key", dims }
-                .check(tensor.desc(argument)?)
+                .check(tensor.desc())
         };
         check("past_value", &self.value, &dims(rows))?;
         if capacity == 0 {
@@ -83,7 +83,7 @@ impl KvCache {
         };
         check("key", key, &dims)?;
         check("value", value, &dims)?;
-        check_rows("past_key", [batch, heads, capacity])?;
+        check_rows("past_key", &[batch, heads, capacity])?;
         Problem::new(ProblemFields {
             computes: Computes::Cache,
             batch,
@@ -109,7 +109,7 @@ impl KvCache {
 fn last_rows(p: &Problem, write_indices: &Tensor) -> Result<Tensor> {
     let dims = [Dim::Is("batch_size", p.batch)];
     Pattern { argument: "write_indices", dtype: DType::I64, why: "", dims: &dims }
-        .check(write_indices.desc("write_indices")?)?;
+        .check(write_indices.desc())?;
     let Tensor::I64(first) = write_indices else {
         return Err(Error::invalid("write_indices", write_indices.dtype(), "int64"));
     };

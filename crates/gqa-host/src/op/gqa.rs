@@ -275,6 +275,28 @@ impl<'a> Inputs<'a> {
     }
 }
 
+impl<'a> Inputs<'a> {
+    /// By role.
+    pub(super) fn tensors(&self) -> Tensors<&'a Tensor> {
+        Tensors::default()
+            .with(TensorId::Query, self.query)
+            .with(TensorId::Key, self.key)
+            .with(TensorId::Value, self.value)
+            .with(TensorId::PastKey, self.past_key)
+            .with(TensorId::PastValue, self.past_value)
+            .with(TensorId::SeqlensK, self.seqlens_k)
+            .with(TensorId::CosCache, self.cos_cache)
+            .with(TensorId::SinCache, self.sin_cache)
+            .with(TensorId::PositionIds, self.position_ids)
+            .with(TensorId::AttentionBias, self.attention_bias)
+            .with(TensorId::HeadSink, self.head_sink)
+            .with(TensorId::KScale, self.k_scale)
+            .with(TensorId::VScale, self.v_scale)
+            .with(TensorId::QNormWeight, self.q_norm_weight)
+            .with(TensorId::KNormWeight, self.k_norm_weight)
+    }
+}
+
 /// A cache that past and present share: (B, Nk, capacity, H) each; of 4-bit codes H/2.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvCache {
@@ -327,22 +349,7 @@ impl Outputs {
     /// The call's tensors: these outputs and those inputs.
     pub fn io<'a>(&'a mut self, inputs: &Inputs<'a>) -> Io<'a> {
         Io {
-            inputs: Tensors::default()
-                .with(TensorId::Query, inputs.query)
-                .with(TensorId::Key, inputs.key)
-                .with(TensorId::Value, inputs.value)
-                .with(TensorId::PastKey, inputs.past_key)
-                .with(TensorId::PastValue, inputs.past_value)
-                .with(TensorId::SeqlensK, inputs.seqlens_k)
-                .with(TensorId::CosCache, inputs.cos_cache)
-                .with(TensorId::SinCache, inputs.sin_cache)
-                .with(TensorId::PositionIds, inputs.position_ids)
-                .with(TensorId::AttentionBias, inputs.attention_bias)
-                .with(TensorId::HeadSink, inputs.head_sink)
-                .with(TensorId::KScale, inputs.k_scale)
-                .with(TensorId::VScale, inputs.v_scale)
-                .with(TensorId::QNormWeight, inputs.q_norm_weight)
-                .with(TensorId::KNormWeight, inputs.k_norm_weight),
+            inputs: inputs.tensors(),
             output: &mut self.output,
             present_key: &mut self.present_key,
             present_value: &mut self.present_value,

@@ -6,7 +6,7 @@ mod gqa;
 mod paged;
 mod rotary;
 mod shapes;
-mod validate;
+pub(crate) mod validate;
 mod validate_attention;
 
 pub use attention::{Attention, AttentionInputs, AttentionOutputs};
@@ -15,3 +15,21 @@ pub use paged::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes};
 pub use rotary::{RotaryEmbedding, RotaryInputs};
 pub use shapes::Shapes;
 pub use validate_attention::AttentionShapes;
+
+use crate::DType;
+
+/// ONNX's number of an element type, `TensorProto.DataType`.
+pub const fn element_type(dtype: DType) -> i32 {
+    match dtype {
+        DType::F32 => 1,
+        DType::U8 => 2,
+        DType::I8 => 3,
+        DType::I32 => 6,
+        DType::I64 => 7,
+        DType::Bool => 9,
+        DType::F16 => 10,
+        DType::F64 => 11,
+        DType::BF16 => 16,
+        DType::F8E4M3 => 17,
+    }
+}

@@ -1,16 +1,18 @@
 //! `com.microsoft.PagedAttention`: sequences of different lengths one behind the other, and a cache of blocks that a table gives to them.
 
 mod inputs;
+mod lengths;
 mod quantisation;
 mod validate;
 
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 
 use super::QuantType;
+use super::validate::values;
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{Problem, Result, Tensor};
-use validate::Lengths;
+pub(crate) use lengths::Lengths;
 
 /// The operator's attributes, with ONNX Runtime's defaults.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,21 +121,7 @@ impl PagedAttention {
             backend,
             &problem,
             &mut Io {
-                inputs: Tensors::default()
-                    .with(TensorId::Query, inputs.query)
-                    .with(TensorId::Key, inputs.key)
-                    .with(TensorId::Value, inputs.value)
-                    .with(TensorId::SeqlensK, inputs.past_seqlens)
-                    .with(TensorId::CosCache, inputs.cos_cache)
-                    .with(TensorId::SinCache, inputs.sin_cache)
-                    .with(TensorId::HeadSink, inputs.head_sink)
-                    .with(TensorId::KScale, inputs.k_scale)
-                    .with(TensorId::VScale, inputs.v_scale)
-                    .with(TensorId::QNormWeight, inputs.q_norm_weight)
-                    .with(TensorId::KNormWeight, inputs.k_norm_weight)
-                    .with(TensorId::CumulativeSequenceLength, inputs.cumulative_sequence_length)
-                    .with(TensorId::BlockTable, inputs.block_table)
-                    .with(TensorId::SlotMapping, inputs.slot_mapping),
+                inputs: inputs.tensors(),
                 output: &mut output,
                 present_key: &mut cache.key,
                 present_value: &mut cache.value,
@@ -146,11 +134,34 @@ impl PagedAttention {
 
     /// Checks the call, what is in its tensors too.
     pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
-        let lengths = Lengths::of(inputs)?;
-        let shapes = PagedShapes::of(inputs, cache, lengths.bounds())?;
+        let (tokens, tensors) = (inputs.query.shape().first().copied(), inputs.tensors());
+        let lengths = Lengths::of(&tensors, tokens.unwrap_or_default())?;
+        let shapes = PagedShapes::of(inputs, cache, lengths.bounds());
         let problem = self.problem_from_shapes(&shapes)?;
-        lengths.check(&problem, inputs)?;
+        inputs.attention_metadata.map_or(Ok(()), |metadata| lengths.check_metadata(metadata))?;
+        values::check(&problem, &tensors)?;
         Ok(problem)
+    }
+}
+
+impl<'a> PagedInputs<'a> {
+    /// By role.
+    fn tensors(&self) -> Tensors<&'a Tensor> {
+        Tensors::default()
+            .with(TensorId::Query, self.query)
+            .with(TensorId::Key, self.key)
+            .with(TensorId::Value, self.value)
+            .with(TensorId::SeqlensK, self.past_seqlens)
+            .with(TensorId::CosCache, self.cos_cache)
+            .with(TensorId::SinCache, self.sin_cache)
+            .with(TensorId::HeadSink, self.head_sink)
+            .with(TensorId::KScale, self.k_scale)
+            .with(TensorId::VScale, self.v_scale)
+            .with(TensorId::QNormWeight, self.q_norm_weight)
+            .with(TensorId::KNormWeight, self.k_norm_weight)
+            .with(TensorId::CumulativeSequenceLength, self.cumulative_sequence_length)
+            .with(TensorId::BlockTable, self.block_table)
+            .with(TensorId::SlotMapping, self.slot_mapping)
     }
 }
 

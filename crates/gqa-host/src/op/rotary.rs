@@ -1,6 +1,6 @@
 //! ONNX `RotaryEmbedding`, as operator set 23 defines it.
 
-use super::validate::{Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, check_rows, shape};
+use super::validate::{Dim, MAX_HEAD_SIZE, MAX_HEADS, Pattern, addressable, check_rows, shape};
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{
@@ -69,11 +69,11 @@ impl RotaryEmbedding {
 
     /// Checks the call.
     pub fn problem(&self, inputs: &RotaryInputs<'_>) -> Result<Problem> {
-        let x = inputs.x.desc("X")?;
+        let x = inputs.x.desc();
         let (layout, [batch, heads, rows, size]) = self.sizes(x)?;
         let dim = self.dim(size)?;
         let max_positions = check_caches(inputs, x.dtype, [batch, rows, dim / 2])?;
-        check_rows("X", [batch, heads, rows])?;
+        check_rows("X", &[batch, heads, rows])?;
         Problem::new(ProblemFields {
             computes: Computes::Rotation,
             batch,
@@ -101,9 +101,9 @@ impl RotaryEmbedding {
             return Err(Error::invalid("X", x.dtype, "float32, float16 or bfloat16"));
         }
         addressable("X", x.shape)?;
-        let heads = usize::try_from(self.num_heads).ok().filter(|heads| *heads <= MAX_COUNT);
+        let heads = usize::try_from(self.num_heads).ok().filter(|heads| *heads <= MAX_HEADS);
         let heads = heads.ok_or_else(|| {
-            Error::invalid("num_heads", self.num_heads, format!("0 to {MAX_COUNT}"))
+            Error::invalid("num_heads", self.num_heads, format!("0 to {MAX_HEADS}"))
         })?;
         let sizes = match *x.shape {
             [batch, n, rows, size] if heads == 0 || heads == n => {
@@ -126,8 +126,11 @@ impl RotaryEmbedding {
             }
             _ => return Err(Error::invalid("X", shape(x.shape), "3 or 4 dimensions")),
         };
-        match sizes.1[3] {
-            size if size > MAX_HEAD_SIZE => {
+        match sizes.1 {
+            [_, heads, ..] if heads > MAX_HEADS => {
+                Err(Error::invalid("X", format!("{heads} heads"), format!("1 to {MAX_HEADS}")))
+            }
+            [.., size] if size > MAX_HEAD_SIZE => {
                 let got = format!("{}, so a head size of {size}", shape(x.shape));
                 Err(Error::invalid("X", got, format!("up to {MAX_HEAD_SIZE}")))
             }
@@ -161,7 +164,7 @@ fn check_caches(
     dtype: DType,
     [batch, rows, half]: [usize; 3],
 ) -> Result<usize> {
-    let (cos, sin) = (inputs.cos_cache.desc("cos_cache")?, inputs.sin_cache.desc("sin_cache")?);
+    let (cos, sin) = (inputs.cos_cache.desc(), inputs.sin_cache.desc());
     let check = |argument, tensor: TensorDesc<'_>, dims: &[Dim]| {
         Pattern { argument, dtype, why: ", the type of X", dims }.check(tensor)
     };
@@ -177,7 +180,7 @@ fn check_caches(
     let positions = cos.shape[0];
     check("sin_cache", sin, &[Dim::Is("max_position_id_plus_1", positions), width])?;
     Pattern { argument: "position_ids", dtype: DType::I64, why: "", dims: &entries }
-        .check(ids.desc("position_ids")?)?;
+        .check(ids.desc())?;
     let Tensor::I64(ids) = ids else { return Ok(positions) };
     match ids.iter().find(|&&id| !usize::try_from(id).is_ok_and(|id| id < positions)) {
         Some(id) => {

@@ -1,7 +1,7 @@
 //! The operator's inputs without their data.
 
 use super::Inputs;
-use crate::{Result, TensorDesc};
+use crate::{Tensor, TensorDesc};
 
 /// Types and shapes of the operator's inputs, which is all that is known on the host when the data is in a GPU's memory. Under their
 /// ONNX names, as in [`Inputs`].
@@ -69,26 +69,25 @@ impl<'a> Shapes<'a> {
     }
 
     /// Of tensors in host memory.
-    pub(super) fn of(inputs: &Inputs<'a>, total_sequence_length: usize) -> Result<Self> {
-        let optional =
-            |name, tensor: Option<&'a crate::Tensor>| tensor.map(|t| t.desc(name)).transpose();
-        Ok(Self {
-            query: inputs.query.desc("query")?,
-            key: optional("key", inputs.key)?,
-            value: optional("value", inputs.value)?,
-            past_key: optional("past_key", inputs.past_key)?,
-            past_value: optional("past_value", inputs.past_value)?,
-            seqlens_k: inputs.seqlens_k.desc("seqlens_k")?,
+    pub(super) fn of(inputs: &Inputs<'a>, total_sequence_length: usize) -> Self {
+        let desc = |tensor: Option<&'a Tensor>| tensor.map(Tensor::desc);
+        Self {
+            query: inputs.query.desc(),
+            key: desc(inputs.key),
+            value: desc(inputs.value),
+            past_key: desc(inputs.past_key),
+            past_value: desc(inputs.past_value),
+            seqlens_k: inputs.seqlens_k.desc(),
             total_sequence_length,
-            cos_cache: optional("cos_cache", inputs.cos_cache)?,
-            sin_cache: optional("sin_cache", inputs.sin_cache)?,
-            position_ids: optional("position_ids", inputs.position_ids)?,
-            attention_bias: optional("attention_bias", inputs.attention_bias)?,
-            head_sink: optional("head_sink", inputs.head_sink)?,
-            k_scale: optional("k_scale", inputs.k_scale)?,
-            v_scale: optional("v_scale", inputs.v_scale)?,
-            q_norm_weight: optional("q_norm_weight", inputs.q_norm_weight)?,
-            k_norm_weight: optional("k_norm_weight", inputs.k_norm_weight)?,
-        })
+            cos_cache: desc(inputs.cos_cache),
+            sin_cache: desc(inputs.sin_cache),
+            position_ids: desc(inputs.position_ids),
+            attention_bias: desc(inputs.attention_bias),
+            head_sink: desc(inputs.head_sink),
+            k_scale: desc(inputs.k_scale),
+            v_scale: desc(inputs.v_scale),
+            q_norm_weight: desc(inputs.q_norm_weight),
+            k_norm_weight: desc(inputs.k_norm_weight),
+        }
     }
 }

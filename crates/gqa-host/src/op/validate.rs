@@ -4,7 +4,7 @@ mod inputs;
 mod pattern;
 mod quantisation;
 mod sliding;
-mod values;
+pub(crate) mod values;
 
 use super::{GroupQueryAttention, Inputs, KvCache, Shapes};
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
 };
 use inputs::{Heads, Query};
 pub(super) use inputs::{MAX_HEAD_SIZE, both};
-pub(super) use pattern::{Dim, MAX_COUNT, Pattern, addressable, shape};
+pub(super) use pattern::{Dim, MAX_HEADS, Pattern, addressable, check_rows, head_count, shape};
 use quantisation::quantisation;
 pub(super) use quantisation::{check_scales, check_types};
 
@@ -20,8 +20,8 @@ impl GroupQueryAttention {
     /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that present shares.
     pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
         let total = values::total_sequence_length(inputs.total_sequence_length)?;
-        let problem = self.problem_from_shapes(&Shapes::of(inputs, total)?, cache)?;
-        values::check(&problem, inputs)?;
+        let problem = self.problem_from_shapes(&Shapes::of(inputs, total), cache)?;
+        values::check(&problem, &inputs.tensors())?;
         Ok(problem)
     }
 
@@ -98,13 +98,9 @@ impl GroupQueryAttention {
     }
 
     fn heads(&self) -> Result<Heads> {
-        let count = |argument, heads: i64| match usize::try_from(heads) {
-            Ok(heads @ 1..=MAX_COUNT) => Ok(heads),
-            _ => Err(Error::invalid(argument, heads, format!("1 to {MAX_COUNT}"))),
-        };
         let heads = Heads {
-            query: count("num_heads", self.num_heads)?,
-            kv: count("kv_num_heads", self.kv_num_heads)?,
+            query: head_count("num_heads", self.num_heads)?,
+            kv: head_count("kv_num_heads", self.kv_num_heads)?,
         };
         if heads.query % heads.kv != 0 {
             return Err(Error::invalid(
@@ -220,22 +216,10 @@ struct Rows {
     past: usize,
 }
 
-/// Errs where rows are too many to be counted.
-pub(super) fn check_rows(argument: &'static str, dims: [usize; 3]) -> Result<()> {
-    match dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n)) {
-        Some(0..=MAX_COUNT) => Ok(()),
-        _ => Err(Error::invalid(
-            argument,
-            format!("{} rows", shape(&dims)),
-            format!("up to {MAX_COUNT} in all"),
-        )),
-    }
-}
-
 /// Errs where a tensor that the call makes, or its rows, cannot be counted.
 fn check_sizes(p: &Problem) -> Result<()> {
-    check_rows("query", [p.batch, p.q_heads, p.q_len])?;
-    check_rows("total_sequence_length", [p.batch, p.kv_heads, p.capacity])?;
+    check_rows("query", &[p.batch, p.q_heads, p.q_len])?;
+    check_rows("total_sequence_length", &[p.batch, p.kv_heads, p.capacity])?;
     addressable("total_sequence_length", &p.key_cache_shape(p.capacity))?;
     if i32::try_from(p.total_len).is_err() {
         let allowed = format!("up to {}, as seqlens_k is int32", i32::MAX);

@@ -1,7 +1,7 @@
 //! From ONNX Attention's attributes and inputs to a [`Problem`].
 
 use super::validate::{
-    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_rows, scale, shape,
+    Dim, MAX_HEAD_SIZE, MAX_HEADS, Pattern, addressable, both, check_rows, head_count, scale, shape,
 };
 use super::{Attention, AttentionInputs};
 use crate::{
@@ -15,7 +15,7 @@ const PRECISIONS: [i64; 4] = [1, 10, 11, 16];
 impl Attention {
     /// Checks the call.
     pub fn problem(&self, inputs: &AttentionInputs<'_>) -> Result<Problem> {
-        let problem = self.problem_from_shapes(&AttentionShapes::of(inputs)?)?;
+        let problem = self.problem_from_shapes(&AttentionShapes::of(inputs))?;
         check_lengths(&problem, inputs)?;
         Ok(problem)
     }
@@ -55,8 +55,8 @@ impl Attention {
             output_qk: self.output_qk(),
             ..ProblemFields::plain("Attention", inputs.q.dtype)
         })?;
-        check_rows("Q", [problem.batch, problem.q_heads, problem.q_len])?;
-        check_rows("K", [problem.batch, problem.kv_heads, problem.capacity])?;
+        check_rows("Q", &[problem.batch, problem.q_heads, problem.q_len])?;
+        check_rows("K", &[problem.batch, problem.kv_heads, problem.capacity])?;
         addressable("K", &problem.key_cache_shape(total))?;
         addressable("V", &problem.value_cache_shape(total))?;
         addressable("qk_matmul_output", &problem.scores_shape())?;
@@ -127,12 +127,8 @@ impl Attention {
     /// Heads come from the attributes.
     fn sizes_3d(&self, inputs: &AttentionShapes<'_>) -> Result<Sizes> {
         let AttentionShapes { q, k, v, .. } = *inputs;
-        let count = |argument, heads: Option<i64>| match heads.map(usize::try_from) {
-            Some(Ok(heads @ 1..=MAX_COUNT)) => Ok(heads),
-            Some(_) => {
-                let got = heads.unwrap_or_default();
-                Err(Error::invalid(argument, got, format!("1 to {MAX_COUNT}")))
-            }
+        let count = |argument, given: Option<i64>| match given {
+            Some(given) => head_count(argument, given),
             None => Err(Error::invalid(argument, "no attribute", "one, as Q has three dimensions")),
         };
         let q_heads = count("q_num_heads", self.q_num_heads)?;
@@ -214,17 +210,17 @@ pub struct AttentionShapes<'a> {
 
 impl<'a> AttentionShapes<'a> {
     /// Of tensors in host memory.
-    fn of(inputs: &AttentionInputs<'a>) -> Result<Self> {
-        let optional = |name, tensor: Option<&'a Tensor>| tensor.map(|t| t.desc(name)).transpose();
-        Ok(Self {
-            q: inputs.q.desc("Q")?,
-            k: inputs.k.desc("K")?,
-            v: inputs.v.desc("V")?,
-            attn_mask: optional("attn_mask", inputs.attn_mask)?,
-            past_key: optional("past_key", inputs.past_key)?,
-            past_value: optional("past_value", inputs.past_value)?,
-            nonpad_kv_seqlen: optional("nonpad_kv_seqlen", inputs.nonpad_kv_seqlen)?,
-        })
+    fn of(inputs: &AttentionInputs<'a>) -> Self {
+        let desc = |tensor: Option<&'a Tensor>| tensor.map(Tensor::desc);
+        Self {
+            q: inputs.q.desc(),
+            k: inputs.k.desc(),
+            v: inputs.v.desc(),
+            attn_mask: desc(inputs.attn_mask),
+            past_key: desc(inputs.past_key),
+            past_value: desc(inputs.past_value),
+            nonpad_kv_seqlen: desc(inputs.nonpad_kv_seqlen),
+        }
     }
 }
 
@@ -269,6 +265,10 @@ impl Sizes {
                 let got = format!("{}, so a head size of {size}", shape(tensor.shape));
                 return Err(Error::invalid(argument, got, format!("1 to {MAX_HEAD_SIZE}")));
             }
+        }
+        if self.q_heads > MAX_HEADS {
+            let got = format!("{} heads", self.q_heads);
+            return Err(Error::invalid("Q", got, format!("1 to {MAX_HEADS}")));
         }
         if self.q_heads % self.kv_heads != 0 {
             let allowed = format!("a multiple of the {} KV heads", self.kv_heads);

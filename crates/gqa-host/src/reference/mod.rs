@@ -56,14 +56,18 @@ pub struct Exact {
 /// present_value are written, and rounded, here as well.
 ///
 /// # Errors
-/// Where an input is missing.
+/// As [`Backend::run`].
 pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
-    if problem.is_empty() {
-        return Ok(Exact::default());
+    io.check(problem)?;
+    match problem.pages {
+        _ if problem.is_empty() => Ok(Exact::default()),
+        Some(pages) => paged::attend(problem, pages, io),
+        None => compute(problem, io),
     }
-    if let Some(pages) = problem.pages {
-        return paged::attend(problem, pages, io);
-    }
+}
+
+/// Computes a call on tensors that fit it.
+fn compute(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     let call = Call::new(problem, io)?;
     Ok(match problem.computes {
         Computes::Attention => call.attend(),
@@ -146,7 +150,7 @@ impl<'a> Call<'a> {
                 call.rotated(b, s, call.normed(call.key.row(b, head, s), &call.k_norm_weight))
             };
             let new_value = |[b, head, s]: [usize; 3]| call.value.row(b, head, s).to_vec();
-            let mut joined = p.slides.then(|| call.room_for_all(io));
+            let mut joined = p.slides.then(|| call.room_for_all(io)).transpose()?;
             let (past, [present_key, present_value]) = match &mut joined {
                 Some(Joined { past, present }) => (past.each_ref().map(Some), present.each_mut()),
                 None => (
@@ -164,14 +168,14 @@ impl<'a> Call<'a> {
                     let keys = Codes { how, scales: values(inputs.input(TensorId::KScale)) };
                     let codes = Codes { how, scales: values(inputs.input(TensorId::VScale)) };
                     (
-                        call.present_codes(present_key, past_key, h, &keys, new_key),
-                        call.present_codes(present_value, past_value, h, &codes, new_value),
+                        call.present_codes(present_key, past_key, h, &keys, new_key)?,
+                        call.present_codes(present_value, past_value, h, &codes, new_value)?,
                     )
                 }
             };
             if let Some(Joined { present: [key, value], .. }) = &joined {
-                call.keep_newest(key, io.present_key);
-                call.keep_newest(value, io.present_value);
+                call.keep_newest(key, io.present_key.bytes_mut()?);
+                call.keep_newest(value, io.present_value.bytes_mut()?);
             }
             (call.key, call.value) = (key, value);
         }
@@ -179,28 +183,30 @@ impl<'a> Call<'a> {
     }
 
     /// A cache that slides, and one besides with room for the rows in it and the new ones.
-    fn room_for_all(&self, io: &Io<'_>) -> Joined {
-        let given = [
-            (io.input(TensorId::PastKey), &*io.present_key),
-            (io.input(TensorId::PastValue), &*io.present_value),
-        ];
-        let past = given.map(|(past, present)| past.unwrap_or(present).clone());
-        let present = past.each_ref().map(|past| {
-            let [b, heads, _, size] = self.problem.key_cache_shape(0);
-            Tensor::zeros(past.dtype(), &[b, heads, self.rows(), size])
+    fn room_for_all(&self, io: &Io<'_>) -> Result<Joined> {
+        let given =
+            [(TensorId::PastKey, &*io.present_key), (TensorId::PastValue, &*io.present_value)];
+        let past = given.map(|(id, present)| match self.problem.cache {
+            CacheBinding::Shared => present.clone(),
+            _ => io.input(id).unwrap_or(present).clone(),
         });
-        Joined { past, present }
+        let present = |name, past: &Tensor| {
+            let [b, heads, _, size] = self.problem.key_cache_shape(0);
+            Tensor::try_zeros(name, past.dtype(), &[b, heads, self.rows(), size])
+        };
+        let present = [present("present_key", &past[0])?, present("present_value", &past[1])?];
+        Ok(Joined { past, present })
     }
 
     /// Leaves in a cache that slides the newest of the rows in one with room for all.
-    fn keep_newest(&self, joined: &Tensor, present: &mut Tensor) {
+    fn keep_newest(&self, joined: &Tensor, present: &mut [u8]) {
         let p = self.problem;
         let row = p.key_cache_shape(0)[3] * joined.dtype().size();
         for (head, from) in joined.bytes().chunks_exact(self.rows() * row).enumerate() {
             let b = head / p.kv_heads;
             let kept = self.resident(self.total(b));
             let evicted = self.total(b) - self.first[b] - kept;
-            let to = &mut present.bytes_mut()[head * p.capacity * row..][..p.capacity * row];
+            let to = &mut present[head * p.capacity * row..][..p.capacity * row];
             to[..kept * row].copy_from_slice(&from[evicted * row..][..kept * row]);
             if p.cache == CacheBinding::Separate {
                 to[kept * row..].fill(0);
@@ -278,7 +284,7 @@ impl<'a> Call<'a> {
         size: usize,
         codes: &Codes,
         new: impl Fn([usize; 3]) -> Vec<f64>,
-    ) -> Heads {
+    ) -> Result<Heads> {
         let (p, bytes) = (self.problem, codes.bytes(size));
         let past = past.map(Tensor::bytes).unwrap_or_default();
         for (row, source) in self.rows_written() {
@@ -287,13 +293,13 @@ impl<'a> Call<'a> {
                 Source::New([b, head, s]) => codes.encode(head, &new([b, head, s])),
                 Source::Nothing => vec![0; bytes],
             };
-            tensor.bytes_mut()[row * bytes..][..bytes].copy_from_slice(&values);
+            tensor.bytes_mut()?[row * bytes..][..bytes].copy_from_slice(&values);
         }
         let heads = tensor.bytes().chunks_exact(self.rows() * bytes).enumerate();
         let rows = heads.flat_map(|(head, rows)| {
             rows.chunks_exact(bytes).map(move |row| codes.decode(head % p.kv_heads, row))
         });
-        bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size)
+        Ok(bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size))
     }
 
     /// The rows of the cache that a call writes, by their number in its tensor, and what becomes of them.

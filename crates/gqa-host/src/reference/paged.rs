@@ -1,6 +1,6 @@
 //! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the rows that its blocks hold.
 
-use super::{Exact, exact};
+use super::{Exact, compute};
 use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{
@@ -102,16 +102,17 @@ impl<'a> Sequence<'a> {
             rotary: p.rotary.map(|rotary| Rotary { explicit: Some(self.new), ..rotary }),
             ..call
         });
-        let [mut key, mut value] =
-            [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(self.new)));
+        let shape = alone.key_cache_shape(self.new);
+        let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
+        let (mut key, mut value) = (zeros("key")?, zeros("value")?);
         let positions = Array1::from(positions).into();
         self.compute(&alone, io, Some(&positions), [&mut key, &mut value])?;
         for (rows, cache) in [(&key, &mut *io.present_key), (&value, &mut *io.present_value)] {
-            let size = row_bytes(rows);
+            let (size, cache) = (row_bytes(rows), cache.bytes_mut()?);
             for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
                 if let Some(slot) = self.slots[i % self.new] {
                     let to = (slot * p.kv_heads + i / self.new) * size;
-                    cache.bytes_mut()[to..to + size].copy_from_slice(row);
+                    cache[to..to + size].copy_from_slice(row);
                 }
             }
         }
@@ -121,22 +122,24 @@ impl<'a> Sequence<'a> {
     /// Attends to the rows that the cache holds.
     fn attend(&self, io: &mut Io<'_>) -> Result<Exact> {
         let call = self.call().appended();
-        let (mut key, mut value) = (self.gathered(io.present_key), self.gathered(io.present_value));
+        let mut key = self.gathered("present_key", io.present_key)?;
+        let mut value = self.gathered("present_value", io.present_value)?;
         self.compute(&call, io, None, [&mut key, &mut value])
     }
 
     /// The sequence's rows side by side, head by head; zeros where there is none.
-    fn gathered(&self, cache: &Tensor) -> Tensor {
+    fn gathered(&self, name: &'static str, cache: &Tensor) -> Result<Tensor> {
         let (p, rows) = (self.problem, self.places.len());
-        let mut gathered = Tensor::zeros(cache.dtype(), &self.call().key_cache_shape(rows));
+        let shape = self.call().key_cache_shape(rows);
+        let mut gathered = Tensor::try_zeros(name, cache.dtype(), &shape)?;
         let size = row_bytes(cache);
-        for (i, row) in gathered.bytes_mut().chunks_exact_mut(size).enumerate() {
+        for (i, row) in gathered.bytes_mut()?.chunks_exact_mut(size).enumerate() {
             if let Some(place) = self.places[i % rows] {
                 let from = (place * p.kv_heads + i / rows) * size;
                 row.copy_from_slice(&cache.bytes()[from..from + size]);
             }
         }
-        gathered
+        Ok(gathered)
     }
 
     /// The call on the sequence's tokens and that cache.
@@ -155,11 +158,11 @@ impl<'a> Sequence<'a> {
             _ => self.tokens(all, n + 2 * nk, first, count),
         };
         let [new_key, new_value] = [TensorId::Key, TensorId::Value].map(|id| io.input(id));
-        let (query, key, value) =
-            (heads(Some(all), 0, n), heads(new_key, n, nk), heads(new_value, n + nk, nk));
+        let query = heads(Some(all), 0, n)?;
+        let (key, value) = (heads(new_key, n, nk)?, heads(new_value, n + nk, nk)?);
         let last: Tensor = Array1::from(vec![call.total_len as i32 - 1]).into();
         let mut output = Tensor::zeros(p.dtype, &[0]);
-        exact(
+        compute(
             call,
             &mut Io {
                 inputs: io
@@ -179,15 +182,15 @@ impl<'a> Sequence<'a> {
     }
 
     /// Heads `first .. first + count` of the `all` of the sequence's tokens, as (1, tokens, heads · head_size).
-    fn tokens(&self, tensor: &Tensor, all: usize, first: usize, count: usize) -> Tensor {
+    fn tokens(&self, tensor: &Tensor, all: usize, first: usize, count: usize) -> Result<Tensor> {
         let size = self.problem.head_size * tensor.dtype().size();
         let shape = [1, self.new, count * self.problem.head_size];
-        let mut tokens = Tensor::zeros(tensor.dtype(), &shape);
-        for (i, row) in tokens.bytes_mut().chunks_exact_mut(count * size).enumerate() {
+        let mut tokens = Tensor::try_zeros("query", tensor.dtype(), &shape)?;
+        for (i, row) in tokens.bytes_mut()?.chunks_exact_mut(count * size).enumerate() {
             let from = ((self.start + i) * all + first) * size;
             row.copy_from_slice(&tensor.bytes()[from..from + count * size]);
         }
-        tokens
+        Ok(tokens)
     }
 }
 

@@ -52,8 +52,8 @@ pub(super) fn place(layout: Layout, heads: usize, rows: usize, [b, head, s]: [us
 
 /// Rounds `values` into the elements of `tensor` from `start` on.
 pub(super) fn store(tensor: &mut Tensor, start: usize, values: &[f64]) {
-    fn put<T: Copy>(to: Option<&mut [T]>, start: usize, values: &[f64], round: impl Fn(f64) -> T) {
-        let to = to.into_iter().flat_map(|all| &mut all[start..start + values.len()]);
+    fn put<T: Copy>(to: &mut [T], start: usize, values: &[f64], round: impl Fn(f64) -> T) {
+        let to = to[start..start + values.len()].iter_mut();
         to.zip(values).for_each(|(to, &x)| *to = round(x));
     }
     match tensor {

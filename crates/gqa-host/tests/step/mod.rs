@@ -17,9 +17,7 @@ pub fn random(dtype: DType, shape: &[usize], seed: u32) -> Tensor {
 }
 
 pub fn int(values: &[i32]) -> Tensor {
-    Tensor::I32(
-        ndarray::ArrayD::from_shape_vec(ndarray::IxDyn(&[values.len()]), values.to_vec()).unwrap(),
-    )
+    Tensor::from(ndarray::Array1::from(values.to_vec()))
 }
 
 pub fn assert_close(got: &Tensor, want: &Tensor, tolerance: f64, what: &str) {

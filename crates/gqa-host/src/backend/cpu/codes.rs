@@ -22,7 +22,7 @@ impl<'a> Codes<'a> {
         let Some(how) = p.quantised else { return Ok(None) };
         match scale {
             Some(Tensor::F32(scales)) if scales.len() >= p.scales().unwrap_or(1) => {
-                Ok(Some(Self { how, scales: scales.as_slice().unwrap_or_default() }))
+                Ok(Some(Self { how, scales: scales.as_slice() }))
             }
             _ => Err(Error::invalid(name, "no scales", "those of the problem")),
         }

@@ -5,7 +5,7 @@ use super::sequence::Sequence;
 use super::sequences;
 use crate::backend::Io;
 use crate::plan::TensorId;
-use crate::{Problem, QkOutput, Result, RowLayout, Tensor};
+use crate::{Problem, QkOutput, Result, RowLayout, RowMajor, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -15,16 +15,10 @@ pub(super) fn run(p: &Problem, io: &mut Io<'_>) -> Result<()> {
     let (key, value) = (io.need(TensorId::Key)?, io.need(TensorId::Value)?);
     let (key, value): (&Tensor, &Tensor) = if p.has_present() {
         let (size, v_size) = (p.head_size, p.v_head_size);
-        append(
-            p,
-            &sequences,
-            [io.input(TensorId::PastKey), Some(key)],
-            p.key_layout(),
-            size,
-            io.present_key,
-        );
+        let new = [io.input(TensorId::PastKey), Some(key)];
+        append(p, &sequences, new, p.key_layout(), size, io.present_key)?;
         let new = [io.input(TensorId::PastValue), Some(value)];
-        append(p, &sequences, new, p.value_layout(), v_size, io.present_value);
+        append(p, &sequences, new, p.value_layout(), v_size, io.present_value)?;
         (&*io.present_key, &*io.present_value)
     } else {
         (key, value)
@@ -144,11 +138,11 @@ fn append(
     layout: RowLayout,
     size: usize,
     present: &mut Tensor,
-) {
+) -> Result<()> {
     let bytes = size * present.dtype().size();
     let of = |tensor: Option<&Tensor>| tensor.map(|t| t.bytes().to_vec()).unwrap_or_default();
     let (past, new) = (of(past), of(new));
-    for (i, to) in present.bytes_mut().chunks_exact_mut(bytes).enumerate() {
+    for (i, to) in present.bytes_mut()?.chunks_exact_mut(bytes).enumerate() {
         let (head, row) = (i / p.capacity, i % p.capacity);
         let kept = sequences[head / p.kv_heads].kept(p);
         let from = if row < kept {
@@ -159,15 +153,19 @@ fn append(
         };
         to.copy_from_slice(&from[..bytes]);
     }
+    Ok(())
 }
 
 /// Rounds all elements to the tensor's type.
 fn round(values: &[f64], to: &mut Tensor) {
+    fn each<T>(to: &mut RowMajor<T>, values: &[f64], round: impl Fn(f64) -> T) {
+        to.as_slice_mut().iter_mut().zip(values).for_each(|(to, &x)| *to = round(x));
+    }
     match to {
-        Tensor::F64(a) => a.iter_mut().zip(values).for_each(|(to, &x)| *to = x),
-        Tensor::F32(a) => a.iter_mut().zip(values).for_each(|(to, &x)| *to = x as f32),
-        Tensor::F16(a) => a.iter_mut().zip(values).for_each(|(to, &x)| *to = f16::from_f64(x)),
-        Tensor::BF16(a) => a.iter_mut().zip(values).for_each(|(to, &x)| *to = bf16::from_f64(x)),
+        Tensor::F64(to) => each(to, values, |x| x),
+        Tensor::F32(to) => each(to, values, |x| x as f32),
+        Tensor::F16(to) => each(to, values, f16::from_f64),
+        Tensor::BF16(to) => each(to, values, bf16::from_f64),
         _ => {}
     }
 }

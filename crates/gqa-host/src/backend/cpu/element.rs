@@ -40,11 +40,11 @@ impl Element for f32 {
     const ZERO: Self = 0.0;
 
     fn elements(tensor: &Tensor) -> Option<&[Self]> {
-        if let Tensor::F32(a) = tensor { a.as_slice() } else { None }
+        if let Tensor::F32(a) = tensor { Some(a.as_slice()) } else { None }
     }
 
     fn elements_mut(tensor: &mut Tensor) -> Option<&mut [Self]> {
-        if let Tensor::F32(a) = tensor { a.as_slice_mut() } else { None }
+        if let Tensor::F32(a) = tensor { Some(a.as_slice_mut()) } else { None }
     }
 
     fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
@@ -66,11 +66,11 @@ macro_rules! half_element {
             const ZERO: Self = <$t>::ZERO;
 
             fn elements(tensor: &Tensor) -> Option<&[Self]> {
-                if let Tensor::$variant(a) = tensor { a.as_slice() } else { None }
+                if let Tensor::$variant(a) = tensor { Some(a.as_slice()) } else { None }
             }
 
             fn elements_mut(tensor: &mut Tensor) -> Option<&mut [Self]> {
-                if let Tensor::$variant(a) = tensor { a.as_slice_mut() } else { None }
+                if let Tensor::$variant(a) = tensor { Some(a.as_slice_mut()) } else { None }
             }
 
             fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
@@ -142,7 +142,7 @@ pub(super) fn elements_mut<'a, T: Element>(
 
 /// The error for a tensor that does not belong to the problem.
 pub(super) fn foreign(name: &'static str, tensor: &Tensor) -> Error {
-    Error::invalid(name, tensor.dtype(), "the problem's type, in row-major order")
+    Error::invalid(name, tensor.dtype(), "the problem's type")
 }
 
 #[cfg(test)]

@@ -49,7 +49,14 @@ impl Backend for Cpu {
     }
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
-        let problem = &*problem.contiguous();
+        io.check(problem)?;
+        self.compute(&problem.contiguous(), io)
+    }
+}
+
+impl Cpu {
+    /// Computes a problem on tensors that fit it.
+    fn compute(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         if problem.is_empty() {
             return Ok(());
         }
@@ -66,9 +73,7 @@ impl Backend for Cpu {
             _ => self.run_as::<f32>(problem, io),
         }
     }
-}
 
-impl Cpu {
     fn run_as<T: Element>(&self, p: &Problem, io: &mut Io<'_>) -> Result<()> {
         let sequences = sequences(p, io)?;
         let rope = rope::<T>(p, io)?;
@@ -150,7 +155,7 @@ fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>>
         return Ok(None);
     };
     let position_ids = match io.input(TensorId::PositionIds) {
-        Some(Tensor::I64(ids)) => ids.as_slice().unwrap_or_default(),
+        Some(Tensor::I64(ids)) => ids.as_slice(),
         _ => &[],
     };
     Ok(Some(Rope {
@@ -222,8 +227,8 @@ fn append<T: Element>(
     if let [Some(key_codes), Some(value_codes)] = codes {
         let past_key = io.input(TensorId::PastKey).map(Tensor::bytes).unwrap_or_default();
         let past_value = io.input(TensorId::PastValue).map(Tensor::bytes).unwrap_or_default();
-        let present_key = io.present_key.bytes_mut();
-        let present_value = io.present_value.bytes_mut();
+        let present_key = io.present_key.bytes_mut()?;
+        let present_value = io.present_value.bytes_mut()?;
         rayon::join(
             || key.run_codes(key_codes, past_key, present_key),
             || value.run_codes(value_codes, past_value, present_value),

@@ -4,7 +4,7 @@ use super::decode::prefetch;
 use super::element::{Element, foreign};
 use super::sequence::Sequence;
 use super::{Cpu, rope};
-use crate::backend::{Backend, Io};
+use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{
     CacheBinding, Computes, DType, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
@@ -102,8 +102,9 @@ impl PagedCall<'_> {
         });
         let positions = self.sequences.iter().flat_map(|s| s.position..s.total as i64);
         let positions: Tensor = Array1::from_iter(positions).into();
-        let [mut key, mut value] =
-            [(); 2].map(|()| Tensor::zeros(p.key_cache_dtype(), &alone.key_cache_shape(rows)));
+        let shape = alone.key_cache_shape(rows);
+        let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
+        let (mut key, mut value) = (zeros("key")?, zeros("value")?);
         let last: Tensor = Array1::from_elem(1, rows as i32 - 1).into();
         let mut output = Tensor::zeros(p.dtype, &[0]);
         let mut of_tokens = Io {
@@ -117,10 +118,10 @@ impl PagedCall<'_> {
             output_qk: None,
             lse: None,
         };
-        self.cpu.run(&alone, &mut of_tokens)?;
+        self.cpu.compute(&alone, &mut of_tokens)?;
         let places = self.places(io)?;
-        self.scatter(&places, &key, io.present_key);
-        self.scatter(&places, &value, io.present_value);
+        self.scatter(&places, &key, io.present_key.bytes_mut()?);
+        self.scatter(&places, &value, io.present_value.bytes_mut()?);
         Ok(())
     }
 
@@ -138,14 +139,14 @@ impl PagedCall<'_> {
     }
 
     /// Copies rows of tokens, head by head, to their places in the cache.
-    fn scatter(&self, places: &[Option<usize>], rows: &Tensor, cache: &mut Tensor) {
+    fn scatter(&self, places: &[Option<usize>], rows: &Tensor, cache: &mut [u8]) {
         let heads = self.problem.kv_heads;
         let size = rows.bytes().len() / heads / places.len();
         for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
             let (head, token) = (i / places.len(), i % places.len());
             if let Some(place) = places[token] {
                 let to = (place * heads + head) * size;
-                cache.bytes_mut()[to..to + size].copy_from_slice(row);
+                cache[to..to + size].copy_from_slice(row);
             }
         }
     }
@@ -166,7 +167,7 @@ fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
 
 fn integers<'a>(io: &Io<'a>, id: TensorId) -> Result<&'a [i32]> {
     match io.need(id)? {
-        Tensor::I32(integers) => Ok(integers.as_slice().unwrap_or_default()),
+        Tensor::I32(integers) => Ok(integers.as_slice()),
         tensor => Err(foreign(id.name(), tensor)),
     }
 }

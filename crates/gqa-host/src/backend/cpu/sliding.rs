@@ -2,7 +2,7 @@
 
 use super::Cpu;
 use super::element::foreign;
-use crate::backend::{Backend, Io};
+use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{CacheBinding, Problem, Result, Tensor};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
@@ -20,7 +20,7 @@ impl Cpu {
         if p.is_staged() {
             return call.run_staged(self, io);
         }
-        call.make_room(io);
+        call.make_room(io)?;
         call.run_inner(self, io, None)
     }
 }
@@ -35,11 +35,12 @@ struct SlidingCall<'a> {
 
 impl SlidingCall<'_> {
     /// Moves what stays besides a token's row, if there is one, to the front.
-    fn make_room(&self, io: &mut Io<'_>) {
+    fn make_room(&self, io: &mut Io<'_>) -> Result<()> {
         let new = self.problem.q_len;
         let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
-        self.keep(io.input(TensorId::PastKey), io.present_key, kept);
-        self.keep(io.input(TensorId::PastValue), io.present_value, kept);
+        self.keep(io.input(TensorId::PastKey), io.present_key.bytes_mut()?, kept);
+        self.keep(io.input(TensorId::PastValue), io.present_value.bytes_mut()?, kept);
+        Ok(())
     }
 
     /// Several new rows join the past in a cache of their own, of which the last rows stay.
@@ -52,8 +53,8 @@ impl SlidingCall<'_> {
         ];
         self.run_inner(cpu, io, Some(&mut joined))?;
         let kept = |slide: &Slide| slide.after as usize;
-        self.keep(Some(&joined[0]), io.present_key, kept);
-        self.keep(Some(&joined[1]), io.present_value, kept);
+        self.keep(Some(&joined[0]), io.present_key.bytes_mut()?, kept);
+        self.keep(Some(&joined[1]), io.present_value.bytes_mut()?, kept);
         Ok(())
     }
 
@@ -92,7 +93,7 @@ impl SlidingCall<'_> {
             output_qk: io.output_qk.as_deref_mut(),
             lse: io.lse.as_deref_mut(),
         };
-        cpu.run(&self.inner, &mut inner)
+        cpu.compute(&self.inner, &mut inner)
     }
 
     /// Rows that attention finds in the cache it reads.
@@ -111,7 +112,7 @@ impl SlidingCall<'_> {
         let shape = (self.problem.batch, self.problem.q_len);
         let positions =
             Array2::from_shape_fn(shape, |(b, s)| i64::from(self.slides[b].past) + s as i64);
-        Tensor::I64(positions.into_dyn())
+        positions.into()
     }
 
     /// The columns of attention_bias that are rows of the cache.
@@ -124,7 +125,7 @@ impl SlidingCall<'_> {
         };
         let mut slid =
             Tensor::try_zeros("attention_bias", p.dtype, &[batch, heads, rows, columns])?;
-        for (i, to) in slid.bytes_mut().chunks_exact_mut(columns * size).enumerate() {
+        for (i, to) in slid.bytes_mut()?.chunks_exact_mut(columns * size).enumerate() {
             let [b, head, s] = [i / rows / heads, i / rows % heads, i % rows];
             let slide = &self.slides[b];
             let attended = self.attended(slide);
@@ -137,14 +138,13 @@ impl SlidingCall<'_> {
     }
 
     /// Moves the rows that stay to the front of `to`, from `from` or within it, and clears what is behind them unless past and present are one.
-    fn keep(&self, from: Option<&Tensor>, to: &mut Tensor, kept: impl Fn(&Slide) -> usize + Sync) {
+    fn keep(&self, from: Option<&Tensor>, to: &mut [u8], kept: impl Fn(&Slide) -> usize + Sync) {
         let heads = self.problem.batch * self.problem.kv_heads;
-        let (per_head, clears) =
-            (to.bytes().len() / heads, self.problem.cache == CacheBinding::Separate);
+        let (per_head, clears) = (to.len() / heads, self.problem.cache == CacheBinding::Separate);
         let row = per_head / self.problem.capacity;
         let from = from.map(|from| from.bytes().chunks_exact(from.bytes().len() / heads));
         let from: Vec<_> = from.into_iter().flatten().collect();
-        to.bytes_mut().par_chunks_exact_mut(per_head).enumerate().for_each(|(head, to)| {
+        to.par_chunks_exact_mut(per_head).enumerate().for_each(|(head, to)| {
             let slide = &self.slides[head / self.problem.kv_heads];
             let (first, length) = (slide.evicted as usize * row, kept(slide) * row);
             match from.get(head) {

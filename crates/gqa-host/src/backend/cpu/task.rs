@@ -65,7 +65,7 @@ impl<'a, T: Element> Bias<'a, T> {
     /// The tensor's elements.
     pub(super) fn of(tensor: &'a Tensor) -> Result<Self> {
         match tensor {
-            Tensor::Bool(mask) => Ok(Self::Booleans(mask.as_slice().unwrap_or_default())),
+            Tensor::Bool(mask) => Ok(Self::Booleans(mask.as_slice())),
             numbers => elements("attention_bias", numbers).map(Self::Numbers),
         }
     }

@@ -1,7 +1,7 @@
 //! What PagedAttention takes.
 
 use super::Bounds;
-use crate::{Result, Tensor, TensorDesc};
+use crate::{Tensor, TensorDesc};
 
 /// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B sequences, num_tokens new tokens of all of them together.
 #[derive(Clone, Copy, Debug)]
@@ -121,29 +121,26 @@ impl<'a> PagedShapes<'a> {
         inputs: &PagedInputs<'a>,
         cache: &'a super::PagedCache,
         bounds: Bounds,
-    ) -> Result<Self> {
-        let optional =
-            |name, tensor: Option<&'a Tensor>| tensor.map(|tensor| tensor.desc(name)).transpose();
-        Ok(Self {
-            query: inputs.query.desc("query")?,
-            key: optional("key", inputs.key)?,
-            value: optional("value", inputs.value)?,
-            key_cache: cache.key.desc("key_cache")?,
-            value_cache: cache.value.desc("value_cache")?,
-            cumulative_sequence_length: inputs
-                .cumulative_sequence_length
-                .desc("cumulative_sequence_length")?,
-            past_seqlens: inputs.past_seqlens.desc("past_seqlens")?,
-            block_table: inputs.block_table.desc("block_table")?,
-            cos_cache: optional("cos_cache", inputs.cos_cache)?,
-            sin_cache: optional("sin_cache", inputs.sin_cache)?,
-            slot_mapping: optional("slot_mapping", inputs.slot_mapping)?,
-            head_sink: optional("head_sink", inputs.head_sink)?,
-            q_norm_weight: optional("q_norm_weight", inputs.q_norm_weight)?,
-            k_norm_weight: optional("k_norm_weight", inputs.k_norm_weight)?,
-            k_scale: optional("k_scale", inputs.k_scale)?,
-            v_scale: optional("v_scale", inputs.v_scale)?,
+    ) -> Self {
+        let desc = |tensor: Option<&'a Tensor>| tensor.map(Tensor::desc);
+        Self {
+            query: inputs.query.desc(),
+            key: desc(inputs.key),
+            value: desc(inputs.value),
+            key_cache: cache.key.desc(),
+            value_cache: cache.value.desc(),
+            cumulative_sequence_length: inputs.cumulative_sequence_length.desc(),
+            past_seqlens: inputs.past_seqlens.desc(),
+            block_table: inputs.block_table.desc(),
+            cos_cache: desc(inputs.cos_cache),
+            sin_cache: desc(inputs.sin_cache),
+            slot_mapping: desc(inputs.slot_mapping),
+            head_sink: desc(inputs.head_sink),
+            q_norm_weight: desc(inputs.q_norm_weight),
+            k_norm_weight: desc(inputs.k_norm_weight),
+            k_scale: desc(inputs.k_scale),
+            v_scale: desc(inputs.v_scale),
             bounds,
-        })
+        }
     }
 }

@@ -1,14 +1,14 @@
 //! From PagedAttention's attributes and inputs to a [`Problem`].
 
 use super::quantisation::quantisation;
-use super::{Bounds, PagedAttention, PagedInputs, PagedShapes};
+use super::{PagedAttention, PagedShapes};
 use crate::op::validate::{
-    Dim, MAX_COUNT, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, scale,
+    Dim, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, head_count, scale,
     shape,
 };
 use crate::{
     CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantisation, Result,
-    Rotary, Sink, Tensor, TensorDesc,
+    Rotary, Sink, TensorDesc,
 };
 
 /// What the tensors' shapes fix.
@@ -58,12 +58,11 @@ impl PagedAttention {
             sink: if sizes.head_sink(inputs)? { Sink::PerHead } else { Sink::None },
             ..ProblemFields::plain("PagedAttention", sizes.dtype)
         })?;
-        check_rows("query", [problem.batch, problem.q_heads, problem.q_len])?;
-        check_rows("block_table", [problem.batch, problem.kv_heads, problem.capacity])?;
-        if i32::try_from(problem.total_len).is_err() {
-            let allowed = format!("up to {} rows of a sequence, as lengths are int32", i32::MAX);
-            return Err(Error::invalid("block_table", shape(inputs.block_table.shape), allowed));
-        }
+        // Row tiles of all sequences, of each of which the last may be begun.
+        check_rows("query", &[sizes.tokens + problem.batch, problem.q_heads])?;
+        check_rows("query", &[problem.batch, problem.q_heads, problem.q_len])?;
+        check_rows("block_table", &[problem.batch, pages.per_sequence])?;
+        check_rows("block_table", &[problem.batch, problem.kv_heads, problem.capacity])?;
         Ok(problem)
     }
 
@@ -79,12 +78,8 @@ impl PagedAttention {
     }
 
     fn sizes(&self, inputs: &PagedShapes<'_>) -> Result<Sizes> {
-        let count = |argument, heads: i64| match usize::try_from(heads) {
-            Ok(heads @ 1..=MAX_COUNT) => Ok(heads),
-            _ => Err(Error::invalid(argument, heads, format!("1 to {MAX_COUNT}"))),
-        };
-        let (heads, kv_heads) =
-            (count("num_heads", self.num_heads)?, count("kv_num_heads", self.kv_num_heads)?);
+        let heads = head_count("num_heads", self.num_heads)?;
+        let kv_heads = head_count("kv_num_heads", self.kv_num_heads)?;
         if heads % kv_heads != 0 {
             let allowed = format!("a multiple of kv_num_heads = {kv_heads}");
             return Err(Error::invalid("num_heads", heads, allowed));
@@ -195,7 +190,7 @@ impl Sizes {
         let (blocks, block_size) = (inputs.key_cache.shape[0], inputs.key_cache.shape[1]);
         let of_key = [Dim::Is("num_blocks", blocks), Dim::Is("block_size", block_size)];
         self.check_cache("value_cache", inputs.value_cache, of_key)?;
-        check_rows("key_cache", [blocks, block_size, self.kv_heads])?;
+        check_rows("key_cache", &[blocks, block_size, self.kv_heads])?;
         let int32 = |argument, got, dims: &[Dim]| {
             Pattern { argument, dtype: DType::I32, why: "", dims }.check(got)
         };
@@ -230,117 +225,4 @@ impl Sizes {
         let check = |sink| self.check("head_sink", sink, &dims);
         Ok(inputs.head_sink.map(check).transpose()?.is_some())
     }
-}
-
-/// Lengths in host memory.
-pub(super) struct Lengths {
-    /// Of each sequence: rows before the call, and new ones.
-    sequences: Vec<[usize; 2]>,
-}
-
-impl Lengths {
-    /// Errs unless sequences follow one another and have lengths.
-    pub(super) fn of(inputs: &PagedInputs<'_>) -> Result<Self> {
-        const STARTS: &str = "cumulative_sequence_length";
-        let starts = numbers(STARTS, inputs.cumulative_sequence_length)?;
-        let past = numbers("past_seqlens", inputs.past_seqlens)?;
-        let tokens = inputs.query.shape().first().copied().unwrap_or_default();
-        let ends = [
-            starts.first().map(|&first| i64::from(first)),
-            starts.last().map(|&last| i64::from(last)),
-        ];
-        if ends != [Some(0), Some(tokens as i64)] || starts.len() != past.len() + 1 {
-            let got = format!("{starts:?}");
-            let allowed = format!("{} numbers from 0 to num_tokens = {tokens}", past.len() + 1);
-            return Err(Error::invalid(STARTS, got, allowed));
-        }
-        let mut sequences = Vec::new();
-        for (b, (&past, ends)) in past.iter().zip(starts.windows(2)).enumerate() {
-            let Ok(new) = usize::try_from(i64::from(ends[1]) - i64::from(ends[0])) else {
-                let got = format!("{} behind {} at {}", ends[1], ends[0], b + 1);
-                return Err(Error::invalid(
-                    STARTS,
-                    got,
-                    "numbers none of which is less than the one before",
-                ));
-            };
-            let Ok(past) = usize::try_from(past) else {
-                let got = format!("{past} for batch entry {b}");
-                return Err(Error::invalid("past_seqlens", got, "0 or more"));
-            };
-            sequences.push([past, new]);
-        }
-        Ok(Self { sequences })
-    }
-
-    /// The most that any sequence has.
-    pub(super) fn bounds(&self) -> Bounds {
-        let most = |of: fn(&[usize; 2]) -> usize| self.sequences.iter().map(of).max().unwrap_or(0);
-        Bounds { query_rows: most(|[_, new]| *new), keys: most(|[past, new]| past + new) }
-    }
-
-    /// Errs unless attention_metadata is true.
-    fn check_metadata(&self, metadata: &Tensor) -> Result<()> {
-        const NAME: &str = "attention_metadata";
-        let bounds = numbers(NAME, metadata)?;
-        if metadata.shape().len() != 1 || !(2..=3).contains(&bounds.len()) {
-            return Err(Error::invalid(NAME, shape(metadata.shape()), "(2) or (3)"));
-        }
-        let Bounds { query_rows, keys } = self.bounds();
-        for (&bound, most) in bounds.iter().zip([query_rows, keys]) {
-            if !usize::try_from(bound).is_ok_and(|bound| bound == 0 || bound >= most) {
-                let allowed = format!(
-                    "0, or {query_rows} and {keys} or more, the most tokens of a sequence, new and in all"
-                );
-                return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
-            }
-        }
-        Ok(())
-    }
-
-    /// Errs unless every row of every sequence has a place in the cache.
-    pub(super) fn check(&self, p: &Problem, inputs: &PagedInputs<'_>) -> Result<()> {
-        let Some(pages) = p.pages else { return Ok(()) };
-        inputs.attention_metadata.map_or(Ok(()), |metadata| self.check_metadata(metadata))?;
-        let table = numbers("block_table", inputs.block_table)?;
-        for (b, &[past, new]) in self.sequences.iter().enumerate() {
-            let rows = pages.per_sequence * pages.block_size;
-            if past + new > rows {
-                let got = format!("{past} for batch entry {b}, which has {new} new tokens");
-                let allowed = format!("up to {} in all, the rows of its blocks", rows);
-                return Err(Error::invalid("past_seqlens", got, allowed));
-            }
-            let blocks = pages.blocks_read(p.window, past, new);
-            let row = &table[b * pages.per_sequence..][..pages.per_sequence];
-            for (i, &block) in row.iter().enumerate().take(blocks.end).skip(blocks.start) {
-                if !usize::try_from(block).is_ok_and(|block| block < pages.blocks) {
-                    let allowed = format!("0 to {}, the last block of key_cache", pages.blocks - 1);
-                    return Err(Error::invalid(
-                        "block_table",
-                        format!("{block} at ({b}, {i})"),
-                        allowed,
-                    ));
-                }
-            }
-        }
-        let Some(slots) = inputs.slot_mapping else { return Ok(()) };
-        let rows = (pages.blocks * pages.block_size) as i64;
-        let slots = numbers("slot_mapping", slots)?;
-        match slots.iter().position(|&slot| !(-1..rows).contains(&i64::from(slot))) {
-            None => Ok(()),
-            Some(i) => {
-                let allowed = format!("-1 to {}, the last row of key_cache", rows - 1);
-                Err(Error::invalid("slot_mapping", format!("{} at {i}", slots[i]), allowed))
-            }
-        }
-    }
-}
-
-/// The elements of an int32 tensor.
-fn numbers<'a>(argument: &'static str, tensor: &'a Tensor) -> Result<&'a [i32]> {
-    let Tensor::I32(array) = tensor else {
-        return Err(Error::invalid(argument, tensor.dtype(), "int32"));
-    };
-    tensor.desc(argument)?;
-    Ok(array.as_slice().unwrap_or_default())
 }

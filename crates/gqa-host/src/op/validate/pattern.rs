@@ -68,8 +68,12 @@ impl Pattern<'_> {
     }
 }
 
-/// Largest number of rows, heads, batch entries or positions: kernels count them in 32 bits.
-pub(in crate::op) const MAX_COUNT: usize = u32::MAX as usize;
+/// Largest number of rows, batch entries or positions, and of rows of all heads and batch entries.
+/// Kernels count them in 32 bits, of which one is to spare for sums.
+pub(in crate::op) const MAX_COUNT: usize = i32::MAX as usize;
+
+/// Largest number of heads: so many blocks a grid has in y and z, and 32 bits count their channels.
+pub(in crate::op) const MAX_HEADS: usize = u16::MAX as usize;
 
 /// Largest number of elements, such that no byte count overflows.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
@@ -83,6 +87,26 @@ pub(in crate::op) fn addressable(argument: &'static str, dims: &[usize]) -> Resu
     }
     let allowed = format!("dimensions up to {MAX_COUNT} and up to {MAX_ELEMENTS} elements");
     Err(Error::invalid(argument, shape(dims), allowed))
+}
+
+/// A number of heads.
+pub(in crate::op) fn head_count(argument: &'static str, heads: i64) -> Result<usize> {
+    match usize::try_from(heads) {
+        Ok(heads @ 1..=MAX_HEADS) => Ok(heads),
+        _ => Err(Error::invalid(argument, heads, format!("1 to {MAX_HEADS}"))),
+    }
+}
+
+/// Errs where rows of that many outer dimensions are too many to be counted: the one place that sees to it
+/// that no product of such dimensions overflows in a kernel.
+pub(in crate::op) fn check_rows(argument: &'static str, dims: &[usize]) -> Result<()> {
+    match dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n)) {
+        Some(0..=MAX_COUNT) => Ok(()),
+        _ => {
+            let allowed = format!("up to {MAX_COUNT} in all");
+            Err(Error::invalid(argument, format!("{} rows", shape(dims)), allowed))
+        }
+    }
 }
 
 /// `(2, 3, 64)`

@@ -1,46 +1,55 @@
 //! What is in lengths, positions and scales. Checked where that is in host memory; kernels clamp it where it is not.
 
 use super::pattern::shape;
-use crate::op::Inputs;
-use crate::{Error, Phase, Problem, QkOutput, Result, Tensor};
+use crate::op::paged::Lengths;
+use crate::plan::{TensorId, Tensors};
+use crate::{Alignment, Error, Phase, Problem, QkOutput, Result, Tensor};
 
 /// The value of total_sequence_length.
 pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
     const ARGUMENT: &str = "total_sequence_length";
-    let Tensor::I32(array) = tensor else {
-        return Err(Error::invalid(ARGUMENT, tensor.dtype(), "int32"));
-    };
-    match array.as_slice() {
-        Some(&[total]) if total >= 0 => Ok(total as usize),
-        Some(&[total]) => Err(Error::invalid(ARGUMENT, total, "0 or more")),
-        _ => Err(Error::invalid(ARGUMENT, shape(array.shape()), "one element")),
+    match *integers(ARGUMENT, tensor)? {
+        [total] if total >= 0 => Ok(total as usize),
+        [total] => Err(Error::invalid(ARGUMENT, total, "0 or more")),
+        _ => Err(Error::invalid(ARGUMENT, shape(tensor.shape()), "one element")),
     }
 }
 
-/// Errs unless every length and every position of a token leads into the tensors they index.
-pub(super) fn check(p: &Problem, inputs: &Inputs<'_>) -> Result<()> {
-    let (Tensor::I32(last), bounds) = (inputs.seqlens_k, Bounds::of(p, inputs)) else {
-        return Err(Error::invalid("seqlens_k", inputs.seqlens_k.dtype(), "int32"));
-    };
+/// Errs unless every length, every position of a token and every block leads into the tensors that they
+/// index, and scales can be divided by.
+pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
     if p.quantised.is_some() {
-        check_scale("k_scale", inputs.k_scale)?;
-        check_scale("v_scale", inputs.v_scale)?;
+        check_scale(inputs, TensorId::KScale)?;
+        check_scale(inputs, TensorId::VScale)?;
     }
+    if let Some(pages) = p.pages {
+        return Lengths::of(inputs, pages.tokens)?.check(p, pages, inputs);
+    }
+    let bounds = Bounds::of(p);
+    let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
     for (b, &last) in last.iter().enumerate() {
         let length = bounds.length(b, last)?;
-        check_positions(p, inputs, b, length)?;
+        check_positions(p, inputs.input(TensorId::PositionIds), b, length)?;
     }
     Ok(())
 }
 
+/// The elements of an int32 tensor.
+pub(in crate::op) fn integers<'a>(argument: &'static str, tensor: &'a Tensor) -> Result<&'a [i32]> {
+    match tensor {
+        Tensor::I32(array) => Ok(array.as_slice()),
+        _ => Err(Error::invalid(argument, tensor.dtype(), "int32")),
+    }
+}
+
 /// Errs unless numbers can be divided by every scale.
-fn check_scale(argument: &'static str, scale: Option<&Tensor>) -> Result<()> {
-    let Some(Tensor::F32(scales)) = scale else { return Ok(()) };
+fn check_scale(inputs: &Tensors<&Tensor>, id: TensorId) -> Result<()> {
+    let Some(Tensor::F32(scales)) = inputs.input(id) else { return Ok(()) };
     match scales.iter().position(|scale| !scale.is_normal()) {
         None => Ok(()),
         Some(i) => {
             let got = format!("{} at element {i}", scales.iter().nth(i).unwrap_or(&0.0));
-            Err(Error::invalid(argument, got, "finite numbers other than 0, none subnormal"))
+            Err(Error::invalid(id.name(), got, "finite numbers other than 0, none subnormal"))
         }
     }
 }
@@ -52,19 +61,25 @@ struct Bounds {
 }
 
 impl Bounds {
-    fn of(p: &Problem, inputs: &Inputs<'_>) -> Self {
-        let first_prompt = p.phase == Phase::FirstPrompt;
+    fn of(p: &Problem) -> Self {
+        let padded = p.phase == Phase::FirstPrompt && p.alignment == Alignment::Phase;
         let (slides, rows) = (p.sliding().is_some(), (p.capacity, "rows of present_key"));
+        let implicit = p.rotary.filter(|rotary| rotary.explicit.is_none());
         let limits = [
             Some(if slides { (p.total_len, "rows by total_sequence_length") } else { rows }),
-            (first_prompt && p.new_len > 0).then_some((p.q_len, "tokens of a first prompt")),
+            (padded && p.new_len > 0).then_some((p.q_len, "tokens of a first prompt")),
             p.bias.map(|_| (p.total_len, "columns of attention_bias")),
             (p.output_qk != QkOutput::None).then_some((p.total_len, "columns of output_qk")),
-            inputs.cos_cache.and_then(|cos| Some((*cos.shape().first()?, "rows of cos_cache"))),
+            implicit.map(|rotary| (rotary.max_positions, "rows of cos_cache")),
         ];
         let most = limits.into_iter().flatten().min_by_key(|limit| limit.0);
-        let padded = first_prompt && !p.slides;
-        let least = if padded { p.q_len.min(1) } else { p.q_len };
+        let least = match p.alignment {
+            // Rows that no key is appended for need none.
+            _ if !p.has_present() => 0,
+            Alignment::Past(past) => past,
+            _ if padded && !p.slides => p.q_len.min(1),
+            _ => p.q_len,
+        };
         Self { least, most: most.unwrap_or_default() }
     }
 
@@ -87,10 +102,13 @@ impl Bounds {
 }
 
 /// Errs unless the explicit positions of entry `b`'s tokens are rows of cos_cache. Padding may have any position.
-fn check_positions(p: &Problem, inputs: &Inputs<'_>, b: usize, length: usize) -> Result<()> {
-    let (Some(rotary), Some(Tensor::I64(ids))) = (p.rotary, inputs.position_ids) else {
-        return Ok(());
-    };
+fn check_positions(
+    p: &Problem,
+    position_ids: Option<&Tensor>,
+    b: usize,
+    length: usize,
+) -> Result<()> {
+    let (Some(rotary), Some(Tensor::I64(ids))) = (p.rotary, position_ids) else { return Ok(()) };
     let tokens = if p.phase == Phase::FirstPrompt { length.min(p.q_len) } else { p.q_len };
     let row_length = rotary.explicit.unwrap_or_default();
     for (s, &id) in ids.iter().skip(b * row_length).take(tokens).enumerate() {

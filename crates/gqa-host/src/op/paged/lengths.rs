@@ -1,0 +1,123 @@
+//! What is in the integers that say where sequences and their rows are.
+
+use super::Bounds;
+use crate::op::validate::shape;
+use crate::op::validate::values::integers;
+use crate::plan::{TensorId, Tensors};
+use crate::{Error, Pages, Problem, Result, Tensor};
+
+const STARTS: &str = "cumulative_sequence_length";
+
+/// Lengths in host memory.
+pub(crate) struct Lengths {
+    /// Of each sequence: rows before the call, and new ones.
+    sequences: Vec<[usize; 2]>,
+}
+
+impl Lengths {
+    /// Errs unless sequences follow one another and have lengths; they have so many new `tokens` together.
+    pub(crate) fn of(inputs: &Tensors<&Tensor>, tokens: usize) -> Result<Self> {
+        let starts = integers(STARTS, inputs.need(TensorId::CumulativeSequenceLength)?)?;
+        let past = integers("past_seqlens", inputs.need(TensorId::SeqlensK)?)?;
+        let ends = [
+            starts.first().map(|&first| i64::from(first)),
+            starts.last().map(|&last| i64::from(last)),
+        ];
+        if ends != [Some(0), i64::try_from(tokens).ok()] || starts.len() != past.len() + 1 {
+            let got = format!("{starts:?}");
+            let allowed = format!("{} numbers from 0 to num_tokens = {tokens}", past.len() + 1);
+            return Err(Error::invalid(STARTS, got, allowed));
+        }
+        let mut sequences = Vec::new();
+        for (b, (&past, ends)) in past.iter().zip(starts.windows(2)).enumerate() {
+            let Ok(new) = usize::try_from(i64::from(ends[1]) - i64::from(ends[0])) else {
+                let got = format!("{} behind {} at {}", ends[1], ends[0], b + 1);
+                let allowed = "numbers none of which is less than the one before";
+                return Err(Error::invalid(STARTS, got, allowed));
+            };
+            let Ok(past) = usize::try_from(past) else {
+                let got = format!("{past} for batch entry {b}");
+                return Err(Error::invalid("past_seqlens", got, "0 or more"));
+            };
+            sequences.push([past, new]);
+        }
+        Ok(Self { sequences })
+    }
+
+    /// The most that any sequence has.
+    pub(super) fn bounds(&self) -> Bounds {
+        let most = |of: fn(&[usize; 2]) -> usize| self.sequences.iter().map(of).max().unwrap_or(0);
+        Bounds { query_rows: most(|[_, new]| *new), keys: most(|[past, new]| past + new) }
+    }
+
+    /// Errs unless attention_metadata is true.
+    pub(super) fn check_metadata(&self, metadata: &Tensor) -> Result<()> {
+        const NAME: &str = "attention_metadata";
+        let bounds = integers(NAME, metadata)?;
+        if metadata.shape().len() != 1 || !(2..=3).contains(&bounds.len()) {
+            return Err(Error::invalid(NAME, shape(metadata.shape()), "(2) or (3)"));
+        }
+        let Bounds { query_rows, keys } = self.bounds();
+        for (&bound, most) in bounds.iter().zip([query_rows, keys]) {
+            if !usize::try_from(bound).is_ok_and(|bound| bound == 0 || bound >= most) {
+                let allowed = format!(
+                    "0, or {query_rows} and {keys} or more, the most tokens of a sequence, new and in all"
+                );
+                return Err(Error::invalid(NAME, format!("{bounds:?}"), allowed));
+            }
+        }
+        Ok(())
+    }
+
+    /// Errs unless sequences are as short as the problem says, and every row of every one has a place in
+    /// the cache.
+    pub(crate) fn check(&self, p: &Problem, pages: Pages, inputs: &Tensors<&Tensor>) -> Result<()> {
+        self.check_bounds(p)?;
+        let table = integers("block_table", inputs.need(TensorId::BlockTable)?)?;
+        for (b, &[past, new]) in self.sequences.iter().enumerate() {
+            let rows = pages.per_sequence * pages.block_size;
+            if past + new > rows {
+                let got = format!("{past} for batch entry {b}, which has {new} new tokens");
+                let allowed = format!("up to {rows} in all, the rows of its blocks");
+                return Err(Error::invalid("past_seqlens", got, allowed));
+            }
+            let blocks = pages.blocks_read(p.window, past, new);
+            let row = &table[b * pages.per_sequence..][..pages.per_sequence];
+            for (i, &block) in row.iter().enumerate().take(blocks.end).skip(blocks.start) {
+                if !usize::try_from(block).is_ok_and(|block| block < pages.blocks) {
+                    let allowed = format!("0 to {}, the last block of key_cache", pages.blocks - 1);
+                    let got = format!("{block} at ({b}, {i})");
+                    return Err(Error::invalid("block_table", got, allowed));
+                }
+            }
+        }
+        inputs.input(TensorId::SlotMapping).map_or(Ok(()), |slots| check_slots(pages, slots))
+    }
+
+    /// Errs unless sequences are as short as the problem says.
+    fn check_bounds(&self, p: &Problem) -> Result<()> {
+        let Bounds { query_rows, keys } = self.bounds();
+        for (argument, got, most) in
+            [(STARTS, query_rows, p.q_len), ("past_seqlens", keys, p.total_len)]
+        {
+            if got > most {
+                let got = format!("a sequence of {got} tokens");
+                return Err(Error::invalid(argument, got, format!("up to {most}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Errs unless new rows go into the cache or nowhere.
+fn check_slots(pages: Pages, slots: &Tensor) -> Result<()> {
+    let rows = (pages.blocks * pages.block_size) as i64;
+    let slots = integers("slot_mapping", slots)?;
+    match slots.iter().position(|&slot| !(-1..rows).contains(&i64::from(slot))) {
+        None => Ok(()),
+        Some(i) => {
+            let allowed = format!("-1 to {}, the last row of key_cache", rows - 1);
+            Err(Error::invalid("slot_mapping", format!("{} at {i}", slots[i]), allowed))
+        }
+    }
+}
