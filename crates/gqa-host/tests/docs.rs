@@ -1,5 +1,5 @@
-//! docs/env.md and docs/support.md say what the options, the registry and the planner say, files
-//! that documents and comments name are there, and what ARCHITECTURE.md says of `asm!` holds.
+//! docs/env.md and docs/support.md say what the options, the registry and the planner say, files that
+//! documents and comments name are there, and what ARCHITECTURE.md says of `asm!` holds.
 //!
 //! `BLESS=1 cargo test -p gqa-host --test docs` writes the first two.
 
@@ -233,11 +233,10 @@ fn named(line: &str) -> impl Iterator<Item = &str> {
     let is_path = |word: &&str| {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/');
         // Capitals stand for names that somebody chooses.
-        let is_example =
-            |part: &str| part.len() > 1 && part.chars().all(|c| c.is_ascii_uppercase());
+        let is_example = !word.ends_with(".md") && word.contains(|c: char| c.is_ascii_uppercase());
         let is_file = ENDS.iter().any(|end| word.ends_with(end));
         let is_folder = word.contains('/') && word.starts_with(|c: char| c.is_ascii_lowercase());
-        word.chars().all(plain) && (is_file || is_folder) && !word.split('/').any(is_example)
+        word.chars().all(plain) && (is_file || is_folder) && !is_example
     };
     let quoted = line.split('`').skip(1).step_by(2);
     quoted.flat_map(str::split_whitespace).map(|word| word.trim_end_matches('/')).filter(is_path)

@@ -171,13 +171,13 @@ fn lengths_and_positions_that_lead_outside_are_refused() {
     );
 }
 
-/// One sequence of three tokens behind one row, in two blocks of two rows.
+/// One sequence of three tokens behind one row, in two blocks of two rows, of the three that its table has.
 #[test]
 fn blocks_that_lead_outside_are_refused() {
     let (query, past, starts) = (float(&[3, 8]), ints(&[1]), ints(&[0, 3]));
-    let table = |blocks: [i32; 2]| Tensor::from(Array2::from(vec![blocks]));
+    let table = |blocks: [i32; 3]| Tensor::from(Array2::from(vec![blocks]));
     let mut cache = PagedCache { key: float(&[2, 2, 1, 8]), value: float(&[2, 2, 1, 8]) };
-    let right = table([1, 0]);
+    let right = table([1, 0, 1]);
     let inputs = PagedInputs {
         key: Some(&query),
         value: Some(&query),
@@ -207,7 +207,7 @@ fn blocks_that_lead_outside_are_refused() {
     };
     answers(run(&past, &starts, &right), "done");
     answers(
-        run(&past, &starts, &table([1, 2])),
+        run(&past, &starts, &table([1, 2, 0])),
         "block_table: got 2 at (0, 1); allowed: 0 to 1, the last block of key_cache",
     );
     answers(
