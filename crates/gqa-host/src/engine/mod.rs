@@ -3,7 +3,7 @@
 //! A [`Layer`] says what all calls of an attention layer have in common: element type, heads, and
 //! what happens to scores, queries and keys. A call over it is [`Dense`], where each sequence has
 //! a KV cache of its own, or [`Paged`], where sequences of any lengths share one. Both become a
-//! [`Problem`], which a [`Planner`](crate::plan::Planner) turns into launches. Nothing here needs
+//! [`Problem`](crate::Problem), which a [`Planner`](crate::plan::Planner) turns into launches. Nothing here needs
 //! a tensor: an engine's memory is on the GPU.
 //!
 //! ```
