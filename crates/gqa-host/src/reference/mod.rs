@@ -122,7 +122,9 @@ impl<'a> Call<'a> {
     /// Reads the inputs and updates the cache.
     fn new(p: &'a Problem, io: &mut Io<'_>) -> Result<Self> {
         let inputs = io.inputs;
-        let query = inputs.need(TensorId::Query)?;
+        // A cache update has no query.
+        let nothing = Tensor::zeros(p.dtype, &[0]);
+        let query = inputs.input(TensorId::Query).unwrap_or(&nothing);
         let values = |tensor: Option<&Tensor>| tensor.map(Tensor::to_f64).unwrap_or_default();
         let (n, nk, h) = (p.q_heads, p.kv_heads, p.head_size);
         let heads = |tensor: Option<&Tensor>, first, count, rows, size| match (p.packed, tensor) {
