@@ -28,7 +28,7 @@ from onnx.backend.test.case.node import collect_testcases
 ONNX = "1.23.2"
 CASES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cases")
 # Operator and the folder of its cases.
-FOLDERS = {"Attention": "attention", "RotaryEmbedding": "rotary_embedding"}
+FOLDERS = {"Attention": "attention", "RotaryEmbedding": "rotary_embedding", "TensorScatter": "tensor_scatter"}
 
 
 def cases():

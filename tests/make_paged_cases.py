@@ -32,6 +32,12 @@ def place(feeds, b, row):
     return feeds["block_table"][b, row // size], row % size
 
 
+def gone(feeds, attrs, b):
+    """Blocks of sequence `b` wholly before the window of its first token: they may be another sequence's by now, and their entries of block_table anything."""
+    window = attrs.get("local_window_size", -1)
+    return max(int(feeds["past_seqlens"][b]) + 1 - window, 0) // feeds["key_cache"].shape[1] if window > 0 else 0
+
+
 def alone(feeds, attrs, b, tokens, rows, past, dtype, new):
     """GroupQueryAttention over sequence `b` alone; `rows`: its past as (rows, heads, size) of keys and values. `new`: whether key and value are given."""
     heads, kv = attrs["num_heads"], attrs["kv_num_heads"]
@@ -55,8 +61,10 @@ def alone(feeds, attrs, b, tokens, rows, past, dtype, new):
 def reference(feeds, attrs, dtype):
     starts, past = feeds["cumulative_sequence_length"], feeds["past_seqlens"]
     caches = [feeds["key_cache"].copy(), feeds["value_cache"].copy()]
-    held = lambda b, count: [np.array([cache[place(feeds, b, row)] for row in range(count)], cache.dtype).reshape(-1, *cache.shape[2:])
-                             for cache in caches]
+    size = caches[0].shape[1]
+    nothing = np.zeros_like(caches[0][0, 0])
+    held = lambda b, count: [np.array([cache[place(feeds, b, row)] if row // size >= gone(feeds, attrs, b) else nothing for row in range(count)],
+                                      cache.dtype).reshape(-1, *cache.shape[2:]) for cache in caches]
     sequences = [(b, slice(starts[b], starts[b + 1]), int(past[b])) for b in range(len(past)) if starts[b + 1] > starts[b]]
     written = []
     for b, tokens, rows in sequences:
@@ -73,16 +81,19 @@ def reference(feeds, attrs, dtype):
             for cache, x in zip(caches, new):
                 cache[at] = x[i]
     output = [alone(feeds, attrs, b, tokens, held(b, rows + tokens.stop - tokens.start), rows, dtype, False)["output"][0] for b, tokens, rows in sequences]
-    return dict(zip(OUTPUTS, [np.concatenate(output), *caches]))
+    query, heads = feeds["query"], attrs["num_heads"]
+    width = query.shape[1] if "key" in feeds else query.shape[1] // (heads + 2 * attrs["kv_num_heads"]) * heads
+    return dict(zip(OUTPUTS, [np.concatenate([np.zeros((0, width), query.dtype), *output]), *caches]))
 
 
-def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, packed=False, rope=None, sink=False, qk_norm=False, skip=None, metadata=None, quant=None, attrs=None):
-    """`sequences`: (rows before, new tokens) of each. `skip`: tokens that slot_mapping sends nowhere. `quant`: kind of codes, whether a scale per channel."""
+def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, packed=False, rope=None, sink=False, qk_norm=False, skip=None, metadata=None, quant=None, freed=False, attrs=None):
+    """`sequences`: (rows before, new tokens) of each. `skip`: tokens that slot_mapping sends nowhere. `quant`: kind of codes, whether a scale per channel.
+    `freed`: blocks that no token sees are others' by now, which hold NaN, or nobody's."""
     rng, dt = Rng(name), DT[dtype]
     make = lambda *shape: rng.normal(shape).astype(dt)
     tokens = sum(new for _, new in sequences)
     used = [-(-(past + new) // block) for past, new in sequences]
-    blocks, columns = sum(used) + 2, max(used) + 1
+    blocks, columns = sum(used) + 2, max(used, default=0) + 1
     order = np.argsort(rng.uniform(blocks))
     table, free = np.full((len(sequences), columns), -1, np.int32), iter(order)
     for row, count in zip(table, used):
@@ -109,8 +120,14 @@ def case(root, name, about, sequences, dtype="f32", N=4, K=2, H=16, block=4, pac
             attrs.update(k_cache_dtype="int4", v_cache_dtype="int4")
     f["cumulative_sequence_length"] = np.cumsum([0] + [new for _, new in sequences]).astype(np.int32)
     f["past_seqlens"], f["block_table"] = np.array([past for past, _ in sequences], np.int32), table
+    if freed:
+        for b, (_, new) in enumerate(sequences):
+            for i in range(gone(f, attrs, b) if new else used[b]):
+                if not quant:
+                    f["key_cache"][table[b, i]] = f["value_cache"][table[b, i]] = common.NAN
+                table[b, i] = [-1, table[b, i], blocks + 7][i % 3]
     if rope:
-        angles = common.rope_tables(max(past + new for past, new in sequences) + 2, rope, 10000.0)
+        angles = common.rope_tables(max((past + new for past, new in sequences), default=0) + 2, rope, 10000.0)
         f["cos_cache"], f["sin_cache"] = (x.astype(dt) for x in angles)
     if skip is not None:
         slots = [b * block + r for i, (past, new) in enumerate(sequences) for row in range(past, past + new) for b, r in [place(f, i, row)]]
@@ -158,6 +175,20 @@ def write_all(root):
     c("tokens_large_blocks_bf16", "Blocks of 32 rows, as kernels read them, bfloat16", [(70, 1), (33, 1)], dtype="bf16", N=8, K=2, H=64, block=32, rope=64)
     c("tokens_int8_per_channel", "Tokens over int8 codes, a scale per channel", [(5, 1), (0, 1), (11, 1)], quant=("i8", True))
     c("mixed_int4", "A prompt, a chunk and a token over 4-bit codes", [(0, 4), (6, 2), (9, 1)], H=32, packed=True, quant=("i4", False))
+    window = lambda size, **attrs: {"local_window_size": size, **attrs}
+    c("freed_tokens", "Tokens; blocks before their windows are freed", [(21, 1), (9, 1), (2, 1)], freed=True, attrs=window(4))
+    c("freed_tokens_bf16", "The same in blocks as kernels read them; a sequence without tokens has none", [(140, 1), (77, 1), (64, 0), (31, 1)], dtype="bf16", N=8, H=64,
+      block=16, rope=64, freed=True, attrs=window(37))
+    c("freed_chunk_bidirectional", "A chunk whose windows have no right end", [(19, 5), (6, 2)], freed=True, attrs=window(6, is_causal=0))
+    c("freed_prompt_bf16", "Many tokens of a sequence behind freed blocks", [(150, 80), (60, 2)], dtype="bf16", N=8, K=1, H=64, block=16, rope=64, freed=True, attrs=window(70))
+    c("freed_prompt_large_blocks_f16", "The same in blocks larger than tiles", [(300, 40)], dtype="f16", N=4, K=1, H=64, block=256, freed=True, attrs=window(40))
+    c("freed_tokens_codes", "Tokens over int8 codes, blocks freed", [(70, 1), (40, 1)], dtype="f16", N=4, K=2, H=64, block=32, quant=("i8", True), freed=True, attrs=window(9))
+    c("freed_int4_prompt", "Many tokens over 4-bit codes, blocks freed", [(90, 40)], dtype="bf16", N=4, K=1, H=64, block=16, quant=("i4", False), freed=True, attrs=window(33))
+    c("freed_sink_packed", "Packed tokens, head_sink, blocks freed", [(33, 2), (11, 1)], packed=True, sink=True, rope=16, freed=True, attrs=window(3))
+    c("no_tokens", "Sequences, but no tokens", [(3, 0), (5, 0)])
+    c("no_tokens_freed", "No tokens, no blocks", [(3, 0), (5, 0)], freed=True, packed=True, rope=16, attrs=window(2))
+    c("no_sequences", "No sequences", [])
+    c("no_tokens_codes", "No tokens over codes", [(3, 0)], H=32, quant=("i4", False))
     c("chunk_float8", "Chunks over float8e4m3fn codes; one token goes nowhere", [(3, 4), (8, 2)], skip=(1,), quant=("f8", False))
 
 
@@ -171,11 +202,7 @@ def main():
         return 0
     with tempfile.TemporaryDirectory() as made:
         write_all(made)
-        files = lambda root: sorted(os.path.relpath(os.path.join(d, f), root) for d, _, names in os.walk(root) for f in names)
-        wrong = [f"{f}: is stored or made only" for f in set(files(stored)) ^ set(files(made))]
-        for f in sorted(set(files(stored)) & set(files(made))):
-            why = common.same(f, os.path.join(stored, f), os.path.join(made, f))
-            wrong += [f"{f}: {why}"] if why else []
+        wrong = common.differences(stored, made)
     for line in wrong:
         print("WRONG", line, file=sys.stderr)
     return 1 if wrong else 0

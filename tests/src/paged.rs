@@ -171,6 +171,15 @@ impl PagedCase {
         let blocks = |[past, new]: &[usize; 2]| (past + new).div_ceil(self.block_size);
         self.sequences.iter().map(blocks).collect()
     }
+
+    /// How many of a sequence's first blocks no token sees: those wholly before the window, and all of a sequence without tokens.
+    fn freed(&self, &[past, new]: &[usize; 2]) -> usize {
+        match usize::try_from(self.case.window) {
+            _ if new == 0 => past.div_ceil(self.block_size),
+            Ok(window) => (past + 1).saturating_sub(window) / self.block_size,
+            Err(_) => 0,
+        }
+    }
 }
 
 /// A call's tensors.
@@ -222,12 +231,19 @@ impl Tensors {
         order.shuffle(&mut data.rng);
         let columns = blocks.iter().max().copied().unwrap_or(0) + 1;
         let mut free = order.into_iter();
-        let table: Vec<Vec<i32>> = blocks
-            .iter()
-            .map(|&used| {
-                // What is behind the used ones may be anything.
+        let table: Vec<Vec<i32>> = (blocks.iter().zip(&paged.sequences))
+            .map(|(&used, sequence)| {
+                // What is behind the used ones may be anything, and so may freed ones be, another sequence's block or that of nobody too.
                 let mut row: Vec<_> = free.by_ref().take(used).collect();
                 row.resize_with(columns, || data.rng.random());
+                for block in &mut row[..paged.freed(sequence)] {
+                    *block = match data.rng.random_range(0..4) {
+                        0 => *block,
+                        1 => data.rng.random(),
+                        2 => data.rng.random_range(0..count as i32),
+                        _ => -1,
+                    };
+                }
                 row
             })
             .collect();
@@ -237,7 +253,8 @@ impl Tensors {
         let mut slots = Vec::new();
         let mut held = vec![false; count * paged.block_size];
         for (b, &[past, new]) in paged.sequences.iter().enumerate() {
-            (0..past).for_each(|row| held[place(b, row)] = true);
+            let kept = paged.freed(&[past, new]) * paged.block_size;
+            (kept..past).for_each(|row| held[place(b, row)] = true);
             for row in past..past + new {
                 let skips =
                     paged.skipped.is_some_and(|every| every > 0 && slots.len() % every == 0);

@@ -3,7 +3,7 @@
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::plan::PlanOptions;
+use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_host::reference::Reference;
 use gqa_onnx::{Limits, find_cases};
 use std::path::Path;
@@ -56,4 +56,42 @@ fn rotary_embedding_on_every_back_end() {
     for backend in [&Reference as &dyn Backend, &Cpu::default(), &Sim::default()] {
         check("rotary_embedding", 8, backend);
     }
+}
+
+#[test]
+fn tensor_scatter_on_every_back_end() {
+    for backend in [&Reference as &dyn Backend, &Cpu::default(), &Sim::default()] {
+        check("tensor_scatter", 3, backend);
+    }
+}
+
+#[test]
+fn float64_where_it_is_computed() {
+    for backend in [&Reference as &dyn Backend, &Cpu::default()] {
+        check("float64", 9, backend);
+    }
+}
+
+#[test]
+fn edges_on_reference() {
+    check("edges", 88, &Reference);
+}
+
+#[test]
+fn edges_on_cpu() {
+    check("edges", 88, &Cpu::default());
+}
+
+#[test]
+fn edges_on_sim() {
+    check("edges", 88, &Sim::default());
+}
+
+/// With a launch for each duty, and on a GPU without tensor cores for these types.
+#[test]
+fn edges_on_sim_otherwise() {
+    let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
+    check("edges", 88, &Sim::default().with_options(options));
+    let device = DeviceInfo::known("v100").expect("a known device");
+    check("edges", 88, &Sim::default().with_device(device));
 }

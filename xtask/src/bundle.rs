@@ -19,7 +19,7 @@ cd \"$(dirname \"$0\")\" || exit
 failed=0
 step() { echo \"== $*\"; \"$@\" || { failed=$((failed + 1)); echo \"FAILED: $*\"; }; }
 step ./gqa doctor
-for cases in cases/gqa cases/attention cases/rotary_embedding; do step ./gqa check --backend cuda $cases; done
+for cases in gqa paged attention rotary_embedding tensor_scatter edges; do step ./gqa check --backend cuda cases/$cases; done
 for test in tests/*; do step \"$test\" --include-ignored; done
 echo \"$failed steps failed\"
 exit \"$failed\"

@@ -22,6 +22,7 @@ pub use error::{Error, Result};
 pub use problem::{
     Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem,
     ProblemFields, QkNorm, QkOutput, Quantisation, Rotary, RowLayout, RowStrides, Sink, Strided,
+    WriteMode,
 };
 pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
 

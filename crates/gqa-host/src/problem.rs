@@ -38,6 +38,19 @@ pub enum Computes {
     Rotation,
     /// The cache, with new rows.
     Cache,
+    /// A cache in place, with the rows of an update where each sequence wants them. Rows are of any
+    /// type; where `v_head_size` is 0 there is one tensor, key and present_key.
+    Update(WriteMode),
+}
+
+/// What becomes of rows that are written behind a cache's last one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum WriteMode {
+    /// There are none.
+    #[default]
+    Linear,
+    /// They go to the first rows of the cache, which counts on from its end.
+    Circular,
 }
 
 /// Where present_key and present_value live.
@@ -435,7 +448,7 @@ impl ProblemFields {
             Computes::Attention | Computes::Cache => {
                 self.kv_heads > 0 && self.q_heads > 0 && self.q_heads.is_multiple_of(self.kv_heads)
             }
-            Computes::Rotation => self.q_heads == self.kv_heads,
+            Computes::Rotation | Computes::Update(_) => self.q_heads == self.kv_heads,
         };
         if !agree {
             let got = format!("{} query heads over {} KV heads", self.q_heads, self.kv_heads);

@@ -145,6 +145,10 @@ fn refusals_of_q_k_and_v() {
         |c| c.v = float(&[2, 2, 1, 65537]),
         "V: got (2, 2, 1, 65537), so a head size of 65537; allowed: 1 to 65536",
     );
+    refuses(
+        |c| (c.op, c.nonpad) = (Attention::new().present(true), long(&[3, 5])),
+        "present_key, present_value: got an output; allowed: no output, as nonpad_kv_seqlen is given",
+    );
     let flat = |op: Attention, q: usize, want: &str| {
         refuses(
             |c| {

@@ -122,6 +122,7 @@ fn calls() -> Vec<Call> {
         Call { head_size: 256, ..prompt("a prompt, head size 256") },
         Call { head_size: 512, ..prompt("a prompt, head size 512") },
         Call { head_size: 512, ..token("a token, head size 512") },
+        Call { head_size: 576, ..token("a token, head size 576") },
     ]
 }
 

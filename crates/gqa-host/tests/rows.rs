@@ -3,7 +3,7 @@
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::op::{KvCache, RotaryEmbedding, RotaryInputs};
+use gqa_host::op::{KvCache, RotaryEmbedding, RotaryInputs, ScatterInputs, TensorScatter};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Tensor};
@@ -37,7 +37,9 @@ fn near(got: &Tensor, want: &Tensor, what: &str) {
 fn rows_of_any_size_rotate_alike_everywhere() {
     let (batch, heads, rows, positions) = (2, 3, 5, 11);
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (size, dim) in [(16, 16), (64, 32), (8, 8), (8, 4), (10, 6), (7, 2), (18, 0)] {
+        for (size, dim) in
+            [(16, 16), (64, 32), (8, 8), (8, 4), (10, 6), (7, 2), (18, 0), (700, 640)]
+        {
             for (interleaved, flat, explicit) in
                 [(0, false, true), (1, false, true), (0, true, false), (1, true, true)]
             {
@@ -183,9 +185,9 @@ fn rotation_is_one_launch() {
 
 #[test]
 fn new_rows_go_where_they_are_told_and_nowhere_else() {
-    let (batch, heads, capacity, rows, size) = (3, 2, 9, 4, 16);
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for flat in [false, true] {
+    let (batch, heads, capacity, rows, size) = (3, 2, 9, 4, 12);
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+        for (flat, circular) in [(false, false), (true, false), (false, true), (true, true)] {
             let cache = [batch, heads, capacity, size];
             let before =
                 KvCache { key: numbers(dtype, &cache, 1), value: numbers(dtype, &cache, 2) };
@@ -194,16 +196,16 @@ fn new_rows_go_where_they_are_told_and_nowhere_else() {
                 false => vec![batch, heads, rows, size],
             };
             let (key, value) = (numbers(dtype, &shape, 3), numbers(dtype, &shape, 4));
-            let first = [0i64, 5, 3];
+            let first = if circular { [7i64, 5, 9_000_000_000_008] } else { [0, 5, 3] };
             let indices: Tensor = Array1::from(first.to_vec()).into();
             let want = |old: &Tensor, new: &Tensor| {
                 let (mut all, new) = (old.to_f64(), new.to_f64());
                 for (i, x) in all.iter_mut().enumerate() {
                     let (e, row, head) = (i % size, i / size % capacity, i / size / capacity);
                     let (b, head) = (head / heads, head % heads);
-                    let Some(s) = row.checked_sub(first[b] as usize).filter(|s| *s < rows) else {
-                        continue;
-                    };
+                    let behind = row as i64 - first[b];
+                    let s = if circular { behind.rem_euclid(capacity as i64) } else { behind };
+                    let Ok(s @ 0..=3) = usize::try_from(s) else { continue };
                     *x = match flat {
                         true => new[((b * rows + s) * heads + head) * size + e],
                         false => new[((b * heads + head) * rows + s) * size + e],
@@ -213,7 +215,10 @@ fn new_rows_go_where_they_are_told_and_nowhere_else() {
             };
             for backend in [&Reference as &dyn Backend, &Cpu::default(), &Sim::default()] {
                 let mut after = before.clone();
-                after.write(&key, &value, &indices, backend).unwrap();
+                match circular {
+                    false => after.write(&key, &value, &indices, backend).unwrap(),
+                    true => after.write_circular(&key, &value, &indices, backend).unwrap(),
+                }
                 let name = backend.name();
                 assert_eq!(after.key.to_f64(), want(&before.key, &key), "{name} {dtype} {flat}");
                 assert_eq!(after.value.to_f64(), want(&before.value, &value), "{name} {dtype}");
@@ -251,7 +256,7 @@ fn refusals_of_cache_updates() {
         8,
         &[2, 2, 10, 8],
         &[0, 0],
-        "key: got (2, 2, 10, 8); allowed: 1 to 9 rows, those of the cache",
+        "key: got (2, 2, 10, 8); allowed: up to 9 rows, those of the cache",
     );
     refuses(
         8,
@@ -259,10 +264,57 @@ fn refusals_of_cache_updates() {
         &[0, 0],
         "key: got (2, 4, 8); allowed: (batch_size = 2, rows = 4, kv_num_heads * head_size = 16)",
     );
+    refuses(12, &[2, 2, 4, 12], &[0, 0], "accepted");
+    refuses(8, &[2, 2, 0, 8], &[0, 9], "accepted");
+    let circular = |first: &[i64]| {
+        let mut cache = KvCache { key: zeros(&[2, 2, 9, 8]), value: zeros(&[2, 2, 9, 8]) };
+        let (key, first) = (zeros(&[2, 2, 4, 8]), Array1::from(first.to_vec()).into());
+        let result = cache.write_circular(&key, &key, &first, &Cpu::default());
+        result.map_or_else(|e| e.to_string(), |()| "accepted".to_owned())
+    };
+    assert_eq!(circular(&[8, i64::MAX]), "accepted");
+    assert_eq!(circular(&[8, -1]), "write_indices: got -1 for batch entry 1; allowed: 0 or more");
+}
+
+#[test]
+fn refusals_of_tensor_scatter() {
+    let refuses = |op: TensorScatter, update: &[usize], indices: Option<&[i64]>, want: &str| {
+        let (past_cache, update) = (numbers(DType::F32, &[2, 3, 7, 4], 1), update);
+        let update = numbers(DType::F32, update, 2);
+        let indices = indices.map(|indices| Tensor::from(Array1::from(indices.to_vec())));
+        let inputs = ScatterInputs {
+            past_cache: &past_cache,
+            update: &update,
+            write_indices: indices.as_ref(),
+        };
+        let result = op.run(&inputs, &Cpu::default());
+        assert_eq!(result.map_or_else(|e| e.to_string(), |_| "accepted".to_owned()), want);
+    };
+    let op = TensorScatter::new;
+    refuses(op(), &[2, 3, 7, 4], None, "accepted");
+    refuses(op().axis(1), &[2, 1, 7, 4], Some(&[2, 0]), "accepted");
+    let axis =
+        "of 4 dimensions of past_cache; allowed: a dimension behind the first, which is the batch";
+    for bad in [0, 4, -4, i64::MIN, i64::MAX] {
+        refuses(op().axis(bad), &[2, 3, 7, 4], None, &format!("axis: got {bad} {axis}"));
+    }
     refuses(
-        12,
-        &[2, 2, 4, 12],
-        &[0, 0],
-        "past_key: got (2, 2, 9, 12); allowed: a head_size that is a multiple of 8 from 8 to 65536",
+        op(),
+        &[2, 3, 8, 4],
+        None,
+        "update: got (2, 3, 8, 4); allowed: (batch_size = 2, as past_cache = 3, up to max_sequence_length = 7, as past_cache = 4)",
     );
+    refuses(
+        op(),
+        &[2, 3, 7],
+        None,
+        "update: got (2, 3, 7); allowed: (batch_size = 2, as past_cache = 3, up to max_sequence_length = 7, as past_cache = 4)",
+    );
+    refuses(
+        op(),
+        &[2, 3, 2, 4],
+        Some(&[0, 6]),
+        "write_indices: got 6 for batch entry 1; allowed: 0 to 5, so that 2 rows fit into the cache",
+    );
+    refuses(op(), &[2, 3, 2, 4], Some(&[0]), "write_indices: got (1); allowed: (batch_size = 2)");
 }

@@ -311,6 +311,28 @@ pub struct SlideBiasParams {
     pub columns_out: u32,
 }
 
+/// Scalars of `scatter_rows`. Strides count bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct ScatterParams {
+    /// Strides of the new rows.
+    pub new: Strides,
+    /// Strides of the cache.
+    pub cache: Strides,
+    /// Batch entries.
+    pub batch: u32,
+    /// Heads of a tensor.
+    pub heads: u32,
+    /// New rows of a head, no more than the cache has.
+    pub rows: u32,
+    /// Rows of a head of the cache, up to `i32::MAX`.
+    pub capacity: u32,
+    /// Bytes of a row.
+    pub row_bytes: u32,
+    /// 1: row 0 follows the cache's last one. 0: what is behind it is not written.
+    pub circular: u32,
+}
+
 /// Scalars of the kernels of a cache of blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -354,8 +376,9 @@ pub struct PagedParams {
     pub by_token: u32,
     /// `paged_dequantise` leaves out sequences of fewer tokens.
     pub least: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Newest rows that a token sees, its own included; 0: all. `paged_gather` and
+    /// `paged_dequantise` do not read others.
+    pub window: u32,
 }
 
 /// Scalars of the decode kernels.
@@ -420,4 +443,5 @@ const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 20 * 4);
+const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

@@ -29,7 +29,7 @@ proptest! {
         (block_size, blocks, per_sequence) in (1..=5u32, 1..=4u32, 1..=3u32),
         integers in [integers(4), integers(3), integers(9), integers(6)],
         [has_slots, moves, by_token] in any::<[bool; 3]>(),
-        seed in any::<u64>(),
+        (window, seed) in (0..=5u32, any::<u64>()),
     ) {
         let (q_heads, kv_heads, head_size) = (2, 1, 16);
         let strides = |heads: u32| {
@@ -40,7 +40,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(), least: 2, reserved: 0,
+            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(), least: 2, window,
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;

@@ -406,11 +406,11 @@ pub(crate) mod tests {
         refused(|g| g.node.push(NodeProto::default()), "model: got 2 nodes; allowed: one node");
         refused(
             |g| g.node[0].domain.clear(),
-            "operator: got \"ai.onnx.GroupQueryAttention\"; allowed: com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding",
+            "operator: got \"ai.onnx.GroupQueryAttention\"; allowed: com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding, ai.onnx.TensorScatter",
         );
         refused(
             |g| g.node[0].op_type = "Add".into(),
-            "operator: got \"com.microsoft.Add\"; allowed: com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding",
+            "operator: got \"com.microsoft.Add\"; allowed: com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding, ai.onnx.TensorScatter",
         );
         refused(
             |g| g.node[0].input[5].clear(),

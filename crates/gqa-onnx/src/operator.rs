@@ -4,9 +4,12 @@ mod attention;
 mod gqa;
 mod paged;
 mod rotary;
+mod scatter;
 
 use gqa_host::backend::Backend;
-use gqa_host::op::{Attention, GroupQueryAttention, PagedAttention, RotaryEmbedding};
+use gqa_host::op::{
+    Attention, GroupQueryAttention, PagedAttention, RotaryEmbedding, TensorScatter,
+};
 use gqa_host::{Problem, Tensor};
 
 use crate::opset::{Imports, MICROSOFT, ONNX, domain_name};
@@ -30,10 +33,12 @@ pub enum Operator {
     PagedAttention(PagedAttention),
     /// ai.onnx.RotaryEmbedding
     RotaryEmbedding(RotaryEmbedding),
+    /// ai.onnx.TensorScatter
+    TensorScatter(TensorScatter),
 }
 
 /// What [`Operator::from_node`] knows, as messages list it.
-const SUPPORTED: &str = "com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding";
+const SUPPORTED: &str = "com.microsoft.GroupQueryAttention, com.microsoft.PagedAttention, ai.onnx.Attention, ai.onnx.RotaryEmbedding, ai.onnx.TensorScatter";
 
 impl Operator {
     /// The node's operator, as the operator sets that the model imports define it.
@@ -55,6 +60,10 @@ impl Operator {
                 imports.definition(&rotary::DEFINITIONS)?;
                 rotary::from_node(node).map(Self::RotaryEmbedding)
             }
+            (ONNX, "TensorScatter") => {
+                imports.definition(&scatter::DEFINITIONS)?;
+                scatter::from_node(node).map(Self::TensorScatter)
+            }
             (domain, op) => {
                 let got = format!("{:?}", format!("{domain}.{op}"));
                 Err(Error::invalid("operator", got, SUPPORTED))
@@ -69,6 +78,7 @@ impl Operator {
             Self::Attention { .. } => &attention::INPUTS,
             Self::PagedAttention(_) => &paged::INPUTS,
             Self::RotaryEmbedding(_) => &rotary::INPUTS,
+            Self::TensorScatter(_) => &scatter::INPUTS,
         }
     }
 
@@ -79,6 +89,7 @@ impl Operator {
             Self::Attention { .. } => &attention::OUTPUTS,
             Self::PagedAttention(_) => &paged::OUTPUTS,
             Self::RotaryEmbedding(_) => &rotary::OUTPUTS,
+            Self::TensorScatter(_) => &scatter::OUTPUTS,
         }
     }
 }
@@ -145,6 +156,7 @@ impl Call {
             Operator::Attention { op, opset } => attention::problem(op, *opset, &self.arguments),
             Operator::PagedAttention(op) => paged::problem(op, &self.arguments),
             Operator::RotaryEmbedding(op) => rotary::problem(op, &self.arguments),
+            Operator::TensorScatter(op) => scatter::problem(op, &self.arguments),
         }
     }
 
@@ -157,6 +169,7 @@ impl Call {
             }
             Operator::PagedAttention(op) => paged::run(op, &self.arguments, backend),
             Operator::RotaryEmbedding(op) => rotary::run(op, &self.arguments, backend),
+            Operator::TensorScatter(op) => scatter::run(op, &self.arguments, backend),
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Operators: attributes and inputs as ONNX has them.
 
 mod attention;
-mod cache;
 mod gqa;
 mod paged;
 mod rotary;
+mod scatter;
 mod shapes;
 pub(crate) mod validate;
 mod validate_attention;
@@ -13,6 +13,7 @@ pub use attention::{Attention, AttentionInputs, AttentionOutputs};
 pub use gqa::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
 pub use paged::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes};
 pub use rotary::{RotaryEmbedding, RotaryInputs};
+pub use scatter::{ScatterInputs, TensorScatter};
 pub use shapes::Shapes;
 pub use validate_attention::AttentionShapes;
 

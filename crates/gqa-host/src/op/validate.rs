@@ -12,7 +12,9 @@ use crate::{
 };
 use inputs::{Heads, Query};
 pub(super) use inputs::{MAX_HEAD_SIZE, both};
-pub(super) use pattern::{Dim, MAX_HEADS, Pattern, addressable, check_rows, head_count, shape};
+pub(super) use pattern::{
+    Dim, MAX_COUNT, MAX_HEADS, Pattern, addressable, check_rows, head_count, shape,
+};
 use quantisation::quantisation;
 pub(super) use quantisation::{check_scales, check_types};
 

@@ -7,8 +7,8 @@ use super::launch::{Launch, Plan};
 use super::options::PlanOptions;
 use super::scratch::Scratch;
 use super::tensors::TensorSpec;
-use super::{paged, sliding};
-use crate::{Error, Problem, Result};
+use super::{paged, scatter, sliding};
+use crate::{Computes, Error, Problem, Result};
 
 /// Chooses the kernels for `problem` on `device`.
 ///
@@ -22,7 +22,10 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
         _ if problem.is_empty() => Composed::default(),
         (Some(pages), _) => paged::compose(problem, pages, device, options, &mut scratch)?,
         (None, Some(how)) => sliding::compose(problem, how, device, options, &mut scratch)?,
-        (None, None) => Composed::of(problem, device, options, &mut scratch)?,
+        (None, None) => match problem.computes {
+            Computes::Update(mode) => scatter::compose(problem, mode, device)?,
+            _ => Composed::of(problem, device, options, &mut scratch)?,
+        },
     };
     let Composed { launches, decisions, positions } = composed;
     check_forced(options, &launches)?;

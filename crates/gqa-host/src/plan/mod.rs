@@ -17,7 +17,7 @@
 //!
 //! `decode`, and `decode_codes` where the cache is quantised, do all of this but QK-norm themselves where the cache is shared. `hopper`, in its kernels of two warpgroups and without parts of the keys, rotates queries itself where
 //! positions are implicit, so that Q is read where it is: `concat_kv_in_place`, which rotates K then, or `concat_new_to_past_kv` is all that comes before it, and nothing where there is nothing to append. The standalone RotaryEmbedding is one launch, `rotary_embedding` or, where
-//! rows are no vectors, `rotary_rows`; a cache update is `concat_kv_in_place`. Attention reads K and V from the present cache, or where they
+//! rows are no vectors, `rotary_rows`; a cache update is `scatter_rows`. Attention reads K and V from the present cache, or where they
 //! are: `decode` or `decode_codes`, `split_kv` and `combine`, `hopper` or `hopper_split` and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`,
 //! `tiled_wide` (and `combine`), `general`, or the three unfused kernels.
 
@@ -44,6 +44,7 @@ mod prologue;
 mod rebind;
 mod requirements;
 mod rows;
+mod scatter;
 mod scratch;
 mod select;
 mod sliding;

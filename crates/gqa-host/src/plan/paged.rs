@@ -102,7 +102,7 @@ impl<'a> Prologue<'a> {
             per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
             by_token: 0,
             least: 0,
-            reserved: 0,
+            window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,

@@ -30,7 +30,8 @@ pub(super) fn among(
     let typed = || entries().filter(fits).filter(|entry| element(p.dtype) == Some(entry.dtype));
     let largest = typed().map(|entry| entry.head_size).max();
     let max = largest.ok_or(Rejection::ElementType { got: p.dtype })?;
-    let holds = |entry: &&Entry| entry.head_size as usize >= p.head_size.max(p.v_head_size);
+    let size = p.head_size.max(p.v_head_size);
+    let holds = |entry: &&Entry| entry.head_size == 0 || entry.head_size as usize >= size;
     let smallest = typed().filter(holds).min_by_key(|entry| (entry.head_size, unsuited(entry)));
     let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     runs_on(entry, call.device)?;

@@ -55,7 +55,7 @@ tensors! {
     /// query or packed QKV
     Query: "query", Input, |p| {
         let shape = if p.packed { p.packed_shape() } else { p.query_shape() };
-        Some(spec(p.computes != Computes::Cache, p.dtype, shape)?.strided(p.strided.query))
+        Some(spec(has_rows_out(p), p.dtype, shape)?.strided(p.strided.query))
     };
     /// key
     Key: "key", Input, |p| {
@@ -63,7 +63,7 @@ tensors! {
     };
     /// value
     Value: "value", Input, |p| {
-        Some(spec(has_rows(p), p.v_dtype, p.value_shape())?.strided(p.strided.value))
+        Some(spec(has_rows(p) && has_values(p), p.v_dtype, p.value_shape())?.strided(p.strided.value))
     };
     /// past_key
     PastKey: "past_key", Input, |p| {
@@ -74,7 +74,9 @@ tensors! {
         spec(has_past(p), p.value_cache_dtype(), p.value_cache_shape(p.past_capacity))
     };
     /// seqlens_k, or past_seqlens where the cache is paged
-    SeqlensK: "seqlens_k", Input, |p| spec(true, DType::I32, [p.batch]);
+    SeqlensK: "seqlens_k", Input, |p| spec(!is_update(p), DType::I32, [p.batch]);
+    /// The row of the cache that takes the first one of an update
+    WriteIndices: "write_indices", Input, |p| spec(is_update(p), DType::I32, [p.batch]);
     /// cos_cache
     CosCache: "cos_cache", Input, rotations;
     /// sin_cache
@@ -115,7 +117,7 @@ tensors! {
     /// output
     Output: "output", Output, |p| {
         let shape = p.output_shape();
-        Some(spec(p.computes != Computes::Cache, p.out_dtype, shape)?.strided(p.strided.output))
+        Some(spec(has_rows_out(p), p.out_dtype, shape)?.strided(p.strided.output))
     };
     /// present_key
     PresentKey: "present_key", Cache, |p| {
@@ -123,7 +125,8 @@ tensors! {
     };
     /// present_value
     PresentValue: "present_value", Cache, |p| {
-        spec(p.has_present(), p.value_cache_dtype(), p.value_cache_shape(p.capacity))
+        let is_there = p.has_present() && has_values(p);
+        spec(is_there, p.value_cache_dtype(), p.value_cache_shape(p.capacity))
     };
     /// output_qk
     OutputQk: "output_qk", Output, |p| {
@@ -140,6 +143,20 @@ fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<Te
 /// Whether key and value are tensors of the call.
 fn has_rows(p: &Problem) -> bool {
     p.computes != Computes::Rotation && !p.packed
+}
+
+/// Whether rows are made of those of query.
+fn has_rows_out(p: &Problem) -> bool {
+    matches!(p.computes, Computes::Attention | Computes::Rotation)
+}
+
+fn is_update(p: &Problem) -> bool {
+    matches!(p.computes, Computes::Update(_))
+}
+
+/// Whether there are values beside the keys: an update may be of one tensor.
+fn has_values(p: &Problem) -> bool {
+    p.v_head_size > 0
 }
 
 fn has_past(p: &Problem) -> bool {

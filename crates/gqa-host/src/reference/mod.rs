@@ -6,6 +6,7 @@
 mod codes;
 mod paged;
 mod rows;
+mod update;
 
 use crate::backend::{Backend, Io};
 use crate::plan::TensorId;
@@ -59,10 +60,11 @@ pub struct Exact {
 /// As [`Backend::run`].
 pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     io.check(problem)?;
-    match problem.pages {
+    match (problem.computes, problem.pages) {
         _ if problem.is_empty() => Ok(Exact::default()),
-        Some(pages) => paged::attend(problem, pages, io),
-        None => compute(problem, io),
+        (Computes::Update(mode), _) => update::update(problem, mode, io).map(|()| Exact::default()),
+        (_, Some(pages)) => paged::attend(problem, pages, io),
+        _ => compute(problem, io),
     }
 }
 
@@ -72,7 +74,7 @@ fn compute(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     Ok(match problem.computes {
         Computes::Attention => call.attend(),
         Computes::Rotation => call.rotate(),
-        Computes::Cache => Exact::default(),
+        Computes::Cache | Computes::Update(_) => Exact::default(),
     })
 }
 

@@ -35,6 +35,13 @@ impl Sequence {
         Seqlen { total: self.past + self.new, past: self.past }
     }
 
+    /// Whether none of its tokens sees its row `row`, because that is before the window of the first
+    /// token; a window of 0 is none. The row's block may belong to another sequence by now.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn is_hidden(self, row: u32, window: u32) -> bool {
+        window > 0 && row < (self.past + 1).saturating_sub(window)
+    }
+
     /// The token that is row `row` of `q_len` rows, of which the last stands at the end of the sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn token(self, row: u32, q_len: u32) -> Option<u32> {

@@ -5,7 +5,7 @@
 //!
 //! One thread has 8 numbers of each of four rows. Tensors: k_cache, v_cache (block, row, KV head, head size), codes in 32-bit words; k_scale, v_scale of one element or
 //! (KV head, head size); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table (batch, those blocks), of which entries behind the rows of a sequence
-//! stay as they are, as such rows do.
+//! stay as they are, as such rows do. Rows that no token sees are not read; they get the numbers of zero bytes.
 
 use super::paged::{Blocks, sequence_of};
 use super::quantise::{NUMBERS, decode, load};
@@ -68,7 +68,8 @@ pub fn paged_dequantise<T: Element, C: Code>(
         };
         let codes: [_; ROWS] = core::array::from_fn(|i| {
             let row = first + i as u32;
-            let place = if row < total { blocks.row(&p, b, row) } else { None };
+            let seen = row < total && !sequence.is_hidden(row, p.window);
+            let place = if seen { blocks.row(&p, b, row) } else { None };
             place.map_or([0; 2], |place| load::<C>(cache, element(place)))
         });
         let channel = |i| ((head * p.head_size) as usize + e + i) * p.per_channel as usize;

@@ -1,10 +1,11 @@
 //! How many blocks a launch has.
 
 use super::{
-    THREADS, append, concat, dequantise, norm, paged, positions, quantise, rope, slide, unpack,
+    THREADS, append, concat, dequantise, norm, paged, positions, quantise, rope, scatter, slide,
+    unpack,
 };
 use crate::num::DType;
-use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
+use crate::params::{PagedParams, PrologueParams, ScatterParams, SlideBiasParams, SlideParams};
 use crate::registry::{Entry, Role};
 
 /// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
@@ -28,6 +29,11 @@ pub fn slide_lengths_grid(p: &SlideParams, multiprocessors: u32) -> [u32; 3] {
 /// Grid of `slide_bias`.
 pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
     of_threads(slide::slide_bias_size(p), multiprocessors)
+}
+
+/// Grid of `scatter_rows`, for so many tensors.
+pub fn scatter_rows_grid(p: &ScatterParams, tensors: u32, multiprocessors: u32) -> [u32; 3] {
+    of_threads(scatter::scatter_rows_size(p, tensors), multiprocessors)
 }
 
 /// Grid of the kernels of a cache of blocks.

@@ -17,6 +17,7 @@
 //! | `quantise_kv` | codes of new rows in a quantised cache, and numbers of all codes | [`quantise`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
+//! | `scatter_rows` | writes rows into a cache at a row of each sequence's own | [`scatter`] |
 //! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
 //! | `slide_kv`, `slide_lengths`, `slide_bias` | a cache that slides, as one that does not | [`slide`] |
 
@@ -28,6 +29,7 @@ pub mod paged;
 pub mod positions;
 pub mod quantise;
 pub mod rope;
+pub mod scatter;
 pub mod slide;
 pub mod unpack;
 pub mod walk;
@@ -48,4 +50,6 @@ fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
 #[cfg(not(target_arch = "nvptx64"))]
 mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use grid::{grid, paged_grid, slide_bias_grid, slide_kv_grid, slide_lengths_grid};
+pub use grid::{
+    grid, paged_grid, scatter_rows_grid, slide_bias_grid, slide_kv_grid, slide_lengths_grid,
+};

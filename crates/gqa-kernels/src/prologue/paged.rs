@@ -225,7 +225,8 @@ pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.row_vectors]
 }
 
-/// Copies every sequence's rows side by side; rows behind them stay as they are.
+/// Copies every sequence's rows side by side, zeros for those that no token sees; rows behind them
+/// stay as they are.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather(
     starts: Global<i32>,
@@ -241,7 +242,8 @@ pub fn paged_gather(
 ) {
     let blocks = Blocks { table: block_table, slot_mapping };
     for [b, head, row, vector] in Walk::over(paged_gather_size(&p)) {
-        let total = sequence_of(&p, starts, past_seqlens, b).seqlen().total;
+        let sequence = sequence_of(&p, starts, past_seqlens, b);
+        let total = sequence.seqlen().total;
         if head + row + vector == 0 {
             lengths.store(b as usize, total as i32 - 1);
         }
@@ -253,7 +255,8 @@ pub fn paged_gather(
         } else {
             (v_cache, present_v, head - p.kv_heads)
         };
-        let words = match blocks.row(&p, b, row) {
+        let hidden = sequence.is_hidden(row, p.window);
+        let words = match if hidden { None } else { blocks.row(&p, b, row) } {
             Some(place) => from.load_vec(byte(&p, [place, p.kv_heads, head], vector)),
             None => [0; 4],
         };

@@ -133,6 +133,8 @@ roles! {
     Unpack: "unpack_qkv";
     /// Quantizes new rows into the cache, and dequantizes all of it into scratch.
     QuantizeKv: "quantise_kv";
+    /// Writes rows into a cache at a row of each sequence's own.
+    ScatterRows: "scatter_rows";
     /// Rotates rows.
     RotaryEmbedding: "rotary_embedding";
     /// Rotates rows that are no vectors.

@@ -35,7 +35,7 @@ kernels!(GENERAL_OUT32, General: Attention, "family-general",
 });
 
 kernels!(UNFUSED_SCORES, Unfused: Scores, "family-unfused", (q: T, k: T, scores: f32; p: MaskedParams),
-    each { head_size: general::MAX_HEAD_SIZE, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
+    each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
            shared: unfused::SHARED_BYTES, hot: true, min_sm: 70 }, {
     gqa_unfused_scores_f32 => unfused_scores::<f32>, T = f32;
     gqa_unfused_scores_f16 => unfused_scores::<f16>, T = f16;

@@ -1,7 +1,7 @@
 //! What comes before attention, and what comes after it.
 
 use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
-use crate::params::{PagedParams, PrologueParams, SlideBiasParams, SlideParams};
+use crate::params::{PagedParams, PrologueParams, ScatterParams, SlideBiasParams, SlideParams};
 use crate::prologue::{
     self,
     append::concat_kv_in_place,
@@ -12,6 +12,7 @@ use crate::prologue::{
     positions::seqlens_to_pos_ids,
     quantise::quantise_kv,
     rope::{rotary_embedding, rotary_rows},
+    scatter::scatter_rows,
     slide::{slide_bias, slide_kv, slide_lengths},
     unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
 };
@@ -33,6 +34,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     PAGED_DEQUANTISE,
     PAGED_GATHER,
     PAGED_SCATTER,
+    SCATTER_ROWS,
     SLIDE_KV,
     SLIDE_LENGTHS,
     SLIDE_BIAS,
@@ -173,6 +175,12 @@ kernels!(PAGED_GATHER, Prologue: PagedGather, "family-prologue",
 kernels!(PAGED_SCATTER, Prologue: PagedScatter, "family-prologue", (rows: u8, starts: i32, past_seqlens: i32, out: u8; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_scatter => paged_scatter, T = f32;
+});
+
+kernels!(SCATTER_ROWS, Prologue: ScatterRows, "family-prologue",
+    (k: u8, v: u8, first: i32, present_k: u8, present_v: u8; p: ScatterParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_scatter_rows => scatter_rows, T = f32;
 });
 
 kernels!(SLIDE_KV, Prologue: SlideKv, "family-prologue",

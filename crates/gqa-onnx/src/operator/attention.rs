@@ -120,3 +120,37 @@ fn inputs(arguments: &Arguments) -> Result<AttentionInputs<'_>> {
         ..AttentionInputs::new(required(0)?, required(1)?, required(2)?)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(inputs: &[&str], outputs: &[&str]) -> NodeProto {
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        NodeProto { input: names(inputs), output: names(outputs), ..NodeProto::default() }
+    }
+
+    fn refusal(inputs: &[&str], outputs: &[&str], opset: i64) -> String {
+        let read = from_node(&node(inputs, outputs), opset);
+        read.map_or_else(|e| e.to_string(), |_| "accepted".to_owned())
+    }
+
+    #[test]
+    fn present_needs_no_past_and_a_past_needs_present() {
+        let past = ["q", "k", "v", "", "pk", "pv"];
+        for outputs in [&["y"][..], &["y", "k2"], &["y", "", "v2"], &["y", "k2", "v2", "qk"]] {
+            assert_eq!(refusal(&past[..3], outputs, 23), "accepted");
+        }
+        assert_eq!(refusal(&past, &["y", "k2", "v2"], 23), "accepted");
+        let missing = |name| format!("{name}: got no output; allowed: one, as past_key is given");
+        assert_eq!(refusal(&past, &["y"], 23), missing("present_key"));
+        assert_eq!(refusal(&past, &["y", "k2"], 23), missing("present_value"));
+    }
+
+    #[test]
+    fn operator_set_24_brought_an_input() {
+        let nonpad = ["q", "k", "v", "", "", "", "n"];
+        assert_eq!(refusal(&nonpad, &["y"], 23), "inputs: got 7; allowed: at most 6");
+        assert_eq!(refusal(&nonpad, &["y"], 24), "accepted");
+    }
+}

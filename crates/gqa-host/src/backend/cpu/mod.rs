@@ -21,6 +21,7 @@ mod rows;
 mod sequence;
 mod sliding;
 mod task;
+mod update;
 
 use super::{Backend, Io};
 use crate::plan::TensorId;
@@ -60,6 +61,9 @@ impl Cpu {
         if problem.is_empty() {
             return Ok(());
         }
+        if let Computes::Update(mode) = problem.computes {
+            return update::run(problem, mode, io);
+        }
         if let Some(pages) = problem.pages {
             return self.run_paged(problem, pages, io);
         }
@@ -86,7 +90,7 @@ impl Cpu {
             }
             Computes::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), None, io),
             Computes::Rotation => rotate(p, &sequences, rope.as_ref(), io),
-            Computes::Cache => Ok(()),
+            Computes::Cache | Computes::Update(_) => Ok(()),
         }
     }
 

@@ -12,6 +12,8 @@ pub(in crate::op) enum Dim {
     Either(&'static str, usize, usize),
     /// That or more.
     AtLeast(&'static str, usize),
+    /// That or less.
+    AtMost(&'static str, usize),
     /// Anything.
     Any(&'static str),
 }
@@ -22,6 +24,7 @@ impl Dim {
             Self::Is(_, n) => got == n,
             Self::Either(_, a, b) => got == a || got == b,
             Self::AtLeast(_, n) => got >= n,
+            Self::AtMost(_, n) => got <= n,
             Self::Any(_) => true,
         }
     }
@@ -33,6 +36,7 @@ impl fmt::Display for Dim {
             Self::Is(name, n) => write!(f, "{name} = {n}"),
             Self::Either(name, a, b) => write!(f, "{name} = {a} or {b}"),
             Self::AtLeast(name, n) => write!(f, "{name} >= {n}"),
+            Self::AtMost(name, n) => write!(f, "up to {name} = {n}"),
             Self::Any(name) => f.write_str(name),
         }
     }

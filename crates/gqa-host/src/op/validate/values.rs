@@ -3,7 +3,7 @@
 use super::pattern::shape;
 use crate::op::paged::Lengths;
 use crate::plan::{TensorId, Tensors};
-use crate::{Alignment, Error, Phase, Problem, QkOutput, Result, Tensor};
+use crate::{Alignment, Computes, Error, Phase, Problem, QkOutput, Result, Tensor, WriteMode};
 
 /// The value of total_sequence_length.
 pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
@@ -25,6 +25,9 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
     if let Some(pages) = p.pages {
         return Lengths::of(inputs, pages.tokens)?.check(p, pages, inputs);
     }
+    if let Computes::Update(mode) = p.computes {
+        return check_first_rows(p, mode, inputs.need(TensorId::WriteIndices)?);
+    }
     let bounds = Bounds::of(p);
     let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
     for (b, &last) in last.iter().enumerate() {
@@ -40,6 +43,22 @@ pub(in crate::op) fn integers<'a>(argument: &'static str, tensor: &'a Tensor) ->
         Tensor::I32(array) => Ok(array.as_slice()),
         _ => Err(Error::invalid(argument, tensor.dtype(), "int32")),
     }
+}
+
+/// Errs unless all new rows of an update go into the cache.
+fn check_first_rows(p: &Problem, mode: WriteMode, first: &Tensor) -> Result<()> {
+    const NAME: &str = "write_indices";
+    let last = match mode {
+        WriteMode::Linear => p.capacity.checked_sub(p.new_len),
+        WriteMode::Circular => Some(p.capacity.saturating_sub(1)),
+    };
+    for (b, &first) in integers(NAME, first)?.iter().enumerate() {
+        if !usize::try_from(first).is_ok_and(|first| last.is_some_and(|last| first <= last)) {
+            let allowed = format!("where {} rows fit into {}", p.new_len, p.capacity);
+            return Err(Error::invalid(NAME, format!("{first} for batch entry {b}"), allowed));
+        }
+    }
+    Ok(())
 }
 
 /// Errs unless numbers can be divided by every scale.

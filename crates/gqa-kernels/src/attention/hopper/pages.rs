@@ -12,8 +12,10 @@
 
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile};
-use super::work::{Draw, KeyTiles, Place, Slot, Work, quotient};
+use super::work::{Draw, KeyTiles, Place, Slot, Work, first_key, quotient};
+use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
+use crate::concept::seqlen::Seqlen;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 
@@ -121,11 +123,14 @@ impl Pages {
         sequence.of_at_least(self.least)
     }
 
-    /// Where this lane's box of tile number `tile` of a sequence with `keys` keys is in the cache; behind these it may be any of the sequence's.
+    /// Where this lane's box of tile number `tile` is in the cache. In place of a box that has none
+    /// of the keys `seen` comes one that has some: behind a sequence there are no blocks, and those
+    /// wholly before a window may belong to another sequence by now.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, keys: u32) -> Spot {
+    fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, seen: Visible) -> Spot {
         let height = self.box_rows::<S>();
-        let key = (tile * S::N + nth_box() * height).min(keys.max(1) - 1) & !(height - 1);
+        let key = (tile * S::N + nth_box() * height).min(seen.end - 1).max(seen.first);
+        let key = key & !(height - 1);
         let entry = batch * self.per_sequence + (key >> self.log_rows);
         let block = (self.table.load(entry as usize) as u32).min(self.last);
         Spot { row: key & ((1 << self.log_rows) - 1), head, block }
@@ -174,10 +179,12 @@ impl Boxes {
         &mut self,
         place: Place,
         keys: KeyTiles,
-        total: u32,
+        seqlen: Seqlen,
         p: &AttentionParams,
         mut before_last: impl FnMut(),
     ) {
+        let first = first_key(place.row, seqlen, p);
+        let seen = Visible { first, end: seqlen.total.max(1) };
         // Opaque, or the comparisons with 0 would take predicates from all the kernel.
         let head = quotient(place.head, quotient(opaque(p.q_heads), opaque(p.kv_heads)));
         let mut tile = keys.end;
@@ -186,7 +193,7 @@ impl Boxes {
             if tile == keys.first {
                 before_last();
             }
-            let spot = self.pages.find_box::<S>(tile, head, place.batch, total);
+            let spot = self.pages.find_box::<S>(tile, head, place.batch, seen);
             self.load::<S>(self.k, spot);
             self.load_behind::<S>();
             self.behind = Some(spot);
@@ -266,7 +273,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
         }
         n += 1;
         // The answer comes while the last tiles wait for room.
-        boxes.load_all::<S>(work.place, work.keys, work.seqlen.total, p, draw_next);
+        boxes.load_all::<S>(work.place, work.keys, work.seqlen, p, draw_next);
     }
     if leads {
         Slot::announce::<S>(base, n, None);
@@ -292,10 +299,10 @@ pub(super) fn share_keys_and_values<S: Tile>(
             break;
         }
         n += 1;
-        let (place, total) = (slot.place::<S>(), slot.seqlen().total);
+        let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
         // The first lane arrives for all.
         sync_warp();
-        boxes.load_all::<S>(place, keys, total, p, || ());
+        boxes.load_all::<S>(place, keys, seqlen, p, || ());
     }
     boxes.load_behind::<S>();
 }

@@ -145,6 +145,13 @@ impl KeyTiles {
     }
 }
 
+/// The first key that row `row`, a token, sees; later rows see none before it.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn first_key(row: u32, seqlen: Seqlen, p: &AttentionParams) -> u32 {
+    let end = (seqlen.past + row + 1).min(seqlen.total);
+    if p.window > 0 { end.saturating_sub(p.window) } else { 0 }
+}
+
 /// The work tiles of a block: the first by the block's number, each further one from a counter, when its keys are about to be
 /// loaded. Blocks that are done early draw more.
 pub(super) struct Draw {

@@ -1,0 +1,34 @@
+//! Rows that go into a cache at a row of each sequence's own, as bytes.
+
+use super::element::foreign;
+use crate::backend::Io;
+use crate::plan::TensorId;
+use crate::{Problem, Result, Tensor, WriteMode};
+use rayon::prelude::*;
+
+/// Updates one tensor, or keys and values.
+pub(super) fn run(p: &Problem, mode: WriteMode, io: &mut Io<'_>) -> Result<()> {
+    let first = io.need(TensorId::WriteIndices)?;
+    let Tensor::I32(indices) = first else { return Err(foreign("write_indices", first)) };
+    let first = indices.as_slice();
+    write(p, mode, first, io.need(TensorId::Key)?.bytes(), io.present_key.bytes_mut()?);
+    if p.v_head_size > 0 {
+        write(p, mode, first, io.need(TensorId::Value)?.bytes(), io.present_value.bytes_mut()?);
+    }
+    Ok(())
+}
+
+/// Heads in parallel.
+fn write(p: &Problem, mode: WriteMode, first: &[i32], new: &[u8], cache: &mut [u8]) {
+    let (layout, size) = (p.key_layout(), p.dtype.size());
+    let row = p.head_size * size;
+    cache.par_chunks_exact_mut(p.capacity * row).enumerate().for_each(|(i, cache)| {
+        let (b, head) = (i / p.kv_heads, i % p.kv_heads);
+        for s in 0..p.new_len {
+            let at = first[b] as usize + s;
+            let at = if mode == WriteMode::Circular { at % p.capacity } else { at };
+            let from = layout.at(b, head, s) * size;
+            cache[at * row..][..row].copy_from_slice(&new[from..][..row]);
+        }
+    });
+}

@@ -1,0 +1,1 @@
+Bpresent_cacheJPп>0дидо;OхихZ╪<I≤нXк╨R╚и<DжOQжтылZQ<QO:╒QQ@XD╪54FUMх╦;BпM╨Dпь*эыхXр2лPн╧M╛мQб╦N
