@@ -31,6 +31,7 @@ pub struct Call {
     scales: Option<[Tensor; 2]>,
     /// q_norm_weight and k_norm_weight.
     norm_weights: Option<[Tensor; 2]>,
+    output_scale: Option<Tensor>,
 }
 
 impl Call {
@@ -68,6 +69,7 @@ impl Call {
             head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
             scales,
             norm_weights: case.qk_norm.then(|| [(); 2].map(|()| data.normal(&[size], 1.0))),
+            output_scale: case.output_scale.map(|scale| ndarray::arr1(&[scale]).into()),
             case: case.clone(),
         }
     }
@@ -177,6 +179,7 @@ impl Call {
             v_scale: self.scales.as_ref().map(|[_, value]| value),
             q_norm_weight: self.norm_weights.as_ref().map(|[query, _]| query),
             k_norm_weight: self.norm_weights.as_ref().map(|[_, key]| key),
+            output_scale: self.output_scale.as_ref(),
             ..Inputs::new(&self.query, &self.seqlens_k, &self.total_sequence_length)
         }
     }

@@ -82,6 +82,8 @@ pub struct Case {
     pub lse: bool,
     /// Output of float32, whatever the type.
     pub float32_output: bool,
+    /// Output of float8e4m3fn, and what times it is meant.
+    pub output_scale: Option<f32>,
     /// Lengths and cache may be read before the launch ahead has ended.
     pub settled: bool,
     /// Products of float8 are allowed.
@@ -165,7 +167,7 @@ impl Case {
             .layout(self.layout)
             .log_sum_exp(self.lse)
             .settled_cache(self.settled)
-            .float32_output(self.float32_output)
+            .float32_output(self.float32_output && self.output_scale.is_none())
             .float8_products(self.float8_products)
     }
 }
@@ -335,6 +337,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         settled,
         float8_products: false,
         float32_output,
+        output_scale: None,
         spread,
         seed,
     }
@@ -382,6 +385,15 @@ pub fn sliding(
             qk_norm: case.qk_norm && turns,
             ..case
         }
+    })
+}
+
+/// The same calls with output of float8e4m3fn, of which the largest numbers are clamped.
+pub fn quantized_output(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
+    (cases, 0.002f32..0.1).prop_map(|(case, scale)| Case {
+        output_scale: Some(scale),
+        lse: case.lse && case.seed % 4 == 0,
+        ..case
     })
 }
 

@@ -38,6 +38,15 @@ impl Tolerance {
     }
 }
 
+impl Tolerance {
+    /// Of numbers that are divided by `scale` and rounded to float8e4m3fn on both sides, by up to 1/16 each, the small ones by half of what they are
+    /// apart.
+    pub(crate) fn quantized(self, scale: f32) -> Self {
+        let absolute = self.absolute / f64::from(scale) + 1.0 / 512.0;
+        Self { absolute, relative: self.relative + 0.14 }
+    }
+}
+
 /// Size of the differences met so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Errors {

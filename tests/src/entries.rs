@@ -4,7 +4,7 @@ use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
     half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantised,
-    quantised_steps, sliding, steps,
+    quantised_steps, quantized_output, sliding, steps,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -79,6 +79,9 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         biased_prompts(256, 200).prop_map(shared),
         steps(400).prop_map(shared),
         steps(400).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
+        quantized_output(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
+        quantized_output(prompts(256, 200)).prop_map(shared),
+        quantized_output(steps(400)).prop_map(shared),
         quantised(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         quantised_steps(400).prop_map(shared),
         float8_prompts(200).prop_map(shared),

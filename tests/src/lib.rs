@@ -12,8 +12,8 @@ pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{
     Bias, Case, Positions, any_quantisation, biased_prompts, case, float8_prompts, heads_up_to,
-    prompts, prompts_of_wide_scores, quantised, quantised_steps, rotated_prompts, sliding, steps,
-    tall_steps, turned_float8_prompts,
+    prompts, prompts_of_wide_scores, quantised, quantised_steps, quantized_output, rotated_prompts,
+    sliding, steps, tall_steps, turned_float8_prompts,
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::every_entry;

@@ -1,6 +1,6 @@
 //! One test body for every back end: random calls, poisoned outputs, compared with the f64 reference.
 
-use crate::compare::{equal_codes, neighbouring_codes, unrounded};
+use crate::compare::{equal_codes, neighbouring_codes, tensors, unrounded};
 use crate::{Call, Case, Errors, Tolerance, compare};
 use gqa_host::backend::Backend;
 use gqa_host::op::{KvCache, Outputs};
@@ -128,7 +128,8 @@ impl Parity for Case {
         let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
         let errors = compare_with_cache(&call, &got, &want)?;
         // Most kernels round the numbers of a quantised cache, and one key's output is its value.
-        if self.float32_output && self.dtype != DType::F32 && self.quantised.is_none() {
+        let widens = self.float32_output && self.output_scale.is_none();
+        if widens && self.dtype != DType::F32 && self.quantised.is_none() {
             unrounded(&got.output, &want.output, self.dtype)?;
         }
         Ok(errors)
@@ -138,14 +139,22 @@ impl Parity for Case {
 /// Compares a call's outputs. Near a tie a new key's code may be one or the other, which the output feels: then the caches are compared, values code for code, and
 /// the rest with what the reference makes of the cache that the back end left.
 fn compare_with_cache(call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
-    let tolerance = Tolerance::of(&call.case);
     if !call.case.rounds_before_codes() {
-        return compare(got, want, tolerance);
+        return compare_outputs(call, got, want);
     }
     neighbouring_codes("present_key", &got.present_key, &want.present_key)?;
     equal_codes("present_value", &got.present_value, &want.present_value)?;
     let want = call.reference_after(got).map_err(|e| format!("reference: {e}"))?;
-    compare(got, &want, tolerance)
+    compare_outputs(call, got, &want)
+}
+
+/// Compares outputs, of which one may be quantized.
+fn compare_outputs(call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
+    let tolerance = Tolerance::of(&call.case);
+    let Some(scale) = call.case.output_scale else { return compare(got, want, tolerance) };
+    let others = Outputs { output: want.output.clone(), ..got.clone() };
+    compare(&others, want, tolerance)?;
+    tensors("output", &got.output, &want.output, tolerance.quantized(scale))
 }
 
 /// Compares with what the reference makes of rounded queries.

@@ -10,7 +10,8 @@ use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
     float8_prompts, half_dtype, heads_up_to, identical, paged, paged_beside, paged_mixed,
     paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantised,
-    quantised_steps, rotated_prompts, sequences, sliding, steps, tall_steps, turned_float8_prompts,
+    quantised_steps, quantized_output, rotated_prompts, sequences, sliding, steps, tall_steps,
+    turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -229,6 +230,17 @@ fn float32_output() {
     let wide = |case| Case { float32_output: true, ..case };
     run("cuda, float32", 200, prompts(256, 300).prop_map(wide), PlanOptions::default());
     run("cuda, float32", 200, biased_prompts(256, 300).prop_map(wide), PlanOptions::default());
+}
+
+/// Output in float8e4m3fn times a scale.
+#[test]
+#[ignore = "needs a GPU"]
+fn quantized_outputs() {
+    let run = |name, cases| run(name, 300, cases, PlanOptions::default());
+    run("cuda, decode, quantized output", quantized_output(steps(2000)).boxed());
+    run("cuda, prefill, quantized output", quantized_output(prompts(256, 300)).boxed());
+    let any = quantized_output(case(any_dtype(), heads_up_to(256), 200));
+    run("cuda, quantized output", any.boxed());
 }
 
 #[test]

@@ -4,7 +4,10 @@ use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_kernels::registry::Role;
-use gqa_tests::{Case, any_dtype, case, every_entry, half_dtype, heads_up_to, parity};
+use gqa_tests::{
+    Case, any_dtype, case, every_entry, half_dtype, heads_up_to, parity, prompts, quantised_steps,
+    quantized_output, sliding, steps,
+};
 use proptest::prelude::*;
 
 fn sim(options: PlanOptions) -> Sim {
@@ -63,6 +66,22 @@ fn float32_output() {
         ..PlanOptions::default()
     };
     parity("sim, unfused, float32 output", 100, plain, &sim(unfused));
+}
+
+/// Output in float8e4m3fn times a scale: by kernels of Hopper, and by a launch behind others.
+#[test]
+fn quantized_outputs() {
+    let planned = sim(PlanOptions::default());
+    parity("sim, decode, quantized output", 200, quantized_output(steps(200)), &planned);
+    parity("sim, hopper, quantized output", 40, quantized_output(prompts(256, 150)), &planned);
+    let any = || case(any_dtype(), heads_up_to(96), 40);
+    parity("sim, quantized output", 100, quantized_output(any()), &planned);
+    let on_ampere = ampere(PlanOptions::default());
+    parity("sim, a100, quantized output", 100, quantized_output(any()), &on_ampere);
+    let codes = quantized_output(quantised_steps(100));
+    parity("sim, quantized cache and output", 60, codes, &planned);
+    let sliding = sliding(case(half_dtype(), heads_up_to(96), 30), 30);
+    parity("sim, sliding, quantized output", 60, quantized_output(sliding), &planned);
 }
 
 #[test]

@@ -110,6 +110,9 @@ pub struct Layer {
     /// Output of type float32, whatever the inputs'.
     #[arg(long)]
     pub float32_output: bool,
+    /// Output of type float8e4m3fn, times a scale.
+    #[arg(long, conflicts_with = "float32_output")]
+    pub float8_output: bool,
     /// Rotary embedding of whole heads.
     #[arg(long, value_enum, default_value_t = Rotation::None)]
     pub rotary: Rotation,
@@ -132,7 +135,7 @@ pub struct Layer {
     #[arg(long, value_parser = count(1 << 31))]
     pub sliding_cache: Option<u64>,
     /// The cache consists of blocks of this many rows, scattered (PagedAttention).
-    #[arg(long, value_parser = count(1 << 31), conflicts_with_all = ["cached", "settled", "float32_output", "sliding_cache", "smooth_softmax"])]
+    #[arg(long, value_parser = count(1 << 31), conflicts_with_all = ["cached", "settled", "float32_output", "float8_output", "sliding_cache", "smooth_softmax"])]
     pub block_size: Option<u64>,
     /// Scores become softcap * tanh(score / softcap); 0: off.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
@@ -147,6 +150,9 @@ pub struct Layer {
     #[arg(long)]
     pub bidirectional: bool,
 }
+
+/// With which the output of a single standard normal value is no larger than float8e4m3fn has numbers.
+pub const OUTPUT_SCALE: f32 = 0.02;
 
 /// A whole number from 1 to `limit`.
 pub fn count(limit: u64) -> clap::builder::RangedU64ValueParser {
@@ -165,6 +171,7 @@ impl Layer {
             cached: false,
             settled: false,
             float32_output: false,
+            float8_output: false,
             rotary: Rotation::Half,
             qk_norm: false,
             kv_cache: None,
@@ -215,6 +222,7 @@ impl Layer {
             (self.cached, " cached".to_owned()),
             (self.settled, " settled".to_owned()),
             (self.float32_output, " float32-output".to_owned()),
+            (self.float8_output, " float8-output".to_owned()),
             (self.qk_norm, " qk-norm".to_owned()),
             (self.kv_cache == Some(Codes::Int8), " int8-cache".to_owned()),
             (self.kv_cache == Some(Codes::Int4), " int4-cache".to_owned()),
@@ -360,6 +368,7 @@ impl Shape {
         let past = [self.batch, kv_heads as usize, past_rows, width];
         let scale = [if self.layer.per_channel { (kv_heads * head_size) as usize } else { 1 }];
         let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
+        let one = TensorDesc { dtype: DType::F32, shape: &[1] };
         let table = [self.positions(), head_size as usize / 2];
         let weight = [head_size as usize];
         let seqlens_k = TensorDesc { dtype: DType::I32, shape: &[self.batch] };
@@ -380,6 +389,7 @@ impl Shape {
             v_scale: scale,
             q_norm_weight: weight,
             k_norm_weight: weight,
+            output_scale: self.layer.float8_output.then_some(one),
             ..Shapes::new(query, seqlens_k, self.total())
         };
         Ok(self.layer.op(heads, kv_heads).problem_from_shapes(&shapes, cache)?)
@@ -399,6 +409,7 @@ impl Shape {
                     let scale = self.layer.kv_cache.map_or(1.0, Codes::scale);
                     Array1::from_elem(spec.len(), scale).into()
                 }
+                TensorId::OutputScale => Array1::from_elem(1, OUTPUT_SCALE).into(),
                 _ => noise.tensor(spec.dtype, &spec.shape, 1.0)?,
             };
             tensors.set(id, tensor);

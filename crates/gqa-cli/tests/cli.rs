@@ -407,6 +407,8 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "token --size 1x40 --kv-cache int4 --per-channel",
         "prompt --size 1x40 --packed --rotary half --kv-cache float8",
         "prompt --size 1x40 --packed --qk-norm",
+        "token --size 2x65 --rotary half --float8-output",
+        "prompt --size 1x40 --packed --kv-cache int8 --float8-output",
         "token --size 2x65 --rotary half --window 20 --sliding-cache 33",
         "prompt --size 1x40 --packed --window 9 --sliding-cache 16",
         "prompt --size 1x16 --past-length 50 --window 20 --sliding-cache 40 --kv-cache int8",

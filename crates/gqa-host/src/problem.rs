@@ -315,7 +315,7 @@ pub struct ProblemFields {
     pub dtype: DType,
     /// Type of value and value cache, likewise. Not that of the others in some calls of ONNX Attention only.
     pub v_dtype: DType,
-    /// Type of output: `dtype`, or float32 where GroupQueryAttention is asked for that.
+    /// Type of output: `dtype`, or float32 or float8e4m3fn where GroupQueryAttention is asked for that.
     pub out_dtype: DType,
     /// B
     pub batch: usize,
@@ -569,9 +569,14 @@ impl Problem {
             && self.bias.is_none()
     }
 
-    /// Whether output is not of the type that kernels compute with.
+    /// Whether output is float32 where kernels compute with another type.
     pub(crate) fn widens_output(&self) -> bool {
-        self.out_dtype != self.dtype
+        self.out_dtype == DType::F32 && self.dtype != DType::F32
+    }
+
+    /// Whether output is quantized: output_scale times what it holds.
+    pub(crate) fn quantizes_output(&self) -> bool {
+        self.computes == Computes::Attention && self.out_dtype == DType::F8E4M3
     }
 
     /// Whether nothing is left to compute or to write: no row of a query, and none of a cache.

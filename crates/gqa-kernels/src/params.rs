@@ -333,6 +333,24 @@ pub struct ScatterParams {
     pub circular: u32,
 }
 
+/// Scalars of `quantize_output`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct QuantizeOutputParams {
+    /// Strides of the rows given.
+    pub rows: Strides,
+    /// Strides of the output.
+    pub out: Strides,
+    /// Batch entries.
+    pub batch: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Query rows.
+    pub q_len: u32,
+    /// Elements of a head's row, in eights.
+    pub eighths: u32,
+}
+
 /// Scalars of the kernels of a cache of blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -444,4 +462,5 @@ const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 20 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
+const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);
 const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);

@@ -12,7 +12,7 @@
 
 /// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`;
 /// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow, `codes` where the
-/// KV cache is quantized, `output` where that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp apart.
+/// KV cache is quantized, `output` ([`Output`]) where that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp apart.
 /// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows have in common may come before them:
 /// `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
@@ -60,18 +60,14 @@ macro_rules! host_entry {
     };
     ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ty)? $(, exact_sums: $exact_sums:literal)? }) => {
+       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             codes: optional!(None $(, Some($codes))?),
-            output: {
-                #[allow(dead_code)]
-                type $t = $ty;
-                optional!(<$t as crate::num::Element>::DTYPE $(, <$output as crate::num::Element>::DTYPE)?)
-            },
+            output: optional!(crate::registry::Output::Element $(, crate::registry::Output::$output)?),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,
             rows: $rows,
@@ -145,7 +141,7 @@ macro_rules! kernels_by_head_size {
 #[cfg(not(target_arch = "nvptx64"))]
 mod entry;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use entry::{Entry, Family, Role, entries, find};
+pub use entry::{Entry, Family, Output, Role, entries, find};
 
 // A module for each kind of kernel, which the compiler takes apart from the others.
 mod decode;

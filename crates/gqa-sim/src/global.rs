@@ -92,6 +92,12 @@ impl<T: Pod> Global<T> {
         self.load_words(i)
     }
 
+    /// Writes the 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
+    #[inline(always)]
+    pub fn store_vec8(self, i: usize, value: [u32; 2]) {
+        self.store_words(i, value);
+    }
+
     #[inline(always)]
     fn load_words<W: Word, const N: usize>(self, i: usize) -> [W; N] {
         let place = self.offset(i);

@@ -25,6 +25,7 @@ pub struct Dense {
     bias: Option<[bool; 2]>,
     lse: bool,
     float32_output: bool,
+    float8_output: bool,
     cache_settled: bool,
     float8_products: bool,
 }
@@ -56,6 +57,7 @@ impl Dense {
             bias: None,
             lse: false,
             float32_output: false,
+            float8_output: false,
             cache_settled: false,
             float8_products: false,
         }
@@ -123,6 +125,12 @@ impl Dense {
         Self { float32_output: true, ..self }
     }
 
+    /// `output` is float8e4m3fn, and the float32 tensor `output_scale`, of one element, times it is
+    /// meant.
+    pub const fn float8_output(self) -> Self {
+        Self { float8_output: true, ..self }
+    }
+
     /// Promises that the kernel launched just before this call writes nothing that the call reads
     /// but query, key and value: the KV cache is fetched while that kernel still runs (programmatic
     /// dependent launch). If the promise is broken, results may be wrong.
@@ -185,6 +193,7 @@ impl Layer {
             v_scale: scales,
             q_norm_weight: norm,
             k_norm_weight: norm,
+            output_scale: call.float8_output.then_some(f32s(&[1])),
             ..Shapes::new(self.desc(query.shape()), i32s(&lengths), longest)
         };
         self.operator()

@@ -245,6 +245,8 @@ pub struct Inputs<'a> {
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
     pub k_norm_weight: Option<&'a Tensor>,
+    /// float32, one element, finite and not 0: output is float8e4m3fn, and this times it is meant (beyond ONNX)
+    pub output_scale: Option<&'a Tensor>,
 }
 
 impl<'a> Inputs<'a> {
@@ -271,6 +273,7 @@ impl<'a> Inputs<'a> {
             v_scale: None,
             q_norm_weight: None,
             k_norm_weight: None,
+            output_scale: None,
         }
     }
 }
@@ -294,6 +297,7 @@ impl<'a> Inputs<'a> {
             .with(TensorId::VScale, self.v_scale)
             .with(TensorId::QNormWeight, self.q_norm_weight)
             .with(TensorId::KNormWeight, self.k_norm_weight)
+            .with(TensorId::OutputScale, self.output_scale)
     }
 }
 
@@ -309,7 +313,7 @@ pub struct KvCache {
 /// The operator's outputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outputs {
-    /// Shape of query without the packed heads; of its type, or float32 where asked for.
+    /// Shape of query without the packed heads; of its type, float32 where asked for, or float8e4m3fn where output_scale is given.
     pub output: Tensor,
     /// (B, Nk, max(P, T), H), or (B, Nk, P, H) with sliding_window_cache; empty where the cache is shared.
     pub present_key: Tensor,

@@ -39,6 +39,8 @@ pub struct Shapes<'a> {
     pub q_norm_weight: Option<TensorDesc<'a>>,
     /// k_norm_weight
     pub k_norm_weight: Option<TensorDesc<'a>>,
+    /// output_scale
+    pub output_scale: Option<TensorDesc<'a>>,
 }
 
 impl<'a> Shapes<'a> {
@@ -65,6 +67,7 @@ impl<'a> Shapes<'a> {
             v_scale: None,
             q_norm_weight: None,
             k_norm_weight: None,
+            output_scale: None,
         }
     }
 
@@ -88,6 +91,7 @@ impl<'a> Shapes<'a> {
             v_scale: desc(inputs.v_scale),
             q_norm_weight: desc(inputs.q_norm_weight),
             k_norm_weight: desc(inputs.k_norm_weight),
+            output_scale: desc(inputs.output_scale),
         }
     }
 }

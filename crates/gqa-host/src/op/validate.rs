@@ -64,7 +64,7 @@ impl GroupQueryAttention {
         self.check_sliding(inputs, quantised, rows)?;
         let capacity = self.present_rows(rows, cache)?;
         let problem = Problem::new(ProblemFields {
-            out_dtype: if self.float32_output { DType::F32 } else { query.dtype },
+            out_dtype: self.output_type(inputs, query.dtype)?,
             batch: query.batch,
             q_heads: heads.query,
             kv_heads: heads.kv,
@@ -97,6 +97,21 @@ impl GroupQueryAttention {
         })?;
         check_sizes(&problem)?;
         Ok(problem)
+    }
+
+    /// Type of output: float8e4m3fn where it has a scale.
+    fn output_type(&self, inputs: &Shapes<'_>, dtype: DType) -> Result<DType> {
+        let Some(scale) = inputs.output_scale else {
+            return Ok(if self.float32_output { DType::F32 } else { dtype });
+        };
+        let got = format!("{} {}", scale.dtype, shape(scale.shape));
+        if scale.dtype != DType::F32 || scale.shape.iter().product::<usize>() != 1 {
+            return Err(Error::invalid("output_scale", got, "float32, one element"));
+        }
+        if self.float32_output {
+            return Err(Error::invalid("output_scale", got, "no input, with float32_output"));
+        }
+        Ok(DType::F8E4M3)
     }
 
     fn heads(&self) -> Result<Heads> {

@@ -4,8 +4,8 @@ use super::decision::{Decision, Rejection};
 use super::families::FAMILIES;
 use super::family::{Call, Choice, Family};
 use super::requirements;
-use crate::{Error, Result};
-use gqa_kernels::registry;
+use crate::{Error, Problem, Result};
+use gqa_kernels::registry::{self, Entry, Output, entries};
 
 /// The families that are asked about a contiguous KV cache, in order.
 pub fn candidates() -> impl Iterator<Item = registry::Family> {
@@ -44,7 +44,17 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
         return Err(Rejection::NotForced { forced: forced.name });
     }
     requirements::one_type(call.problem)?;
+    quantizes(family, call.problem)?;
     Ok(Choice { family, kernel: family.choose(call)? })
+}
+
+/// Few families write quantized output.
+fn quantizes(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
+    let writes = |entry: &Entry| entry.family == family.module() && entry.output == Output::E4M3;
+    match p.quantizes_output() && !entries().any(writes) {
+        true => Err(Rejection::OutputType { got: p.out_dtype }),
+        false => Ok(()),
+    }
 }
 
 /// What became of a family.

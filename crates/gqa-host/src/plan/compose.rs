@@ -7,7 +7,7 @@ use super::launch::{Launch, Plan};
 use super::options::PlanOptions;
 use super::scratch::Scratch;
 use super::tensors::TensorSpec;
-use super::{paged, scatter, sliding};
+use super::{paged, quantized_output, scatter, sliding};
 use crate::{Computes, Error, Problem, Result};
 
 /// Chooses the kernels for `problem` on `device`.
@@ -18,14 +18,11 @@ use crate::{Computes, Error, Problem, Result};
 pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
     check_device(device)?;
     let mut scratch = Scratch::default();
-    let composed = match (problem.pages, problem.sliding()) {
-        _ if problem.is_empty() => Composed::default(),
-        (Some(pages), _) => paged::compose(problem, pages, device, options, &mut scratch)?,
-        (None, Some(how)) => sliding::compose(problem, how, device, options, &mut scratch)?,
-        (None, None) => match problem.computes {
-            Computes::Update(mode) => scatter::compose(problem, mode, device)?,
-            _ => Composed::of(problem, device, options, &mut scratch)?,
-        },
+    let compose =
+        |problem: &Problem, scratch: &mut Scratch| composed(problem, device, options, scratch);
+    let composed = match problem.quantizes_output() {
+        true => quantized_output::compose(problem, device, &mut scratch, compose)?,
+        false => compose(problem, &mut scratch)?,
     };
     let Composed { launches, decisions, positions } = composed;
     check_forced(options, &launches)?;
@@ -40,6 +37,24 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
         positions,
         cost: Cost::of(problem),
     })
+}
+
+/// The launches of a call over the KV cache that it has.
+fn composed(
+    problem: &Problem,
+    device: &DeviceInfo,
+    options: &PlanOptions,
+    scratch: &mut Scratch,
+) -> Result<Composed> {
+    match (problem.pages, problem.sliding()) {
+        _ if problem.is_empty() => Ok(Composed::default()),
+        (Some(pages), _) => paged::compose(problem, pages, device, options, scratch),
+        (None, Some(how)) => sliding::compose(problem, how, device, options, scratch),
+        (None, None) => match problem.computes {
+            Computes::Update(mode) => scatter::compose(problem, mode, device),
+            _ => Composed::of(problem, device, options, scratch),
+        },
+    }
 }
 
 /// Work is divided among SMs, and what they have together is counted in 32 bits.

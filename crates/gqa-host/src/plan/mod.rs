@@ -41,6 +41,7 @@ mod params;
 mod planner;
 mod positions;
 mod prologue;
+mod quantized_output;
 mod rebind;
 mod requirements;
 mod rows;

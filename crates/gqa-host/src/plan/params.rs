@@ -3,6 +3,7 @@
 use super::build::{strides, tensor, u32_of};
 use super::family::Job;
 use super::launch::Arg;
+use super::requirements;
 use super::rows::Rows;
 use super::tensors::TensorId;
 use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Rotary, Sink};
@@ -11,6 +12,7 @@ use gqa_kernels::attention::hopper;
 use gqa_kernels::params::{
     AttentionParams, MaskedParams, RotaryParams, Strides, alignment, qk_output, sink, vectors,
 };
+use gqa_kernels::registry::Output;
 
 /// attention_bias as numbers or as booleans.
 pub(super) fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
@@ -21,21 +23,23 @@ pub(super) fn bias_or_mask(p: &Problem) -> [(&'static str, Arg); 2] {
     }
 }
 
-/// Output in the element type, or in f32.
-pub(super) fn output(p: &Problem) -> [(&'static str, Arg); 2] {
-    let output = tensor(p, TensorId::Output, 0);
-    match p.widens_output() {
-        false => [("out", output), ("out_f32", Arg::Null)],
-        true => [("out", Arg::Null), ("out_f32", output)],
-    }
+/// Output in the element type, in f32, or in e4m3 times a scale.
+pub(super) fn output(p: &Problem) -> [(&'static str, Arg); 4] {
+    let output =
+        |of| if requirements::output(p) == of { tensor(p, TensorId::Output, 0) } else { Arg::Null };
+    [
+        ("out", output(Output::Element)),
+        ("out_f32", output(Output::F32)),
+        ("out_f8", output(Output::E4M3)),
+        ("out_scale", tensor(p, TensorId::OutputScale, 0)),
+    ]
 }
 
 /// Everything an attention kernel may ask for.
 pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
     let [k, v] = rows.attended;
     let [bias, mask] = bias_or_mask(p);
-    let [out, out_f32] = output(p);
-    vec![
+    let mut arguments = vec![
         ("q", rows.query.arg),
         ("k", k),
         ("v", v),
@@ -43,11 +47,11 @@ pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
         bias,
         mask,
         ("head_sink", tensor(p, TensorId::HeadSink, 0)),
-        out,
-        out_f32,
         ("lse", tensor(p, TensorId::Lse, 0)),
         ("output_qk", tensor(p, TensorId::OutputQk, 0)),
-    ]
+    ];
+    arguments.extend(output(p));
+    arguments
 }
 
 /// Scalars of an attention kernel; `q` are the strides of the queries that it reads.

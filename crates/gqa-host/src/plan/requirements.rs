@@ -2,7 +2,7 @@
 
 use super::decision::Rejection;
 use crate::{Alignment, CacheBinding, Pages, Problem, QkOutput};
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{Entry, Output};
 
 /// Flash attention without a place for a bias, or for nothing else.
 pub(super) fn flash(p: &Problem) -> Result<(), Rejection> {
@@ -76,9 +76,9 @@ pub(super) fn one_type(p: &Problem) -> Result<(), Rejection> {
 
 /// Output in the element type.
 pub(super) fn narrow_output(p: &Problem) -> Result<(), Rejection> {
-    match p.widens_output() {
-        false => Ok(()),
-        true => Err(Rejection::OutputType { got: p.out_dtype }),
+    match output(p) {
+        Output::Element => Ok(()),
+        Output::F32 | Output::E4M3 => Err(Rejection::OutputType { got: p.out_dtype }),
     }
 }
 
@@ -90,7 +90,16 @@ pub(super) fn output_of(forced: Option<&Entry>, p: &Problem) -> Result<(), Rejec
     }
 }
 
+/// The type of the call's output.
+pub(super) fn output(p: &Problem) -> Output {
+    match (p.quantizes_output(), p.widens_output()) {
+        (true, _) => Output::E4M3,
+        (false, true) => Output::F32,
+        (false, false) => Output::Element,
+    }
+}
+
 /// Whether a kernel that ends with the output has it in the call's type.
 pub(super) fn writes(entry: &Entry, p: &Problem) -> bool {
-    (entry.output != entry.dtype) == p.widens_output()
+    entry.output == output(p)
 }

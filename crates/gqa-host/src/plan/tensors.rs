@@ -97,6 +97,8 @@ tensors! {
     KScale: "k_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
     /// v_scale
     VScale: "v_scale", Input, |p| spec(true, DType::F32, [p.scales()?]);
+    /// output_scale
+    OutputScale: "output_scale", Input, |p| spec(p.quantizes_output(), DType::F32, [1]);
     /// q_norm_weight
     QNormWeight: "q_norm_weight", Input, |p| spec(p.qk_norm.is_some(), p.dtype, [p.head_size]);
     /// k_norm_weight

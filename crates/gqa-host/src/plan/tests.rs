@@ -7,8 +7,8 @@ use crate::{
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
-    PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, SlideBiasParams,
-    SlideParams, Strides,
+    PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, QuantizeOutputParams,
+    SlideBiasParams, SlideParams, Strides,
 };
 use gqa_kernels::prologue::dequantise;
 use gqa_kernels::registry::{Entry, Role};
@@ -46,7 +46,7 @@ fn with(problem: Problem, change: impl FnOnce(&mut ProblemFields)) -> Problem {
     problem.derive(|mut call| {
         change(&mut call);
         (call.v_head_size, call.v_dtype) = (call.head_size, call.dtype);
-        if call.out_dtype != DType::F32 {
+        if ![DType::F32, DType::F8E4M3].contains(&call.out_dtype) {
             call.out_dtype = call.dtype;
         }
         call
@@ -684,6 +684,35 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
 }
 
 #[test]
+fn quantized_output_is_written_or_rounded_behind_attention() {
+    let off = PlanOptions::default();
+    let float8 = |problem| with(problem, |p| p.out_dtype = DType::F8E4M3);
+    let names = |problem: &Problem, name: &str| -> Vec<_> {
+        let plan = plan(problem, &device(name), &off).unwrap();
+        plan.launches.iter().for_each(|launch| check(&plan, launch));
+        plan.launches.iter().map(kernel).collect()
+    };
+    let behind = "quantize_output";
+    assert_eq!(names(&float8(llama(1, 8000)), "h200"), ["decode_out8_f16_d128_r16"]);
+    let prompt = float8(llama(2048, 0));
+    assert_eq!(names(&prompt, "h200")[1..], ["hopper_out8_f16_d128"]);
+    assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128", behind]);
+    let float32 = with(prompt.clone(), |p| p.dtype = DType::F32);
+    assert_eq!(names(&float32, "h200")[1..], ["tiled_f32_d128", behind]);
+    // Parts of the keys are merged in the element type.
+    let parts = float8(llama(64, 4096));
+    assert_eq!(names(&parts, "h200")[1..], ["hopper_split_f16_d128", "combine", behind]);
+    let masked = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
+    assert_eq!(names(&masked, "h200")[1..], ["hopper_masked_f16_d128", behind]);
+    let codes = float8(quantised(llama(1, 4096), CodeFormat::Int8));
+    assert_eq!(names(&codes, "h200"), ["decode_i8_f16_d128_r8", behind]);
+    let sliding = names(&float8(sliding(1, 5000)), "h200");
+    assert_eq!(sliding.last(), Some(&"decode_out8_f16_d128_r16"));
+    let with_lse = with(prompt, |p| p.lse = true);
+    assert_eq!(names(&with_lse, "h200")[1..], ["hopper_f16_d128", behind]);
+}
+
+#[test]
 fn a_token_step_on_hopper_is_one_launch() {
     let h200 = device("h200");
     let planned = |problem: &Problem, options: PlanOptions| plan(problem, &h200, &options).unwrap();
@@ -826,6 +855,9 @@ fn problems() -> impl Iterator<Item = Problem> {
                 (p.slides, p.window, p.settled) = (true, Some(rows), true);
                 (p.past_capacity, p.capacity) = (rows + kind % 3, rows + kind % 3);
                 p.head_size = if p.quantised.is_some() { 64 } else { p.head_size };
+            }
+            if kind % 5 == 2 && p.head_size % 8 == 0 {
+                p.out_dtype = DType::F8E4M3;
             }
             if kind % 4 == 1 && p.output_qk == QkOutput::None {
                 *p = (*paged(&Problem::new(p.clone()).unwrap())).clone();
@@ -1202,6 +1234,15 @@ fn check(plan: &Plan, launch: &Launch) {
             }
         };
         let needs = match launch.entry.family {
+            Family::Prologue if role == Role::QuantizeOutput => {
+                let p: &QuantizeOutputParams = bytemuck::from_bytes(&launch.params);
+                let values = |rows| reach(rows, [p.batch, p.q_heads, p.q_len], p.eighths * 8);
+                match *name {
+                    "rows" => values(p.rows) * element,
+                    "out_f8" => values(p.out),
+                    _ => 4,
+                }
+            }
             Family::Prologue if role == Role::QuantizeKv => {
                 quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
@@ -1372,6 +1413,8 @@ fn masked_reach(name: &str, masked: &MaskedParams, element: usize) -> usize {
         "v" => values(p.v, p.kv_heads, p.capacity),
         "out" => values(p.out, p.q_heads, p.q_len),
         "out_f32" => values(p.out, p.q_heads, p.q_len) / element * 4,
+        "out_f8" => values(p.out, p.q_heads, p.q_len) / element,
+        "out_scale" => 4,
         "mask" => bias,
         "bias" => bias * element,
         "scores" => (p.batch * p.q_heads * p.q_len) as usize * p.qk_columns as usize * 4,
@@ -1476,6 +1519,8 @@ fn attention_reach(name: &str, p: &AttentionParams, element: usize) -> usize {
         "q" => rows(p.q, p.q_heads, p.q_len),
         "out" => rows(p.out, p.q_heads, p.q_len),
         "out_f32" => rows(p.out, p.q_heads, p.q_len) / element * 4,
+        "out_f8" => rows(p.out, p.q_heads, p.q_len) / element,
+        "out_scale" => 4,
         "k" | "v" => rows(p.k, p.kv_heads, p.capacity),
         "head_sink" => p.q_heads as usize * element,
         "lse" => all * 4,

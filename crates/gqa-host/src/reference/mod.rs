@@ -45,7 +45,7 @@ impl Backend for Reference {
 /// A call's results before they are rounded, in the order of the outputs' elements.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Exact {
-    /// output
+    /// output, of which output_scale times it is meant where the call has one.
     pub output: Vec<f64>,
     /// output_qk; empty where the call has none.
     pub output_qk: Vec<f64>,
@@ -72,6 +72,11 @@ pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
 fn compute(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     let call = Call::new(problem, io)?;
     Ok(match problem.computes {
+        Computes::Attention if problem.quantizes_output() => {
+            let scale = io.need(TensorId::OutputScale)?.to_f64()[0];
+            let exact = call.attend();
+            Exact { output: exact.output.iter().map(|x| x / scale).collect(), ..exact }
+        }
         Computes::Attention => call.attend(),
         Computes::Rotation => call.rotate(),
         Computes::Cache | Computes::Update(_) => Exact::default(),

@@ -66,7 +66,9 @@ pub(super) fn store(tensor: &mut Tensor, start: usize, values: &[f64]) {
         Tensor::Bool(a) => put(a.as_slice_mut(), start, values, |x| x != 0.0),
         Tensor::I8(a) => put(a.as_slice_mut(), start, values, |x| x as i8),
         Tensor::U8(a) => put(a.as_slice_mut(), start, values, |x| x as u8),
-        Tensor::F8E4M3(a) => put(a.as_slice_mut(), start, values, F8E4M3::from_f64),
+        Tensor::F8E4M3(a) => {
+            put(a.as_slice_mut(), start, values, |x| F8E4M3::from_f64(x.clamp(-448.0, 448.0)))
+        }
     }
 }
 

@@ -61,7 +61,7 @@ pub use layout::{Blocks, Layout};
 pub use shape::{Shape, shape};
 
 use super::out::OutElement;
-use crate::num::{MmaCode, MmaElement};
+use crate::num::{MmaCode, MmaElement, e4m3};
 use crate::params::{AttentionParams, DecodeParams, PagedDecodeParams};
 use crate::prologue::rope::Rope;
 use crate::simt::{
@@ -333,7 +333,35 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
-        let output = Output { head_sink, out, lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse };
+        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        Self::step(fresh, seqlens_k, SideBySide, (), output, parts, p);
+    }
+
+    /// The kernel with output of e4m3, times `out_scale`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_scaled<T: MmaElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<e4m3>,
+        out_scale: Global<f32>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale, lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         Self::step(fresh, seqlens_k, SideBySide, (), output, parts, p);
     }
@@ -366,7 +394,7 @@ impl<
         let fresh =
             Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
-        let output = Output { head_sink, out, lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         Self::step(fresh, seqlens_k, SideBySide, scales, output, parts, p);
     }
@@ -396,7 +424,7 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
         let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
-        let output = Output { head_sink, out, lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
         Self::step(fresh, past_seqlens, blocks, (), output, parts, p.decode);
@@ -431,7 +459,7 @@ impl<
         let fresh =
             Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
-        let output = Output { head_sink, out, lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse };
         let parts = Parts { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
         Self::step(fresh, past_seqlens, blocks, scales, output, parts, p.decode);

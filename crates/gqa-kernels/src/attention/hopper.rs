@@ -57,7 +57,8 @@ pub use shape::{
     Float8D128, Hopper, MaskedD64, MaskedD128, MaskedD256,
 };
 
-use crate::num::{Float8, MmaElement};
+use super::out::Quantized;
+use crate::num::{Float8, MmaElement, e4m3};
 use crate::params::{AttentionParams, Float8Params, HopperParams, MaskedParams, PagedHopperParams};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
@@ -188,7 +189,31 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         let HopperParams { attention, rotary } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
-        let to = Destination { out, partial_out: lse, lse };
+        let to = Destination { out, quantized: None, partial_out: lse, lse };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &attention);
+    }
+
+    /// The same with output of e4m3, times `out_scale`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_scaled<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<e4m3>,
+        out_scale: Global<f32>,
+        lse: Global<f32>,
+        counter: Global<u32>,
+        p: HopperParams,
+    ) {
+        let HopperParams { attention, rotary } = p;
+        let rotation = Some(Rotation { cos, sin, params: rotary });
+        let quantized = Some(Quantized { out, scale: out_scale });
+        let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &attention);
     }
@@ -213,7 +238,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     ) {
         const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
         let rotation = Some(Rotation { cos, sin, params: p.hopper.rotary });
-        let to = Destination { out, partial_out: Global::null(), lse: Global::null() };
+        let to =
+            Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p));
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend::<T, T>([q, k, v], past_seqlens, pointers, counter, &p.hopper.attention);
@@ -240,7 +266,8 @@ impl<const D: u32, const C: usize, const W: usize, const O: usize>
     ) {
         const { assert!(<Self as Tile>::IS_TRANSPOSED) }
         let scales = Some(Scales { row_factors, v_scale, per_channel: p.per_channel != 0 });
-        let to = Destination { out, partial_out: Global::null(), lse: Global::null() };
+        let to =
+            Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
         Self::attend::<T, Float8>([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }
@@ -262,7 +289,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        let to = Destination { out, partial_out: lse, lse };
+        let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p);
@@ -286,7 +313,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         counter: Global<u32>,
         p: AttentionParams,
     ) {
-        let to = Destination { out, partial_out, lse: partial_lse };
+        let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p);
@@ -313,7 +340,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: MaskedParams,
     ) {
         let mask = Some(Mask::new(tiles, bias, mask, &p));
-        let to = Destination { out, partial_out: lse, lse };
+        let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p.attention);
     }

@@ -1,16 +1,34 @@
-//! The type of results: rounded to the element type, or, for callers that merge them or go on in that, f32.
+//! The type of results: rounded to the element type, or, for callers that merge them or go on in that, f32, or quantized: e4m3 times a scale.
 
-use crate::num::{Element, MmaElement};
-use crate::simt::Global;
+use crate::num::{MmaElement, e4m3};
+use crate::simt::{Global, f32x2_to_e4m3x2};
 use crate::tile::copy::to_unit;
+use bytemuck::Pod;
 
 /// A type that results of tensor-core kernels may have.
-pub trait OutElement: Element {
+pub trait OutElement: Pod {
+    /// Whether results are divided by a scale, of one element, before they are rounded.
+    const IS_SCALED: bool = false;
+
+    /// What a row's results are multiplied by, by `factor` where nothing scales them.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scaled(factor: f32, scale: Global<f32>) -> f32 {
+        if Self::IS_SCALED { factor / scale.load(0) } else { factor }
+    }
+
+    /// Writes an element.
+    fn store_one(out: Global<Self>, i: usize, value: f32);
+
     /// Writes eight elements, the first of which lies on a 16-byte boundary.
     fn store_unit(out: Global<Self>, i: usize, values: [f32; 8]);
 }
 
 impl<T: MmaElement> OutElement for T {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_one(out: Global<T>, i: usize, value: f32) {
+        out.store(i, T::from_f32(value));
+    }
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_unit(out: Global<T>, i: usize, values: [f32; 8]) {
         out.store_vec(i, to_unit::<T>(values));
@@ -19,9 +37,49 @@ impl<T: MmaElement> OutElement for T {
 
 impl OutElement for f32 {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_one(out: Global<f32>, i: usize, value: f32) {
+        out.store(i, value);
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store_unit(out: Global<f32>, i: usize, values: [f32; 8]) {
         let [a, b, c, d, e, f, g, h] = values.map(f32::to_bits);
         out.store_vec(i, [a, b, c, d]);
         out.store_vec(i + 4, [e, f, g, h]);
     }
+}
+
+/// SM 90.
+impl OutElement for e4m3 {
+    const IS_SCALED: bool = true;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_one(out: Global<e4m3>, i: usize, value: f32) {
+        out.store(i, e4m3::from_f32(value));
+    }
+
+    /// On an 8-byte boundary.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_unit(out: Global<e4m3>, i: usize, [a, b, c, d, e, f, g, h]: [f32; 8]) {
+        out.store_vec8(i, [join([pair(a, b), pair(c, d)]), join([pair(e, f), pair(g, h)])]);
+    }
+}
+
+/// Two results of e4m3, the first in the lowest byte.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn pair(lo: f32, hi: f32) -> u32 {
+    f32x2_to_e4m3x2(lo, hi).into()
+}
+
+/// Four of them.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn join([low, high]: [u32; 2]) -> u32 {
+    low | high << 16
+}
+
+/// Results of e4m3, and their scale.
+#[derive(Clone, Copy)]
+pub struct Quantized {
+    pub out: Global<e4m3>,
+    pub scale: Global<f32>,
 }

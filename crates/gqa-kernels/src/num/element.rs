@@ -1,5 +1,6 @@
 //! The element types a tensor may have, and their way to and from `f32`.
 
+use super::code::{Code, Float8};
 use crate::simt;
 use bytemuck::{Pod, cast};
 
@@ -39,6 +40,12 @@ macro_rules! bits {
 bits!(f16);
 #[cfg(target_arch = "nvptx64")]
 bits!(bf16);
+
+/// float8e4m3fn, as bits: a sign, 4 bits of exponent, 3 of mantissa, no infinity. Of results only.
+#[allow(non_camel_case_types)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct e4m3(u8);
 
 /// Names an element type at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -131,6 +138,14 @@ impl Element for bf16 {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)
+    }
+}
+
+impl e4m3 {
+    /// Rounds to nearest, ties to even; what is greater than 448 becomes 448.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn from_f32(value: f32) -> Self {
+        Self(Float8::encode(value) as u8)
     }
 }
 

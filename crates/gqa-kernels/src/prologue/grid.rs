@@ -1,11 +1,13 @@
 //! How many blocks a launch has.
 
 use super::{
-    THREADS, append, concat, dequantise, norm, paged, positions, quantise, rope, scatter, slide,
-    unpack,
+    THREADS, append, concat, dequantise, norm, paged, positions, quantise, quantize_output, rope,
+    scatter, slide, unpack,
 };
 use crate::num::DType;
-use crate::params::{PagedParams, PrologueParams, ScatterParams, SlideBiasParams, SlideParams};
+use crate::params::{
+    PagedParams, PrologueParams, QuantizeOutputParams, ScatterParams, SlideBiasParams, SlideParams,
+};
 use crate::registry::{Entry, Role};
 
 /// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
@@ -34,6 +36,11 @@ pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
 /// Grid of `scatter_rows`, for so many tensors.
 pub fn scatter_rows_grid(p: &ScatterParams, tensors: u32, multiprocessors: u32) -> [u32; 3] {
     of_threads(scatter::scatter_rows_size(p, tensors), multiprocessors)
+}
+
+/// Grid of `quantize_output`.
+pub fn quantize_output_grid(p: &QuantizeOutputParams, multiprocessors: u32) -> [u32; 3] {
+    of_threads(quantize_output::quantize_output_size(p), multiprocessors)
 }
 
 /// Grid of the kernels of a cache of blocks.

@@ -15,6 +15,7 @@
 //! | `paged_dequantise` | the numbers of codes in blocks, in blocks that lie side by side | [`dequantise`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
 //! | `quantise_kv` | codes of new rows in a quantised cache, and numbers of all codes | [`quantise`] |
+//! | `quantize_output` | results as e4m3 times a scale, behind attention | [`mod@quantize_output`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `scatter_rows` | writes rows into a cache at a row of each sequence's own | [`scatter`] |
@@ -28,6 +29,7 @@ pub mod norm;
 pub mod paged;
 pub mod positions;
 pub mod quantise;
+pub mod quantize_output;
 pub mod rope;
 pub mod scatter;
 pub mod slide;
@@ -51,5 +53,6 @@ fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
 mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use grid::{
-    grid, paged_grid, scatter_rows_grid, slide_bias_grid, slide_kv_grid, slide_lengths_grid,
+    grid, paged_grid, quantize_output_grid, scatter_rows_grid, slide_bias_grid, slide_kv_grid,
+    slide_lengths_grid,
 };

@@ -135,6 +135,8 @@ roles! {
     QuantizeKv: "quantise_kv";
     /// Writes rows into a cache at a row of each sequence's own.
     ScatterRows: "scatter_rows";
+    /// Quantizes the output, behind the attention.
+    QuantizeOutput: "quantize_output";
     /// Rotates rows.
     RotaryEmbedding: "rotary_embedding";
     /// Rotates rows that are no vectors.
@@ -166,8 +168,19 @@ impl Role {
     }
 }
 
+/// Element type of a kernel's output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Output {
+    /// That of the query.
+    Element,
+    /// float32 where the query is of another type.
+    F32,
+    /// float8e4m3fn times a scale.
+    E4M3,
+}
+
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or the kernel within it, the format of a quantized cache
-/// (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, the element type, and where one head size or more has several shapes `_d` head size,
+/// (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head size,
 /// `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
@@ -179,7 +192,7 @@ pub struct Entry {
     /// Element type; `F32` where a kernel has integers only.
     pub dtype: DType,
     /// Element type of the output that it writes.
-    pub output: DType,
+    pub output: Output,
     /// What a quantized cache holds.
     pub codes: Option<Format>,
     /// Its sums are as exact as a log-sum-exp needs, where the family has kernels for that apart.

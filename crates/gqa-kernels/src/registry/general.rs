@@ -29,7 +29,7 @@ kernels!(GENERAL, General: Attention, "family-general",
 kernels!(GENERAL_OUT32, General: Attention, "family-general",
     (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out_f32: f32, lse: f32, output_qk: T; p: MaskedParams),
     each { head_size: general::MAX_HEAD_SIZE, rows: general::ROWS, keys: general::KEYS, threads: general::THREADS, min_blocks: 3,
-           shared: general::SHARED_BYTES, hot: true, min_sm: 70, output: f32 }, {
+           shared: general::SHARED_BYTES, hot: true, min_sm: 70, output: F32 }, {
     gqa_general_out32_f16 => general::<f16, f32>, T = f16;
     gqa_general_out32_bf16 => general::<bf16, f32>, T = bf16;
 });
@@ -60,7 +60,7 @@ kernels!(UNFUSED_VALUES, Unfused: Values, "family-unfused", (v: T, seqlens_k: i3
 
 kernels!(UNFUSED_VALUES_OUT32, Unfused: Values, "family-unfused", (v: T, seqlens_k: i32, scores: f32, out_f32: f32; p: MaskedParams),
     each { head_size: 0, rows: unfused::TILE, keys: unfused::TILE, threads: unfused::THREADS, min_blocks: 4,
-           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70, output: f32 }, {
+           shared: unfused::SHARED_BYTES, hot: true, min_sm: 70, output: F32 }, {
     gqa_unfused_values_out32_f16 => unfused_values::<f16, f32>, T = f16;
     gqa_unfused_values_out32_bf16 => unfused_values::<bf16, f32>, T = bf16;
 });

@@ -3,7 +3,7 @@
 use crate::attention::hopper;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::num::Format;
-use crate::num::{bf16, f16};
+use crate::num::{bf16, e4m3, f16};
 use crate::params::{
     AttentionParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
     PagedHopperParams,
@@ -13,6 +13,7 @@ use crate::params::{
 pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER,
     HOPPER_TALL,
+    HOPPER_OUT8,
     HOPPER_SPLIT,
     HOPPER_MASKED,
     HOPPER_PAGED,
@@ -59,6 +60,29 @@ kernels_by_head_size!(HOPPER_MASKED, HopperMasked: Attention, "family-hopper-mas
     gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;
     gqa_hopper_masked_f16_d256, gqa_hopper_masked_bf16_d256 => hopper::MaskedD256, 1;
 });
+
+/// Rows of the kernels whose output is e4m3 times a scale, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
+macro_rules! hopper_out8_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
+        hopper_out8_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
+        kernels!(HOPPER_OUT8, Hopper: Attention, "family-hopper",
+            ([q 0, k 1, v 2] cos: T, sin: T, seqlens_k: i32, head_sink: T, out_f8: e4m3, out_scale: f32, lse: f32, counter: u32; p: HopperParams), { $(
+            $name => <$shape>::run_scaled, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, output: E4M3 };
+        )* });
+    };
+}
+
+hopper_out8_kernels! {
+    gqa_hopper_out8_f16_d64, gqa_hopper_out8_bf16_d64 => hopper::D64Short;
+    gqa_hopper_out8_f16_d96, gqa_hopper_out8_bf16_d96 => hopper::D96Short;
+    gqa_hopper_out8_f16_d128, gqa_hopper_out8_bf16_d128 => hopper::D128<false>;
+    gqa_hopper_out8_f16_d192, gqa_hopper_out8_bf16_d192 => hopper::D192<false>;
+    gqa_hopper_out8_f16_d256, gqa_hopper_out8_bf16_d256 => hopper::D256<false>;
+}
 
 /// Rows of the kernels for caches of blocks, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
 macro_rules! hopper_paged_kernels {

@@ -1,7 +1,9 @@
 //! What comes before attention, and what comes after it.
 
-use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
-use crate::params::{PagedParams, PrologueParams, ScatterParams, SlideBiasParams, SlideParams};
+use crate::num::{Code, Float8, Int4, Int8, bf16, e4m3, f16};
+use crate::params::{
+    PagedParams, PrologueParams, QuantizeOutputParams, ScatterParams, SlideBiasParams, SlideParams,
+};
 use crate::prologue::{
     self,
     append::concat_kv_in_place,
@@ -11,6 +13,7 @@ use crate::prologue::{
     paged::{paged_append, paged_append_codes, paged_gather, paged_scatter},
     positions::seqlens_to_pos_ids,
     quantise::quantise_kv,
+    quantize_output::quantize_output,
     rope::{rotary_embedding, rotary_rows},
     scatter::scatter_rows,
     slide::{slide_bias, slide_kv, slide_lengths},
@@ -26,6 +29,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     UNPACK_QKV_WITH_ROPE_AND_APPEND_KV,
     QK_NORM,
     QUANTISE_KV,
+    QUANTIZE_OUTPUT,
     ROTARY_EMBEDDING,
     ROTARY_ROWS,
     SEQLENS_TO_POS_IDS,
@@ -108,6 +112,13 @@ quantized_kernels!(QUANTISE_KV, QuantizeKv, quantise_kv, min_blocks: 4,
     gqa_quantise_kv_f8_f32 => f32, Float8;
     gqa_quantise_kv_f8_f16 => f16, Float8;
     gqa_quantise_kv_f8_bf16 => bf16, Float8;
+});
+
+kernels!(QUANTIZE_OUTPUT, Prologue: QuantizeOutput, "family-prologue", (rows: T, out_scale: f32, out_f8: e4m3; p: QuantizeOutputParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, output: E4M3 }, {
+    gqa_quantize_output_f32 => quantize_output::<f32>, T = f32;
+    gqa_quantize_output_f16 => quantize_output::<f16>, T = f16;
+    gqa_quantize_output_bf16 => quantize_output::<bf16>, T = bf16;
 });
 
 kernels!(ROTARY_EMBEDDING, Prologue: RotaryEmbedding, "family-prologue",

@@ -33,7 +33,7 @@ kernels!(COMBINE, SplitKv: Merge, "family-split-kv",
 
 kernels!(COMBINE_OUT32, SplitKv: Merge, "family-split-kv",
     (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80, output: f32 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80, output: F32 }, {
     gqa_combine_out32_f16 => combine::<f16, f32>, T = f16;
     gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16;
 });

@@ -225,6 +225,13 @@ impl<T: Pod> Global<T> {
         // SAFETY: inside what the launch bound, and aligned as the caller says.
         unsafe { transmute(self.offset(i).0.cast::<Vec2>().read()) }
     }
+
+    /// Writes the 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
+    #[inline(always)]
+    pub fn store_vec8(self, i: usize, value: [u32; 2]) {
+        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        unsafe { self.offset(i).0.cast::<Vec2>().write(Vec2(value)) }
+    }
 }
 
 /// Loads a value of 1, 2, 4 or 8 bytes, aligned to its size.

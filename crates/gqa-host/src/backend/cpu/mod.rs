@@ -16,6 +16,7 @@ mod lanes;
 mod norm;
 mod paged;
 mod panel;
+mod quantized_output;
 mod rope;
 mod rows;
 mod sequence;
@@ -51,12 +52,15 @@ impl Backend for Cpu {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         io.check(problem)?;
-        self.compute(&problem.contiguous(), io)
+        match problem.quantizes_output() {
+            true => self.run_quantized(&problem.contiguous(), io),
+            false => self.compute(&problem.contiguous(), io),
+        }
     }
 }
 
 impl Cpu {
-    /// Computes a problem on tensors that fit it.
+    /// Computes a problem on tensors that fit it, whose output is a number itself.
     fn compute(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         if problem.is_empty() {
             return Ok(());

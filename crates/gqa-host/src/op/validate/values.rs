@@ -18,9 +18,9 @@ pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
 /// Errs unless every length, every position of a token and every block leads into the tensors that they
 /// index, and scales can be divided by.
 pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
-    if p.quantised.is_some() {
-        check_scale(inputs, TensorId::KScale)?;
-        check_scale(inputs, TensorId::VScale)?;
+    let scales = [TensorId::KScale, TensorId::VScale, TensorId::OutputScale];
+    for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
+        check_scale(inputs, id)?;
     }
     if let Some(pages) = p.pages {
         return Lengths::of(inputs, pages.tokens)?.check(p, pages, inputs);

@@ -15,7 +15,7 @@ use crate::{Problem, Result, Rotary};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper;
 use gqa_kernels::params::{AttentionParams, HopperParams, Strides};
-use gqa_kernels::registry::{self, Entry, Role, entries};
+use gqa_kernels::registry::{self, Entry, Output, Role, entries};
 
 pub(super) struct Hopper;
 
@@ -31,13 +31,18 @@ impl Family for Hopper {
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         let p = call.problem;
         requirements::flash(p)?;
-        let entry = select::among(self, call, |_| true, |entry| unsuited(entry, p))?;
-        suits(call, entry)?;
-        if let Some(split) = split(call, entry) {
-            return Ok(split);
+        if p.quantizes_output() && p.lse {
+            return Err(Rejection::Argument { name: "lse" });
         }
-        requirements::narrow_output(p)?;
-        Ok(Kernel::whole(entry))
+        let written = if p.quantizes_output() { Output::E4M3 } else { Output::Element };
+        let is_written = |entry: &Entry| entry.output == written;
+        let entry = select::among(self, call, is_written, |entry| unsuited(entry, p))?;
+        suits(call, entry)?;
+        match split(call, entry) {
+            Some(split) if written == Output::Element => Ok(split),
+            None if requirements::writes(entry, p) => Ok(Kernel::whole(entry)),
+            _ => Err(Rejection::OutputType { got: p.out_dtype }),
+        }
     }
 
     fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
@@ -215,18 +220,17 @@ pub(super) fn arguments(
     };
     let tensor = |id| tensor(p, id, 0);
     let [k, v] = rows.attended;
-    let [out, out_f32] = output(p);
-    vec![
+    let mut arguments = vec![
         ("q", map(rows.query.arg, params.q, q_len, q_heads, hopper::QUERY_BOX)),
         ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
         ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
         ("seqlens_k", tensor(TensorId::SeqlensK)),
         ("head_sink", tensor(TensorId::HeadSink)),
-        out,
-        out_f32,
         ("lse", tensor(TensorId::Lse)),
         ("counter", counter),
-    ]
+    ];
+    arguments.extend(output(p));
+    arguments
 }
 
 /// The map of a (batch, head, row) tensor.

@@ -278,6 +278,8 @@ impl<
 pub(super) struct Output<T, O> {
     pub head_sink: Global<T>,
     pub out: Global<O>,
+    /// Of types that have one.
+    pub out_scale: Global<f32>,
     pub lse: Global<f32>,
 }
 
@@ -294,12 +296,13 @@ impl<T: MmaElement, O: OutElement> Output<T, O> {
         sums: [f32; N],
     ) {
         let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
-        let sums = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * factor });
+        let scaled = O::scaled(factor, self.out_scale);
+        let sums = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * scaled });
         let to = a.out.at(rows.batch, row.head, rows.start + row.s) + column as usize;
         if let Some(unit) = sums.first_chunk() {
             O::store_unit(self.out, to, *unit);
         } else {
-            self.out.store(to, O::from_f32(sums[0]));
+            O::store_one(self.out, to, sums[0]);
         }
         if column == 0 && !self.lse.is_null() {
             self.lse.store(rows.index(a, row), log_sum_exp);

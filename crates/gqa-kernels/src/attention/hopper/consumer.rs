@@ -10,9 +10,10 @@ use super::rotate::Rotation;
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
 use super::softmax::{Raised, RowPair, Softmax, exceed, greatest, scale};
 use super::work::{KeyTiles, Place, Slot};
+use crate::attention::out::{OutElement, Quantized};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
-use crate::num::MmaElement;
+use crate::num::{MmaElement, e4m3};
 use crate::params::AttentionParams;
 use crate::simt::*;
 use core::marker::PhantomData;
@@ -572,12 +573,18 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
             row: self.softmax.row,
         };
         let factors = output.normalise::<T, S>(rows, self.pointers.head_sink, to.lse);
+        let factors = match to.quantized {
+            Some(Quantized { scale, .. }) => factors.map(|factor| e4m3::scaled(factor, scale)),
+            None => factors,
+        };
         scale(o, factors);
         if let Some(scales) = self.pointers.scales {
             scales.widen(o, place.head, self.p);
         }
         if S::PARTS {
             output.store_part(o, to.partial_out);
+        } else if let Some(quantized) = to.quantized {
+            output.store_quantized::<S, O>(o, quantized);
         } else {
             output.store::<T, S, O>(o, to.out);
         }

@@ -4,6 +4,7 @@
 use super::mask;
 use super::shape::Tile;
 use super::work::Place;
+use crate::attention::out::{self, Quantized};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::MmaElement;
@@ -15,6 +16,8 @@ use crate::simt::*;
 pub(super) struct Destination<T> {
     /// (batch, query head, S, head size); not used with parts of the keys.
     pub(super) out: Global<T>,
+    /// The same quantized, instead of `out`.
+    pub(super) quantized: Option<Quantized>,
     /// (part, batch, query head, S, head size); not used without parts of the keys.
     pub(super) partial_out: Global<f32>,
     /// (part, batch, query head, S).
@@ -88,6 +91,26 @@ impl Output<'_> {
         o: &mut [f32; O],
         out: Global<T>,
     ) {
+        let store = |at, words| out.store_vec(at, words);
+        self.store_rows::<S, O>(o, T::pack, store);
+    }
+
+    /// The same, quantized.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn store_quantized<S: Tile, const O: usize>(&self, o: &mut [f32; O], to: Quantized) {
+        self.store_rows::<S, O>(o, out::pair, |at, [a, b, c, d]| {
+            to.out.store_vec8(at, [out::join([a, b]), out::join([c, d])]);
+        });
+    }
+
+    /// Packs pairs of columns, gathers eight side by side, and stores these.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_rows<S: Tile, const O: usize>(
+        &self,
+        o: &mut [f32; O],
+        pack: impl Fn(f32, f32) -> u32,
+        store: impl Fn(usize, [u32; 4]),
+    ) {
         self.clear_padding(o);
         let Place { batch, head, row: first, .. } = self.place;
         // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.
@@ -104,14 +127,14 @@ impl Output<'_> {
                 while i < 4 {
                     let pair = 16 * group + 4 * i + 2 * half;
                     if pair < S::D as usize / 2 {
-                        words[i] = T::pack(o[pair], o[pair + 1]);
+                        words[i] = pack(o[pair], o[pair + 1]);
                     }
                     i += 1;
                 }
                 let words = transpose(words, lane);
                 let ahead = group as u32 * 32;
                 if s < self.rows && column + ahead < self.p.head_size {
-                    out.store_vec(at + ahead as usize, words);
+                    store(at + ahead as usize, words);
                 }
                 group += 1;
             }

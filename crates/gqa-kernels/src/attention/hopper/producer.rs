@@ -185,7 +185,12 @@ fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &Attention
         while i < rows * vectors {
             let row = quotient(i, vectors);
             let column = (i - row * vectors) * T::PER_VEC;
-            to.out.store_vec(p.out.at(batch, head, first + row) + column as usize, [0; 4]);
+            let at = p.out.at(batch, head, first + row) + column as usize;
+            match to.quantized {
+                None => to.out.store_vec(at, [0; 4]),
+                // As many elements in half of the bytes.
+                Some(quantized) => quantized.out.store_vec8(at, [0; 2]),
+            }
             i += 32;
         }
     }
