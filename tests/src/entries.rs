@@ -14,6 +14,9 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use std::rc::Rc;
 
+/// What kernels of other operators do, for `except`.
+pub const OTHER_OPERATORS: [Role; 2] = [Role::RotaryRows, Role::ScatterRows];
+
 /// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a failure.
 const DRAWS: u32 = 2000;
 

@@ -16,6 +16,6 @@ pub use case::{
     sliding, steps, tall_steps, turned_float8_prompts,
 };
 pub use compare::{Errors, Tolerance, compare};
-pub use entries::every_entry;
+pub use entries::{OTHER_OPERATORS, every_entry};
 pub use paged::{PagedCase, paged, paged_beside, paged_mixed, paged_prompts, paged_steps};
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};

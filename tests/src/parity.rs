@@ -1,6 +1,6 @@
 //! One test body for every back end: random calls, poisoned outputs, compared with the f64 reference.
 
-use crate::compare::{equal_codes, neighbouring_codes, tensors, unrounded};
+use crate::compare::{codes_rounded_before, equal_codes, tensors, unrounded};
 use crate::{Call, Case, Errors, Tolerance, compare};
 use gqa_host::backend::Backend;
 use gqa_host::op::{KvCache, Outputs};
@@ -142,7 +142,7 @@ fn compare_with_cache(call: &Call, got: &Outputs, want: &Outputs) -> Result<Erro
     if !call.case.rounds_before_codes() {
         return compare_outputs(call, got, want);
     }
-    neighbouring_codes("present_key", &got.present_key, &want.present_key)?;
+    codes_rounded_before("present_key", &got.present_key, &want.present_key, call.case.dtype)?;
     equal_codes("present_value", &got.present_value, &want.present_value)?;
     let want = call.reference_after(got).map_err(|e| format!("reference: {e}"))?;
     compare_outputs(call, got, &want)

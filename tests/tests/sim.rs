@@ -3,10 +3,9 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
-use gqa_kernels::registry::Role;
 use gqa_tests::{
-    Case, any_dtype, case, every_entry, half_dtype, heads_up_to, parity, prompts, quantised_steps,
-    quantized_output, sliding, steps,
+    Case, OTHER_OPERATORS, any_dtype, case, every_entry, half_dtype, heads_up_to, parity, prompts,
+    quantised_steps, quantized_output, sliding, steps,
 };
 use proptest::prelude::*;
 
@@ -104,13 +103,11 @@ fn large_heads() {
     parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(PlanOptions::default()));
 }
 
-/// `rotary_rows` belongs to another operator.
+/// `rotary_rows` and `scatter_rows` belong to other operators.
 #[test]
 fn every_kernel() {
     let device = DeviceInfo::h200();
-    every_entry("sim, each kernel", 1, &device, &[Role::RotaryRows], |options| {
-        Box::new(sim(options))
-    });
+    every_entry("sim, each kernel", 1, &device, &OTHER_OPERATORS, |options| Box::new(sim(options)));
 }
 
 /// `tiled_wide`: every shape that some GPU takes, and parts of the keys.
