@@ -1,10 +1,9 @@
 """Launches that `gqa explain --json` describes, on tensors of PyTorch in this process, so that they are timed beside others' kernels.
 
-Kernels come from a folder of compressed PTX like this repository's ptx/, which may hold others under the same names.
+Kernels come from a folder like this repository's crates/gqa-host/ptx/, which may hold others under the same names.
 """
 import ctypes
 import functools
-import gzip
 import json
 import os
 import pathlib
@@ -12,7 +11,9 @@ import subprocess
 
 import torch
 
-SHIPPED = pathlib.Path(__file__).parent.parent / "ptx"
+import packed
+
+SHIPPED = packed.SHIPPED
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # CU_FUNC_ATTRIBUTE_*
 CLUSTER, PROGRAMMATIC = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 PORTABLE_CLUSTER = 8
@@ -42,15 +43,13 @@ def call(name, *arguments):
 def function(folder, entry, shared_bytes, cluster):
     """The kernel, from a module of its own: a whole family takes long to assemble."""
     major, minor = torch.cuda.get_device_capability()
-    modules = [m for m in json.loads((folder / "manifest.json").read_text())["modules"] if entry in m["entries"]]
+    modules = [m for m in packed.modules(folder) if any(kernel["name"] == entry for kernel in m["kernels"])]
     usable = [m for m in modules if (m["arch"] == f"sm_{major}{minor}a" or
                                      not m["arch"].endswith("a") and int(m["arch"][3:]) <= 10 * major + minor)]
     if not usable:
         raise RuntimeError(f"{entry}: {folder} has no module for compute capability {major}.{minor}; plans here are those of an H200")
     module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))
-    header, *bodies = gzip.decompress((folder / module["file"]).read_bytes()).decode().split("\n.visible .entry ")
-    body = next(body for body in bodies if body.startswith(entry + "("))
-    text = f"{header}\n.visible .entry {body.rstrip()}\n".encode() + b"\0"
+    text = packed.ptx(folder, module, entry).encode() + b"\0"
     loaded, found = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(loaded), text)
     call("cuModuleGetFunction", ctypes.byref(found), loaded, entry.encode())

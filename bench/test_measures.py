@@ -4,6 +4,7 @@
 """
 import argparse
 import contextlib
+import hashlib
 import io
 import pathlib
 import subprocess
@@ -18,6 +19,7 @@ sys.modules["fa3_fwd_interface"] = None
 import float8
 import launches
 import masked
+import packed
 import peers
 import timing
 
@@ -78,6 +80,15 @@ class Measures(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("part: got tokenz; allowed: tokens prompts", done.stderr)
 
+
+class Kernels(unittest.TestCase):
+    def test_shipped_ptx_is_read_as_it_was_compiled(self):
+        module = min(packed.modules(packed.SHIPPED), key=lambda module: len(module["kernels"]))
+        header, texts = None, ""
+        for kernel in module["kernels"]:
+            header, entry, text = packed.ptx(packed.SHIPPED, module, kernel["name"]).partition(".visible .entry ")
+            texts += entry + text
+        self.assertEqual(hashlib.sha256((header + texts).encode()).hexdigest(), module["sha256"])
 
 if __name__ == "__main__":
     unittest.main()

@@ -1,48 +1,37 @@
-//! Embeds the shipped PTX: one table row per module that `ptx/manifest.json` names.
+//! Embeds the shipped PTX: a table row for each module of `ptx/manifest.json`, with each kernel's file.
+//! A file that is missing, or is another than the list says, ends the build.
 
-use serde_json::Value;
+use gqa_ptx::{Manifest, Module};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 
 fn main() -> Result<()> {
-    let folder = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?).join("../../ptx");
-    let manifest = folder.join("manifest.json");
-    println!("cargo::rerun-if-changed={}", folder.display());
-    println!("cargo::rerun-if-changed={}", manifest.display());
-    // Before the first `cargo xtask ptx` there is nothing to embed, and the CUDA back end says so.
-    let rows = if manifest.exists() {
-        rows(&folder, &fs::read_to_string(&manifest)?)?
-    } else {
-        Vec::new()
-    };
-    let table = format!("static SHIPPED: &[Shipped] = &[\n{}];\n", rows.concat());
+    println!("cargo::rerun-if-changed=ptx");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return Ok(());
+    }
+    let folder = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?).join("ptx");
+    let modules = Manifest::read(&folder.join("manifest.json"))?.modules;
+    if modules.is_empty() {
+        return Err(format!("{} lists no PTX: run `cargo xtask ptx`", folder.display()).into());
+    }
+    let rows = modules.iter().map(|module| row(&folder, module)).collect::<Result<String>>()?;
+    let table = format!("static SHIPPED: &[Shipped] = &[\n{rows}];\n");
     fs::write(PathBuf::from(env::var("OUT_DIR")?).join("ptx.rs"), table)?;
     Ok(())
 }
 
-fn rows(folder: &Path, manifest: &str) -> Result<Vec<String>> {
-    let manifest: Value = serde_json::from_str(manifest)?;
-    let modules =
-        manifest["modules"].as_array().ok_or("ptx/manifest.json has no list of modules")?;
-    modules.iter().map(|module| row(folder, module)).collect()
-}
-
-fn row(folder: &Path, module: &Value) -> Result<String> {
-    let text = |key: &str| {
-        module[key].as_str().ok_or(format!("a module of ptx/manifest.json has no {key}"))
-    };
-    let file = folder.join(text("file")?);
-    println!("cargo::rerun-if-changed={}", file.display());
-    let entries =
-        module["entries"].as_array().ok_or("a module of ptx/manifest.json has no entries")?;
-    let entries: Vec<&str> = entries.iter().filter_map(Value::as_str).collect();
+fn row(folder: &Path, module: &Module) -> Result<String> {
+    let kernels = module.kernels.iter().map(|kernel| {
+        let path = folder.join(module.file(&kernel.name));
+        kernel.read(&path)?;
+        Ok(format!("        ({:?}, include_bytes!({path:?})),\n", kernel.name))
+    });
+    let kernels = kernels.collect::<Result<String>>()?;
+    let Module { family, arch, ptx, .. } = module;
     Ok(format!(
-        "    Shipped {{ family: {:?}, arch: {:?}, ptx_version: {:?}, entries: &{entries:?}, compressed: include_bytes!({:?}) }},\n",
-        text("family")?,
-        text("arch")?,
-        text("ptx")?,
-        file.canonicalize()?,
+        "    Shipped {{ family: {family:?}, arch: {arch:?}, ptx_version: {ptx:?}, kernels: &[\n{kernels}    ] }},\n"
     ))
 }

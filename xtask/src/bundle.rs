@@ -1,8 +1,8 @@
 //! `cargo xtask bundle`: what a GPU machine without Rust or network needs to run the GPU tests.
 
-use crate::place;
 use crate::step::shown;
 use crate::test::cargo;
+use crate::{folder, place};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fs;
@@ -27,18 +27,16 @@ exit \"$failed\"
 
 pub fn run() -> Result<()> {
     let bundle = place::root().join("bundle");
-    if bundle.exists() {
-        fs::remove_dir_all(&bundle).context("cannot remove the old bundle/")?;
-    }
-    fs::create_dir_all(bundle.join("tests")).context("cannot make bundle/")?;
+    folder::fresh(&bundle)?;
+    folder::fresh(&bundle.join("tests"))?;
     program(&built(&["build", "--package", "gqa-cli", "--bin", "gqa"])?, &bundle.join("gqa"))?;
     for (package, test) in TESTS {
         let built = built(&["test", "--no-run", "--package", package, "--test", test])?;
         program(&built, &bundle.join("tests").join(test))?;
     }
-    copy(&place::root().join("tests/cases"), &bundle.join("cases"))?;
+    folder::copy(&place::root().join("tests/cases"), &bundle.join("cases"))?;
     script(&bundle.join("run.sh"))?;
-    let bytes = size(&bundle)?;
+    let bytes = folder::size(&bundle)?;
     println!("bundle/: {:.1} MiB; run ./run.sh there", bytes as f64 / f64::from(1 << 20));
     Ok(())
 }
@@ -71,29 +69,6 @@ fn script(path: &Path) -> Result<()> {
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .context("cannot make run.sh executable")?;
     Ok(())
-}
-
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::create_dir_all(to).with_context(|| format!("cannot make {}", to.display()))?;
-    for entry in fs::read_dir(from).with_context(|| format!("cannot list {}", from.display()))? {
-        let entry = entry?;
-        let target = to.join(entry.file_name());
-        if entry.file_type()?.is_dir() {
-            copy(&entry.path(), &target)?;
-        } else {
-            fs::copy(entry.path(), &target)
-                .with_context(|| format!("cannot copy {}", entry.path().display()))?;
-        }
-    }
-    Ok(())
-}
-
-fn size(folder: &Path) -> Result<u64> {
-    fs::read_dir(folder)?.try_fold(0, |sum, entry| {
-        let entry = entry?;
-        let metadata = entry.metadata()?;
-        Ok(sum + if metadata.is_dir() { size(&entry.path())? } else { metadata.len() })
-    })
 }
 
 #[cfg(test)]

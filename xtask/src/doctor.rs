@@ -1,4 +1,4 @@
-//! `cargo xtask doctor`: which tools were found, and whether ptx/ is of this source.
+//! `cargo xtask doctor`: which tools were found, and whether the shipped PTX is of this source.
 
 use crate::module::Module;
 use crate::{place, test};
@@ -24,7 +24,7 @@ pub fn run() -> Result<()> {
             .then_some("installed")
             .ok_or("not installed; `cargo test` takes its place"),
     );
-    line("ptx/", shipped());
+    line("shipped PTX", shipped());
     Ok(())
 }
 
@@ -50,14 +50,10 @@ fn first_line(program: &str, arguments: &[&str]) -> Result<String, String> {
 
 fn shipped() -> Result<String> {
     let (manifest, source) = (Manifest::read(&place::manifest())?, source_hash(&place::kernels())?);
-    let stale: Vec<_> = manifest
-        .modules
-        .iter()
-        .filter(|row| row.source != source)
-        .map(|row| row.file.as_str())
-        .collect();
+    let stale: Vec<_> =
+        manifest.modules.iter().filter(|row| row.source != source).map(|row| row.name()).collect();
     let missing: Vec<_> =
-        Module::all().map(Module::file).filter(|file| manifest.module(file).is_none()).collect();
+        Module::all().map(Module::name).filter(|name| manifest.module(name).is_none()).collect();
     anyhow::ensure!(missing.is_empty(), "{} not built; run `cargo xtask ptx`", missing.join(", "));
     anyhow::ensure!(
         stale.is_empty(),

@@ -1,7 +1,10 @@
 //! `cargo xtask VERB`: build, check, test and bundle.
 
 mod bundle;
+mod deny;
 mod doctor;
+mod embed;
+mod folder;
 mod module;
 mod parallel;
 mod place;
@@ -25,12 +28,12 @@ struct Cli {
 #[derive(Subcommand)]
 enum Verb {
     /// Everything CI runs; installs a device toolchain first if there is none.
-    Test,
-    /// Compile the kernels to PTX and write ptx/, or compare with it.
+    Test(test::Args),
+    /// Compile the kernels to PTX and write crates/gqa-host/ptx/, or compare with it.
     Ptx(ptx::Args),
     /// Assemble the shipped PTX and show what each entry costs.
-    Ptxas,
-    /// Compare instruction counts of the shipped PTX with ptx/ratchet.json.
+    Ptxas(ptxas::Args),
+    /// Compare instruction counts of the shipped PTX with xtask/ratchet.json.
     Ratchet {
         /// Write the counts as they are now.
         #[arg(long)]
@@ -38,17 +41,20 @@ enum Verb {
     },
     /// Make bundle/: programs, tests and cases for a GPU machine without Rust or network.
     Bundle,
+    /// Package the crates and build a program with them outside of this workspace.
+    Embed,
     /// Show which tools were found.
     Doctor,
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().verb {
-        Verb::Test => test::run(),
+        Verb::Test(args) => test::run(&args),
         Verb::Ptx(args) => ptx::run(&args),
-        Verb::Ptxas => ptxas::run(),
+        Verb::Ptxas(args) => ptxas::run(&args),
         Verb::Ratchet { bless } => ratchet::run(bless),
         Verb::Bundle => bundle::run(),
+        Verb::Embed => embed::run(),
         Verb::Doctor => doctor::run(),
     };
     match result {

@@ -33,11 +33,6 @@ impl Module {
         format!("{}.{}", self.family_name(), self.arch)
     }
 
-    /// Its file in ptx/.
-    pub fn file(self) -> String {
-        format!("{}.ptx.gz", self.name())
-    }
-
     /// Compiles it and writes the registry's launch bounds into it.
     pub fn build(self, toolchain: &Toolchain, quick: bool) -> Result<Built> {
         // Builds wait for each other where they share a folder.

@@ -17,7 +17,7 @@ pub fn kernels() -> PathBuf {
 
 /// The shipped PTX.
 pub fn shipped() -> PathBuf {
-    root().join("ptx")
+    root().join("crates/gqa-host/ptx")
 }
 
 /// The list of shipped PTX.
@@ -27,7 +27,7 @@ pub fn manifest() -> PathBuf {
 
 /// The frozen instruction counts.
 pub fn ratchet() -> PathBuf {
-    shipped().join("ratchet.json")
+    root().join("xtask/ratchet.json")
 }
 
 /// Build products.

@@ -1,21 +1,22 @@
-//! `cargo xtask ptx`: from the kernels to ptx/, and whether the two still agree.
+//! `cargo xtask ptx`: from the kernels to the PTX that gqa-host ships, and whether the two still agree.
 
 use crate::module::Module;
 use crate::parallel::longest_first;
 use crate::place;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args as ClapArgs;
-use gqa_ptx::{Manifest, Toolchain, post, read_compressed, sha256, source_hash, write_compressed};
+use gqa_ptx::{Manifest, Toolchain, post, sha256, source_hash};
 use std::collections::BTreeSet;
-use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
+use std::{fs, io};
 
 #[derive(ClapArgs, Default)]
 pub struct Args {
     /// Head size 128 only: for short rounds, not for shipping.
     #[arg(long, conflicts_with = "check")]
     quick: bool,
-    /// Write nothing; compare what the kernels give with ptx/, byte for byte.
+    /// Write nothing; compare what the kernels give with what is shipped, byte for byte.
     #[arg(long)]
     check: bool,
     /// Only modules for this GPU, e.g. sm_90a.
@@ -27,8 +28,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// What `cargo xtask test` asks for.
-    pub fn check_everything() -> Self {
+    fn check_everything() -> Self {
         Self { check: true, ..Self::default() }
     }
 
@@ -58,21 +58,39 @@ pub fn run(args: &Args) -> Result<()> {
     if args.check { check(compiled, &modules, args) } else { write(compiled, args) }
 }
 
+/// What `cargo xtask test` asks for: compiles everything again only where the manifest is of other
+/// sources, as a check that says what differs, or if `full`.
+pub fn check_shipped(full: bool) -> Result<()> {
+    let (manifest, source) = (Manifest::read(&place::manifest())?, source_hash(&place::kernels())?);
+    let is_of_source =
+        |module: Module| manifest.module(&module.name()).is_some_and(|row| row.source == source);
+    if full || !Module::all().all(is_of_source) {
+        return run(&Args::check_everything());
+    }
+    let damaged = manifest.modules.iter().filter_map(|row| match row.read(&place::shipped()) {
+        Ok(text) if sha256(text.as_bytes()) == row.sha256 => None,
+        Ok(_) => Some(format!("{}: not the text that the manifest names", row.name())),
+        Err(error) => Some(format!("{}: {error}", row.name())),
+    });
+    let damaged: Vec<_> = damaged.collect();
+    ensure!(damaged.is_empty(), "{}\nrun `cargo xtask ptx`", damaged.join("\n"));
+    println!("{} modules, of this source; not compiled again", manifest.modules.len());
+    Ok(())
+}
+
 fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
-    fs::create_dir_all(place::shipped()).context("cannot make ptx/")?;
-    let mut manifest = if args.is_everything() {
-        Manifest::default()
-    } else {
-        Manifest::read(&place::manifest())?
-    };
-    for Compiled { row, text, .. } in compiled {
-        write_compressed(&place::shipped().join(&row.file), &text)?;
+    let mut manifest = Manifest::read(&place::manifest())?;
+    if args.is_everything() {
+        let is_known = |name: &str| Module::all().any(|module| module.name() == name);
+        manifest.modules.retain(|row| is_known(&row.name()));
+    }
+    for Compiled { mut row, text, .. } in compiled {
+        row.write(&place::shipped(), &text)?;
         manifest.put(row);
     }
     for file in strays(&manifest)? {
-        fs::remove_file(place::shipped().join(&file))
-            .with_context(|| format!("cannot remove ptx/{file}"))?;
-        println!("{file:28} removed: no module of that name");
+        fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
+        println!("{} removed: no kernel of that name", file.display());
     }
     Ok(manifest.write(&place::manifest())?)
 }
@@ -82,6 +100,8 @@ struct Compiler {
     toolchain: Toolchain,
     quick: bool,
     source: String,
+    /// What was there before.
+    shipped: Manifest,
 }
 
 /// A module as it would be shipped.
@@ -93,23 +113,31 @@ struct Compiled {
 
 impl Compiler {
     fn new(toolchain: Toolchain, quick: bool) -> Result<Self> {
-        Ok(Self { toolchain, quick, source: source_hash(&place::kernels())? })
+        let shipped = Manifest::read(&place::manifest())?;
+        Ok(Self { toolchain, quick, source: source_hash(&place::kernels())?, shipped })
     }
 
     fn compile_all(&self, modules: &[Module]) -> Result<Vec<Compiled>> {
-        let shipped = |module: &Module| place::shipped().join(module.file());
-        let length = |module: &Module| fs::metadata(shipped(module)).map_or(0, |file| file.len());
+        let length = |module: &Module| {
+            self.shipped.module(&module.name()).map_or(0, |row| row.kernels.len() as u64)
+        };
         let compiled = longest_first(modules.to_vec(), length, |module| self.compile(module));
         let compiled = compiled.into_iter().collect::<Result<Vec<_>>>()?;
         warn(&compiled);
         Ok(compiled)
     }
 
+    /// What the manifest says of this very text.
+    fn assembled(&self, module: Module, ptx: &str) -> String {
+        let row =
+            self.shipped.module(&module.name()).filter(|row| row.sha256 == sha256(ptx.as_bytes()));
+        row.map(|row| row.assembled.clone()).unwrap_or_default()
+    }
+
     fn compile(&self, module: Module) -> Result<Compiled> {
         let started = Instant::now();
         let built = module.build(&self.toolchain, self.quick)?;
         let row = gqa_ptx::Module {
-            file: module.file(),
             family: module.family_name().into(),
             arch: module.arch.into(),
             ptx: post::version(&built.ptx)
@@ -118,9 +146,10 @@ impl Compiler {
             compiler: self.toolchain.version().into(),
             source: self.source.clone(),
             sha256: sha256(built.ptx.as_bytes()),
-            entries: post::entry_names(&built.ptx),
+            assembled: self.assembled(module, &built.ptx),
+            kernels: Vec::new(),
         };
-        let (entries, kib) = (row.entries.len(), built.ptx.len() / 1024);
+        let (entries, kib) = (post::entry_names(&built.ptx).len(), built.ptx.len() / 1024);
         println!(
             "{:28} {entries:3} entries {kib:6} KiB {:6.1} s",
             module.name(),
@@ -137,16 +166,24 @@ fn warn(compiled: &[Compiled]) {
     different.iter().for_each(|warning| eprintln!("{warning}\n"));
 }
 
-/// Compressed PTX in ptx/ that the manifest does not name.
-fn strays(manifest: &Manifest) -> Result<Vec<String>> {
+/// Files of kernels that the manifest does not name.
+fn strays(manifest: &Manifest) -> Result<Vec<PathBuf>> {
+    let files = |module: &gqa_ptx::Module| {
+        module.kernels.iter().map(|kernel| module.file(&kernel.name)).collect::<Vec<_>>()
+    };
+    let named: BTreeSet<_> =
+        manifest.modules.iter().flat_map(files).map(|file| place::shipped().join(file)).collect();
     let mut strays = Vec::new();
-    for entry in fs::read_dir(place::shipped()).context("cannot list ptx/")? {
-        let file = entry?.file_name().to_string_lossy().into_owned();
-        if file.ends_with(".ptx.gz") && manifest.module(&file).is_none() {
-            strays.push(file);
-        }
+    for folder in entries(&place::shipped())?.into_iter().filter(|path| path.is_dir()) {
+        strays.extend(entries(&folder)?.into_iter().filter(|path| !named.contains(path)));
     }
     Ok(strays)
+}
+
+/// What lies in a folder.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let list = || fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>();
+    list().with_context(|| format!("cannot list {}", folder.display()))
 }
 
 fn check(compiled: Vec<Compiled>, modules: &[Module], args: &Args) -> Result<()> {
@@ -155,53 +192,54 @@ fn check(compiled: Vec<Compiled>, modules: &[Module], args: &Args) -> Result<()>
     for Compiled { row, text, .. } in compiled {
         problems.extend(
             difference(&manifest, &row, &text)?
-                .map(|problem| format!("  ptx/{}: {problem}", row.file)),
+                .map(|problem| format!("  {}: {problem}", row.name())),
         );
     }
     if args.is_everything() {
         problems.extend(rows_without_module(&manifest, modules));
         problems.extend(
-            strays(&manifest)?.iter().map(|file| format!("  ptx/{file}: not in ptx/manifest.json")),
+            strays(&manifest)?
+                .iter()
+                .map(|file| format!("  {}: not in the manifest", file.display())),
         );
     }
     if problems.is_empty() {
         return Ok(());
     }
     bail!(
-        "ptx/ is not what the kernels give:\n{}\nrun `cargo xtask ptx` and `cargo xtask ratchet --bless`, look at what changed, and \
-         commit ptx/",
+        "crates/gqa-host/ptx/ is not what the kernels give:\n{}\nrun `cargo xtask ptx` and `cargo xtask ratchet --bless`, look at what \
+         changed, and commit it",
         problems.join("\n")
     )
 }
 
 fn rows_without_module(manifest: &Manifest, modules: &[Module]) -> Vec<String> {
-    let known = |file: &str| modules.iter().any(|module| module.file() == file);
-    let unknown = manifest.modules.iter().filter(|row| !known(&row.file));
-    unknown.map(|row| format!("  ptx/{}: the registry has no such module", row.file)).collect()
+    let known = |name: &str| modules.iter().any(|module| module.name() == name);
+    let unknown = manifest.modules.iter().map(gqa_ptx::Module::name).filter(|name| !known(name));
+    unknown.map(|name| format!("  {name}: the registry has no such module")).collect()
 }
 
 /// How what is shipped differs from a fresh build; `None` if it does not, or if another compiler made it, which may write other text
 /// for the same source.
 fn difference(manifest: &Manifest, fresh: &gqa_ptx::Module, text: &str) -> Result<Option<String>> {
-    let Some(row) = manifest.module(&fresh.file) else {
-        return Ok(Some("not in ptx/manifest.json".into()));
+    let Some(row) = manifest.module(&fresh.name()) else {
+        return Ok(Some("not in the manifest".into()));
     };
-    let shipped = read_compressed(&place::shipped().join(&row.file))?;
+    let shipped = row.read(&place::shipped())?;
     if sha256(shipped.as_bytes()) != row.sha256 {
-        return Ok(Some("not the text that ptx/manifest.json names".into()));
+        return Ok(Some("not the text that the manifest names".into()));
     }
     if row.source != fresh.source {
         let same = if shipped == text { ", which gives the same PTX" } else { "" };
         return Ok(Some(format!("made from another state of crates/gqa-kernels{same}")));
     }
     if shipped == text {
-        return Ok(
-            (row.entries != fresh.entries).then(|| "ptx/manifest.json names other entries".into())
-        );
+        return Ok(None);
     }
     if row.compiler != fresh.compiler {
-        println!("  bytes not compared: ptx/{} is by {}", row.file, row.compiler);
-        return Ok((row.entries != fresh.entries).then(|| "other entries".into()));
+        println!("  bytes not compared: {} is by {}", row.name(), row.compiler);
+        let same = post::entry_names(&shipped) == post::entry_names(text);
+        return Ok((!same).then(|| "other entries".into()));
     }
     Ok(Some(first_difference(&shipped, text)))
 }

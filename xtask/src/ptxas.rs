@@ -3,8 +3,9 @@
 use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail};
+use clap::Args as ClapArgs;
 use gqa_kernels::registry;
-use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage, read_compressed};
+use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage};
 use std::fs;
 use std::path::PathBuf;
 
@@ -13,33 +14,59 @@ const OLDEST: u32 = 75;
 /// Assembled for besides the module's own.
 const TARGETS: [&str; 2] = ["sm_90a", "sm_100a"];
 
-pub fn run() -> Result<()> {
-    let reports = assemble(&Ptxas::find_or_install(&place::ptxas())?)?;
+#[derive(ClapArgs)]
+pub struct Args {
+    /// Only modules of this family, e.g. tiled.
+    #[arg(long)]
+    family: Vec<String>,
+}
+
+/// Assembles modules, and writes into the manifest that they were found good.
+pub fn run(args: &Args) -> Result<()> {
+    let ptxas = Ptxas::find_or_install(&place::ptxas())?;
+    let mut manifest = Manifest::read(&place::manifest())?;
+    let mut modules = manifest.modules.clone();
+    modules.retain(|module| args.family.is_empty() || args.family.contains(&module.family));
+    let reports = assemble(&ptxas, &modules)?;
     table(&reports);
-    judge(&reports)
+    judge(&reports)?;
+    for module in modules {
+        manifest.put(Module { assembled: module.sha256.clone(), ..module });
+    }
+    Ok(manifest.write(&place::manifest())?)
+}
+
+/// What `cargo xtask test` asks for: assembles what was not assembled before as it is now, or
+/// everything if `full`. `Some` is the reason why nothing was.
+pub fn check(full: bool) -> Result<Option<String>> {
+    let mut modules = Manifest::read(&place::manifest())?.modules;
+    modules.retain(|module| full || !module.is_assembled());
+    if modules.is_empty() {
+        println!("every module was assembled as it is; not assembled again");
+        return Ok(None);
+    }
+    match Ptxas::find_or_install(&place::ptxas()) {
+        Ok(ptxas) => judge(&assemble(&ptxas, &modules)?).map(|()| None),
+        Err(reason) => Ok(Some(reason.to_string())),
+    }
 }
 
 /// What one module gave on one GPU.
-pub struct Assembled {
+struct Assembled {
     module: String,
     arch: String,
     report: Report,
 }
 
-/// Assembles every shipped module for its own GPU and the newer ones it runs on.
-pub fn assemble(ptxas: &Ptxas) -> Result<Vec<Assembled>> {
+/// Assembles shipped modules, each for its own GPU and the newer ones it runs on.
+fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
     let folder = place::target().join("ptx/assembled");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let mut jobs = Vec::new();
-    for module in Manifest::read(&place::manifest())?.modules {
-        let name = module.file.trim_end_matches(".gz");
-        let path = folder.join(name);
-        fs::write(&path, read_compressed(&place::shipped().join(&module.file))?)?;
-        jobs.extend(
-            targets(&module)
-                .into_iter()
-                .map(|arch| (name.trim_end_matches(".ptx").to_owned(), path.clone(), arch)),
-        );
+    for module in modules {
+        let path = folder.join(format!("{}.ptx", module.name()));
+        fs::write(&path, module.read(&place::shipped())?)?;
+        jobs.extend(targets(module).into_iter().map(|arch| (module.name(), path.clone(), arch)));
     }
     let length =
         |(_, path, _): &(String, PathBuf, String)| fs::metadata(path).map_or(0, |file| file.len());
@@ -81,7 +108,7 @@ fn table(reports: &[Assembled]) {
 }
 
 /// Fails where an entry marked hot spills, has a stack frame, or made the assembler give up an optimisation.
-pub fn judge(reports: &[Assembled]) -> Result<()> {
+fn judge(reports: &[Assembled]) -> Result<()> {
     let problems: Vec<String> = reports.iter().flat_map(problems).collect();
     if problems.is_empty() {
         let entries: usize = reports.iter().map(|assembled| assembled.report.usage.len()).sum();
@@ -121,14 +148,14 @@ mod tests {
     fn module(arch: &str) -> Module {
         let text = String::new;
         Module {
-            file: text(),
             family: text(),
             arch: arch.into(),
             ptx: text(),
             compiler: text(),
             source: text(),
             sha256: text(),
-            entries: Vec::new(),
+            assembled: text(),
+            kernels: Vec::new(),
         }
     }
 

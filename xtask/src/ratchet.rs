@@ -1,9 +1,9 @@
-//! `cargo xtask ratchet`: instruction counts of the shipped PTX, frozen in ptx/ratchet.json.
+//! `cargo xtask ratchet`: instruction counts of the shipped PTX, frozen in xtask/ratchet.json.
 
 use crate::place;
 use anyhow::{Context, Result, bail};
 use gqa_kernels::registry;
-use gqa_ptx::{Manifest, Ratchet, inspect, read_compressed};
+use gqa_ptx::{Manifest, Ratchet, inspect};
 
 /// Of an error, so that its head can still be read.
 const MOST_LINES: usize = 60;
@@ -20,7 +20,7 @@ pub fn run(bless: bool) -> Result<()> {
     }
     refuse(
         differences,
-        "instruction counts differ from ptx/ratchet.json; if they should, run `cargo xtask ratchet --bless`",
+        "instruction counts differ from xtask/ratchet.json; if they should, run `cargo xtask ratchet --bless`",
     )?;
     println!("{entries} entries, every count as frozen");
     Ok(())
@@ -30,10 +30,9 @@ fn shipped() -> Result<Ratchet> {
     let manifest = Manifest::read(&place::manifest())?;
     let mut ratchet = Ratchet::default();
     for module in &manifest.modules {
-        let name = module.file.strip_suffix(".ptx.gz").unwrap_or(&module.file);
-        ratchet.add(name, &read_compressed(&place::shipped().join(&module.file))?);
+        ratchet.add(&module.name(), &module.read(&place::shipped())?);
     }
-    ratchet.entries().next().context("ptx/ holds no entries; run `cargo xtask ptx`")?;
+    ratchet.entries().next().context("no PTX is shipped; run `cargo xtask ptx`")?;
     Ok(ratchet)
 }
 

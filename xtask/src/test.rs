@@ -1,15 +1,23 @@
 //! `cargo xtask test`: everything CI runs.
 
 use crate::step::{Steps, shown};
-use crate::{place, ptx, ptxas, ratchet};
+use crate::{deny, place, ptx, ptxas, ratchet};
 use anyhow::Result;
-use gqa_ptx::{Ptxas, Toolchain};
+use clap::Args as ClapArgs;
+use gqa_ptx::Toolchain;
 use std::env;
 use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
 use std::process::{Command, Stdio};
 
-pub fn run() -> Result<()> {
+#[derive(ClapArgs)]
+pub struct Args {
+    /// Compile and assemble PTX even where it is of these very sources.
+    #[arg(long)]
+    full: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::default();
     steps.run("device toolchain", || {
         println!("{}", Toolchain::find_or_install()?);
@@ -20,11 +28,12 @@ pub fn run() -> Result<()> {
         shown(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))
     });
     steps.run("clippy without the simulator", without_simulator);
-    steps.run("ptx as shipped", || ptx::run(&ptx::Args::check_everything()));
-    steps.run_or_skip("ptxas", assembled);
+    steps.run("ptx as shipped", || ptx::check_shipped(args.full));
+    steps.run_or_skip("ptxas", || ptxas::check(args.full));
     steps.run("ratchet", || ratchet::run(false));
     steps.run("tests", || tests(Where::Anywhere));
     steps.run_or_skip("tests on a GPU", gpu_tests);
+    steps.run_or_skip("licences and sources", deny::check);
     steps.run_or_skip("node cases as stored", node_cases);
     steps.run_or_skip("bench scripts", bench_scripts);
     steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
@@ -49,13 +58,6 @@ pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
     command.current_dir(place::root());
     command
-}
-
-fn assembled() -> Result<Option<String>> {
-    match Ptxas::find_or_install(&place::ptxas()) {
-        Ok(ptxas) => ptxas::judge(&ptxas::assemble(&ptxas)?).map(|()| None),
-        Err(reason) => Ok(Some(reason.to_string())),
-    }
 }
 
 /// Where tests can run. Those that need a GPU are ignored unless they are asked for.
@@ -84,10 +86,15 @@ fn tests(place: Where) -> Result<()> {
     shown(command.env("PROPTEST_RNG_SEED", seed))
 }
 
-fn gpu_tests() -> Result<Option<String>> {
+/// Whether there is an NVIDIA GPU.
+pub fn has_gpu() -> bool {
     // It comes with the driver.
     let listed = Command::new("nvidia-smi").arg("--list-gpus").output();
-    if !listed.is_ok_and(|listed| listed.status.success() && !listed.stdout.is_empty()) {
+    listed.is_ok_and(|listed| listed.status.success() && !listed.stdout.is_empty())
+}
+
+fn gpu_tests() -> Result<Option<String>> {
+    if !has_gpu() {
         return Ok(Some("no NVIDIA GPU".to_owned()));
     }
     tests(Where::Gpu).map(|()| None)

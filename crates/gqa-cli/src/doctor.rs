@@ -34,12 +34,11 @@ pub fn run() -> Result<ExitCode> {
 
 /// PTX inside this program.
 fn kernels() -> Result<()> {
-    if shipped().is_empty() {
-        say!("ptx      none in this build");
-    }
     for module in shipped() {
-        say!("ptx      {}: {} kernels", module.name(), module.entries.len());
+        say!("ptx      {}: {} kernels", module.name(), module.kernels().len());
     }
+    let all: usize = shipped().iter().map(|module| module.kernels().len()).sum();
+    say!("ptx      {all} kernels in all");
     Ok(())
 }
 

@@ -77,6 +77,12 @@ pub enum Error {
         /// Why.
         source: serde_json::Error,
     },
+    /// A file whose checksum is another than the manifest's.
+    #[error("{path} is damaged: its SHA-256 is not the manifest's", path = path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+    },
     /// PTX without the entry asked for.
     #[error("no entry `{entry}` in the PTX, which has: {}", has.join(", "))]
     NoEntry {

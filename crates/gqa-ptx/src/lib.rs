@@ -7,7 +7,11 @@
 //! 4. [`inspect`] counts what matters per entry (barriers, matrix instructions, access widths, local memory); [`Ratchet`]
 //!    freezes the counts in a file.
 //! 5. [`Ptxas`] assembles the PTX for a GPU and reports registers, spills and warnings.
-//! 6. [`Manifest`] lists the modules a repository ships, compressed, with what they were made from.
+//! 6. [`Manifest`] lists the kernels a crate ships, with what they were made from; each is a file of
+//!    its own, made small by [`pack`].
+//!
+//! A crate that only reads what it ships takes this one without its default feature `build`, for
+//! [`unpack`].
 //!
 //! ```no_run
 //! # fn main() -> Result<(), gqa_ptx::Error> {
@@ -21,23 +25,41 @@
 //! # }
 //! ```
 
+mod packed;
+pub use packed::unpack;
+
+#[cfg(feature = "build")]
 mod build;
+#[cfg(feature = "build")]
 mod command;
+#[cfg(feature = "build")]
 mod error;
+#[cfg(feature = "build")]
 pub mod inspect;
+#[cfg(feature = "build")]
 mod manifest;
+#[cfg(feature = "build")]
 pub mod post;
+#[cfg(feature = "build")]
 mod ptxas;
+#[cfg(feature = "build")]
 mod ratchet;
+#[cfg(feature = "build")]
 mod text;
+#[cfg(feature = "build")]
 mod toolchain;
 
-pub use build::{Builder, Built, Target};
-pub use error::Error;
-pub use manifest::{Manifest, Module, read_compressed, sha256, source_hash, write_compressed};
-pub use ptxas::{Ptxas, Report, Usage};
-pub use ratchet::Ratchet;
-pub use toolchain::Toolchain;
+#[cfg(feature = "build")]
+pub use self::{
+    build::{Builder, Built, Target},
+    error::Error,
+    manifest::{Kernel, Manifest, Module, sha256, source_hash},
+    packed::pack,
+    ptxas::{Ptxas, Report, Usage},
+    ratchet::Ratchet,
+    toolchain::Toolchain,
+};
 
 /// Result of this crate.
+#[cfg(feature = "build")]
 pub type Result<T, E = Error> = std::result::Result<T, E>;

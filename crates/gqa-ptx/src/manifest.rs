@@ -1,30 +1,25 @@
-//! The PTX a repository ships: compressed files and a list of what they hold and come from.
+//! The PTX a crate ships: a file for each kernel, and a list of what they hold and come from.
 
-use crate::{Error, Result};
-use flate2::Compression;
-use flate2::read::GzDecoder;
-use flate2::write::GzEncoder;
+use crate::text::apart;
+use crate::{Error, Result, pack, unpack};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs;
-use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 /// The list, `manifest.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// In the order of their files.
+    /// In the order of their names.
     pub modules: Vec<Module>,
 }
 
-/// One file of PTX.
+/// Kernels that were compiled together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Module {
-    /// Name of the gzip file, beside the manifest.
-    pub file: String,
-    /// Group of kernels it holds.
+    /// What its kernels have in common.
     pub family: String,
-    /// GPU it is for, e.g. `sm_80`.
+    /// GPU it is for, e.g. `sm_80`: the folder of its files, beside the list.
     pub arch: String,
     /// PTX version, e.g. `7.0`: decides which drivers load it.
     pub ptx: String,
@@ -32,10 +27,22 @@ pub struct Module {
     pub compiler: String,
     /// [`source_hash`] of the crate it was made from.
     pub source: String,
-    /// [`sha256`] of the text.
+    /// [`sha256`] of the text with all kernels.
     pub sha256: String,
-    /// Entry names.
-    pub entries: Vec<String>,
+    /// `sha256` of the text that was last assembled and found good; empty where none was.
+    #[serde(default)]
+    pub assembled: String,
+    /// In the order of the text.
+    pub kernels: Vec<Kernel>,
+}
+
+/// A kernel's file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kernel {
+    /// Entry name.
+    pub name: String,
+    /// [`sha256`] of the file.
+    pub sha256: String,
 }
 
 impl Manifest {
@@ -55,18 +62,84 @@ impl Manifest {
         fs::write(path, text + "\n").map_err(Error::io("write", path))
     }
 
-    /// The module in that file.
-    pub fn module(&self, file: &str) -> Option<&Module> {
-        self.modules.iter().find(|module| module.file == file)
+    /// The module of that name.
+    pub fn module(&self, name: &str) -> Option<&Module> {
+        self.modules.iter().find(|module| module.name() == name)
     }
 
-    /// Adds a module, in place of the one with the same file.
+    /// Adds a module, in place of the one with the same name.
     pub fn put(&mut self, module: Module) {
-        self.modules.retain(|other| other.file != module.file);
+        self.modules.retain(|other| other.name() != module.name());
         self.modules.push(module);
-        self.modules.sort_by(|a, b| a.file.cmp(&b.file));
+        self.modules.sort_by_key(Module::name);
     }
 }
+
+impl Module {
+    /// Such as `tiled.sm_80`.
+    pub fn name(&self) -> String {
+        format!("{}.{}", self.family, self.arch)
+    }
+
+    /// Whether this very text was assembled and found good.
+    pub fn is_assembled(&self) -> bool {
+        self.assembled == self.sha256
+    }
+
+    /// Where a kernel's file lies, from the list's folder on.
+    pub fn file(&self, kernel: &str) -> PathBuf {
+        [&self.arch, &format!("{kernel}.{EXTENSION}")].iter().collect()
+    }
+
+    /// Writes a file for each kernel of a text into the list's folder: a whole PTX text with that kernel
+    /// alone, [packed](pack).
+    pub fn write(&mut self, folder: &Path, ptx: &str) -> Result<()> {
+        let folder_of_files = folder.join(&self.arch);
+        fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
+        self.kernels.clear();
+        let (header, kernels) = apart(ptx);
+        for (name, text) in kernels {
+            let path = folder.join(self.file(name));
+            let bytes = pack(&[header, text].concat()).map_err(Error::io("pack", &path))?;
+            fs::write(&path, &bytes).map_err(Error::io("write", &path))?;
+            self.kernels.push(Kernel { name: name.into(), sha256: sha256(&bytes) });
+        }
+        Ok(())
+    }
+
+    /// The text of all kernels.
+    pub fn read(&self, folder: &Path) -> Result<String> {
+        let mut ptx = String::new();
+        for kernel in &self.kernels {
+            let path = folder.join(self.file(&kernel.name));
+            let text = unpack(&kernel.read(&path)?).map_err(Error::io("unpack", &path))?;
+            let (header, kernels) = apart(&text);
+            if ptx.is_empty() {
+                ptx.push_str(header);
+            }
+            kernels.into_iter().for_each(|(_, text)| ptx.push_str(text));
+        }
+        Ok(ptx)
+    }
+}
+
+impl Kernel {
+    /// The bytes of its file.
+    ///
+    /// # Errors
+    ///
+    /// Where the file is not there or is not the one that the list means.
+    pub fn read(&self, path: &Path) -> Result<Vec<u8>> {
+        let bytes = fs::read(path).map_err(Error::io("read", path))?;
+        if sha256(&bytes) != self.sha256 {
+            return Err(Error::Damaged { path: path.into() });
+        }
+        Ok(bytes)
+    }
+}
+
+/// Of a kernel's file.
+pub const EXTENSION: &str = "ptx.packed";
 
 /// SHA-256 in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
@@ -102,24 +175,10 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Writes text as gzip, without time or name, so that the same text gives the same file.
-pub fn write_compressed(path: &Path, text: &str) -> Result<()> {
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-    let bytes = encoder.write_all(text.as_bytes()).and_then(|()| encoder.finish());
-    bytes.and_then(|bytes| fs::write(path, bytes)).map_err(Error::io("write", path))
-}
-
-/// Reads text written by [`write_compressed`].
-pub fn read_compressed(path: &Path) -> Result<String> {
-    let file = fs::File::open(path).map_err(Error::io("open", path))?;
-    let mut text = String::new();
-    GzDecoder::new(file).read_to_string(&mut text).map_err(Error::io("decompress", path))?;
-    Ok(text)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::text::SAMPLE;
 
     struct Folder(PathBuf);
     impl Folder {
@@ -135,17 +194,17 @@ mod tests {
         }
     }
 
-    fn module(file: &str, arch: &str) -> Module {
+    fn module(family: &str, arch: &str) -> Module {
         let text = |text: &str| text.to_owned();
         Module {
-            file: file.into(),
-            family: text("f"),
+            family: family.into(),
             arch: arch.into(),
             ptx: text("7.0"),
             compiler: text("rustc"),
             source: text("s"),
             sha256: text("h"),
-            entries: vec![text("e")],
+            assembled: text(""),
+            kernels: vec![Kernel { name: text("e"), sha256: text("h") }],
         }
     }
 
@@ -173,30 +232,40 @@ mod tests {
     }
 
     #[test]
-    fn compressed_text_comes_back_and_is_reproducible() {
-        let Folder(folder) = &Folder::new("gzip");
-        let (a, b) = (folder.join("a"), folder.join("b"));
-        let text = ".version 7.0\n".repeat(100);
-        write_compressed(&a, &text).unwrap();
-        write_compressed(&b, &text).unwrap();
-        assert_eq!(read_compressed(&a).unwrap(), text);
-        assert_eq!(fs::read(&a).unwrap(), fs::read(&b).unwrap());
-        assert!(fs::metadata(&a).unwrap().len() < 100);
-        fs::write(&a, "no gzip").unwrap();
-        assert!(read_compressed(&a).unwrap_err().to_string().contains("decompress"));
+    fn kernels_come_back_from_a_file_each() {
+        let Folder(folder) = &Folder::new("kernels");
+        let mut module = module("f", "sm_80");
+        module.write(folder, SAMPLE).unwrap();
+        let names: Vec<_> = module.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
+        assert_eq!(names, ["scale", "scale_more"]);
+        assert_eq!(module.read(folder).unwrap(), SAMPLE);
+        let path = folder.join("sm_80/scale_more.ptx.packed");
+        let alone = unpack(&fs::read(&path).unwrap()).unwrap();
+        assert!(alone.starts_with(".version ") && alone.ends_with("}\n"), "{alone}");
+        assert_eq!(alone.matches(".entry ").count(), 1);
+
+        let mut bytes = fs::read(&path).unwrap();
+        bytes.push(0);
+        fs::write(&path, bytes).unwrap();
+        let error = module.read(folder).unwrap_err().to_string();
+        assert!(error.contains("scale_more.ptx.packed is damaged"), "{error}");
+        fs::remove_file(&path).unwrap();
+        assert!(module.read(folder).unwrap_err().to_string().contains("cannot read"));
     }
 
     #[test]
-    fn a_manifest_comes_back_with_modules_replaced_by_file() {
+    fn a_manifest_comes_back_with_modules_replaced_by_name() {
         let Folder(folder) = &Folder::new("manifest");
         let path = folder.join("manifest.json");
         let mut manifest = Manifest::read(&path).unwrap();
-        for (file, arch) in [("b", "sm_80"), ("a", "sm_70"), ("b", "sm_90a")] {
-            manifest.put(module(file, arch));
+        let newer = Module { assembled: "h".into(), ..module("b", "sm_80") };
+        for module in [module("b", "sm_80"), module("a", "sm_70"), newer.clone()] {
+            manifest.put(module);
         }
         manifest.write(&path).unwrap();
         let read = Manifest::read(&path).unwrap();
-        assert_eq!(read.modules, [module("a", "sm_70"), module("b", "sm_90a")]);
-        assert_eq!(read.module("b").map(|module| module.arch.as_str()), Some("sm_90a"));
+        assert!(newer.is_assembled());
+        assert_eq!(read.modules, [module("a", "sm_70"), newer]);
+        assert_eq!(read.module("a.sm_70").map(Module::is_assembled), Some(false));
     }
 }

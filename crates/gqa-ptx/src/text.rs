@@ -30,6 +30,20 @@ pub(crate) fn entry_named<'a>(ptx: &'a str, name: &str) -> Result<EntryText<'a>>
         .ok_or_else(|| Error::NoEntry { entry: name.into(), has: has() })
 }
 
+/// What stands before the first entry, and each entry's name with its text.
+pub(crate) fn apart(ptx: &str) -> (&str, Vec<(&str, &str)>) {
+    const VISIBLE: &str = ".visible ";
+    let starts = entries(ptx).into_iter().filter_map(|entry| {
+        let keyword = ptx[..entry.signature.start].rfind(VISIBLE)?;
+        Some((entry.name, keyword))
+    });
+    let starts: Vec<_> = starts.collect();
+    let ends = starts.iter().skip(1).map(|&(_, start)| start).chain([ptx.len()]);
+    let texts = starts.iter().zip(ends).map(|(&(name, start), end)| (name, &ptx[start..end]));
+    let header = starts.first().map_or(ptx, |&(_, start)| &ptx[..start]);
+    (header, texts.collect())
+}
+
 /// The entry whose name starts at `start`.
 fn entry(ptx: &str, start: usize) -> Option<EntryText<'_>> {
     let open = start + ptx[start..].find('(')?;
@@ -108,6 +122,17 @@ mod tests {
         assert!(SAMPLE[found[0].signature.clone()].contains("scale_param_1[40]"));
         assert!(SAMPLE[found[0].body.clone()].trim_end().ends_with("trap; exit;"));
         assert!(SAMPLE[found[1].body.clone()].trim_end().ends_with("ret;"));
+    }
+
+    #[test]
+    fn entries_are_taken_apart_whole() {
+        let (header, kernels) = apart(SAMPLE);
+        assert!(header.starts_with(".version 7.0\n") && header.ends_with("dyn_smem[];\n"));
+        let names: Vec<_> = kernels.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, ["scale", "scale_more"]);
+        let texts: String = kernels.iter().map(|(_, text)| *text).collect();
+        assert_eq!(header.to_owned() + &texts, SAMPLE);
+        assert_eq!(apart(header), (header, Vec::new()));
     }
 
     #[test]

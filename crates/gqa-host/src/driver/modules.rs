@@ -6,7 +6,6 @@ use super::sys::{RawFunction, RawModule};
 use gqa_kernels::registry::Entry;
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::io::Read;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One PTX module as it is shipped.
@@ -18,10 +17,8 @@ pub struct Shipped {
     pub arch: &'static str,
     /// PTX version, such as `8.0`.
     pub ptx_version: &'static str,
-    /// Entry names.
-    pub entries: &'static [&'static str],
-    /// gzip.
-    compressed: &'static [u8],
+    /// Names, and PTX with that kernel alone as `gqa_ptx::pack` makes it.
+    kernels: &'static [(&'static str, &'static [u8])],
 }
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
@@ -52,23 +49,20 @@ impl Shipped {
         (plain.parse().unwrap_or(u32::MAX), plain != digits)
     }
 
-    /// The text.
-    pub fn ptx(&self) -> std::io::Result<String> {
-        let mut text = String::new();
-        flate2::read::GzDecoder::new(self.compressed).read_to_string(&mut text)?;
-        Ok(text)
+    /// Names of its kernels.
+    pub fn kernels(&self) -> impl ExactSizeIterator<Item = &'static str> {
+        self.kernels.iter().map(|(name, _)| *name)
     }
 
-    /// The text with one entry only: a driver compiles all that it is given, and most programs need few of a family's kernels.
-    /// `None` where the entry is not in it.
-    fn ptx_of(&self, entry: &str) -> std::io::Result<Option<String>> {
-        const ENTRY: &str = "\n.visible .entry ";
-        let text = self.ptx()?;
-        let mut parts = text.split(ENTRY);
-        let header = parts.next().unwrap_or_default();
-        let is_it =
-            |part: &&str| part.strip_prefix(entry).is_some_and(|rest| rest.starts_with('('));
-        Ok(parts.find(is_it).map(|part| [header, ENTRY, part.trim_end(), "\n"].concat()))
+    /// The PTX of a kernel; `None` where it is of another module. A driver compiles all that it is
+    /// given, so the text holds that kernel alone.
+    ///
+    /// # Errors
+    ///
+    /// None, unless this program was damaged after it was built.
+    pub fn ptx(&self, kernel: &str) -> std::io::Result<Option<String>> {
+        let packed = self.kernels.iter().find(|(name, _)| *name == kernel);
+        packed.map(|(_, packed)| gqa_ptx::unpack(packed)).transpose()
     }
 
     /// First CUDA version whose driver compiles it.
@@ -84,7 +78,8 @@ impl Shipped {
         sm: u32,
         driver: CudaVersion,
     ) -> Result<&'static Self, DriverError> {
-        let holds = |module: &&Self| module.runs_on(sm) && module.entries.contains(&entry.name);
+        let holds =
+            |module: &&Self| module.runs_on(sm) && module.kernels().any(|name| name == entry.name);
         let compiles = |module: &&Self| module.needs() <= driver;
         let best =
             SHIPPED.iter().filter(holds).filter(compiles).max_by_key(|module| module.number());
@@ -180,7 +175,7 @@ fn load(
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
     let unreadable =
         |error: &dyn std::fmt::Display| rejected(Code::INVALID_IMAGE, error.to_string());
-    let Some(text) = shipped.ptx_of(entry).map_err(|error| unreadable(&error))? else {
+    let Some(text) = shipped.ptx(entry).map_err(|error| unreadable(&error))? else {
         return Ok(None);
     };
     let text = CString::new(text).map_err(|error| unreadable(&error))?;
@@ -199,7 +194,7 @@ mod tests {
     use super::*;
 
     fn module(arch: &'static str) -> Shipped {
-        Shipped { family: "tiled", arch, ptx_version: "8.0", entries: &[], compressed: &[] }
+        Shipped { family: "tiled", arch, ptx_version: "8.0", kernels: &[] }
     }
 
     #[test]
@@ -219,16 +214,25 @@ mod tests {
     }
 
     #[test]
-    fn shipped_modules_hold_the_entries_they_name() {
+    fn shipped_modules_hold_the_kernels_they_name() {
         for module in shipped() {
-            let text = module.ptx().unwrap();
-            for entry in module.entries {
-                assert!(text.contains(&format!(".entry {entry}(")), "{entry} in {}", module.name());
-                let alone = module.ptx_of(entry).unwrap().unwrap();
-                assert_eq!(alone.matches(".entry ").count(), 1, "{entry}");
-                assert!(alone.starts_with(".version ") && alone.ends_with("}\n"), "{entry}");
+            assert!(module.kernels().len() > 0, "{}", module.name());
+            for kernel in module.kernels() {
+                let text = module.ptx(kernel).unwrap().unwrap();
+                assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
+                assert_eq!(text.matches(".entry ").count(), 1, "{kernel}");
+                assert!(text.starts_with(".version ") && text.ends_with("}\n"), "{kernel}");
+                assert!(text.contains(&format!("\n.target {}\n", module.arch)), "{kernel}");
             }
-            assert_eq!(module.ptx_of("gqa").unwrap(), None);
+            assert_eq!(module.ptx("gqa").unwrap(), None);
         }
+    }
+
+    #[test]
+    fn every_kernel_is_shipped() {
+        let shipped: std::collections::HashSet<_> =
+            shipped().iter().flat_map(Shipped::kernels).collect();
+        let missing = gqa_kernels::registry::entries().find(|entry| !shipped.contains(entry.name));
+        assert!(missing.is_none(), "{missing:?}");
     }
 }

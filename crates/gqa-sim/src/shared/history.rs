@@ -5,6 +5,7 @@
 
 use super::clocks::{Clocks, Stamp};
 use crate::fault::{Agent, Hazard};
+use smallvec::{SmallVec, smallvec};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -61,8 +62,11 @@ enum Written {
 struct History {
     written: Written,
     /// Latest read of each agent, those left out that a later reader has seen.
-    reads: Vec<Stamp>,
+    reads: Stamps,
 }
+
+/// Most often few.
+type Stamps = SmallVec<[Stamp; 4]>;
 
 impl Touch {
     pub(crate) fn by(thread: u32, kind: Kind) -> Self {
@@ -110,7 +114,7 @@ impl Touch {
             self.check_overwrite(history, clocks)?;
         }
         let is_same = history.written == written && history.reads.is_empty();
-        Ok((!is_same).then(|| History { written, reads: Vec::new() }))
+        Ok((!is_same).then(|| History { written, reads: Stamps::new() }))
     }
 
     fn read(&self, history: &History, clocks: &Clocks) -> Result<Option<History>, Trouble> {
@@ -123,24 +127,23 @@ impl Touch {
         if reads.iter().all(|read| history.reads.contains(read)) {
             return Ok(None);
         }
-        let mut next = history.clone();
-        next.reads.retain(|old| {
-            !self.all_see(*old, clocks)
-                && reads.iter().all(|read| (read.block, read.agent) != (old.block, old.agent))
-        });
-        next.reads.extend(reads);
-        Ok(Some(next))
+        let is_kept = |old: &&Stamp| {
+            reads.iter().all(|read| (read.block, read.agent) != (old.block, old.agent))
+                && !self.all_see(**old, clocks)
+        };
+        let kept = history.reads.iter().filter(is_kept).chain(&reads).copied().collect();
+        Ok(Some(History { written: history.written, reads: kept }))
     }
 
     /// What a read leaves behind.
-    fn stamps(&self, clocks: &Clocks) -> Vec<Stamp> {
+    fn stamps(&self, clocks: &Clocks) -> Stamps {
         match self.kind {
-            Kind::Store(stamp) => vec![stamp],
+            Kind::Store(stamp) => smallvec![stamp],
             Kind::Multiply(group) => {
                 let warps = self.issuers.start / 32..self.issuers.end / 32;
                 warps.map(|warp| clocks.wgmma(warp, group)).collect()
             }
-            _ => vec![clocks.now(self.issuers.start)],
+            _ => smallvec![clocks.now(self.issuers.start)],
         }
     }
 
@@ -245,7 +248,7 @@ pub(super) struct Past {
 
 impl Histories {
     pub(super) fn new(words: usize) -> Self {
-        let untouched = History { written: Written::Never, reads: Vec::new() };
+        let untouched = History { written: Written::Never, reads: Stamps::new() };
         Self {
             words: vec![UNTOUCHED; words],
             bytes: HashMap::new(),
@@ -262,7 +265,7 @@ impl Histories {
             Some((stamp, false)) => Written::Thread(stamp),
             Some((stamp, true)) => Written::InFlight(stamp),
         };
-        let id = self.push(History { written, reads: past.readers });
+        let id = self.push(History { written, reads: past.readers.into() });
         if whole_word {
             self.words[offset / 4] = id;
         } else {
@@ -377,14 +380,18 @@ impl Histories {
             return;
         }
         let mut moved = vec![SPLIT; self.histories.len()];
-        let mut kept = vec![self.histories[UNTOUCHED as usize].clone()];
+        let taken = |history: &mut History| {
+            let reads = std::mem::take(&mut history.reads);
+            History { written: history.written, reads }
+        };
+        let mut kept = vec![taken(&mut self.histories[UNTOUCHED as usize])];
         moved[UNTOUCHED as usize] = UNTOUCHED;
         let words = self.words.iter_mut().filter(|id| **id != SPLIT);
         for id in words.chain(self.bytes.values_mut().flatten()) {
             let place = &mut moved[*id as usize];
             if *place == SPLIT {
                 *place = kept.len() as u32;
-                kept.push(self.histories[*id as usize].clone());
+                kept.push(taken(&mut self.histories[*id as usize]));
             }
             *id = *place;
         }

@@ -123,17 +123,18 @@ impl Pages {
         sequence.of_at_least(self.least)
     }
 
-    /// Where this lane's box of tile number `tile` is in the cache. In place of a box that has none
-    /// of the keys `seen` comes one that has some: behind a sequence there are no blocks, and those
-    /// wholly before a window may belong to another sequence by now.
+    /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there may be
+    /// no blocks: the last one stands for them. Those wholly before a window may belong to another
+    /// sequence by now: they are said to be behind the cache, from where zeros come.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, seen: Visible) -> Spot {
         let height = self.box_rows::<S>();
-        let key = (tile * S::N + nth_box() * height).min(seen.end - 1).max(seen.first);
-        let key = key & !(height - 1);
-        let entry = batch * self.per_sequence + (key >> self.log_rows);
+        let key = tile * S::N + nth_box() * height;
+        let seen = key.min(seen.end - 1).max(seen.first) & !(height - 1);
+        let entry = batch * self.per_sequence + (seen >> self.log_rows);
         let block = (self.table.load(entry as usize) as u32).min(self.last);
-        Spot { row: key & ((1 << self.log_rows) - 1), head, block }
+        let block = if seen > key { self.last + 1 } else { block };
+        Spot { row: seen & ((1 << self.log_rows) - 1), head, block }
     }
 
     /// Rows of a box.
