@@ -74,7 +74,7 @@ fn stub(workspace: &Path, folder: &Path) -> Result<PathBuf> {
     let source = Path::new(manifest.context("no cudarc")?).with_file_name("src/driver/sys/mod.rs");
     let text =
         fs::read_to_string(&source).with_context(|| format!("cannot read {}", source.display()))?;
-    let names: BTreeSet<&str> = text.split("pub fn cu").skip(1).filter_map(name).collect();
+    let names: BTreeSet<&str> = text.split("fn cu").skip(1).filter_map(name).collect();
     ensure!(!names.is_empty(), "{} names no functions of the driver", source.display());
     let function = |name: &&str| {
         format!("#[unsafe(no_mangle)]\npub extern \"C\" fn cu{name}() -> i32 {{ 100 }}\n")

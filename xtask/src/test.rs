@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything CI runs.
 
 use crate::step::{Steps, shown};
-use crate::{deny, place, ptx, ptxas, ratchet};
+use crate::{deny, embed, place, ptx, ptxas, ratchet};
 use anyhow::Result;
 use clap::Args as ClapArgs;
 use gqa_ptx::Toolchain;
@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 
 #[derive(ClapArgs)]
 pub struct Args {
-    /// Compile and assemble PTX even where it is of these very sources.
+    /// Compile and assemble PTX even where it is of these very sources; build from packages.
     #[arg(long)]
     full: bool,
 }
@@ -37,6 +37,9 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run_or_skip("node cases as stored", node_cases);
     steps.run_or_skip("bench scripts", bench_scripts);
     steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
+    if args.full {
+        steps.run("use from packages", embed::run);
+    }
     steps.run("documentation", || {
         shown(cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-Dwarnings"))
     });
