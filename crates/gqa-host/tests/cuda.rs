@@ -5,7 +5,7 @@
 mod step;
 
 use gqa_host::backend::cuda::Cuda;
-use gqa_host::backend::{Backend, Io};
+use gqa_host::backend::{Backend, Io, Machine};
 use gqa_host::driver::{
     Call, Device, DeviceTensor, DeviceView, DriverError, Graph, Stream, Views, Workspace,
     device_count,
@@ -53,6 +53,26 @@ fn the_gpu_agrees_with_the_reference() {
             assert_close(&got_cache.value, &want_cache.value, tolerance(dtype), &what);
         }
     }
+}
+
+/// An engine's tests run on the simulated GPU where there is no other.
+#[cfg(feature = "sim")]
+#[test]
+#[ignore = "needs a GPU"]
+fn a_plan_runs_on_either_machine() {
+    let cuda = Cuda::new(PlanOptions::default()).unwrap();
+    let sim = gqa_host::backend::sim::Sim::default().with_device(cuda.target().clone());
+    let step = Step::new(DType::F16, 1, &[211, 90], 211);
+    let plan = plan(&step.problem(), cuda.target(), &PlanOptions::default()).unwrap();
+    let [on_gpu, simulated] = [&cuda as &dyn Machine, &sim].map(|machine| {
+        let (mut cache, inputs) = (step.cache.clone(), step.inputs());
+        let mut outputs = Outputs::new(plan.problem()).unwrap();
+        let mut io = outputs.io(&inputs);
+        (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
+        machine.execute(&plan, &mut io).unwrap();
+        outputs.output
+    });
+    assert_close(&on_gpu, &simulated, tolerance(DType::F16), "on a GPU and simulated");
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod step;
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
-use gqa_host::backend::{Backend, Io};
+use gqa_host::backend::{Backend, Io, Machine};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, Tensors, plan};
@@ -120,7 +120,8 @@ fn executed(plan: &Plan, step: &Step) -> Vec<f64> {
     let mut outputs = Outputs::new(plan.problem()).unwrap();
     let mut io = outputs.io(&inputs);
     (io.present_key, io.present_value) = (&mut cache.key, &mut cache.value);
-    Sim::default().execute(plan, &mut io).unwrap();
+    let machine: &dyn Machine = &Sim::default();
+    machine.execute(plan, &mut io).unwrap();
     outputs.output.to_f64()
 }
 

@@ -1,9 +1,10 @@
 //! Problems on a GPU: host tensors are copied there and back.
 
-use super::{Backend, Io};
+use super::{Backend, Io, Machine};
 use crate::driver::{Call, Device, Stream};
-use crate::plan::{DeviceInfo, PlanOptions, TensorId, plan};
+use crate::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
 use crate::{CacheBinding, Problem, Result};
+use std::borrow::Cow;
 
 /// The first GPU.
 pub struct Cuda {
@@ -45,8 +46,25 @@ impl Backend for Cuda {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         io.check(problem)?;
-        let problem = &*problem.contiguous();
-        let call = Call::new(&self.device, plan(problem, &self.info, &self.options)?)?;
+        self.execute(&plan(&*problem.contiguous(), &self.info, &self.options)?, io)
+    }
+}
+
+impl Machine for Cuda {
+    fn target(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn execute(&self, given: &Plan, io: &mut Io<'_>) -> Result<()> {
+        io.check_tensors(given.problem())?;
+        // Host tensors have no rows apart.
+        let call = match given.problem().contiguous() {
+            Cow::Borrowed(_) => Call::new(&self.device, given.clone()),
+            Cow::Owned(problem) => {
+                Call::new(&self.device, plan(&problem, &self.info, &self.options)?)
+            }
+        }?;
+        let problem = given.problem();
         call.poison(&self.stream)?;
         for id in TensorId::ALL {
             if let (Some(device), Some(host)) = (call.tensor(id), io.input(id)) {

@@ -46,6 +46,23 @@ pub trait Backend: Send + Sync {
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 
+/// A GPU, real or simulated: what runs plans. Code over machines is tried on the simulated one where there
+/// is no other.
+#[cfg(any(feature = "cuda", feature = "sim"))]
+pub trait Machine: Backend {
+    /// The device that its plans are made for.
+    fn target(&self) -> &crate::plan::DeviceInfo;
+
+    /// Runs a plan on host tensors. What is in these is not looked at: kernels keep within them whatever
+    /// lengths, positions and blocks there are.
+    ///
+    /// # Errors
+    ///
+    /// Unless the tensors are those of the plan's problem; where the plan is for a newer device, memory is
+    /// too small, the GPU fails, or the simulator catches a kernel doing what hardware leaves undefined.
+    fn execute(&self, plan: &crate::plan::Plan, io: &mut Io<'_>) -> Result<()>;
+}
+
 /// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and with
 /// the tensors in the folder that `GQA_DUMP` names, if it names one.
 pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Problems on the simulated GPU: the same launches as on a real one, with host memory bound.
 
-use super::{Backend, Io, POISON, strided};
+use super::{Backend, Io, Machine, POISON, strided};
 use crate::plan::{Arg, DeviceInfo, Launch, Plan, PlanOptions, TensorId, TensorMap, plan};
 use crate::{CacheBinding, Error, Problem, Result, Tensor};
 use gqa_sim::{Swizzle, TensorLayout};
@@ -38,40 +38,6 @@ impl Sim {
         Self { seed, ..self }
     }
 
-    /// Runs a plan on host tensors. As on a GPU, what is in these is not looked at: kernels keep within
-    /// them whatever lengths, positions and blocks there are.
-    ///
-    /// # Errors
-    ///
-    /// Unless the tensors are those of the plan's problem; where memory has no room for the workspace; where
-    /// the machine catches a kernel doing what hardware leaves undefined.
-    pub fn execute(&self, plan: &Plan, io: &mut Io<'_>) -> Result<()> {
-        io.check_tensors(plan.problem())?;
-        let mut workspace = workspace(plan.workspace_bytes)?;
-        let shared = plan.problem().cache == CacheBinding::Shared;
-        let mut counters = vec![0u32; plan.counters];
-        let inputs = TensorId::ALL
-            .into_iter()
-            .filter_map(|id| Some((id, strided::scattered(plan.problem(), id, io.input(id)?)?)));
-        let (inputs, mut output) = (inputs.collect::<Vec<_>>(), strided::output(plan.problem()));
-        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
-            .with_counters(bytemuck::cast_slice_mut(&mut counters))
-            .with_strided(&inputs, output.as_deref_mut());
-        // Those that nobody behind them waits for come last, where nothing has them do the others' work.
-        let (aside, others): (Vec<_>, Vec<_>) =
-            plan.launches.iter().enumerate().partition(|(_, launch)| launch.aside);
-        for (number, launch) in others.into_iter().chain(aside) {
-            self.launch(launch, &memory, |arg| is_settled(plan, number, arg))?;
-        }
-        if let Some(output) = output {
-            strided::gather(plan.problem(), output, io)?;
-        }
-        match counters.iter().position(|&count| count != 0) {
-            Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
-            None => Ok(()),
-        }
-    }
-
     fn launch(
         &self,
         launch: &Launch,
@@ -107,6 +73,39 @@ impl Sim {
         };
         gqa_sim::launch(&shape, &entry.simulate, &arguments)?;
         Ok(())
+    }
+}
+
+impl Machine for Sim {
+    fn target(&self) -> &DeviceInfo {
+        &self.device
+    }
+
+    fn execute(&self, plan: &Plan, io: &mut Io<'_>) -> Result<()> {
+        io.check_tensors(plan.problem())?;
+        let mut workspace = workspace(plan.workspace_bytes)?;
+        let shared = plan.problem().cache == CacheBinding::Shared;
+        let mut counters = vec![0u32; plan.counters];
+        let inputs = TensorId::ALL
+            .into_iter()
+            .filter_map(|id| Some((id, strided::scattered(plan.problem(), id, io.input(id)?)?)));
+        let (inputs, mut output) = (inputs.collect::<Vec<_>>(), strided::output(plan.problem()));
+        let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
+            .with_counters(bytemuck::cast_slice_mut(&mut counters))
+            .with_strided(&inputs, output.as_deref_mut());
+        // Those that nobody behind them waits for come last, where nothing has them do the others' work.
+        let (aside, others): (Vec<_>, Vec<_>) =
+            plan.launches.iter().enumerate().partition(|(_, launch)| launch.aside);
+        for (number, launch) in others.into_iter().chain(aside) {
+            self.launch(launch, &memory, |arg| is_settled(plan, number, arg))?;
+        }
+        if let Some(output) = output {
+            strided::gather(plan.problem(), output, io)?;
+        }
+        match counters.iter().position(|&count| count != 0) {
+            Some(i) => Err(Error::CounterLeft { counter: i, value: counters[i] }),
+            None => Ok(()),
+        }
     }
 }
 
