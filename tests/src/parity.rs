@@ -26,9 +26,14 @@ pub trait Parity: std::fmt::Debug {
 
 /// Overrides how many calls a test runs.
 const CASES: &str = "PARITY_CASES";
+/// Has tests run all calls that they name where there is no GPU, too.
+const FULL: &str = "PARITY_FULL";
+/// One in so many runs otherwise: with other calls each time, many short runs find what a long one does.
+const SHARE: u32 = 4;
 
-/// Runs `cases` random calls on `backend`; a mismatch is shrunk and panics with the smallest call that shows it. Prints how
-/// many calls ran and the error of `output` per element type. The environment variable `PARITY_CASES` overrides their number.
+/// Runs `cases` random calls on `backend`, of which a part is run without a GPU (see [`config`]); a mismatch is
+/// shrunk and panics with the smallest call that shows it. Prints how many calls ran and the error of `output` per
+/// element type.
 pub fn parity<C: Parity>(
     name: &str,
     cases: u32,
@@ -36,7 +41,7 @@ pub fn parity<C: Parity>(
     backend: &dyn Backend,
 ) {
     let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
-    let config = config(name, cases);
+    let config = config(name, cases, backend.name());
     let seed = config.rng_seed;
     let result = TestRunner::new(config).run(&strategy, |case| {
         let errors = case.check(backend).map_err(TestCaseError::fail)?;
@@ -66,7 +71,7 @@ pub fn identical(
     strategy: impl Strategy<Value = Case>,
     backends: [&dyn Backend; 2],
 ) {
-    let config = config(name, cases);
+    let config = config(name, cases, backends[0].name());
     let (cases, seed) = (config.cases, config.rng_seed);
     let result = TestRunner::new(config).run(&strategy, |case| {
         let call = Call::new(&case);
@@ -92,10 +97,12 @@ pub fn identical(
 /// The variable of proptest that says what random calls are drawn from.
 pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
 
-/// For so many calls, or as many as the environment says, drawn from the seed that it gives or from
-/// another in each run; prints the seed.
-pub(crate) fn config(name: &str, cases: u32) -> Config {
-    let config = Config { cases: count(cases), failure_persistence: None, ..Config::default() };
+/// For calls on that back end: all of them on a GPU or if `PARITY_FULL` is set, else a quarter; as many as
+/// `PARITY_CASES` says, if it does. Drawn from `PROPTEST_RNG_SEED` or from another seed in each run; prints the seed.
+pub(crate) fn config(name: &str, cases: u32, backend: &str) -> Config {
+    let share = if backend == "cuda" || std::env::var_os(FULL).is_some() { 1 } else { SHARE };
+    let cases = count(cases.div_ceil(share));
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
     let seed = match config.rng_seed {
         RngSeed::Fixed(seed) => seed,
         RngSeed::Random => RandomState::new().hash_one(name),
@@ -172,7 +179,7 @@ pub fn sequences<B: Backend>(
     strategy: impl Strategy<Value = Case>,
     backend: impl Fn() -> B,
 ) {
-    let config = config(name, cases);
+    let config = config(name, cases, backend().name());
     let (cases, seed) = (config.cases, config.rng_seed);
     let grow = |case: Case| Case {
         shared: true,
@@ -243,7 +250,7 @@ mod tests {
         let message = *failure.unwrap_err().downcast::<String>().unwrap();
         let seed = message.strip_prefix("random calls, PROPTEST_RNG_SEED=").unwrap();
         let seed: u64 = seed.split(':').next().unwrap().parse().unwrap();
-        let config = Config { rng_seed: RngSeed::Fixed(seed), ..config("again", 1) };
+        let config = Config { rng_seed: RngSeed::Fixed(seed), ..config("again", 1, "refuses") };
         let first = |config: &Config| {
             let call = calls().new_tree(&mut TestRunner::new(config.clone())).unwrap();
             format!("{:?}", call.current())

@@ -17,6 +17,7 @@ const RUN: &str = "\
 # On a machine with an NVIDIA driver: every stored case, then the GPU tests. Ends with the number of steps that failed.
 cd \"$(dirname \"$0\")\" || exit
 failed=0
+export PARITY_FULL=1
 step() { echo \"== $*\"; \"$@\" || { failed=$((failed + 1)); echo \"FAILED: $*\"; }; }
 step ./gqa doctor
 for cases in gqa paged attention rotary_embedding tensor_scatter edges; do step ./gqa check --backend cuda cases/$cases; done

@@ -156,7 +156,7 @@ fn is_of_driver(symbol: &str) -> bool {
 
 /// `gqa doctor`, installed from the packages.
 fn counts_all_kernels(crates: &Path, folder: &Path) -> Result<()> {
-    let patch = |name: &&str| {
+    let patch = |name: &str| {
         format!("patch.crates-io.{name}.path={:?}", crates.join(name).display().to_string())
     };
     let mut install = outside(crates);
@@ -164,7 +164,7 @@ fn counts_all_kernels(crates: &Path, folder: &Path) -> Result<()> {
     install.arg(crates.join("gqa-cli")).arg("--root").arg(folder.join("installed"));
     install.arg("--target-dir").arg(folder.join("target"));
     CRATES[..5].iter().for_each(|name| {
-        install.args(["--config", &patch(&name)]);
+        install.args(["--config", &patch(name)]);
     });
     shown(&mut install)?;
     let output = Command::new(folder.join("installed/bin/gqa")).arg("doctor").output()?;

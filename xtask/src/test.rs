@@ -12,7 +12,8 @@ use std::process::{Command, Stdio};
 
 #[derive(ClapArgs)]
 pub struct Args {
-    /// Compile and assemble PTX even where it is of these very sources; build from packages.
+    /// Also compile and assemble PTX that is of these very sources, run four times as many random calls, build
+    /// without the simulator and from packages.
     #[arg(long)]
     full: bool,
 }
@@ -27,11 +28,13 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("clippy", || {
         shown(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))
     });
-    steps.run("clippy without the simulator", without_simulator);
+    if args.full {
+        steps.run("clippy without the simulator", without_simulator);
+    }
     steps.run("ptx as shipped", || ptx::check_shipped(args.full));
     steps.run_or_skip("ptxas", || ptxas::check(args.full));
     steps.run("ratchet", || ratchet::run(false));
-    steps.run("tests", || tests(Where::Anywhere));
+    steps.run("tests", || tests(Where::Anywhere, args.full));
     steps.run_or_skip("tests on a GPU", gpu_tests);
     steps.run_or_skip("licences and sources", deny::check);
     steps.run_or_skip("node cases as stored", node_cases);
@@ -69,7 +72,7 @@ enum Where {
     Gpu,
 }
 
-fn tests(place: Where) -> Result<()> {
+fn tests(place: Where, full: bool) -> Result<()> {
     let mut command = cargo();
     match (has_nextest(), place) {
         (true, Where::Anywhere) => command.args(["nextest", "run", "--workspace"]),
@@ -86,6 +89,9 @@ fn tests(place: Where) -> Result<()> {
     let seed = env::var("PROPTEST_RNG_SEED");
     let seed = seed.unwrap_or_else(|_| RandomState::new().hash_one(()).to_string());
     println!("random tests draw from PROPTEST_RNG_SEED={seed}");
+    if full {
+        command.env("PARITY_FULL", "1");
+    }
     shown(command.env("PROPTEST_RNG_SEED", seed))
 }
 
@@ -100,7 +106,7 @@ fn gpu_tests() -> Result<Option<String>> {
     if !has_gpu() {
         return Ok(Some("no NVIDIA GPU".to_owned()));
     }
-    tests(Where::Gpu).map(|()| None)
+    tests(Where::Gpu, true).map(|()| None)
 }
 
 /// Makes the `onnx` package's node cases again, where python3 has that version of the package.

@@ -46,7 +46,7 @@ impl Backend for Cuda {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         io.check(problem)?;
-        self.execute(&plan(&*problem.contiguous(), &self.info, &self.options)?, io)
+        self.execute(&plan(&problem.contiguous(), &self.info, &self.options)?, io)
     }
 }
 
