@@ -1,7 +1,8 @@
-//! The stored cases of the `onnx` package, which `tests/make_onnx_cases.py` makes, on every back end that needs no GPU.
+//! The stored cases of the `onnx` package, which `tests/make_onnx_cases.py` makes, and those of edges, on every back end.
 
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
+use gqa_host::backend::cuda::Cuda;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_host::reference::Reference;
@@ -23,6 +24,16 @@ fn check(folder: &str, count: usize, backend: &dyn Backend) {
         .collect();
     let (failed, name) = (failures.len(), backend.name());
     assert!(failures.is_empty(), "{failed} of {count} on {name}:\n{}", failures.join("\n"));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn all_on_a_gpu() {
+    let cuda = Cuda::new(PlanOptions::default()).expect("a GPU");
+    let folders = [("gqa", 191), ("paged", 25), ("attention", 93), ("rotary_embedding", 8)];
+    for (folder, count) in folders.into_iter().chain([("tensor_scatter", 3), ("edges", 88)]) {
+        check(folder, count, &cuda);
+    }
 }
 
 #[test]

@@ -73,7 +73,9 @@ impl Machine for Cuda {
         }
         let shared = problem.cache == CacheBinding::Shared;
         for (id, host) in io.outputs().filter(|(id, _)| shared && id.is_present()) {
-            call.upload(id, host, &self.stream)?;
+            if let Some(device) = call.tensor(id) {
+                device.upload(host, &self.stream)?;
+            }
         }
         call.enqueue(&self.stream)?;
         for (id, host) in io.outputs() {
