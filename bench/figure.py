@@ -96,7 +96,7 @@ def figure():
         x, y = 30 + 150 * n, height - 60
         legend.append(f'<circle cx="{x}" cy="{y - 4}" r="4" fill="{color}"/>')
         legend.append(text(x + 12, y, name, 12))
-    source = ["One H200, bfloat16, attention alone; all of a panel in one process.",
+    source = ["One H200, bfloat16, attention alone; the times of a row are of one process.",
               f"docs/results/{PREFILL} and {DECODE}."]
     legend += [text(26, height - 38 + 16 * n, words, 11, fill=AXIS)
                for n, words in enumerate(source)]
