@@ -16,6 +16,7 @@ TORCH = ["torch", "torch.nn", "torch.nn.functional", "torch.nn.attention", "torc
 sys.modules.update({name: mock.MagicMock() for name in TORCH})
 sys.modules["fa3_fwd_interface"] = None
 
+import figure
 import float8
 import launches
 import masked
@@ -89,6 +90,13 @@ class Kernels(unittest.TestCase):
             header, entry, text = packed.ptx(packed.SHIPPED, module, kernel["name"]).partition(".visible .entry ")
             texts += entry + text
         self.assertEqual(hashlib.sha256((header + texts).encode()).hexdigest(), module["sha256"])
+
+
+class Figure(unittest.TestCase):
+    def test_the_readmes_figure_is_of_the_log_pages_as_they_are(self):
+        drawn = (figure.DOCS / "peers.svg").read_text()
+        self.assertEqual(drawn, figure.figure(), "python3 bench/figure.py draws it again")
+
 
 if __name__ == "__main__":
     unittest.main()
