@@ -73,29 +73,29 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
     fn shared<C: Parity + 'static>(case: C) -> Rc<dyn Parity> {
         Rc::new(case)
     }
-    let flash = (attention_case(any_dtype(), 256, 60), 1..=100usize);
+    let flash = (attention_case(any_dtype(), 256, 60), 1..=200usize);
     let biased = case(any_dtype(), heads_up_to(128), 60);
     let biased = biased.prop_filter("a bias", |case| case.bias.is_some());
     prop_oneof![
-        1 => case(any_dtype(), heads_up_to(512), 30).prop_map(shared),
-        1 => prompts(256, 100).prop_map(shared),
-        1 => biased_prompts(256, 100).prop_map(shared),
-        1 => steps(200).prop_map(shared),
-        1 => steps(200).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
-        1 => quantized_output(case(any_dtype(), heads_up_to(128), 30)).prop_map(shared),
-        1 => quantized_output(prompts(256, 100)).prop_map(shared),
-        1 => quantized_output(steps(200)).prop_map(shared),
-        1 => quantised(case(any_dtype(), heads_up_to(128), 30)).prop_map(shared),
-        1 => quantised_steps(200).prop_map(shared),
-        1 => float8_prompts(100).prop_map(shared),
+        1 => case(any_dtype(), heads_up_to(512), 60).prop_map(shared),
+        1 => prompts(256, 200).prop_map(shared),
+        1 => biased_prompts(256, 200).prop_map(shared),
+        1 => steps(400).prop_map(shared),
+        1 => steps(400).prop_map(|case| Case { float32_output: true, ..case }).prop_map(shared),
+        1 => quantized_output(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
+        1 => quantized_output(prompts(256, 200)).prop_map(shared),
+        1 => quantized_output(steps(400)).prop_map(shared),
+        1 => quantised(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
+        1 => quantised_steps(400).prop_map(shared),
+        1 => float8_prompts(200).prop_map(shared),
         1 => sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         1 => sliding(biased, 40).prop_map(shared),
         1 => paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
         1 => paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
-        1 => paged_prompts(case(half_dtype(), heads_up_to(256), 24), 40).prop_map(shared),
+        1 => paged_prompts(case(half_dtype(), heads_up_to(256), 24), 80).prop_map(shared),
         1 => paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
-        1 => paged_steps(steps(40), 200).prop_map(shared),
-        1 => paged_steps(quantised(steps(40)), 200).prop_map(shared),
+        1 => paged_steps(steps(40), 400).prop_map(shared),
+        1 => paged_steps(quantised(steps(40)), 400).prop_map(shared),
         4 => attention_case(any_dtype(), 512, 40).prop_map(shared),
         1 => attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),

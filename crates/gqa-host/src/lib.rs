@@ -30,3 +30,8 @@ pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// So are those of the page for engines.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/engines.md")]
+struct Engines;
