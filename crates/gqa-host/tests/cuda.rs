@@ -266,6 +266,10 @@ fn tensors_are_copied_on_the_gpu() {
     to.copy_from(&from, &stream).unwrap();
     let (want, got) = (from.download(&stream).unwrap(), to.download(&stream).unwrap());
     assert_eq!(got.bytes(), want.bytes());
+    let mut apart = random(DType::F32, &[5, 1, 3], 2);
+    from.download_to(&mut apart, &stream).unwrap();
+    assert_eq!(apart.bytes(), want.bytes());
+    assert!(from.download_to(&mut random(DType::F32, &[14], 2), &stream).is_err());
     let error = tensor(&[14]).copy_from(&from, &stream).unwrap_err().to_string();
     assert_eq!(error, "copy: got 60 bytes; allowed: 56 bytes");
 }

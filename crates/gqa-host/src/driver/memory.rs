@@ -64,13 +64,13 @@ impl DeviceTensor {
         Ok(tensor)
     }
 
-    /// As [`download`](Self::download), into a tensor of the same type and shape.
+    /// As [`download`](Self::download), into a tensor of the same type and number of elements.
     ///
     /// # Errors
-    /// Where the tensor has another type or shape, the stream belongs to another device, or a
+    /// Where the tensor has another type or size, the stream belongs to another device, or a
     /// kernel ahead in the stream has failed.
     pub fn download_to(&self, tensor: &mut Tensor, stream: &Stream) -> Result<()> {
-        if tensor.dtype() != self.dtype || tensor.shape() != self.shape {
+        if tensor.dtype() != self.dtype || tensor.len() != self.shape.iter().product::<usize>() {
             return Err(self.mismatch("download", tensor));
         }
         tensor.with_bytes_mut(|bytes| {
