@@ -31,9 +31,9 @@ const FULL: &str = "PARITY_FULL";
 /// One in so many runs otherwise: with other calls each time, many short runs find what a long one does.
 const SHARE: u32 = 4;
 
-/// Runs `cases` random calls on `backend`, of which a part is run without a GPU (see [`config`]); a mismatch is
-/// shrunk and panics with the smallest call that shows it. Prints how many calls ran and the error of `output` per
-/// element type.
+/// Runs `cases` random calls on `backend`; where that is no GPU a quarter of them, unless `PARITY_FULL` is set.
+/// `PARITY_CASES` overrides their number. A mismatch is shrunk and panics with the smallest call that shows it. Prints
+/// how many calls ran and the error of `output` per element type.
 pub fn parity<C: Parity>(
     name: &str,
     cases: u32,
