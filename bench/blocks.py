@@ -65,7 +65,7 @@ def codes(kv_cache, numbers):
 
 
 def tensors(call):
-    """By role, and numbers of codes for whoever reads no codes; the table names all blocks in an order of its own."""
+    """By role, and dequantized values for whoever reads no codes; the table names all blocks in an order of its own."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     per_sequence = math.ceil(call.total / call.block_size)
     batch, tokens = len(call.sequences), call.starts[-1]
@@ -155,7 +155,7 @@ def error_of(call, t, sequence):
 
 def measure(program, call, rounds, replays, switches):
     first = tensors(call)
-    # Ours read no numbers of codes, and must find nothing in the second-level cache all the same.
+    # Ours read no dequantized values, and must find nothing in the L2 cache all the same.
     count = timing.sets(sum(each.numel() * each.element_size() for name, each in first.items() if not name.startswith("numbers_")))
     sets = [first] + [tensors(call) for _ in range(count - 1)]
     runs, note = ours(program, call, sets)

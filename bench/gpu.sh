@@ -42,8 +42,8 @@ attention() {
 }
 steps() {
   local sizes=1x1024,1x8192,1x32768,1x131072,8x8192,8x32768,32x2048,32x8192
-  part 170 attention-tokens "${peers[@]}" token "${ours[@]}" --settled --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
-  part 120 attention-tokens-128 "${peers[@]}" token "${ours[@]}" --settled --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
+  part 170 attention-tokens "${peers[@]}" token "${ours[@]}" --prefetch-cache --heads 32/8x128,64/8x128,64/8x64,8/1x128 --size $sizes --out "$out/attention-tokens.json"
+  part 120 attention-tokens-128 "${peers[@]}" token "${ours[@]}" --prefetch-cache --heads 32/8x128,64/8x128,64/8x64 --size 128x2048,128x8192 --out "$out/attention-tokens-128.json"
 }
 sizes() {
   local heads=32/8x80,32/8x96,32/8x128,32/8x160,16/4x192,16/4x224,16/4x256
@@ -66,7 +66,7 @@ float8() {
 operator() {
   local call=(bench token --packed --rotary half --checked-rows 4)
   part 60 operator-tokens "$gqa" "${call[@]}" --size 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192,128x2048 --csv "$out/operator-tokens.csv"
-  part 60 operator-tokens-settled "$gqa" "${call[@]}" --settled --size 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192,128x2048 --csv "$out/operator-tokens-settled.csv"
+  part 60 operator-tokens-prefetch "$gqa" "${call[@]}" --prefetch-cache --size 1x1024,1x8192,1x32768,8x8192,32x2048,32x8192,128x2048 --csv "$out/operator-tokens-prefetch.csv"
   part 20 operator-token-mqa "$gqa" "${call[@]}" --heads 8 --kv-heads 1 --size 1x8192,1x131072
   part 20 operator-token-64 "$gqa" "${call[@]}" --heads 64 --head-size 64 --size 1x8192
   call=(bench prompt --rotary half --checked-rows 4)

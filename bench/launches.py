@@ -122,10 +122,10 @@ class Launches:
     def run(self):
         stream, side = torch.cuda.current_stream(), None
         for described, (config, found, pointers, _) in zip(self.plan["launches"], self.launches):
-            if described["aside"]:
+            if described["concurrent"]:
                 side = beside()
                 side.wait_stream(stream)
-            config.stream = (side if described["aside"] else stream).cuda_stream
+            config.stream = (side if described["concurrent"] else stream).cuda_stream
             call("cuLaunchKernelEx", ctypes.byref(config), found, pointers, None)
         if side:
             stream.wait_stream(side)

@@ -275,7 +275,7 @@ def main():
     parser.add_argument("--bidirectional", action="store_true")
     parser.add_argument("--rotary", action="store_true", help="gqa rotates too")
     parser.add_argument("--cached", action="store_true", help="gqa computes attention alone")
-    parser.add_argument("--settled", action="store_true", help="with --cached: gqa once more, told that no launch writes what the next one reads, as is so here")
+    parser.add_argument("--prefetch-cache", action="store_true", help="with --cached: gqa once more, told that no launch writes what the next one reads, as is so here")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="with --cached: folders of kernels, several separated by commas")
     parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
     parser.add_argument("--rounds", type=timing.count, default=2)
@@ -286,8 +286,8 @@ def main():
     if options.cached and (not options.gqa or options.rotary):
         got = "--rotary" if options.gqa else "no --gqa"
         parser.error(f"--cached: got {got}; allowed: with --gqa, without --rotary")
-    if options.settled and not options.cached:
-        parser.error("--settled: got no --cached; allowed: with --cached and --gqa")
+    if options.prefetch_cache and not options.cached:
+        parser.error("--prefetch-cache: got no --cached; allowed: with --cached and --gqa")
     wanted = [name.strip() for name in options.peers.split(";")] if options.peers else list(PEERS)
     if unknown := [name for name in wanted if name not in PEERS]:
         parser.error(f"--peers: got {'; '.join(unknown)}; allowed: {'; '.join(PEERS)}")
@@ -296,8 +296,8 @@ def main():
     if options.cached and options.gqa:
         for number, folder in enumerate(options.ptx.split(",")):
             chosen["gqa" if number == 0 else f"gqa {folder}"] = attention_alone(options.gqa, folder)
-        if options.settled:
-            chosen["gqa, settled"] = attention_alone(options.gqa, options.ptx.split(",")[0], "--settled")
+        if options.prefetch_cache:
+            chosen["gqa, prefetch cache"] = attention_alone(options.gqa, options.ptx.split(",")[0], "--prefetch-cache")
     written = {"provenance": provenance(), "ceilings": ceilings(), "results": [], "gqa": []}
     for name, value in written["provenance"].items():
         print(f"{name:16} {value}")

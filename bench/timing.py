@@ -51,6 +51,6 @@ def timed(runs, replays):
 
 
 def sets(bytes_):
-    """How many buffers of so many bytes it takes that none is in the second-level cache when its turn comes."""
+    """How many buffers of so many bytes it takes that none is in the L2 cache when its turn comes."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(2, min(64, math.ceil(4 * cache / bytes_)))

@@ -15,7 +15,7 @@ Two truths stand behind every case: ONNX Runtime's CPU kernel and `reference` be
 * bfloat16 (no such CPU kernel): the outputs are the reference's, with inputs, rotated Q and K and outputs rounded to
   bfloat16. Where ONNX Runtime accepts the call, the same inputs widened to float32 are run through it as a check.
 
-* quantised caches of 8-bit floats (no such CPU kernel): the outputs are the reference's.
+* quantized caches of 8-bit floats (no such CPU kernel): the outputs are the reference's.
 
 No case may hang on rounding: `sensitivity` perturbs scores and probabilities by what a sane kernel may lose, and a case
 whose answer moves by more than half of its tolerance is refused.
@@ -47,7 +47,8 @@ DT = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype
 ONNX_T = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 # what the runner allows by default: (rtol, atol)
 RUNNER = {"f32": (1e-4, 1e-5), "f16": (5e-3, 5e-3), "bf16": (5e-2, 1e-2)}
-# how well ONNX Runtime and the reference must agree: (rtol, atol). float16: one unit in the last place
+# how well ONNX Runtime and the reference must agree: (rtol, atol). float16: one unit in the last
+# place
 AGREE = {"f32": (1e-5, 2e-6), "f16": (1e-3, 2e-5)}
 
 INPUTS = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache",
@@ -87,7 +88,7 @@ def rope_tables(max_pos, rotary_dim, base):
     return np.cos(angle), np.sin(angle)
 
 
-# what a quantised cache holds: attribute, element type, elements of a head by its size
+# what a quantized cache holds: attribute, element type, elements of a head by its size
 CODES = {"i8": (8, np.dtype(np.int8)), "i4": (4, np.dtype(np.uint8)), "f8": (8, np.dtype(ml_dtypes.float8_e4m3fn))}
 
 
@@ -116,7 +117,7 @@ def decode(codes, scale, kind):
 
 
 def resident(total, capacity, window):
-    """Rows that a cache that slides holds of a sequence of `total`."""
+    """Rows that a rolling KV cache holds of a sequence of `total`."""
     block = capacity - window + 1
     return total if total <= capacity else total - block * -(-(total - capacity) // block)
 
@@ -183,7 +184,8 @@ def reference(feeds, attrs, dtype, noise=None, exact_scores=False):
         for n, s in (("past_key", "k_scale"), ("past_value", "v_scale")):
             f64[n] = decode(np.asarray(feeds[n]), scales[s][None, :, None, :], kind)
 
-    # Row 0 of what attention sees is row first[b] of the sequence; a cache that slides may hold fewer rows than that.
+    # Row 0 of what attention sees is row first[b] of the sequence; a rolling KV cache may hold
+    # fewer rows than that.
     slides = attrs.get("sliding_window_cache", 0) == 1
     present_rows = past_rows + new_len if slides else max(past_rows, total)
     first = [n - resident(n, past_rows, window) if slides else 0 for n in past]
@@ -495,7 +497,8 @@ class Case:
             assert max(worsts.values()) > 10, f"{self.name}: ONNX Runtime has no quirk here: {worsts}"
             return ref, f"ONNX Runtime differs: {worsts}"
         assert max(worsts.values()) <= 1.0, f"{self.name}: ONNX Runtime and the reference differ: {worsts}"
-        # what is not compared is stored as the reference has it: ONNX Runtime leaves uninitialised memory there
+        # what is not compared is stored as the reference has it: ONNX Runtime leaves uninitialised
+        # memory there
         merged = {n: np.where(self.keep(n), got[n], ref[n]) for n in ref}
         return merged, f"{max(worsts.values()):.3f} of the tolerance of agreement"
 
@@ -787,22 +790,22 @@ def define_cases():
     c("bf16_typed_data", "bfloat16 in int32_data, shared KV", S=2, N=2, K=1, H=16, L=0, P=5, T=5, dtype="bf16", typed=True)
     c("bf16_nan_behind", "NaN behind the valid lengths, bfloat16", B=2, S=1, N=4, K=2, H=16, P=9, T=6, lens=[6, 3], dtype="bf16", fix=lambda f: nan_behind(f, [5, 2]))
 
-    # quantised caches
+    # quantized caches
     i8, i4, f8 = "i8", "i4", "f8"
-    c("quantised_i8_decode", "An int8 cache, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(i8, False))
-    c("quantised_i8_channels_rope_f16", "An int8 cache, a scale per channel, rotated keys, float16", B=2, S=1, N=4, K=2, H=16, P=6, lens=[7, 4], rope=16, dtype="f16", quant=(i8, True))
-    c("quantised_i8_prompt", "A prompt on an int8 cache, right-padded: it attends to its own codes", B=2, S=5, N=4, K=2, H=16, P=8, T=5, lens=[5, 3], quant=(i8, True))
-    c("quantised_i8_chunk_window_sink", "A chunk on an int8 cache: window and sink", S=3, N=4, K=2, H=16, P=9, T=8, sink=True, attrs={"local_window_size": 4}, quant=(i8, False))
-    c("quantised_i8_shared_kv", "An int8 cache that holds all rows already", S=2, N=4, K=2, H=16, L=0, P=7, T=6, quant=(i8, False))
-    c("quantised_i4_ragged", "A 4-bit cache, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(i4, False))
-    c("quantised_i4_channels_bias", "A 4-bit cache, a scale per channel, attention_bias", S=3, N=4, K=2, H=24, P=5, bias="1N", quant=(i4, True))
-    c("quantised_i4_packed_rope", "A 4-bit cache, packed and rotated, growing", S=1, N=4, K=2, H=32, P=4, packed=True, rope=32, quant=(i4, True))
+    c("quantized_i8_decode", "An int8 cache, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(i8, False))
+    c("quantized_i8_channels_rope_f16", "An int8 cache, a scale per channel, rotated keys, float16", B=2, S=1, N=4, K=2, H=16, P=6, lens=[7, 4], rope=16, dtype="f16", quant=(i8, True))
+    c("quantized_i8_prompt", "A prompt on an int8 cache, right-padded: it attends to its own codes", B=2, S=5, N=4, K=2, H=16, P=8, T=5, lens=[5, 3], quant=(i8, True))
+    c("quantized_i8_chunk_window_sink", "A chunk on an int8 cache: window and sink", S=3, N=4, K=2, H=16, P=9, T=8, sink=True, attrs={"local_window_size": 4}, quant=(i8, False))
+    c("quantized_i8_shared_kv", "An int8 cache that holds all rows already", S=2, N=4, K=2, H=16, L=0, P=7, T=6, quant=(i8, False))
+    c("quantized_i4_ragged", "A 4-bit cache, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(i4, False))
+    c("quantized_i4_channels_bias", "A 4-bit cache, a scale per channel, attention_bias", S=3, N=4, K=2, H=24, P=5, bias="1N", quant=(i4, True))
+    c("quantized_i4_packed_rope", "A 4-bit cache, packed and rotated, growing", S=1, N=4, K=2, H=32, P=4, packed=True, rope=32, quant=(i4, True))
     refused = "refuses a cache of 8-bit floats: it has no such kernel"
-    c("quantised_f8_decode", "A cache of 8-bit floats, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(f8, False), quirk=refused)
-    c("quantised_f8_prompt_bf16", "A prompt on a cache of 8-bit floats, a scale per channel, bfloat16", S=5, N=4, K=2, H=32, P=6, T=5, dtype="bf16", quant=(f8, True), quirk=refused)
-    c("quantised_i8_decode_bf16", "An int8 cache, bfloat16", S=1, N=4, K=2, H=16, P=12, dtype="bf16", quant=(i8, False))
+    c("quantized_f8_decode", "A cache of 8-bit floats, one scale", B=2, S=1, N=4, K=2, H=16, P=9, T=8, lens=[8, 5], quant=(f8, False), quirk=refused)
+    c("quantized_f8_prompt_bf16", "A prompt on a cache of 8-bit floats, a scale per channel, bfloat16", S=5, N=4, K=2, H=32, P=6, T=5, dtype="bf16", quant=(f8, True), quirk=refused)
+    c("quantized_i8_decode_bf16", "An int8 cache, bfloat16", S=1, N=4, K=2, H=16, P=12, dtype="bf16", quant=(i8, False))
 
-    # caches that slide: P is the cache's size, T may be more
+    # rolling KV caches: P is the cache's size, T may be more
     slides = lambda window: {"sliding_window_cache": 1, "local_window_size": window}
     c("sliding_room", "A cache that slides and has room yet", B=2, S=1, N=4, K=2, P=6, T=6, lens=[6, 2], attrs=slides(4))
     c("sliding_evicts_a_block", "Full at 6 rows, a window of 4: three rows go so that one may come", S=1, N=4, K=2, P=6, T=10, attrs=slides(4))
@@ -817,7 +820,7 @@ def define_cases():
     c("sliding_prompt_rope_softcap", "A prompt longer than the cache, rotated, softcap", S=9, N=4, K=2, H=16, P=4, T=9, rope=16, interleaved=True, attrs={**slides(4), "softcap": 2.0})
     c("sliding_prompt_short", "A prompt that fits", S=4, N=4, K=2, P=8, T=4, attrs=slides(3))
     c("sliding_chunk_batch", "Chunks of two sequences", B=2, S=3, N=4, K=2, H=16, P=7, T=16, lens=[16, 8], rope=16, attrs=slides(4), quirk=multi)
-    c("sliding_i8_token", "A quantised cache that slides", B=2, S=1, N=4, K=2, H=16, P=6, T=10, lens=[10, 9], attrs=slides(4), quant=(i8, True))
+    c("sliding_i8_token", "A quantized cache that slides", B=2, S=1, N=4, K=2, H=16, P=6, T=10, lens=[10, 9], attrs=slides(4), quant=(i8, True))
     c("sliding_i4_chunk", "A 4-bit cache that slides, a chunk", S=3, N=4, K=2, H=32, P=6, T=11, attrs=slides(4), quant=(i4, False))
     c("sliding_decode_bf16", "A cache that slides, bfloat16", B=2, S=1, N=8, K=2, H=64, P=12, T=31, lens=[31, 17], rope=64, dtype="bf16", attrs=slides(8))
 
@@ -998,16 +1001,16 @@ def define_bad():
     b("qk_output_without_output", "qk_output = 1 and no 4th output", "qk_output", attrs={"qk_output": 1})
     b("quant_type_unknown", "k_quant_type is a word nobody knows", "k_quant_type", attrs={"k_quant_type": "PER_ROW"})
     b("cache_bit_width_5", "kv_cache_bit_width = 5", "kv_cache_bit_width", attrs={"kv_cache_bit_width": 5})
-    quantised = lambda x: np.clip(np.round(x.astype(np.float64) * 32), -128, 127).astype(np.int8)
+    quantized = lambda x: np.clip(np.round(x.astype(np.float64) * 32), -128, 127).astype(np.int8)
     scales = {"k_scale": np.array([1 / 32], np.float32), "v_scale": np.array([1 / 32], np.float32)}
     int8 = {n: (TensorProto.INT8 if n.startswith("present") else TensorProto.FLOAT, s) for n, s in
             {"output": (2, 1, 32), "present_key": (2, 2, 4, 8), "present_value": (2, 2, 4, 8)}.items()}
-    quantised_attrs = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
-    codes = {"past_key": quantised, "past_value": quantised}
-    b("quantised_without_scale", "An int8 cache without scales", "k_scale", feeds=codes, outputs=int8, attrs=quantised_attrs)
-    b("quantised_as_floats", "A quantised cache of floats", "past_key", feeds=scales, attrs=quantised_attrs)
-    b("quantised_scale_zero", "A scale of 0", "v_scale", feeds={**codes, **scales, "v_scale": np.zeros(1, np.float32)}, outputs=int8, attrs=quantised_attrs)
-    b("quantised_mixed", "Keys quantised, values not", "v_quant_type", feeds={**codes, **scales}, outputs=int8, attrs={**quantised_attrs, "v_quant_type": "NONE"})
+    quantized_attrs = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+    codes = {"past_key": quantized, "past_value": quantized}
+    b("quantized_without_scale", "An int8 cache without scales", "k_scale", feeds=codes, outputs=int8, attrs=quantized_attrs)
+    b("quantized_as_floats", "A quantized cache of floats", "past_key", feeds=scales, attrs=quantized_attrs)
+    b("quantized_scale_zero", "A scale of 0", "v_scale", feeds={**codes, **scales, "v_scale": np.zeros(1, np.float32)}, outputs=int8, attrs=quantized_attrs)
+    b("quantized_mixed", "Keys quantized, values not", "v_quant_type", feeds={**codes, **scales}, outputs=int8, attrs={**quantized_attrs, "v_quant_type": "NONE"})
     b("sliding_window_cache_2", "sliding_window_cache = 2", "sliding_window_cache", attrs={"sliding_window_cache": 2, "local_window_size": 4})
     slides = lambda window: {"sliding_window_cache": 1, "local_window_size": window}
     b("sliding_without_window", "sliding_window_cache = 1 without local_window_size", "local_window_size", attrs=slides(-1))
@@ -1022,7 +1025,7 @@ def define_bad():
              "total_sequence_length": np.array(3, np.int32), "seqlens_k": np.array([2, 1], np.int32)}, outputs={"output": (TensorProto.FLOAT, (2, 3, 32))})
     b("sliding_length_beyond_total", "A sequence longer than total_sequence_length", "seqlens_k", attrs=slides(3),
       feeds={"total_sequence_length": np.array(9, np.int32), "seqlens_k": np.array([8, 9], np.int32)})
-    b("sliding_row_of_8_bytes", "Rows of 8 bytes: an int8 cache with heads of 8", "past_key", feeds={**codes, **scales}, outputs=int8, attrs={**quantised_attrs, **slides(2)})
+    b("sliding_row_of_8_bytes", "Rows of 8 bytes: an int8 cache with heads of 8", "past_key", feeds={**codes, **scales}, outputs=int8, attrs={**quantized_attrs, **slides(2)})
     ones = np.ones(8, np.float32)
     b("q_norm_weight_alone", "q_norm_weight without k_norm_weight", "k_norm_weight", feeds={"q_norm_weight": ones})
     b("k_norm_weight_long", "k_norm_weight of 16 elements, heads of 8", "k_norm_weight", feeds={"q_norm_weight": ones, "k_norm_weight": np.ones(16, np.float32)})

@@ -1,4 +1,5 @@
-//! A random but legal ONNX Attention call, described by small numbers so that proptest can shrink it, and its tensors.
+//! A random but legal ONNX Attention call, described by small numbers so that proptest can shrink
+//! it, and its tensors.
 
 use crate::call::Data;
 use crate::case::{SUBNORMAL, extreme_softcap};
@@ -135,7 +136,8 @@ impl AttentionCase {
         }
     }
 
-    /// The nearest call with so many rows that flash attention with a mask may take; the mask may end tiles before the keys.
+    /// The nearest call with so many rows that flash attention with a mask may take; the mask may
+    /// end tiles before the keys.
     pub fn for_masked_flash(self, rows: usize) -> Self {
         let mask = AttentionMask {
             boolean: false,

@@ -5,13 +5,14 @@ use float8::F8E4M3;
 use gqa_host::backend::Backend;
 use gqa_host::op::{Inputs, KvCache, Outputs};
 use gqa_host::reference::Reference;
-use gqa_host::{CodeFormat, DType, Layout, Problem, Quantisation, Result, Tensor};
+use gqa_host::{DType, Layout, Problem, QuantFormat, Quantization, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Normal};
 
-/// A case with data. Rows of the past behind each sequence's valid length hold NaN: nobody may use them.
+/// A case with data. Rows of the past behind each sequence's valid length hold NaN: nobody may use
+/// them.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// What it was made from.
@@ -52,7 +53,7 @@ impl Call {
             )
         };
         let (cos_cache, sin_cache, position_ids) = data.rotary(case);
-        let scales = case.quantised.map(|how| data.scales(case, how));
+        let scales = case.quantized.map(|how| data.scales(case, how));
         Self {
             query,
             key,
@@ -74,7 +75,8 @@ impl Call {
         }
     }
 
-    /// The next step of the same sequences: new rows behind what `cache` holds now, which must have room for them.
+    /// The next step of the same sequences: new rows behind what `cache` holds now, which must have
+    /// room for them.
     pub fn next(&self, cache: KvCache) -> Self {
         let case = Case {
             past: (0..self.case.batch()).map(|b| self.case.total(b)).collect(),
@@ -94,8 +96,8 @@ impl Call {
         }
     }
 
-    /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache the cache afterwards is
-    /// returned as present_*.
+    /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache
+    /// the cache afterwards is returned as present_*.
     pub fn run(&self, backend: &dyn Backend) -> Result<Outputs> {
         let problem = self.problem()?;
         let mut outputs = Outputs::new(&problem)?;
@@ -126,8 +128,8 @@ impl Call {
         Ok(outputs)
     }
 
-    /// The same in float32 with queries as they are rounded for products of float8: times k_scale, divided by the least power of two with which none
-    /// exceeds 448.
+    /// The same in float32 with queries as they are rounded for products of float8: times k_scale,
+    /// divided by the least power of two with which none exceeds 448.
     pub(crate) fn with_float8_queries(&self) -> Self {
         let case = Case { dtype: DType::F32, ..self.case.clone() };
         let widened = |tensor: &Tensor| -> Tensor {
@@ -136,7 +138,7 @@ impl Call {
         };
         let mut query = widened(&self.query);
         let heads = case.kv_heads * case.group;
-        let [k_scale, _] = self.scales.as_ref().expect("a cache of codes");
+        let [k_scale, _] = self.scales.as_ref().expect("a quantized KV cache");
         let k_scale: Vec<f32> = k_scale.to_f64().into_iter().map(|x| x as f32).collect();
         let Tensor::F32(values) = &mut query else { unreachable!("widened") };
         let values = values.as_slice_mut();
@@ -232,7 +234,7 @@ impl Data {
     /// The past, NaN behind the valid rows.
     fn past(&mut self, case: &Case) -> Option<KvCache> {
         let rows = case.past_rows();
-        if rows == 0 && !case.shared && case.quantised.is_none() {
+        if rows == 0 && !case.shared && case.quantized.is_none() {
             return None;
         }
         let valid = |b: usize| match (case.first_prompt, case.no_new_rows) {
@@ -240,7 +242,7 @@ impl Data {
             (false, true) => case.total(b),
             (false, false) => case.cached(case.past[b]),
         };
-        if let Some(how) = case.quantised {
+        if let Some(how) = case.quantized {
             let width = case.head_size / how.codes_per_element();
             let shape = [case.batch(), case.kv_heads, rows, width];
             let mut cache = || self.codes(&shape, how, |at| at[2] < valid(at[0]));
@@ -257,37 +259,39 @@ impl Data {
         Some(KvCache { key: cache(case.spread), value: cache(1.0) })
     }
 
-    /// A cache of random codes; where none is valid all bits are set, which makes an 8-bit float NaN.
+    /// A cache of random quantized values; where none is valid all bits are set, which makes an
+    /// 8-bit float NaN.
     pub(crate) fn codes(
         &mut self,
         shape: &[usize],
-        how: Quantisation,
+        how: Quantization,
         valid: impl Fn(&IxDyn) -> bool,
     ) -> Tensor {
         let mut code = |at: IxDyn| -> u8 {
             match self.rng.random() {
                 _ if !valid(&at) => 0xff,
                 // The two that are NaN.
-                0x7f | 0xff if how.format == CodeFormat::Float8 => 0,
+                0x7f | 0xff if how.format == QuantFormat::Float8 => 0,
                 // Up to 16; of integers all there are.
-                code if how.format == CodeFormat::Float8 => code & 0x80 | (code & 0x7f).min(0x58),
+                code if how.format == QuantFormat::Float8 => code & 0x80 | (code & 0x7f).min(0x58),
                 code => code,
             }
         };
         let bytes = ArrayD::from_shape_fn(IxDyn(shape), &mut code);
         match how.format {
-            CodeFormat::Int8 => Tensor::from(bytes.mapv(|byte| byte as i8)),
-            CodeFormat::Int4 => Tensor::from(bytes),
-            CodeFormat::Float8 => Tensor::from(bytes.mapv(F8E4M3::from_bits)),
+            QuantFormat::Int8 => Tensor::from(bytes.mapv(|byte| byte as i8)),
+            QuantFormat::Int4 => Tensor::from(bytes),
+            QuantFormat::Float8 => Tensor::from(bytes.mapv(F8E4M3::from_bits)),
         }
     }
 
-    /// k_scale and v_scale such that the codes reach to about two standard deviations of keys and values, so that some are clamped.
-    pub(crate) fn scales(&mut self, case: &Case, how: Quantisation) -> [Tensor; 2] {
+    /// k_scale and v_scale such that the quantized values reach to about two standard deviations of
+    /// keys and values, so that some are clamped.
+    pub(crate) fn scales(&mut self, case: &Case, how: Quantization) -> [Tensor; 2] {
         let most = match how.format {
-            CodeFormat::Int8 => 127.0,
-            CodeFormat::Int4 => 7.0,
-            CodeFormat::Float8 => 16.0,
+            QuantFormat::Int8 => 127.0,
+            QuantFormat::Int4 => 7.0,
+            QuantFormat::Float8 => 16.0,
         };
         let count = if how.per_channel { case.kv_heads * case.head_size } else { 1 };
         let key_spread = if case.qk_norm { 1.0 } else { case.spread };
@@ -302,7 +306,8 @@ impl Data {
         Tensor::from(ndarray::arr1(&last).into_dyn())
     }
 
-    /// Cosines and sines of random angles, and positions that are legal but for those of padding, which may be anything.
+    /// Cosines and sines of random angles, and positions that are legal but for those of padding,
+    /// which may be anything.
     fn rotary(&mut self, case: &Case) -> (Option<Tensor>, Option<Tensor>, Option<Tensor>) {
         let Some((sixteenths, _, positions)) = case.rotary else { return (None, None, None) };
         let rows = case.total_len().max(case.past_rows()) + 3;

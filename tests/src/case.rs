@@ -1,7 +1,8 @@
-//! A random but legal GroupQueryAttention call, described by small numbers so that proptest can shrink it.
+//! A random but legal GroupQueryAttention call, described by small numbers so that proptest can
+//! shrink it.
 
 use gqa_host::op::{GroupQueryAttention, QuantType};
-use gqa_host::{CacheBinding, CodeFormat, DType, Layout, Quantisation};
+use gqa_host::{CacheBinding, DType, Layout, QuantFormat, Quantization};
 use proptest::prelude::*;
 
 /// Where rotary positions come from.
@@ -54,10 +55,10 @@ pub struct Case {
     pub packed: bool,
     /// Order of dimensions.
     pub layout: Layout,
-    /// The cache slides: it has so many rows more than the window, which there is.
+    /// The cache rolls: it has so many rows more than the window, which there is.
     pub sliding: Option<usize>,
-    /// The cache holds codes.
-    pub quantised: Option<Quantisation>,
+    /// The cache holds quantized values.
+    pub quantized: Option<Quantization>,
     /// q_norm_weight and k_norm_weight given.
     pub qk_norm: bool,
     /// Rotated sixteenths of the head and pairing; only where head_size is a multiple of 16.
@@ -85,7 +86,7 @@ pub struct Case {
     /// Output of float8e4m3fn, and what times it is meant.
     pub output_scale: Option<f32>,
     /// Lengths and cache may be read before the launch ahead has ended.
-    pub settled: bool,
+    pub prefetch_cache: bool,
     /// Products of float8 are allowed.
     pub float8_products: bool,
     /// Standard deviation of queries and keys.
@@ -111,8 +112,8 @@ impl Case {
         if self.first_prompt { self.q_len } else { longest }
     }
 
-    /// Rows of past_key and past_value; 0: absent. A past that is not a static cache must be exactly as long as the
-    /// operator expects: total - new rows.
+    /// Rows of past_key and past_value; 0: absent. A past that is not a static cache must be
+    /// exactly as long as the operator expects: total - new rows.
     pub fn past_rows(&self) -> usize {
         if let Some(rows) = self.sliding {
             return self.window as usize + rows;
@@ -136,10 +137,11 @@ impl Case {
     pub fn score_deviation(&self) -> f32 {
         let root = (self.head_size as f32).sqrt();
         let scale = if self.scale == 0.0 { 1.0 / root } else { self.scale.abs() };
-        // Normalised rows have the deviation of their weights. Keys of the past may have more; the bounds are not widened for that.
+        // Normalised rows have the deviation of their weights. Keys of the past may have more; the
+        // bounds are not widened for that.
         let spread = if self.qk_norm { 1.0 } else { self.spread };
-        // Codes of the past are evenly spread up to 2.5 times as far.
-        let of_keys = if self.quantised.is_some() { 1.5 * spread } else { spread };
+        // Quantized values of the past are evenly spread up to 2.5 times as far.
+        let of_keys = if self.quantized.is_some() { 1.5 * spread } else { spread };
         scale * root * spread * of_keys
     }
 
@@ -166,7 +168,7 @@ impl Case {
             .kv_cache_bit_width(self.bit_width())
             .layout(self.layout)
             .log_sum_exp(self.lse)
-            .settled_cache(self.settled)
+            .prefetch_cache(self.prefetch_cache)
             .float32_output(self.float32_output && self.output_scale.is_none())
             .float8_products(self.float8_products)
     }
@@ -174,24 +176,24 @@ impl Case {
 
 impl Case {
     pub(crate) fn quant_type(&self) -> QuantType {
-        match self.quantised {
+        match self.quantized {
             None => QuantType::None,
-            Some(Quantisation { per_channel: false, .. }) => QuantType::PerTensor,
-            Some(Quantisation { per_channel: true, .. }) => QuantType::PerChannel,
+            Some(Quantization { per_channel: false, .. }) => QuantType::PerTensor,
+            Some(Quantization { per_channel: true, .. }) => QuantType::PerChannel,
         }
     }
 
     fn bit_width(&self) -> i64 {
-        match self.quantised.map(|how| how.format) {
+        match self.quantized.map(|how| how.format) {
             None => 0,
-            Some(CodeFormat::Int4) => 4,
-            Some(CodeFormat::Int8 | CodeFormat::Float8) => 8,
+            Some(QuantFormat::Int4) => 4,
+            Some(QuantFormat::Int8 | QuantFormat::Float8) => 8,
         }
     }
 
-    /// Whether the codes of a new key depend on how something was rounded before.
+    /// Whether the quantized values of a new key depend on how something was rounded before.
     pub fn rounds_before_codes(&self) -> bool {
-        self.quantised.is_some() && (self.rotary.is_some() || self.qk_norm)
+        self.quantized.is_some() && (self.rotary.is_some() || self.qk_norm)
     }
 }
 
@@ -216,7 +218,7 @@ pub fn case(
     let sometimes = || proptest::bool::weighted(0.2);
     let sometimes_set = [sometimes(), sometimes()];
     let flags =
-        (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), sometimes_set, sometimes_quantised());
+        (any::<[bool; 9]>(), 0..=9usize, any::<u64>(), sometimes_set, sometimes_quantized());
     let scores = (
         // Multiples of the default.
         prop_oneof![12 => Just(0.0f32), 4 => 0.3f32..2.0, 2 => -2.0f32..-0.3, 1 => Just(SUBNORMAL)],
@@ -250,16 +252,16 @@ pub fn case(
         .prop_map(|(drawn, rows, q_len)| assemble(drawn, rows, q_len))
 }
 
-/// Every way to quantise a cache, and most often none.
-fn sometimes_quantised() -> impl Strategy<Value = Option<Quantisation>> {
-    proptest::option::weighted(0.2, any_quantisation())
+/// Every way to quantize a cache, and most often none.
+fn sometimes_quantized() -> impl Strategy<Value = Option<Quantization>> {
+    proptest::option::weighted(0.2, any_quantization())
 }
 
-/// Every way to quantise a cache.
-pub fn any_quantisation() -> impl Strategy<Value = Quantisation> {
-    let formats = vec![CodeFormat::Int8, CodeFormat::Int4, CodeFormat::Float8];
+/// Every way to quantize a cache.
+pub fn any_quantization() -> impl Strategy<Value = Quantization> {
+    let formats = vec![QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
     (proptest::sample::select(formats), any::<bool>())
-        .prop_map(|(format, per_channel)| Quantisation { format, per_channel })
+        .prop_map(|(format, per_channel)| Quantization { format, per_channel })
 }
 
 /// A factor on scores that single precision may flush to 0.
@@ -279,7 +281,7 @@ enum Phase {
 
 type Drawn = (
     (DType, usize, usize, usize, Phase, usize),
-    ([bool; 9], usize, u64, [bool; 2], Option<Quantisation>),
+    ([bool; 9], usize, u64, [bool; 2], Option<Quantization>),
     (f32, f32, i64, i64, f32),
     Option<(usize, bool, Positions)>,
     Option<Bias>,
@@ -288,10 +290,19 @@ type Drawn = (
 /// Turns independent draws into a legal call.
 fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     let ((dtype, kv_heads, group, head_size, phase, _), flags, scores, rotary, bias) = drawn;
-    let (flags, spare, seed, [float32_output, qk_norm], quantised) = flags;
+    let (flags, spare, seed, [float32_output, qk_norm], quantized) = flags;
     let (scale, softcap, window, qk_output, spread) = scores;
-    let [shared, packed, bnsh, bidirectional, head_sink, smooth_softmax, lse, no_new_rows, settled] =
-        flags;
+    let [
+        shared,
+        packed,
+        bnsh,
+        bidirectional,
+        head_sink,
+        smooth_softmax,
+        lse,
+        no_new_rows,
+        prefetch_cache,
+    ] = flags;
     let first_prompt = matches!(phase, Phase::Prompt);
     let q_len = match phase {
         Phase::Token => 1,
@@ -322,7 +333,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         packed,
         layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
         sliding: None,
-        quantised,
+        quantized,
         qk_norm,
         rotary: rotary.map(|(dim, inter, pos)| (1 + (dim - 1) % (head_size / 16), inter, pos)),
         scale: scale / (head_size as f32).sqrt(),
@@ -334,7 +345,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         bias,
         qk_output,
         lse,
-        settled,
+        prefetch_cache,
         float8_products: false,
         float32_output,
         output_scale: None,
@@ -343,8 +354,8 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
     }
 }
 
-/// Calls that the planner gives to the decode family: up to 64 packed query rows, most often up to 16, its head sizes, no bias, no
-/// score output.
+/// Calls that the planner gives to the decode family: up to 64 packed query rows, most often up to
+/// 16, its head sizes, no bias, no score output.
 pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
     let heads = proptest::sample::select(vec![64usize, 80, 96, 128, 128, 192, 256]);
     let up_to = |rows: usize| {
@@ -357,22 +368,23 @@ pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
     })
 }
 
-/// The same calls on caches of codes.
-pub fn quantised(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
-    (cases, any_quantisation()).prop_map(|(case, how)| Case { quantised: Some(how), ..case })
+/// The same calls on quantized KV caches.
+pub fn quantized(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
+    (cases, any_quantization()).prop_map(|(case, how)| Case { quantized: Some(how), ..case })
 }
 
-/// The same calls on caches that slide, most often with more rows than the cache has.
+/// The same calls on rolling KV caches, most often with more rows than the cache has.
 pub fn sliding(
     cases: impl Strategy<Value = Case>,
     most_rows: usize,
 ) -> impl Strategy<Value = Case> {
     (cases, 1..=most_rows, 0..=most_rows).prop_map(|(case, window, spare)| {
-        // Rows of codes are multiples of 16 bytes.
-        let fits = |how: &Quantisation| case.head_size % (16 * how.codes_per_element()) == 0;
-        let quantised = case.quantised.filter(fits);
-        // The code of a rotated or normalised key may be one of two, and what rows saw of it may be gone afterwards.
-        let turns = quantised.is_none();
+        // Rows of quantized values are multiples of 16 bytes.
+        let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
+        let quantized = case.quantized.filter(fits);
+        // The quantized value of a rotated or normalised key may be one of two, and what rows saw
+        // of it may be gone afterwards.
+        let turns = quantized.is_none();
         Case {
             sliding: Some(spare),
             window: window as i64,
@@ -380,7 +392,7 @@ pub fn sliding(
             past: if case.first_prompt { vec![0; case.batch()] } else { case.past.clone() },
             no_new_rows: false,
             qk_output: 0,
-            quantised,
+            quantized,
             rotary: case.rotary.filter(|_| turns),
             qk_norm: case.qk_norm && turns,
             ..case
@@ -397,10 +409,10 @@ pub fn quantized_output(cases: impl Strategy<Value = Case>) -> impl Strategy<Val
     })
 }
 
-/// Calls that the planner gives to the decode family of caches of codes.
-pub fn quantised_steps(max_rows: usize) -> impl Strategy<Value = Case> {
+/// Calls that the planner gives to the decode family of quantized KV caches.
+pub fn quantized_steps(max_rows: usize) -> impl Strategy<Value = Case> {
     let heads = proptest::sample::select(vec![64usize, 128, 256]);
-    (quantised(steps(max_rows)), heads).prop_map(|(case, head_size)| Case {
+    (quantized(steps(max_rows)), heads).prop_map(|(case, head_size)| Case {
         head_size,
         rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
             (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
@@ -411,7 +423,8 @@ pub fn quantised_steps(max_rows: usize) -> impl Strategy<Value = Case> {
     })
 }
 
-/// The same of more than 32 packed query rows and up to 128, of the head sizes that have kernels for 64.
+/// The same of more than 32 packed query rows and up to 128, of the head sizes that have kernels
+/// for 64.
 pub fn tall_steps(max_rows: usize) -> impl Strategy<Value = Case> {
     let heads = proptest::sample::select(vec![64usize, 80, 96, 128]);
     let rows = (1..=16usize)
@@ -427,8 +440,9 @@ fn step(case: Case, group: usize, q_len: usize) -> Case {
     Case { q_len, past, group, bias: None, qk_output: 0, ..case }
 }
 
-/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no large softcap, no bias, no score output, output in
-/// its type. Few heads, because the simulator multiplies whole tiles.
+/// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no
+/// large softcap, no bias, no score output, output in its type. Few heads, because the simulator
+/// multiplies whole tiles.
 pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
     (case(crate::half_dtype(), heads_up_to(max_head_size), max_rows), 64..=max_rows)
         .prop_filter_map("one row", |(case, rows)| {
@@ -459,8 +473,9 @@ pub fn rotated_prompts(max_head: usize, max_rows: usize) -> impl Strategy<Value 
     )
 }
 
-/// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the weights of others: some beyond what the first tile
-/// left room for, the wider the spread of queries and keys the more to infinity.
+/// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the
+/// weights of others: some beyond what the first tile left room for, the wider the spread of
+/// queries and keys the more to infinity.
 pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> impl Strategy<Value = Case> {
     prompts(128, max_rows).prop_map(move |case| Case {
         spread,
@@ -483,7 +498,7 @@ pub fn turned_float8_prompts(max_rows: usize) -> impl Strategy<Value = Case> {
     let heads = proptest::sample::select(vec![80usize, 96, 112, 128, 128]);
     (prompts(128, max_rows), heads, any::<bool>()).prop_map(|(case, head_size, per_channel)| Case {
         head_size,
-        quantised: Some(Quantisation { format: CodeFormat::Float8, per_channel }),
+        quantized: Some(Quantization { format: QuantFormat::Float8, per_channel }),
         float8_products: true,
         rotary: case.rotary.map(|(dim, pairs, ids)| (1 + (dim - 1) % (head_size / 16), pairs, ids)),
         softcap: 0.0,

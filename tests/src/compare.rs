@@ -14,14 +14,16 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// What rounding of the operands allows. Weights are rounded to the element type before they meet the values (tensor cores)
-    /// and the output is rounded once more. A score `x` computed in float32 is off by about `ε·|x|`, and its weight by that
-    /// fraction, so the float32 bound grows with the scores. So does the bound of a rotated or normalised 16-bit call: near a tie, float32 and
-    /// double precision round an element of such a query or key to different neighbours. And that of one with a quantised cache, whose numbers
-    /// most kernels round to the element type.
+    /// What rounding of the operands allows. Weights are rounded to the element type before they
+    /// meet the values (tensor cores) and the output is rounded once more. A score `x` computed in
+    /// float32 is off by about `ε·|x|`, and its weight by that fraction, so the float32 bound grows
+    /// with the scores. So does the bound of a rotated or normalised 16-bit call: near a tie,
+    /// float32 and double precision round an element of such a query or key to different
+    /// neighbours. And that of one with a quantized cache, whose numbers most kernels round to the
+    /// element type.
     pub fn of(case: &Case) -> Self {
         let scores = f64::from(case.score_deviation()).max(1.0);
-        let rounded = case.rotary.is_some() || case.qk_norm || case.quantised.is_some();
+        let rounded = case.rotary.is_some() || case.qk_norm || case.quantized.is_some();
         let ties = if rounded { scores } else { 1.0 };
         match case.dtype {
             DType::F16 => Self { absolute: 4e-3 * ties, relative: 4e-3 },
@@ -30,8 +32,9 @@ impl Tolerance {
         }
     }
 
-    /// Where weights are rounded to four significant bits: by up to 1/16 each, so that what they weigh may be off by that much of its deviation from the mean. That queries are
-    /// rounded is the oracle's affair.
+    /// Where weights are rounded to four significant bits: by up to 1/16 each, so that what they
+    /// weigh may be off by that much of its deviation from the mean. That queries are rounded is
+    /// the oracle's affair.
     pub(crate) fn of_float8(case: &Case) -> Self {
         let values = if case.packed { f64::from(case.spread) } else { 1.0 };
         Self { absolute: 3.0 / 16.0 * values.max(1.0), relative: 2e-2 }
@@ -39,8 +42,8 @@ impl Tolerance {
 }
 
 impl Tolerance {
-    /// Of numbers that are divided by `scale` and rounded to float8e4m3fn on both sides, by up to 1/16 each, the small ones by half of what they are
-    /// apart.
+    /// Of numbers that are divided by `scale` and rounded to float8e4m3fn on both sides, by up to
+    /// 1/16 each, the small ones by half of what they are apart.
     pub(crate) fn quantized(self, scale: f32) -> Self {
         let absolute = self.absolute / f64::from(scale) + 1.0 / 512.0;
         Self { absolute, relative: self.relative + 0.14 }
@@ -72,7 +75,8 @@ impl Errors {
     }
 }
 
-/// Compares every output; the error of `output` itself is returned. `Err` describes the worst element out of tolerance.
+/// Compares every output; the error of `output` itself is returned. `Err` describes the worst
+/// element out of tolerance.
 pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Errors, String> {
     let errors = tensors("output", &got.output, &want.output, tolerance)?;
     let exact = Tolerance { absolute: 0.0, relative: 0.0 };
@@ -84,7 +88,8 @@ pub fn compare(got: &Outputs, want: &Outputs, tolerance: Tolerance) -> Result<Er
     Ok(errors)
 }
 
-/// Errs where `got` was rounded to `dtype` before it became what it is: all of its numbers are such as `dtype` has, and many of `want` are not.
+/// Errs where `got` was rounded to `dtype` before it became what it is: all of its numbers are such
+/// as `dtype` has, and many of `want` are not.
 pub(crate) fn unrounded(got: &Tensor, want: &Tensor, dtype: DType) -> Result<(), String> {
     const MANY: usize = 16;
     let finer = |tensor: &Tensor| {
@@ -132,15 +137,17 @@ fn neighbouring_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(), Str
     }
 }
 
-/// The same for float8e4m3fn, whose codes are close together for small numbers: a small element of a
-/// rotated row may be the difference of two large ones, each of which was rounded to `dtype`.
+/// The same for float8e4m3fn, whose quantized values are close together for small numbers: a small
+/// element of a rotated row may be the difference of two large ones, each of which was rounded to
+/// `dtype`.
 fn float8_rounded_before(
     name: &str,
     got: &Tensor,
     want: &Tensor,
     dtype: DType,
 ) -> Result<(), String> {
-    // Four: two elements, a scale for each channel, and large elements that the codes clamp.
+    // Four: two elements, a scale for each channel, and large elements that the quantized values
+    // clamp.
     let rounding = match dtype {
         DType::BF16 => 4.0 / 128.0,
         DType::F16 => 4.0 / 1024.0,

@@ -3,8 +3,8 @@
 use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
-    half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantised,
-    quantised_steps, quantized_output, sliding, steps,
+    half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantized,
+    quantized_output, quantized_steps, sliding, steps,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -17,12 +17,14 @@ use std::rc::Rc;
 /// What kernels of other operators do, for `except`.
 pub const OTHER_OPERATORS: [Role; 2] = [Role::RotaryRows, Role::ScatterRows];
 
-/// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a failure.
+/// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a
+/// failure.
 const DRAWS: u32 = 20_000;
 
-/// Runs `calls` random calls on every kernel that `device` can run, forced where the planner would take another, and compares them
-/// with the reference; `PARITY_CASES` overrides their number, and `PROPTEST_RNG_SEED` says what they
-/// are drawn from. Fails where too few calls reach a kernel whose role is not among `except`.
+/// Runs `calls` random calls on every kernel that `device` can run, forced where the planner would
+/// take another, and compares them with the reference; `PARITY_CASES` overrides their number, and
+/// `PROPTEST_RNG_SEED` says what they are drawn from. Fails where too few calls reach a kernel
+/// whose role is not among `except`.
 pub fn every_entry(
     name: &str,
     calls: u32,
@@ -85,17 +87,17 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         1 => quantized_output(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         1 => quantized_output(prompts(256, 200)).prop_map(shared),
         1 => quantized_output(steps(400)).prop_map(shared),
-        1 => quantised(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
-        1 => quantised_steps(400).prop_map(shared),
+        1 => quantized(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
+        1 => quantized_steps(400).prop_map(shared),
         1 => float8_prompts(200).prop_map(shared),
         1 => sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         1 => sliding(biased, 40).prop_map(shared),
         1 => paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),
-        1 => paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
+        1 => paged(quantized(case(any_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
         1 => paged_prompts(case(half_dtype(), heads_up_to(256), 24), 80).prop_map(shared),
-        1 => paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
+        1 => paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 40).prop_map(shared),
         1 => paged_steps(steps(40), 400).prop_map(shared),
-        1 => paged_steps(quantised(steps(40)), 400).prop_map(shared),
+        1 => paged_steps(quantized(steps(40)), 400).prop_map(shared),
         4 => attention_case(any_dtype(), 512, 40).prop_map(shared),
         1 => attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),

@@ -1,4 +1,5 @@
-//! Shared by the workspace's tests: random operator calls, poisoned outputs, comparison with the reference.
+//! Shared by the workspace's tests: random operator calls, poisoned outputs, comparison with the
+//! reference.
 
 mod attention;
 mod call;
@@ -11,8 +12,8 @@ mod parity;
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
 pub use case::{
-    Bias, Case, Positions, any_quantisation, biased_prompts, case, float8_prompts, heads_up_to,
-    prompts, prompts_of_wide_scores, quantised, quantised_steps, quantized_output, rotated_prompts,
+    Bias, Case, Positions, any_quantization, biased_prompts, case, float8_prompts, heads_up_to,
+    prompts, prompts_of_wide_scores, quantized, quantized_output, quantized_steps, rotated_prompts,
     sliding, steps, tall_steps, turned_float8_prompts,
 };
 pub use compare::{Errors, Tolerance, compare};

@@ -7,14 +7,15 @@ use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{CodeFormat, DType, Problem, Quantisation, Result, Tensor};
+use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
-/// One call. What it has in common with GroupQueryAttention is `case`'s; data follows from its seed.
+/// One call. What it has in common with GroupQueryAttention is `case`'s; data follows from its
+/// seed.
 #[derive(Clone, Debug)]
 pub struct PagedCase {
     /// Types, heads and attributes.
@@ -25,12 +26,14 @@ pub struct PagedCase {
     pub block_size: usize,
     /// Blocks in no sequence.
     pub spare_blocks: usize,
-    /// One token in so many goes nowhere by slot_mapping, as it is in the cache already; 0: there is none.
+    /// One token in so many goes nowhere by slot_mapping, as it is in the cache already; 0: there
+    /// is none.
     pub skipped: Option<usize>,
 }
 
-/// Calls that the planner gives to the decode families of caches of blocks: a token of each sequence, or a few, up to 16 packed query rows for each, their
-/// head sizes. What the blocks hold is that of `steps`.
+/// Calls that the planner gives to the decode families of paged KV caches: a token of each
+/// sequence, or a few, up to 16 packed query rows for each, their head sizes. What the blocks hold
+/// is that of `steps`.
 pub fn paged_steps(
     steps: impl Strategy<Value = Case>,
     max_rows: usize,
@@ -60,8 +63,8 @@ pub fn paged_steps(
     )
 }
 
-/// Calls that the planner gives to two kernels where multiprocessors are few, or sequences and rows many: those of [`paged_steps`] with up to 12 sequences,
-/// and one more of 64 tokens or more.
+/// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many: those
+/// of [`paged_steps`] with up to 12 sequences, and one more of 64 tokens or more.
 pub fn paged_mixed(
     steps: impl Strategy<Value = Case>,
     max_rows: usize,
@@ -75,8 +78,8 @@ pub fn paged_mixed(
     })
 }
 
-/// Such of these calls as the planner gives to two kernels that run beside each other on that many multiprocessors, and the device of the plan: so slow that calls
-/// of any size take long.
+/// Such of these calls as the planner gives to two kernels that run beside each other on that many
+/// SMs, and the device of the plan: so slow that calls of any size take long.
 pub fn paged_beside(
     steps: impl Strategy<Value = Case>,
     max_rows: usize,
@@ -88,7 +91,7 @@ pub fn paged_beside(
     let cases = paged_mixed(steps, max_rows).prop_filter("beside each other", move |case| {
         let problem = case.problem().expect("legal");
         let plan = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
-        plan.launches().iter().any(|launch| launch.aside())
+        plan.launches().iter().any(|launch| launch.concurrent())
     });
     (cases, slow)
 }
@@ -115,15 +118,16 @@ pub fn paged(
     (cases, sequences, blocks, skipped).prop_map(
         |(case, sequences, (block_size, spare_blocks), skipped)| {
             let sequences = with_a_token(sequences);
-            // Rows of codes are multiples of 16 bytes.
-            let fits = |how: &Quantisation| case.head_size % (16 * how.codes_per_element()) == 0;
-            let case = Case { quantised: case.quantised.filter(fits), ..case };
+            // Rows of quantized values are multiples of 16 bytes.
+            let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
+            let case = Case { quantized: case.quantized.filter(fits), ..case };
             PagedCase { case, sequences, block_size, spare_blocks, skipped }
         },
     )
 }
 
-/// Calls that the planner gives to `hopper_paged`: as of [`paged`], with a sequence of 64 tokens or more, in blocks that boxes fit.
+/// Calls that the planner gives to `hopper_paged`: as of [`paged`], with a sequence of 64 tokens or
+/// more, in blocks that boxes fit.
 pub fn paged_prompts(
     cases: impl Strategy<Value = Case>,
     max_rows: usize,
@@ -155,9 +159,9 @@ impl PagedCase {
     }
 
     fn cache_dtype(&self) -> &'static str {
-        match self.case.quantised.map(|how| how.format) {
-            Some(CodeFormat::Int4) => "int4",
-            Some(CodeFormat::Int8) => "int8",
+        match self.case.quantized.map(|how| how.format) {
+            Some(QuantFormat::Int4) => "int4",
+            Some(QuantFormat::Int8) => "int8",
             _ => "",
         }
     }
@@ -172,7 +176,8 @@ impl PagedCase {
         self.sequences.iter().map(blocks).collect()
     }
 
-    /// How many of a sequence's first blocks no token sees: those wholly before the window, and all of a sequence without tokens.
+    /// How many of a sequence's first blocks no token sees: those wholly before the window, and all
+    /// of a sequence without tokens.
     fn freed(&self, &[past, new]: &[usize; 2]) -> usize {
         match usize::try_from(self.case.window) {
             _ if new == 0 => past.div_ceil(self.block_size),
@@ -195,7 +200,7 @@ struct Tensors {
     head_sink: Option<Tensor>,
     norm_weights: Option<[Tensor; 2]>,
     scales: Option<[Tensor; 2]>,
-    /// NaN, or codes with all bits set, where no sequence has rows.
+    /// NaN, or quantized values with all bits set, where no sequence has rows.
     cache: PagedCache,
 }
 
@@ -233,7 +238,8 @@ impl Tensors {
         let mut free = order.into_iter();
         let table: Vec<Vec<i32>> = (blocks.iter().zip(&paged.sequences))
             .map(|(&used, sequence)| {
-                // What is behind the used ones may be anything, and so may freed ones be, another sequence's block or that of nobody too.
+                // What is behind the used ones may be anything, and so may freed ones be, another
+                // sequence's block or that of nobody too.
                 let mut row: Vec<_> = free.by_ref().take(used).collect();
                 row.resize_with(columns, || data.rng.random());
                 for block in &mut row[..paged.freed(sequence)] {
@@ -264,7 +270,7 @@ impl Tensors {
         }
         let mut cache = |spread| {
             let mut shape = [count, paged.block_size, kv, size];
-            if let Some(how) = case.quantised {
+            if let Some(how) = case.quantized {
                 shape[3] /= how.codes_per_element();
                 let is_held = |at: &IxDyn| held[at[0] * paged.block_size + at[1]];
                 return data.codes(&shape, how, is_held);
@@ -292,7 +298,7 @@ impl Tensors {
             slots: paged.skipped.map(|_| integers(&[tokens], slots)),
             rotary,
             head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
-            scales: case.quantised.map(|how| data.scales(case, how)),
+            scales: case.quantized.map(|how| data.scales(case, how)),
             norm_weights: case.qk_norm.then(|| [(); 2].map(|()| data.normal(&[size], 1.0))),
             cache,
         }
@@ -335,7 +341,8 @@ impl Parity for PagedCase {
         let ((want, want_cache), (got, got_cache)) = (run(&Reference)?, run(backend)?);
         let tolerance = Tolerance::of(&self.case);
         if self.case.rounds_before_codes() {
-            // A new key's code may be one or the other near a tie: the output is that of the cache as it is then, with no new rows.
+            // A new key's code may be one or the other near a tie: the output is that of the cache
+            // as it is then, with no new rows.
             codes_rounded_before("key_cache", &got_cache.key, &want_cache.key, self.case.dtype)?;
             equal_codes("value_cache", &got_cache.value, &want_cache.value)?;
             let nowhere = Tensor::from(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));

@@ -1,4 +1,5 @@
-//! One test body for every back end: random calls, poisoned outputs, compared with the f64 reference.
+//! One test body for every back end: random calls, poisoned outputs, compared with the f64
+//! reference.
 
 use crate::compare::{codes_rounded_before, equal_codes, tensors, unrounded};
 use crate::{Call, Case, Errors, Tolerance, compare};
@@ -28,12 +29,14 @@ pub trait Parity: std::fmt::Debug {
 const CASES: &str = "PARITY_CASES";
 /// Has tests run all calls that they name where there is no GPU, too.
 const FULL: &str = "PARITY_FULL";
-/// One in so many runs otherwise: with other calls each time, many short runs find what a long one does.
+/// One in so many runs otherwise: with other calls each time, many short runs find what a long one
+/// does.
 const SHARE: u32 = 4;
 
-/// Runs `cases` random calls on `backend`; where that is no GPU a quarter of them, unless `PARITY_FULL` is set.
-/// `PARITY_CASES` overrides their number. A mismatch is shrunk and panics with the smallest call that shows it. Prints
-/// how many calls ran and the error of `output` per element type.
+/// Runs `cases` random calls on `backend`; where that is no GPU a quarter of them, unless
+/// `PARITY_FULL` is set. `PARITY_CASES` overrides their number. A mismatch is shrunk and panics
+/// with the smallest call that shows it. Prints how many calls ran and the error of `output` per
+/// element type.
 pub fn parity<C: Parity>(
     name: &str,
     cases: u32,
@@ -97,8 +100,9 @@ pub fn identical(
 /// The variable of proptest that says what random calls are drawn from.
 pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
 
-/// For calls on that back end: all of them on a GPU or if `PARITY_FULL` is set, else a quarter; as many as
-/// `PARITY_CASES` says, if it does. Drawn from `PROPTEST_RNG_SEED` or from another seed in each run; prints the seed.
+/// For calls on that back end: all of them on a GPU or if `PARITY_FULL` is set, else a quarter; as
+/// many as `PARITY_CASES` says, if it does. Drawn from `PROPTEST_RNG_SEED` or from another seed in
+/// each run; prints the seed.
 pub(crate) fn config(name: &str, cases: u32, backend: &str) -> Config {
     let share = if backend == "cuda" || std::env::var_os(FULL).is_some() { 1 } else { SHARE };
     let cases = count(cases.div_ceil(share));
@@ -134,17 +138,18 @@ impl Parity for Case {
         }
         let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
         let errors = compare_with_cache(&call, &got, &want)?;
-        // Most kernels round the numbers of a quantised cache, and one key's output is its value.
+        // Most kernels round the numbers of a quantized cache, and one key's output is its value.
         let widens = self.float32_output && self.output_scale.is_none();
-        if widens && self.dtype != DType::F32 && self.quantised.is_none() {
+        if widens && self.dtype != DType::F32 && self.quantized.is_none() {
             unrounded(&got.output, &want.output, self.dtype)?;
         }
         Ok(errors)
     }
 }
 
-/// Compares a call's outputs. Near a tie a new key's code may be one or the other, which the output feels: then the caches are compared, values code for code, and
-/// the rest with what the reference makes of the cache that the back end left.
+/// Compares a call's outputs. Near a tie a new key's code may be one or the other, which the output
+/// feels: then the caches are compared, values code for code, and the rest with what the reference
+/// makes of the cache that the back end left.
 fn compare_with_cache(call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
     if !call.case.rounds_before_codes() {
         return compare_outputs(call, got, want);
@@ -170,8 +175,8 @@ fn compare_in_float8(call: &Call, got: &Outputs) -> Result<Errors, String> {
     compare(got, &want.map_err(|e| format!("reference: {e}"))?, Tolerance::of_float8(&call.case))
 }
 
-/// As [`parity`], for sequences of `steps` steps on a shared cache that goes from step to step; every step is compared. Each sequence
-/// has a back end of its own.
+/// As [`parity`], for sequences of `steps` steps on a shared cache that goes from step to step;
+/// every step is compared. Each sequence has a back end of its own.
 pub fn sequences<B: Backend>(
     name: &str,
     cases: u32,
@@ -198,7 +203,8 @@ pub fn sequences<B: Backend>(
     }
 }
 
-/// Runs `steps` steps on `backend` and the reference and compares all outputs, the cache among them, after each.
+/// Runs `steps` steps on `backend` and the reference and compares all outputs, the cache among
+/// them, after each.
 fn check_sequence(case: &Case, steps: usize, backend: &dyn Backend) -> Result<(), String> {
     let mut call = Call::new(case);
     for step in 0..steps {

@@ -1,5 +1,6 @@
-//! ONNX Attention, random calls over the product of its features: on the CPU back end and, through the planner, on the simulated
-//! machine, against the f64 reference. Each way to compute it is forced in turn.
+//! ONNX Attention, random calls over the product of its features: on the CPU back end and, through
+//! the planner, on the simulated machine, against the f64 reference. Each way to compute it is
+//! forced in turn.
 
 use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;

@@ -1,4 +1,5 @@
-//! The decode family on the simulated machine, against the f64 reference: token steps as planned, and in clusters of every size.
+//! The decode family on the simulated machine, against the f64 reference: decode steps as planned,
+//! and in clusters of every size.
 
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -39,7 +40,8 @@ fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     parity("sim, halves", 40, steps, &Sim::default().with_device(device.clone()));
 }
 
-/// A long sequence, for which ranks ask for keys before they know how many there are, and short ones, which append among those.
+/// A long sequence, for which ranks ask for keys before they know how many there are, and short
+/// ones, which append among those.
 #[test]
 fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
     let steps = (steps(200), 550..700usize).prop_filter_map("one sequence", |(case, long)| {

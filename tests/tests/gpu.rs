@@ -8,8 +8,8 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     AttentionCase, Case, OTHER_OPERATORS, Parity, any_dtype, attention_case, biased_prompts, case,
     every_entry, float8_prompts, half_dtype, heads_up_to, identical, paged, paged_beside,
-    paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantised,
-    quantised_steps, quantized_output, rotated_prompts, sequences, sliding, steps, tall_steps,
+    paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantized,
+    quantized_output, quantized_steps, rotated_prompts, sequences, sliding, steps, tall_steps,
     turned_float8_prompts,
 };
 use proptest::prelude::*;
@@ -116,11 +116,11 @@ fn steps_in_clusters() {
     }
 }
 
-/// Caches of codes: by kernels that read them, and by all others from their numbers.
+/// Caches of quantized values: by kernels that read them, and by all others from their numbers.
 #[test]
 #[ignore = "needs a GPU"]
-fn quantised_caches() {
-    let steps = || quantised_steps(1500);
+fn quantized_caches() {
+    let steps = || quantized_steps(1500);
     run("cuda, codes", 1500, steps(), PlanOptions::default());
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
@@ -131,12 +131,12 @@ fn quantised_caches() {
         "cuda, steps of codes",
         50,
         12,
-        quantised_steps(500),
+        quantized_steps(500),
         || cuda(PlanOptions::default()),
     );
-    let cases = quantised(case(any_dtype(), heads_up_to(256), 80));
-    run("cuda, quantised", 1000, cases, PlanOptions::default());
-    run("cuda, quantised prompts", 300, quantised(prompts(256, 400)), PlanOptions::default());
+    let cases = quantized(case(any_dtype(), heads_up_to(256), 80));
+    run("cuda, quantized", 1000, cases, PlanOptions::default());
+    run("cuda, quantized prompts", 300, quantized(prompts(256, 400)), PlanOptions::default());
 }
 
 /// Products of float8, by the kernels that compute them and no others.
@@ -155,19 +155,20 @@ fn float8_products() {
     }
 }
 
-/// Caches that slide: by every kernel, from step to step, and with more rows than a block of `slide_kv` moves at once.
+/// Rolling KV caches: by every kernel, from step to step, and with more rows than a block of
+/// `rolling_kv` moves at once.
 #[test]
 #[ignore = "needs a GPU"]
 fn sliding_caches() {
     let off = PlanOptions::default;
     run("cuda, sliding", 500, sliding(case(any_dtype(), heads_up_to(256), 80), 50), off());
     run("cuda, sliding steps", 100, sliding(steps(900), 700), off());
-    run("cuda, sliding steps over codes", 60, sliding(quantised_steps(900), 700), off());
+    run("cuda, sliding steps over codes", 60, sliding(quantized_steps(900), 700), off());
     run("cuda, sliding prompts", 60, sliding(prompts(256, 300), 200), off());
     run("cuda, sliding, with a bias", 40, sliding(biased_prompts(256, 300), 200), off());
     let cases = sliding(case(half_dtype(), heads_up_to(256), 40), 20);
     sequences("cuda, sliding sequences", 20, 12, cases, || cuda(off()));
-    let codes = sliding(quantised_steps(40), 20);
+    let codes = sliding(quantized_steps(40), 20);
     sequences("cuda, sliding sequences of codes", 20, 12, codes, || cuda(off()));
 }
 
@@ -177,23 +178,24 @@ fn sliding_caches() {
 fn paged_caches() {
     let off = PlanOptions::default;
     run("cuda, blocks", 500, paged_steps(steps(40), 1500), off());
-    run("cuda, blocks of codes", 500, paged_steps(quantised(steps(40)), 1500), off());
+    run("cuda, blocks of codes", 500, paged_steps(quantized(steps(40)), 1500), off());
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let options = PlanOptions { cluster, splits, ..off() };
         let elements = paged_steps(steps(40), 1500);
         run("cuda, blocks in clusters", 100, elements, options.clone());
-        let codes = paged_steps(quantised(steps(40)), 1500);
+        let codes = paged_steps(quantized(steps(40)), 1500);
         run("cuda, blocks of codes in clusters", 100, codes, options);
     }
     run("cuda, paged", 500, paged(case(any_dtype(), heads_up_to(256), 40), 80), off());
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
     run("cuda, paged prompts", 500, prompts, off());
-    let codes = paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 40)), 300);
+    let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
     run("cuda, paged prompts of codes", 500, codes, off());
 }
 
-/// Sequences of few tokens in the same call as a prompt, by two kernels one after the other and beside each other.
+/// Sequences of few tokens in the same call as a prompt, by two kernels one after the other and
+/// beside each other.
 #[test]
 #[ignore = "needs a GPU"]
 fn tokens_beside_prompts() {
@@ -203,7 +205,7 @@ fn tokens_beside_prompts() {
         return;
     }
     run("cuda, tokens and prompts", 300, paged_mixed(steps(40), 1500), PlanOptions::default());
-    let codes = || quantised(steps(40));
+    let codes = || quantized(steps(40));
     run(
         "cuda, tokens and prompts of codes",
         300,

@@ -1,4 +1,5 @@
-//! The Hopper family on the simulated machine, against the f64 reference: prompts and chunks long enough for it.
+//! The Hopper family on the simulated machine, against the f64 reference: prompts and chunks long
+//! enough for it.
 
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;

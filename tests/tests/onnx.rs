@@ -1,4 +1,5 @@
-//! The stored cases of the `onnx` package, which `tests/make_onnx_cases.py` makes, and those of edges, on every back end.
+//! The stored cases of the `onnx` package, which `tests/make_onnx_cases.py` makes, and those of
+//! edges, on every back end.
 
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;

@@ -5,7 +5,7 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     any_dtype, case, half_dtype, heads_up_to, paged, paged_beside, paged_mixed, paged_prompts,
-    paged_steps, parity, quantised, steps,
+    paged_steps, parity, quantized, steps,
 };
 
 #[test]
@@ -16,13 +16,13 @@ fn on_the_cpu() {
 
 #[test]
 fn of_codes_on_the_cpu() {
-    let cases = paged(quantised(case(any_dtype(), heads_up_to(256), 40)), 70);
+    let cases = paged(quantized(case(any_dtype(), heads_up_to(256), 40)), 70);
     parity("cpu, paged codes", 600, cases, &Cpu::default());
 }
 
 #[test]
 fn of_codes_as_planned() {
-    let cases = paged(quantised(case(any_dtype(), heads_up_to(128), 24)), 40);
+    let cases = paged(quantized(case(any_dtype(), heads_up_to(128), 24)), 40);
     parity("sim, paged codes", 300, cases, &Sim::default());
 }
 
@@ -38,20 +38,21 @@ fn prompts_on_hopper() {
     parity("sim, paged prompts", 20, cases, &Sim::default());
 }
 
-/// Of codes, whose numbers lie in blocks of their own.
+/// Of quantized values, whose numbers lie in blocks of their own.
 #[test]
 fn prompts_of_codes_on_hopper() {
-    let cases = paged_prompts(quantised(case(half_dtype(), heads_up_to(128), 24)), 60);
+    let cases = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 60);
     parity("sim, paged prompts of codes", 20, cases, &Sim::default());
 }
 
-/// Each block takes many work tiles, whose descriptions it may not write over before all have read them.
+/// Each block takes many work tiles, whose descriptions it may not write over before all have read
+/// them.
 #[test]
 fn prompts_on_few_multiprocessors() {
     let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     let cases = paged_prompts(case(half_dtype(), heads_up_to(128), 24), 60);
     let sim = Sim::default().with_device(device);
-    parity("sim, 2 multiprocessors, paged prompts", 20, cases, &sim);
+    parity("sim, 2 SMs, paged prompts", 20, cases, &sim);
 }
 
 /// Each kernel leaves out the sequences of the other one.
@@ -60,7 +61,7 @@ fn tokens_beside_prompts() {
     let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     let sim = Sim::default().with_device(device);
     parity("sim, tokens and prompts", 5, paged_mixed(steps(24), 60), &sim);
-    let codes = paged_mixed(quantised(steps(24)), 60);
+    let codes = paged_mixed(quantized(steps(24)), 60);
     parity("sim, tokens and prompts of codes", 5, codes, &sim);
     for multiprocessors in [4, 132] {
         let (cases, slow) = paged_beside(steps(24), 60, multiprocessors);
@@ -86,9 +87,9 @@ fn one_launch_for_each_duty() {
 #[test]
 fn decode_reads_blocks() {
     let elements = |rows| paged_steps(steps(40), rows);
-    let codes = |rows| paged_steps(quantised(steps(40)), rows);
-    parity("sim, steps over blocks", 150, elements(200), &Sim::default());
-    parity("sim, steps over blocks of codes", 150, codes(200), &Sim::default());
+    let codes = |rows| paged_steps(quantized(steps(40)), rows);
+    parity("sim, paged decode", 150, elements(200), &Sim::default());
+    parity("sim, paged decode of codes", 150, codes(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let options = PlanOptions { cluster, splits, ..PlanOptions::default() };

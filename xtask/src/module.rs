@@ -60,7 +60,7 @@ impl Module {
         post::entry_names(ptx).iter().try_fold(ptx.to_owned(), |text, name| {
             let entry = registry::find(name)
                 .with_context(|| format!("{name} is in the PTX but not in the registry"))?;
-            // The copy engine wants its maps aligned.
+            // The TMA wants its maps aligned.
             let text = (0..entry.tensor_maps)
                 .try_fold(text, |text, i| post::align_parameter(&text, name, i, 64))?;
             Ok(post::set_bounds(&text, name, bounds(entry))?)

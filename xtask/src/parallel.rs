@@ -3,7 +3,8 @@
 use rayon::prelude::*;
 use std::cmp::Reverse;
 
-/// What `work` makes of each of the jobs, in their order. Those of the greatest `cost` begin first, or all would wait for one that happens to come last.
+/// What `work` makes of each of the jobs, in their order. Those of the greatest `cost` begin first,
+/// or all would wait for one that happens to come last.
 pub fn longest_first<J: Send, R: Send>(
     jobs: Vec<J>,
     cost: impl Fn(&J) -> u64,

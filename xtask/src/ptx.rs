@@ -1,4 +1,5 @@
-//! `cargo xtask ptx`: from the kernels to the PTX that gqa-host ships, and whether the two still agree.
+//! `cargo xtask ptx`: from the kernels to the PTX that gqa-host ships, and whether the two still
+//! agree.
 
 use crate::module::Module;
 use crate::parallel::longest_first;
@@ -219,8 +220,8 @@ fn rows_without_module(manifest: &Manifest, modules: &[Module]) -> Vec<String> {
     unknown.map(|name| format!("  {name}: the registry has no such module")).collect()
 }
 
-/// How what is shipped differs from a fresh build; `None` if it does not, or if another compiler made it, which may write other text
-/// for the same source.
+/// How what is shipped differs from a fresh build; `None` if it does not, or if another compiler
+/// made it, which may write other text for the same source.
 fn difference(manifest: &Manifest, fresh: &gqa_ptx::Module, text: &str) -> Result<Option<String>> {
     let Some(row) = manifest.module(&fresh.name()) else {
         return Ok(Some("not in the manifest".into()));

@@ -107,7 +107,8 @@ fn table(reports: &[Assembled]) {
     }
 }
 
-/// Fails where an entry marked hot spills, has a stack frame, or made the assembler give up an optimisation.
+/// Fails where an entry marked hot spills, has a stack frame, or made the assembler give up an
+/// optimisation.
 fn judge(reports: &[Assembled]) -> Result<()> {
     let problems: Vec<String> = reports.iter().flat_map(problems).collect();
     if problems.is_empty() {

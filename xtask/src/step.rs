@@ -1,4 +1,5 @@
-//! Steps of a longer task: each is announced, timed and summed up at the end, and a failure does not hide the steps after it.
+//! Steps of a longer task: each is announced, timed and summed up at the end, and a failure does
+//! not hide the steps after it.
 
 use anyhow::{Context, Result, bail};
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything CI runs.
 
 use crate::step::{Steps, shown};
-use crate::{deny, embed, place, ptx, ptxas, ratchet};
+use crate::{columns, deny, embed, place, ptx, ptxas, ratchet};
 use anyhow::Result;
 use clap::Args as ClapArgs;
 use gqa_ptx::Toolchain;
@@ -12,8 +12,8 @@ use std::process::{Command, Stdio};
 
 #[derive(ClapArgs)]
 pub struct Args {
-    /// Also compile and assemble PTX that is of these very sources, run four times as many random calls, build
-    /// without the simulator and from packages.
+    /// Also compile and assemble PTX that is of these very sources, run four times as many random
+    /// calls, build without the simulator and from packages.
     #[arg(long)]
     full: bool,
 }
@@ -24,7 +24,10 @@ pub fn run(args: &Args) -> Result<()> {
         println!("{}", Toolchain::find_or_install()?);
         Ok(())
     });
-    steps.run("format", || shown(cargo().args(["fmt", "--all", "--check"])));
+    steps.run("format", || {
+        shown(cargo().args(["fmt", "--all", "--check"]))?;
+        columns::check()
+    });
     steps.run("clippy", || {
         shown(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))
     });
@@ -49,7 +52,8 @@ pub fn run(args: &Args) -> Result<()> {
     steps.finish()
 }
 
-/// What `cargo gqa` builds, and the library without kernels: nothing else here leaves the simulator out.
+/// What `cargo gqa` builds, and the library without kernels: nothing else here leaves the simulator
+/// out.
 fn without_simulator() -> Result<()> {
     let clippy = |target: &[&str]| {
         let command = [&["clippy", "--no-default-features"], target, &["--", "-Dwarnings"]];

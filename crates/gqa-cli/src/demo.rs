@@ -1,4 +1,5 @@
-//! `gqa demo`: a prompt and some tokens through the attention layer of Llama 3 8B, with a cache that past and present share.
+//! `gqa demo`: a prompt and some tokens through the attention layer of Llama 3 8B, with a cache
+//! that past and present share.
 
 use std::ops::Range;
 use std::process::ExitCode;

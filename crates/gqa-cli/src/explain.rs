@@ -79,8 +79,8 @@ fn from_model(path: &std::path::Path, data: Option<&std::path::Path>) -> Result<
     Ok(model.call(&data)?.problem()?)
 }
 
-/// The explanation's fields under their names, and of each launch all that it takes to repeat it (`bench/launches.py` does); `bound` is memory or
-/// arithmetic.
+/// The explanation's fields under their names, and of each launch all that it takes to repeat it
+/// (`bench/launches.py` does); `bound` is memory or arithmetic.
 fn json(plan: &Plan) -> Value {
     let explanation = plan.explain();
     let launches = explanation.launches.iter().zip(plan.launches()).map(|(explained, launch)| {
@@ -95,7 +95,7 @@ fn json(plan: &Plan) -> Value {
             "cluster": explained.cluster,
             "max_cluster": launch.entry().max_cluster,
             "programmatic": launch.programmatic(),
-            "aside": launch.aside(),
+            "concurrent": launch.concurrent(),
             "threads": explained.threads,
             "shared_bytes": explained.shared_bytes,
             "arguments": arguments,
@@ -120,7 +120,8 @@ fn json(plan: &Plan) -> Value {
     })
 }
 
-/// What an argument is, offsets and strides in bytes: of a tensor by its role, of the workspace without one.
+/// What an argument is, offsets and strides in bytes: of a tensor by its role, of the workspace
+/// without one.
 fn value(arg: &Arg) -> Value {
     match arg {
         Arg::Null => Value::Null,

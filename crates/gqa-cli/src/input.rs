@@ -54,7 +54,7 @@ impl Noise {
             DType::F16 => repeated(&block, f16::from_f32, shape)?.into(),
             DType::BF16 => repeated(&block, bf16::from_f32, shape)?.into(),
             DType::F32 => repeated(&block, |x| x, shape)?.into(),
-            // As many codes as fit 3 to 4 standard deviations.
+            // As many quantized values as fit 3 to 4 standard deviations.
             DType::I8 => repeated(&block, |x| (x * 40.0) as i8, shape)?.into(),
             DType::F8E4M3 => repeated(&block, |x| F8E4M3::from_f32(x * 16.0), shape)?.into(),
             DType::U8 => {

@@ -1,6 +1,7 @@
 //! The `gqa` program.
 
-/// Prints a line on stdout. A reader that goes away is an error for [`main`] to judge, where `println!` would panic.
+/// Prints a line on stdout. A reader that goes away is an error for [`main`] to judge, where
+/// `println!` would panic.
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write as _;
@@ -28,7 +29,8 @@ use clap::{Parser, Subcommand};
 
 /// GroupQueryAttention in Rust: on a GPU through CUDA, on a CPU, on a simulated GPU.
 ///
-/// Without a command, shows what it does: a prompt and some tokens through a layer of the shape of Llama 3 8B.
+/// Without a command, shows what it does: a prompt and some tokens through a layer of the shape of
+/// Llama 3 8B.
 #[derive(Parser)]
 #[command(name = "gqa", version, max_term_width = 100)]
 struct Cli {

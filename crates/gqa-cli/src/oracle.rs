@@ -1,8 +1,9 @@
 //! Large calls against the f64 reference: not all of it, but some rows, each as calls of its own.
 //!
-//! The output row `s` of query head `n` depends on one query row and on the cache of one KV head. The reference is asked for that
-//! row alone: one query head over one KV head, nothing to append, and as cache the rows that the query sees. The new cache row `s`
-//! depends on one key and one value row; the reference is asked for it as a prompt of one token at that position.
+//! The output row `s` of query head `n` depends on one query row and on the cache of one KV head.
+//! The reference is asked for that row alone: one query head over one KV head, nothing to append,
+//! and as cache the rows that the query sees. The new cache row `s` depends on one key and one
+//! value row; the reference is asked for it as a prompt of one token at that position.
 
 use anyhow::{Context, Result, bail};
 use gqa_host::op::{Inputs, Outputs};
@@ -42,8 +43,10 @@ impl Sampled {
     }
 }
 
-/// What rounding to the call's type allows the output to be off by: weights are rounded to it even where output is not. Where a call allows products of float8 these have four significant
-/// bits, and so have queries: with the program's normal numbers that is up to 1/16 of weights and as much by their scores, of values three deviations away.
+/// What rounding to the call's type allows the output to be off by: weights are rounded to it even
+/// where output is not. Where a call allows products of float8 these have four significant bits,
+/// and so have queries: with the program's normal numbers that is up to 1/16 of weights and as much
+/// by their scores, of values three deviations away.
 fn output_tolerance(p: &Problem) -> Tolerance {
     const FLOAT8: f64 = 3.0 / 8.0;
     let of_type = Tolerance::of(p.dtype);
@@ -107,7 +110,8 @@ impl Computed<'_> {
         Ok(sampled)
     }
 
-    /// The first query row of which all keys are still there: those of a cache that slides may be gone.
+    /// The first query row of which all keys are still there: those of a rolling KV cache may be
+    /// gone.
     fn first_checkable(&self) -> usize {
         let seen_before = self.problem.window.map_or(0, |window| window - 1);
         let first = if self.first_cached() == 0 { 0 } else { self.first_cached() + seen_before };
@@ -154,9 +158,9 @@ impl Computed<'_> {
         };
         let key = self.rows(key, p.key_layout(), kv, &one)?;
         let value = self.rows(value, p.value_layout(), kv, &one)?;
-        // What a prompt finds in its cache does not matter, but says what codes are.
+        // What a prompt finds in its cache does not matter, but says what quantized values are.
         let empty = Tensor::zeros(p.key_cache_dtype(), &self.cache_shape(1));
-        let past = p.quantised.map(|_| (&empty, &empty));
+        let past = p.quantized.map(|_| (&empty, &empty));
         let operands = Operands { query: &key, key: &key, value: &value, past, kv_head: kv.head };
         let want = self.reference(&operands, position, 1)?;
         let row = Place { row: position - self.first_cached(), ..kv };
@@ -237,7 +241,7 @@ impl Computed<'_> {
     ) -> Result<Tensor> {
         let source = self.tensors.expect(id)?;
         let mut rows = Tensor::zeros(source.dtype(), shape);
-        // A number of a quantised cache may be less than an element.
+        // A number of a quantized cache may be less than an element.
         let bytes = |numbers: usize| match source.dtype() {
             DType::U8 => numbers / 2,
             dtype => numbers * dtype.size(),

@@ -1,4 +1,5 @@
-//! `gqa profile`: what each launch of a call takes, what the call takes of the processor, and how to look inside with NVIDIA's profilers.
+//! `gqa profile`: what each launch of a call takes, what the call takes of the processor, and how
+//! to look inside with NVIDIA's profilers.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -22,7 +23,8 @@ pub struct Args {
     /// Timed replays of each graph.
     #[arg(long, default_value_t = 30, value_parser = count(100_000))]
     runs: u64,
-    /// Put the call into the stream that often and measure nothing: what ncu and nsys are given to run.
+    /// Put the call into the stream that often and measure nothing: what ncu and nsys are given to
+    /// run.
     #[arg(long, value_name = "TIMES", value_parser = count(100_000))]
     only_launch: Option<u64>,
     /// Print JSON.

@@ -68,12 +68,12 @@ impl Codes {
         if self == Self::Int4 { 4 } else { 8 }
     }
 
-    /// Codes of an element of a cache.
+    /// Quantized values of an element of a cache.
     fn of_element(self) -> usize {
         if self == Self::Int4 { 2 } else { 1 }
     }
 
-    /// A scale with which standard normal numbers have codes of all sizes.
+    /// A scale with which standard normal numbers have quantized values of all sizes.
     fn scale(self) -> f32 {
         match self {
             Self::Int8 => 1.0 / 40.0,
@@ -104,9 +104,10 @@ pub struct Layer {
     /// The cache holds the new rows already: attention alone, nothing to append.
     #[arg(long, conflicts_with = "packed")]
     pub cached: bool,
-    /// The launch ahead of a call writes nothing of it but query, key and value: a token step may read its cache while that one ends.
+    /// The launch ahead of a call writes nothing of it but query, key and value: a decode step may
+    /// read its cache while that one ends.
     #[arg(long)]
-    pub settled: bool,
+    pub prefetch_cache: bool,
     /// Output of type float32, whatever the inputs'.
     #[arg(long)]
     pub float32_output: bool,
@@ -119,23 +120,24 @@ pub struct Layer {
     /// Rows of query and key divided by their root mean square before they rotate.
     #[arg(long)]
     pub qk_norm: bool,
-    /// The cache holds codes instead of numbers.
+    /// The cache holds quantized values.
     #[arg(long, value_enum)]
     pub kv_cache: Option<Codes>,
-    /// A quantised cache has a scale for each element of each KV head rather than one for all.
+    /// A quantized cache has a scale for each element of each KV head rather than one for all.
     #[arg(long, requires = "kv_cache")]
     pub per_channel: bool,
-    /// Over a cache of float8 the products may be of float8 too: queries and weights are rounded to it.
+    /// Over a cache of float8 the products may be of float8 too: queries and weights are rounded to
+    /// it.
     #[arg(long, requires = "kv_cache", conflicts_with = "block_size")]
     pub float8_products: bool,
     /// Newest keys a query sees, its own included; -1: all.
     #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
     pub window: i64,
-    /// The cache slides: it has this many rows, the newest of a sequence, which may be longer.
+    /// The cache rolls: it has this many rows, the newest of a sequence, which may be longer.
     #[arg(long, value_parser = count(1 << 31))]
     pub sliding_cache: Option<u64>,
     /// The cache consists of blocks of this many rows, scattered (PagedAttention).
-    #[arg(long, value_parser = count(1 << 31), conflicts_with_all = ["cached", "settled", "float32_output", "float8_output", "sliding_cache", "smooth_softmax"])]
+    #[arg(long, value_parser = count(1 << 31), conflicts_with_all = ["cached", "prefetch_cache", "float32_output", "float8_output", "sliding_cache", "smooth_softmax"])]
     pub block_size: Option<u64>,
     /// Scores become softcap * tanh(score / softcap); 0: off.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
@@ -151,7 +153,8 @@ pub struct Layer {
     pub bidirectional: bool,
 }
 
-/// With which the output of a single standard normal value is no larger than float8e4m3fn has numbers.
+/// With which the output of a single standard normal value is no larger than float8e4m3fn has
+/// numbers.
 pub const OUTPUT_SCALE: f32 = 0.02;
 
 /// A whole number from 1 to `limit`.
@@ -169,7 +172,7 @@ impl Layer {
             dtype,
             packed: false,
             cached: false,
-            settled: false,
+            prefetch_cache: false,
             float32_output: false,
             float8_output: false,
             rotary: Rotation::Half,
@@ -201,7 +204,7 @@ impl Layer {
             .k_quant_type(self.quant_type())
             .v_quant_type(self.quant_type())
             .kv_cache_bit_width(self.kv_cache.map_or(0, Codes::bits))
-            .settled_cache(self.settled)
+            .prefetch_cache(self.prefetch_cache)
             .float32_output(self.float32_output)
             .float8_products(self.float8_products)
     }
@@ -220,7 +223,7 @@ impl Layer {
         for (present, text) in [
             (self.packed, " packed".to_owned()),
             (self.cached, " cached".to_owned()),
-            (self.settled, " settled".to_owned()),
+            (self.prefetch_cache, " prefetch_cache".to_owned()),
             (self.float32_output, " float32-output".to_owned()),
             (self.float8_output, " float8-output".to_owned()),
             (self.qk_norm, " qk-norm".to_owned()),
@@ -312,7 +315,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A call whose cache is full afterwards, unless that slides.
+    /// A call whose cache is full afterwards, unless that rolls.
     pub fn new(layer: Layer, batch: usize, query_length: usize, past_length: usize) -> Self {
         let capacity = layer.sliding_cache.map_or(query_length + past_length, |rows| rows as usize);
         Self { layer, batch, query_length, past_length, capacity }
@@ -336,7 +339,8 @@ impl Shape {
         self.bound(CacheBinding::Shared, self.capacity)
     }
 
-    /// The validated call over blocks with that many tokens of all sequences together, of which the longest has `query_length`.
+    /// The validated call over blocks with that many tokens of all sequences together, of which the
+    /// longest has `query_length`.
     pub fn ragged_problem(&self, tokens: usize) -> Result<Problem> {
         let most = self.batch * self.query_length;
         let block_size = match self.layer.block_size {

@@ -39,7 +39,8 @@ fn cases(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/cases").join(kind)
 }
 
-/// Checks that the program refuses its arguments: exit code, and one line on stderr with these fragments.
+/// Checks that the program refuses its arguments: exit code, and one line on stderr with these
+/// fragments.
 fn refused(run: &Run, code: i32, fragments: &[&str]) {
     assert_eq!(run.code, Some(code), "{}", run.stderr);
     assert_eq!(run.stdout, "");
@@ -287,7 +288,7 @@ fn explain_tells_what_a_cache_holds() -> Result {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     let run = words(&format!("{step} --per-channel --head-size 80"))?;
-    for words in ["with a scale per channel", "gqa_quantise_kv_f8_bf16"] {
+    for words in ["with a scale per channel", "gqa_quantize_kv_f8_bf16"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     refused(&words("explain --per-channel")?, 2, &["--kv-cache"]);
@@ -310,7 +311,7 @@ fn explain_tells_how_a_cache_slides() -> Result {
     for words in [
         "cache of 2048 rows that slides",
         "generated where the cache slides",
-        "gqa_slide_kv",
+        "gqa_rolling_kv",
         "chosen: gqa_decode_bf16_d128_r8",
     ] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
@@ -572,7 +573,7 @@ fn explanations_are_json_too() -> Result {
     Ok(())
 }
 
-/// A stored case: a token step of sequences of different lengths.
+/// A stored case: a decode step of sequences of different lengths.
 const RAGGED: &str = "gqa/decode_static_ragged";
 
 /// The program with one environment variable set.

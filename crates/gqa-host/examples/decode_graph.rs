@@ -1,5 +1,6 @@
-//! A decode loop in a CUDA graph: captured once, replayed for every token. The plan depends on shapes only and the length is read on the
-//! GPU, so each replay needs new inputs and a new `seqlens_k`, and no planning.
+//! A decode loop in a CUDA graph: captured once, replayed for every token. The plan depends on
+//! shapes only and the length is read on the GPU, so each replay needs new inputs and a new
+//! `seqlens_k`, and no planning.
 //!
 //! `cargo run --release --example decode_graph`; without a GPU it says so.
 

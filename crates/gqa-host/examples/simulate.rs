@@ -1,5 +1,5 @@
-//! The GPU's kernels on the simulated machine, compared with the definition in double precision. The order in which threads take turns
-//! changes with the seed; the result does not.
+//! The GPU's kernels on the simulated machine, compared with the definition in double precision.
+//! The order in which threads take turns changes with the seed; the result does not.
 //!
 //! `cargo run --release --example simulate`
 

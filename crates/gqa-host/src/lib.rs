@@ -1,9 +1,10 @@
 //! GroupQueryAttention for Rust.
 //!
-//! An operator call ([`op::GroupQueryAttention`] and its [`op::Inputs`]) becomes a validated [`Problem`]; a problem becomes a
-//! [`plan::Plan`], a list of kernel launches that says why each kernel was chosen; and a plan runs on a [`backend`]: a GPU
-//! through CUDA, or the same kernels on a simulated GPU. Two back ends take the problem directly: a fast CPU implementation
-//! and the f64 [`mod@reference`] that all others are compared with.
+//! An operator call ([`op::GroupQueryAttention`] and its [`op::Inputs`]) becomes a validated
+//! [`Problem`]; a problem becomes a [`plan::Plan`], a list of kernel launches that says why each
+//! kernel was chosen; and a plan runs on a [`backend`]: a GPU through CUDA, or the same kernels on
+//! a simulated GPU. Two back ends take the problem directly: a fast CPU implementation and the f64
+//! [`mod@reference`] that all others are compared with.
 
 pub mod backend;
 #[cfg(feature = "cuda")]
@@ -20,9 +21,8 @@ mod tensor;
 
 pub use error::{Error, Result};
 pub use problem::{
-    Alignment, Bias, CacheBinding, CodeFormat, Computes, Layout, Pages, Phase, Problem,
-    ProblemFields, QkNorm, QkOutput, Quantisation, Rotary, RowLayout, RowStrides, Sink, Strided,
-    WriteMode,
+    Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
+    QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Sink, Strided, WriteMode,
 };
 pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
 

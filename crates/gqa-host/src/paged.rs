@@ -1,10 +1,11 @@
-//! Sequences in a cache of blocks, and the call that remains when their rows lie side by side.
+//! Sequences in a paged KV cache, and the call that remains when their rows lie side by side.
 
 use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields};
-use gqa_kernels::prologue::dequantise;
+use gqa_kernels::prologue::dequantize;
 
 impl Problem {
-    /// This call when the new rows are in the cache and every sequence's rows lie side by side: attention alone, of (batch, q_len) query rows that are rotated.
+    /// This call when the new rows are in the cache and every sequence's rows lie side by side:
+    /// attention alone, of (batch, q_len) query rows that are rotated.
     pub(crate) fn gathered(&self) -> Self {
         self.derive(|call| ProblemFields {
             pages: None,
@@ -14,23 +15,24 @@ impl Problem {
             new_len: 0,
             qk_norm: None,
             rotary: None,
-            settled: false,
+            prefetch_cache: false,
             ..call
         })
     }
 
-    /// This call when the new rows are in the cache and the numbers of its codes in blocks of their own, where `paged_dequantise` leaves them.
-    pub(crate) fn dequantised(&self) -> Self {
-        let per_sequence = self.capacity.div_ceil(dequantise::BLOCK as usize);
+    /// This call when the new rows are in the cache and the its dequantized values in blocks of
+    /// their own, where `paged_dequantize` leaves them.
+    pub(crate) fn dequantized(&self) -> Self {
+        let per_sequence = self.capacity.div_ceil(dequantize::BLOCK as usize);
         let in_numbers = |pages| Pages {
             blocks: self.batch.saturating_mul(per_sequence),
-            block_size: dequantise::BLOCK as usize,
+            block_size: dequantize::BLOCK as usize,
             per_sequence,
             ..pages
         };
         self.derive(|call| ProblemFields {
             pages: self.pages.map(in_numbers),
-            quantised: None,
+            quantized: None,
             ..call
         })
     }

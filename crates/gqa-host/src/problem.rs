@@ -1,7 +1,7 @@
 //! One validated call: plain numbers, no data.
 
 use crate::{DType, Error, Result};
-pub use gqa_kernels::num::Format as CodeFormat;
+pub use gqa_kernels::num::Format as QuantFormat;
 use std::borrow::Cow;
 use std::hash::{Hash, Hasher};
 use std::ops::Deref;
@@ -20,18 +20,19 @@ pub enum Phase {
 /// Where query rows stand among the keys. What a row sees depends on its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Alignment {
-    /// As [`Phase`] says: a first prompt begins at position 0, and its rows at or behind the sequence's length are padding; other
-    /// rows are the sequence's last.
+    /// As [`Phase`] says: a first prompt begins at position 0, and its rows at or behind the
+    /// sequence's length are padding; other rows are the sequence's last.
     Phase,
     /// Row 0 has that position in every sequence, however long that is; there is no padding.
     Past(usize),
-    /// The rows are the sequence's last. Where it is shorter than they are many, the first stand before key 0.
+    /// The rows are the sequence's last. Where it is shorter than they are many, the first stand
+    /// before key 0.
     End,
 }
 
 /// What a call leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Computes {
+pub enum CallKind {
     /// Attention's outputs and the cache.
     Attention,
     /// As output, the rotated query.
@@ -60,7 +61,8 @@ pub enum CacheBinding {
     Shared,
     /// Past is copied, new rows follow, rows behind the sequence's length are zero.
     Separate,
-    /// There is none: key and value are all there is, in the call's layout, and attention reads them where they are.
+    /// There is none: key and value are all there is, in the call's layout, and attention reads
+    /// them where they are.
     External,
 }
 
@@ -87,7 +89,8 @@ pub struct Rotary {
     pub explicit: Option<usize>,
 }
 
-/// Normalisation of each head's rows of query and key by their root mean square, before they rotate (QK-norm).
+/// Normalisation of each head's rows of query and key by their root mean square, before they rotate
+/// (QK-norm).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QkNorm {
     /// Added to the mean of squares.
@@ -96,31 +99,32 @@ pub struct QkNorm {
 
 /// A cache that holds codes: each times its scale is a number (`gqa_kernels::num::Code` says how).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Quantisation {
-    /// What the codes are.
-    pub format: CodeFormat,
+pub struct Quantization {
+    /// What the quantized values are.
+    pub format: QuantFormat,
     /// A scale for each channel, which is an element of a KV head, rather than one for all.
     pub per_channel: bool,
 }
 
-impl Quantisation {
+impl Quantization {
     /// Element type of the cache's tensors.
     pub fn dtype(self) -> DType {
         match self.format {
-            CodeFormat::Int8 => DType::I8,
-            CodeFormat::Int4 => DType::U8,
-            CodeFormat::Float8 => DType::F8E4M3,
+            QuantFormat::Int8 => DType::I8,
+            QuantFormat::Int4 => DType::U8,
+            QuantFormat::Float8 => DType::F8E4M3,
         }
     }
 
-    /// Codes of an element of the cache's tensors.
+    /// Quantized values of an element of the cache's tensors.
     pub fn codes_per_element(self) -> usize {
-        if self.format == CodeFormat::Int4 { 2 } else { 1 }
+        if self.format == QuantFormat::Int4 { 2 } else { 1 }
     }
 }
 
-/// A cache of blocks, and sequences whose new tokens lie one behind the other: `query`, `key`, `value` and `output` are (tokens, heads · head_size), the cache is
-/// (blocks, rows of a block, KV heads, head_size).
+/// A paged KV cache, and sequences whose new tokens lie one behind the other: `query`, `key`,
+/// `value` and `output` are (tokens, heads · head_size), the cache is (blocks, rows of a block, KV
+/// heads, head_size).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pages {
     /// New tokens of all sequences.
@@ -136,8 +140,9 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The blocks of a sequence of `past` rows and `new` tokens that are read or written: those of the rows that some token sees. Blocks
-    /// wholly before the window may have been given to other sequences.
+    /// The blocks of a sequence of `past` rows and `new` tokens that are read or written: those of
+    /// the rows that some token sees. Blocks wholly before the window may have been given to other
+    /// sequences.
     pub(crate) fn blocks_read(
         &self,
         window: Option<usize>,
@@ -310,12 +315,14 @@ pub struct ProblemFields {
     /// The operator's name.
     pub operator: &'static str,
     /// What it computes.
-    pub computes: Computes,
-    /// Type of query, key, bias, sink, output_qk, and of the key cache unless that is quantised.
+    pub computes: CallKind,
+    /// Type of query, key, bias, sink, output_qk, and of the key cache unless that is quantized.
     pub dtype: DType,
-    /// Type of value and value cache, likewise. Not that of the others in some calls of ONNX Attention only.
+    /// Type of value and value cache, likewise. Not that of the others in some calls of ONNX
+    /// Attention only.
     pub v_dtype: DType,
-    /// Type of output: `dtype`, or float32 or float8e4m3fn where GroupQueryAttention is asked for that.
+    /// Type of output: `dtype`, or float32 or float8e4m3fn where GroupQueryAttention is asked for
+    /// that.
     pub out_dtype: DType,
     /// B
     pub batch: usize,
@@ -329,7 +336,8 @@ pub struct ProblemFields {
     pub v_head_size: usize,
     /// S: query rows per batch entry.
     pub q_len: usize,
-    /// L: new K and V rows per batch entry. In GroupQueryAttention S, or 0 where the cache already holds all rows.
+    /// L: new K and V rows per batch entry. In GroupQueryAttention S, or 0 where the cache already
+    /// holds all rows.
     pub new_len: usize,
     /// T: the batch's longest sequence; columns of output_qk.
     pub total_len: usize,
@@ -343,12 +351,14 @@ pub struct ProblemFields {
     pub alignment: Alignment,
     /// Where present lives.
     pub cache: CacheBinding,
-    /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
+    /// The cache may be shorter than a sequence: it holds the newest rows, `window` of them or
+    /// more, from its row 0 on. Otherwise row `j` of a sequence is row `j` of the cache.
     pub slides: bool,
-    /// Blocks that the cache consists of; then a sequence has up to `q_len` new tokens and `total_len` in all.
+    /// Blocks that the cache consists of; then a sequence has up to `q_len` new tokens and
+    /// `total_len` in all.
     pub pages: Option<Pages>,
     /// What the cache holds instead of numbers.
-    pub quantised: Option<Quantisation>,
+    pub quantized: Option<Quantization>,
     /// Query, key and value are one tensor, all Q heads, then all K heads, then all V heads.
     pub packed: bool,
     /// Order of the dimensions of query, key, value and output.
@@ -377,8 +387,9 @@ pub struct ProblemFields {
     pub output_qk: QkOutput,
     /// Whether log-sum-exp is wanted.
     pub lse: bool,
-    /// The launch ahead of this call writes nothing that the call reads but query, key and value, so that all else may be read while that one still runs.
-    pub settled: bool,
+    /// The launch ahead of this call writes nothing that the call reads but query, key and value,
+    /// so that all else may be read while that one still runs.
+    pub prefetch_cache: bool,
     /// Where the cache holds float8e4m3fn, queries and weights may be rounded to that type, too.
     pub float8_products: bool,
 }
@@ -391,7 +402,7 @@ impl Hash for ProblemFields {
         // What varies between the calls of a program.
         [self.batch, self.q_heads, self.kv_heads, self.head_size].hash(state);
         [self.q_len, self.new_len, self.total_len, self.past_capacity, self.capacity].hash(state);
-        (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantised)
+        (self.operator, self.dtype, self.packed, self.window, self.slides, self.quantized)
             .hash(state);
         self.strided.hash(state);
         self.pages.hash(state);
@@ -403,7 +414,7 @@ impl ProblemFields {
     pub(crate) const fn plain(operator: &'static str, dtype: DType) -> Self {
         Self {
             operator,
-            computes: Computes::Attention,
+            computes: CallKind::Attention,
             dtype,
             v_dtype: dtype,
             out_dtype: dtype,
@@ -422,7 +433,7 @@ impl ProblemFields {
             cache: CacheBinding::External,
             slides: false,
             pages: None,
-            quantised: None,
+            quantized: None,
             packed: false,
             layout: Layout::Bsnh,
             strided: Strided { query: None, key: None, value: None, output: None },
@@ -437,7 +448,7 @@ impl ProblemFields {
             bias: None,
             output_qk: QkOutput::None,
             lse: false,
-            settled: false,
+            prefetch_cache: false,
             float8_products: false,
         }
     }
@@ -445,10 +456,10 @@ impl ProblemFields {
     /// Errs unless the heads agree and every tensor can be addressed.
     fn check(&self) -> Result<()> {
         let agree = match self.computes {
-            Computes::Attention | Computes::Cache => {
+            CallKind::Attention | CallKind::Cache => {
                 self.kv_heads > 0 && self.q_heads > 0 && self.q_heads.is_multiple_of(self.kv_heads)
             }
-            Computes::Rotation | Computes::Update(_) => self.q_heads == self.kv_heads,
+            CallKind::Rotation | CallKind::Update(_) => self.q_heads == self.kv_heads,
         };
         if !agree {
             let got = format!("{} query heads over {} KV heads", self.q_heads, self.kv_heads);
@@ -562,7 +573,7 @@ impl Problem {
     pub(crate) fn grows(&self) -> bool {
         self.cache == CacheBinding::Shared
             && self.pages.is_none()
-            && self.computes == Computes::Attention
+            && self.computes == CallKind::Attention
             && self.alignment == Alignment::Phase
             && self.phase != Phase::FirstPrompt
             && self.output_qk == QkOutput::None
@@ -576,7 +587,7 @@ impl Problem {
 
     /// Whether output is quantized: output_scale times what it holds.
     pub(crate) fn quantizes_output(&self) -> bool {
-        self.computes == Computes::Attention && self.out_dtype == DType::F8E4M3
+        self.computes == CallKind::Attention && self.out_dtype == DType::F8E4M3
     }
 
     /// Whether nothing is left to compute or to write: no row of a query, and none of a cache.
@@ -589,7 +600,7 @@ impl Problem {
     /// What is left of a call without query rows: what becomes of its cache.
     pub(crate) fn cache_alone(&self) -> Self {
         self.derive(|call| ProblemFields {
-            computes: Computes::Cache,
+            computes: CallKind::Cache,
             qk_norm: None,
             rotary: None,
             ..call
@@ -611,15 +622,16 @@ impl Problem {
         u32::try_from(self.total_len).unwrap_or(u32::MAX)
     }
 
-    /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single precision flushes to 0.
+    /// The scale for kernels that scale hidden scores, -inf, too: never 0, nor a number that single
+    /// precision flushes to 0.
     pub(crate) fn least_scale(&self) -> f32 {
         const LEAST: f32 = 1e-30;
         let scale = self.scale as f32;
         if scale.abs() < LEAST { LEAST.copysign(scale) } else { scale }
     }
 
-    /// The softcap as single precision can compute with it; 0: none. One that no score feels is none, and with a smaller one than the least all scores
-    /// are alike anyway.
+    /// The softcap as single precision can compute with it; 0: none. One that no score feels is
+    /// none, and with a smaller one than the least all scores are alike anyway.
     pub(crate) fn softcap_in_f32(&self) -> f32 {
         const LEAST: f32 = 1e-30;
         const UNFELT: f32 = 1e20;
@@ -631,7 +643,8 @@ impl Problem {
         self.cache != CacheBinding::External
     }
 
-    /// Shape of a tensor with `heads` heads of `size` elements and `rows` rows in this call's layout.
+    /// Shape of a tensor with `heads` heads of `size` elements and `rows` rows in this call's
+    /// layout.
     fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
         if let Some(pages) = self.pages {
             return vec![pages.tokens, heads * size];
@@ -686,23 +699,23 @@ impl Problem {
 
     /// Elements of a cache's tensor that hold so many numbers.
     fn cached(&self, numbers: usize) -> usize {
-        numbers / self.quantised.map_or(1, Quantisation::codes_per_element)
+        numbers / self.quantized.map_or(1, Quantization::codes_per_element)
     }
 
     /// Element type of present_key.
     pub fn key_cache_dtype(&self) -> DType {
-        self.quantised.map_or(self.dtype, Quantisation::dtype)
+        self.quantized.map_or(self.dtype, Quantization::dtype)
     }
 
     /// Element type of present_value.
     pub fn value_cache_dtype(&self) -> DType {
-        self.quantised.map_or(self.v_dtype, Quantisation::dtype)
+        self.quantized.map_or(self.v_dtype, Quantization::dtype)
     }
 
     /// Elements of k_scale, and of v_scale; their shape does not matter.
     pub fn scales(&self) -> Option<usize> {
         let channels = self.kv_heads * self.head_size;
-        self.quantised.map(|how| if how.per_channel { channels } else { 1 })
+        self.quantized.map(|how| if how.per_channel { channels } else { 1 })
     }
 
     /// Shape of output_qk.
@@ -769,7 +782,8 @@ impl Problem {
         dense.with(self.strided.output)
     }
 
-    /// A BNSH cache of `rows` key rows, in numbers, not in elements of its tensor; of value rows too where these are as long.
+    /// A BNSH cache of `rows` key rows, in numbers, not in elements of its tensor; of value rows
+    /// too where these are as long.
     pub fn cache_layout(&self, rows: usize) -> RowLayout {
         self.bnsh(rows, self.head_size)
     }

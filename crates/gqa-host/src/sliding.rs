@@ -1,17 +1,19 @@
-//! A cache that slides, and the call as it is counted from the cache's first row.
+//! A rolling KV cache, and the call as it is counted from the cache's first row.
 //!
-//! Back ends compute the latter, which knows nothing of sliding: lengths are those of the rows that the cache holds, positions are told, and attention_bias has those rows'
-//! columns. A token's row finds room once the rows that it evicts have gone; several new rows need a cache with room for all, because the first of them sees rows that the last
-//! ones evict. Of that cache the rows that stay are copied afterwards.
+//! Back ends compute the latter, which knows nothing of sliding: lengths are those of the rows that
+//! the cache holds, positions are told, and attention_bias has those rows' columns. A token's row
+//! finds room once the rows that it evicts have gone; several new rows need a cache with room for
+//! all, because the first of them sees rows that the last ones evict. Of that cache the rows that
+//! stay are copied afterwards.
 
 use crate::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 
 impl Problem {
-    /// Rows of a cache that slides or consists of blocks move as vectors of so many bytes.
+    /// Rows of a rolling KV cache or consists of blocks move as vectors of so many bytes.
     pub(crate) const VECTOR_BYTES: usize = 16;
 
-    /// How the cache slides; `None` where every sequence fits it, so that no row has to go.
+    /// How the cache rolls; `None` where every sequence fits it, so that no row has to go.
     pub(crate) fn sliding(&self) -> Option<Sliding> {
         let size = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let slides = self.slides && self.total_len > self.capacity;
@@ -28,12 +30,13 @@ impl Problem {
         self.sliding().map_or(0, |sliding| total - resident(sliding) as usize)
     }
 
-    /// Whether attention has a cache of its own while this one slides.
+    /// Whether attention has a cache of its own while this one rolls.
     pub(crate) fn is_staged(&self) -> bool {
         self.q_len > 1
     }
 
-    /// This call, counted from the first row of a cache that slides. A first prompt's rows are the sequence's first ones anyway.
+    /// This call, counted from the first row of a rolling KV cache. A first prompt's rows are the
+    /// sequence's first ones anyway.
     pub(crate) fn counted_from_cache(&self) -> Self {
         let is_prompt = self.phase == Phase::FirstPrompt;
         let past_capacity = if is_prompt { 0 } else { self.capacity };
@@ -42,7 +45,7 @@ impl Problem {
         let explicit = |rotary: Rotary| rotary.explicit.or((!is_prompt).then_some(self.q_len));
         self.derive(|call| ProblemFields {
             slides: false,
-            settled: false,
+            prefetch_cache: false,
             cache: if self.is_staged() { CacheBinding::Separate } else { CacheBinding::Shared },
             past_capacity,
             capacity,
@@ -58,7 +61,8 @@ impl Problem {
         })
     }
 
-    /// What a call does to a sequence whose last row has index `last`; never more new rows than it has.
+    /// What a call does to a sequence whose last row has index `last`; never more new rows than it
+    /// has.
     pub(crate) fn slide(&self, sliding: Sliding, last: i32) -> Slide {
         let q_len = u32::try_from(self.q_len).unwrap_or(u32::MAX);
         let total = u32::try_from(i64::from(last) + 1).unwrap_or(0);

@@ -29,7 +29,8 @@ pub enum DType {
     I8,
     /// Two 4-bit values of a quantized KV cache.
     U8,
-    /// 8-bit floating point without infinities, 4 bits of it exponent: values of a quantized KV cache.
+    /// 8-bit floating point without infinities, 4 bits of it exponent: values of a quantized KV
+    /// cache.
     F8E4M3,
 }
 
@@ -77,8 +78,8 @@ pub struct TensorDesc<'a> {
     pub shape: &'a [usize],
 }
 
-/// An array whose elements are one slice in row-major order. Made of any array by `from`, which copies
-/// only where the order is another; read as the array that it holds.
+/// An array whose elements are one slice in row-major order. Made of any array by `from`, which
+/// copies only where the order is another; read as the array that it holds.
 ///
 /// ```
 /// use gqa_host::RowMajor;
@@ -225,7 +226,8 @@ impl Tensor {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfMemory`] where there is no room for it; [`Error::Invalid`] where no memory has.
+    /// [`Error::OutOfMemory`] where there is no room for it; [`Error::Invalid`] where no memory
+    /// has.
     pub fn try_zeros(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
         let count = count(argument, dtype, shape)?;
         let bytes = count * dtype.size();
@@ -293,7 +295,8 @@ impl Tensor {
     ///
     /// # Errors
     ///
-    /// For a bool tensor, which not all bytes make; [`with_bytes_mut`](Self::with_bytes_mut) takes that.
+    /// For a bool tensor, which not all bytes make; [`with_bytes_mut`](Self::with_bytes_mut) takes
+    /// that.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         fn bytes<T: NoUninit + AnyBitPattern>(array: &mut RowMajor<T>) -> Result<&mut [u8]> {
             Ok(bytemuck::cast_slice_mut(array.as_slice_mut()))
@@ -314,8 +317,8 @@ impl Tensor {
         }
     }
 
-    /// Has `write` write the elements' bytes in row-major order. Of a bool tensor it gets a copy, of which
-    /// every byte that is not 0 becomes true.
+    /// Has `write` write the elements' bytes in row-major order. Of a bool tensor it gets a copy,
+    /// of which every byte that is not 0 becomes true.
     pub fn with_bytes_mut<R>(&mut self, write: impl FnOnce(&mut [u8]) -> R) -> R {
         if let Self::Bool(flags) = self {
             let mut bytes = bytemuck::cast_slice(flags.as_slice()).to_vec();
@@ -327,8 +330,8 @@ impl Tensor {
     }
 }
 
-/// Number of elements of a tensor named `argument`; errs where no memory has room for them. Dimensions of
-/// 0 do not excuse absurd others: strides are products of these.
+/// Number of elements of a tensor named `argument`; errs where no memory has room for them.
+/// Dimensions of 0 do not excuse absurd others: strides are products of these.
 fn count(argument: &'static str, dtype: DType, shape: &[usize]) -> Result<usize> {
     let bytes =
         shape.iter().filter(|&&n| n > 0).try_fold(dtype.size(), |all, &n| all.checked_mul(n));

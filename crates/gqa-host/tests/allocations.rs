@@ -1,4 +1,5 @@
-//! A step whose shape was seen allocates no memory on the host: neither its plan nor, where there is a GPU, its launches.
+//! A step whose shape was seen allocates no memory on the host: neither its plan nor, where there
+//! is a GPU, its launches.
 
 #[allow(dead_code, reason = "each test uses a part")]
 mod step;

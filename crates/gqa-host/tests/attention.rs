@@ -9,7 +9,8 @@ use gqa_host::reference::Reference;
 use gqa_host::{DType, Tensor};
 use ndarray::{Array1, ArrayD, IxDyn};
 
-/// A call: by default two query heads of size 8 per KV head, three query rows, five keys, values of size 6.
+/// A call: by default two query heads of size 8 per KV head, three query rows, five keys, values of
+/// size 6.
 #[derive(Clone)]
 struct Call {
     op: Attention,
@@ -244,8 +245,8 @@ fn refusals_of_masks() {
     }
 }
 
-/// Which keys each row sees, as rows of `x` and `.`: queries are zero, so that all visible keys weigh the same, and values are
-/// unit vectors, so that an output row is its weights.
+/// Which keys each row sees, as rows of `x` and `.`: queries are zero, so that all visible keys
+/// weigh the same, and values are unit vectors, so that an output row is its weights.
 #[derive(Default)]
 struct Seen {
     op: Attention,

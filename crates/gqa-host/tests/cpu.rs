@@ -1,4 +1,5 @@
-//! The CPU back end where random calls rarely lead: long and cut work, edges of tiles, NaN in what nobody may see.
+//! The CPU back end where random calls rarely lead: long and cut work, edges of tiles, NaN in what
+//! nobody may see.
 
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs};

@@ -112,7 +112,8 @@ fn a_graph_captured_once_follows_the_lengths() {
     assert!(seconds > 0.0 && seconds < 1.0, "{seconds}");
 }
 
-/// One recording, on the memory of two calls in turn: a token step in clusters, and a prompt whose launches take tensor maps.
+/// One recording, on the memory of two calls in turn: a decode step in clusters, and a prompt whose
+/// launches take tensor maps.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_recording_runs_on_other_memory_each_time() {
@@ -178,8 +179,9 @@ fn launches_one_by_one_are_the_call() {
     }
 }
 
-/// Token steps may start before the launch ahead of them has ended: in clusters when that has, alone as soon as there is a place. Each of these asks with
-/// the output of the one before, of the rows that all of them have appended.
+/// Token steps may start before the launch ahead of them has ended: in clusters when that has,
+/// alone as soon as there is a place. Each of these asks with the output of the one before, of the
+/// rows that all of them have appended.
 #[test]
 #[ignore = "needs a GPU"]
 fn steps_in_a_row_see_what_those_before_them_wrote() {
@@ -189,10 +191,11 @@ fn steps_in_a_row_see_what_those_before_them_wrote() {
     }
 }
 
-/// The same of as many caches as layers in turn, so that the launch ahead is another layer's: a step reads its cache before that one has ended.
+/// The same of as many caches as layers in turn, so that the launch ahead is another layer's: a
+/// step reads its cache before that one has ended.
 #[test]
 #[ignore = "needs a GPU"]
-fn steps_of_layers_in_turn_read_their_settled_caches_early() {
+fn steps_of_layers_in_turn_read_their_prefetch_caches_early() {
     let device = device();
     for cluster in [None, Some(1), Some(2)] {
         for layers in [2, 3] {
@@ -213,8 +216,8 @@ fn steps_in_a_row(device: &Device, options: &PlanOptions, layers: usize) {
             ..Step::new(DType::F16, 1, &lengths(i as usize), CAPACITY)
         })
         .collect();
-    let settled = operator().settled_cache(layers > 1);
-    let problem = settled.problem_in_place(&steps[0].inputs(), &steps[0].cache).unwrap();
+    let prefetch_cache = operator().prefetch_cache(layers > 1);
+    let problem = prefetch_cache.problem_in_place(&steps[0].inputs(), &steps[0].cache).unwrap();
     let plan = Arc::new(plan(&problem, device.info(), options).unwrap());
     let loaded = device.load(plan.clone()).unwrap();
     let calls: Vec<_> = steps

@@ -1,5 +1,5 @@
-//! docs/env.md and docs/support.md say what the options, the registry and the planner say, files that
-//! documents and comments name are there, and what ARCHITECTURE.md says of `asm!` holds.
+//! docs/env.md and docs/support.md say what the options, the registry and the planner say, files
+//! that documents and comments name are there, and what ARCHITECTURE.md says of `asm!` holds.
 //!
 //! `BLESS=1 cargo test -p gqa-host --test docs` writes the first two.
 

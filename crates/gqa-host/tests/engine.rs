@@ -3,7 +3,7 @@
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::{
-    CacheBinding, CodeFormat, DType, Layout, Phase, Quantisation, RowStrides, Sink, TensorDesc,
+    CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Sink, TensorDesc,
 };
 
 const HEADS: Heads = Heads { query: 32, kv: 8, size: 128 };
@@ -42,7 +42,7 @@ fn what_a_call_is_shows_in_its_phase() {
 
 #[test]
 fn everything_that_a_layer_may_have_is_taken() {
-    for format in [CodeFormat::Int8, CodeFormat::Int4, CodeFormat::Float8] {
+    for format in [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8] {
         let layer = layer()
             .scale(0.1)
             .softcap(30.0)
@@ -50,7 +50,7 @@ fn everything_that_a_layer_may_have_is_taken() {
             .sink(Sink::PerHead)
             .rope(Rope::new(64, 8192).interleaved())
             .qk_norm(1e-5)
-            .quantized(Quantisation { format, per_channel: true });
+            .quantized(Quantization { format, per_channel: true });
         let dense = layer.dense(Dense::chunk(2, 4, 4096).longest(1000).packed()).unwrap();
         assert_eq!((dense.total_len, dense.packed), (1000, true));
         let call = Paged::new(3, 20, [64, 16, 30]).most_tokens(8).longest(300).slot_mapping();

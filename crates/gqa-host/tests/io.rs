@@ -1,5 +1,5 @@
-//! Back ends compute on the tensors of a problem and on no others: whatever else they are given is an error
-//! that names it.
+//! Back ends compute on the tensors of a problem and on no others: whatever else they are given is
+//! an error that names it.
 
 use gqa_host::backend::{Backend, Io, cpu::Cpu};
 use gqa_host::op::{
@@ -10,7 +10,8 @@ use gqa_host::reference::Reference;
 use gqa_host::{CacheBinding, DType, Problem, Tensor};
 use ndarray::{Array, Array1, Array2};
 
-/// Two new rows of two sequences behind three rows, 4 query heads over 2 KV heads of 16, which rotate.
+/// Two new rows of two sequences behind three rows, 4 query heads over 2 KV heads of 16, which
+/// rotate.
 struct Call {
     problem: Problem,
     tensors: Given,
@@ -171,7 +172,8 @@ fn lengths_and_positions_that_lead_outside_are_refused() {
     );
 }
 
-/// One sequence of three tokens behind one row, in two blocks of two rows, of the three that its table has.
+/// One sequence of three tokens behind one row, in two blocks of two rows, of the three that its
+/// table has.
 #[test]
 fn blocks_that_lead_outside_are_refused() {
     let (query, past, starts) = (float(&[3, 8]), ints(&[1]), ints(&[0, 3]));

@@ -2,11 +2,12 @@
 
 use gqa_host::op::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes, QuantType};
 use gqa_host::{
-    CodeFormat, DType, Pages, Phase, Problem, Quantisation, Result, Tensor, TensorDesc,
+    DType, Pages, Phase, Problem, QuantFormat, Quantization, Result, Tensor, TensorDesc,
 };
 use ndarray::{Array, Array1};
 
-/// A legal call to spoil: sequences of 3 and 1 new tokens behind 2 and 6 rows, 4 query heads over 2 KV heads of size 16, blocks of 4 rows.
+/// A legal call to spoil: sequences of 3 and 1 new tokens behind 2 and 6 rows, 4 query heads over 2
+/// KV heads of size 16, blocks of 4 rows.
 struct Call {
     op: PagedAttention,
     query: Tensor,
@@ -61,7 +62,7 @@ impl Call {
         Self { op, tables: Some([float(&[7, 8]), float(&[7, 8])]), ..Self::new() }
     }
 
-    /// 8-bit codes with a scale for each channel.
+    /// 8-bit values with a scale for each channel.
     fn codes() -> Self {
         let op = Self::new().op.k_quant_type(PER_CHANNEL).v_quant_type(PER_CHANNEL);
         let cache = || Tensor::zeros(DType::I8, &[5, 4, 2, 16]);
@@ -308,8 +309,8 @@ fn blocks() {
 #[test]
 fn codes() {
     let call = Call::codes;
-    let per_channel = |format| Some(Quantisation { format, per_channel: true });
-    assert_eq!(accepts(call()).quantised, per_channel(CodeFormat::Int8));
+    let per_channel = |format| Some(Quantization { format, per_channel: true });
+    assert_eq!(accepts(call()).quantized, per_channel(QuantFormat::Int8));
     let named = |name: &str| Call { op: call().op.k_cache_dtype(name), ..call() };
     accepts(named("int8"));
     refuses(named("int4"), "k_cache_dtype: got \"int4\"; allowed: \"int8\", as key_cache is int8");
@@ -353,7 +354,7 @@ fn codes() {
             ..call()
         }
     };
-    assert_eq!(accepts(bytes(32)).quantised, per_channel(CodeFormat::Int4));
+    assert_eq!(accepts(bytes(32)).quantized, per_channel(QuantFormat::Int4));
     refuses(
         bytes(16),
         "query: got head_size 16; allowed: a head_size that is a multiple of 32, 16 bytes of codes",

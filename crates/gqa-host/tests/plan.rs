@@ -50,7 +50,7 @@ on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per bloc
 positions: implicit, past + row
 
 attention
-  decode_codes  refused: the KV cache is not quantized
+  decode_quantized  refused: the KV cache is not quantized
   decode        refused: needs wgmma, which compute capability 8.0 has not
   split_kv      refused: does not take float32
   hopper_float8 refused: the KV cache is not quantized

@@ -1,5 +1,5 @@
-//! Output in float8e4m3fn times a scale: every back end rounds what the definition gives, by kernels
-//! that write it and by a launch behind those that do not.
+//! Output in float8e4m3fn times a scale: every back end rounds what the definition gives, by
+//! kernels that write it and by a launch behind those that do not.
 
 #[allow(dead_code, reason = "each test uses a part")]
 mod step;

@@ -324,7 +324,8 @@ fn rows_are_normalised_before_they_rotate() {
     };
     let op = one_head().do_rotary(true).qk_norm_epsilon(9.0).qk_output(1).scale(1.0);
     let out = op.run(&inputs, &Reference).unwrap();
-    // Normalised 4, -4, … and then 8, -8, …; a quarter turn makes of (a, b) (-b, a). The value is what it was.
+    // Normalised 4, -4, … and then 8, -8, …; a quarter turn makes of (a, b) (-b, a). The value is
+    // what it was.
     let halves = [[-8.0, 8.0], [4.0, -4.0]];
     let want: Vec<f64> = halves.iter().flat_map(|half| half.repeat(4)).collect();
     near(&out.present_key.to_f64(), &want);
@@ -333,8 +334,9 @@ fn rows_are_normalised_before_they_rotate() {
     near(&out.output_qk.unwrap().to_f64(), &[2.0 * (8.0 * 64.0 + 8.0 * 16.0)]);
 }
 
-/// A step of one head of 8 elements behind one row of codes; the new key and the new value are `row`.
-fn quantised_step(past: Tensor, bits: i64, scales: [&[f32]; 2], row: &[f32]) -> Outputs {
+/// A step of one head of 8 elements behind one row of quantized values; the new key and the new
+/// value are `row`.
+fn quantized_step(past: Tensor, bits: i64, scales: [&[f32]; 2], row: &[f32]) -> Outputs {
     let row = float(&[1, 1, 8], row);
     let [k_scale, v_scale] = scales.map(|scale| float(&[scale.len()], scale));
     let (last, total) = (ints(&[1]), ints(&[2]));
@@ -357,18 +359,18 @@ fn codes_are_numbers_divided_by_their_scale() {
     let past = || Tensor::from(Array::from_shape_vec((1, 1, 1, 8), vec![1i8; 8]).unwrap());
     // Halves go to the even code, and no code is beyond its range.
     let row = [0.25, 0.75, -0.25, -0.75, 1.0, 100.0, -100.0, 63.25];
-    let out = quantised_step(past(), 8, [&[0.5], &[0.25]], &row);
+    let out = quantized_step(past(), 8, [&[0.5], &[0.25]], &row);
     let keys = [0.0, 2.0, 0.0, -2.0, 2.0, 127.0, -128.0, 126.0];
     let values = [1.0, 3.0, -1.0, -3.0, 4.0, 127.0, -128.0, 127.0];
     near(&out.present_key.to_f64(), &[[1.0; 8], keys].concat());
     near(&out.present_value.to_f64(), &[[1.0; 8], values].concat());
-    // Keys and values are what the codes say.
+    // Keys and values are what the quantized values say.
     let query_key: f64 = row.iter().zip(keys).map(|(&q, k)| f64::from(q) * k * 0.5).sum();
     near(&out.output_qk.unwrap().to_f64()[1..], &[query_key]);
     near(&out.output.to_f64(), &values.map(|value| value * 0.25));
     // A scale for each element.
     let scales: Vec<f32> = (1..=8).map(|i| i as f32).collect();
-    let out = quantised_step(past(), 8, [&scales, &scales], &[8.0; 8]);
+    let out = quantized_step(past(), 8, [&scales, &scales], &[8.0; 8]);
     let want = [8.0, 4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0];
     near(&out.present_key.to_f64()[8..], &want);
 }
@@ -377,7 +379,7 @@ fn codes_are_numbers_divided_by_their_scale() {
 fn codes_of_four_bits_lie_two_to_a_byte() {
     let past = Tensor::from(Array::from_shape_vec((1, 1, 1, 4), vec![0x98u8; 4]).unwrap());
     let row = [-8.0, 7.0, -9.0, 9.0, 0.5, 1.5, -0.5, 1.0];
-    let out = quantised_step(past, 4, [&[1.0], &[1.0]], &row);
+    let out = quantized_step(past, 4, [&[1.0], &[1.0]], &row);
     assert_eq!(out.present_key.bytes(), [0x98, 0x98, 0x98, 0x98, 0xf0, 0xf0, 0xa8, 0x98]);
     // 0 and 1 in turn were there.
     near(&out.output_qk.unwrap().to_f64()[..1], &[7.0 + 9.0 + 1.5 + 1.0]);
@@ -387,7 +389,7 @@ fn codes_of_four_bits_lie_two_to_a_byte() {
 fn codes_of_eight_bit_floats_have_three_bits_of_mantissa() {
     let past = Tensor::zeros(DType::F8E4M3, &[1, 1, 1, 8]);
     let row = [1.0, 1.0625, 1.1875, -17.0, 1000.0, -1000.0, 0.001_953_125, 0.0];
-    let out = quantised_step(past, 8, [&[1.0], &[1.0]], &row);
+    let out = quantized_step(past, 8, [&[1.0], &[1.0]], &row);
     let want = [1.0, 1.0, 1.25, -16.0, 448.0, -448.0, 0.001_953_125, 0.0];
     near(&out.present_key.to_f64()[8..], &want);
 }
@@ -409,7 +411,8 @@ fn positions_follow_the_past_unless_given() {
     };
     let op = one_head().do_rotary(true).qk_output(1);
     let out = op.run(&inputs, &Reference).unwrap();
-    // Sequence 0: a half turn at row 2. Sequence 1: a quarter turn at row 1, which leaves 0 in the first element.
+    // Sequence 0: a half turn at row 2. Sequence 1: a quarter turn at row 1, which leaves 0 in the
+    // first element.
     near(&first(&out.present_key), &[0.0, 0.0, -1.0, 0.0, 0.0, 0.0]);
     near(
         &out.present_key.to_f64()[4 * SIZE..4 * SIZE + 9],
@@ -476,7 +479,8 @@ fn heads_may_come_before_rows() {
     assert_eq!(rows_first.present_value, out.present_value);
 }
 
-/// 1 + 2⁻¹¹ is between two float16 numbers: the cache holds it rounded to even, and so does attention see it.
+/// 1 + 2⁻¹¹ is between two float16 numbers: the cache holds it rounded to even, and so does
+/// attention see it.
 #[test]
 fn rotated_rows_are_rounded_and_outputs_once() {
     let half =

@@ -1,4 +1,5 @@
-//! The operators that only move or rotate rows: RotaryEmbedding, and a cache update outside of attention.
+//! The operators that only move or rotate rows: RotaryEmbedding, and a cache update outside of
+//! attention.
 
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;

@@ -166,8 +166,8 @@ fn what_the_planner_refuses_is_an_error() {
     assert!(matches!(result, Err(Error::NoKernel(_))), "{result:?}");
 }
 
-/// Output and caches of a call over a paged KV cache of three sequences with 3, 1 and 20 new tokens,
-/// whose token tensors have `rows` rows: those behind the last sequence's hold NaN.
+/// Output and caches of a call over a paged KV cache of three sequences with 3, 1 and 20 new
+/// tokens, whose token tensors have `rows` rows: those behind the last sequence's hold NaN.
 fn padded(
     rows: usize,
     slots: bool,
@@ -221,8 +221,8 @@ fn padded(
     [output, present_key.to_f64(), present_value.to_f64()]
 }
 
-/// As engines pad them so that calls of about as many tokens share a plan, and as the planner rounds
-/// their lengths.
+/// As engines pad them so that calls of about as many tokens share a plan, and as the planner
+/// rounds their lengths.
 #[test]
 fn rows_of_padding_are_nobodys() {
     let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };

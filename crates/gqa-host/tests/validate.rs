@@ -2,13 +2,13 @@
 
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType, Shapes};
 use gqa_host::{
-    Bias, CacheBinding, CodeFormat, DType, Error, Layout, Phase, Problem, QkNorm, QkOutput,
-    Quantisation, Result, Sink, Tensor, TensorDesc,
+    Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkNorm, QkOutput, QuantFormat,
+    Quantization, Result, Sink, Tensor, TensorDesc,
 };
 use ndarray::Array;
 
-/// A legal call to spoil: batch 2, 4 query heads over 2 KV heads of size 16, 3 new rows after a past of up to 2 rows, without cache
-/// room to spare.
+/// A legal call to spoil: batch 2, 4 query heads over 2 KV heads of size 16, 3 new rows after a
+/// past of up to 2 rows, without cache room to spare.
 struct Call {
     op: GroupQueryAttention,
     query: Tensor,
@@ -96,8 +96,8 @@ impl Call {
         Self { past_key: past(), past_value: past(), ..Self::new() }
     }
 
-    /// A cache of such codes, and scales of so many elements.
-    fn quantised(how: QuantType, bits: i64, dtype: DType, scales: usize) -> Self {
+    /// A cache of such quantized values, and scales of so many elements.
+    fn quantized(how: QuantType, bits: i64, dtype: DType, scales: usize) -> Self {
         let past = || Some(Tensor::zeros(dtype, &[2, 2, 2, if bits == 4 { 8 } else { 16 }]));
         let scale = || Some(Tensor::from(Array::from_elem(scales, 0.5f32)));
         let plain = Self::new();
@@ -420,7 +420,8 @@ fn lengths() {
     }
 }
 
-/// A sequence longer than total_sequence_length is legal, but not where something has total_sequence_length columns or rows.
+/// A sequence longer than total_sequence_length is legal, but not where something has
+/// total_sequence_length columns or rows.
 #[test]
 fn lengths_beyond_the_total() {
     let token = || Call {
@@ -577,34 +578,34 @@ fn normalisation() {
 }
 
 #[test]
-fn quantised_caches() {
+fn quantized_caches() {
     use QuantType::{PerChannel, PerTensor};
-    assert_eq!(accepts(Call::new()).quantised, None);
+    assert_eq!(accepts(Call::new()).quantized, None);
     for (bits, dtype, format) in [
-        (8, DType::I8, CodeFormat::Int8),
-        (8, DType::F8E4M3, CodeFormat::Float8),
-        (4, DType::U8, CodeFormat::Int4),
+        (8, DType::I8, QuantFormat::Int8),
+        (8, DType::F8E4M3, QuantFormat::Float8),
+        (4, DType::U8, QuantFormat::Int4),
     ] {
         for (how, scales) in [(PerTensor, 1), (PerChannel, 32)] {
-            let p = accepts(Call::quantised(how, bits, dtype, scales));
+            let p = accepts(Call::quantized(how, bits, dtype, scales));
             let per_channel = how == PerChannel;
-            assert_eq!(p.quantised, Some(Quantisation { format, per_channel }));
+            assert_eq!(p.quantized, Some(Quantization { format, per_channel }));
             assert_eq!((p.dtype, p.key_cache_dtype()), (DType::F32, dtype));
             assert_eq!(p.key_cache_shape(5), [2, 2, 5, if bits == 4 { 8 } else { 16 }]);
         }
     }
-    // A scale may have any shape, and what is not quantised may have one.
+    // A scale may have any shape, and what is not quantized may have one.
     let scales = || Some(Tensor::from(Array::from_elem((1, 2, 1, 16), 0.5f32)));
     accepts(Call { scales: [scales(), scales()], ..int8(PerChannel, 32) });
     accepts(Call { scales: [scales(), None], ..Call::new() });
 }
 
 fn int8(how: QuantType, scales: usize) -> Call {
-    Call::quantised(how, 8, DType::I8, scales)
+    Call::quantized(how, 8, DType::I8, scales)
 }
 
 #[test]
-fn attributes_of_quantised_caches() {
+fn attributes_of_quantized_caches() {
     use QuantType::{PerChannel, PerTensor};
     let call = || int8(PerTensor, 1);
     let plain = |op: fn(GroupQueryAttention) -> GroupQueryAttention| Call::new().op(op);
@@ -631,13 +632,13 @@ fn attributes_of_quantised_caches() {
 }
 
 #[test]
-fn tensors_of_quantised_caches() {
+fn tensors_of_quantized_caches() {
     use QuantType::{PerChannel, PerTensor};
     let zeros = |dtype, shape: &[usize]| Some(Tensor::zeros(dtype, shape));
     let call = || int8(PerTensor, 1);
     refuses(
         Call { past_key: None, past_value: None, ..call() },
-        "past_key: got no input; allowed: a tensor, whose type says what the codes of a quantised cache are",
+        "past_key: got no input; allowed: a tensor, whose type says what the codes of a quantized cache are",
     );
     refuses(
         Call { past_key: zeros(DType::F32, &[2, 2, 2, 16]), ..call() },
@@ -654,7 +655,7 @@ fn tensors_of_quantised_caches() {
     refuses(
         Call {
             past_key: zeros(DType::U8, &[2, 2, 2, 16]),
-            ..Call::quantised(PerTensor, 4, DType::U8, 1)
+            ..Call::quantized(PerTensor, 4, DType::U8, 1)
         },
         "past_key: got (2, 2, 2, 16); allowed: (batch_size = 2, kv_num_heads = 2, past_sequence_length, head_size / 2 = 8)",
     );
@@ -694,7 +695,7 @@ fn tensors_of_quantised_caches() {
     }
 }
 
-/// A cache of 6 rows that slides under a window of 4, and one new row of each sequence, far behind.
+/// A cache of 6 rows that rolls under a window of 4, and one new row of each sequence, far behind.
 fn sliding() -> Call {
     let past = || Some(float(&[2, 2, 6, 16]));
     let new = || Some(float(&[2, 1, 32]));

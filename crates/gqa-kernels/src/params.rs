@@ -1,12 +1,12 @@
 //! What kernels are told besides their pointers: one by-value struct of scalars per family.
 //!
-//! Pointers are separate kernel parameters, because a pointer inside a by-value struct compiles to generic loads. All
-//! lengths count rows, all strides and sizes count elements.
+//! Pointers are separate kernel parameters, because a pointer inside a by-value struct compiles to
+//! generic loads. All lengths count rows, all strides and sizes count elements.
 
 use bytemuck::{Pod, Zeroable};
 
-/// Distances between neighbours of a (batch, head, row) tensor whose last dimension is contiguous. BSNH, BNSH, packed QKV and
-/// broadcast bias differ in these numbers only.
+/// Distances between neighbours of a (batch, head, row) tensor whose last dimension is contiguous.
+/// BSNH, BNSH, packed QKV and broadcast bias differ in these numbers only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Strides {
@@ -54,7 +54,8 @@ pub mod qk_output {
 
 /// Where query rows stand among the keys.
 pub mod alignment {
-    /// By [`AttentionParams::first_prompt`](super::AttentionParams::first_prompt), rows of padding included.
+    /// By [`AttentionParams::first_prompt`](super::AttentionParams::first_prompt), rows of padding
+    /// included.
     pub const PHASE: u32 = 0;
     /// Row 0 at [`MaskedParams::position`](super::MaskedParams::position); no padding.
     pub const POSITION: u32 = 1;
@@ -72,7 +73,8 @@ pub mod vectors {
     pub const MASK: u32 = 4;
 }
 
-/// Scalars of every attention kernel: those of `tiled`, `tiled_f32`, `tiled_wide`, `hopper`, `split_kv` and `combine`, and a part of the others'.
+/// Scalars of every attention kernel: those of `tiled`, `tiled_f32`, `tiled_wide`, `hopper`,
+/// `split_kv` and `combine`, and a part of the others'.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct AttentionParams {
@@ -98,7 +100,8 @@ pub struct AttentionParams {
     pub q_len: u32,
     /// Rows that the K and V buffers hold; lengths on the device are clamped to it.
     pub capacity: u32,
-    /// 1: every sequence starts at position 0 and rows past its length are padding. 0: the S rows end at the sequence's length.
+    /// 1: every sequence starts at position 0 and rows past its length are padding. 0: the S rows
+    /// end at the sequence's length.
     pub first_prompt: u32,
     /// 1: query row at position p sees keys 0..=p. 0: it sees all valid keys.
     pub causal: u32,
@@ -110,14 +113,15 @@ pub struct AttentionParams {
     pub qk_output: u32,
     /// Columns of output_qk: total_sequence_length.
     pub qk_columns: u32,
-    /// Equal parts the keys are cut into (tiled_wide, hopper, split_kv, combine); partial results are (split, batch, query head, row).
+    /// Equal parts the keys are cut into (tiled_wide, hopper, split_kv, combine); partial results
+    /// are (split, batch, query head, row).
     pub splits: u32,
     /// Factor on q·k.
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)`; 0: off.
     pub softcap: f32,
     /// (query head, batch) pairs whose K and V share the L2 cache (hopper).
-    pub section: u32,
+    pub l2_section: u32,
 }
 
 /// Scalars of `hopper` where it rotates queries.
@@ -134,7 +138,8 @@ pub struct HopperParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedHopperParams {
-    /// The call: `q_len` is the most tokens of a sequence, `capacity` the rows of its blocks; batch strides are 0.
+    /// The call: `q_len` is the most tokens of a sequence, `capacity` the rows of its blocks; batch
+    /// strides are 0.
     pub hopper: HopperParams,
     /// Tokens of all sequences.
     pub tokens: u32,
@@ -147,18 +152,18 @@ pub struct PagedHopperParams {
     /// Sequences with fewer tokens are another launch's.
     pub least: u32,
     /// Blocks that begin with the work tile of their number; all others are drawn.
-    pub leaders: u32,
+    pub primary: u32,
     /// Blocks of another launch, which draw from the same work from the beginning.
-    pub helpers: u32,
+    pub secondary: u32,
     /// 1: this is that launch.
-    pub helps: u32,
+    pub is_secondary: u32,
 }
 
 /// Scalars of `hopper_float8`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Float8Params {
-    /// Attention. Strides of keys and values, which are codes, count bytes.
+    /// Attention. Strides of keys and values, which are quantized values, count bytes.
     pub attention: AttentionParams,
     /// 1: k_scale and v_scale are one for each KV head and channel. 0: one for all.
     pub per_channel: u32,
@@ -170,7 +175,8 @@ pub struct Float8Params {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Float8OperandsParams {
-    /// Attention. Strides of keys and values, which are codes, count bytes; those of queries are of such as are given.
+    /// Attention. Strides of keys and values, which are quantized values, count bytes; those of
+    /// queries are of such as are given.
     pub attention: AttentionParams,
     /// Strides of the new keys given.
     pub new_k: Strides,
@@ -188,8 +194,8 @@ pub struct Float8OperandsParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct MaskedParams {
-    /// As for other kernels; but `causal` and `window` are `left` and `right` here (not in `hopper_masked`), and head_size is that of
-    /// query and key.
+    /// As for other kernels; but `causal` and `window` are `left` and `right` here (not in
+    /// `hopper_masked`), and head_size is that of query and key.
     pub attention: AttentionParams,
     /// Elements of one head of value and output.
     pub v_head_size: u32,
@@ -223,7 +229,7 @@ pub struct RotaryParams {
     pub position_stride: u32,
 }
 
-/// Scalars of the prologue's kernels but those of a cache that slides.
+/// Scalars of the prologue's kernels but those of a rolling KV cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PrologueParams {
@@ -261,16 +267,16 @@ pub struct PrologueParams {
     pub rotary: RotaryParams,
     /// What `qk_norm` adds to the mean of squares.
     pub epsilon: f32,
-    /// 1: `quantise_kv` has a scale for each channel, an element of a KV head. 0: one for all.
+    /// 1: `quantize_kv` has a scale for each channel, an element of a KV head. 0: one for all.
     pub per_channel: u32,
-    /// 1: past is present (`quantise_kv`).
+    /// 1: past is present (`quantize_kv`).
     pub in_place: u32,
 }
 
-/// Scalars of `slide_kv` and `slide_lengths`.
+/// Scalars of `rolling_kv` and `rolling_lengths`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
-pub struct SlideParams {
+pub struct RollingParams {
     /// Batch entries.
     pub batch: u32,
     /// KV heads.
@@ -281,13 +287,14 @@ pub struct SlideParams {
     pub q_len: u32,
     /// Newest rows that a row sees, its own included.
     pub window: u32,
-    /// Rows of the cache that slides.
+    /// Rows of the rolling KV cache.
     pub capacity: u32,
     /// Rows of the cache that is read.
     pub from_rows: u32,
     /// As in [`AttentionParams::first_prompt`].
     pub first_prompt: u32,
-    /// 1: attention has a cache in scratch, which is what is read. 0: rows move ahead of a token's attention.
+    /// 1: attention has a cache in scratch, which is what is read. 0: rows move ahead of a token's
+    /// attention.
     pub staged: u32,
     /// 1: the cache that is read is the one that is written.
     pub in_place: u32,
@@ -295,14 +302,14 @@ pub struct SlideParams {
     pub clears: u32,
 }
 
-/// Scalars of `slide_bias`.
+/// Scalars of `rolling_bias`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
-pub struct SlideBiasParams {
+pub struct RollingBiasParams {
     /// Strides of attention_bias; 0 where it broadcasts.
     pub bias: Strides,
     /// The cache.
-    pub slide: SlideParams,
+    pub slide: RollingParams,
     /// Heads of the bias: query heads or 1.
     pub heads: u32,
     /// Columns of the bias given, counted from the sequence's first row.
@@ -351,7 +358,7 @@ pub struct QuantizeOutputParams {
     pub eighths: u32,
 }
 
-/// Scalars of the kernels of a cache of blocks.
+/// Scalars of the kernels of a paged KV cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedParams {
@@ -387,15 +394,16 @@ pub struct PagedParams {
     pub per_sequence: u32,
     /// 1: `paged_append` writes queries for attention. 0: that reads them where they are.
     pub moves_queries: u32,
-    /// 1: `paged_append_codes` has a scale for each channel, an element of a KV head. 0: one for all.
+    /// 1: `paged_append_quantized` has a scale for each channel, an element of a KV head. 0: one
+    /// for all.
     pub per_channel: u32,
-    /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for the token of each of a sequence's S rows, of which many may
-    /// be none.
+    /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for
+    /// the token of each of a sequence's S rows, of which many may be none.
     pub by_token: u32,
-    /// `paged_dequantise` leaves out sequences of fewer tokens.
+    /// `paged_dequantize` leaves out sequences of fewer tokens.
     pub least: u32,
     /// Newest rows that a token sees, its own included; 0: all. `paged_gather` and
-    /// `paged_dequantise` do not read others.
+    /// `paged_dequantize` do not read others.
     pub window: u32,
 }
 
@@ -403,7 +411,8 @@ pub struct PagedParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct DecodeParams {
-    /// Attention; k and v are the cache, which is also appended to. Where it holds codes, their strides count bytes.
+    /// Attention; k and v are the cache, which is also appended to. Where it holds quantized
+    /// values, their strides count bytes.
     pub attention: AttentionParams,
     /// Strides of the new keys given.
     pub new_k: Strides,
@@ -414,27 +423,30 @@ pub struct DecodeParams {
     /// New K and V rows: S, or 0 where the cache is complete already.
     pub new_len: u32,
     /// Clusters that share the keys of a row tile.
-    pub parts: u32,
-    /// Clusters of one part.
+    pub splits: u32,
+    /// Clusters of one split.
     pub clusters: u32,
     /// Rows of a row tile.
     pub rows: u32,
     /// Blocks that the device has at a time.
     pub at_a_time: u32,
-    /// 1: the launch ahead of this one writes nothing that this one reads but queries, new keys and new values. Kernels that ask for keys ahead heed it.
-    pub settled: u32,
-    /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked for before it is known how
-    /// many there are.
+    /// 1: the launch ahead of this one writes nothing that this one reads but queries, new keys and
+    /// new values. Kernels that ask for keys ahead heed it.
+    pub prefetch_cache: u32,
+    /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked
+    /// for before it is known how many there are.
     pub ahead: u32,
-    /// 1: scales of a cache of codes are one for each KV head and channel. 0: one for all, and where the cache holds no codes.
+    /// 1: scales of a quantized KV cache are one for each KV head and channel. 0: one for all, and
+    /// where the cache holds no quantized values.
     pub per_channel: u32,
 }
 
-/// Scalars of the decode kernels whose cache consists of blocks, of elements or codes.
+/// Scalars of the decode kernels whose cache consists of blocks, of elements or quantized values.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct PagedDecodeParams {
-    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0. Nothing is asked for ahead.
+    /// The step: `q_len` is the most tokens of a sequence that it takes, batch strides are 0.
+    /// Nothing is asked for ahead.
     pub decode: DecodeParams,
     /// Blocks of a sequence: columns of block_table.
     pub per_sequence: u32,
@@ -463,4 +475,4 @@ const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>(
 const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 20 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);
-const _: () = assert!(size_of::<SlideBiasParams>() == 24 + size_of::<SlideParams>() + 3 * 4);
+const _: () = assert!(size_of::<RollingBiasParams>() == 24 + size_of::<RollingParams>() + 3 * 4);

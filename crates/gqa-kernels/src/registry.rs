@@ -1,7 +1,8 @@
 //! THE table of kernels: one row per entry point.
 //!
-//! On the GPU a row becomes a PTX entry of that literal name; on the host it becomes an [`Entry`] with a function the simulator can
-//! call. The PTX builder, the planner, the tests and the support page all read this table; nobody keeps a second list.
+//! On the GPU a row becomes a PTX entry of that literal name; on the host it becomes an [`Entry`]
+//! with a function the simulator can call. The PTX builder, the planner, the tests and the support
+//! page all read this table; nobody keeps a second list.
 #![cfg_attr(
     any(target_arch = "nvptx64", not(feature = "sim"), test),
     allow(
@@ -10,11 +11,13 @@
     )
 )]
 
-/// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows, keys, threads, min_blocks, shared, hot, min_sm }`;
-/// where blocks form clusters or pass data to each other, `cluster` (the most blocks of a cluster) and `communicates` follow, `codes` where the
-/// KV cache is quantized, `output` ([`Output`]) where that is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp apart.
-/// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows have in common may come before them:
-/// `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
+/// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows,
+/// keys, threads, min_blocks, shared, hot, min_sm }`; where blocks form clusters or pass data to
+/// each other, `cluster` (the most blocks of a cluster) and `communicates` follow, `codes` where
+/// the KV cache is quantized, `output` ([`Output`]) where that is of another type than `T`, and
+/// `exact_sums` where a family has a kernel for log-sum-exp apart. Tensor maps come first, numbered
+/// from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows
+/// have in common may come before them: `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
     ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
         kernels!($table, $family: $role, $feature, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
@@ -86,7 +89,8 @@ macro_rules! host_entry {
             simulate: {
                 #[allow(dead_code)]
                 type $t = $ty;
-                // No closure: of all closures the compiler would put the way in into one unit, and with it the kernels.
+                // No closure: of all closures the compiler would put the way in into one unit, and
+                // with it the kernels.
                 fn simulate(arguments: &gqa_sim::Arguments) {
                     let mut next = 0..;
                     $(let $map = arguments.tensor_map(next.next().unwrap_or_default());)*
@@ -111,8 +115,9 @@ macro_rules! optional {
     };
 }
 
-/// Rows of a kernel with one shape of tiles per head size, for both 16-bit types:
-/// `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick` device build leaves out the second set.
+/// Rows of a kernel with one shape of tiles per head size, for both 16-bit types: `F16 NAME, BF16
+/// NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick`
+/// device build leaves out the second set.
 macro_rules! kernels_by_head_size {
     ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, communicates: $communicates:literal, { $($quick:tt)* }, unless quick { $($full:tt)* }) => {
         kernels_by_head_size!(@rows $table, $family: $role, $feature, $args, $communicates, {
@@ -145,8 +150,8 @@ pub use entry::{Entry, Family, Output, Role, entries, find};
 
 // A module for each kind of kernel, which the compiler takes apart from the others.
 mod decode;
-mod decode_codes;
 mod decode_paged;
+mod decode_quantized;
 mod general;
 mod hopper;
 mod prologue;
@@ -162,6 +167,6 @@ static TABLES: &[&[&[Entry]]] = &[
     hopper::TABLES,
     split_kv::TABLES,
     decode::TABLES,
-    decode_codes::TABLES,
+    decode_quantized::TABLES,
     decode_paged::TABLES,
 ];

@@ -1,4 +1,5 @@
-//! The kernels of a cache of blocks keep within their tensors, whatever lengths, tables and slots are. What they compute, `tests/tests/paged.rs` compares with the definition.
+//! The kernels of a paged KV cache keep within their tensors, whatever lengths, tables and slots
+//! are. What they compute, `tests/tests/paged.rs` compares with the definition.
 
 #[allow(dead_code, reason = "each test uses a part")]
 mod support;
@@ -9,7 +10,7 @@ use gqa_kernels::num::{DType, bf16};
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, PagedDecodeParams, PagedParams, RotaryParams, Strides,
 };
-use gqa_kernels::prologue::dequantise;
+use gqa_kernels::prologue::dequantize;
 use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
 use support::{entry, start};
@@ -59,7 +60,7 @@ proptest! {
         ]).or_else(overlaps)?;
         let (scale, mut codes) = ([0.5f32], [(); 2].map(|()| vec![0u16; k_cache.len() / 2]));
         let [k_codes, v_codes] = &mut codes;
-        start(entry("paged_append_codes_i8", DType::F32), 2, seed, &[
+        start(entry("paged_append_quantized_i8", DType::F32), 2, seed, &[
             Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::read(&scale),
             Arg::read(&scale), Arg::read(starts), Arg::read(past), Arg::read(table), slots(),
             if moves { Arg::write(&mut padded) } else { Arg::null() }, Arg::write(k_codes), Arg::write(v_codes), Arg::params(&p),
@@ -68,10 +69,10 @@ proptest! {
             Arg::read(starts), Arg::read(past), Arg::read(table), slots(), Arg::read(&k_cache), Arg::read(&v_cache),
             Arg::write(&mut present_k), Arg::write(&mut present_v), Arg::write(&mut lengths), Arg::params(&p),
         ])?;
-        let numbers = (batch * dequantise::blocks_of_sequence(p.capacity)) as usize;
-        let values = vec![bf16::ZERO; numbers * (dequantise::BLOCK * kv_heads * head_size) as usize];
+        let numbers = (batch * dequantize::blocks_of_sequence(p.capacity)) as usize;
+        let values = vec![bf16::ZERO; numbers * (dequantize::BLOCK * kv_heads * head_size) as usize];
         let ([mut k, mut v], mut tables) = ([values.clone(), values], vec![-7i32; numbers]);
-        start(entry("paged_dequantise_i8", DType::BF16), 2, seed, &[
+        start(entry("paged_dequantize_i8", DType::BF16), 2, seed, &[
             Arg::read(&scale), Arg::read(&scale), Arg::read(starts), Arg::read(past), Arg::read(table), Arg::read(&k_codes[..]),
             Arg::read(&v_codes[..]), Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut tables), Arg::params(&p),
         ])?;
@@ -109,7 +110,7 @@ proptest! {
             decode: DecodeParams {
                 attention, new_k: of_keys, new_v: of_keys,
                 rotary: RotaryParams { dim: 64, max_positions: 3, ..RotaryParams::default() },
-                new_len: if appends { q_len } else { 0 }, parts: 1, clusters: decode::clusters(&attention, 8), rows: 8,
+                new_len: if appends { q_len } else { 0 }, splits: 1, clusters: decode::clusters(&attention, 8), rows: 8,
                 at_a_time: 4, ..DecodeParams::zeroed()
             },
             per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, reserved: 0,
@@ -119,7 +120,8 @@ proptest! {
         let [mut k, mut v] = [(); 2].map(|()| values(blocks * rows * kv_heads));
         let mut out = values(p.tokens * q_heads);
         let (mut starts, past) = (starts[..batch as usize + 1].to_vec(), &past[..batch as usize]);
-        // Sequences of the same tokens, or blocks of several that append, would be a race that no kernel can help.
+        // Sequences of the same tokens, or blocks of several that append, would be a race that no
+        // kernel can help.
         starts.sort_unstable();
         let own: Vec<_> = (0..(batch * per_sequence) as i32).collect();
         let table = if appends { &own[..] } else { &table[..own.len()] };

@@ -6,7 +6,8 @@ use gqa_sim::{Arg, Arguments, Launch, launch};
 const CLUSTER: u32 = 4;
 const MAIL: u32 = 64;
 
-/// Every block sends its rank to all in each of the ways there are; thread 0 of each sums up what has come.
+/// Every block sends its rank to all in each of the ways there are; thread 0 of each sums up what
+/// has come.
 fn kernel(arguments: &Arguments) {
     let (rank, base) = (cluster_rank(), shared_base());
     if thread_idx() == 0 {

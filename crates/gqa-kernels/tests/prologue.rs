@@ -19,7 +19,8 @@ struct Case {
     head_size: u32,
     rotary_dim: u32,
     interleaved: bool,
-    /// Where given, position_ids have rows of this length more than q_len, and some lead outside the caches.
+    /// Where given, position_ids have rows of this length more than q_len, and some lead outside
+    /// the caches.
     explicit: Option<u32>,
     q_len: u32,
     /// False: the cache is complete already.

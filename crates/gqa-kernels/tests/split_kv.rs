@@ -1,16 +1,16 @@
 //! `split_kv` and `combine` on the simulator.
 
 mod flash;
-mod parts;
+mod splits;
 
 use flash::{Case, case};
 use gqa_kernels::attention::split_kv;
 use gqa_kernels::num::{DType, MmaElement};
-use parts::run_in_parts;
 use proptest::prelude::*;
+use splits::run_in_splits;
 
 fn run<T: MmaElement>(case: &Case, splits: u32) -> Result<(), TestCaseError> {
-    run_in_parts::<T>(case, case.entry("gqa_split_kv"), splits, split_kv::grid).map(|_| ())
+    run_in_splits::<T>(case, case.entry("gqa_split_kv"), splits, split_kv::grid).map(|_| ())
 }
 
 proptest! {

@@ -64,7 +64,8 @@ fn prompt() -> Case {
     }
 }
 
-/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/16 for each of the two products.
+/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/16 for each of
+/// the two products.
 fn products_per_tile(case: &Case) -> u64 {
     let entry = case.entry("gqa_tiled");
     u64::from(2 * (entry.rows / 16) * (entry.head_size / 8) * (entry.keys / 16))

@@ -78,7 +78,8 @@ fn prompt() -> Case {
     }
 }
 
-/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/8, three for each, in both products.
+/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/8, three for
+/// each, in both products.
 fn products_per_tile(case: &Case) -> u64 {
     let entry = case.entry("gqa_tiled");
     u64::from(2 * 3 * (entry.rows / 16) * (entry.head_size / 8) * (entry.keys / 8))

@@ -1,7 +1,7 @@
 //! `tiled_wide`, alone and with `combine`, on the simulator.
 
 mod flash;
-mod parts;
+mod splits;
 
 use flash::{Case, case};
 use gqa_kernels::attention::{split_kv, tiled_wide};
@@ -9,8 +9,8 @@ use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::sink;
 use gqa_kernels::registry::Entry;
 use gqa_sim::Report;
-use parts::run_in_parts;
 use proptest::prelude::*;
+use splits::run_in_splits;
 
 /// Shapes of tiles: the ends of entries' names.
 const SHAPES: [&str; 6] = ["r16", "r16_k64", "r32", "r32_k64", "r64", "r64_k64"];
@@ -19,9 +19,9 @@ const SHAPES: [&str; 6] = ["r16", "r16_k64", "r32", "r32_k64", "r64", "r64_k64"]
 const HEAD_SIZES: [u32; 8] = [264, 288, 320, 376, 384, 448, 504, 512];
 
 /// Runs the kernel of that shape, and the merge where there is more than one part.
-fn run<T: MmaElement>(case: &Case, shape: &str, parts: u32) -> Result<Report, TestCaseError> {
+fn run<T: MmaElement>(case: &Case, shape: &str, splits: u32) -> Result<Report, TestCaseError> {
     let entry = entry(case, shape);
-    run_in_parts::<T>(case, entry, parts, |p| tiled_wide::grid(p, entry.rows))
+    run_in_splits::<T>(case, entry, splits, |p| tiled_wide::grid(p, entry.rows))
 }
 
 /// The kernel of that shape.
@@ -32,12 +32,12 @@ fn entry(case: &Case, shape: &str) -> &'static Entry {
 
 /// Calls with wide heads, and a shape.
 fn wide(most_rows: u32, most_keys: u32) -> impl Strategy<Value = (Case, &'static str)> {
-    let parts = (
+    let splits = (
         case(most_rows, most_keys),
         proptest::sample::select(&HEAD_SIZES[..]),
         proptest::sample::select(&SHAPES[..]),
     );
-    parts.prop_map(|(case, head_size, shape)| {
+    splits.prop_map(|(case, head_size, shape)| {
         let scale = case.scale * (case.head_size as f32 / head_size as f32).sqrt();
         (Case { head_size, scale, ..case }, shape)
     })
@@ -57,13 +57,13 @@ proptest! {
     }
 
     #[test]
-    fn parts((case, shape) in wide(40, 300), parts in 2..=9u32) {
-        with_type!(&case, run, shape, parts)?;
+    fn splits((case, shape) in wide(40, 300), splits in 2..=9u32) {
+        with_type!(&case, run, shape, splits)?;
     }
 
     #[test]
-    fn more_parts_than_keys((case, shape) in wide(8, 30), parts in 30..=split_kv::MAX_SPLITS) {
-        with_type!(&case, run, shape, parts)?;
+    fn more_parts_than_keys((case, shape) in wide(8, 30), splits in 30..=split_kv::MAX_SPLITS) {
+        with_type!(&case, run, shape, splits)?;
     }
 }
 
@@ -90,7 +90,8 @@ fn prompt() -> Case {
     }
 }
 
-/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/16 for each of the two products.
+/// Warp products of one key tile in all warps of a block: rows/16 · columns/8 · keys/16 for each of
+/// the two products.
 fn products_per_tile(shape: &str) -> u64 {
     let entry = entry(&prompt(), shape);
     u64::from(2 * (entry.rows / 16) * (entry.head_size / 8) * (entry.keys / 16))

@@ -125,7 +125,8 @@ fn search(
 }
 
 impl Case {
-    /// Runs the case and compares. `limits` win over the case's meta.json, which wins over the defaults.
+    /// Runs the case and compares. `limits` win over the case's meta.json, which wins over the
+    /// defaults.
     pub fn check(&self, backend: &dyn Backend, limits: Limits) -> Result<Checked> {
         let limits = limits.or(self.limits()?);
         let model = Model::read(&self.path.join("model.onnx"))?;
@@ -241,7 +242,8 @@ fn check_set(
     outputs.collect()
 }
 
-/// output_0.pb and so on. Files may be missing for the last outputs of the graph, which are not compared then.
+/// output_0.pb and so on. Files may be missing for the last outputs of the graph, which are not
+/// compared then.
 fn expected(names: &[String], set: &Path) -> Result<Vec<Tensor>> {
     let files = numbered_files(set, "output")?;
     if files.is_empty() {

@@ -1,4 +1,5 @@
-//! Comparison of computed with expected outputs: positions of NaN and infinity first, then every value.
+//! Comparison of computed with expected outputs: positions of NaN and infinity first, then every
+//! value.
 
 use gqa_host::{DType, Tensor};
 
@@ -16,15 +17,16 @@ pub struct Tolerance {
 impl Tolerance {
     /// The default for an output's element type.
     ///
-    /// float16 and bfloat16 are those of ONNX Runtime's own GroupQueryAttention tests (test_gqa.py). For float32 its CPU tests
-    /// take 1e-5 twice; sums of float32 products in another order lose more than that on large values, hence a relative 1e-4.
+    /// float16 and bfloat16 are those of ONNX Runtime's own GroupQueryAttention tests
+    /// (test_gqa.py). For float32 its CPU tests take 1e-5 twice; sums of float32 products in
+    /// another order lose more than that on large values, hence a relative 1e-4.
     pub fn of(dtype: DType) -> Self {
         match dtype {
             DType::F32 => Self { absolute: 1e-5, relative: 1e-4 },
             DType::F16 => Self { absolute: 5e-3, relative: 5e-3 },
             DType::BF16 => Self { absolute: 1e-2, relative: 5e-2 },
             DType::F64 => Self { absolute: 1e-12, relative: 1e-10 },
-            // Near a tie a code or the one next to it is right.
+            // Near a tie a quantized value or the one next to it is right.
             DType::I8 | DType::U8 | DType::F8E4M3 => Self { absolute: 1.0, relative: 0.0 },
             _ => Self { absolute: 0.0, relative: 0.0 },
         }
@@ -114,7 +116,8 @@ pub struct Comparison {
     pub failed: usize,
     /// Largest difference; infinite where one value is out of tolerance and not finite.
     pub max_abs: f64,
-    /// Largest difference between finite values as a fraction of the expected one, where that is not 0.
+    /// Largest difference between finite values as a fraction of the expected one, where that is
+    /// not 0.
     pub max_rel: f64,
     /// The element farthest out of tolerance.
     pub worst: Option<Worst>,
@@ -157,7 +160,8 @@ impl Comparison {
     }
 }
 
-/// Compares every element outside the ignored boxes. Shape and element type must be equal; `Err` says that a box is not inside.
+/// Compares every element outside the ignored boxes. Shape and element type must be equal; `Err`
+/// says that a box is not inside.
 pub fn compare(
     got: &Tensor,
     want: &Tensor,
@@ -184,7 +188,8 @@ pub fn compare(
     Ok(comparison)
 }
 
-/// What is compared, and how many numbers that is of each element: elements or, of a quantised cache, the codes' numbers in the order of what they stand for.
+/// What is compared, and how many numbers that is of each element: elements or, of a quantized
+/// cache, the dequantized values in the order of what they stand for.
 fn comparable(tensor: &Tensor) -> (Vec<f64>, usize) {
     match tensor {
         Tensor::U8(bytes) => {

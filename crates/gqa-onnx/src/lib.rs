@@ -1,9 +1,10 @@
 //! Single-node ONNX models and their test cases.
 //!
-//! [`Model`] reads a model file, [`Model::call`] a data set for it, and [`Model::run`] computes the outputs on any
-//! [`Backend`](gqa_host::backend::Backend). A [`Case`] is a folder in the layout of ONNX's backend tests; [`Case::check`] runs
-//! it and compares with the outputs stored there. Files are not trusted: whatever they hold, the answer is a value or an
-//! [`Error`] of one line, and nothing is allocated by a size that a file merely declares.
+//! [`Model`] reads a model file, [`Model::call`] a data set for it, and [`Model::run`] computes the
+//! outputs on any [`Backend`](gqa_host::backend::Backend). A [`Case`] is a folder in the layout of
+//! ONNX's backend tests; [`Case::check`] runs it and compares with the outputs stored there. Files
+//! are not trusted: whatever they hold, the answer is a value or an [`Error`] of one line, and
+//! nothing is allocated by a size that a file merely declares.
 
 mod attributes;
 mod case;

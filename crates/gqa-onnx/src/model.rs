@@ -289,7 +289,8 @@ pub(crate) mod tests {
         names.iter().map(|&name| name.to_owned()).collect()
     }
 
-    /// Two query heads on one KV head of size 8, one row, float32; graph outputs output and present_value.
+    /// Two query heads on one KV head of size 8, one row, float32; graph outputs output and
+    /// present_value.
     pub fn small_model() -> ModelProto {
         let node = NodeProto {
             input: names(&["q", "k", "v", "", "", "seqlens", "total"]),

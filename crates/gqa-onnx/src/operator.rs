@@ -160,7 +160,8 @@ impl Call {
         }
     }
 
-    /// Computes the outputs, in ONNX's order, of which the first `count` are wanted; `None` for those that the call does not have.
+    /// Computes the outputs, in ONNX's order, of which the first `count` are wanted; `None` for
+    /// those that the call does not have.
     pub fn run(&self, backend: &dyn Backend, count: usize) -> Result<Vec<Option<Tensor>>> {
         match &self.operator {
             Operator::GroupQueryAttention(op) => gqa::run(op, &self.arguments, backend, count),

@@ -1,7 +1,7 @@
 //! Operator sets: which definition of an operator a model means.
 //!
-//! A model imports one version of each domain that its nodes are of. Operators change in some versions only, so an import means
-//! the newest definition that is not above it.
+//! A model imports one version of each domain that its nodes are of. Operators change in some
+//! versions only, so an import means the newest definition that is not above it.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,8 @@ impl<'a> Imports<'a> {
         Ok(Self(versions))
     }
 
-    /// The newest of an ONNX operator's `definitions`, in ascending order, that is not above the import.
+    /// The newest of an ONNX operator's `definitions`, in ascending order, that is not above the
+    /// import.
     pub fn definition(&self, definitions: &[i64]) -> Result<i64> {
         let import = self.0.get(ONNX);
         let definition =

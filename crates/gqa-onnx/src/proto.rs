@@ -1,7 +1,8 @@
-//! The part of onnx.proto that a single-node model and its tensors need; prost skips every other field.
+//! The part of onnx.proto that a single-node model and its tensors need; prost skips every other
+//! field.
 //!
-//! Tags are those of <https://github.com/onnx/onnx/blob/main/onnx/onnx.proto>. prost checks each declared length against the
-//! bytes that are left before it allocates, and bounds recursion.
+//! Tags are those of <https://github.com/onnx/onnx/blob/main/onnx/onnx.proto>. prost checks each
+//! declared length against the bytes that are left before it allocates, and bounds recursion.
 
 use prost::Message;
 

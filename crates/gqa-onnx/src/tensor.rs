@@ -43,7 +43,8 @@ pub fn read_tensor(path: &Path, what: &str) -> Result<Tensor> {
     decode_tensor(&bytes, what)
 }
 
-/// Decodes a `TensorProto`. Nothing is allocated by a declared size: the dimensions must agree with the data that is there.
+/// Decodes a `TensorProto`. Nothing is allocated by a declared size: the dimensions must agree with
+/// the data that is there.
 pub fn decode_tensor(bytes: &[u8], what: &str) -> Result<Tensor> {
     let proto = TensorProto::decode(bytes)
         .map_err(|e| Error::invalid(what, format!("malformed protobuf ({e})"), "a TensorProto"))?;

@@ -11,17 +11,21 @@ use std::process::Command;
 /// Arguments of the LLVM back end.
 ///
 /// - Arrays indexed by a loop stay in registers only if the loop is unrolled whole.
-/// - LLVM does not know that `asm!` is collective and would copy a small block that holds one into both arms of a branch.
+/// - LLVM does not know that `asm!` is collective and would copy a small block that holds one into
+///   both arms of a branch.
 const LLVM_ARGS: &str = "-Cllvm-args=-unroll-threshold=1000000 -unroll-full-max-count=1024 -simplifycfg-max-small-block-size=0";
 
 /// Arguments of rustc besides the target's.
 ///
-/// - `JumpThreading` works on MIR, where nothing is convergent, and copies calls of collectives (intrinsics too) into both arms
-///   of a branch: one barrier becomes two, one per side of a divergent branch.
-/// - The target's linker is not needed for PTX text; `true` is a program that does nothing and succeeds.
+/// - `JumpThreading` works on MIR, where nothing is convergent, and copies calls of collectives
+///   (intrinsics too) into both arms of a branch: one barrier becomes two, one per side of a
+///   divergent branch.
+/// - The target's linker is not needed for PTX text; `true` is a program that does nothing and
+///   succeeds.
 const RUSTC_ARGS: [&str; 3] = ["-Zmir-enable-passes=-JumpThreading", "-Clinker=true", LLVM_ARGS];
 
-/// The release profile of device code, whatever the workspace says. Panics trap at once: no unwinding, no messages.
+/// The release profile of device code, whatever the workspace says. Panics trap at once: no
+/// unwinding, no messages.
 const PROFILE: [(&str, &str); 8] = [
     ("PANIC", "immediate-abort"),
     ("LTO", "fat"),
@@ -42,8 +46,8 @@ pub struct Target<'a> {
     pub features: &'a [&'a str],
     /// GPU, e.g. `sm_80`.
     pub cpu: &'a str,
-    /// PTX version times ten, for instructions in `asm!` that want a newer one; `None` is the lowest that knows the GPU, which the
-    /// oldest drivers load.
+    /// PTX version times ten, for instructions in `asm!` that want a newer one; `None` is the
+    /// lowest that knows the GPU, which the oldest drivers load.
     pub ptx: Option<u32>,
 }
 
@@ -65,7 +69,8 @@ pub struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    /// For the crate whose `Cargo.toml` lies in `krate`; build products go to `target_dir`, which should be device code's own.
+    /// For the crate whose `Cargo.toml` lies in `krate`; build products go to `target_dir`, which
+    /// should be device code's own.
     pub fn new(
         toolchain: &'a Toolchain,
         krate: impl Into<PathBuf>,
@@ -74,7 +79,8 @@ impl<'a> Builder<'a> {
         Self { toolchain, krate: krate.into(), target_dir: target_dir.into() }
     }
 
-    /// Compiles the crate to PTX. The same source and compiler give the same bytes, wherever the crate lies.
+    /// Compiles the crate to PTX. The same source and compiler give the same bytes, wherever the
+    /// crate lies.
     pub fn build(&self, target: &Target) -> Result<Built> {
         let path = self.output(target)?;
         let what = format!("compiling {}", target.name);
@@ -124,7 +130,8 @@ impl<'a> Builder<'a> {
         Ok(command)
     }
 
-    /// Flags and wrappers meant for host code stay out, so that the result depends on the crate and the compiler alone.
+    /// Flags and wrappers meant for host code stay out, so that the result depends on the crate and
+    /// the compiler alone.
     fn set_environment(&self, command: &mut Command) {
         let host = |name: &str| {
             name.starts_with("CARGO_PROFILE_")

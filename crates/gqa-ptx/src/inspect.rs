@@ -3,14 +3,16 @@
 use crate::text::{EntryText, entries};
 use std::collections::BTreeMap;
 
-/// How often each kind of instruction stands in an entry, by its full name, e.g. `ld.global.v4.b32`; and [`LOCAL_BYTES`].
+/// How often each kind of instruction stands in an entry, by its full name, e.g.
+/// `ld.global.v4.b32`; and [`LOCAL_BYTES`].
 pub type Counts = BTreeMap<String, u64>;
 
 /// Counted like an instruction: bytes of local memory that the entry declares.
 pub const LOCAL_BYTES: &str = ".local bytes";
 
-/// Instructions that decide about correctness or speed: collectives, matrix and copy instructions, memory accesses, calls, aborts,
-/// and the slow functions. Plain arithmetic and moves change with every compiler and are not counted.
+/// Instructions that decide about correctness or speed: collectives, matrix and copy instructions,
+/// memory accesses, calls, aborts, and the slow functions. Plain arithmetic and moves change with
+/// every compiler and are not counted.
 const COUNTED: [&str; 30] = [
     "atom",
     "bar",
@@ -81,8 +83,8 @@ fn is_counted(name: &str) -> bool {
     COUNTED.contains(&first) && !name.starts_with("ld.param")
 }
 
-/// Whether an instruction accesses memory without saying which kind: slower than global or shared, and a sign that a pointer's
-/// origin was lost.
+/// Whether an instruction accesses memory without saying which kind: slower than global or shared,
+/// and a sign that a pointer's origin was lost.
 pub fn is_generic_access(name: &str) -> bool {
     let mut words = name.split('.');
     let access = matches!(words.next(), Some("ld" | "st" | "atom" | "red"));

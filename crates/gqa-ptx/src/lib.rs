@@ -1,14 +1,17 @@
-//! From a Rust crate to checked PTX, with no CUDA toolkit: what `cuda_builder` is to rust-cuda, on rustc's own
-//! `nvptx64-nvidia-cuda` target.
+//! From a Rust crate to checked PTX, with no CUDA toolkit: what `cuda_builder` is to rust-cuda, on
+//! rustc's own `nvptx64-nvidia-cuda` target.
 //!
-//! 1. [`Toolchain`] finds (or installs) a compiler that has the source of `core`, which that target needs.
-//! 2. [`Builder`] compiles a crate of `extern "ptx-kernel"` functions to one PTX text, reproducibly.
-//! 3. [`post`] writes into the PTX what Rust has no words for: launch bounds, cluster shapes, parameter alignment.
-//! 4. [`inspect`] counts what matters per entry (barriers, matrix instructions, access widths, local memory); [`Ratchet`]
-//!    freezes the counts in a file.
+//! 1. [`Toolchain`] finds (or installs) a compiler that has the source of `core`, which that target
+//!    needs.
+//! 2. [`Builder`] compiles a crate of `extern "ptx-kernel"` functions to one PTX text,
+//!    reproducibly.
+//! 3. [`post`] writes into the PTX what Rust has no words for: launch bounds, cluster shapes,
+//!    parameter alignment.
+//! 4. [`inspect`] counts what matters per entry (barriers, matrix instructions, access widths,
+//!    local memory); [`Ratchet`] freezes the counts in a file.
 //! 5. [`Ptxas`] assembles the PTX for a GPU and reports registers, spills and warnings.
-//! 6. [`Manifest`] lists the kernels a crate ships, with what they were made from; each is a file of
-//!    its own, made small by [`pack`].
+//! 6. [`Manifest`] lists the kernels a crate ships, with what they were made from; each is a file
+//!    of its own, made small by [`pack`].
 //!
 //! A crate that only reads what it ships takes this one without its default feature `build`, for
 //! [`unpack`].

@@ -91,8 +91,8 @@ impl Module {
         [&self.arch, &format!("{kernel}.{EXTENSION}")].iter().collect()
     }
 
-    /// Writes a file for each kernel of a text into the list's folder: a whole PTX text with that kernel
-    /// alone, [packed](pack).
+    /// Writes a file for each kernel of a text into the list's folder: a whole PTX text with that
+    /// kernel alone, [packed](pack).
     pub fn write(&mut self, folder: &Path, ptx: &str) -> Result<()> {
         let folder_of_files = folder.join(&self.arch);
         fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
@@ -146,8 +146,8 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// SHA-256 over the names and contents of all files in a crate's `Cargo.toml` and `src`: says whether PTX is of this source without
-/// compiling it.
+/// SHA-256 over the names and contents of all files in a crate's `Cargo.toml` and `src`: says
+/// whether PTX is of this source without compiling it.
 pub fn source_hash(krate: &Path) -> Result<String> {
     let mut files = vec![krate.join("Cargo.toml")];
     collect(&krate.join("src"), &mut files)?;

@@ -1,8 +1,9 @@
 //! PTX made small: one kernel's text in a tenth of its bytes, for crates that carry many kernels.
 //!
-//! LLVM numbers registers in the order of their definition, so the copies of an unrolled loop differ in
-//! every register. [`pack`] writes each number as its distance from the number that stood last in the
-//! same class of registers (or labels); then the copies are the same text, and LZMA finds them.
+//! LLVM numbers registers in the order of their definition, so the copies of an unrolled loop
+//! differ in every register. [`pack`] writes each number as its distance from the number that stood
+//! last in the same class of registers (or labels); then the copies are the same text, and LZMA
+//! finds them.
 //!
 //! | PTX | relative |
 //! |---|---|
@@ -89,9 +90,9 @@ fn absolute(text: &str) -> String {
     })
 }
 
-/// The text with what follows each name of a register or label replaced: `replace` gets the name, what
-/// follows it, and the last number of each name, writes what stands there instead, and says how many
-/// bytes it took.
+/// The text with what follows each name of a register or label replaced: `replace` gets the name,
+/// what follows it, and the last number of each name, writes what stands there instead, and says
+/// how many bytes it took.
 fn rewritten<'a>(
     text: &'a str,
     mut replace: impl FnMut(&'a str, &'a str, &mut HashMap<&'a str, i64>, &mut String) -> usize,

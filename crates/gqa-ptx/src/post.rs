@@ -7,7 +7,8 @@ use std::fmt::Write;
 /// Performance directives of an entry; `None` leaves one out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// `.maxntid`: launches with more threads per block fail, and the assembler may give each thread more registers.
+    /// `.maxntid`: launches with more threads per block fail, and the assembler may give each
+    /// thread more registers.
     pub max_threads: Option<u32>,
     /// `.minnctapersm`: blocks that must fit on an SM together.
     pub min_blocks: Option<u32>,
@@ -26,7 +27,8 @@ impl Bounds {
     }
 }
 
-/// Removes comments, blank lines and trailing blanks. The other functions of this module want text treated so.
+/// Removes comments, blank lines and trailing blanks. The other functions of this module want text
+/// treated so.
 pub fn strip(ptx: &str) -> String {
     let mut text = String::with_capacity(ptx.len());
     for line in ptx.lines() {
@@ -46,8 +48,8 @@ pub fn set_bounds(ptx: &str, entry: &str, bounds: Bounds) -> Result<String> {
     Ok(format!("{before}\n{}{}", bounds.directives(), after.trim_start()))
 }
 
-/// The PTX with parameter `index` of an entry, a block of bytes, aligned to `bytes`: a tensor map passed by value wants 64, where
-/// rustc stops at 16.
+/// The PTX with parameter `index` of an entry, a block of bytes, aligned to `bytes`: a tensor map
+/// passed by value wants 64, where rustc stops at 16.
 pub fn align_parameter(ptx: &str, entry: &str, index: usize, bytes: u32) -> Result<String> {
     let signature = entry_named(ptx, entry)?.signature;
     let parameters = &ptx[signature.clone()];

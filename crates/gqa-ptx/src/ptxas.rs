@@ -1,4 +1,5 @@
-//! NVIDIA's assembler: the same compiler the driver runs on PTX, and the only one that says what an entry costs.
+//! NVIDIA's assembler: the same compiler the driver runs on PTX, and the only one that says what an
+//! entry costs.
 
 use crate::command::run;
 use crate::{Error, Result};
@@ -45,8 +46,8 @@ pub struct Report {
 }
 
 impl Ptxas {
-    /// In `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual place of a toolkit, a virtual environment in `folder`, or the Python packages
-    /// here, in this order.
+    /// In `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual place of a toolkit, a virtual environment in
+    /// `folder`, or the Python packages here, in this order.
     pub fn find(folder: &Path) -> Result<Self> {
         let in_path = env::var_os("PATH")
             .map(|path| env::split_paths(&path).collect::<Vec<_>>())
@@ -70,7 +71,8 @@ impl Ptxas {
             .ok_or_else(|| Error::NoPtxas { folder: folder.into(), tried: String::new() })
     }
 
-    /// [`Self::find`]; where that finds nothing, installs the Python package into a virtual environment in `folder`.
+    /// [`Self::find`]; where that finds nothing, installs the Python package into a virtual
+    /// environment in `folder`.
     pub fn find_or_install(folder: &Path) -> Result<Self> {
         Self::find(folder).or_else(|_| {
             install(folder).map_err(|error| Error::NoPtxas {

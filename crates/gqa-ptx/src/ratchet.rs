@@ -1,7 +1,8 @@
 //! Instruction counts, frozen in a file.
 //!
-//! A compiler may copy a barrier into a branch, turn a wide load into narrow ones, or move an array to local memory, and results stay
-//! right on a lucky day. Exact counts per entry make each such change visible in review.
+//! A compiler may copy a barrier into a branch, turn a wide load into narrow ones, or move an array
+//! to local memory, and results stay right on a lucky day. Exact counts per entry make each such
+//! change visible in review.
 
 use crate::inspect::{Counts, count};
 use crate::{Error, Result};
@@ -44,7 +45,8 @@ impl Ratchet {
         })
     }
 
-    /// One line per count in which `now` differs from this, or per entry that is new or gone; empty if nothing differs.
+    /// One line per count in which `now` differs from this, or per entry that is new or gone; empty
+    /// if nothing differs.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let (old, new) = (self.by_entry(), now.by_entry());
         let keys: BTreeSet<_> = old.keys().chain(new.keys()).collect();

@@ -1,7 +1,8 @@
 //! Finding a compiler for device code.
 //!
-//! Device code needs `core` compiled for `nvptx64-nvidia-cuda`, for which nobody ships a binary. Any stable toolchain can
-//! compile it if its library source is there: rustup's with the component `rust-src`, or a distribution's.
+//! Device code needs `core` compiled for `nvptx64-nvidia-cuda`, for which nobody ships a binary.
+//! Any stable toolchain can compile it if its library source is there: rustup's with the component
+//! `rust-src`, or a distribution's.
 
 use crate::command::run;
 use crate::{Error, Result};
@@ -10,7 +11,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Oldest 1.x that serves: its LLVM (22) knows Hopper and Blackwell, and its cargo knows `panic = "immediate-abort"`.
+/// Oldest 1.x that serves: its LLVM (22) knows Hopper and Blackwell, and its cargo knows `panic =
+/// "immediate-abort"`.
 pub(crate) const MINIMUM_MINOR: u32 = 95;
 /// Debian 12's packages of a current compiler.
 const DEBIAN_PACKAGES: [&str; 3] = ["rustc-web", "cargo-web", "rust-web-src"];
@@ -40,7 +42,8 @@ impl Toolchain {
         Self::find().or_else(|_| Self::install())
     }
 
-    /// Adds the library source to the rustup toolchain; where that fails, installs Debian's packages (as root).
+    /// Adds the library source to the rustup toolchain; where that fails, installs Debian's
+    /// packages (as root).
     pub fn install() -> Result<Self> {
         let mut tried = Vec::new();
         for (name, install) in

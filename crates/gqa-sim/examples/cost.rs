@@ -1,4 +1,5 @@
-//! Prints what each instruction costs on this machine, in nanoseconds of one core; `docs/simulator.md` quotes it.
+//! Prints what each instruction costs on this machine, in nanoseconds of one core;
+//! `docs/simulator.md` quotes it.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Launch, launch};
@@ -35,7 +36,8 @@ fn cost<R>(share: u32, instruction: impl Fn(&Arguments) -> R + Sync) -> f64 {
     cost_in(&PLAIN, false, share, instruction)
 }
 
-/// The same in a launch of that shape, with an mbarrier or without: one makes the block use vector clocks.
+/// The same in a launch of that shape, with an mbarrier or without: one makes the block use vector
+/// clocks.
 fn cost_in<R>(
     shape: &Launch<'_>,
     mbarrier: bool,

@@ -36,8 +36,9 @@ impl<'a> Arg<'a> {
         Self::memory(memory.as_mut_ptr().cast(), size_of_val(memory), true)
     }
 
-    /// Memory that the kernel may read and write and that other arguments may share, as an operator's present cache may be its
-    /// past. `Cell::from_mut(memory).as_slice_of_cells()` makes cells of a slice.
+    /// Memory that the kernel may read and write and that other arguments may share, as an
+    /// operator's present cache may be its past. `Cell::from_mut(memory).as_slice_of_cells()` makes
+    /// cells of a slice.
     pub fn cells<T: Pod>(memory: &'a [Cell<T>]) -> Self {
         Self::memory(memory.as_ptr().cast_mut().cast(), size_of_val(memory), true)
     }
@@ -53,7 +54,8 @@ impl<'a> Arg<'a> {
         Self { given: Given::Tensor { pointer, bytes, writable, layout }, ..self }
     }
 
-    /// Memory that the grids before this one do not write: a [programmatic](crate::Launch::programmatic) launch may read it at once.
+    /// Memory that the grids before this one do not write: a
+    /// [programmatic](crate::Launch::programmatic) launch may read it at once.
     pub fn early(self) -> Self {
         Self { early: true, ..self }
     }
@@ -96,7 +98,8 @@ enum Bound {
 
 impl Arguments {
     /// # Safety
-    /// The result must not outlive the memory that `given` borrows, nor be used while that memory is used otherwise.
+    /// The result must not outlive the memory that `given` borrows, nor be used while that memory
+    /// is used otherwise.
     pub(crate) unsafe fn bind(given: &[Arg<'_>], blocks: u32) -> Self {
         let buffer = |pointer, bytes, writable, early| {
             // SAFETY: the caller's promise.
@@ -117,7 +120,8 @@ impl Arguments {
         Self(given.iter().map(bind).collect())
     }
 
-    /// Makes writable arguments that overlap one region, and tells each where it is; returns the regions' sizes.
+    /// Makes writable arguments that overlap one region, and tells each where it is; returns the
+    /// regions' sizes.
     pub(crate) fn join_regions(&mut self) -> Vec<usize> {
         let mut buffers: Vec<_> = self.0.iter_mut().filter_map(Bound::memory_mut).collect();
         buffers.retain(|buffer| !buffer.range().is_empty());

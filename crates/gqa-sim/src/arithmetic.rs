@@ -1,6 +1,8 @@
-//! Arithmetic and conversions as the instructions define them: subnormals flushed where PTX says `.ftz`, NaNs canonical.
+//! Arithmetic and conversions as the instructions define them: subnormals flushed where PTX says
+//! `.ftz`, NaNs canonical.
 //!
-//! Approximate instructions are computed exactly; the hardware's last bits differ from chip to chip.
+//! Approximate instructions are computed exactly; the hardware's last bits differ from chip to
+//! chip.
 
 const CANONICAL_NAN: f32 = f32::from_bits(0x7fff_ffff);
 const CANONICAL_NAN_16: u16 = 0x7fff;
@@ -36,8 +38,9 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     flush(fused(flush(a), flush(b), flush(c)))
 }
 
-/// The product of two `f32` is exact in `f64`; only the sum rounds before the final rounding, so round it to odd, which the
-/// final rounding cannot see. A call of `fmaf` takes many times as long where the target has no such instruction.
+/// The product of two `f32` is exact in `f64`; only the sum rounds before the final rounding, so
+/// round it to odd, which the final rounding cannot see. A call of `fmaf` takes many times as long
+/// where the target has no such instruction.
 #[inline]
 fn fused(a: f32, b: f32, c: f32) -> f32 {
     let (product, addend) = (a as f64 * b as f64, c as f64);
@@ -75,8 +78,9 @@ pub fn max(a: f32, b: f32) -> f32 {
 
 /// Exact.
 ///
-/// Moves the bits to an `f32`'s place and corrects the exponent's bias. A subnormal becomes the fraction of a normal number, from
-/// which that number's leading 1 is subtracted; a multiplication would do, but subnormal operands are very slow.
+/// Moves the bits to an `f32`'s place and corrects the exponent's bias. A subnormal becomes the
+/// fraction of a normal number, from which that number's leading 1 is subtracted; a multiplication
+/// would do, but subnormal operands are very slow.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {
     const BIAS: u32 = (127 - 15) << 23;
@@ -124,8 +128,8 @@ pub fn sub_f16x2(a: u32, b: u32) -> u32 {
     pack(half(0), half(16))
 }
 
-/// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower nibbles names one, or with its upper bit set
-/// eight times that one's sign.
+/// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower
+/// nibbles names one, or with its upper bit set eight times that one's sign.
 pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
     let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
     u32::from_le_bytes(core::array::from_fn(|i| {
@@ -141,7 +145,8 @@ pub fn e4m3x2_to_f16x2(x: u16) -> u32 {
     pack(e4m3_to_f16(low), e4m3_to_f16(high))
 }
 
-/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448. SM 90.
+/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448.
+/// SM 90.
 pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     u16::from_le_bytes([f32_to_e4m3(lo), f32_to_e4m3(hi)])
 }

@@ -119,7 +119,8 @@ impl Block {
         self.shared.clocks().map_or(Stamp { block, agent: thread, time }, |c| c.now(thread))
     }
 
-    /// Whether that access of a thread of the block is ordered before the running thread's next one.
+    /// Whether that access of a thread of the block is ordered before the running thread's next
+    /// one.
     pub(crate) fn sees(&mut self, stamp: Stamp) -> bool {
         let Who { thread, time, block_time } = self.who;
         if let Some(clocks) = self.shared.clocks() {
@@ -213,8 +214,9 @@ pub(crate) fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     if block.is_null() {
         outside_kernel();
     }
-    // SAFETY: the block is valid as long as it is current, and only one borrow exists at a time: each lives in one call of this
-    // function, and no call contains another or a switch to another thread.
+    // SAFETY: the block is valid as long as it is current, and only one borrow exists at a time:
+    // each lives in one call of this function, and no call contains another or a switch to another
+    // thread.
     f(unsafe { &mut *block })
 }
 

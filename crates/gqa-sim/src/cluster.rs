@@ -63,7 +63,8 @@ impl Membership {
 
 impl Cluster {
     /// # Safety
-    /// The blocks must live as long as the cluster and be lent, one at a time, through [`block::with`] only.
+    /// The blocks must live as long as the cluster and be lent, one at a time, through
+    /// [`block::with`] only.
     pub(crate) unsafe fn new(blocks: Box<[NonNull<Block>]>) -> Self {
         Self { blocks, ..Self::default() }
     }
@@ -86,7 +87,8 @@ fn misuse<T>(block: &Block, what: String) -> Checked<T> {
 fn pair(block: &mut Block, rank: u32) -> (&mut Block, &mut Block) {
     assert_ne!(rank, block.membership.rank, "a block is not its own peer");
     let mut other = block.membership.cluster.blocks[rank as usize];
-    // SAFETY: it lives as long as the cluster; only the running block is lent, and this is another one.
+    // SAFETY: it lives as long as the cluster; only the running block is lent, and this is another
+    // one.
     (block, unsafe { other.as_mut() })
 }
 
@@ -218,7 +220,8 @@ pub(crate) enum Reached<'a> {
     Other { clocks: &'a mut Clocks, other: &'a mut Block, address: u32 },
 }
 
-/// Where a store that returns at once goes. The barrier that it completes on tells the other block of it.
+/// Where a store that returns at once goes. The barrier that it completes on tells the other block
+/// of it.
 pub(crate) fn reach_address(block: &mut Block, address: u32) -> Checked<Reached<'_>> {
     find(block, address, reach)
 }
@@ -239,7 +242,8 @@ fn find<'a>(
     Ok(Reached::Other { clocks, other, address })
 }
 
-/// The block's threads have all exited. Faults if a peer's access to its memory may come later than that.
+/// The block's threads have all exited. Faults if a peer's access to its memory may come later than
+/// that.
 pub(crate) fn end(block: &mut Block) -> Checked {
     block.membership.ended = true;
     let Some(clocks) = block.shared.clocks() else { return Ok(()) };
@@ -276,8 +280,8 @@ pub fn cluster_arrive() {
     let [] = meet(Collective::ClusterArrive { relaxed: false }, []);
 }
 
-/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and the mbarriers whose
-/// initialisation this thread has fenced.
+/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and
+/// the mbarriers whose initialisation this thread has fenced.
 #[track_caller]
 #[inline]
 pub fn cluster_arrive_relaxed() {
@@ -291,7 +295,8 @@ pub fn cluster_wait() {
     let [] = meet(Collective::ClusterWait, []);
 }
 
-/// Where that place of the own shared memory is in the block of that rank: an address of the cluster's window.
+/// Where that place of the own shared memory is in the block of that rank: an address of the
+/// cluster's window.
 pub fn peer_address(address: u32, rank: u32) -> u32 {
     block::checked(|block| {
         let size = block.membership.cluster.size();

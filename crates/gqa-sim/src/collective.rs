@@ -1,4 +1,5 @@
-//! Instructions that a warp executes together: every lane brings its operands, the last one's arrival executes it for all.
+//! Instructions that a warp executes together: every lane brings its operands, the last one's
+//! arrival executes it for all.
 
 use crate::block::{self, Block, Lane, Waiting};
 use crate::cluster;
@@ -50,12 +51,14 @@ impl Collective {
         }
     }
 
-    /// Whether lanes may rely on each other's memory accesses after it. Shuffles, votes and matrix instructions promise nothing.
+    /// Whether lanes may rely on each other's memory accesses after it. Shuffles, votes and matrix
+    /// instructions promise nothing.
     pub(crate) fn orders_memory(self) -> bool {
         self == Self::SyncWarp
     }
 
-    /// Executes the instruction for the warp whose first thread is `first`; all its lanes have arrived.
+    /// Executes the instruction for the warp whose first thread is `first`; all its lanes have
+    /// arrived.
     pub(crate) fn execute(self, block: &mut Block, first: usize) -> Checked {
         match self {
             // Its effect is on the warp's clock, which the scheduler keeps.

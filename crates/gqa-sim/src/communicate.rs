@@ -1,7 +1,9 @@
-//! Blocks that pass data to each other through global memory, and grids that start before the one before them has ended.
+//! Blocks that pass data to each other through global memory, and grids that start before the one
+//! before them has ended.
 //!
-//! In a launch whose blocks communicate, every access to writable global memory is checked by the vector clocks that also check
-//! shared memory; atomic operations, which never race with each other, carry views from block to block.
+//! In a launch whose blocks communicate, every access to writable global memory is checked by the
+//! vector clocks that also check shared memory; atomic operations, which never race with each
+//! other, carry views from block to block.
 
 use crate::block::{self, Block};
 use crate::fault::{FaultKind, Hazard};
@@ -223,7 +225,8 @@ pub(crate) fn watch(
     touched.or_else(|conflict| refuse(clocks, thread, (argument, offset, start), conflict))
 }
 
-/// Checks the reads of a copy that the running thread has started: byte ranges (offset, bytes). They may last as long as `copy` says.
+/// Checks the reads of a copy that the running thread has started: byte ranges (offset, bytes).
+/// They may last as long as `copy` says.
 pub(crate) fn watch_copy(
     block: &mut Block,
     argument: u32,
@@ -241,7 +244,7 @@ pub(crate) fn watch_copy(
         let range = start..start + bytes as usize;
         if order.borrow().regions[region].writers[range.clone()].iter().any(|writer| *writer != 0) {
             let what = format!(
-                "the copy engine reads byte {offset} of argument {argument} or later ones, which this launch wrote"
+                "TMA reads byte {offset} of argument {argument} or later ones, which this launch wrote"
             );
             return misuse(block, what);
         }
@@ -389,7 +392,8 @@ impl Global<u32> {
         ADD.ordered().execute(self, i, |old| old.wrapping_add(addend))
     }
 
-    /// Adds one to element `i`, which becomes 0 where it was `last` or more; returns what it was. Orders nothing.
+    /// Adds one to element `i`, which becomes 0 where it was `last` or more; returns what it was.
+    /// Orders nothing.
     pub fn atomic_inc(self, i: usize, last: u32) -> u32 {
         ADD.execute(self, i, |old| if old >= last { 0 } else { old + 1 })
     }
@@ -420,7 +424,8 @@ impl Global<u32> {
     }
 }
 
-/// Orders what this thread has done and seen before its later atomic stores, and its earlier atomic loads before what it does later.
+/// Orders what this thread has done and seen before its later atomic stores, and its earlier atomic
+/// loads before what it does later.
 pub fn fence_gpu() {
     block::with(|block| {
         if block.watch.as_ref().is_none_or(|watch| watch.order.is_none()) {

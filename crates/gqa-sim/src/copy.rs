@@ -28,7 +28,8 @@ impl Copies {
     }
 }
 
-/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`, zeros, and nothing is read.
+/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`,
+/// zeros, and nothing is read.
 ///
 /// Until the copy is waited for, reading the destination is a fault, and so is writing it.
 pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
@@ -47,7 +48,8 @@ pub fn cp_async_commit() {
     block::with(|block| block.lane().copies.committed += 1);
 }
 
-/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a barrier besides.
+/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a
+/// barrier besides.
 pub fn cp_async_wait<const N: u32>() {
     block::with(|block| {
         while let Some(copy) = block.lane().copies.landed(N as u64) {

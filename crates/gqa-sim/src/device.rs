@@ -1,4 +1,5 @@
-//! The vocabulary of kernels, as the simulated machine executes it. Each function panics when called outside a kernel.
+//! The vocabulary of kernels, as the simulated machine executes it. Each function panics when
+//! called outside a kernel.
 
 use crate::block;
 use crate::fault::FaultKind;

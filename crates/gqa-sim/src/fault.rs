@@ -25,7 +25,8 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A rule that a kernel or a launch broke. Threads are numbered within their block, shared addresses as kernels see them.
+/// A rule that a kernel or a launch broke. Threads are numbered within their block, shared
+/// addresses as kernels see them.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultKind {
@@ -111,7 +112,8 @@ pub enum FaultKind {
         /// Thread of the other access.
         second: u32,
     },
-    /// As [`FaultKind::Race`], where one access or both are made by a unit on behalf of threads: no wait orders them.
+    /// As [`FaultKind::Race`], where one access or both are made by a unit on behalf of threads: no
+    /// wait orders them.
     #[error(
         "race on shared memory at {address}: {hazard}, {second} after {first} without a wait between"
     )]
@@ -125,7 +127,8 @@ pub enum FaultKind {
         /// Whose the other is.
         second: Agent,
     },
-    /// A unit accesses what a thread wrote, ordered after it, but the thread did not fence its write for such units.
+    /// A unit accesses what a thread wrote, ordered after it, but the thread did not fence its
+    /// write for such units.
     #[error(
         "{reader} accesses shared memory at {address}, which thread {writer} wrote without fence_proxy_async"
     )]
@@ -185,7 +188,8 @@ pub enum FaultKind {
         /// Where, from the start of the argument.
         offset: i64,
     },
-    /// Two accesses to global memory by threads of a launch whose blocks communicate, one of them writing, that nothing orders.
+    /// Two accesses to global memory by threads of a launch whose blocks communicate, one of them
+    /// writing, that nothing orders.
     #[error(
         "race on global memory at byte {offset} of argument {argument}: {hazard}, thread {second} after {first} and nothing orders them"
     )]
@@ -322,12 +326,12 @@ pub enum Agent {
     },
     /// Threads that cannot be told apart any more.
     Everyone,
-    /// The copy engine, or peers' `st_async`, for what completes on the mbarrier at that address.
+    /// The TMA, or peers' `st_async`, for what completes on the mbarrier at that address.
     Load {
         /// Address of the mbarrier.
         mbarrier: u32,
     },
-    /// The copy engine, for stores that the thread started.
+    /// The TMA, for stores that the thread started.
     Store {
         /// The thread.
         thread: u32,

@@ -9,7 +9,8 @@ use std::marker::PhantomData;
 
 /// A kernel's pointer parameter; indices and offsets count elements.
 ///
-/// It names an argument of the launch that is running and holds no address: kept beyond the launch, it can do no harm.
+/// It names an argument of the launch that is running and holds no address: kept beyond the launch,
+/// it can do no harm.
 #[derive(Debug)]
 pub struct Global<T> {
     argument: u32,

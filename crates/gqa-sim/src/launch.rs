@@ -25,15 +25,17 @@ pub struct Launch<'a> {
     pub threads: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// Decides the order in which threads run. What a launch does, faults included, depends on nothing else.
+    /// Decides the order in which threads run. What a launch does, faults included, depends on
+    /// nothing else.
     pub seed: u64,
     /// Blocks of a cluster, neighbours in x; 1: no clusters. At most 16.
     pub cluster: u32,
-    /// Blocks pass data to each other through global memory: atomic operations are allowed, and accesses to writable global
-    /// memory checked. Blocks then run on one core, in an order that the seed decides.
+    /// Blocks pass data to each other through global memory: atomic operations are allowed, and
+    /// accesses to writable global memory checked. Blocks then run on one core, in an order that
+    /// the seed decides.
     pub communicates: bool,
-    /// The launch may start before the grids before it have ended: until `grid_dependency_wait` it may only read, and only
-    /// [early](Arg::early) arguments.
+    /// The launch may start before the grids before it have ended: until `grid_dependency_wait` it
+    /// may only read, and only [early](Arg::early) arguments.
     pub programmatic: bool,
 }
 
@@ -112,7 +114,8 @@ pub fn launch(
         .and_then(|blocks| arguments::refusal(arguments).map_or(Ok(blocks), Err))
         .map_err(|why| fault(None, FaultKind::Launch(why)))?;
     panics::install_hook();
-    // SAFETY: dropped before this function returns; meanwhile `arguments` holds the borrows of the memory.
+    // SAFETY: dropped before this function returns; meanwhile `arguments` holds the borrows of the
+    // memory.
     let mut arguments = unsafe { Arguments::bind(arguments, written_by(launch, blocks)) };
     let order = launch.communicates.then(|| GlobalOrder::new(&arguments.join_regions()));
     let machine = Machine { launch, kernel, arguments: &arguments };
@@ -168,7 +171,8 @@ fn written_by(launch: &Launch<'_>, blocks: u32) -> u32 {
 
 type Outcome = Result<Report, (u32, FaultKind)>;
 
-/// Clusters run in parallel. After a fault only lower ones still start, so that the lowest fault is always the one found.
+/// Clusters run in parallel. After a fault only lower ones still start, so that the lowest fault is
+/// always the one found.
 fn run_apart(machine: Machine<'_>, clusters: u32) -> Outcome {
     let lowest_fault = AtomicU32::new(u32::MAX);
     let run = |number| {
@@ -189,7 +193,8 @@ fn run_apart(machine: Machine<'_>, clusters: u32) -> Outcome {
     }
 }
 
-/// Clusters that take turns in a launch whose blocks communicate: a few, of up to so many blocks together.
+/// Clusters that take turns in a launch whose blocks communicate: a few, of up to so many blocks
+/// together.
 fn resident(cluster: u32) -> usize {
     const BLOCKS: u32 = 16;
     (BLOCKS / cluster).clamp(2, 4) as usize

@@ -1,9 +1,10 @@
 //! A CUDA-like machine on the CPU that finds what hardware would leave undefined.
 //!
-//! [`launch`] runs a kernel, a plain function, once for every thread of a grid. Threads are coroutines that give way only where
-//! CUDA threads wait for each other; blocks run in parallel. What kernels can do is in [`device`]. Instructions of a whole warp
-//! need the whole warp, shared memory knows who wrote and read each byte, copies arrive when they are waited for, and every broken
-//! rule stops the launch with a [`Fault`] that names the threads and the place.
+//! [`launch`] runs a kernel, a plain function, once for every thread of a grid. Threads are
+//! coroutines that give way only where CUDA threads wait for each other; blocks run in parallel.
+//! What kernels can do is in [`device`]. Instructions of a whole warp need the whole warp, shared
+//! memory knows who wrote and read each byte, copies arrive when they are waited for, and every
+//! broken rule stops the launch with a [`Fault`] that names the threads and the place.
 //!
 //! ```
 //! use gqa_sim::{Arg, Launch, device, launch};

@@ -1,6 +1,7 @@
 //! `ldmatrix` and `mma`, from the fragment maps of the PTX manual.
 //!
-//! A fragment register holds two 16-bit elements, the first in its low half. With `group = lane / 4` and `pair = lane % 4`:
+//! A fragment register holds two 16-bit elements, the first in its low half. With `group = lane /
+//! 4` and `pair = lane % 4`:
 //!
 //! | fragment | register | elements |
 //! |---|---|---|
@@ -11,9 +12,10 @@
 //! | B, 8×8, TF32 | 0, 1 | rows (k) `pair + 0, 4`; column `group` |
 //! | C and D, 16×8, f32 | 0, 1, 2, 3 | rows `group, group, group + 8, group + 8`; columns `2 pair, +1, +0, +1` |
 //!
-//! A TF32 register is a float32 of which hardware takes sign, exponent and the upper 10 bits of the significand; the lower 13 bits are dropped, not
-//! rounded, and so they are here. Products of such values are exact. Sums, of all forms, are rounded to the nearest float32 one by one; that hardware
-//! adds a few products at a time, aligned to the largest and truncated, is not modelled.
+//! A TF32 register is a float32 of which hardware takes sign, exponent and the upper 10 bits of the
+//! significand; the lower 13 bits are dropped, not rounded, and so they are here. Products of such
+//! values are exact. Sums, of all forms, are rounded to the nearest float32 one by one; that
+//! hardware adds a few products at a time, aligned to the largest and truncated, is not modelled.
 
 use crate::arithmetic::f16_to_f32;
 use crate::block::{Block, Lane};
@@ -81,7 +83,8 @@ pub(crate) fn load(block: &mut Block, first: usize, form: Matrices) -> Checked {
 }
 
 impl Matrices {
-    /// The lanes that receive the words of row `r`: one lane each, or with transposition one for each half of a word.
+    /// The lanes that receive the words of row `r`: one lane each, or with transposition one for
+    /// each half of a word.
     #[inline(always)]
     fn receivers(self, r: u32) -> [[u32; 2]; 4] {
         std::array::from_fn(|word| {
@@ -194,11 +197,13 @@ macro_rules! ldmatrix {
     )*};
 }
 ldmatrix! {
-    /// Four 8×8 matrices of 16-bit elements; lane `8m + r` gives the address of row `r` of matrix `m`.
+    /// Four 8×8 matrices of 16-bit elements; lane `8m + r` gives the address of row `r` of matrix
+    /// `m`.
     ldmatrix_x4 = 4, false;
     /// As [`ldmatrix_x4`], each matrix transposed.
     ldmatrix_x4_trans = 4, true;
-    /// Two 8×8 matrices of 16-bit elements; lane `8m + r < 16` gives the address of row `r` of matrix `m`.
+    /// Two 8×8 matrices of 16-bit elements; lane `8m + r < 16` gives the address of row `r` of
+    /// matrix `m`.
     ldmatrix_x2 = 2, false;
     /// As [`ldmatrix_x2`], each matrix transposed.
     ldmatrix_x2_trans = 2, true;
@@ -218,8 +223,8 @@ pub fn mma_m16n8k16_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     mma(Collective::Product(Product::Bf16), d, a, b);
 }
 
-/// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10 bits of the significand count (TF32);
-/// fragments as PTX defines them.
+/// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10
+/// bits of the significand count (TF32); fragments as PTX defines them.
 #[track_caller]
 #[inline(always)]
 pub fn mma_m16n8k8_tf32(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {

@@ -4,20 +4,23 @@ use crate::fault::FaultKind;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-/// Memory behind a pointer argument. Accesses are relaxed atomics, so that a kernel whose blocks race is wrong and not undefined.
+/// Memory behind a pointer argument. Accesses are relaxed atomics, so that a kernel whose blocks
+/// race is wrong and not undefined.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     pointer: *mut u8,
     bytes: usize,
     writable: bool,
     writers: Writers,
-    /// Where it is in the memory whose accesses a launch with communicating blocks orders: region and offset.
+    /// Where it is in the memory whose accesses a launch with communicating blocks orders: region
+    /// and offset.
     pub(crate) region: Option<(usize, usize)>,
     /// May be read before the grids before this one have ended.
     pub(crate) early: bool,
 }
 
-// SAFETY: the memory is reached through atomic operations only, and whoever made the buffer lets nobody else use it.
+// SAFETY: the memory is reached through atomic operations only, and whoever made the buffer lets
+// nobody else use it.
 unsafe impl Sync for Buffer {}
 // SAFETY: as above.
 unsafe impl Send for Buffer {}
@@ -45,8 +48,8 @@ impl Refusal {
 
 impl Buffer {
     /// # Safety
-    /// `pointer` must lead to `bytes` initialised bytes that nobody else uses as long as the result exists, other buffers
-    /// excepted; they must be writable where `writable` says so.
+    /// `pointer` must lead to `bytes` initialised bytes that nobody else uses as long as the result
+    /// exists, other buffers excepted; they must be writable where `writable` says so.
     pub(crate) unsafe fn new(pointer: *mut u8, bytes: usize, writable: bool, blocks: u32) -> Self {
         let writers = Writers::new(if writable { bytes } else { 0 }, blocks);
         Self { pointer, bytes, writable, writers, region: None, early: false }
@@ -137,8 +140,8 @@ macro_rules! word {
 }
 word!(u8 => AtomicU8, u16 => AtomicU16, u32 => AtomicU32, u64 => AtomicU64);
 
-/// For the first byte of each element written, the two lowest blocks (plus 1) that wrote it, so that the answer does not depend on
-/// which ran first. Empty where the launch has one block.
+/// For the first byte of each element written, the two lowest blocks (plus 1) that wrote it, so
+/// that the answer does not depend on which ran first. Empty where the launch has one block.
 #[derive(Debug)]
 struct Writers {
     pairs: Box<[AtomicU64]>,

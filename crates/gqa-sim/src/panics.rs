@@ -10,7 +10,8 @@ thread_local! {
     static MESSAGE: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Puts a hook before the process's own that keeps the message of a panic inside a kernel and passes on every other panic.
+/// Puts a hook before the process's own that keeps the message of a panic inside a kernel and
+/// passes on every other panic.
 pub(crate) fn install_hook() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {

@@ -1,4 +1,5 @@
-//! Runs the threads of blocks: each is a coroutine, a warp runs until all its lanes wait, and the seed decides who is next.
+//! Runs the threads of blocks: each is a coroutine, a warp runs until all its lanes wait, and the
+//! seed decides who is next.
 
 use crate::arguments::Arguments;
 use crate::block::{self, Block, Entered, Hold, Lane, Waiting};
@@ -28,7 +29,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) arguments: &'a Arguments,
 }
 
-/// Runs clusters, given by their numbers; at most `resident` of them take turns. A fault comes with the number of its block.
+/// Runs clusters, given by their numbers; at most `resident` of them take turns. A fault comes with
+/// the number of its block.
 pub(crate) fn run(
     machine: Machine<'_>,
     clusters: impl IntoIterator<Item = u32>,
@@ -143,7 +145,8 @@ impl Team {
         let size = machine.launch.cluster;
         let numbers = number * size..number * size + size;
         let runs: Vec<_> = numbers.map(|block| Run::new(machine, block, order, stacks)).collect();
-        // SAFETY: the team's blocks live as long as each other, and are lent as the running block only.
+        // SAFETY: the team's blocks live as long as each other, and are lent as the running block
+        // only.
         let cluster = Rc::new(unsafe { Cluster::new(runs.iter().map(|run| run.block).collect()) });
         for (rank, run) in runs.iter().enumerate() {
             let mut block = run.block;
@@ -244,7 +247,8 @@ impl Run {
 
     /// Does something; alone, until it can do nothing more.
     fn run(&mut self, alone: bool) -> Result<Progress, FaultKind> {
-        // SAFETY: the block outlives the guard, and until then is used through the current block only.
+        // SAFETY: the block outlives the guard, and until then is used through the current block
+        // only.
         let _entered = unsafe { Entered::new(self.block.as_ptr()) };
         loop {
             match self.step()? {
@@ -308,7 +312,8 @@ impl Run {
         self.ready.extend(0..std::mem::take(&mut self.waiting) as usize);
     }
 
-    /// Runs each lane of a warp until it waits, then what they wait for if it concerns the warp only.
+    /// Runs each lane of a warp until it waits, then what they wait for if it concerns the warp
+    /// only.
     fn turn(&mut self, warp: usize) -> Result<Turn, FaultKind> {
         let (a, b) = self.random.permutation();
         let runnable = block::with(|block| block.runnable(warp));
@@ -372,7 +377,8 @@ impl Drop for Run {
         // SAFETY: as in `run`; the guard is dropped before the block.
         let entered = unsafe { Entered::new(self.block.as_ptr()) };
         for mut coroutine in self.coroutines.drain(..) {
-            // A destructor that panics while its kernel is taken down has nothing to add to the fault.
+            // A destructor that panics while its kernel is taken down has nothing to add to the
+            // fault.
             let unwound = catch_unwind(AssertUnwindSafe(|| coroutine.force_unwind()));
             drop(unwound);
             coroutine.into_stack().give_back();
@@ -389,7 +395,8 @@ fn coroutine(
     arguments: &Arguments,
     stack: ThreadStack,
 ) -> Coroutine<(), (), (), ThreadStack> {
-    // SAFETY: the block's `Run` drops its coroutines, and `run` borrows kernel and arguments for longer.
+    // SAFETY: the block's `Run` drops its coroutines, and `run` borrows kernel and arguments for
+    // longer.
     unsafe {
         Coroutine::with_stack_unchecked(stack, move |yielder, ()| {
             block::with(|block| block.lane().yielder = Some(NonNull::from(yielder)));
@@ -436,7 +443,8 @@ fn wake(block: &mut Block, ready: &mut Vec<usize>, held: &mut Vec<usize>) -> usi
     block.hopper.loads.len()
 }
 
-/// Lanes of the warp wait for different things. That is well if some wait for a phase of an mbarrier.
+/// Lanes of the warp wait for different things. That is well if some wait for a phase of an
+/// mbarrier.
 #[cold]
 fn hold(block: &mut Block, warp: usize) -> Result<Turn, FaultKind> {
     let threads = warp * 32..warp * 32 + 32;

@@ -7,12 +7,14 @@ use std::sync::{Condvar, Mutex, PoisonError};
 /// Room for a kernel compiled without optimisation; the system provides only what is touched.
 const BYTES: usize = 256 * 1024;
 const CACHE_LINE: usize = 64;
-/// Lines from one stack's start to the next one's, within their pages. Odd, so that all sets of a cache are used.
+/// Lines from one stack's start to the next one's, within their pages. Odd, so that all sets of a
+/// cache are used.
 const STEP: usize = 17;
 const COLOURS: usize = 64;
 
-/// A stack that starts at its own distance from the page's end. Stacks that all started at a page's end would put the frames of all
-/// threads into the same few sets of the first-level cache, which nearly every switch of threads would then miss.
+/// A stack that starts at its own distance from the page's end. Stacks that all started at a page's
+/// end would put the frames of all threads into the same few sets of the first-level cache, which
+/// nearly every switch of threads would then miss.
 pub(crate) struct ThreadStack {
     memory: DefaultStack,
     skipped: usize,
@@ -25,7 +27,8 @@ thread_local! {
     static MADE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Stacks of blocks that take turns. A host that ran clusters of thousands of threads on each of many cores would run out of mappings.
+/// Stacks of blocks that take turns. A host that ran clusters of thousands of threads on each of
+/// many cores would run out of mappings.
 struct Stock {
     idle: Vec<ThreadStack>,
     /// Stacks that are reserved.
@@ -87,7 +90,8 @@ impl ThreadStack {
     }
 }
 
-// SAFETY: the memory is the default stack's, guard page included; a quarter of it at most is skipped, in multiples of the alignment.
+// SAFETY: the memory is the default stack's, guard page included; a quarter of it at most is
+// skipped, in multiples of the alignment.
 unsafe impl Stack for ThreadStack {
     fn base(&self) -> StackPointer {
         StackPointer::new(self.memory.base().get() - self.skipped).expect("inside the stack")

@@ -1,4 +1,5 @@
-//! Clusters: what blocks do in each other's shared memory, and the faults of those that break a rule, with every seed.
+//! Clusters: what blocks do in each other's shared memory, and the faults of those that break a
+//! rule, with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{Agent, Arg, Arguments, Fault, FaultKind, Hazard, Launch, Place, Report, launch};
@@ -86,7 +87,8 @@ enum Plant {
 }
 use Plant::*;
 
-/// Every thread writes a word of the next rank's memory; every thread reads a word of the one before the previous one's.
+/// Every thread writes a word of the next rank's memory; every thread reads a word of the one
+/// before the previous one's.
 fn exchange(plant: Plant) -> impl Fn(&Arguments) + Sync {
     move |arguments: &Arguments| {
         let (rank, thread) = (cluster_rank(), thread_idx());

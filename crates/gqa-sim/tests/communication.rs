@@ -1,5 +1,5 @@
-//! Blocks that pass partial results through global memory to the one that comes last, and the faults of those that break a rule,
-//! with every seed.
+//! Blocks that pass partial results through global memory to the one that comes last, and the
+//! faults of those that break a rule, with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{Agent, Arg, Arguments, Fault, FaultKind, Hazard, Launch, Report, launch};
@@ -311,7 +311,8 @@ fn atomics_are_checked_as_other_accesses() {
     assert!(matches!(kind, FaultKind::NullPointer { .. }), "{kind}");
 }
 
-/// A grid that may start before the one before it has ended: `wait` decides which threads wait, and what orders the others.
+/// A grid that may start before the one before it has ended: `wait` decides which threads wait, and
+/// what orders the others.
 fn dependent(wait: fn(), early: bool) -> Result<Report, Fault> {
     let (input, mut out) = ([7u32; 64], [0u32; 64]);
     let kernel = |arguments: &Arguments| {

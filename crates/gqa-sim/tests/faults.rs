@@ -1,4 +1,5 @@
-//! Kernels that break a rule, and the fault each must end in; where a small change mends the kernel, that it then passes.
+//! Kernels that break a rule, and the fault each must end in; where a small change mends the
+//! kernel, that it then passes.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, FaultKind, Hazard, Launch, Place, Report, launch};
@@ -163,14 +164,16 @@ fn shared_access_outside_or_misaligned() {
     assert!(matches!(kind, FaultKind::SharedAlignment { bytes: 16, .. }), "{kind}");
 }
 
-/// Two accesses of two threads with `between` between them; the second thread is in the warp `distance / 32` further on.
+/// Two accesses of two threads with `between` between them; the second thread is in the warp
+/// `distance / 32` further on.
 fn two_accesses(first: fn(), between: fn(), second: fn(), distance: u32) -> Result<Report, Fault> {
     run(64, move || {
         if thread_idx() < 32 {
             st_shared(at(4 * thread_idx()), 0u32);
         }
         sync_threads();
-        // Shuffles make the order certain within a warp, and a second warp's turn may come at any time.
+        // Shuffles make the order certain within a warp, and a second warp's turn may come at any
+        // time.
         if thread_idx() == 0 {
             first();
         }

@@ -1,4 +1,5 @@
-//! Copies of boxes, transaction barriers and warpgroup products against plain definitions of what they compute.
+//! Copies of boxes, transaction barriers and warpgroup products against plain definitions of what
+//! they compute.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Launch, Report, Swizzle, TensorLayout, launch};
@@ -178,7 +179,8 @@ fn gemm(arguments: &Arguments, form: Form) {
     }
 }
 
-/// `rows` by `columns` of the product of matrices that are smaller than the tile; what lies outside is zero.
+/// `rows` by `columns` of the product of matrices that are smaller than the tile; what lies outside
+/// is zero.
 fn run([rows, columns]: [u32; 2], seed: u64, form: Form) -> (Vec<bf16>, Report) {
     let (a, b) = (values(rows * DEPTH), values(DEPTH * DEPTH));
     let mut c = vec![bf16::ONE; (rows * columns) as usize];
@@ -226,7 +228,8 @@ fn product_with_an_mn_major_operand_and_edges_inside_the_tile() {
     }
 }
 
-/// 12 rows of 20 elements, 24 from row to row, three planes of two volumes; boxes of 16 by 4 by 2 by 2.
+/// 12 rows of 20 elements, 24 from row to row, three planes of two volumes; boxes of 16 by 4 by 2
+/// by 2.
 const SMALL: TensorLayout = TensorLayout {
     size: [20, 12, 3, 2],
     stride: [48, 48 * 12, 48 * 36],
@@ -289,7 +292,8 @@ fn codes(rows: u32) -> Vec<u16> {
     codes.collect()
 }
 
-/// The product of 64 by 128 and 128 by 128 numbers of e4m3, the first in registers if `in_registers`, both K-major.
+/// The product of 64 by 128 and 128 by 128 numbers of e4m3, the first in registers if
+/// `in_registers`, both K-major.
 fn multiply_e4m3(base: u32, in_registers: bool) -> [f32; 64] {
     let form = Form { mn_major: false, swizzle: Swizzle::Bytes128, row: 128 };
     let (row, four) = (thread_idx() % 128 / 32 * 16 + lane() / 4, lane() % 4 * 4);
@@ -340,7 +344,7 @@ fn products_of_eight_bits() {
                 store(base, &multiply_e4m3(base, in_registers), arguments.tensor_map(2));
             }
         };
-        // To the copy engine two codes are an element.
+        // To TMA two quantized values are an element.
         let given = [
             Arg::read(&a).tensor_map(matrix(ROWS, 64, ROWS)),
             Arg::read(&b).tensor_map(matrix(COLUMNS, 64, COLUMNS)),

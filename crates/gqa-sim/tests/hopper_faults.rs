@@ -1,4 +1,5 @@
-//! Pipelines of copies and warpgroup products that break a rule, and the fault each must end in, with every seed.
+//! Pipelines of copies and warpgroup products that break a rule, and the fault each must end in,
+//! with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{
@@ -373,7 +374,8 @@ fn copies_that_nobody_waits_for() {
 #[test]
 fn wrong_descriptors_give_wrong_numbers_or_faults() {
     let expected = expected();
-    // Rows 16 bytes apart between groups of eight, no swizzle, the two smaller swizzles, the next 16 bytes.
+    // Rows 16 bytes apart between groups of eight, no swizzle, the two smaller swizzles, the next
+    // 16 bytes.
     let differences = [(1024 >> 4) << 32 | 1 << 32, 1 << 62, 3 << 62, 1 << 63, 1];
     for difference in differences {
         let outcome = run(Descriptor(difference), 3);
@@ -529,7 +531,8 @@ fn arrival_covers_one_lane() {
     }
 }
 
-/// Warp 0 writes and arrives; warp 1 waits there and reads, and writes back what warp 0 may not read.
+/// Warp 0 writes and arrives; warp 1 waits there and reads, and writes back what warp 0 may not
+/// read.
 #[test]
 fn named_barrier_orders_those_who_wait_after_those_who_arrive() {
     let exchange = |seed, both_ways: bool| {
@@ -643,8 +646,8 @@ fn stores_through_a_map_of_read_only_memory() {
     assert!(matches!(kind, FaultKind::ReadOnly { argument: 0, .. }), "{kind}");
 }
 
-/// Random accesses and barriers of two warps, the same in every run of a program; `clocks` says after how many steps vector clocks
-/// begin.
+/// Random accesses and barriers of two warps, the same in every run of a program; `clocks` says
+/// after how many steps vector clocks begin.
 fn random_program(program: u64, clocks: u32) -> Option<FaultKind> {
     let step = |i: u32, thread: u32| {
         let mixed =

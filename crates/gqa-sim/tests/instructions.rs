@@ -51,7 +51,8 @@ fn shuffles_and_votes() {
     }
 }
 
-/// An `8n × 8` matrix of distinct elements in rows of 16 bytes: element (row, column) is `8 row + column`.
+/// An `8n × 8` matrix of distinct elements in rows of 16 bytes: element (row, column) is `8 row +
+/// column`.
 fn store_rows() {
     for i in 0..4 {
         let first = 8 * lane() + 2 * i;
@@ -109,7 +110,8 @@ fn c(row: u32, column: u32) -> f32 {
     (row * 8 + column) as f32
 }
 
-/// A 16×8 product whose fragments are made from the maps in the PTX manual; `swap` exchanges two registers of A.
+/// A 16×8 product whose fragments are made from the maps in the PTX manual; `swap` exchanges two
+/// registers of A.
 fn product((pack, multiply): (Pack, Multiply), swap: bool) -> [[f32; 8]; 16] {
     let results = lanes(|lane| {
         let (g, t) = (lane / 4, 2 * (lane % 4));
@@ -146,7 +148,8 @@ fn matrix_product_is_right_with_the_right_fragments_and_only_then() {
     }
 }
 
-/// A 16×8 product in TF32 of an 8-deep inner dimension whose elements have `noise` in the 13 bits that TF32 has not.
+/// A 16×8 product in TF32 of an 8-deep inner dimension whose elements have `noise` in the 13 bits
+/// that TF32 has not.
 fn product_tf32(noise: u32, swap: bool) -> [[f32; 8]; 16] {
     let noisy = |x: f32| x.to_bits() | noise;
     let results = lanes(|lane| {

@@ -1,5 +1,5 @@
-//! Blocks of a cluster that reduce by storing to each other without waiting, and the faults of those that break a rule, with
-//! every seed.
+//! Blocks of a cluster that reduce by storing to each other without waiting, and the faults of
+//! those that break a rule, with every seed.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, FaultKind, Launch, Place, launch};
@@ -7,7 +7,8 @@ use gqa_sim::{Arg, Arguments, Fault, FaultKind, Launch, Place, launch};
 const SEEDS: std::ops::Range<u64> = 0..16;
 const CLUSTER: u32 = 4;
 const THREADS: u32 = 64;
-/// Rounds, each of which sums a word per thread over the cluster in the block whose rank is the round's number modulo 2.
+/// Rounds, each of which sums a word per thread over the cluster in the block whose rank is the
+/// round's number modulo 2.
 const ROUNDS: u32 = 3;
 /// A word for each rank and thread.
 const MAIL: u32 = 0;

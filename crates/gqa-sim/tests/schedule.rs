@@ -1,4 +1,5 @@
-//! Seeds: the same seed gives the same run, another seed another order, and correct kernels do not notice.
+//! Seeds: the same seed gives the same run, another seed another order, and correct kernels do not
+//! notice.
 
 use gqa_sim::device::*;
 use gqa_sim::{Arg, Arguments, Fault, Launch, launch};

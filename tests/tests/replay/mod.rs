@@ -1,4 +1,5 @@
-//! Calls as programs run them: a decode loop of one captured graph, with a cache that stays on the GPU, and graphs of any call.
+//! Calls as programs run them: a decode loop of one captured graph, with a cache that stays on the
+//! GPU, and graphs of any call.
 
 use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{Call, Device, Graph, Stream};
@@ -6,8 +7,9 @@ use gqa_host::plan::{DeviceInfo, PlanOptions, TensorId, plan};
 use gqa_host::{Problem, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Captures the first problem it is given, for sequences as long as the cache; replays it for that and for all that follow, which
-/// must be later steps of the same sequences. The cache is uploaded before the first replay only.
+/// Captures the first problem it is given, for sequences as long as the cache; replays it for that
+/// and for all that follow, which must be later steps of the same sequences. The cache is uploaded
+/// before the first replay only.
 pub struct Replay {
     device: Device,
     stream: Stream,

@@ -80,7 +80,7 @@ fn best(mut measure: impl FnMut() -> f64) -> f64 {
     (0..TRIES).map(|_| measure()).fold(0.0, f64::max)
 }
 
-/// Bytes per second of a copy far larger than the second-level cache.
+/// Bytes per second of a copy far larger than the L2 cache.
 fn copied(gpu: &Gpu) -> Result<f64> {
     let elements = (gpu.device.memory_bytes() / 64).min(1 << 30) / 4;
     let tensor = || DeviceTensor::new(&gpu.device, DType::I32, &[elements]);

@@ -1,4 +1,5 @@
-//! The figures of a report: time and rate against length, place under the roofline, ratio to others.
+//! The figures of a report: time and rate against length, place under the roofline, ratio to
+//! others.
 
 use std::collections::BTreeMap;
 

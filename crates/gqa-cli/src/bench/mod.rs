@@ -1,7 +1,8 @@
 //! `gqa bench`: medians with their spread, checked against the reference in the same process.
 //!
-//! On a GPU the calls are captured in a CUDA graph that walks over several sets of buffers, so that no call finds its inputs in the
-//! second-level cache, and the graph is replayed. Elsewhere each run is timed by the wall clock.
+//! On a GPU the calls are captured in a CUDA graph that walks over several sets of buffers, so that
+//! no call finds its inputs in the L2 cache, and the graph is replayed. Elsewhere each run is timed
+//! by the wall clock.
 
 mod ceiling;
 mod figures;
@@ -47,7 +48,8 @@ pub enum Mode {
 /// Arguments of `gqa bench prompt`.
 #[derive(clap::Args)]
 pub struct Prompt {
-    /// Sequences x rows, several separated by commas [default: 32x512,8x2048,2x8192,1x16384 on a GPU, else 1x128,1x512].
+    /// Sequences x rows, several separated by commas [default: 32x512,8x2048,2x8192,1x16384 on a
+    /// GPU, else 1x128,1x512].
     #[arg(long, value_delimiter = ',')]
     size: Vec<Size>,
     /// Rows in the cache before.
@@ -177,7 +179,8 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     Ok(report.exit_code())
 }
 
-/// Of a GPU, with what the peers' run measured, or of the CPU. A back end that plays or defines has no roofline.
+/// Of a GPU, with what the peers' run measured, or of the CPU. A back end that plays or defines has
+/// no roofline.
 fn ceilings(machine: &Machine, peers: Option<&Peers>) -> Result<Option<Ceilings>> {
     let mut ceilings = match machine {
         Machine::Gpu(gpu) => Ceilings::of_gpu(gpu)?,

@@ -53,7 +53,8 @@ impl Peers {
         }
     }
 
-    /// Adds to the record what the file has of the same call. A call that computes other scores has no peers.
+    /// Adds to the record what the file has of the same call. A call that computes other scores has
+    /// no peers.
     pub fn join(&self, record: &mut Record) {
         if ["softcap", "scale", "smooth"].iter().any(|feature| record.features.contains(feature)) {
             return;

@@ -54,7 +54,8 @@ pub struct Figure {
     pub rule: Option<f64>,
 }
 
-/// Page, text, axes and mesh. The report's style sheet finds them by these values and exchanges them on a dark page.
+/// Page, text, axes and mesh. The report's style sheet finds them by these values and exchanges
+/// them on a dark page.
 pub const PAGE: RGBColor = RGBColor(255, 255, 255);
 /// Text.
 pub const INK: RGBColor = RGBColor(31, 35, 40);

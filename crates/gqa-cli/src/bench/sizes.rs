@@ -8,8 +8,9 @@ use crate::shape::{Element, Layer, Shape, count};
 /// Options that name calls.
 #[derive(clap::Args)]
 pub struct Selection {
-    /// Models, several separated by commas: llama3-8b, llama3-70b, qwen3-14b, mistral-7b, mixtral-8x22b, phi3-mini, phi3-small,
-    /// phi3-medium, gemma4-global, gemma4-local; instead of heads, head size and window. Sequences longer than a model's are left out.
+    /// Models, several separated by commas: llama3-8b, llama3-70b, qwen3-14b, mistral-7b,
+    /// mixtral-8x22b, phi3-mini, phi3-small, phi3-medium, gemma4-global, gemma4-local; instead of
+    /// heads, head size and window. Sequences longer than a model's are left out.
     #[arg(long, value_delimiter = ',', value_parser = Model::parse, conflicts_with_all = ["heads", "kv_heads", "head_size", "window"])]
     model: Vec<Model>,
     /// Element types, several separated by commas.
@@ -34,7 +35,8 @@ pub struct Row {
 }
 
 impl Selection {
-    /// All calls; `shape` makes one of a layer and a size, `sizes` are used where no lengths are given.
+    /// All calls; `shape` makes one of a layer and a size, `sizes` are used where no lengths are
+    /// given.
     pub fn rows(&self, sizes: &[Size], shape: impl Fn(Layer, Size) -> Shape) -> Vec<Row> {
         let sizes = if self.length.is_empty() { sizes.to_vec() } else { self.grid() };
         let mut rows = Vec::new();

@@ -1,4 +1,5 @@
-//! Calls whose cache consists of blocks: PagedAttention of sequences of equal lengths, whose blocks lie scattered.
+//! Calls whose cache consists of blocks: PagedAttention of sequences of equal lengths, whose blocks
+//! lie scattered.
 
 use anyhow::{Result, bail};
 use gqa_host::op::{Bounds, PagedAttention, PagedShapes};
@@ -37,7 +38,8 @@ impl Shape {
         self.total().div_ceil(block_size)
     }
 
-    /// The validated call over blocks of that many rows, with that many tokens of all sequences together.
+    /// The validated call over blocks of that many rows, with that many tokens of all sequences
+    /// together.
     pub(super) fn paged_problem(&self, block_size: usize, tokens: usize) -> Result<Problem> {
         let Layer { heads, kv_heads, head_size, window, bidirectional, .. } = self.layer;
         if bidirectional && window >= 0 {

@@ -21,9 +21,9 @@ pub(super) fn folder() -> Result<Option<&'static Path>> {
 
 /// A back end whose calls leave a folder each in `folder`: the call in words (`call.txt`), the
 /// inputs as they were before (`query.npy`, …; a shared cache as `past_key.npy` and
-/// `past_value.npy`), and the outputs as they are after. NumPy has neither bfloat16 nor 8-bit floats:
-/// such tensors are stored as the integers of their bits, for `.view(ml_dtypes.bfloat16)` and
-/// `.view(ml_dtypes.float8_e4m3fn)`.
+/// `past_value.npy`), and the outputs as they are after. NumPy has neither bfloat16 nor 8-bit
+/// floats: such tensors are stored as the integers of their bits, for `.view(ml_dtypes.bfloat16)`
+/// and `.view(ml_dtypes.float8_e4m3fn)`.
 pub struct Dumped<'a> {
     backend: &'a dyn Backend,
     folder: &'a Path,
@@ -82,7 +82,8 @@ impl Folder {
     }
 }
 
-/// Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes, the elements.
+/// Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes,
+/// the elements.
 fn write_npy(path: &Path, tensor: &Tensor) -> std::io::Result<()> {
     let descr = match tensor.dtype() {
         DType::F32 => "<f4",

@@ -52,14 +52,15 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// Errs unless the tensors are those of `problem`, and lengths, positions and blocks lead into the
-    /// tensors that they index. Back ends compute what passes.
+    /// Errs unless the tensors are those of `problem`, and lengths, positions and blocks lead into
+    /// the tensors that they index. Back ends compute what passes.
     pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
         self.check_tensors(problem)?;
         values::check(problem, &self.inputs)
     }
 
-    /// Errs unless all tensors of `problem` are there, with its types and as many elements as it says.
+    /// Errs unless all tensors of `problem` are there, with its types and as many elements as it
+    /// says.
     pub(crate) fn check_tensors(&self, problem: &Problem) -> Result<()> {
         for id in TensorId::ALL {
             let tensor = if id.is_output() { self.output(id) } else { self.input(id) };

@@ -13,10 +13,12 @@ mod strided;
 use crate::plan::Tensors;
 use crate::{Problem, Result, Tensor};
 
-/// The tensors of one validated call. Inputs are as the operator takes them; outputs have their final shapes.
+/// The tensors of one validated call. Inputs are as the operator takes them; outputs have their
+/// final shapes.
 ///
-/// With [`CacheBinding::Shared`](crate::CacheBinding) `past_*` are absent and `present_*` arrive holding the past; with
-/// `Separate` every element of `present_*` is written. Every element of the other outputs is always written.
+/// With [`CacheBinding::Shared`](crate::CacheBinding) `past_*` are absent and `present_*` arrive
+/// holding the past; with `Separate` every element of `present_*` is written. Every element of the
+/// other outputs is always written.
 pub struct Io<'a> {
     /// What the call reads, by role.
     pub inputs: Tensors<&'a Tensor>,
@@ -41,30 +43,31 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     ///
-    /// Unless the tensors are those of the problem, and lengths, positions and blocks in them lead into
-    /// these; where no kernel takes the problem, memory is too small, or the GPU fails.
+    /// Unless the tensors are those of the problem, and lengths, positions and blocks in them lead
+    /// into these; where no kernel takes the problem, memory is too small, or the GPU fails.
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()>;
 }
 
-/// A GPU, real or simulated: what runs plans. Code over machines is tried on the simulated one where there
-/// is no other.
+/// A GPU, real or simulated: what runs plans. Code over machines is tried on the simulated one
+/// where there is no other.
 #[cfg(any(feature = "cuda", feature = "sim"))]
 pub trait Machine: Backend {
     /// The device that its plans are made for.
     fn target(&self) -> &crate::plan::DeviceInfo;
 
-    /// Runs a plan on host tensors. What is in these is not looked at: kernels keep within them whatever
-    /// lengths, positions and blocks there are.
+    /// Runs a plan on host tensors. What is in these is not looked at: kernels keep within them
+    /// whatever lengths, positions and blocks there are.
     ///
     /// # Errors
     ///
-    /// Unless the tensors are those of the plan's problem; where the plan is for a newer device, memory is
-    /// too small, the GPU fails, or the simulator catches a kernel doing what hardware leaves undefined.
+    /// Unless the tensors are those of the plan's problem; where the plan is for a newer device,
+    /// memory is too small, the GPU fails, or the simulator catches a kernel doing what hardware
+    /// leaves undefined.
     fn execute(&self, plan: &crate::plan::Plan, io: &mut Io<'_>) -> Result<()>;
 }
 
-/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and with
-/// the tensors in the folder that `GQA_DUMP` names, if it names one.
+/// Runs `problem` on `backend`, as every operator of [`op`](crate::op) does: with a log line, and
+/// with the tensors in the folder that `GQA_DUMP` names, if it names one.
 pub(crate) fn run(backend: &dyn Backend, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
     tracing::debug!(backend = backend.name(), call = %problem, "run");
     match dump::folder()? {

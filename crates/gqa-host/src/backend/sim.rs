@@ -7,7 +7,8 @@ use gqa_sim::{Swizzle, TensorLayout};
 use std::cell::Cell;
 use std::ops::Range;
 
-/// A simulated GPU. Workspace and outputs are filled with NaN first, so that what a kernel reads too early or forgets to write shows.
+/// A simulated GPU. Workspace and outputs are filled with NaN first, so that what a kernel reads
+/// too early or forgets to write shows.
 #[derive(Clone, Debug)]
 pub struct Sim {
     device: DeviceInfo,
@@ -42,7 +43,7 @@ impl Sim {
         &self,
         launch: &Launch,
         memory: &Memory<'_>,
-        is_settled: impl Fn(&Arg) -> bool,
+        prefetches: impl Fn(&Arg) -> bool,
     ) -> Result<()> {
         let Launch { entry, grid, cluster, programmatic, args, params, .. } = launch;
         launch.check_cluster()?;
@@ -57,7 +58,7 @@ impl Sim {
         );
         let bind = |arg: &Arg| {
             let bound = memory.bind(*arg);
-            if is_settled(arg) { bound.early() } else { bound }
+            if prefetches(arg) { bound.early() } else { bound }
         };
         let mut arguments: Vec<_> = args.iter().map(bind).collect();
         arguments.push(gqa_sim::Arg::params_bytes(params));
@@ -93,11 +94,12 @@ impl Machine for Sim {
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
             .with_counters(bytemuck::cast_slice_mut(&mut counters))
             .with_strided(&inputs, output.as_deref_mut());
-        // Those that nobody behind them waits for come last, where nothing has them do the others' work.
-        let (aside, others): (Vec<_>, Vec<_>) =
-            plan.launches.iter().enumerate().partition(|(_, launch)| launch.aside);
-        for (number, launch) in others.into_iter().chain(aside) {
-            self.launch(launch, &memory, |arg| is_settled(plan, number, arg))?;
+        // Those that nobody behind them waits for come last, where nothing has them do the others'
+        // work.
+        let (concurrent, others): (Vec<_>, Vec<_>) =
+            plan.launches.iter().enumerate().partition(|(_, launch)| launch.concurrent);
+        for (number, launch) in others.into_iter().chain(concurrent) {
+            self.launch(launch, &memory, |arg| prefetches(plan, number, arg))?;
         }
         if let Some(output) = output {
             strided::gather(plan.problem(), output, io)?;
@@ -121,13 +123,13 @@ impl Backend for Sim {
 }
 
 /// Whether a launch of the plan may read that while the one ahead of it still runs.
-fn is_settled(plan: &Plan, number: usize, arg: &Arg) -> bool {
+fn prefetches(plan: &Plan, number: usize, arg: &Arg) -> bool {
     let ahead = &plan.launches[..number];
     match (ahead.last(), tensor(arg)) {
         // As the caller says.
         (None, Some(id)) => {
             let is_new = matches!(id, TensorId::Query | TensorId::Key | TensorId::Value);
-            plan.problem().settled && !is_new
+            plan.problem().prefetch_cache && !is_new
         }
         (None, None) => false,
         // It began when all before it had ended.

@@ -46,7 +46,8 @@ impl Addresses {
         Ok(Self([0; MAX_ARGUMENTS]))
     }
 
-    /// Calls `f` with a pointer to each argument, tensor maps and the parameters among them. `launch` is the one that these were made for.
+    /// Calls `f` with a pointer to each argument, tensor maps and the parameters among them.
+    /// `launch` is the one that these were made for.
     pub(super) fn with<R>(
         &self,
         launch: &Launch,
@@ -91,7 +92,7 @@ mod tests {
     use crate::plan::{DeviceInfo, Plan, PlanOptions, TensorId, plan};
     use crate::{CacheBinding, DType, TensorDesc};
 
-    /// A token step without tensor maps: parts of the keys, then their merge.
+    /// A decode step without tensor maps: parts of the keys, then their merge.
     fn step() -> Plan {
         let f16 = |shape| TensorDesc { dtype: DType::F16, shape };
         let shapes = Shapes {

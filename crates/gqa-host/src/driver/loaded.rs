@@ -84,7 +84,7 @@ fn shape(launch: &Launch) -> Shape {
         // them are illegal otherwise.
         cluster: if entry.max_cluster > 1 { launch.cluster() } else { 0 },
         programmatic: launch.programmatic(),
-        urgent: launch.aside(),
+        urgent: launch.concurrent(),
     }
 }
 
@@ -149,7 +149,7 @@ impl LoadedPlan {
         let mut forked = None;
         let launched = launches.into_iter().try_for_each(|number| {
             let launch = &self.plan.launches()[number];
-            let place = if launch.aside() && !raw::stream::is_per_thread(stream.raw()) {
+            let place = if launch.concurrent() && !raw::stream::is_per_thread(stream.raw()) {
                 forked.insert(stream.side()?).fork(stream.raw())?
             } else {
                 stream.raw()
@@ -173,7 +173,7 @@ impl LoadedPlan {
             let allowed = format!("numbers below {}", all.len());
             return Err(Error::invalid("launches", format!("{launches:?}"), allowed));
         }
-        if launches.len() != all.len() && all.iter().any(Launch::aside) {
+        if launches.len() != all.len() && all.iter().any(Launch::concurrent) {
             let got = format!("{launches:?} of a plan whose launches share work");
             return Err(Error::invalid("launches", got, "all of them together"));
         }

@@ -75,7 +75,8 @@ impl DeviceTensor {
         }
         tensor.with_bytes_mut(|bytes| {
             self.copied(stream, || {
-                // SAFETY: the sizes are equal, and the stream is waited for before anything is read.
+                // SAFETY: the sizes are equal, and the stream is waited for before anything is
+                // read.
                 unsafe { raw::memory::copy_to_host(bytes, self.pointer, stream.raw()) }
             })?;
             stream.synchronize()

@@ -1,4 +1,5 @@
-//! Named ranges on the time line of NVIDIA's profilers (NVTX), with feature `nvtx`; without it, nothing.
+//! Named ranges on the time line of NVIDIA's profilers (NVTX), with feature `nvtx`; without it,
+//! nothing.
 
 #[cfg(feature = "nvtx")]
 pub(super) use nvtx::open;
@@ -13,8 +14,9 @@ pub(super) fn open(_: &str) -> Range {
     Range
 }
 
-/// The protocol of NVTX 3 without its C headers. A profiler that starts a program names a library in an environment variable. The
-/// program loads it and hands it a function that gives out tables of pointers to function pointers, which the profiler then sets.
+/// The protocol of NVTX 3 without its C headers. A profiler that starts a program names a library
+/// in an environment variable. The program loads it and hands it a function that gives out tables
+/// of pointers to function pointers, which the profiler then sets.
 #[cfg(feature = "nvtx")]
 mod nvtx {
     use libloading::Library;
@@ -113,7 +115,8 @@ mod nvtx {
         static PROFILER: OnceLock<Option<Library>> = OnceLock::new();
         PROFILER.get_or_init(|| {
             let path = std::env::var_os("NVTX_INJECTION64_PATH")?;
-            // SAFETY: the profiler that started this program asks for its library to be loaded, and to be initialised by that function.
+            // SAFETY: the profiler that started this program asks for its library to be loaded, and
+            // to be initialised by that function.
             unsafe {
                 let library = Library::new(path).ok()?;
                 let initialize = *library.get::<Initialize>(b"InitializeInjectionNvtx2").ok()?;

@@ -42,7 +42,7 @@ impl LoadedPlan {
         let launches = self.plan().launches();
         let mut nodes = Vec::with_capacity(launches.len());
         for (number, (launch, kernel)) in launches.iter().zip(self.kernels()).enumerate() {
-            let ahead = launches[..number].iter().rposition(|launch| !launch.aside());
+            let ahead = launches[..number].iter().rposition(|launch| !launch.concurrent());
             nodes.push(graph.add(launch, *kernel, ahead.map(|ahead| &nodes[ahead]))?);
         }
         // SAFETY: the graph lives.

@@ -26,7 +26,7 @@ pub struct Dense {
     lse: bool,
     float32_output: bool,
     float8_output: bool,
-    cache_settled: bool,
+    prefetch_cache: bool,
     float8_products: bool,
 }
 
@@ -58,7 +58,7 @@ impl Dense {
             lse: false,
             float32_output: false,
             float8_output: false,
-            cache_settled: false,
+            prefetch_cache: false,
             float8_products: false,
         }
     }
@@ -134,8 +134,8 @@ impl Dense {
     /// Promises that the kernel launched just before this call writes nothing that the call reads
     /// but query, key and value: the KV cache is fetched while that kernel still runs (programmatic
     /// dependent launch). If the promise is broken, results may be wrong.
-    pub const fn cache_settled(self) -> Self {
-        Self { cache_settled: true, ..self }
+    pub const fn prefetch_cache(self) -> Self {
+        Self { prefetch_cache: true, ..self }
     }
 
     /// Over a cache of float8e4m3fn, products may be of float8, too.
@@ -200,7 +200,7 @@ impl Layer {
             .layout(call.layout)
             .log_sum_exp(call.lse)
             .float32_output(call.float32_output)
-            .settled_cache(call.cache_settled)
+            .prefetch_cache(call.prefetch_cache)
             .float8_products(call.float8_products)
             .problem_from_shapes(&shapes, CacheBinding::Shared)?
             .with_strides(call.strided)

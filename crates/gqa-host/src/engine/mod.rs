@@ -1,10 +1,10 @@
 //! Calls as an inference engine describes them.
 //!
 //! A [`Layer`] says what all calls of an attention layer have in common: element type, heads, and
-//! what happens to scores, queries and keys. A call over it is [`Dense`], where each sequence has
-//! a KV cache of its own, or [`Paged`], where sequences of any lengths share one. Both become a
-//! [`Problem`](crate::Problem), which a [`Planner`](crate::plan::Planner) turns into launches. Nothing here needs
-//! a tensor: an engine's memory is on the GPU.
+//! what happens to scores, queries and keys. A call over it is [`Dense`], where each sequence has a
+//! KV cache of its own, or [`Paged`], where sequences of any lengths share one. Both become a
+//! [`Problem`](crate::Problem), which a [`Planner`](crate::plan::Planner) turns into launches.
+//! Nothing here needs a tensor: an engine's memory is on the GPU.
 //!
 //! ```
 //! use gqa_host::engine::{Dense, Heads, Layer, Rope};
@@ -26,7 +26,7 @@ pub use dense::Dense;
 pub use paged::Paged;
 
 use crate::op::{GroupQueryAttention, QuantType};
-use crate::{CodeFormat, DType, Quantisation, Sink, TensorDesc};
+use crate::{DType, QuantFormat, Quantization, Sink, TensorDesc};
 
 /// The heads of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,7 +79,7 @@ pub struct Layer {
     sink: Sink,
     rope: Option<Rope>,
     qk_norm: Option<f32>,
-    quantized: Option<Quantisation>,
+    quantized: Option<Quantization>,
 }
 
 impl Layer {
@@ -140,18 +140,18 @@ impl Layer {
 
     /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, or
     /// one for each element of each KV head.
-    pub fn quantized(self, how: Quantisation) -> Self {
+    pub fn quantized(self, how: Quantization) -> Self {
         Self { quantized: Some(how), ..self }
     }
 
     /// Element type of the KV cache.
     pub fn cache_dtype(&self) -> DType {
-        self.quantized.map_or(self.dtype, Quantisation::dtype)
+        self.quantized.map_or(self.dtype, Quantization::dtype)
     }
 
     /// Elements of the KV cache that hold a head.
     fn cached_size(&self) -> usize {
-        self.heads.size / self.quantized.map_or(1, Quantisation::codes_per_element)
+        self.heads.size / self.quantized.map_or(1, Quantization::codes_per_element)
     }
 
     fn quant_type(&self) -> QuantType {
@@ -165,7 +165,7 @@ impl Layer {
     fn bits(&self) -> i64 {
         match self.quantized.map(|how| how.format) {
             None => 0,
-            Some(CodeFormat::Int4) => 4,
+            Some(QuantFormat::Int4) => 4,
             Some(_) => 8,
         }
     }

@@ -55,7 +55,8 @@ impl Attention {
         Self { is_causal, ..self }
     }
 
-    /// Query heads and KV heads. Needed with three dimensions; with four they must be those of Q and K.
+    /// Query heads and KV heads. Needed with three dimensions; with four they must be those of Q
+    /// and K.
     pub fn num_heads(self, q_num_heads: i64, kv_num_heads: i64) -> Self {
         Self { q_num_heads: Some(q_num_heads), kv_num_heads: Some(kv_num_heads), ..self }
     }
@@ -85,13 +86,14 @@ impl Attention {
         Self { softcap, ..self }
     }
 
-    /// Type in which the softmax is computed: 1 float32, 10 float16, 11 float64, 16 bfloat16. It is never computed in less than
-    /// float32, whatever is asked for, nor on a GPU in more.
+    /// Type in which the softmax is computed: 1 float32, 10 float16, 11 float64, 16 bfloat16. It is
+    /// never computed in less than float32, whatever is asked for, nor on a GPU in more.
     pub fn softmax_precision(self, dtype: i64) -> Self {
         Self { softmax_precision: Some(dtype), ..self }
     }
 
-    /// What qk_matmul_output receives: 0 scaled scores, 1 after softcap, 2 after softcap and mask, 3 softmax weights.
+    /// What qk_matmul_output receives: 0 scaled scores, 1 after softcap, 2 after softcap and mask,
+    /// 3 softmax weights.
     pub fn qk_matmul_output_mode(self, mode: i64) -> Self {
         Self { qk_matmul_output_mode: mode, ..self }
     }
@@ -101,7 +103,8 @@ impl Attention {
         Self { qk_matmul_output: on, ..self }
     }
 
-    /// Whether present_key and present_value are wanted where past_key is not given; where it is, they always are.
+    /// Whether present_key and present_value are wanted where past_key is not given; where it is,
+    /// they always are.
     pub fn present(self, on: bool) -> Self {
         Self { present: on, ..self }
     }
@@ -131,7 +134,8 @@ impl Attention {
     }
 }
 
-/// The operator's inputs under their ONNX names; shapes and lengths are checked when the operator is applied.
+/// The operator's inputs under their ONNX names; shapes and lengths are checked when the operator
+/// is applied.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionInputs<'a> {
     /// (B, S, N·H) or (B, N, S, H)
@@ -140,8 +144,8 @@ pub struct AttentionInputs<'a> {
     pub k: &'a Tensor,
     /// (B, L, Nk·Hv) or (B, Nk, L, Hv), as many dimensions as Q; any floating-point type
     pub v: &'a Tensor,
-    /// bool, true where a key is seen, or the type of Q, to be added; one to four dimensions that broadcast to (B, N, S, T), the
-    /// last T = P + L or less: keys behind it are hidden
+    /// bool, true where a key is seen, or the type of Q, to be added; one to four dimensions that
+    /// broadcast to (B, N, S, T), the last T = P + L or less: keys behind it are hidden
     pub attn_mask: Option<&'a Tensor>,
     /// (B, Nk, P, H)
     pub past_key: Option<&'a Tensor>,
@@ -157,7 +161,8 @@ impl<'a> AttentionInputs<'a> {
         Self { q, k, v, attn_mask: None, past_key: None, past_value: None, nonpad_kv_seqlen: None }
     }
 
-    /// What back ends take as seqlens_k: int32 (B), the index of each sequence's last valid key, -1 where it has none.
+    /// What back ends take as seqlens_k: int32 (B), the index of each sequence's last valid key, -1
+    /// where it has none.
     pub fn seqlens_k(&self, problem: &Problem) -> Tensor {
         let last = match self.nonpad_kv_seqlen {
             Some(Tensor::I64(lengths)) => lengths.iter().map(|&n| n as i32 - 1).collect(),
@@ -196,8 +201,8 @@ impl AttentionOutputs {
         })
     }
 
-    /// The call's tensors: these outputs, those inputs, [`AttentionInputs::seqlens_k`], and what stands for present tensors where
-    /// there are none.
+    /// The call's tensors: these outputs, those inputs, [`AttentionInputs::seqlens_k`], and what
+    /// stands for present tensors where there are none.
     pub fn io<'a>(
         &'a mut self,
         inputs: &AttentionInputs<'a>,

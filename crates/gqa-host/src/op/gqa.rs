@@ -4,7 +4,7 @@ use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Sink, Tensor};
 
-/// How a cache is quantised.
+/// How a cache is quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum QuantType {
     /// Not at all.
@@ -53,13 +53,14 @@ pub struct GroupQueryAttention {
     pub(crate) kv_cache_bit_width: i64,
     pub(crate) layout: Layout,
     pub(crate) lse: bool,
-    pub(crate) settled: bool,
+    pub(crate) prefetch_cache: bool,
     pub(crate) float32_output: bool,
     pub(crate) float8_products: bool,
 }
 
 impl GroupQueryAttention {
-    /// `num_heads` query heads over `kv_num_heads` KV heads. Checked, with everything else, when the operator is applied.
+    /// `num_heads` query heads over `kv_num_heads` KV heads. Checked, with everything else, when
+    /// the operator is applied.
     pub fn new(num_heads: i64, kv_num_heads: i64) -> Self {
         Self {
             num_heads,
@@ -79,7 +80,7 @@ impl GroupQueryAttention {
             kv_cache_bit_width: 0,
             layout: Layout::Bsnh,
             lse: false,
-            settled: false,
+            prefetch_cache: false,
             float32_output: false,
             float8_products: false,
         }
@@ -100,10 +101,12 @@ impl GroupQueryAttention {
         Self { local_window_size: size, ..self }
     }
 
-    /// The cache holds the newest rows of a sequence only, local_window_size of them or more, so that sequences may be longer than it: past_key and past_value have as many
-    /// rows as the cache can hold, C, in a first prompt too, and of a sequence of T rows it holds, from its row 0 on, all while T <= C, else the newest
-    /// `T - G * ceil((T - C) / G)` where G is `C - local_window_size + 1`. Lengths, positions and attention_bias count from the sequence's first row all the same. A first
-    /// prompt has no padding then.
+    /// The cache holds the newest rows of a sequence only, local_window_size of them or more, so
+    /// that sequences may be longer than it: past_key and past_value have as many rows as the cache
+    /// can hold, C, in a first prompt too, and of a sequence of T rows it holds, from its row 0 on,
+    /// all while T <= C, else the newest `T - G * ceil((T - C) / G)` where G is `C -
+    /// local_window_size + 1`. Lengths, positions and attention_bias count from the sequence's
+    /// first row all the same. A first prompt has no padding then.
     pub fn sliding_window_cache(self, on: bool) -> Self {
         Self { sliding_window_cache: on, ..self }
     }
@@ -133,23 +136,25 @@ impl GroupQueryAttention {
         Self { qk_output: mode, ..self }
     }
 
-    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater than 0. It counts only where these are given.
+    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater
+    /// than 0. It counts only where these are given.
     pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
         Self { qk_norm_epsilon: epsilon, ..self }
     }
 
-    /// How past_key and present_key are quantised; as v_quant_type. Then k_scale and v_scale are needed, and past_key and past_value, whose type says what
-    /// codes are: int8, float8e4m3fn, or uint8 with two codes of 4 bits each.
+    /// How past_key and present_key are quantized; as v_quant_type. Then k_scale and v_scale are
+    /// needed, and past_key and past_value, whose type says what quantized values are: int8,
+    /// float8e4m3fn, or uint8 with two 4-bit values each.
     pub fn k_quant_type(self, how: QuantType) -> Self {
         Self { k_quant_type: how, ..self }
     }
 
-    /// How past_value and present_value are quantised; as k_quant_type.
+    /// How past_value and present_value are quantized; as k_quant_type.
     pub fn v_quant_type(self, how: QuantType) -> Self {
         Self { v_quant_type: how, ..self }
     }
 
-    /// Bits of a code: 8 or 4 where the cache is quantised, else 0.
+    /// Bits of a quantized value: 8 or 4 where the cache is quantized, else 0.
     pub fn kv_cache_bit_width(self, bits: i64) -> Self {
         Self { kv_cache_bit_width: bits, ..self }
     }
@@ -164,22 +169,28 @@ impl GroupQueryAttention {
         Self { lse: on, ..self }
     }
 
-    /// Output is float32 whatever the inputs' type: not rounded to that, for callers who merge parts of a sequence by their log-sum-exps or go on in
-    /// float32 (beyond ONNX).
+    /// Output is float32 whatever the inputs' type: not rounded to that, for callers who merge
+    /// parts of a sequence by their log-sum-exps or go on in float32 (beyond ONNX).
     pub fn float32_output(self, on: bool) -> Self {
         Self { float32_output: on, ..self }
     }
 
-    /// Promises that the kernel launched just before this call in its stream writes none of the call's inputs except query, key and value, and does not
-    /// let its own dependents start before it has waited for what it depends on itself. That is so where that kernel is the layer's QKV projection or
-    /// another layer's attention, and the cache was last written a step ago. `decode` may then fetch lengths and cached keys while that kernel still
-    /// runs (programmatic dependent launch); other kernels ignore the promise. If it is broken, results may be wrong. Beyond ONNX.
-    pub fn settled_cache(self, on: bool) -> Self {
-        Self { settled: on, ..self }
+    /// Promises that the kernel launched just before this call in its stream writes none of the
+    /// call's inputs except query, key and value, and does not let its own dependents start before
+    /// it has waited for what it depends on itself. That is so where that kernel is the layer's QKV
+    /// projection or another layer's attention, and the cache was last written a step ago. `decode`
+    /// may then fetch lengths and cached keys while that kernel still runs (programmatic dependent
+    /// launch); other kernels ignore the promise. If it is broken, results may be wrong. Beyond
+    /// ONNX.
+    pub fn prefetch_cache(self, on: bool) -> Self {
+        Self { prefetch_cache: on, ..self }
     }
 
-    /// Allows products of float8e4m3fn where the cache holds such: rotated queries, times k_scale and divided by a power of two for each row, and weights are rounded to that type too, to
-    /// four significant bits. Tensor cores multiply it at twice the rate; `hopper_float8` does so with prompts where it pays, from some 4096 keys on, and everything else is as exact as ever. Off at first. Beyond ONNX.
+    /// Allows products of float8e4m3fn where the cache holds such: rotated queries, times k_scale
+    /// and divided by a power of two for each row, and weights are rounded to that type too, to
+    /// four significant bits. Tensor cores multiply it at twice the rate; `hopper_float8` does so
+    /// with prompts where it pays, from some 4096 keys on, and everything else is as exact as ever.
+    /// Off at first. Beyond ONNX.
     pub fn float8_products(self, on: bool) -> Self {
         Self { float8_products: on, ..self }
     }
@@ -192,8 +203,9 @@ impl GroupQueryAttention {
         Ok(outputs)
     }
 
-    /// Applies the operator with a cache that past and present share: `cache` is read as past_key and past_value (those
-    /// inputs must be absent) and the new rows are appended in place. The outputs' present tensors are taken from it and given back.
+    /// Applies the operator with a cache that past and present share: `cache` is read as past_key
+    /// and past_value (those inputs must be absent) and the new rows are appended in place. The
+    /// outputs' present tensors are taken from it and given back.
     pub fn run_in_place(
         &self,
         inputs: &Inputs<'_>,
@@ -210,7 +222,8 @@ impl GroupQueryAttention {
     }
 }
 
-/// The operator's inputs under their ONNX names; lengths and shapes are checked when the operator is applied.
+/// The operator's inputs under their ONNX names; lengths and shapes are checked when the operator
+/// is applied.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     /// (B, S, N·H), or packed (B, S, (N + 2·Nk)·H); with [`Layout::Bnsh`] (B, N, S, H)
@@ -219,7 +232,7 @@ pub struct Inputs<'a> {
     pub key: Option<&'a Tensor>,
     /// As key
     pub value: Option<&'a Tensor>,
-    /// (B, Nk, P, H); of 4-bit codes H/2
+    /// (B, Nk, P, H); of 4-bit values H/2
     pub past_key: Option<&'a Tensor>,
     /// As past_key
     pub past_value: Option<&'a Tensor>,
@@ -237,15 +250,17 @@ pub struct Inputs<'a> {
     pub attention_bias: Option<&'a Tensor>,
     /// (N)
     pub head_sink: Option<&'a Tensor>,
-    /// float32, finite and not 0: one for all keys in a quantised cache, or (Nk·H) in any shape
+    /// float32, finite and not 0: one for all keys in a quantized cache, or (Nk·H) in any shape
     pub k_scale: Option<&'a Tensor>,
     /// The same of values
     pub v_scale: Option<&'a Tensor>,
-    /// (H): each head's rows of query are divided by their root mean square and multiplied by this, before they rotate
+    /// (H): each head's rows of query are divided by their root mean square and multiplied by this,
+    /// before they rotate
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
     pub k_norm_weight: Option<&'a Tensor>,
-    /// float32, one element, finite and not 0: output is float8e4m3fn, and this times it is meant (beyond ONNX)
+    /// float32, one element, finite and not 0: output is float8e4m3fn, and this times it is meant
+    /// (beyond ONNX)
     pub output_scale: Option<&'a Tensor>,
 }
 
@@ -301,7 +316,7 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// A cache that past and present share: (B, Nk, capacity, H) each; of 4-bit codes H/2.
+/// A cache that past and present share: (B, Nk, capacity, H) each; of 4-bit values H/2.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvCache {
     /// Rotated keys.
@@ -313,9 +328,11 @@ pub struct KvCache {
 /// The operator's outputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outputs {
-    /// Shape of query without the packed heads; of its type, float32 where asked for, or float8e4m3fn where output_scale is given.
+    /// Shape of query without the packed heads; of its type, float32 where asked for, or
+    /// float8e4m3fn where output_scale is given.
     pub output: Tensor,
-    /// (B, Nk, max(P, T), H), or (B, Nk, P, H) with sliding_window_cache; empty where the cache is shared.
+    /// (B, Nk, max(P, T), H), or (B, Nk, P, H) with sliding_window_cache; empty where the cache is
+    /// shared.
     pub present_key: Tensor,
     /// As present_key.
     pub present_value: Tensor,

@@ -1,8 +1,9 @@
-//! `com.microsoft.PagedAttention`: sequences of different lengths one behind the other, and a cache of blocks that a table gives to them.
+//! `com.microsoft.PagedAttention`: sequences of different lengths one behind the other, and a paged
+//! KV cache that a table gives to them.
 
 mod inputs;
 mod lengths;
-mod quantisation;
+mod quantization;
 mod validate;
 
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
@@ -62,7 +63,8 @@ impl PagedAttention {
         Self { softcap, ..self }
     }
 
-    /// A query sees the newest `size` keys up to its own, and later ones where the call is not causal; negative: no window.
+    /// A query sees the newest `size` keys up to its own, and later ones where the call is not
+    /// causal; negative: no window.
     pub fn local_window_size(self, size: i64) -> Self {
         Self { local_window_size: size, ..self }
     }
@@ -82,22 +84,25 @@ impl PagedAttention {
         Self { rotary_interleaved: on, ..self }
     }
 
-    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater than 0.
+    /// What q_norm_weight and k_norm_weight's normalisation adds to the mean of squares; greater
+    /// than 0.
     pub fn qk_norm_epsilon(self, epsilon: f32) -> Self {
         Self { qk_norm_epsilon: epsilon, ..self }
     }
 
-    /// How key_cache is quantised; as v_quant_type. Then k_scale and v_scale are needed, and the caches hold codes, of the kind that their type says.
+    /// How key_cache is quantized; as v_quant_type. Then k_scale and v_scale are needed, and the
+    /// caches hold quantized values, of the kind that their type says.
     pub fn k_quant_type(self, how: QuantType) -> Self {
         Self { k_quant_type: how, ..self }
     }
 
-    /// How value_cache is quantised; as k_quant_type.
+    /// How value_cache is quantized; as k_quant_type.
     pub fn v_quant_type(self, how: QuantType) -> Self {
         Self { v_quant_type: how, ..self }
     }
 
-    /// What key_cache holds: `"int4"` where it is uint8, two codes to a byte; else the name of its type, or `""`.
+    /// What key_cache holds: `"int4"` where it is uint8, two quantized values to a byte; else the
+    /// name of its type, or `""`.
     pub fn k_cache_dtype(self, name: &str) -> Self {
         Self { k_cache_dtype: name.to_owned(), ..self }
     }
@@ -107,8 +112,8 @@ impl PagedAttention {
         Self { v_cache_dtype: name.to_owned(), ..self }
     }
 
-    /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then every token attends to what its sequence's blocks hold.
-    /// The result is (num_tokens, N·H).
+    /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then
+    /// every token attends to what its sequence's blocks hold. The result is (num_tokens, N·H).
     pub fn run(
         &self,
         inputs: &PagedInputs<'_>,
@@ -165,7 +170,8 @@ impl<'a> PagedInputs<'a> {
     }
 }
 
-/// The most that a sequence has, as attention_metadata tells it; 0: not known. Kernels are chosen and scratch memory is sized by it.
+/// The most that a sequence has, as attention_metadata tells it; 0: not known. Kernels are chosen
+/// and scratch memory is sized by it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
     /// New tokens.

@@ -4,7 +4,7 @@ use super::validate::{Dim, MAX_HEAD_SIZE, MAX_HEADS, Pattern, addressable, check
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{
-    Computes, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
+    CallKind, DType, Error, Layout, Problem, ProblemFields, Result, Rotary, Tensor, TensorDesc,
 };
 use ndarray::{Array1, Array2};
 
@@ -75,7 +75,7 @@ impl RotaryEmbedding {
         let max_positions = check_caches(inputs, x.dtype, [batch, rows, dim / 2])?;
         check_rows("X", &[batch, heads, rows])?;
         Problem::new(ProblemFields {
-            computes: Computes::Rotation,
+            computes: CallKind::Rotation,
             batch,
             q_heads: heads,
             kv_heads: heads,

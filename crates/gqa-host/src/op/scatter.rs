@@ -5,7 +5,7 @@ use super::validate::{Dim, MAX_COUNT, Pattern, addressable, check_rows, shape};
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{
-    CacheBinding, Computes, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
+    CacheBinding, CallKind, DType, Error, Layout, Phase, Problem, ProblemFields, Result, Tensor,
     TensorDesc, WriteMode,
 };
 use ndarray::Array1;
@@ -36,7 +36,8 @@ impl TensorScatter {
         Self { axis: -2, mode: WriteMode::Linear }
     }
 
-    /// The dimension of the cache's rows, from the end where negative: any but the first, which is the batch. -2 at first.
+    /// The dimension of the cache's rows, from the end where negative: any but the first, which is
+    /// the batch. -2 at first.
     pub fn axis(self, axis: i64) -> Self {
         Self { axis, ..self }
     }
@@ -112,8 +113,9 @@ pub struct ScatterInputs<'a> {
 }
 
 impl KvCache {
-    /// Writes the rows of `key` and `value`, (B, Nk, L, H) or (B, L, Nk·H), into the cache in place: those of batch entry `b` to
-    /// rows `write_indices[b] ..`, int64 (B). With `nonpad_kv_seqlen = write_indices + L`, ONNX Attention then attends to the cache.
+    /// Writes the rows of `key` and `value`, (B, Nk, L, H) or (B, L, Nk·H), into the cache in
+    /// place: those of batch entry `b` to rows `write_indices[b] ..`, int64 (B). With
+    /// `nonpad_kv_seqlen = write_indices + L`, ONNX Attention then attends to the cache.
     ///
     /// # Errors
     ///
@@ -128,7 +130,8 @@ impl KvCache {
         self.write_as(WriteMode::Linear, [key, value], write_indices, backend)
     }
 
-    /// The same, but rows behind the cache's last one go to its first ones: `write_indices` count on.
+    /// The same, but rows behind the cache's last one go to its first ones: `write_indices` count
+    /// on.
     ///
     /// # Errors
     ///
@@ -201,7 +204,7 @@ fn update_of(
     rows: usize,
 ) -> ProblemFields {
     ProblemFields {
-        computes: Computes::Update(mode),
+        computes: CallKind::Update(mode),
         batch,
         q_heads: heads,
         kv_heads: heads,

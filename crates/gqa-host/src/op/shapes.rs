@@ -3,8 +3,8 @@
 use super::Inputs;
 use crate::{Tensor, TensorDesc};
 
-/// Types and shapes of the operator's inputs, which is all that is known on the host when the data is in a GPU's memory. Under their
-/// ONNX names, as in [`Inputs`].
+/// Types and shapes of the operator's inputs, which is all that is known on the host when the data
+/// is in a GPU's memory. Under their ONNX names, as in [`Inputs`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shapes<'a> {
     /// query, or packed QKV

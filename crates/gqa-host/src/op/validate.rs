@@ -2,7 +2,7 @@
 
 mod inputs;
 mod pattern;
-mod quantisation;
+mod quantization;
 mod sliding;
 pub(crate) mod values;
 
@@ -15,11 +15,12 @@ pub(super) use inputs::{MAX_HEAD_SIZE, both};
 pub(super) use pattern::{
     Dim, MAX_COUNT, MAX_HEADS, Pattern, addressable, check_rows, head_count, shape,
 };
-use quantisation::quantisation;
-pub(super) use quantisation::{check_scales, check_types};
+use quantization::quantization;
+pub(super) use quantization::{check_scales, check_types};
 
 impl GroupQueryAttention {
-    /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that present shares.
+    /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that
+    /// present shares.
     pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
         let total = values::total_sequence_length(inputs.total_sequence_length)?;
         let problem = self.problem_from_shapes(&Shapes::of(inputs, total), cache)?;
@@ -43,8 +44,8 @@ impl GroupQueryAttention {
         self.problem(&inputs, CacheBinding::Shared)
     }
 
-    /// Checks all that types and shapes show. What seqlens_k and position_ids hold is left: the kernels keep within their tensors
-    /// whatever it is.
+    /// Checks all that types and shapes show. What seqlens_k and position_ids hold is left: the
+    /// kernels keep within their tensors whatever it is.
     pub fn problem_from_shapes(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<Problem> {
         if cache == CacheBinding::External {
             let allowed = "a cache, shared or separate; an external one is ONNX Attention's";
@@ -53,15 +54,15 @@ impl GroupQueryAttention {
         let heads = self.heads()?;
         self.check_numbers()?;
         let query = Query::of(inputs, heads, self.layout)?;
-        let quantised = quantisation(self, inputs, heads, query.head_size)?;
+        let quantized = quantization(self, inputs, heads, query.head_size)?;
         let rows = Rows {
             query: query.rows,
             total: inputs.total_sequence_length,
             new: query.new_rows(inputs)?,
-            past: query.past_rows(inputs, quantised, cache)?,
+            past: query.past_rows(inputs, quantized, cache)?,
         };
         query.check_seqlens_k(inputs)?;
-        self.check_sliding(inputs, quantised, rows)?;
+        self.check_sliding(inputs, quantized, rows)?;
         let capacity = self.present_rows(rows, cache)?;
         let problem = Problem::new(ProblemFields {
             out_dtype: self.output_type(inputs, query.dtype)?,
@@ -78,7 +79,7 @@ impl GroupQueryAttention {
             phase: phase(query.rows, rows.total),
             cache,
             slides: self.sliding_window_cache,
-            quantised,
+            quantized,
             packed: query.packed,
             layout: self.layout,
             qk_norm: query.qk_norm(inputs, self.qk_norm_epsilon)?,
@@ -91,7 +92,7 @@ impl GroupQueryAttention {
             bias: query.bias(inputs)?,
             output_qk: self.output_qk()?,
             lse: self.lse,
-            settled: self.settled,
+            prefetch_cache: self.prefetch_cache,
             float8_products: self.float8_products,
             ..ProblemFields::plain("GroupQueryAttention", query.dtype)
         })?;
@@ -159,7 +160,8 @@ impl GroupQueryAttention {
         usize::try_from(self.local_window_size).ok().filter(|&window| window < longest)
     }
 
-    /// Rows of present_key and present_value: a cache that slides, one that grows by the new rows, or one that is long enough already.
+    /// Rows of present_key and present_value: a rolling KV cache, one that grows by the new rows,
+    /// or one that is long enough already.
     fn present_rows(&self, rows: Rows, cache: CacheBinding) -> Result<usize> {
         let Rows { query, total, new, past } = rows;
         let grown = past.saturating_add(new);

@@ -188,8 +188,8 @@ impl Attention {
     }
 }
 
-/// Types and shapes of the operator's inputs, which is all that is known on the host when the data is in a GPU's memory. Under
-/// their ONNX names, as in [`AttentionInputs`].
+/// Types and shapes of the operator's inputs, which is all that is known on the host when the data
+/// is in a GPU's memory. Under their ONNX names, as in [`AttentionInputs`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShapes<'a> {
     /// Q
@@ -292,8 +292,8 @@ impl Sizes {
         Ok(self)
     }
 
-    /// Rows of past_key and past_value, and what becomes of K and V: without a past they are read where they are, unless `present` is
-    /// to hold them.
+    /// Rows of past_key and past_value, and what becomes of K and V: without a past they are read
+    /// where they are, unless `present` is to hold them.
     fn past(&self, inputs: &AttentionShapes<'_>, present: bool) -> Result<(usize, CacheBinding)> {
         let past = both(("past_key", inputs.past_key), ("past_value", inputs.past_value))?;
         if present && inputs.nonpad_kv_seqlen.is_some() {
@@ -338,7 +338,8 @@ impl Sizes {
             .check(lengths)
     }
 
-    /// Positions, in [`Phase`]'s terms wherever they are those of some GroupQueryAttention, which is what flash attention knows.
+    /// Positions, in [`Phase`]'s terms wherever they are those of some GroupQueryAttention, which
+    /// is what flash attention knows.
     fn alignment(
         &self,
         past: usize,

@@ -2,7 +2,7 @@
 
 use super::launch::{Arg, Launch};
 use super::tensors::TensorId;
-use crate::{CodeFormat, DType, Error, Problem, Result, RowLayout};
+use crate::{DType, Error, Problem, QuantFormat, Result, RowLayout};
 use bytemuck::Pod;
 use gqa_kernels::params::Strides;
 use gqa_kernels::registry::{Entry, Role, entries};
@@ -44,7 +44,7 @@ pub(super) fn launch(
     }
     let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
     let params = bytemuck::bytes_of(params).to_vec();
-    Ok(Launch { entry, grid, cluster: 1, programmatic: false, aside: false, args, params })
+    Ok(Launch { entry, grid, cluster: 1, programmatic: false, concurrent: false, args, params })
 }
 
 /// The kernel in that role for an element type, where it knows any, and for the format of a
@@ -52,7 +52,7 @@ pub(super) fn launch(
 pub(super) fn find(
     role: Role,
     dtype: Option<gqa_kernels::num::DType>,
-    codes: Option<CodeFormat>,
+    codes: Option<QuantFormat>,
 ) -> Result<&'static Entry> {
     let is_it = |entry: &&Entry| {
         entry.role == role && entry.codes == codes && dtype.is_none_or(|dtype| entry.dtype == dtype)

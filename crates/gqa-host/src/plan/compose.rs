@@ -8,13 +8,14 @@ use super::options::PlanOptions;
 use super::scratch::Scratch;
 use super::tensors::TensorSpec;
 use super::{paged, quantized_output, scatter, sliding};
-use crate::{Computes, Error, Problem, Result};
+use crate::{CallKind, Error, Problem, Result};
 
 /// Chooses the kernels for `problem` on `device`.
 ///
 /// # Errors
-/// Where the device has no SMs, or more than a GPU has. [`Error::NoKernel`] where no family takes the call, with each one's reason, or where the call
-/// does not take the kernel that `options` force.
+/// Where the device has no SMs, or more than a GPU has. [`Error::NoKernel`] where no family takes
+/// the call, with each one's reason, or where the call does not take the kernel that `options`
+/// force.
 pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
     check_device(device)?;
     let mut scratch = Scratch::default();
@@ -51,7 +52,7 @@ fn composed(
         (Some(pages), _) => paged::compose(problem, pages, device, options, scratch),
         (None, Some(how)) => sliding::compose(problem, how, device, options, scratch),
         (None, None) => match problem.computes {
-            Computes::Update(mode) => scatter::compose(problem, mode, device),
+            CallKind::Update(mode) => scatter::compose(problem, mode, device),
             _ => Composed::of(problem, device, options, scratch),
         },
     }

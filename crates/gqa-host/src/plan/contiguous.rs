@@ -1,4 +1,4 @@
-//! Calls over a contiguous KV cache that does not slide: a prologue, and attention.
+//! Calls over a contiguous KV cache that does not roll: a prologue, and attention.
 
 use super::cascade;
 use super::decision::Decision;
@@ -9,7 +9,7 @@ use super::options::PlanOptions;
 use super::positions::{Positions, positions};
 use super::prologue::prologue;
 use super::scratch::Scratch;
-use crate::{Computes, Problem, Result};
+use crate::{CallKind, Problem, Result};
 
 /// What a plan has of the kernels chosen: none where there is nothing to do.
 #[derive(Default)]
@@ -20,19 +20,19 @@ pub(super) struct Composed {
 }
 
 impl Composed {
-    /// For a call over a contiguous KV cache that does not slide.
+    /// For a call over a contiguous KV cache that does not roll.
     pub(super) fn of(
         problem: &Problem,
         device: &DeviceInfo,
         options: &PlanOptions,
         scratch: &mut Scratch,
     ) -> Result<Self> {
-        if problem.computes == Computes::Attention && problem.q_len == 0 {
+        if problem.computes == CallKind::Attention && problem.q_len == 0 {
             return Self::of(&problem.cache_alone(), device, options, scratch);
         }
         let fused = !options.disable_fused_kv;
         let positions = positions(problem, fused);
-        if problem.computes != Computes::Attention {
+        if problem.computes != CallKind::Attention {
             let nothing = FusedPrologue::default();
             let (launches, _) = prologue(problem, device, fused, nothing, scratch)?;
             return Ok(Self { launches, decisions: Vec::new(), positions });

@@ -1,7 +1,7 @@
 //! What a call costs at least, whatever the kernels.
 
 use super::device::DeviceInfo;
-use crate::{Alignment, CacheBinding, Computes, DType, Phase, Problem, QkOutput};
+use crate::{Alignment, CacheBinding, CallKind, DType, Phase, Problem, QkOutput};
 
 /// Arithmetic and memory traffic that no kernel can avoid.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,7 +16,7 @@ impl Cost {
     /// Of a call in which every sequence has the batch's longest length.
     pub fn of(problem: &Problem) -> Self {
         let p = problem;
-        if p.computes != Computes::Attention {
+        if p.computes != CallKind::Attention {
             return Self::of_rows(p);
         }
         let size = p.dtype.size() as f64;
@@ -28,7 +28,7 @@ impl Cost {
         let output = b * n * s * (p.v_head_size * p.out_dtype.size()) as f64;
         let kept = (keys_read(p) - l).max(0.0);
         // Of a number in the cache.
-        let cached = p.quantised.map_or(size, |how| 1.0 / how.codes_per_element() as f64);
+        let cached = p.quantized.map_or(size, |how| 1.0 / how.codes_per_element() as f64);
         let cache = match p.cache {
             CacheBinding::Shared => row * (l * size + (l + kept) * cached),
             CacheBinding::Separate => {
@@ -51,7 +51,7 @@ impl Cost {
     /// Of a call that only moves or rotates rows: each is read and written once.
     fn of_rows(p: &Problem) -> Self {
         let (query, new) = match p.computes {
-            Computes::Rotation => (p.q_heads * p.q_len, 0),
+            CallKind::Rotation => (p.q_heads * p.q_len, 0),
             _ => (0, p.kv_heads * p.new_len),
         };
         let elements = p.batch * (query * p.head_size + new * (p.head_size + p.v_head_size));

@@ -1,7 +1,7 @@
 //! Why a kernel was taken or refused.
 
 use super::device::{Capability, capability};
-use crate::{Alignment, CodeFormat, DType};
+use crate::{Alignment, DType, QuantFormat};
 use gqa_kernels::registry::{Entry, Family};
 use std::fmt;
 
@@ -37,7 +37,7 @@ pub enum Rejection {
     /// The kernel reads quantized KV caches of another format.
     Format {
         /// The call's.
-        got: CodeFormat,
+        got: QuantFormat,
     },
     /// The kernel appends to the cache that it reads.
     NotShared,

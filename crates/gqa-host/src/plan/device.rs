@@ -1,4 +1,5 @@
-//! What the planner knows of a GPU. Known by name, so that plans can be made and explained on a machine without one.
+//! What the planner knows of a GPU. Known by name, so that plans can be made and explained on a
+//! machine without one.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,7 +11,7 @@ pub struct DeviceInfo {
     pub name: Cow<'static, str>,
     /// Compute capability, times ten: 90 for 9.0.
     pub sm: u32,
-    /// Streaming multiprocessors.
+    /// Streaming SMs.
     pub multiprocessors: u32,
     /// Largest dynamic shared memory of a block, in bytes, after opting in.
     pub shared_bytes: u32,
@@ -69,7 +70,8 @@ impl fmt::Display for Capability {
     }
 }
 
-/// A row of the table: `[multiprocessors, KiB of shared memory, MiB of L2]`, `[GB/s, tensor TFLOP/s, float32 TFLOP/s]`.
+/// A row of the table: `[SMs, KiB of shared memory, MiB of L2]`, `[GB/s, tensor TFLOP/s, float32
+/// TFLOP/s]`.
 const fn row(name: &'static str, sm: u32, units: [u32; 3], rates: [f64; 3]) -> DeviceInfo {
     let [multiprocessors, shared_kib, l2_mib] = units;
     let [bandwidth, tensor, f32] = rates;
@@ -103,7 +105,8 @@ static KNOWN: [DeviceInfo; 11] = [
 ];
 
 impl DeviceInfo {
-    /// The device of that name, in any case and with or without spaces; `None` where it is not known.
+    /// The device of that name, in any case and with or without spaces; `None` where it is not
+    /// known.
     pub fn known(name: &str) -> Option<Self> {
         let wanted = squeeze(name);
         KNOWN.iter().find(|device| device.name == wanted).cloned()
@@ -122,8 +125,8 @@ impl DeviceInfo {
         H200
     }
 
-    /// The same device with the table's rates, where the driver's name, architecture and size are those of a known device: the
-    /// driver states clocks, not what can be had of them.
+    /// The same device with the table's rates, where the driver's name, architecture and size are
+    /// those of a known device: the driver states clocks, not what can be had of them.
     pub fn with_known_rates(self) -> Self {
         let name = squeeze(&self.name);
         let same = |known: &&Self| {
@@ -161,7 +164,7 @@ pub(crate) fn capability(sm: u32) -> String {
     format!("{}.{}", sm / 10, sm % 10)
 }
 
-/// Operations of the tensor cores, and float32 lanes, per clock and multiprocessor.
+/// Operations of the tensor cores, and float32 lanes, per clock and SM.
 fn per_clock(sm: u32) -> (f64, f64) {
     match sm {
         0..=75 => (1024.0, 64.0),

@@ -116,7 +116,8 @@ pub static AIDS: [(&str, &str, &str); 2] = [
 ];
 
 impl PlanOptions {
-    /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as warnings.
+    /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as
+    /// warnings.
     pub fn from_env() -> Result<Self> {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))

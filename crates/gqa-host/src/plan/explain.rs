@@ -40,7 +40,7 @@ pub struct LaunchLine {
     /// Blocks of a cluster; 1: no clusters.
     pub cluster: u32,
     /// Whether the launches behind it run beside it.
-    pub aside: bool,
+    pub concurrent: bool,
     /// Threads of a block.
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
@@ -69,14 +69,14 @@ impl Plan {
 
 impl LaunchLine {
     fn new(launch: &Launch) -> Self {
-        let Launch { entry, grid, cluster, aside, args, .. } = launch;
+        let Launch { entry, grid, cluster, concurrent, args, .. } = launch;
         let arguments =
             entry.arguments.iter().zip(args).map(|(name, arg)| (*name, arg.to_string()));
         Self {
             entry: entry.name,
             grid: *grid,
             cluster: *cluster,
-            aside: *aside,
+            concurrent: *concurrent,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
             arguments: arguments.collect(),
@@ -138,7 +138,7 @@ impl fmt::Display for LaunchLine {
             1 => String::new(),
             blocks => format!(" in clusters of {blocks}"),
         };
-        let beside = if self.aside { ", beside what follows" } else { "" };
+        let beside = if self.concurrent { ", beside what follows" } else { "" };
         writeln!(
             f,
             "{entry}: {x}x{y}x{z} blocks of {threads} threads{clusters}, {shared_bytes} bytes shared{beside}"
@@ -205,7 +205,7 @@ fn features(p: &Problem) -> Vec<String> {
     };
     add(p.packed, "packed QKV".to_owned());
     add(p.layout == Layout::Bnsh, "BNSH".to_owned());
-    if let Some(how) = p.quantised {
+    if let Some(how) = p.quantized {
         let scales = if how.per_channel { "channel" } else { "tensor" };
         add(true, format!("{} cache with a scale per {scales}", how.format));
     }
@@ -215,7 +215,7 @@ fn features(p: &Problem) -> Vec<String> {
         let pairs = if rotary.interleaved { "interleaved" } else { "half-split" };
         add(true, format!("{pairs} rotary embedding of {} elements", rotary.dim));
     }
-    add(p.settled, "settled cache".to_owned());
+    add(p.prefetch_cache, "prefetch_cache cache".to_owned());
     add(p.float8_products, "float8 products".to_owned());
     add(!p.causal, "not causal".to_owned());
     add(p.right_window.is_some(), format!("right window {}", p.right_window.unwrap_or_default()));

@@ -34,12 +34,13 @@ pub enum Arg {
         /// Length.
         count: usize,
     },
-    /// A tensor map for the copy engine.
+    /// A tensor map for TMA.
     Map(TensorMap),
 }
 
-/// A (head size, row, head, batch) tensor of 16-bit elements as the copy engine takes it: boxes of 64 columns and `tile_rows` rows,
-/// with the 128-byte swizzle; what lies outside the tensor reads as zero and is not written.
+/// A (head size, row, head, batch) tensor of 16-bit elements as TMA takes it: boxes of 64 columns
+/// and `tile_rows` rows, with the 128-byte swizzle; what lies outside the tensor reads as zero and
+/// is not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMap {
     /// The tensor of the call, unless it is in the workspace.
@@ -68,7 +69,7 @@ pub struct Launch {
     pub(crate) grid: [u32; 3],
     pub(crate) cluster: u32,
     pub(crate) programmatic: bool,
-    pub(crate) aside: bool,
+    pub(crate) concurrent: bool,
     pub(crate) args: Vec<Arg>,
     pub(crate) params: Vec<u8>,
 }
@@ -97,8 +98,8 @@ impl Launch {
 
     /// The launches behind it do not wait for it; what is behind the plan does. Its blocks take
     /// free SMs before theirs.
-    pub fn aside(&self) -> bool {
-        self.aside
+    pub fn concurrent(&self) -> bool {
+        self.concurrent
     }
 
     /// In the order of [`Entry::arguments`].
@@ -113,7 +114,8 @@ impl Launch {
 }
 
 impl Launch {
-    /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole ones.
+    /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole
+    /// ones.
     #[cfg(any(feature = "cuda", feature = "sim"))]
     pub(crate) fn check_cluster(&self) -> Result<()> {
         let (entry, cluster, blocks) = (self.entry, self.cluster, self.grid[0]);
@@ -127,8 +129,9 @@ impl Launch {
     }
 }
 
-/// A problem's launches on a device, and why these. Made by [`plan`](super::plan) and by a [`Planner`](super::Planner) only, and
-/// never changed: back ends rely on arguments that the planner has bounded.
+/// A problem's launches on a device, and why these. Made by [`plan`](super::plan) and by a
+/// [`Planner`](super::Planner) only, and never changed: back ends rely on arguments that the
+/// planner has bounded.
 ///
 /// ```compile_fail,E0616
 /// # fn example(plan: &mut gqa_host::plan::Plan) {

@@ -1,16 +1,16 @@
 //! Mixed prefill and decode: which kernels attend to which sequences of a paged call.
 //!
-//! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that share
-//! them, and those of many `hopper_paged`, whose tiles they would leave almost empty. A batch may
-//! have both, as servers make them that add decode steps of running sequences to a prefill. How many
-//! tokens each sequence has only the device knows; so each kernel leaves out the sequences of the
-//! other one.
+//! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that
+//! share them, and those of many `hopper_paged`, whose tiles they would leave almost empty. A batch
+//! may have both, as servers make them that add decode steps of running sequences to a prefill. How
+//! many tokens each sequence has only the device knows; so each kernel leaves out the sequences of
+//! the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
 //! delivers. So where that pays a primary launch of `hopper_paged` begins first, on some SMs,
 //! `decode_paged` runs concurrently on the others, and a secondary launch of `hopper_paged` behind
-//! that takes what work tiles are left in their queue: whatever the lengths turn out to be, no SM is
-//! idle for long.
+//! that takes what work tiles are left in their queue: whatever the lengths turn out to be, no SM
+//! is idle for long.
 
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
@@ -40,7 +40,7 @@ pub(super) struct Attention {
 impl Attention {
     /// Whether it reads a quantized cache dequantized.
     pub(super) fn reads_dequantized(&self, of: &Problem) -> bool {
-        of.quantised.is_some() && self.problem.quantised.is_none()
+        of.quantized.is_some() && self.problem.quantized.is_none()
     }
 
     /// Its launches; `concurrent` with those of another one.
@@ -66,7 +66,7 @@ impl Attentions {
         device: &DeviceInfo,
         options: &PlanOptions,
     ) -> Self {
-        let step: &'static dyn Family = match problem.quantised {
+        let step: &'static dyn Family = match problem.quantized {
             None => &DecodePaged,
             Some(_) => &DecodePagedCodes,
         };
@@ -82,7 +82,7 @@ impl Attentions {
             return Self { chosen: vec![all], decisions: vec![decided] };
         }
         // A quantized cache is dequantized into blocks, which are then read as others are.
-        let dequantized = problem.quantised.map(|_| problem.dequantised());
+        let dequantized = problem.quantized.map(|_| problem.dequantized());
         let dequantized = dequantized.as_ref().unwrap_or(problem);
         let prompts = consider(&HopperPaged, dequantized);
         let mut decisions = vec![decided, decision(&HopperPaged, &prompts)];
@@ -171,7 +171,8 @@ impl Mixed<'_> {
 /// Keys in which times are counted: a tile of `hopper_paged` at head size 128.
 const KEYS: usize = 128;
 
-/// What lengths a call's sequences may have, if those of few tokens are as many as there can be, and the others alike.
+/// What lengths a call's sequences may have, if those of few tokens are as many as there can be,
+/// and the others alike.
 #[derive(Clone, Copy)]
 struct Lengths {
     /// Sequences of few tokens.
@@ -196,7 +197,8 @@ impl Lengths {
         Self { few, many, tokens, keys }
     }
 
-    /// Whether a launch for those of few tokens costs less than they do in the tiles of `hopper_paged`.
+    /// Whether a launch for those of few tokens costs less than they do in the tiles of
+    /// `hopper_paged`.
     fn come_apart(self, p: &Problem, device: &DeviceInfo) -> bool {
         /// What the launch costs, in key tiles of each SM.
         const LAUNCH: usize = 6;

@@ -1,15 +1,17 @@
-//! Calls whose cache consists of blocks: kernels that read them where they are, or their rows side by side in scratch, and attention over these.
+//! Calls whose cache consists of blocks: kernels that read them where they are, or their rows side
+//! by side in scratch, and attention over these.
 //!
 //! | launch | for a few tokens of each sequence | for prompts, with or without sequences of few tokens beside them | for what else there is |
 //! |---|---|---|---|
 //! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
-//! | `paged_append`, or `paged_append_codes`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries | always |
-//! | `paged_dequantise`: numbers of the prompts' codes, in blocks in scratch | | where the cache holds codes | |
+//! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries | always |
+//! | `paged_dequantize`: dequantized keys and values of the prompts, in blocks in scratch | | where the cache holds quantized values | |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
-//! | attention | `decode_paged`, `decode_paged_codes` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
+//! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows to their tokens | | | unless every sequence has one token |
 //!
-//! In the last column queries stay where they are if every sequence has one token and nothing turns or takes them apart.
+//! In the last column queries stay where they are if every sequence has one token and nothing turns
+//! or takes them apart.
 
 use super::build::{element, find, launch, tensor, u32_of};
 use super::contiguous::Composed;
@@ -45,13 +47,13 @@ pub(super) fn compose(
     }
     let of_codes = chosen.iter().find(|attention| attention.reads_dequantized(problem));
     let numbers = of_codes
-        .map(|attention| Dequantised::new(problem, pages, rows, attention.task.least, scratch));
+        .map(|attention| Dequantized::new(problem, pages, rows, attention.task.least, scratch));
     let numbers = numbers.transpose()?;
     if let Some(numbers) = &numbers {
         launches.push(numbers.launch(device)?);
     }
     for attention in &chosen {
-        let is_beside = launches.last().is_some_and(|launch| launch.aside);
+        let is_beside = launches.last().is_some_and(|launch| launch.concurrent);
         let own = attention.launches(device, rows, is_beside, scratch)?;
         match &numbers {
             Some(numbers) if attention.reads_dequantized(problem) => {
@@ -99,7 +101,7 @@ impl<'a> Prologue<'a> {
             kv_heads: u32_of("KV heads", p.kv_heads)?,
             head_size: u32_of("head size", p.head_size)?,
             row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
-            per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+            per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
             by_token: 0,
             least: 0,
             window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
@@ -132,7 +134,7 @@ impl<'a> Prologue<'a> {
             ("k_scale", scale(TensorId::KScale)),
             ("v_scale", scale(TensorId::VScale)),
         ];
-        let role = match self.problem.quantised {
+        let role = match self.problem.quantized {
             None => Role::PagedAppend,
             Some(_) => Role::PagedAppendQuantized,
         };
@@ -147,7 +149,7 @@ impl<'a> Prologue<'a> {
 
     /// The kernel for the call's element type and quantized cache.
     fn typed(&self, role: Role) -> Result<&'static Entry> {
-        let codes = self.problem.quantised.map(|how| how.format);
+        let codes = self.problem.quantized.map(|how| how.format);
         find(role, element(self.problem.dtype), codes)
     }
 
@@ -173,8 +175,8 @@ impl<'a> Prologue<'a> {
     }
 }
 
-/// What attention over the numbers of codes finds in scratch.
-struct Dequantised<'a> {
+/// What attention over the dequantized values finds in scratch.
+struct Dequantized<'a> {
     prologue: Prologue<'a>,
     /// Fewest tokens of a sequence whose numbers are there.
     least: usize,
@@ -182,7 +184,7 @@ struct Dequantised<'a> {
     table: Arg,
 }
 
-impl<'a> Dequantised<'a> {
+impl<'a> Dequantized<'a> {
     fn new(
         p: &'a Problem,
         pages: Pages,
@@ -190,7 +192,7 @@ impl<'a> Dequantised<'a> {
         least: usize,
         scratch: &mut Scratch,
     ) -> Result<Self> {
-        let numbers = p.dequantised();
+        let numbers = p.dequantized();
         let tables = numbers.pages.map_or(0, |pages| pages.blocks);
         let cached =
             numbers.key_cache_shape(0).iter().try_fold(1usize, |all, &n| all.checked_mul(n));

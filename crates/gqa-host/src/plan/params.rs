@@ -92,7 +92,7 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
         // Kernels that show scores do not scale hidden ones.
         scale: if p.output_qk == QkOutput::None { p.least_scale() } else { p.scale as f32 },
         softcap: p.softcap_in_f32(),
-        section: 0,
+        l2_section: 0,
     })
 }
 
@@ -142,8 +142,8 @@ pub(super) fn position_stride(p: &Problem) -> Result<u32> {
 }
 
 /// [`params`] with the order in which blocks take work tiles so that the L2 holds what they share.
-pub(super) fn sectioned_params(job: &Job<'_>, splits: u32) -> Result<AttentionParams> {
+pub(super) fn l2_swizzled_params(job: &Job<'_>, splits: u32) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, splits)?;
-    let section = hopper::section(&params, job.device.l2_bytes);
-    Ok(AttentionParams { section, ..params })
+    let l2_section = hopper::l2_section(&params, job.device.l2_bytes);
+    Ok(AttentionParams { l2_section, ..params })
 }

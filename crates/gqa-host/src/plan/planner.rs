@@ -15,8 +15,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// lengths on the device. So lengths that decide nothing but the choice of kernels are rounded up
 /// before the look-up, and [`Plan::problem`] then says more than was asked for:
 ///
-/// - the longest sequence to a power of two, at most to what its cache or its blocks hold unless the
-///   cache slides; but in first prompts and where a tensor has a column for each key;
+/// - the longest sequence to a power of two, at most to what its cache or its blocks hold unless
+///   the cache rolls; but in first prompts and where a tensor has a column for each key;
 /// - over a paged KV cache the most new tokens of a sequence to a [`bucket`](Self::bucket).
 ///
 /// The number of new tokens of all sequences stays what it is, because tensors have a row for each.
@@ -36,7 +36,8 @@ struct Kept {
     used: AtomicU64,
 }
 
-/// Where a program has so many shapes, keeping plans does not help it, and must not fill its memory.
+/// Where a program has so many shapes, keeping plans does not help it, and must not fill its
+/// memory.
 const MOST_PLANS: usize = 1024;
 /// Shorter sequences are planned as if they had this length.
 const LEAST_LEN: usize = 256;
@@ -90,8 +91,8 @@ fn forget_oldest(plans: &mut HashMap<Problem, Kept>) {
     }
 }
 
-/// The problem for sequences up to rounded lengths, where its tensors and its rows' meaning stay what
-/// they are.
+/// The problem for sequences up to rounded lengths, where its tensors and its rows' meaning stay
+/// what they are.
 fn rounded(problem: &Problem) -> Problem {
     match problem.pages {
         Some(pages) => rounded_paged(problem, pages),
@@ -194,7 +195,8 @@ mod tests {
         assert_eq!(Planner::bucket(usize::MAX), usize::MAX);
     }
 
-    /// A call of `tokens` tokens of 4 sequences, of which one has `most` at most and `longest` keys.
+    /// A call of `tokens` tokens of 4 sequences, of which one has `most` at most and `longest`
+    /// keys.
     fn paged(tokens: usize, most: usize, longest: usize) -> Problem {
         let layer = Layer::new(DType::BF16, Heads { query: 8, kv: 2, size: 128 });
         let call = Paged::new(4, tokens, [1000, 16, 100]).most_tokens(most).longest(longest);

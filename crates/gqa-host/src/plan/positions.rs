@@ -10,7 +10,7 @@ pub enum Positions {
     Explicit,
     /// `seqlens_to_pos_ids` writes them first.
     Generated,
-    /// `slide_kv` or `slide_lengths` writes them first.
+    /// `rolling_kv` or `rolling_lengths` writes them first.
     Slid,
     /// Each kernel adds the row to the length of the past.
     Implicit,
@@ -27,7 +27,8 @@ impl fmt::Display for Positions {
     }
 }
 
-/// The strategy for a call; `None` where nothing rotates. Only the separate launches of a subsequent prompt need positions in memory.
+/// The strategy for a call; `None` where nothing rotates. Only the separate launches of a
+/// subsequent prompt need positions in memory.
 pub fn positions(problem: &Problem, fused: bool) -> Option<Positions> {
     let rotary = problem.rotary?;
     Some(match (rotary.explicit, problem.phase) {

@@ -10,7 +10,7 @@ use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
 use super::tensors::TensorId;
 use crate::{
-    Alignment, CacheBinding, CodeFormat, Computes, DType, Error, Phase, Problem, Result, RowLayout,
+    Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, QuantFormat, Result, RowLayout,
 };
 use bytemuck::Zeroable;
 use gqa_kernels::params::{PrologueParams, Strides};
@@ -30,7 +30,7 @@ enum Step {
     /// Copy the past and append K and V, whatever the sizes of their rows.
     ConcatRows,
     /// Quantize new rows into the cache, and dequantize all of it into scratch.
-    Quantize(CodeFormat),
+    Quantize(QuantFormat),
     /// Packed QKV to Q, K and V.
     Unpack,
     /// Positions to memory.
@@ -48,14 +48,14 @@ enum Step {
 
 /// The launches for a call: as few as can be, or, where `fused` is false, one per duty.
 fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
-    if let (Computes::Rotation, Some(rotary)) = (p.computes, p.rotary) {
+    if let (CallKind::Rotation, Some(rotary)) = (p.computes, p.rotary) {
         let vector = 16 / p.dtype.size();
         let whole = p.head_size % vector == 0 && rotary.dim / 2 % vector == 0;
         return vec![Step::RotateOutput { whole }];
     }
     let (rotate, new) = (p.rotary.is_some(), p.new_len > 0);
     // Rows are appended to a quantized cache dequantized in scratch as to a shared one.
-    let shared = p.cache == CacheBinding::Shared || p.quantised.is_some();
+    let shared = p.cache == CacheBinding::Shared || p.quantized.is_some();
     let whole = p.v_head_size == p.head_size && p.head_size * p.dtype.size() % 16 == 0;
     let (concat, rows) = match p.cache {
         CacheBinding::Separate if !shared => (whole, !whole),
@@ -84,7 +84,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
-    steps.extend(p.quantised.map(|how| Step::Quantize(how.format)));
+    steps.extend(p.quantized.map(|how| Step::Quantize(how.format)));
     steps
 }
 
@@ -124,7 +124,8 @@ impl Step {
     }
 }
 
-/// The launches before attention, and where attention finds the rows. Unless it appends them itself, K and V are in the present cache.
+/// The launches before attention, and where attention finds the rows. Unless it appends them
+/// itself, K and V are in the present cache.
 pub(super) fn prologue(
     p: &Problem,
     device: &DeviceInfo,
@@ -133,7 +134,7 @@ pub(super) fn prologue(
     scratch: &mut Scratch,
 ) -> Result<(Vec<Launch>, Rows)> {
     let mut builder = Builder::new(p, device, scratch)?;
-    if p.quantised.is_some() && !by_attention.new_rows {
+    if p.quantized.is_some() && !by_attention.new_rows {
         builder.take_room_for_dequantized()?;
     }
     for step in steps(p, fused, by_attention) {
@@ -323,7 +324,8 @@ impl<'a> Builder<'a> {
         Ok(Operand { arg, strides: strides(layout) })
     }
 
-    /// Launches a step's kernel with everything bound as it is now, except `arguments` and what `adjust` changes.
+    /// Launches a step's kernel with everything bound as it is now, except `arguments` and what
+    /// `adjust` changes.
     fn launch(
         &mut self,
         step: Step,
@@ -358,7 +360,8 @@ impl<'a> Builder<'a> {
         ]
     }
 
-    /// Rows at each sequence's end that are this call's: the query's, unless the call says where these stand.
+    /// Rows at each sequence's end that are this call's: the query's, unless the call says where
+    /// these stand.
     fn rows_appended(&self) -> usize {
         match self.problem.alignment {
             Alignment::Past(_) => self.problem.new_len,
@@ -388,7 +391,7 @@ impl<'a> Builder<'a> {
             rotary: rotary_params(rotary, self.positions.1)?,
             // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
             epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
-            per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+            per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
             in_place: (p.cache == CacheBinding::Shared).into(),
         })
     }

@@ -1,5 +1,5 @@
-//! Output in float8e4m3fn times a scale: by kernels that write it, or by one launch behind those that
-//! do not.
+//! Output in float8e4m3fn times a scale: by kernels that write it, or by one launch behind those
+//! that do not.
 
 use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::contiguous::Composed;
@@ -21,7 +21,7 @@ pub(super) fn compose(
     compose: impl Fn(&Problem, &mut Scratch) -> Result<Composed>,
 ) -> Result<Composed> {
     // Those that write it read no quantized cache.
-    if problem.quantised.is_none() {
+    if problem.quantized.is_none() {
         let mut room = Scratch::default();
         if let Ok(composed) = compose(problem, &mut room) {
             *scratch = room;

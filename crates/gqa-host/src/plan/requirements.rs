@@ -49,7 +49,7 @@ fn any_flash(p: &Problem) -> Result<(), Rejection> {
 
 /// A quantized cache that the kernel appends to where it reads it.
 pub(super) fn shared_and_quantized(p: &Problem) -> Result<(), Rejection> {
-    match (p.quantised, p.cache) {
+    match (p.quantized, p.cache) {
         (None, _) => Err(Rejection::NotQuantized),
         (Some(_), CacheBinding::Shared) => Ok(()),
         (Some(_), _) => Err(Rejection::NotShared),

@@ -1,4 +1,5 @@
-//! A cache that is updated in place: one launch, `scatter_rows`, for one tensor or for keys and values.
+//! A cache that is updated in place: one launch, `scatter_rows`, for one tensor or for keys and
+//! values.
 
 use super::build::{find, launch, strides, tensor, u32_of};
 use super::contiguous::Composed;

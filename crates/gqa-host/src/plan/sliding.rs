@@ -1,13 +1,14 @@
-//! Calls whose cache slides: the call counted from the cache's first row, with the launches that make it so around it.
+//! Calls over a rolling KV cache: the call counted from its first row, with the launches that
+//! make it so around it.
 //!
 //! | new rows of a sequence | launches |
 //! |---|---|
-//! | none | `slide_kv`, where present is not past |
-//! | one | `slide_kv`, which makes room for it; the call |
-//! | several | `slide_lengths`; the call, with a cache in scratch that has room for all; `slide_kv`, which takes the rows that stay from there |
-//! | a first prompt | the call, likewise, as lengths count from row 0 anyway; `slide_kv` |
+//! | none | `rolling_kv`, where present is not past |
+//! | one | `rolling_kv`, which makes room for it; the call |
+//! | several | `rolling_lengths`; the call, with a cache in scratch that has room for all; `rolling_kv`, which takes the rows that stay from there |
+//! | a first prompt | the call, likewise, as lengths count from row 0 anyway; `rolling_kv` |
 //!
-//! `slide_bias` comes before the call where it has an attention_bias.
+//! `rolling_bias` comes before the call where it has an attention_bias.
 
 use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::contiguous::Composed;
@@ -20,11 +21,11 @@ use super::scratch::Scratch;
 use super::tensors::TensorId;
 use crate::{CacheBinding, DType, Error, Phase, Problem, Result};
 use gqa_kernels::concept::sliding::Sliding;
-use gqa_kernels::params::{SlideBiasParams, SlideParams};
-use gqa_kernels::prologue::{slide_bias_grid, slide_kv_grid, slide_lengths_grid};
+use gqa_kernels::params::{RollingBiasParams, RollingParams};
+use gqa_kernels::prologue::{rolling_bias_grid, rolling_kv_grid, rolling_lengths_grid};
 use gqa_kernels::registry::{Entry, Role};
 
-/// The launches of a call whose cache slides.
+/// The launches of a call over a rolling KV cache.
 pub(super) fn compose(
     problem: &Problem,
     sliding: Sliding,
@@ -49,7 +50,7 @@ pub(super) fn compose(
 struct Window<'a> {
     problem: &'a Problem,
     inner: &'a Problem,
-    params: SlideParams,
+    params: RollingParams,
     lengths: Arg,
     position_ids: Arg,
     bias: Arg,
@@ -77,7 +78,7 @@ impl<'a> Window<'a> {
         Ok(Self {
             problem: p,
             inner,
-            params: SlideParams {
+            params: RollingParams {
                 batch: u32_of("batch", p.batch)?,
                 kv_heads: u32_of("KV heads", p.kv_heads)?,
                 row_vectors: u32_of("head size", width / Problem::VECTOR_BYTES)?,
@@ -107,21 +108,21 @@ impl<'a> Window<'a> {
     fn before(&self, device: &DeviceInfo) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
         if !self.problem.is_staged() {
-            launches.push(self.slide_kv(self.past(), device)?);
+            launches.push(self.rolling_kv(self.past(), device)?);
         } else if !self.counts_from_zero() {
-            let grid = slide_lengths_grid(&self.params, device.multiprocessors);
+            let grid = rolling_lengths_grid(&self.params, device.multiprocessors);
             let entry = find(Role::SlideLengths, None, None)?;
             launches.push(self.launch(entry, grid, &[], &self.params)?);
         }
         if self.bias != Arg::Null {
-            launches.push(self.slide_bias(device)?);
+            launches.push(self.rolling_bias(device)?);
         }
         Ok(launches)
     }
 
     /// The launches after it.
     fn after(&self, device: &DeviceInfo) -> Result<Vec<Launch>> {
-        let moves = self.problem.is_staged().then(|| self.slide_kv(self.cache, device));
+        let moves = self.problem.is_staged().then(|| self.rolling_kv(self.cache, device));
         moves.into_iter().collect()
     }
 
@@ -134,8 +135,8 @@ impl<'a> Window<'a> {
         ids.map(|id| tensor(self.problem, id, 0))
     }
 
-    fn slide_kv(&self, from: [Arg; 2], device: &DeviceInfo) -> Result<Launch> {
-        let grid = slide_kv_grid(&self.params, device.multiprocessors);
+    fn rolling_kv(&self, from: [Arg; 2], device: &DeviceInfo) -> Result<Launch> {
+        let grid = rolling_kv_grid(&self.params, device.multiprocessors);
         let arguments = [
             ("from_k", from[0]),
             ("from_v", from[1]),
@@ -145,12 +146,12 @@ impl<'a> Window<'a> {
         self.launch(find(Role::SlideKv, None, None)?, grid, &arguments, &self.params)
     }
 
-    fn slide_bias(&self, device: &DeviceInfo) -> Result<Launch> {
+    fn rolling_bias(&self, device: &DeviceInfo) -> Result<Launch> {
         let (p, no_bias) =
             (self.problem, || Error::NoKernel("no attention_bias slides".to_owned()));
         let given = p.bias_layout().ok_or_else(no_bias)?;
         let [_, heads, _, columns_out] = self.inner.bias_shape().ok_or_else(no_bias)?;
-        let params = SlideBiasParams {
+        let params = RollingBiasParams {
             bias: strides(given),
             slide: self.params,
             heads: u32_of("heads of attention_bias", heads)?,
@@ -158,7 +159,7 @@ impl<'a> Window<'a> {
             columns_out: u32_of("columns of attention_bias", columns_out)?,
         };
         let arguments = [("bias", tensor(p, TensorId::AttentionBias, 0)), ("bias_out", self.bias)];
-        let grid = slide_bias_grid(&params, device.multiprocessors);
+        let grid = rolling_bias_grid(&params, device.multiprocessors);
         self.launch(find(Role::SlideBias, element(p.dtype), None)?, grid, &arguments, &params)
     }
 

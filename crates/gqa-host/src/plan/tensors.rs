@@ -1,6 +1,6 @@
 //! The tensors of a call: one row each, from which all that holds one value per tensor is made.
 
-use crate::{CacheBinding, Computes, DType, Problem, QkOutput, RowStrides, Sink};
+use crate::{CacheBinding, CallKind, DType, Problem, QkOutput, RowStrides, Sink};
 
 /// One row per tensor of a call: its role, its name as an input or output of the operator, what a
 /// call does with it, and what it is in a problem, or `None` where a problem has none.
@@ -144,16 +144,16 @@ fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<Te
 
 /// Whether key and value are tensors of the call.
 fn has_rows(p: &Problem) -> bool {
-    p.computes != Computes::Rotation && !p.packed
+    p.computes != CallKind::Rotation && !p.packed
 }
 
 /// Whether rows are made of those of query.
 fn has_rows_out(p: &Problem) -> bool {
-    matches!(p.computes, Computes::Attention | Computes::Rotation)
+    matches!(p.computes, CallKind::Attention | CallKind::Rotation)
 }
 
 fn is_update(p: &Problem) -> bool {
-    matches!(p.computes, Computes::Update(_))
+    matches!(p.computes, CallKind::Update(_))
 }
 
 /// Whether there are values beside the keys: an update may be of one tensor.

@@ -1,16 +1,17 @@
-//! Which kernels for which call, as tables; and that what launches are given lies inside the tensors.
+//! Which kernels for which call, as tables; and that what launches are given lies inside the
+//! tensors.
 
 use super::*;
 use crate::{
-    Bias, CacheBinding, CodeFormat, DType, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
-    QkOutput, Quantisation, Rotary, Sink,
+    Bias, CacheBinding, DType, Layout, Pages, Phase, Problem, ProblemFields, QkNorm, QkOutput,
+    QuantFormat, Quantization, Rotary, Sink,
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
     PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, QuantizeOutputParams,
-    SlideBiasParams, SlideParams, Strides,
+    RollingBiasParams, RollingParams, Strides,
 };
-use gqa_kernels::prologue::dequantise;
+use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
 
 /// A Llama-3-8B layer: `s` new rows after `past`, shared cache of 8192 rows.
@@ -253,7 +254,8 @@ fn long_prompts_take_tiles_of_more_rows() {
     }
 }
 
-/// Tiles of fewer rows leave registers to rotate queries, which saves the launch before that writes them.
+/// Tiles of fewer rows leave registers to rotate queries, which saves the launch before that writes
+/// them.
 #[test]
 fn many_keys_that_all_rows_see_take_larger_tiles() {
     let everywhere = |rows| with(llama(rows, 0), |p| p.causal = false);
@@ -320,18 +322,19 @@ fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
     let parts = PlanOptions { cluster: Some(2), splits: Some(4), ..PlanOptions::default() };
     assert_eq!(params(&step(8000), &parts).ahead, 0, "another cluster reads what one appends");
     assert_eq!(params(&with(step(8000), |p| p.new_len = 0), &parts).ahead, 1);
-    assert_eq!(planned(&step(8000)).settled, 0);
-    assert_eq!(planned(&with(step(8000), |p| p.settled = true)).settled, 1);
+    assert_eq!(planned(&step(8000)).prefetch_cache, 0);
+    assert_eq!(planned(&with(step(8000), |p| p.prefetch_cache = true)).prefetch_cache, 1);
     let normed = with(step(8000), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     let normed = plan(&normed, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let params: DecodeParams = bytemuck::pod_read_unaligned(&normed.launches[1].params);
-    assert_eq!(params.settled, 1, "the launch ahead writes scratch");
-    let separate = with(step(8000), |p| (p.settled, p.cache) = (true, CacheBinding::Separate));
+    assert_eq!(params.prefetch_cache, 1, "the launch ahead writes scratch");
+    let separate =
+        with(step(8000), |p| (p.prefetch_cache, p.cache) = (true, CacheBinding::Separate));
     let plan = plan(&separate, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let (attention, ahead) = plan.launches.split_last().unwrap();
     assert_eq!((attention.entry.family, ahead.is_empty()), (Family::Decode, false));
     let params: DecodeParams = bytemuck::pod_read_unaligned(&attention.params);
-    assert_eq!(params.settled, 0, "the launch ahead writes the cache");
+    assert_eq!(params.prefetch_cache, 0, "the launch ahead writes the cache");
 }
 
 #[test]
@@ -528,7 +531,8 @@ fn the_prologue_is_as_short_as_the_call_allows() {
     }
 }
 
-/// One launch more, before all others, from which these take queries and new keys; also where attention does all the rest itself.
+/// One launch more, before all others, from which these take queries and new keys; also where
+/// attention does all the rest itself.
 #[test]
 fn normalisation_comes_first() {
     let norm = |p: &mut ProblemFields| p.qk_norm = Some(QkNorm { epsilon: 1e-6 });
@@ -629,7 +633,7 @@ fn the_keys_of_a_long_sequence_are_split_and_merged() {
     assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
     let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
     assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
-    // As many blocks as there are multiprocessors already: nothing to gain.
+    // As many blocks as there are SMs already: nothing to gain.
     let wide = with(llama(1, 100), |p| p.batch = 512);
     assert_eq!(plan(&wide, &device("a100"), &PlanOptions::default()).unwrap().launches.len(), 2);
     let seven = PlanOptions { splits: Some(7), ..PlanOptions::default() };
@@ -704,7 +708,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
     assert_eq!(names(&parts, "h200")[1..], ["hopper_split_f16_d128", "combine", behind]);
     let masked = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
     assert_eq!(names(&masked, "h200")[1..], ["hopper_masked_f16_d128", behind]);
-    let codes = float8(quantised(llama(1, 4096), CodeFormat::Int8));
+    let codes = float8(quantized(llama(1, 4096), QuantFormat::Int8));
     assert_eq!(names(&codes, "h200"), ["decode_i8_f16_d128_r8", behind]);
     let sliding = names(&float8(sliding(1, 5000)), "h200");
     assert_eq!(sliding.last(), Some(&"decode_out8_f16_d128_r16"));
@@ -767,7 +771,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
     let error = plan(&double, &device("h200"), &off).unwrap_err().to_string();
     assert_eq!(
         error,
-        "no kernel takes this call: decode_codes switched off by GQA_DISABLE_FLASH_ATTENTION; \
+        "no kernel takes this call: decode_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
          decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_float8 switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -845,16 +849,16 @@ fn problems() -> impl Iterator<Item = Problem> {
             }
             if kind % 6 > 2 {
                 let format = CODES[kind % 3];
-                p.quantised = Some(Quantisation { format, per_channel: bit(4) });
+                p.quantized = Some(Quantization { format, per_channel: bit(4) });
                 p.head_size = [64, 128, 40, 264][kind % 4];
                 p.float8_products = true;
                 p.rotary = p.rotary.map(|rotary| Rotary { dim: 16, ..rotary });
             }
             if kind % 4 == 2 && p.output_qk == QkOutput::None && p.new_len > 0 {
                 let rows = [1, 7, 50, 600][kind / 4 % 4];
-                (p.slides, p.window, p.settled) = (true, Some(rows), true);
+                (p.slides, p.window, p.prefetch_cache) = (true, Some(rows), true);
                 (p.past_capacity, p.capacity) = (rows + kind % 3, rows + kind % 3);
-                p.head_size = if p.quantised.is_some() { 64 } else { p.head_size };
+                p.head_size = if p.quantized.is_some() { 64 } else { p.head_size };
             }
             if kind % 5 == 2 && p.head_size % 8 == 0 {
                 p.out_dtype = DType::F8E4M3;
@@ -866,32 +870,32 @@ fn problems() -> impl Iterator<Item = Problem> {
     })
 }
 
-const CODES: [CodeFormat; 3] = [CodeFormat::Int8, CodeFormat::Int4, CodeFormat::Float8];
+const CODES: [QuantFormat; 3] = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
 
-fn quantised(problem: Problem, format: CodeFormat) -> Problem {
-    with(problem, |p| p.quantised = Some(Quantisation { format, per_channel: false }))
+fn quantized(problem: Problem, format: QuantFormat) -> Problem {
+    with(problem, |p| p.quantized = Some(Quantization { format, per_channel: false }))
 }
 
 #[test]
 fn a_step_reads_codes_where_it_can() {
     let off = PlanOptions::default();
     for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
-        let step = quantised(llama(1, 4096), format);
+        let step = quantized(llama(1, 4096), format);
         assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
         let normed = with(step.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
         assert_eq!(kernels(&normed, &off).len(), 2);
     }
-    let step = |change: fn(&mut ProblemFields)| with(quantised(llama(1, 4096), CODES[0]), change);
+    let step = |change: fn(&mut ProblemFields)| with(quantized(llama(1, 4096), CODES[0]), change);
     let staged = |p: &Problem, why: &str| {
         let kernels = kernels(p, &off);
-        assert!(kernels.contains(&"quantise_kv_i8"), "{kernels:?}");
+        assert!(kernels.contains(&"quantize_kv_i8"), "{kernels:?}");
         assert_eq!(rejection(p, "h200", &off, Family::DecodeCodes), why);
     };
     staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
     staged(&step(|p| p.head_size = 80), "has no tile for head size 80");
     staged(&step(|p| p.out_dtype = DType::F32), "does not write output in float32");
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
-    staged(&quantised(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
+    staged(&quantized(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
     assert_eq!(
         rejection(&llama(1, 4096), "h200", &off, Family::DecodeCodes),
         "the KV cache is not quantized"
@@ -904,7 +908,7 @@ fn a_step_reads_codes_where_it_can() {
 fn products_of_float8_where_they_are_allowed() {
     let off = PlanOptions::default();
     let apart = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
-    let prompt = with(quantised(llama(512, 7680), CODES[2]), |p| p.float8_products = true);
+    let prompt = with(quantized(llama(512, 7680), CODES[2]), |p| p.float8_products = true);
     let attends = ["float8_operands", "hopper_float8_f16_d128"];
     assert_eq!(kernels(&prompt, &off), attends);
     assert_eq!(kernels(&with(prompt.clone(), |p| p.head_size = 80), &off), attends);
@@ -912,14 +916,14 @@ fn products_of_float8_where_they_are_allowed() {
     assert_eq!(kernels(&normed, &off), ["qk_norm", attends[0], attends[1]]);
     let separate = with(prompt.clone(), |p| p.cache = CacheBinding::Separate);
     for kernels in [kernels(&separate, &off), kernels(&prompt, &apart)] {
-        assert_eq!(kernels[kernels.len() - 3..], ["quantise_kv_f8", attends[0], attends[1]]);
+        assert_eq!(kernels[kernels.len() - 3..], ["quantize_kv_f8", attends[0], attends[1]]);
     }
     let refused = |change: fn(&mut ProblemFields), why: &str| {
         let problem = with(prompt.clone(), change);
         assert_eq!(rejection(&problem, "h200", &off, Family::HopperFloat8), why);
     };
     refused(|p| p.float8_products = false, "the call does not allow float8 products");
-    refused(|p| p.quantised = None, "the KV cache is not quantized");
+    refused(|p| p.quantized = None, "the KV cache is not quantized");
     refused(|p| p.total_len = 2048, "2048 keys are under 4096");
     refused(|p| p.head_size = 64, "has no tile for head size 64");
     refused(|p| p.head_size = 88, "has no tile for head size 88");
@@ -930,7 +934,7 @@ fn products_of_float8_where_they_are_allowed() {
     refused(|p| p.out_dtype = DType::F32, "does not write output in float32");
     refused(|p| p.dtype = DType::F32, "does not take float32");
     let int8 = with(prompt.clone(), |p| {
-        p.quantised = Some(Quantisation { format: CODES[0], per_channel: false });
+        p.quantized = Some(Quantization { format: CODES[0], per_channel: false });
     });
     let why = rejection(&int8, "h200", &off, Family::HopperFloat8);
     assert_eq!(why, "does not take a KV cache of int8");
@@ -942,15 +946,15 @@ fn products_of_float8_where_they_are_allowed() {
 fn codes_become_numbers_behind_all_that_appends() {
     let off = PlanOptions::default();
     let kernels_of = |p: &Problem| kernels(p, &off);
-    let prompt = quantised(llama(512, 0), CODES[1]);
+    let prompt = quantized(llama(512, 0), CODES[1]);
     let rotated = with(prompt.clone(), |p| p.rotary = Some(ROTARY));
     let attention = "hopper_f16_d128";
-    assert_eq!(kernels_of(&prompt), ["concat_kv_in_place", "quantise_kv_i4", attention]);
-    assert_eq!(kernels_of(&rotated), ["concat_kv_in_place", "quantise_kv_i4", attention]);
+    assert_eq!(kernels_of(&prompt), ["concat_kv_in_place", "quantize_kv_i4", attention]);
+    assert_eq!(kernels_of(&rotated), ["concat_kv_in_place", "quantize_kv_i4", attention]);
     let separate = with(prompt, |p| p.cache = CacheBinding::Separate);
-    assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantise_kv_i4", attention]);
-    let complete = with(quantised(llama(512, 512), CODES[1]), |p| p.new_len = 0);
-    assert_eq!(kernels_of(&complete), ["quantise_kv_i4", attention]);
+    assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantize_kv_i4", attention]);
+    let complete = with(quantized(llama(512, 512), CODES[1]), |p| p.new_len = 0);
+    assert_eq!(kernels_of(&complete), ["quantize_kv_i4", attention]);
     // All that is attended to is in scratch.
     let plan = plan(&rotated, &device("h200"), &off).unwrap();
     let reads_cache = |launch: &&Launch| {
@@ -961,10 +965,10 @@ fn codes_become_numbers_behind_all_that_appends() {
         launch.args.iter().any(is_present)
     };
     let readers: Vec<_> = plan.launches.iter().filter(reads_cache).map(kernel).collect();
-    assert_eq!(readers, ["quantise_kv_i4"]);
+    assert_eq!(readers, ["quantize_kv_i4"]);
 }
 
-/// A call whose cache of 1024 rows slides under a window of 1000.
+/// A call whose cache of 1024 rows rolls under a window of 1000.
 fn sliding(s: usize, past: usize) -> Problem {
     with(llama(s, past), |p| {
         (p.slides, p.window) = (true, Some(1000));
@@ -977,28 +981,28 @@ fn rows_move_around_the_call() {
     let off = PlanOptions::default();
     let kernels_of = |p: Problem| kernels(&p, &off);
     let step = "decode_f16_d128_r8";
-    assert_eq!(kernels_of(sliding(1, 2000)), ["slide_kv", step]);
+    assert_eq!(kernels_of(sliding(1, 2000)), ["rolling_kv", step]);
     assert_eq!(
         kernels_of(sliding(512, 2000)),
         [
-            "slide_lengths",
+            "rolling_lengths",
             "concat_new_to_past_kv",
             "rotary_embedding",
             "hopper_f16_d128",
-            "slide_kv"
+            "rolling_kv"
         ]
     );
     assert_eq!(
         kernels_of(sliding(2048, 0)),
-        ["concat_new_to_past_kv", "hopper_f16_d128", "slide_kv"]
+        ["concat_new_to_past_kv", "hopper_f16_d128", "rolling_kv"]
     );
     let biased = with(sliding(1, 2000), |p| p.bias = bias(true, true, 2001));
-    assert_eq!(kernels_of(biased)[..2], ["slide_kv", "slide_bias"]);
+    assert_eq!(kernels_of(biased)[..2], ["rolling_kv", "rolling_bias"]);
     // As long as all fits, it is any call.
     assert_eq!(kernels_of(sliding(1, 1023)), [step]);
     assert_eq!(kernels_of(sliding(512, 512)), kernels_of(llama(512, 512)));
-    let codes = quantised(sliding(1, 2000), CODES[0]);
-    assert_eq!(kernels_of(codes), ["slide_kv", "decode_i8_f16_d128_r8"]);
+    let codes = quantized(sliding(1, 2000), CODES[0]);
+    assert_eq!(kernels_of(codes), ["rolling_kv", "decode_i8_f16_d128_r8"]);
 }
 
 #[test]
@@ -1011,7 +1015,7 @@ fn a_step_of_a_sliding_cache_is_planned_for_the_cache() {
     assert_eq!(within, planned(&sliding(1, 5000), 1));
 }
 
-/// The call on a cache of blocks of 64 rows.
+/// The call on a paged KV cache of 64 rows.
 fn paged(p: &Problem) -> Problem {
     let per_sequence = p.total_len.div_ceil(64) + 1;
     let tokens = if p.q_len == 1 { p.batch } else { p.q_len + p.batch };
@@ -1037,7 +1041,7 @@ fn paged(p: &Problem) -> Problem {
     })
 }
 
-/// `past` keys and `s` tokens of each of `batch` sequences, on a cache of blocks.
+/// `past` keys and `s` tokens of each of `batch` sequences, on a paged KV cache.
 fn over_blocks(batch: usize, s: usize, past: usize) -> Problem {
     paged(&with(llama(s, past), |p| p.batch = batch))
 }
@@ -1058,7 +1062,7 @@ fn blocks_are_read_where_they_are() {
     assert_eq!(kernels_of(over_blocks(8, 1, 500)), ["decode_paged_f16_d128_r8"]);
     let normed = |p: Problem| with(p, |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     assert_eq!(kernels_of(normed(over_blocks(8, 1, 500))), ["qk_norm", "decode_paged_f16_d128_r8"]);
-    let codes = quantised(over_blocks(8, 1, 500), CODES[0]);
+    let codes = quantized(over_blocks(8, 1, 500), CODES[0]);
     assert_eq!(kernels_of(codes), ["decode_paged_i8_f16_d128_r8"]);
     let prompt = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels_of(over_blocks(1, 512, 512)), prompt);
@@ -1090,13 +1094,13 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     let few: &PagedDecodeParams = bytemuck::from_bytes(&step.params);
     // Two tokens of four heads fill its rows, and the cache has them already.
     assert_eq!((few.decode.attention.q_len, few.longest, few.decode.new_len), (2, 512, 0));
-    assert!(first.aside && !step.aside && !step.programmatic && !last.aside);
+    assert!(first.concurrent && !step.concurrent && !step.programmatic && !last.concurrent);
     // 128 work tiles take two rounds of 64 blocks.
     assert_eq!((first.grid[0], last.grid[0]), (64, 132 - 64));
     for (launch, helps) in [(first, 0), (last, 1)] {
         let many: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
         assert_eq!((many.hopper.attention.q_len, many.least), (512, 3));
-        assert_eq!((many.leaders, many.helpers, many.helps), (64, 132 - 64, helps));
+        assert_eq!((many.primary, many.secondary, many.is_secondary), (64, 132 - 64, helps));
     }
     // Four tokens of each fill sixteen rows, eight 32.
     for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32")] {
@@ -1138,21 +1142,22 @@ fn blocks_are_gathered() {
     let unfused = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
     let why = rejection(&over_blocks(8, 512, 0), "h200", &unfused, Family::HopperPaged);
     assert_eq!(why, "switched off by GQA_DISABLE_FUSED_KV");
-    let codes = |s| quantised(over_blocks(8, s, 512), CODES[0]);
-    let [append, gather] = ["paged_append_codes_i8", "paged_gather"];
+    let codes = |s| quantized(over_blocks(8, s, 512), CODES[0]);
+    let [append, gather] = ["paged_append_quantized_i8", "paged_gather"];
     assert_eq!(kernels(&codes(2), &off), ["decode_paged_i8_f16_d128_r8"]);
-    let few = quantised(over_blocks(1, 33, 512), CODES[0]);
+    let few = quantized(over_blocks(1, 33, 512), CODES[0]);
     assert_eq!(kernels(&few, &off)[..2], [append, gather]);
     let general = with(codes(512), |p| p.scale = -1.0);
     assert_eq!(kernels(&general, &off)[..2], [append, gather]);
 }
 
-/// Codes of prompts become numbers in blocks of their own, whatever the blocks of the codes.
+/// Quantized values of prompts become numbers in blocks of their own, whatever the blocks of the
+/// quantized values.
 #[test]
 fn codes_in_blocks_become_numbers_in_blocks() {
     let off = PlanOptions::default();
-    let codes = |p| quantised(p, CODES[0]);
-    let prompts = ["paged_append_codes_i8", "paged_dequantise_i8", "hopper_paged_f16_d128"];
+    let codes = |p| quantized(p, CODES[0]);
+    let prompts = ["paged_append_quantized_i8", "paged_dequantize_i8", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&codes(equal(over_blocks(8, 512, 512))), &off), prompts);
     let odd = with_pages(codes(equal(over_blocks(8, 512, 512))), |pages| Pages {
         block_size: 48,
@@ -1170,7 +1175,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
     let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
     assert_eq!((paged.least, many.least), (3, 3));
     assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 34, 1088));
-    assert!(plan.launches[2].aside);
+    assert!(plan.launches[2].concurrent);
 }
 
 /// Grid and parameters of a launch.
@@ -1244,29 +1249,31 @@ fn check(plan: &Plan, launch: &Launch) {
                 }
             }
             Family::Prologue if role == Role::QuantizeKv => {
-                quantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
+                quantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
             Family::Prologue if role == Role::PagedDequantize => {
-                dequantise_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
+                dequantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
             Family::Prologue if kernel.starts_with("gqa_paged_") => {
                 paged_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
             Family::Prologue if role == Role::SlideBias => {
-                slide_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
+                rolling_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if kernel.starts_with("gqa_slide_") => {
-                slide_reach(name, bytemuck::from_bytes(&launch.params))
+            Family::Prologue if kernel.starts_with("gqa_rolling_") => {
+                rolling_reach(name, bytemuck::from_bytes(&launch.params))
             }
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
             Family::General | Family::HopperMasked | Family::TiledMasked | Family::Unfused => {
                 let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
                 masked_reach(name, p, element)
             }
-            Family::DecodeCodes if ["k", "v"].contains(name) => codes_reach(&plan.problem, launch),
+            Family::DecodeCodes if ["k", "v"].contains(name) => {
+                quantized_reach(&plan.problem, launch)
+            }
             Family::DecodeCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
             Family::DecodePagedCodes if ["k", "v"].contains(name) => {
-                paged_codes_reach(&plan.problem, launch)
+                paged_quantized_reach(&plan.problem, launch)
             }
             Family::DecodePagedCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
             Family::DecodePaged | Family::DecodePagedCodes => {
@@ -1317,8 +1324,8 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
     }
 }
 
-fn quantise_reach(name: &str, problem: &Problem, p: &PrologueParams, element: usize) -> usize {
-    let per_byte = problem.quantised.unwrap().codes_per_element();
+fn quantize_reach(name: &str, problem: &Problem, p: &PrologueParams, element: usize) -> usize {
+    let per_byte = problem.quantized.unwrap().codes_per_element();
     let numbers = |strides, rows| reach(strides, [p.batch, p.kv_heads, rows], p.head_size);
     match name {
         "k" | "v" => numbers(p.kv_out, p.capacity) * element,
@@ -1329,7 +1336,7 @@ fn quantise_reach(name: &str, problem: &Problem, p: &PrologueParams, element: us
     }
 }
 
-fn slide_reach(name: &str, p: &SlideParams) -> usize {
+fn rolling_reach(name: &str, p: &RollingParams) -> usize {
     let rows = |rows: u32| (p.batch * p.kv_heads * rows * p.row_vectors) as usize * 16;
     match name {
         "from_k" | "from_v" => rows(p.from_rows),
@@ -1340,10 +1347,10 @@ fn slide_reach(name: &str, p: &SlideParams) -> usize {
     }
 }
 
-fn dequantise_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -> usize {
-    let blocks = p.batch * dequantise::blocks_of_sequence(p.capacity);
+fn dequantize_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -> usize {
+    let blocks = p.batch * dequantize::blocks_of_sequence(p.capacity);
     match name {
-        "k" | "v" => (blocks * dequantise::BLOCK * p.kv_heads * p.head_size) as usize * element,
+        "k" | "v" => (blocks * dequantize::BLOCK * p.kv_heads * p.head_size) as usize * element,
         "table" => blocks as usize * 4,
         other => paged_reach(other, problem, p, element),
     }
@@ -1374,32 +1381,32 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
     }
 }
 
-fn slide_bias_reach(name: &str, p: &SlideBiasParams, element: usize) -> usize {
+fn rolling_bias_reach(name: &str, p: &RollingBiasParams, element: usize) -> usize {
     let rows = [p.slide.batch, p.heads, p.slide.q_len];
     match name {
         "bias" => reach(p.bias, rows, p.columns) * element,
         "bias_out" => rows.iter().product::<u32>() as usize * p.columns_out as usize * element,
-        other => slide_reach(other, &p.slide),
+        other => rolling_reach(other, &p.slide),
     }
 }
 
 fn scales_reach(problem: &Problem) -> usize {
-    let per_channel = problem.quantised.unwrap().per_channel;
+    let per_channel = problem.quantized.unwrap().per_channel;
     4 * if per_channel { problem.kv_heads * problem.head_size } else { 1 }
 }
 
-fn codes_reach(problem: &Problem, launch: &Launch) -> usize {
+fn quantized_reach(problem: &Problem, launch: &Launch) -> usize {
     let p: &DecodeParams = bytemuck::from_bytes(&launch.params);
     let a = &p.attention;
-    assert_eq!(p.per_channel != 0, problem.quantised.unwrap().per_channel);
-    let width = a.head_size / problem.quantised.unwrap().codes_per_element() as u32;
+    assert_eq!(p.per_channel != 0, problem.quantized.unwrap().per_channel);
+    let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
     reach(a.k, [a.batch, a.kv_heads, a.capacity], width)
 }
 
-fn paged_codes_reach(problem: &Problem, launch: &Launch) -> usize {
+fn paged_quantized_reach(problem: &Problem, launch: &Launch) -> usize {
     let paged: &PagedDecodeParams = bytemuck::from_bytes(&launch.params);
     let a = &paged.decode.attention;
-    let width = a.head_size / problem.quantised.unwrap().codes_per_element() as u32;
+    let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
     reach(a.k, [1, a.kv_heads, paged.blocks << paged.log_block_size], width)
 }
 
@@ -1448,15 +1455,15 @@ fn step_reach(name: &str, p: &DecodeParams, launch: &Launch, element: usize) -> 
     let a = &p.attention;
     let rows = |strides, rows| reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element;
     let owners = (p.clusters * launch.cluster) as usize;
-    assert_eq!(launch.grid[0], launch.cluster * p.parts);
+    assert_eq!(launch.grid[0], launch.cluster * p.splits);
     assert_eq!(launch.grid[1] * launch.grid[2], p.clusters);
     match name {
         "new_k" => rows(p.new_k, p.new_len),
         "new_v" => rows(p.new_v, p.new_len),
         "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
         "position_ids" => ((a.batch - 1) * p.rotary.position_stride + a.q_len) as usize * 8,
-        "partial_out" => (p.parts * a.batch * a.q_heads * a.q_len * a.head_size) as usize * 4,
-        "partial_states" => owners * (p.parts * p.rows) as usize * 8,
+        "partial_out" => (p.splits * a.batch * a.q_heads * a.q_len * a.head_size) as usize * 4,
+        "partial_states" => owners * (p.splits * p.rows) as usize * 8,
         "arrivals" => owners * 4,
         _ => attention_reach(name, a, element),
     }

@@ -1,20 +1,21 @@
-//! What GroupQueryAttention and ONNX Attention are: the definition, in double precision, one row at a time.
+//! What GroupQueryAttention and ONNX Attention are: the definition, in double precision, one row at
+//! a time.
 //!
-//! Every back end is compared with this one. It shares no code with them and is written to be read next to the formulas in
-//! `docs/numerics.md`.
+//! Every back end is compared with this one. It shares no code with them and is written to be read
+//! next to the formulas in `docs/numerics.md`.
 
-mod codes;
 mod paged;
+mod quantized;
 mod rows;
 mod update;
 
 use crate::backend::{Backend, Io};
 use crate::plan::TensorId;
 use crate::{
-    Alignment, CacheBinding, Computes, Phase, Problem, ProblemFields, QkNorm, QkOutput, Result,
+    Alignment, CacheBinding, CallKind, Phase, Problem, ProblemFields, QkNorm, QkOutput, Result,
     Sink, Tensor,
 };
-use codes::Codes;
+use quantized::Codes;
 use rayon::prelude::*;
 use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;
@@ -53,8 +54,8 @@ pub struct Exact {
     pub lse: Vec<f64>,
 }
 
-/// Computes a call without rounding its results. The cache is part of what a call computes with, so present_key and
-/// present_value are written, and rounded, here as well.
+/// Computes a call without rounding its results. The cache is part of what a call computes with, so
+/// present_key and present_value are written, and rounded, here as well.
 ///
 /// # Errors
 /// As [`Backend::run`].
@@ -62,7 +63,7 @@ pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     io.check(problem)?;
     match (problem.computes, problem.pages) {
         _ if problem.is_empty() => Ok(Exact::default()),
-        (Computes::Update(mode), _) => update::update(problem, mode, io).map(|()| Exact::default()),
+        (CallKind::Update(mode), _) => update::update(problem, mode, io).map(|()| Exact::default()),
         (_, Some(pages)) => paged::attend(problem, pages, io),
         _ => compute(problem, io),
     }
@@ -72,14 +73,14 @@ pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
 fn compute(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
     let call = Call::new(problem, io)?;
     Ok(match problem.computes {
-        Computes::Attention if problem.quantizes_output() => {
+        CallKind::Attention if problem.quantizes_output() => {
             let scale = io.need(TensorId::OutputScale)?.to_f64()[0];
             let exact = call.attend();
             Exact { output: exact.output.iter().map(|x| x / scale).collect(), ..exact }
         }
-        Computes::Attention => call.attend(),
-        Computes::Rotation => call.rotate(),
-        Computes::Cache | Computes::Update(_) => Exact::default(),
+        CallKind::Attention => call.attend(),
+        CallKind::Rotation => call.rotate(),
+        CallKind::Cache | CallKind::Update(_) => Exact::default(),
     })
 }
 
@@ -112,7 +113,7 @@ enum Source {
     Nothing,
 }
 
-/// A cache that slides, before the call, and the rows that the call computes with.
+/// A rolling KV cache, before the call, and the rows that the call computes with.
 struct Joined {
     past: [Tensor; 2],
     present: [Tensor; 2],
@@ -168,7 +169,7 @@ impl<'a> Call<'a> {
                 ),
             };
             let [past_key, past_value] = past;
-            let (key, value) = match p.quantised {
+            let (key, value) = match p.quantized {
                 None => (
                     call.present(present_key, past_key, h, new_key),
                     call.present(present_value, past_value, p.v_head_size, new_value),
@@ -191,7 +192,7 @@ impl<'a> Call<'a> {
         Ok(call)
     }
 
-    /// A cache that slides, and one besides with room for the rows in it and the new ones.
+    /// A rolling KV cache, and one besides with room for the rows in it and the new ones.
     fn room_for_all(&self, io: &Io<'_>) -> Result<Joined> {
         let given =
             [(TensorId::PastKey, &*io.present_key), (TensorId::PastValue, &*io.present_value)];
@@ -207,7 +208,7 @@ impl<'a> Call<'a> {
         Ok(Joined { past, present })
     }
 
-    /// Leaves in a cache that slides the newest of the rows in one with room for all.
+    /// Leaves in a rolling KV cache the newest of the rows in one with room for all.
     fn keep_newest(&self, joined: &Tensor, present: &mut [u8]) {
         let p = self.problem;
         let row = p.key_cache_shape(0)[3] * joined.dtype().size();
@@ -223,8 +224,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Rows that a cache that slides holds of a sequence of `total`: where it is full, the oldest go before the next one comes, as many as leave room for it and the rows before it
-    /// that it sees.
+    /// Rows that a rolling KV cache holds of a sequence of `total`: where it is full, the oldest go
+    /// before the next one comes, as many as leave room for it and the rows before it that it sees.
     fn resident(&self, total: usize) -> usize {
         let ProblemFields { capacity, window, .. } = **self.problem;
         let evicted = capacity + 1 - window.unwrap_or(capacity);
@@ -248,8 +249,8 @@ impl<'a> Call<'a> {
         (self.seqlens_k[b] + 1.0) as usize
     }
 
-    /// Position of query row `s`: keys at positions up to it are those that it may see where a call is causal. Before key 0 where
-    /// there are more rows than keys.
+    /// Position of query row `s`: keys at positions up to it are those that it may see where a call
+    /// is causal. Before key 0 where there are more rows than keys.
     fn position(&self, b: usize, s: usize) -> i64 {
         let p = self.problem;
         let first = match (p.alignment, p.phase) {
@@ -265,7 +266,8 @@ impl<'a> Call<'a> {
         if self.problem.new_len == 0 { self.total(b) } else { self.position(b, 0) as usize }
     }
 
-    /// Writes the cache: the past's rows, the new rows, and, unless it is shared, zeros. Returns all of it.
+    /// Writes the cache: the past's rows, the new rows, and, unless it is shared, zeros. Returns
+    /// all of it.
     fn present(
         &self,
         tensor: &mut Tensor,
@@ -285,7 +287,8 @@ impl<'a> Call<'a> {
         bnsh(tensor.to_f64(), p.kv_heads, self.rows(), size)
     }
 
-    /// The same of a quantised cache: the new rows' codes are written, and all codes' numbers are returned.
+    /// The same of a quantized cache: the new rows' quantized values are written, and all
+    /// dequantized values are returned.
     fn present_codes(
         &self,
         tensor: &mut Tensor,
@@ -311,7 +314,8 @@ impl<'a> Call<'a> {
         Ok(bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size))
     }
 
-    /// The rows of the cache that a call writes, by their number in its tensor, and what becomes of them.
+    /// The rows of the cache that a call writes, by their number in its tensor, and what becomes of
+    /// them.
     fn rows_written(&self) -> Vec<(usize, Source)> {
         let (p, mut rows) = (self.problem, Vec::new());
         let shared = p.cache == CacheBinding::Shared && !p.slides;
@@ -497,8 +501,8 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Softmax weights, and the logarithm of their denominator. The sink joins the denominator and gets no weight. Where every logit
-/// is -inf, all weights are 0.
+/// Softmax weights, and the logarithm of their denominator. The sink joins the denominator and gets
+/// no weight. Where every logit is -inf, all weights are 0.
 fn softmax(logits: &[f64], sink: Option<f64>) -> (Vec<f64>, f64) {
     let sink = sink.unwrap_or(f64::NEG_INFINITY);
     if logits.iter().all(|&x| x == f64::NEG_INFINITY) {

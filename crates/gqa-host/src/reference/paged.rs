@@ -1,10 +1,11 @@
-//! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the rows that its blocks hold.
+//! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the
+//! rows that its blocks hold.
 
 use super::{Exact, compute};
 use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{
-    CacheBinding, Computes, Layout, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
+    CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
 };
 use ndarray::Array1;
 
@@ -32,8 +33,8 @@ struct Sequence<'a> {
     new: usize,
     /// Rows before them.
     past: usize,
-    /// The row of the cache, through all blocks, that has each row of the sequence; none where no token sees a row of the block, which may be another
-    /// sequence's by now.
+    /// The row of the cache, through all blocks, that has each row of the sequence; none where no
+    /// token sees a row of the block, which may be another sequence's by now.
     places: Vec<Option<usize>>,
     /// The row that takes each token, if any does.
     slots: Vec<Option<usize>>,
@@ -88,12 +89,13 @@ impl<'a> Sequence<'a> {
         })
     }
 
-    /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions would have them.
+    /// Writes the new rows into the cache: rotated keys and values as a prompt at these positions
+    /// would have them.
     fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
         let positions: Vec<_> = (self.past..self.past + self.new).map(|row| row as i64).collect();
         let alone = self.call().derive(|call| ProblemFields {
-            computes: Computes::Cache,
+            computes: CallKind::Cache,
             cache: CacheBinding::Separate,
             new_len: self.new,
             total_len: self.new,
@@ -181,7 +183,8 @@ impl<'a> Sequence<'a> {
         )
     }
 
-    /// Heads `first .. first + count` of the `all` of the sequence's tokens, as (1, tokens, heads · head_size).
+    /// Heads `first .. first + count` of the `all` of the sequence's tokens, as (1, tokens, heads ·
+    /// head_size).
     fn tokens(&self, tensor: &Tensor, all: usize, first: usize, count: usize) -> Result<Tensor> {
         let size = self.problem.head_size * tensor.dtype().size();
         let shape = [1, self.new, count * self.problem.head_size];

@@ -80,8 +80,9 @@ pub(super) fn rounded(p: &Problem, mut values: Vec<f64>) -> Vec<f64> {
     values
 }
 
-/// `x` in single precision such that rounding it further gives what rounding `x` would: of the two neighbours of a value that
-/// does not fit, the one with an odd last bit, which is never in the middle between two shorter numbers.
+/// `x` in single precision such that rounding it further gives what rounding `x` would: of the two
+/// neighbours of a value that does not fit, the one with an odd last bit, which is never in the
+/// middle between two shorter numbers.
 fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
     let bits = nearest.to_bits();

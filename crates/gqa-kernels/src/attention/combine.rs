@@ -1,20 +1,26 @@
-//! Merges the results of splits of the keys, which [`split_kv`](super::split_kv), `hopper_split` and [`tiled_wide`](super::tiled_wide) leave.
+//! Merges the results of splits of the keys, which [`split_kv`](super::split_kv), `hopper_split`
+//! and [`tiled_wide`](super::tiled_wide) leave.
 //!
-//! **One block** computes one row of out at a time, or, where splits are few, each of its warps does. Each warp turns the splits' log-sum-exps into
-//! weights, a few splits to a lane, and leaves them in shared memory. Then the threads add up: a thread has eight columns, and as many threads have the same
-//! ones as there are to spare, each for some of the splits. Shuffles add what lanes of a warp have, shared memory what warps have.
+//! **One block** computes one row of out at a time, or, where splits are few, each of its warps
+//! does. Each warp turns the splits' log-sum-exps into weights, a few splits to a lane, and leaves
+//! them in shared memory. Then the threads add up: a thread has eight columns, and as many threads
+//! have the same ones as there are to spare, each for some of the splits. Shuffles add what lanes
+//! of a warp have, shared memory what warps have.
 //!
 //! **Grid**: any number of blocks in x; rows are taken in turn. **Block**: 128 threads.
 //!
-//! **Tensors**: partial_out (split, batch, query head, S, head size), not read where partial_lse (split, batch, query head, S) is -inf;
-//! out (batch, query head, S, head size) with its strides, which may be f32; lse (batch, query head, S) or null.
+//! **Tensors**: partial_out (split, batch, query head, S, head size), not read where partial_lse
+//! (split, batch, query head, S) is -inf; out (batch, query head, S, head size) with its strides,
+//! which may be f32; lse (batch, query head, S) or null.
 //!
 //! **Shared memory**: `per warp: 128 weights | per warp: 32 lanes × 8 sums`, all f32.
 //!
-//! **Order**: weights are a warp's own, ordered by `sync_warp`. Where the block adds up, a barrier stands between the warps' sums and the first warp, which
-//! adds and writes them; another one between that and the next sums.
+//! **Order**: weights are a warp's own, ordered by `sync_warp`. Where the block adds up, a barrier
+//! stands between the warps' sums and the first warp, which adds and writes them; another one
+//! between that and the next sums.
 //!
-//! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp, all sums f32. The sink joins here, once.
+//! **Numerics**: weights are `exp2` of differences to the largest log-sum-exp, all sums f32. The
+//! sink joins here, once.
 
 use super::out::OutElement;
 use super::split_kv::MAX_SPLITS;
@@ -42,7 +48,8 @@ const PER_LANE: usize = MAX_SPLITS as usize / 32;
 /// Splits whose values a thread has under way together.
 const UNROLL: u32 = 4;
 
-/// Who adds up a row: a warp of the block, where splits are few and rows perhaps many, or all of it.
+/// Who adds up a row: a warp of the block, where splits are few and rows perhaps many, or all of
+/// it.
 struct Team<const IS_WARP: bool>;
 
 impl<const IS_WARP: bool> Team<IS_WARP> {
@@ -111,7 +118,8 @@ fn combine_rows<T: MmaElement, O: OutElement, const IS_WARP: bool>(
     out: Global<O>,
     lse: Global<f32>,
 ) {
-    // No count is 0, and saying so spares the device the check. All rows together are counted in 32 bits.
+    // No count is 0, and saying so spares the device the check. All rows together are counted in 32
+    // bits.
     let (q_len, q_heads) = (p.q_len.max(1), p.q_heads.max(1));
     let rows = p.batch * q_heads * q_len;
     let weights = Shared::<f32>::at(0).offset(warp() * MAX_SPLITS);
@@ -174,7 +182,8 @@ fn over_lanes(value: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     [16, 8, 4, 2, 1].into_iter().fold(value, |value, mask| join(value, shfl_xor_f32(value, mask)))
 }
 
-/// Adds up the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of eight columns.
+/// Adds up the row, `weights[split] · partial_out[split · stride ..]`, in passes of 32 units of
+/// eight columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_up<O: OutElement, const IS_WARP: bool>(
     p: &AttentionParams,
@@ -221,7 +230,8 @@ fn add_warps<O: OutElement>(of_warp: [f32; 8], writes: bool, column: usize, out:
     sync_threads();
 }
 
-/// This thread's share of the splits: those `thread / across` of its team, and so on in steps of all such shares.
+/// This thread's share of the splits: those `thread / across` of its team, and so on in steps of
+/// all such shares.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_splits<const IS_WARP: bool>(
     p: &AttentionParams,

@@ -1,63 +1,78 @@
-//! A whole token step in one launch: a cluster of blocks per KV head rotates and appends the new rows, attends over old and new
-//! ones, and merges through distributed shared memory.
+//! A whole decode step in one launch: a cluster of blocks per KV head rotates and appends the new
+//! rows, attends over old and new ones, and merges through distributed shared memory.
 //!
-//! **One cluster** computes up to `ROWS` packed query rows (the query heads of one KV head, row by row of the query) against
-//! one part of the keys that they see; its blocks, the *ranks*, and their warps share the keys evenly. Every warp streams its own tiles
-//! of `KEYS` keys through its own ring of copies (`stream.rs`), so nothing in the loop waits for another warp. With more rows than a warp has registers for, the four warps
-//! of a warpgroup share tiles and rings (`warpgroup.rs`); whoever shares them is a *team*.
+//! **One cluster** computes up to `ROWS` packed query rows (the query heads of one KV head, row by
+//! row of the query) against one split of the keys that they see; its blocks, the *ranks*, and
+//! their warps share the keys evenly. Every warp streams its own tiles of `KEYS` keys through its
+//! own ring of copies (`stream.rs`), so nothing in the loop waits for another warp. With more rows
+//! than a warp has registers for, the four warps of a warpgroup share tiles and rings
+//! (`warpgroup.rs`); whoever shares them is a *team*.
 //!
-//! **New rows** (`fresh.rs`): queries come into shared memory and are rotated there. The last rank of the last part also takes the new keys,
-//! rotated, and values: into a tile of their own, which it attends to after its share of the old ones, and from there into the cache, where
-//! only rows behind the old ones are written. So no block reads a cache row that another one writes. Where the cache holds all rows already there
-//! is no such tile.
+//! **New rows** (`new_tokens.rs`): queries come into shared memory and are rotated there. The last
+//! rank of the last split also takes the new keys, rotated, and values: into a tile of their own,
+//! which it attends to after its share of the old ones, and from there into the cache, where only
+//! rows behind the old ones are written. So no block reads a cache row that another one writes.
+//! Where the cache holds all rows already there is no such tile.
 //!
-//! **Merge** (`exchange.rs`): a rank owns an equal share of the output's columns, of all rows together. It sends every other rank that
-//! one's columns of its own result, and the maxima and sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own
-//! mailbox, and adds up; a block that is its cluster has nothing to send. With more than one part the same owners of all parts meet in global memory, where the last one to arrive adds up.
+//! **Merge** (`exchange.rs`): a rank owns an equal share of the output's columns, of all rows
+//! together. It sends every other rank that one's columns of its own result, and the maxima and
+//! sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own mailbox, and
+//! adds up; a block that is its cluster has nothing to send. With more than one split the same
+//! owners of all splits meet in global memory, where the last one to arrive adds up.
 //!
-//! **Grid**: `ranks × parts` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row tiles` in z. **Block**: `32 WARPS` threads.
+//! **Grid**: `ranks × splits` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row
+//! tiles` in z. **Block**: `32 WARPS` threads.
 //!
-//! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size) with their strides, unrotated; k, v
-//! (batch, KV head, capacity, head size), the cache that is read and appended to, or (batch, KV head, capacity, bytes of a row) where it holds codes;
-//! then k_scale and v_scale, f32, 1 or (KV head, head size); out, which may be f32, and lse as in [`tiled`](super::tiled). With parts:
-//! partial_out (part, batch, query head, S, head size), f32; partial_states (part, cluster, rank, row), maxima and sums;
-//! arrivals (cluster, rank), counters that are zero before and after. Clusters are counted without their parts.
+//! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size)
+//! with their strides, unrotated; k, v (batch, KV head, capacity, head size), the cache that is
+//! read and appended to, or (batch, KV head, capacity, bytes of a row) where it is quantized;
+//! then k_scale and v_scale, f32, 1 or (KV head, head size); out, which may be f32, and lse as in
+//! [`tiled`](super::tiled). With splits: partial_out (split, batch, query head, S, head size), f32;
+//! partial_states (split, cluster, rank, row), maxima and sums; arrivals (cluster, rank), counters
+//! that are zero before and after. Clusters are counted without their splits.
 //!
-//! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team: STAGES × (keys [KEYS], values [KEYS])
-//! | per team: ROWS × (maximum, sum)`; where the cache holds codes, new rows as they are given, scales and a word per warp come before the rings.
+//! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team:
+//! STAGES × (keys [KEYS], values [KEYS])
+//! | per team: ROWS × (maximum, sum)`; where the cache holds quantized values, new rows as they are given, scales and a word per warp come before the rings.
 //! After the loop a team's ring holds its accumulators as f32.
 //!
-//! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait for that before they read anything; where the
-//! caller says that lengths and cache are older than that launch, before they read anything but those, so that keys are on their way while it ends.
-//! Blocks without others let the next launch take their places one by one, but only after this wait, so that whoever comes next finds the launch before
-//! this one ended. Clusters do not, because those of the next launch would crowd in the parts of the device that end first, and share what such a part
-//! can read (`docs/perf-log.md`).
+//! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait
+//! for that before they read anything; where the caller says that lengths and cache are older than
+//! that launch, before they read anything but those, so that keys are on their way while it ends.
+//! Blocks without others let the next launch take their places one by one, but only after this
+//! wait, so that whoever comes next finds the launch before this one ended. Clusters do not,
+//! because those of the next launch would crowd in the splits of the device that end first, and
+//! share what such a split can read (`docs/perf-log.md`).
 //!
-//! **Before the length is known** teams of most shapes ask for their first keys: those that turn out not to exist are masked like all that no query sees. A row that
-//! the call appends may be among them; then it is appended when all ranks have read.
+//! **Before the length is known** teams of most shapes ask for their first keys: those that turn
+//! out not to exist are masked like all that no query sees. A row that the call appends may be
+//! among them; then it is appended when all ranks have read.
 //!
-//! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its values.
+//! Rows of the cache lie side by side: a head's keys are one piece of memory, and so are its
+//! values.
 //!
-//! **Blocks**: of a cache of blocks a table is asked where the rows of each tile are (`layout.rs`). New rows are tokens there, those of all sequences one behind
-//! the other; a block whose row tile has none, because its sequence has fewer tokens, or more than this launch takes, ends at once.
+//! **Blocks**: of a paged KV cache a table is asked where the rows of each tile are (`layout.rs`).
+//! New rows are tokens there, those of all sequences one behind the other; a block whose row tile
+//! has none, because its sequence has fewer tokens, or more than this launch takes, ends at once.
 //!
-//! **Codes**: a cache of codes is streamed as it is, and codes become halves in registers (`codes.rs`).
+//! **Codes**: a quantized KV cache is streamed as it is, and codes become halves in registers
+//! (`quantized.rs`).
 //!
-//! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in [`tiled`](super::tiled); results of
-//! warps, ranks and parts are merged in f32.
+//! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in
+//! [`tiled`](super::tiled); results of warps, ranks and splits are merged in f32.
 
 mod cached;
-mod codes;
 mod exchange;
-mod fresh;
 mod layout;
+mod new_tokens;
+mod quantized;
 mod shape;
 mod stream;
 mod warpgroup;
 
 pub use cached::Cached;
-pub use codes::{Codes, Scales};
 pub use layout::{Blocks, Layout};
+pub use quantized::{Codes, Scales};
 pub use shape::{Shape, shape};
 
 use super::out::OutElement;
@@ -72,17 +87,18 @@ use crate::simt::{
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
-use cached::{Block, Desk};
-use exchange::{Mailbox, Output, Parts};
-use fresh::{Fresh, Tiles, Turns, new_tokens};
+use cached::{Block, ScaleStaging};
+use exchange::{Mailbox, Output, Splits};
 use layout::SideBySide;
+use new_tokens::{NewTokens, Rotations, Tiles, new_rows};
 use stream::{Cache, Share};
 
 /// Most ranks of a cluster.
 pub const MAX_RANKS: u32 = 16;
 
-/// A kernel for head size `8 D8`, rows of the cache of `UNITS` times 16 bytes, and `16 (M - 1) + 8 HALVES` packed query rows, whose teams among `WARPS`
-/// warps have `STAGES` tiles of `8 N8` keys each under way.
+/// A kernel for head size `8 D8`, rows of the cache of `UNITS` times 16 bytes, and `16 (M - 1) + 8
+/// HALVES` packed query rows, whose teams among `WARPS` warps have `STAGES` tiles of `8 N8` keys
+/// each under way.
 pub struct Decode<
     const D8: usize,
     const UNITS: usize,
@@ -103,9 +119,10 @@ pub type OfElements<
     const STAGES: u32,
 > = Decode<D8, D8, M, HALVES, N8, WARPS, STAGES>;
 
-// One shape per head size, for 8 or 16 query rows (`HALVES` of 16), and `R32` and `R64` for as many where registers hold their output, with as many bytes
-// under way as a multiprocessor's share of the memory's bandwidth needs. `W4`, of four warps, are half of those for 8 and 16, of which a multiprocessor
-// holds two: one block streams while the other begins or ends, for where blocks come in waves.
+// One shape per head size, for 8 or 16 query rows (`HALVES` of 16), and `R32` and `R64` for as many
+// where registers hold their output, with as many bytes under way as an SM's share of the memory's
+// bandwidth needs. `W4`, of four warps, are half of those for 8 and 16, of which an SM holds two:
+// one block streams while the other begins or ends, for where blocks come in waves.
 
 /// Head size 64.
 pub type D64<const HALVES: usize> = OfElements<8, 1, HALVES, 4, 8, 2>;
@@ -119,17 +136,17 @@ pub type D128<const HALVES: usize> = OfElements<16, 1, HALVES, 2, 8, 2>;
 pub type D192<const HALVES: usize> = OfElements<24, 1, HALVES, 2, 8, 1>;
 /// Head size 256.
 pub type D256<const HALVES: usize> = OfElements<32, 1, HALVES, 2, 8, 1>;
-/// Head size 64, half a multiprocessor.
+/// Head size 64, half an SM.
 pub type D64W4<const HALVES: usize> = OfElements<8, 1, HALVES, 4, 4, 2>;
-/// Head size 80, half a multiprocessor.
+/// Head size 80, half an SM.
 pub type D80W4<const HALVES: usize> = OfElements<10, 1, HALVES, 4, 4, 2>;
-/// Head size 96, half a multiprocessor.
+/// Head size 96, half an SM.
 pub type D96W4<const HALVES: usize> = OfElements<12, 1, HALVES, 4, 4, 1>;
-/// Head size 128, half a multiprocessor.
+/// Head size 128, half an SM.
 pub type D128W4<const HALVES: usize> = OfElements<16, 1, HALVES, 4, 4, 1>;
-/// Head size 192, half a multiprocessor.
+/// Head size 192, half an SM.
 pub type D192W4<const HALVES: usize> = OfElements<24, 1, HALVES, 2, 4, 1>;
-/// Head size 256, half a multiprocessor.
+/// Head size 256, half an SM.
 pub type D256W4<const HALVES: usize> = OfElements<32, 1, HALVES, 2, 4, 1>;
 /// Head size 64, 32 rows.
 pub type D64R32 = OfElements<8, 2, 2, 4, 8, 2>;
@@ -148,22 +165,22 @@ pub type D96R64 = OfElements<12, 4, 2, 8, 8, 2>;
 /// Head size 128, 64 rows.
 pub type D128R64 = OfElements<16, 4, 2, 8, 8, 2>;
 
-// Caches of codes: for 8 or 16 query rows, with as many bytes under way.
+// Caches of quantized values: for 8 or 16 query rows, with as many bytes under way.
 
-/// Head size 64, codes of 8 bits.
+/// Head size 64, 8-bit values.
 pub type D64Codes8<const HALVES: usize> = Decode<8, 4, 1, HALVES, 4, 8, 4>;
-/// Head size 128, codes of 8 bits.
+/// Head size 128, 8-bit values.
 pub type D128Codes8<const HALVES: usize> = Decode<16, 8, 1, HALVES, 4, 8, 2>;
-/// Head size 256, codes of 8 bits.
+/// Head size 256, 8-bit values.
 pub type D256Codes8<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 8, 2>;
-/// Head size 64, codes of 4 bits.
+/// Head size 64, 4-bit values.
 pub type D64Codes4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 8, 4>;
-/// Head size 128, codes of 4 bits.
+/// Head size 128, 4-bit values.
 pub type D128Codes4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 8, 2>;
-/// Head size 256, codes of 4 bits.
+/// Head size 256, 4-bit values.
 pub type D256Codes4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 4, 8, 2>;
 
-/// Clusters of one part of a call whose row tiles have `rows` rows.
+/// Clusters of one split of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
     row_tiles(p, rows) * p.kv_heads * p.batch
 }
@@ -171,20 +188,20 @@ pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
 /// Blocks of a call whose clusters have `ranks` blocks.
 pub fn grid(p: &DecodeParams, ranks: u32) -> [u32; 3] {
     let a = &p.attention;
-    [ranks * p.parts, a.kv_heads, row_tiles(a, p.rows) * a.batch]
+    [ranks * p.splits, a.kv_heads, row_tiles(a, p.rows) * a.batch]
 }
 
-/// Elements of (partial_out, partial_states) of a call with parts.
+/// Elements of (partial_out, partial_states) of a call with splits.
 pub fn partial_elements(p: &DecodeParams, ranks: u32) -> (usize, usize) {
     let a = &p.attention;
     let rows = a.batch as usize * a.q_heads as usize * a.q_len as usize;
     let owners = p.clusters as usize * ranks as usize * p.rows as usize;
-    (p.parts as usize * rows * a.head_size as usize, p.parts as usize * owners)
+    (p.splits as usize * rows * a.head_size as usize, p.splits as usize * owners)
 }
 
 /// Counters of a call.
-pub fn arrivals(p: &AttentionParams, rows: u32, ranks: u32, parts: u32) -> usize {
-    if parts > 1 { clusters(p, rows) as usize * ranks as usize } else { 0 }
+pub fn arrivals(p: &AttentionParams, rows: u32, ranks: u32, splits: u32) -> usize {
+    if splits > 1 { clusters(p, rows) as usize * ranks as usize } else { 0 }
 }
 
 /// Which cluster this is.
@@ -196,15 +213,16 @@ struct Place {
     row_tile: u32,
     /// All three as one number.
     index: u32,
-    /// Which part of the keys.
-    part: u32,
+    /// Which split of the keys.
+    split: u32,
     /// Which block of the cluster, of how many.
     rank: u32,
     ranks: u32,
 }
 
 impl Place {
-    /// From the grid's coordinates, so that nothing is divided before the length is asked for unless it must be.
+    /// From the grid's coordinates, so that nothing is divided before the length is asked for
+    /// unless it must be.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(p: &DecodeParams) -> Self {
         Self::at(p, [block_idx_x(), block_idx_y(), block_idx_z()])
@@ -220,15 +238,15 @@ impl Place {
             batch: if z < batch { z } else { z % batch },
             row_tile: if z < batch { 0 } else { z / batch },
             index: z * a.kv_heads + y,
-            part: if p.parts > 1 { x / ranks } else { 0 },
+            split: if p.splits > 1 { x / ranks } else { 0 },
             rank: cluster_rank(),
             ranks,
         }
     }
 
-    /// Whether the new rows are this rank's: the last one of the last part takes them.
+    /// Whether the new rows are this rank's: the last one of the last split takes them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn has_fresh(&self, p: &DecodeParams) -> bool {
+    fn has_new_tokens(&self, p: &DecodeParams) -> bool {
         let (ranks, index) = self.among(p);
         p.new_len > 0 && index + 1 == ranks
     }
@@ -236,13 +254,13 @@ impl Place {
     /// Whether it also appends them: once for all row tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn appends(&self, p: &DecodeParams) -> bool {
-        self.has_fresh(p) && self.row_tile == 0
+        self.has_new_tokens(p) && self.row_tile == 0
     }
 
     /// Ranks of all clusters that share the row tile's keys, and which of them this is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn among(&self, p: &DecodeParams) -> (u32, u32) {
-        ((self.ranks * p.parts).max(1), self.part * self.ranks + self.rank)
+        ((self.ranks * p.splits).max(1), self.split * self.ranks + self.rank)
     }
 }
 
@@ -250,10 +268,10 @@ impl Place {
 struct Opening<'a, C: Cached, const D8: usize, const UNITS: usize> {
     p: &'a DecodeParams,
     place: Place,
-    fresh: &'a Fresh<C>,
+    new_tokens: &'a NewTokens<C>,
     tiles: &'a Tiles<C, D8, UNITS>,
     /// Whether lengths and cache are older than the launch before this one.
-    is_settled: bool,
+    prefetches: bool,
 }
 
 impl<
@@ -282,24 +300,27 @@ impl<
     pub const SHARED_BYTES: u32 =
         Self::STATES + Self::TEAMS * Self::ROWS * size_of::<[f32; 2]>() as u32;
 
-    /// Whether a multiprocessor has two such blocks.
+    /// Whether an SM has two such blocks.
     const IS_HALF: bool = WARPS < 8;
-    /// Whether teams may ask for their first keys before they know how many there are: slower with more rows than 16, and with one stage in a block
-    /// that is alone (`docs/perf-log.md`).
+    /// Whether teams may ask for their first keys before they know how many there are: slower with
+    /// more rows than 16, and with one stage in a block that is alone (`docs/perf-log.md`).
     const ASKS_AHEAD: bool = M == 1 && (STAGES > 1 || Self::IS_HALF);
     /// Whether the loop leaves no registers to remember in where the block is.
     const FORGETS: bool = Self::IS_TIGHT || D8 >= 32;
     const QUERIES: u32 = Self::MAILBOX_BYTES;
     const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
-    /// Whether the cache holds less than elements: codes of them.
+    /// Whether the cache holds less than elements: quantized values of them.
     const HAS_CODES: bool = UNITS < D8;
     /// New rows as they are given.
     const GIVEN: u32 = if Self::HAS_CODES { Self::FRESH + Self::STAGE_BYTES } else { Self::FRESH };
     const GIVEN_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, D8);
     const DESK: u32 = Self::GIVEN + Self::GIVEN_BYTES;
-    const RINGS: u32 =
-        if Self::HAS_CODES { Self::DESK + Desk::bytes(Self::HEAD_SIZE) } else { Self::DESK };
+    const RINGS: u32 = if Self::HAS_CODES {
+        Self::DESK + ScaleStaging::bytes(Self::HEAD_SIZE)
+    } else {
+        Self::DESK
+    };
     const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
     const STATES: u32 = Self::RINGS + Self::TEAMS * Self::RING_BYTES;
 
@@ -332,10 +353,10 @@ impl<
         p: DecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let output = Output { head_sink, out, out_scale: Global::null(), lse };
-        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        Self::step(fresh, seqlens_k, SideBySide, (), output, parts, p);
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, p);
     }
 
     /// The kernel with output of e4m3, times `out_scale`.
@@ -360,16 +381,16 @@ impl<
         p: DecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let output = Output { head_sink, out, out_scale, lse };
-        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        Self::step(fresh, seqlens_k, SideBySide, (), output, parts, p);
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, p);
     }
 
-    /// The kernel for a cache of codes of format `F`: its tensors are (batch, KV head, capacity, bytes of a row), and its scales one or (KV head,
-    /// head size).
+    /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
+    /// capacity, bytes of a row), and its scales one or (KV head, head size).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_codes<F: MmaCode, T: MmaElement, O: OutElement>(
+    pub fn run_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -391,16 +412,17 @@ impl<
     ) {
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let fresh =
-            Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
         let output = Output { head_sink, out, out_scale: Global::null(), lse };
-        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
-        Self::step(fresh, seqlens_k, SideBySide, scales, output, parts, p);
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        Self::step(new_tokens, seqlens_k, SideBySide, scales, output, splits, p);
     }
 
-    /// The kernel for a cache of blocks, (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to each
-    /// sequence. `starts`, (batch + 1), tells where the tokens of each begin; null: each has one.
+    /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
+    /// (batch, blocks of a sequence), gives some to each sequence. `starts`, (batch + 1), tells
+    /// where the tokens of each begin; null: each has one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement, O: OutElement>(
         q: Global<T>,
@@ -423,16 +445,17 @@ impl<
         p: PagedDecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let fresh = Fresh::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let output = Output { head_sink, out, out_scale: Global::null(), lse };
-        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(fresh, past_seqlens, blocks, (), output, parts, p.decode);
+        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, p.decode);
     }
 
-    /// The same for a cache whose blocks hold codes of format `F`: (block, row, KV head, bytes of a row).
+    /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
+    /// bytes of a row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_codes<F: MmaCode, T: MmaElement, O: OutElement>(
+    pub fn run_paged_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -456,36 +479,37 @@ impl<
     ) {
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let fresh =
-            Fresh::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
         let output = Output { head_sink, out, out_scale: Global::null(), lse };
-        let parts = Parts { columns: partial_out, states: partial_states, arrivals };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(fresh, past_seqlens, blocks, scales, output, parts, p.decode);
+        Self::step(new_tokens, past_seqlens, blocks, scales, output, splits, p.decode);
     }
 
-    /// Asserts that rows are those of codes of format `F`, and that threads can prepare them.
+    /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare
+    /// them.
     const fn assert_codes<F: MmaCode>() {
         assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
         assert!(Self::HEAD_SIZE <= Self::THREADS);
-        assert!(Self::ROWS * D8 as u32 <= codes::PASSES as u32 * Self::THREADS);
+        assert!(Self::ROWS * D8 as u32 <= quantized::PASSES as u32 * Self::THREADS);
     }
 
     /// The kernel, whatever the cache holds, and wherever its rows are.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step<C: Cached, L: Layout, O: OutElement>(
-        fresh: Fresh<C>,
+        new_tokens: NewTokens<C>,
         seqlens_k: Global<i32>,
         layout: L,
         scales: C::Scales,
         output: Output<C::Element, O>,
-        parts: Parts,
+        splits: Splits,
         p: DecodeParams,
     ) {
         let place = Place::new(&p);
-        let is_settled = Self::ASKS_AHEAD && p.settled != 0;
-        if !is_settled {
+        let prefetches = Self::ASKS_AHEAD && p.prefetch_cache != 0;
+        if !prefetches {
             Self::wait_for_launch_before(place);
         }
         let asked = Self::ask_length(seqlens_k, place);
@@ -494,7 +518,7 @@ impl<
         if L::MAY_BE_EMPTY && rows.count() == 0 {
             return;
         }
-        let mut cache = Cache::of(a, &rows, fresh.present_k, fresh.present_v, layout);
+        let mut cache = Cache::of(a, &rows, new_tokens.present_k, new_tokens.present_v, layout);
         if Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
         }
@@ -507,8 +531,8 @@ impl<
             cached_keys: Self::fresh_keys(),
             cached_values: Self::fresh_values(),
         };
-        let desk = Desk::at(Self::DESK, Self::HEAD_SIZE);
-        let opening = Opening { p: &p, place, fresh: &fresh, tiles: &tiles, is_settled };
+        let staging = ScaleStaging::at(Self::DESK, Self::HEAD_SIZE);
+        let opening = Opening { p: &p, place, new_tokens: &new_tokens, tiles: &tiles, prefetches };
         let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;
         if ahead {
@@ -519,7 +543,7 @@ impl<
         }
         rows.seqlen = layout.seqlen(a, &rows, Self::length(asked));
         let share = Share::new::<L>(&p, &rows, place, Self::KEYS);
-        let turns = if cache_first {
+        let rotations = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
             Self::ask_new_rows_first(&opening, &rows, &share, &mut cache, ahead)
@@ -529,65 +553,66 @@ impl<
         }
         let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE);
         wait_for_all_but(2 * STAGES);
-        C::keep(scale, desk);
+        C::keep(scale, staging);
         Self::sync_block();
         if p.rotary.dim > 0 || p.new_len > 0 {
-            fresh.turn(&rows, &tiles, turns, Self::THREADS);
+            new_tokens.rotate(&rows, &tiles, rotations, Self::THREADS);
             Self::sync_block();
-            if share.has_fresh {
-                C::encode(&tiles, desk, new_tokens(&p, &rows), Self::BLOCK);
+            if share.has_new_tokens {
+                C::encode(&tiles, staging, new_rows(&p, &rows), Self::BLOCK);
             }
             if place.appends(&p) && !Self::appends_late(&p, &rows, place) {
-                fresh.append(&p, &rows, &tiles, layout, Self::THREADS);
+                new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
             }
         }
         if Self::BY_WARPGROUPS {
             let (states, acc) = Self::attend_together(&p, &rows, &share, cache);
             Self::publish_together(states, &acc);
         } else {
-            let unit = C::prepare(&tiles, desk, Self::BLOCK);
+            let unit = C::prepare(&tiles, staging, Self::BLOCK);
             let (states, mut acc) = Self::attend(&p, &rows, &share, cache, unit);
-            C::scale(&mut acc, desk);
+            C::scale(&mut acc, staging);
             Self::publish::<C>(states, &acc);
         }
         sync_threads();
 
-        let (place, rows) = Self::again(&p, place, rows, layout);
+        let (place, rows) = Self::recompute(&p, place, rows, layout);
         let mailbox = Mailbox::<D8>::new(&rows, place);
         if place.ranks == 1 {
-            Self::finish_alone(&p, &rows, place, output, parts);
+            Self::finish_alone(&p, &rows, place, output, splits);
         } else {
             Self::send(&rows, mailbox);
             if Self::appends_late(&p, &rows, place) {
                 cluster_arrive();
                 cluster_wait();
                 if place.appends(&p) {
-                    fresh.append(&p, &rows, &tiles, layout, Self::THREADS);
+                    new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
                 }
             }
         }
-        // Where there are threads enough each has one column, which is over sooner; more of them have eight, of whose row they find the weights once.
+        // Where there are threads enough each has one column, which is over sooner; more of them
+        // have eight, of whose row they find the weights once.
         if mailbox.has_few_units(Self::THREADS) {
-            Self::finish::<C::Element, O, 1>(&p, &rows, mailbox, output, parts);
+            Self::finish::<C::Element, O, 1>(&p, &rows, mailbox, output, splits);
         } else {
-            Self::finish::<C::Element, O, 8>(&p, &rows, mailbox, output, parts);
+            Self::finish::<C::Element, O, 8>(&p, &rows, mailbox, output, splits);
         }
     }
 
     /// Asks for the queries, when the launch before this one has written them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_queries<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
-        if opening.is_settled {
+        if opening.prefetches {
             Self::wait_for_launch_before(opening.place);
         }
-        opening.fresh.copy_queries(opening.p, rows, opening.tiles, Self::ROWS, Self::THREADS);
+        opening.new_tokens.copy_queries(opening.p, rows, opening.tiles, Self::ROWS, Self::THREADS);
     }
 
     /// Asks for the new keys and values, if they are this rank's, as a group of copies of its own.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_new_rows<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows, share: &Share) {
-        if share.has_fresh {
-            opening.fresh.copy_new(opening.p, rows, opening.tiles, Self::KEYS, Self::THREADS);
+        if share.has_new_tokens {
+            opening.new_tokens.copy_new(opening.p, rows, opening.tiles, Self::KEYS, Self::THREADS);
         }
         cp_async_commit();
     }
@@ -599,17 +624,19 @@ impl<
         rows: &Rows,
         share: &Share,
         cache: &Cache<C, L, UNITS>,
-    ) -> Turns<C::Element> {
+    ) -> Rotations<C::Element> {
         Self::start(share, cache, false);
-        let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
+        let rotations =
+            opening.new_tokens.rotations(opening.p, rows, opening.tiles, share.has_new_tokens);
         Self::ask_queries(opening, rows);
         Self::ask_new_rows(opening, rows, share);
         // Who counts copies under way expects those of the first tiles behind the new rows.
         (0..2 * STAGES).for_each(|_| cp_async_commit());
-        turns
+        rotations
     }
 
-    /// New rows, behind the queries, then the first tiles of the cache, but for keys that were asked for ahead.
+    /// New rows, behind the queries, then the first tiles of the cache, but for keys that were
+    /// asked for ahead.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_new_rows_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
@@ -617,25 +644,28 @@ impl<
         share: &Share,
         cache: &mut Cache<C, L, UNITS>,
         ahead: bool,
-    ) -> Turns<C::Element> {
+    ) -> Rotations<C::Element> {
         Self::ask_new_rows(opening, rows, share);
-        let turns = opening.fresh.turns(opening.p, rows, opening.tiles, share.has_fresh);
+        let rotations =
+            opening.new_tokens.rotations(opening.p, rows, opening.tiles, share.has_new_tokens);
         if !Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
         }
         Self::start(share, cache, ahead);
-        turns
+        rotations
     }
 
-    /// Whether the block asks for its first tiles of the cache before the new rows: where its multiprocessor has another one, which reads while this
-    /// one prepares the new rows. A block that is alone there is done sooner the other way round.
+    /// Whether the block asks for its first tiles of the cache before the new rows: where its SM
+    /// has another one, which reads while this one prepares the new rows. A block that is alone
+    /// there is done sooner the other way round.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn takes_cache_first(p: &DecodeParams, place: Place) -> bool {
-        let is_later = place.index * p.parts + place.part >= p.at_a_time;
-        Self::IS_HALF && place.ranks == 1 && (p.settled != 0 || is_later)
+        let is_later = place.index * p.splits + place.split >= p.at_a_time;
+        Self::IS_HALF && place.ranks == 1 && (p.prefetch_cache != 0 || is_later)
     }
 
-    /// Whether new rows are appended when all ranks have read: they may be among the keys that others have asked for ahead of their time.
+    /// Whether new rows are appended when all ranks have read: they may be among the keys that
+    /// others have asked for ahead of their time.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn appends_late(p: &DecodeParams, rows: &Rows, place: Place) -> bool {
         Self::ASKS_AHEAD
@@ -644,21 +674,24 @@ impl<
             && rows.seqlen.past < Self::keys_ahead(p, place)
     }
 
-    /// Asks for the index of the sequence's last token; one lane for all where first keys are sent for before it is there.
+    /// Asks for the index of the sequence's last token; one lane for all where first keys are sent
+    /// for before it is there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_length(seqlens_k: Global<i32>, place: Place) -> u32 {
         let asks = !Self::ASKS_AHEAD || lane() == 0;
         if asks { seqlens_k.load(place.batch as usize) as u32 } else { 0 }
     }
 
-    /// What was asked for. The lane that has it tells the others here and not before: what they compute of a load of their own the
-    /// assembler moves up, and they would wait for it ahead of the keys that need no length.
+    /// What was asked for. The lane that has it tells the others here and not before: what they
+    /// compute of a load of their own the assembler moves up, and they would wait for it ahead of
+    /// the keys that need no length.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn length(asked: u32) -> i32 {
         (if Self::ASKS_AHEAD { shfl_idx_u32(asked, 0) } else { asked }) as i32
     }
 
-    /// Waits for the launch before this one, and lets the next one take the places of blocks that end, one by one; not those of clusters.
+    /// Waits for the launch before this one, and lets the next one take the places of blocks that
+    /// end, one by one; not those of clusters.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_for_launch_before(place: Place) {
         grid_dependency_wait();
@@ -669,7 +702,12 @@ impl<
 
     /// The same, found out anew where the loop has made threads forget it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn again<L: Layout>(p: &DecodeParams, place: Place, rows: Rows, layout: L) -> (Place, Rows) {
+    fn recompute<L: Layout>(
+        p: &DecodeParams,
+        place: Place,
+        rows: Rows,
+        layout: L,
+    ) -> (Place, Rows) {
         if !Self::FORGETS {
             return (place, rows);
         }

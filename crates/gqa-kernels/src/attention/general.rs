@@ -1,35 +1,42 @@
-//! Memory-efficient attention: any head sizes up to 512, any group, any element type, windows, bias, mask, sinks, score output. What
-//! a faster kernel refuses runs here; only scores before the mask do not exist here ([`unfused`](super::unfused)).
+//! Memory-efficient attention: any head sizes up to 512, any group, any element type, windows,
+//! bias, mask, sinks, score output. What a faster kernel refuses runs here; only scores before the
+//! mask do not exist here ([`unfused`](super::unfused)).
 //!
 //! ```text
 //! q          (batch, query head, row, head_size)   rotated
-//! k          (batch, KV head, capacity, head_size) a sequence's first `total` rows are valid; what lies behind is never used
+//! k          (batch, KV head, capacity, head_size) rows from a sequence's `total` on are not used
 //! v          (batch, KV head, capacity, v_head_size)
 //! bias       (batch, query head, row, key)         added; null: none
-//! mask       (batch, query head, row, key)         bytes, 0 hides the key; null: none; strides are the bias's
+//! mask       (batch, query head, row, key)         bytes, 0 hides the key; the bias's strides
 //! head_sink  (query head)                          null unless sink::PER_HEAD
 //! out        (batch, query head, row, v_head_size) of the element type or f32
 //! lse        (batch, query head, row)              f32, contiguous; null: not wanted
 //! output_qk  (batch, query head, row, qk_columns)  contiguous; null unless wanted
 //! ```
 //!
-//! **Blocks.** The query heads of a group are packed as rows ([`Group`]), because they share K and V. A block of four warps takes
-//! [`ROWS`] packed rows of one KV head, four rows per warp, and walks the keys that any of them sees in tiles of [`KEYS`]. The grid
-//! is one-dimensional and strides, so its size is a matter of speed only ([`grid`]).
+//! **Blocks.** The query heads of a group are packed as rows ([`Group`]), because they share K and
+//! V. A block of four warps takes [`ROWS`] packed rows of one KV head, four rows per warp, and
+//! walks the keys that any of them sees in tiles of [`KEYS`]. The grid is one-dimensional and
+//! strides, so its size is a matter of speed only ([`grid`]).
 //!
-//! **A tile of keys.** K, and then V, passes through one buffer in shared memory, `CHUNK` columns at a time, as f32. For scores a
-//! lane is a key: it sums q·k for its warp's four rows, so one load of K serves four products. The weights go to shared memory,
-//! and for the output a lane is a column, `lane + 32c`: accumulators stay in registers because every loop over `c` has a constant
-//! count. The online softmax ([`PlainState`]) keeps the row's maximum in all lanes and the lane's own share of the sum.
+//! **A tile of keys.** K, and then V, passes through one buffer in shared memory, `CHUNK` columns
+//! at a time, as f32. For scores a lane is a key: it sums q·k for its warp's four rows, so one load
+//! of K serves four products. The weights go to shared memory, and for the output a lane is a
+//! column, `lane + 32c`: accumulators stay in registers because every loop over `c` has a constant
+//! count. The online softmax ([`PlainState`]) keeps the row's maximum in all lanes and the lane's
+//! own share of the sum.
 //!
-//! **Barriers.** Each staged chunk lies between two block barriers: one after it is written, one after it is read. The first of them
-//! also orders the staged queries, which only their own warp reads. The weights are a warp's own, ordered by a warp barrier.
+//! **Barriers.** Each staged chunk lies between two block barriers: one after it is written, one
+//! after it is read. The first of them also orders the staged queries, which only their own warp
+//! reads. The weights are a warp's own, ordered by a warp barrier.
 //!
-//! **Numerics.** Everything in f32, one rounding at the end. A weight meets a value only where the row sees the key: behind a row's
-//! range there may be NaN, and 0·NaN is not 0. Weights come from differences of scores ([`PlainState`]), so that a bias of any
-//! size, the lowest number included, costs no precision; -inf hides a key. Nothing of a mask or bias is ever materialised.
+//! **Numerics.** Everything in f32, one rounding at the end. A weight meets a value only where the
+//! row sees the key: behind a row's range there may be NaN, and 0·NaN is not 0. Weights come from
+//! differences of scores ([`PlainState`]), so that a bias of any size, the lowest number included,
+//! costs no precision; -inf hides a key. Nothing of a mask or bias is ever materialised.
 //!
-//! **Alignment.** None is needed: rows that are not whole 16-byte vectors are staged element by element.
+//! **Alignment.** None is needed: rows that are not whole 16-byte vectors are staged element by
+//! element.
 
 use crate::concept::band::Band;
 use crate::concept::heads::Group;
@@ -49,7 +56,8 @@ const WARP_ROWS: usize = 4;
 const LANE_COLUMNS: usize = (MAX_HEAD_SIZE / 32) as usize;
 /// Columns of K or V staged at a time.
 const CHUNK: u32 = 64;
-/// Elements from one staged key to the next: 16-byte accesses of eight lanes, a key each, then touch all banks once.
+/// Elements from one staged key to the next: 16-byte accesses of eight lanes, a key each, then
+/// touch all banks once.
 const PITCH: u32 = CHUNK + 4;
 
 /// Threads of a block.
@@ -61,8 +69,8 @@ pub const KEYS: u32 = 32;
 /// Largest head size.
 pub const MAX_HEAD_SIZE: u32 = 512;
 
-// Shared memory: queries (ROWS, MAX_HEAD_SIZE), a chunk of K or V (KEYS, PITCH), weights (ROWS, KEYS), all f32; and the first and last
-// key that each row sees, u32.
+// Shared memory: queries (ROWS, MAX_HEAD_SIZE), a chunk of K or V (KEYS, PITCH), weights (ROWS,
+// KEYS), all f32; and the first and last key that each row sees, u32.
 const CHUNK_AT: u32 = ROWS * MAX_HEAD_SIZE * 4;
 const WEIGHTS_AT: u32 = CHUNK_AT + KEYS * PITCH * 4;
 const VISIBLE_AT: u32 = WEIGHTS_AT + ROWS * KEYS * 4;
@@ -147,7 +155,8 @@ impl Tile {
         }
     }
 
-    /// This warp's rows: every [`WARPS`]th, so that a decoding group, which fills no tile, still occupies all warps.
+    /// This warp's rows: every [`WARPS`]th, so that a decoding group, which fills no tile, still
+    /// occupies all warps.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(&self) -> [Row; WARP_ROWS] {
         core::array::from_fn(|i| {
@@ -172,8 +181,8 @@ impl Tile {
         sync_warp();
     }
 
-    /// (query row, query head) of a row, computed anew each time: registers are scarce. `None` where the tile does not have it; the
-    /// last tile of a head is rarely full.
+    /// (query row, query head) of a row, computed anew each time: registers are scarce. `None`
+    /// where the tile does not have it; the last tile of a head is rarely full.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(&self, row: &Row) -> Option<(u32, u32)> {
         let (s, head) = self.group.unpack(self.kv_head, self.first_row + opaque(row.place));
@@ -269,8 +278,8 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         }
     }
 
-    /// Copies this warp's query rows to shared memory, as f32, up to a multiple of 4 elements with 0. Rows that see nothing are never
-    /// read.
+    /// Copies this warp's query rows to shared memory, as f32, up to a multiple of 4 elements
+    /// with 0. Rows that see nothing are never read.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage_queries(&self, tile: &Tile, rows: &[Row; WARP_ROWS]) {
         let (size, aligned) = (self.p.head_size, self.masked.vectors & vectors::KEYS != 0);
@@ -291,8 +300,9 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         }
     }
 
-    /// Copies columns `column ..` of keys `begin ..` of a head's K or V to shared memory, as f32. Keys from `end` on, and columns
-    /// behind the head's, are 0 there: they are not read, whatever they hold.
+    /// Copies columns `column ..` of keys `begin ..` of a head's K or V to shared memory, as f32.
+    /// Keys from `end` on, and columns behind the head's, are 0 there: they are not read, whatever
+    /// they hold.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn stage(&self, head: &Head<T>, column: u32, begin: u32, end: u32) {
         if head.aligned {
@@ -302,7 +312,8 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         }
     }
 
-    /// q·k of this lane's key with each of the warp's rows; for a row that sees none of the tile's keys, 0.
+    /// q·k of this lane's key with each of the warp's rows; for a row that sees none of the tile's
+    /// keys, 0.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn dots(
         &self,
@@ -389,7 +400,8 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         }
     }
 
-    /// The sink joins, the accumulators are divided by the sum, and the row is written. Padding rows have no sink.
+    /// The sink joins, the accumulators are divided by the sum, and the row is written. Padding
+    /// rows have no sink.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish(
         &self,
@@ -434,7 +446,8 @@ impl<T: Element, O: Element> Call<'_, T, O> {
         head * self.p.q_len as usize + s as usize
     }
 
-    /// Computes the scores once more, now that the sums are known, and writes every column of output_qk.
+    /// Computes the scores once more, now that the sums are known, and writes every column of
+    /// output_qk.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_scores(
         &self,
@@ -508,7 +521,8 @@ fn stage_vectors<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) 
     }
 }
 
-/// The same for rows that are no vectors: a thread takes a column of every other key, one at a time, for which there are registers.
+/// The same for rows that are no vectors: a thread takes a column of every other key, one at a
+/// time, for which there are registers.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_elements<T: Element>(head: &Head<T>, column: u32, begin: u32, end: u32) {
     let e = thread_idx() % CHUNK;
@@ -567,7 +581,8 @@ fn add_dots(
     }
 }
 
-/// Adds the staged values of `keys` keys, four at a time; chunk number `chunk` holds two of each lane's columns.
+/// Adds the staged values of `keys` keys, four at a time; chunk number `chunk` holds two of each
+/// lane's columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn add_chunk(
     accumulators: &mut Accumulators,

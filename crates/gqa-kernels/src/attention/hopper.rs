@@ -1,39 +1,52 @@
 //! Flash attention for prompts and chunks on SM 90a: warp-specialised, TMA in, wgmma, ping-pong.
 //!
-//! **One block** walks over work tiles: `WARPGROUPS · 64` query rows of one (batch, query head). One producer thread draws
-//! work and keeps a ring of K and V tiles full through the copy engine, another loads Q; each consumer warpgroup owns 64 rows:
-//! S = Q·Kᵀ from shared memory, online softmax in registers, O += P·V with P from registers. The next tile's S is issued
-//! before the P·V of the current one, over the borders of work tiles too, and two named barriers hand the tensor cores from one
-//! warpgroup to the other, so that one exponentiates while the other multiplies (FlashAttention-3, 2024).
+//! **One block** walks over work tiles: `WARPGROUPS · 64` query rows of one (batch, query head).
+//! One producer thread draws work and keeps a ring of K and V tiles full through TMA, another loads
+//! Q; each consumer warpgroup owns 64 rows: S = Q·Kᵀ from shared memory, online softmax in
+//! registers, O += P·V with P from registers. The next tile's S is issued before the P·V of the
+//! current one, over the borders of work tiles too, and two named barriers hand the tensor cores
+//! from one warpgroup to the other, so that one exponentiates while the other multiplies
+//! (FlashAttention-3, 2024).
 //!
-//! **Grid** ([`grid`]): as many blocks as SMs, (WARPGROUPS + 1) · 128 threads. Tiles are numbered so that the (head, batch) pairs of a section,
-//! whose K and V fit the L2 cache together, are finished before the next section, longest tiles first. Each block draws its next tile from
-//! a counter when it is about to need it. Where that would leave multiprocessors idle, the keys of a work tile are cut into `splits` parts, work tiles
-//! of their own, whose results [`combine`](super::combine) merges.
+//! **Grid** ([`grid`]): as many blocks as SMs, (WARPGROUPS + 1) · 128 threads. Tiles are numbered
+//! so that the (head, batch) pairs of a section, whose K and V fit the L2 cache together, are
+//! finished before the next section, longest tiles first. Each block draws its next tile from a
+//! counter when it is about to need it. Where that would leave SMs idle, the keys of a work tile
+//! are cut into `splits`, work tiles of their own, whose results [`combine`](super::combine)
+//! merges.
 //!
-//! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity, head size), q, k and v each through a
-//! tensor map with any strides that are multiples of 8; out through a pointer, with 16-byte stores. lse, which may be null, is
-//! (batch, query head, S). Scales are positive.
+//! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
+//! head size), q, k and v each through a tensor map with any strides that are multiples of 8; out
+//! through a pointer, with 16-byte stores. lse, which may be null, is (batch, query head, S).
+//! Scales are positive.
 //!
-//! **Shared memory**: Q tiles of 64 rows, then one ring of K and V tiles, each as 64-column chunks of 128-byte rows with the 128-byte swizzle,
-//! then the barriers, then descriptions of work tiles. Columns behind `head_size` and rows behind the tensor arrive as zeros.
+//! **Shared memory**: Q tiles of 64 rows, then one ring of K and V tiles, each as 64-column chunks
+//! of 128-byte rows with the 128-byte swizzle, then the barriers, then descriptions of work tiles.
+//! Columns behind `head_size` and rows behind the tensor arrive as zeros.
 //!
-//! **Queries** that are not rotated yet (positions implicit) are rotated by the kernels of two warpgroups: each warpgroup turns its rows in their
-//! tile, between their arrival and their first product (`rotate.rs`).
+//! **Queries** that are not rotated yet (positions implicit) are rotated by the kernels of two
+//! warpgroups: each warpgroup turns its rows in their tile, between their arrival and their first
+//! product (`rotate.rs`).
 //!
-//! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`) through the tensor map `tiles` or, where
-//! its rows are no vectors, through pointers; every tile is masked then.
+//! **With a mask** or bias its tiles have a ring of their own, filled by two more warps (`mask.rs`)
+//! through the tensor map `tiles` or, where its rows are no vectors, through pointers; every tile
+//! is masked then.
 //!
-//! **Over a cache of blocks** tiles of K and V are put together from boxes, one from each block, by two warps, and a row tile is one of a sequence's
-//! tokens, which lie one behind the other (`pages.rs`).
+//! **Over a paged KV cache** tiles of K and V are put together from boxes, one from each block, by
+//! two warps, and a row tile is one of a sequence's tokens, which lie one behind the other
+//! (`pages.rs`).
 //!
-//! **Operands of e4m3**: over a cache of such codes queries and weights may be rounded to them as well, and products take half the time (`float8.rs`, `operand.rs`).
+//! **Operands of e4m3**: over a cache of such quantized values queries and weights may be rounded
+//! to them as well, and products take half the time (`float8.rs`, `operand.rs`).
 //!
-//! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one arrival per consumer warp): each Q tile of a warpgroup,
-//! each stage of the ring, through which tiles go in the order K₀ K₁ V₀ K₂ V₁ …
+//! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one
+//! arrival per consumer warp): each Q tile of a warpgroup, each stage of the ring, through which
+//! tiles go in the order K₀ K₁ V₀ K₂ V₁ …
 //!
-//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and [`Float8D128`] divide by the sum of the
-//! rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does not.
+//! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a
+//! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and [`Float8D128`]
+//! divide by the sum of the rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does
+//! not.
 
 mod consumer;
 mod float8;
@@ -70,7 +83,7 @@ use pages::Pages;
 use rotate::Rotation;
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
-/// Query rows that the copy engine loads at a time.
+/// Query rows that TMA loads at a time.
 pub const QUERY_BOX: u32 = shape::WARPGROUP_ROWS;
 
 impl<
@@ -81,8 +94,8 @@ impl<
     const W: usize,
     const O: usize,
     const M: u32,
-    const PARTS: bool,
-> Hopper<D, N, G, C, W, O, M, PARTS>
+    const SPLITS: bool,
+> Hopper<D, N, G, C, W, O, M, SPLITS>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
@@ -218,9 +231,10 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &attention);
     }
 
-    /// The kernel for a cache of blocks: k and v are (block, row, KV head, head size), of which `block_table`, (batch, blocks of a sequence), gives some to
-    /// each sequence. Query and output rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on, behind `past_seqlens[b]`
-    /// keys that the call does not add.
+    /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), of which
+    /// `block_table`, (batch, blocks of a sequence), gives some to each sequence. Query and output
+    /// rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on,
+    /// behind `past_seqlens[b]` keys that the call does not add.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_paged<T: MmaElement>(
         q: TensorMap,
@@ -249,8 +263,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 impl<const D: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, 128, 2, C, W, O, 0, false>
 {
-    /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q (batch, query head, S, head size), k (batch, KV head, capacity, head
-    /// size), v (batch, KV head, head size, keys), each with two codes to a column of its tensor map.
+    /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q
+    /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v (batch, KV
+    /// head, head size, keys), each with two quantized values to a column of its tensor map.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_float8<T: MmaElement>(
         q: TensorMap,
@@ -299,7 +314,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, G, C, W, O, 0, true>
 {
-    /// The kernel for parts of the keys.
+    /// The kernel for splits of the keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: TensorMap,
@@ -398,14 +413,14 @@ fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages
     fence_mbarrier_init();
 }
 
-/// Blocks of a launch: one per multiprocessor at most; each walks over work tiles of `rows` rows.
+/// Blocks of a launch: one per SM at most; each walks over work tiles of `rows` rows.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let work = work_tiles(p, rows) * u64::from(p.splits.max(1));
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 
-/// Blocks of a launch for sequences in a cache of blocks.
+/// Blocks of a launch for sequences in a paged KV cache.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let a = &p.hopper.attention;
@@ -413,16 +428,18 @@ pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u3
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 
-/// Work tiles of `rows` rows, without parts of the keys.
+/// Work tiles of `rows` rows, without splits of the keys.
 #[cfg(not(target_arch = "nvptx64"))]
 fn work_tiles(p: &AttentionParams, rows: u32) -> u64 {
     u64::from(p.q_len.div_ceil(rows)) * u64::from(p.q_heads) * u64::from(p.batch)
 }
 
-/// Into how many parts to cut the keys of tiles of `rows` rows and `keys` keys: the number for which the call ends first on a device with that many
-/// multiprocessors, if the longest sequence has `max_keys` keys.
+/// Into how many splits to cut the keys of tiles of `rows` rows and `keys` keys: the number for
+/// which the call ends first on a device with that many SMs, if the longest sequence has `max_keys`
+/// keys.
 ///
-/// Times are in key tiles, 1.3 us of a block on an H200: work tiles come in waves, and parts write and read their results in f32.
+/// Times are in key tiles, 1.3 us of a block on an H200: work tiles come in waves, and splits write
+/// and read their results in f32.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn splits(
     p: &AttentionParams,
@@ -431,11 +448,11 @@ pub fn splits(
     max_keys: u32,
     multiprocessors: u32,
 ) -> u32 {
-    /// Parts at most: a multiprocessor's share of the keys of one sequence is rarely less.
+    /// Splits at most: an SM's share of the keys of one sequence is rarely less.
     const MOST: u32 = 32;
     /// To start a work tile, and to start the merge.
     const START: u64 = 2;
-    /// Bytes of parts that are written and read in the time of a tile.
+    /// Bytes of splits that are written and read in the time of a tile.
     const BYTES: u64 = 2 << 20;
     let visible =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
@@ -451,10 +468,10 @@ pub fn splits(
     (1..=tiles.min(MOST)).min_by_key(|&splits| time(splits)).unwrap_or(1)
 }
 
-/// (query head, batch) pairs whose K and V fill at most about half the L2 cache together: whole groups of them, and about as many in
-/// every section.
+/// (query head, batch) pairs whose K and V fill at most about half the L2 cache together: whole
+/// groups of them, and about as many in every section.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn section(p: &AttentionParams, l2_bytes: u64) -> u32 {
+pub fn l2_section(p: &AttentionParams, l2_bytes: u64) -> u32 {
     let bytes = 4 * u64::from(p.capacity) * u64::from(p.head_size);
     let caches = (l2_bytes / 2 / bytes.max(1)).max(1);
     let group = u64::from(p.q_heads / p.kv_heads);
@@ -469,7 +486,7 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
 
-    fn parts(batch: u32, q_len: u32, keys: u32) -> u32 {
+    fn chosen(batch: u32, q_len: u32, keys: u32) -> u32 {
         let p = AttentionParams {
             batch,
             q_len,
@@ -483,16 +500,16 @@ mod tests {
 
     #[test]
     fn parts_fill_a_device_that_would_be_idle() {
-        assert_eq!(parts(1, 64, 8192), 4);
-        assert_eq!(parts(2, 128, 8192), 2);
-        assert!(parts(1, 256, 32768) >= 2);
+        assert_eq!(chosen(1, 64, 8192), 4);
+        assert_eq!(chosen(2, 128, 8192), 2);
+        assert!(chosen(1, 256, 32768) >= 2);
     }
 
     #[test]
     fn a_full_device_takes_no_parts() {
-        assert_eq!(parts(1, 512, 8192), 1);
-        assert_eq!(parts(4, 64, 8192), 1);
-        assert_eq!(parts(1, 2048, 2048), 1);
-        assert_eq!(parts(1, 64, 256), 1);
+        assert_eq!(chosen(1, 512, 8192), 1);
+        assert_eq!(chosen(4, 64, 8192), 1);
+        assert_eq!(chosen(1, 2048, 2048), 1);
+        assert_eq!(chosen(1, 64, 256), 1);
     }
 }

@@ -1,4 +1,5 @@
-//! The type of results: rounded to the element type, or, for callers that merge them or go on in that, f32, or quantized: e4m3 times a scale.
+//! The type of results: rounded to the element type, or, for callers that merge them or go on in
+//! that, f32, or quantized: e4m3 times a scale.
 
 use crate::num::{MmaElement, e4m3};
 use crate::simt::{Global, f32x2_to_e4m3x2};

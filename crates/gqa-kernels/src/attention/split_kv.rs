@@ -1,31 +1,36 @@
-//! Attention of a few query rows over many keys: the keys are split over blocks, and over the warps of a block.
+//! Attention of a few query rows over many keys: the keys are split over blocks, and over the warps
+//! of a block.
 //!
-//! **One block** computes up to 16 packed query rows (the query heads of one KV head, row by row of the query, as in
-//! [`tiled`](super::tiled)) against one part of the keys that they see. Its four warps take different tiles of 16 keys in turn, each
-//! with its own ring of copies, so nothing in the loop waits for another warp; they merge once, at the end.
+//! **One block** computes up to 16 packed query rows (the query heads of one KV head, row by row of
+//! the query, as in [`tiled`](super::tiled)) against one split of the keys that they see. Its four
+//! warps take different tiles of 16 keys in turn, each with its own ring of copies, so nothing in
+//! the loop waits for another warp; they merge once, at the end.
 //!
 //! **Grid**: `row tiles × KV heads × batch` in x, splits in y. **Block**: 128 threads.
 //!
-//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With one split the block writes out and lse. With more it writes
-//! partial_out (split, batch, query head, S, head size), normalised, f32, and partial_lse (split, batch, query head, S), and
-//! [`combine`](super::combine) makes out and lse of them. Where a split holds nothing that a row sees, partial_lse is -inf and
+//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With one split the block writes
+//! out and lse. With more it writes partial_out (split, batch, query head, S, head size),
+//! normalised, f32, and partial_lse (split, batch, query head, S), and [`combine`](super::combine)
+//! makes out and lse of them. Where a split holds nothing that a row sees, partial_lse is -inf and
 //! partial_out is not written.
 //!
-//! **Shared memory**: `queries [16] | per warp: STAGES × (keys [16], values [16]) | per warp: 16 × (maximum, sum)`, padded rows of
-//! `HEAD_SIZE` elements ([`Tile`]). After the loop a warp's first stage holds its accumulators as f32, which fit exactly.
+//! **Shared memory**: `queries [16] | per warp: STAGES × (keys [16], values [16]) | per warp: 16 ×
+//! (maximum, sum)`, padded rows of `HEAD_SIZE` elements ([`Tile`]). After the loop a warp's first
+//! stage holds its accumulators as f32, which fit exactly.
 //!
-//! **Order**: one barrier makes the queries visible. From then on a warp's copies are groups K_j, V_j, K_{j+1}, … and it waits for the
-//! oldest only:
+//! **Order**: one barrier makes the queries visible. From then on a warp's copies are groups K_j,
+//! V_j, K_{j+1}, … and it waits for the oldest only:
 //!
 //! ```text
 //! wait for K_j    S = Q K_jᵀ            then start K_{j+STAGES} in its place
 //! wait for V_j    softmax, O += P V_j   then start V_{j+STAGES} in its place
 //! ```
 //!
-//! Two `sync_warp` per step stand between the lanes' copies and their use, two between their use and the next copy. One barrier
-//! after the loop stands between the warps' results and the merge.
+//! Two `sync_warp` per step stand between the lanes' copies and their use, two between their use
+//! and the next copy. One barrier after the loop stands between the warps' results and the merge.
 //!
-//! **Numerics**: as in [`tiled`](super::tiled). The warps' results are merged in f32, with the weights `exp2(max_w - max)`.
+//! **Numerics**: as in [`tiled`](super::tiled). The warps' results are merged in f32, with the
+//! weights `exp2(max_w - max)`.
 
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -55,7 +60,8 @@ const N8: usize = KEYS as usize / 8;
 /// A kernel for head sizes up to `8 D8` whose warps have `STAGES` key tiles under way.
 pub struct SplitKv<const D8: usize, const STAGES: u32>;
 
-// One shape per head size, with as many stages as leave room for three blocks or so on an SM with 227 KB, and for one on an SM with 99.
+// One shape per head size, with as many stages as leave room for three blocks or so on an SM with
+// 227 KB, and for one on an SM with 99.
 
 /// Head sizes up to 32.
 pub type D32 = SplitKv<4, 4>;
@@ -87,12 +93,13 @@ pub fn partial_elements(p: &AttentionParams) -> (usize, usize) {
     (rows * p.head_size as usize, rows)
 }
 
-/// Into how many parts to cut the keys: the number for which the call ends first on a device with that many multiprocessors, if
-/// the longest sequence has `max_keys` keys.
+/// Into how many splits to cut the keys: the number for which the call ends first on a device with
+/// that many SMs, if the longest sequence has `max_keys` keys.
 ///
-/// One block has enough loads under way for a multiprocessor's share of the memory's bandwidth, so a multiprocessor takes as long
-/// as all its blocks need one after the other, however many of them it holds; then [`combine`](super::combine) reads what they left.
-/// Times are in rounds of a block, 64 keys, which take about a microsecond.
+/// One block has enough loads under way for an SM's share of the memory's bandwidth, so an SM takes
+/// as long as all its blocks need one after the other, however many of them it holds; then
+/// [`combine`](super::combine) reads what they left. Times are in rounds of a block, 64 keys, which
+/// take about a microsecond.
 pub fn splits(p: &AttentionParams, max_keys: u32, multiprocessors: u32) -> u32 {
     /// To start and end a block.
     const BLOCK: u64 = 1;
@@ -325,7 +332,8 @@ fn write_row<T: MmaElement>(
     out.store_vec(start, to_unit::<T>(x));
 }
 
-/// Writes eight columns of this split's result, unless it saw nothing, and with the first of them its log-sum-exp.
+/// Writes eight columns of this split's result, unless it saw nothing, and with the first of them
+/// its log-sum-exp.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn write_partial(
     p: &AttentionParams,

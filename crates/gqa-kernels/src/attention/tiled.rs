@@ -1,21 +1,26 @@
 //! Flash attention on tensor cores: prompts, chunks and short calls of any kind.
 //!
-//! **One block** computes a tile of `ROWS` packed query rows: the query heads that share a KV head, row by row of the query (row
-//! `r` of the group is head `r % G` at query row `r / G`), so that K and V are read once for the whole group. It walks over the keys
-//! that any of its rows sees, `KEYS` at a time, with the online softmax.
+//! **One block** computes a tile of `ROWS` packed query rows: the query heads that share a KV head,
+//! row by row of the query (row `r` of the group is head `r % G` at query row `r / G`), so that K
+//! and V are read once for the whole group. It walks over the keys that any of its rows sees,
+//! `KEYS` at a time, with the online softmax.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x. Row tiles vary slowest and start with the last, which under a causal mask sees
-//! most keys: long blocks first, short ones fill the gaps. **Block**: `THREADS` threads; each warp owns `16 M` rows and all keys.
+//! **Grid**: `row tiles × KV heads × batch` in x. Row tiles vary slowest and start with the last,
+//! which under a causal mask sees most keys: long blocks first, short ones fill the gaps.
+//! **Block**: `THREADS` threads; each warp owns `16 M` rows and all keys.
 //!
-//! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity, head size), each with its strides,
-//! which are multiples of 8; the head size is any multiple of 8 up to `HEAD_SIZE`: columns behind it are zero in the tiles and not
-//! written. lse, which may be null, is (batch, query head, S).
+//! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
+//! head size), each with its strides, which are multiples of 8; the head size is any multiple of 8
+//! up to `HEAD_SIZE`: columns behind it are zero in the tiles and not written. lse, which may be
+//! null, is (batch, query head, S).
 //!
-//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, padded rows of `HEAD_SIZE` elements ([`Tile`]). The padding of
-//! a query row holds what the block must know of it: which row and head it is, and the keys it sees. In the end each warp's query rows
-//! carry its output on the way to 16-byte stores.
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, padded rows of `HEAD_SIZE`
+//! elements ([`Tile`]). The padding of a query row holds what the block must know of it: which row
+//! and head it is, and the keys it sees. In the end each warp's query rows carry its output on the
+//! way to 16-byte stores.
 //!
-//! **Order**: a barrier lets everybody read the rows' padding. Then, for key tile `j`; copies run while the line between their two ends computes:
+//! **Order**: a barrier lets everybody read the rows' padding. Then, for key tile `j`; copies run
+//! while the line between their two ends computes:
 //!
 //! ```text
 //! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
@@ -24,11 +29,11 @@
 //!     softmax, O += P V_j
 //! ```
 //!
-//! **Numerics**: scores, softmax and output accumulate in f32. Weights are rounded to the element type before they meet the values;
-//! the denominator adds the unrounded ones. Keys behind those that
-//! the tile sees are zero in shared memory, whatever the cache holds.
-//! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf. A bias or a mask is read where it lies, by the threads
-//! whose scores it belongs to ([`Bias`]).
+//! **Numerics**: scores, softmax and output accumulate in f32. Weights are rounded to the element
+//! type before they meet the values; the denominator adds the unrounded ones. Keys behind those
+//! that the tile sees are zero in shared memory, whatever the cache holds. Only tiles that some row
+//! sees partly are masked. Rows of padding give 0 and -inf. A bias or a mask is read where it lies,
+//! by the threads whose scores it belongs to ([`Bias`]).
 
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -43,8 +48,8 @@ use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh, weigh_plain};
 
-/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8 keys; with a bias or
-/// a mask or without.
+/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8
+/// keys; with a bias or a mask or without.
 pub struct Tiled<
     const M: usize,
     const D8: usize,
@@ -53,8 +58,9 @@ pub struct Tiled<
     const MASKED: bool = false,
 >;
 
-// One shape per head size, each the fastest of those tried on an H200 that leave two blocks on an SM and spill no register. Two blocks
-// of rows per warp halve the reads of K and V from shared memory; from 192 columns on, their accumulators would not fit the registers.
+// One shape per head size, each the fastest of those tried on an H200 that leave two blocks on an
+// SM and spill no register. Two blocks of rows per warp halve the reads of K and V from shared
+// memory; from 192 columns on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -245,7 +251,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         sync_threads();
     }
 
-    /// The same with a bias or a mask: in a loop of its own, because what both need beside the other's registers does not fit at head size 128.
+    /// The same with a bias or a mask: in a loop of its own, because what both need beside the
+    /// other's registers does not fit at head size 128.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend_masked<T: MmaElement>(
         p: &AttentionParams,

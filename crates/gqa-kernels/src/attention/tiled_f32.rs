@@ -1,14 +1,19 @@
-//! Flash attention on tensor cores in float32: `tiled` with three products of TF32 for each one ("3xTF32"), nearly as exact as float32.
+//! Flash attention on tensor cores in float32: `tiled` with three products of TF32 for each one
+//! ("3xTF32"), nearly as exact as float32.
 //!
-//! **One block** computes a tile of `ROWS` packed query rows over the keys that any of them sees, `KEYS` at a time; **grid**, **tensors** and the
-//! **order** of copies and barriers are those of [`tiled`](super::tiled). Strides are multiples of 4; the head size is any multiple of 4 up to `HEAD_SIZE`.
+//! **One block** computes a tile of `ROWS` packed query rows over the keys that any of them sees,
+//! `KEYS` at a time; **grid**, **tensors** and the **order** of copies and barriers are those of
+//! [`tiled`](super::tiled). Strides are multiples of 4; the head size is any multiple of 4 up to
+//! `HEAD_SIZE`.
 //!
-//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE` elements, then what the block must know of each row:
-//! which row and head it is, and the keys it sees.
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
+//! elements, then what the block must know of each row: which row and head it is, and the keys it
+//! sees.
 //!
-//! **Numerics**: [`tf32`](crate::tile::tf32). Scores, softmax, weights and output are float32; the keys of a tile are added up apart before they join the
-//! output. Keys behind those that the tile sees are zero in shared memory, whatever the cache holds. Only tiles that some row sees partly are masked.
-//! Rows of padding give 0 and -inf.
+//! **Numerics**: [`tf32`](crate::tile::tf32). Scores, softmax, weights and output are float32; the
+//! keys of a tile are added up apart before they join the output. Keys behind those that the tile
+//! sees are zero in shared memory, whatever the cache holds. Only tiles that some row sees partly
+//! are masked. Rows of padding give 0 and -inf.
 
 use crate::concept::softmax::SoftmaxState;
 use crate::params::AttentionParams;
@@ -21,7 +26,8 @@ use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
 use crate::tile::swizzle::{BlockCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::tf32::{ValueRead, accumulate, output, scores};
 
-/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` of 16 bytes, `N8` blocks of 8 keys.
+/// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` of
+/// 16 bytes, `N8` blocks of 8 keys.
 pub struct TiledF32<
     const M: usize,
     const D8: usize,
@@ -30,7 +36,8 @@ pub struct TiledF32<
     const THREADS: u32,
 >;
 
-// A block of rows per warp everywhere: two of them read K and V half as often, but products, not reads, are what the time goes into.
+// A block of rows per warp everywhere: two of them read K and V half as often, but products, not
+// reads, are what the time goes into.
 
 /// Head sizes up to 32.
 pub type D32 = TiledF32<1, 4, 8, 8, 128>;
@@ -198,7 +205,8 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
     }
 }
 
-/// Turns scores into weights against the rows' new maxima; returns the factors for what was accumulated against the old ones.
+/// Turns scores into weights against the rows' new maxima; returns the factors for what was
+/// accumulated against the old ones.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn weigh<const M: usize, const N8: usize>(
     states: &mut States<M>,

@@ -1,16 +1,21 @@
-//! Flash attention on tensor cores for heads larger than 256, whose output does not fit the registers of a warp: prompts, chunks and tokens alike.
+//! Flash attention on tensor cores for heads larger than 256, whose output does not fit the
+//! registers of a warp: prompts, chunks and tokens alike.
 //!
-//! **One block** computes a tile of `ROWS` packed query rows, as [`tiled`](super::tiled) packs them, against one part of the keys that they see. Of each
-//! 16 `M` rows a *group* of warps shares the work: each warp scores some of a tile's keys, and accumulates some of the output's columns.
+//! **One block** computes a tile of `ROWS` packed query rows, as [`tiled`](super::tiled) packs
+//! them, against one split of the keys that they see. Of each 16 `M` rows a *group* of warps shares
+//! the work: each warp scores some of a tile's keys, and accumulates some of the output's columns.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x, late rows first, parts of the keys in y. **Block**: `THREADS` threads.
+//! **Grid**: `row tiles × KV heads × batch` in x, late rows first, splits of the keys in y.
+//! **Block**: `THREADS` threads.
 //!
-//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With more than one part the block writes partial_out and partial_lse, as
-//! [`split_kv`](super::split_kv) does, and [`combine`](super::combine) makes out and lse of them; partial_out is written in pairs of f32.
+//! **Tensors**: q, k, v, out and lse as in [`tiled`](super::tiled). With more than one split the
+//! block writes partial_out and partial_lse, as [`split_kv`](super::split_kv) does, and
+//! [`combine`](super::combine) makes out and lse of them; partial_out is written in pairs of f32.
 //!
-//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE` elements; `weights [ROWS]`, swizzled rows of
-//! `KEYS` elements; what the block must know of each row; of each row, a number per warp of its group. In the end each warp's columns of the query rows carry its
-//! output on the way to 16-byte stores.
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
+//! elements; `weights [ROWS]`, swizzled rows of `KEYS` elements; what the block must know of each
+//! row; of each row, a number per warp of its group. In the end each warp's columns of the query
+//! rows carry its output on the way to 16-byte stores.
 //!
 //! **Order**: a barrier lets everybody read what is known of rows. Then, for key tile `j`:
 //!
@@ -19,11 +24,12 @@
 //!     S = Q K_jᵀ of some keys, mask, maxima to shared memory
 //!     barrier of the group (maxima are there)
 //!     softmax, weights to shared memory
-//! wait for V_j ‖ barrier (V_j and the weights are there; all are done with K_j)       start K_{j+1}
+//! wait for V_j ‖ barrier (V_j and the weights are there; all have read K_j)    start K_{j+1}
 //!     O += P V_j of some columns
 //! ```
 //!
-//! A maximum is written again only behind two block barriers. After the loop the maxima's places take the warps' sums, between barriers of the group.
+//! A maximum is written again only behind two block barriers. After the loop the maxima's places
+//! take the warps' sums, between barriers of the group.
 //!
 //! **Numerics**: as in [`tiled`](super::tiled).
 
@@ -42,7 +48,8 @@ use crate::tile::softmax::{ScoreScale, States, mask, row_max, total, weigh_again
 use crate::tile::swizzle::{BlockCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::wide::{accumulate, scores, store, store_weights};
 
-/// A shape of tiles. A warp has `M` blocks of 16 rows; it scores `N8` of the `K8` blocks of 8 keys, and accumulates `D8` of the `UNITS` blocks of 8 columns.
+/// A shape of tiles. A warp has `M` blocks of 16 rows; it scores `N8` of the `K8` blocks of 8 keys,
+/// and accumulates `D8` of the `UNITS` blocks of 8 columns.
 pub struct TiledWide<
     const THREADS: u32,
     const M: usize,
@@ -52,7 +59,8 @@ pub struct TiledWide<
     const UNITS: usize,
 >;
 
-// One shape per number of rows and shared memory of an SM. A block of rows per warp everywhere: two halve the reads of V from shared memory, and are slower.
+// One shape per number of rows and shared memory of an SM. A block of rows per warp everywhere: two
+// halve the reads of V from shared memory, and are slower.
 
 /// For tokens where an SM has 99 KiB: 16 rows, 32 keys.
 pub type Rows16Keys32 = TiledWide<128, 1, 1, 4, 16, 64>;
@@ -72,11 +80,13 @@ pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
     [row_tiles(p, rows) * p.kv_heads * p.batch, p.splits, 1]
 }
 
-/// Into how many parts to cut the keys of tiles of `rows` rows and `keys` keys: the number for which the call ends first on a device with that many
-/// multiprocessors, if the longest sequence has `max_keys` keys.
+/// Into how many splits to cut the keys of tiles of `rows` rows and `keys` keys: the number for
+/// which the call ends first on a device with that many SMs, if the longest sequence has `max_keys`
+/// keys.
 ///
-/// A multiprocessor takes as long as all its blocks need one after the other, however many of them it holds. Times are in microseconds on an H200, in
-/// which a block does 16 keys; then [`combine`](super::combine) reads what parts left.
+/// A SM takes as long as all its blocks need one after the other, however many of them it holds.
+/// Times are in microseconds on an H200, in which a block does 16 keys; then
+/// [`combine`](super::combine) reads what splits left.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn splits(
     p: &AttentionParams,
@@ -87,11 +97,12 @@ pub fn splits(
 ) -> u32 {
     /// Keys of a block in a microsecond.
     const RATE: u64 = 16;
-    /// To start and end a block; to start the merge, and parts of a row that it reads in a microsecond.
+    /// To start and end a block; to start the merge, and splits of a row that it reads in a
+    /// microsecond.
     const BLOCK: u64 = 3;
     const MERGE: u64 = 3;
     const MERGED: u64 = 10;
-    /// Bytes of parts that are written and read in a microsecond.
+    /// Bytes of splits that are written and read in a microsecond.
     const BYTES: u64 = 2 << 20;
     let visible =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
@@ -301,7 +312,8 @@ impl<
         sync_threads();
     }
 
-    /// Turns the warp's scores into weights against the group's new maxima; returns the factors for what was accumulated against the old ones.
+    /// Turns the warp's scores into weights against the group's new maxima; returns the factors for
+    /// what was accumulated against the old ones.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh(
         states: &mut States<M>,
@@ -354,7 +366,8 @@ impl<
         (1..Self::WARPS).fold(numbers.load(0), |joined, warp| join(joined, numbers.load(warp)))
     }
 
-    /// Ends a lane's rows: sinks join, and the group's first warp writes log-sum-exps. Returns what the output is multiplied by.
+    /// Ends a lane's rows: sinks join, and the group's first warp writes log-sum-exps. Returns what
+    /// the output is multiplied by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn close<T: MmaElement>(
         p: &AttentionParams,
@@ -409,7 +422,8 @@ impl<
         }
     }
 
-    /// Writes the warp's columns of this part's result, unless it saw nothing, and the group's first warp its log-sum-exp.
+    /// Writes the warp's columns of this split's result, unless it saw nothing, and the group's
+    /// first warp its log-sum-exp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_partial(
         p: &AttentionParams,
@@ -438,7 +452,7 @@ impl<
         }
     }
 
-    /// Writes a lane's columns of row `index` of the parts' results.
+    /// Writes a lane's columns of row `index` of the splits' results.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write_row(
         p: &AttentionParams,
@@ -459,7 +473,8 @@ impl<
     }
 }
 
-/// Rescales what was accumulated; in most steps no row of the warp has a new maximum, and there is nothing to do.
+/// Rescales what was accumulated; in most steps no row of the warp has a new maximum, and there is
+/// nothing to do.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn multiply<const M: usize, const D8: usize>(acc: &mut Fragments<M, D8>, rescale: [[f32; 2]; M]) {
     if any_sync(rescale.as_flattened().iter().any(|&factor| factor != 1.0)) {

@@ -1,5 +1,5 @@
-//! Attention in three launches with every score in memory. Slow and large, and the only one that can hand out scores as they are
-//! before the mask; the last resort for everything else.
+//! Attention in three launches with every score in memory. Slow and large, and the only one that
+//! can hand out scores as they are before the mask; the last resort for everything else.
 //!
 //! ```text
 //! q          (batch, query head, row, head_size)
@@ -14,15 +14,18 @@
 //! ```
 //!
 //! 1. [`unfused_scores`]: q·k of all rows and keys.
-//! 2. [`unfused_softmax`]: a warp turns a row of these into weights in place: scale, softcap, bias, mask, softmax; output_qk on the way.
+//! 2. [`unfused_softmax`]: a warp turns a row of these into weights in place: scale, softcap, bias,
+//!    mask, softmax; output_qk on the way.
 //! 3. [`unfused_values`]: the weights times V.
 //!
-//! **Products.** The query heads of a group are packed as rows ([`Group`]), so K and V are read through strides and never repeated. A
-//! block computes [`TILE`] by [`TILE`] numbers, 4 by 4 to a thread; both operands pass through shared memory `DEPTH` at a time,
-//! transposed, so that a thread's four rows and four columns are a vector each. Each staged pair lies between two block barriers.
-//! Nothing has to be aligned. All grids are one-dimensional and stride.
+//! **Products.** The query heads of a group are packed as rows ([`Group`]), so K and V are read
+//! through strides and never repeated. A block computes [`TILE`] by [`TILE`] numbers, 4 by 4 to a
+//! thread; both operands pass through shared memory `DEPTH` at a time, transposed, so that a
+//! thread's four rows and four columns are a vector each. Each staged pair lies between two block
+//! barriers. Nothing has to be aligned. All grids are one-dimensional and stride.
 //!
-//! **Numerics.** f32 throughout, one rounding at the end. V behind a sequence's length is not read, whatever it holds.
+//! **Numerics.** f32 throughout, one rounding at the end. V behind a sequence's length is not read,
+//! whatever it holds.
 
 use super::general::{add_bias, warp_max, warp_sum};
 use crate::concept::band::Band;
@@ -164,7 +167,8 @@ fn duty() -> u32 {
     thread_idx() / 4
 }
 
-/// Stages four of the elements `depth ..` of a row of `size`; 0 behind its end, or where there is no row.
+/// Stages four of the elements `depth ..` of a row of `size`; 0 behind its end, or where there is
+/// no row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn stage_row<T: Element>(
     to: Shared<f32>,
@@ -282,7 +286,8 @@ pub fn unfused_softmax<T: Element>(
     }
 }
 
-/// One row of scores. A lane only ever touches every 32nd of them, so no barrier is needed between the passes.
+/// One row of scores. A lane only ever touches every 32nd of them, so no barrier is needed between
+/// the passes.
 struct Line<'a, T> {
     scores: Global<f32>,
     bias: Global<T>,

@@ -19,8 +19,8 @@ pub struct Band {
 }
 
 impl Band {
-    /// Of the entry whose last valid key that is, clamped to what the buffers hold so that no value on the device can lead outside
-    /// them. A negative value means an empty sequence.
+    /// Of the entry whose last valid key that is, clamped to what the buffers hold so that no value
+    /// on the device can lead outside them. A negative value means an empty sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(last_index: i32, p: &MaskedParams) -> Self {
         let (capacity, q_len) = (p.attention.capacity, p.attention.q_len);
@@ -42,7 +42,8 @@ impl Band {
         }
     }
 
-    /// What query row `s` sees. Both ends grow with the row, also where nothing lies between them; padding sees nothing.
+    /// What query row `s` sees. Both ends grow with the row, also where nothing lies between them;
+    /// padding sees nothing.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn visible(&self, s: u32) -> Visible {
         let at = self.position + s as i64;

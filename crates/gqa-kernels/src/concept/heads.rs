@@ -1,4 +1,5 @@
-//! Query heads that share a KV head, packed as rows of one tile so that K and V are read once for the group.
+//! Query heads that share a KV head, packed as rows of one tile so that K and V are read once for
+//! the group.
 
 /// Rows of a group's tile: row `r` is query head `r % group` of the group at query row `r / group`.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,7 @@
 //! How many rows of a sequence exist, and where this call's rows stand in it.
 
-/// Lengths of one batch entry. `seqlens_k` holds the index of the last valid token, so the length is one more.
+/// Lengths of one batch entry. `seqlens_k` holds the index of the last valid token, so the length
+/// is one more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seqlen {
     /// Valid keys, the new ones included.
@@ -10,8 +11,8 @@ pub struct Seqlen {
 }
 
 impl Seqlen {
-    /// From the entry's `seqlens_k`, clamped to what the buffers hold so that no value on the device can lead outside them. A
-    /// negative value means an empty sequence.
+    /// From the entry's `seqlens_k`, clamped to what the buffers hold so that no value on the
+    /// device can lead outside them. A negative value means an empty sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(last_index: i32, q_len: u32, capacity: u32, first_prompt: bool) -> Self {
         let total =

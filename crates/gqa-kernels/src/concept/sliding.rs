@@ -1,4 +1,5 @@
-//! Which rows a cache holds that slides: a sequence may be longer than the cache, and each of its rows sees the newest ones only.
+//! Which rows a rolling KV cache holds: a sequence may be longer than the cache, and each of its
+//! rows sees the newest ones only.
 
 /// Sizes of such a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,8 +11,10 @@ pub struct Sliding {
 }
 
 impl Sliding {
-    /// Rows that the cache holds of a sequence of `total`, its newest, in their order, from row 0 on. All of them while they fit; then the oldest go in blocks of
-    /// `capacity - window + 1`, so that `window` or more remain and not every step has to move rows (the rule of ONNX Runtime 1.31's operator).
+    /// Rows that the cache holds of a sequence of `total`, its newest, in their order, from row 0
+    /// on. All of them while they fit; then the oldest go in blocks of `capacity - window + 1`, so
+    /// that `window` or more remain and not every step has to move rows (the rule of ONNX Runtime
+    /// 1.31's operator).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn resident(self, total: u32) -> u32 {
         if total <= self.capacity {
@@ -21,7 +24,8 @@ impl Sliding {
         total - (total - self.capacity).div_ceil(block) * block
     }
 
-    /// What a call does to a sequence of `total` rows, of which the last ones, behind `past`, are new.
+    /// What a call does to a sequence of `total` rows, of which the last ones, behind `past`, are
+    /// new.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub const fn slide(self, past: u32, total: u32) -> Slide {
         let (before, after) = (self.resident(past), self.resident(total));

@@ -1,5 +1,5 @@
-//! The online softmax: a running maximum and sum that meet new scores, or another such state, and can be finished at any
-//! time (Milakov and Gimelshein, 2018; FlashAttention, 2022).
+//! The online softmax: a running maximum and sum that meet new scores, or another such state, and
+//! can be finished at any time (Milakov and Gimelshein, 2018; FlashAttention, 2022).
 
 use crate::simt::{exp2, fma, log2, max, rcp};
 
@@ -7,7 +7,8 @@ use crate::simt::{exp2, fma, log2, max, rcp};
 pub const LOG2_E: f32 = core::f32::consts::LOG2_E;
 const LN_2: f32 = core::f32::consts::LN_2;
 
-/// Maximum and sum of one row's scores in the log2 domain; what it multiplied is the caller's to rescale.
+/// Maximum and sum of one row's scores in the log2 domain; what it multiplied is the caller's to
+/// rescale.
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxState {
     /// Largest score so far times log2(e); -inf where none was seen.
@@ -20,7 +21,8 @@ impl SoftmaxState {
     /// No scores yet.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must be multiplied by.
+    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must
+    /// be multiplied by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn raise(&mut self, new_max: f32) -> f32 {
         let max = max(self.max, new_max);
@@ -36,13 +38,15 @@ impl SoftmaxState {
         exp2(score - Self::finite(self.max))
     }
 
-    /// Weight of `score · factor` against the current maximum: one multiply-add and one exponential.
+    /// Weight of `score · factor` against the current maximum: one multiply-add and one
+    /// exponential.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn scaled_weight(&self, score: f32, factor: f32) -> f32 {
         exp2(fma(score, factor, -Self::finite(self.max)))
     }
 
-    /// A sink logit (times log2(e)) joins the denominator; returns the factor for what was accumulated.
+    /// A sink logit (times log2(e)) joins the denominator; returns the factor for what was
+    /// accumulated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn join_sink(&mut self, sink: f32) -> f32 {
         let factor = self.raise(sink);
@@ -50,7 +54,8 @@ impl SoftmaxState {
         factor
     }
 
-    /// What the accumulator must be multiplied by in the end: 1/sum, or 0 where nothing was visible. NaN stays NaN.
+    /// What the accumulator must be multiplied by in the end: 1/sum, or 0 where nothing was
+    /// visible. NaN stays NaN.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn normaliser(&self) -> f32 {
         if self.sum == 0.0 { 0.0 } else { rcp(self.sum) }
@@ -69,8 +74,9 @@ impl SoftmaxState {
     }
 }
 
-/// The same state on scores as they are. The factor log2(e) is applied to differences only, so scores of any size, a bias of
-/// -10000 or of the lowest number among them, lose nothing; it costs a subtraction and a multiplication per score.
+/// The same state on scores as they are. The factor log2(e) is applied to differences only, so
+/// scores of any size, a bias of -10000 or of the lowest number among them, lose nothing; it costs
+/// a subtraction and a multiplication per score.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainState {
     /// Largest score so far; -inf where none was seen.
@@ -83,7 +89,8 @@ impl PlainState {
     /// No scores yet.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must be multiplied by.
+    /// Raises the maximum to `new_max` and returns the factor that what was accumulated so far must
+    /// be multiplied by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn raise(&mut self, new_max: f32) -> f32 {
         let max = max(self.max, new_max);

@@ -1,12 +1,14 @@
-//! Numbers of a quantised cache: codes of 8 or 4 bits, each of which times a scale is the number.
+//! Numbers of a quantized cache: quantized values of 8 or 4 bits, each of which times a scale is
+//! the number.
 //!
-//! | format | code of `x` | number of a code |
+//! | format | code of `x` | number of a quantized value |
 //! |---|---|---|
 //! | [`Int8`] | `x / scale` rounded to nearest, ties to even, clamped to -128 … 127 | `code · scale` |
 //! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
 //! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
 //!
-//! A scale is one for all of a tensor or one for each channel (KV head and element); never NaN, and what 0 gives is unspecified.
+//! A scale is one for all of a tensor or one for each channel (KV head and element); never NaN, and
+//! what 0 gives is unspecified.
 
 /// Names a format at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -30,17 +32,18 @@ impl core::fmt::Display for Format {
     }
 }
 
-/// A format of codes.
+/// A format of quantized values.
 pub trait Code: Copy + 'static {
     /// The format's run-time name.
     const FORMAT: Format;
-    /// Bits of a code.
+    /// Bits of a quantized value.
     const BITS: u32;
-    /// Codes of a 32-bit word, the first in its lowest bits.
+    /// Quantized values of a 32-bit word, the first in its lowest bits.
     const PER_WORD: u32 = 32 / Self::BITS;
-    /// The code of a number divided by its scale.
+    /// The quantized value of a number divided by its scale.
     fn encode(quotient: f32) -> u32;
-    /// A code as a number, to be multiplied by its scale: exact in `f32` and in half precision. Bits above the code's do not count.
+    /// A quantized value as a number, to be multiplied by its scale: exact in `f32` and in half
+    /// precision. Bits above the code's do not count.
     fn decode(code: u32) -> f32;
 }
 

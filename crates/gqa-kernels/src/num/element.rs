@@ -68,7 +68,8 @@ pub trait Element: Pod {
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
-    /// Two values of a 16-bit type, rounded, the first in the low half. By the instruction for it where the target has one.
+    /// Two values of a 16-bit type, rounded, the first in the low half. By the instruction for it
+    /// where the target has one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pair(lo: f32, hi: f32) -> u32 {
         let bits = |value| cast::<Self, u16>(Self::from_f32(value)) as u32;
@@ -78,8 +79,8 @@ pub trait Element: Pod {
 
 /// A type the tensor cores multiply, two elements to a 32-bit word, the first in the low half.
 pub trait MmaElement: Element {
-    /// How many powers of two below 1 a softmax may keep a row's greatest weights, so that they have room to grow, before those that are
-    /// far below them lose precision.
+    /// How many powers of two below 1 a softmax may keep a row's greatest weights, so that they
+    /// have room to grow, before those that are far below them lose precision.
     const HEADROOM: u32;
     /// Rounds and packs two values.
     fn pack(lo: f32, hi: f32) -> u32;
@@ -89,7 +90,8 @@ pub trait MmaElement: Element {
     fn wgmma<const C: usize>(a: u64, b: u64) -> [f32; C];
     /// `d += a · b` over 16 columns for a warpgroup, both from shared memory.
     fn wgmma_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);
-    /// `d = keep · d + a · b` over 16 rows of `b` for a warpgroup, `a` from registers; where `keep` is false, whatever `d` is.
+    /// `d = keep · d + a · b` over 16 rows of `b` for a warpgroup, `a` from registers; where `keep`
+    /// is false, whatever `d` is.
     fn wgmma_registers<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64);
 }
 
@@ -123,7 +125,8 @@ impl Element for bf16 {
     fn to_f32(self) -> f32 {
         f32::from_bits((self.to_bits() as u32) << 16)
     }
-    /// In integers, because the conversion instruction starts with SM 80 and this must run on SM 70.
+    /// In integers, because the conversion instruction starts with SM 80 and this must run on
+    /// SM 70.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();

@@ -1,20 +1,22 @@
-//! Codes as the tensor cores take them: halves, two to a word.
+//! Quantized values as the tensor cores take them: halves, two to a word.
 //!
-//! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading one of a power of two next to which halves are
-//! one apart, which is then subtracted.
+//! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading
+//! one of a power of two next to which halves are one apart, which is then subtracted.
 
 use super::code::{Code, Float8, Int4, Int8};
 use crate::simt::{e4m3x2_to_f16x2, prmt, sub_f16x2};
 
-/// A format whose codes become halves.
+/// A format whose quantized values become halves.
 pub trait MmaCode: Code {
-    /// Codes of 16 bits.
+    /// Quantized values of 16 bits.
     const PER_HALF_WORD: usize = 16 / Self::BITS as usize;
-    /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its upper half, exactly, as f16; what follows is 0.
+    /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
+    /// upper half, exactly, as f16; what follows is 0.
     fn halves(codes: u32) -> [u32; 4];
 }
 
-/// For [`prmt`]: bytes 0 and 2 of the first operand, and bytes 1 and 3, each below one of the second.
+/// For [`prmt`]: bytes 0 and 2 of the first operand, and bytes 1 and 3, each below one of the
+/// second.
 const EVEN: u32 = 0x4240;
 const ODD: u32 = 0x4341;
 
@@ -35,7 +37,7 @@ impl MmaCode for Int8 {
 impl MmaCode for Int4 {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
-        /// 1024, next to which the lowest bit counts 1; and 8 more, as codes have.
+        /// 1024, next to which the lowest bit counts 1; and 8 more, as quantized values have.
         const LOWER: [u32; 2] = [0x6400_6400, 0x6408_6408];
         /// 64, next to which the fifth bit counts 1; and 8 more.
         const UPPER: [u32; 2] = [0x5400_5400, 0x5480_5480];

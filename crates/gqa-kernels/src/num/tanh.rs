@@ -5,7 +5,8 @@ use crate::simt::{exp2, fma, rcp};
 
 /// Below, `1 - 2/(e^2x + 1)` cancels and a polynomial is as short.
 const SMALL: f32 = 0.6;
-/// tanh(x) = x + x³·P(x²) for |x| < [`SMALL`], interpolated at Chebyshev nodes; highest power first.
+/// tanh(x) = x + x³·P(x²) for |x| < [`SMALL`], interpolated at Chebyshev nodes; highest power
+/// first.
 const P: [f32; 5] = [-6.269_12e-3, 2.111_096e-2, -5.387_395e-2, 0.133_329_15, -0.333_333_3];
 
 /// tanh(x) with a relative error below 1e-6, for any x.

@@ -1,8 +1,9 @@
-//! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and the part of
-//! `unpack_qkv_with_rope_and_append_kv` that does the same.
+//! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and
+//! the part of `unpack_qkv_with_rope_and_append_kv` that does the same.
 //!
-//! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is rotated on the way. Row `s` of batch entry `b` lands in cache row
-//! `past_b + s`. Rows of padding (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
+//! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is
+//! rotated on the way. Row `s` of batch entry `b` lands in cache row `past_b + s`. Rows of padding
+//! (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
 
 use super::rope::{Rope, Unturned, pairs};
 use super::seqlen;
@@ -29,7 +30,8 @@ pub(super) struct Append<'a, T> {
 }
 
 impl<T: Element> Append<'_, T> {
-    /// Pair number `pair` of the vectors of new row `s`: of key head `head`, or of value head `head - kv_heads`.
+    /// Pair number `pair` of the vectors of new row `s`: of key head `head`, or of value head
+    /// `head - kv_heads`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn pair(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         if !seqlen.is_token(s) {
@@ -37,7 +39,7 @@ impl<T: Element> Append<'_, T> {
         }
         let p = self.params;
         if head < p.kv_heads {
-            self.turn_keys([b, s, head, pair], seqlen);
+            self.rotate_keys([b, s, head, pair], seqlen);
         } else {
             let head = head - p.kv_heads;
             self.load_values([b, s, head, pair]).store(self.values_to([b, s, head], seqlen));
@@ -49,13 +51,13 @@ impl<T: Element> Append<'_, T> {
     fn both(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         if seqlen.is_token(s) {
             let values = self.load_values([b, s, head, pair]);
-            self.turn_keys([b, s, head, pair], seqlen);
+            self.rotate_keys([b, s, head, pair], seqlen);
             values.store(self.values_to([b, s, head], seqlen));
         }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn turn_keys(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
+    fn rotate_keys(&self, [b, s, head, pair]: [u32; 4], seqlen: Seqlen) {
         let p = self.params;
         let position = self.rope.position(b, s, seqlen.past);
         let to = (self.present_k, p.kv_out.at(b, head, seqlen.past + s));

@@ -1,6 +1,8 @@
-//! Past and present are separate: present becomes the past's valid rows, then the new rows, then zeros.
+//! Past and present are separate: present becomes the past's valid rows, then the new rows, then
+//! zeros.
 //!
-//! One thread writes one 16-byte vector of present; the grid walks present in memory order, K and V together:
+//! One thread writes one 16-byte vector of present; the grid walks present in memory order, K and V
+//! together:
 //!
 //! | cache row `j` of batch entry `b` | receives |
 //! |---|---|
@@ -8,9 +10,11 @@
 //! | `past_b .. total_b` | new row `j - past_b`, K rotated |
 //! | `total_b .. capacity` | 0 |
 //!
-//! So every row of present is written, whatever it held. Where no rows are new (`new_len` 0) all `total_b` come from past.
+//! So every row of present is written, whatever it held. Where no rows are new (`new_len` 0) all
+//! `total_b` come from past.
 //!
-//! `concat_rows` does the same for K or V alone where past is the same for every sequence and rows are of any size, element by element.
+//! `concat_rows` does the same for K or V alone where past is the same for every sequence and rows
+//! are of any size, element by element.
 
 use super::rope::Rope;
 use super::seqlen;
@@ -31,7 +35,8 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// Of present's `row`. No length on the device, however wrong, leads outside past or the new rows.
+    /// Of present's `row`. No length on the device, however wrong, leads outside past or the new
+    /// rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
         let copied = if p.new_len == 0 { seqlen.total } else { seqlen.past };
@@ -45,7 +50,8 @@ impl Source {
     }
 }
 
-/// Index space of [`concat_new_to_past_kv`]: (batch, key heads and then value heads, row of present, vector).
+/// Index space of [`concat_new_to_past_kv`]: (batch, key heads and then value heads, row of
+/// present, vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_new_to_past_kv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / per_vec]
@@ -90,7 +96,8 @@ pub fn concat_rows_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, p.kv_heads, p.capacity, p.head_size]
 }
 
-/// Copies past and appends new rows, of K or of V; `past` has as many rows in every sequence, all of them valid.
+/// Copies past and appends new rows, of K or of V; `past` has as many rows in every sequence, all
+/// of them valid.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn concat_rows<T: Element>(
     past: Global<T>,

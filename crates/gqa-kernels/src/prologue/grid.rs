@@ -1,36 +1,38 @@
 //! How many blocks a launch has.
 
 use super::{
-    THREADS, append, concat, dequantise, norm, paged, positions, quantise, quantize_output, rope,
-    scatter, slide, unpack,
+    THREADS, append, concat, dequantize, norm, paged, positions, quantize, quantize_output,
+    rolling, rope, scatter, unpack,
 };
 use crate::num::DType;
 use crate::params::{
-    PagedParams, PrologueParams, QuantizeOutputParams, ScatterParams, SlideBiasParams, SlideParams,
+    PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams, RollingParams,
+    ScatterParams,
 };
 use crate::registry::{Entry, Role};
 
-/// Blocks per multiprocessor beyond which more only wait: as many as are resident, twice over.
+/// Blocks per SM beyond which more only wait: as many as are resident, twice over.
 const WAVES: u32 = 16;
 
-/// Grid of a prologue kernel: a thread for each vector or pair of vectors, up to what keeps that many multiprocessors busy. Any grid is correct.
+/// Grid of a prologue kernel: a thread for each vector or pair of vectors, up to what keeps that
+/// many SMs busy. Any grid is correct.
 pub fn grid(entry: &Entry, p: &PrologueParams, multiprocessors: u32) -> [u32; 3] {
     of_threads(size(entry, p), multiprocessors)
 }
 
-/// Grid of `slide_kv`: a block for each index, up to the same.
-pub fn slide_kv_grid(p: &SlideParams, multiprocessors: u32) -> [u32; 3] {
-    capped(count(slide::slide_kv_size(p)), multiprocessors)
+/// Grid of `rolling_kv`: a block for each index, up to the same.
+pub fn rolling_kv_grid(p: &RollingParams, multiprocessors: u32) -> [u32; 3] {
+    capped(count(rolling::rolling_kv_size(p)), multiprocessors)
 }
 
-/// Grid of `slide_lengths`.
-pub fn slide_lengths_grid(p: &SlideParams, multiprocessors: u32) -> [u32; 3] {
-    of_threads(slide::slide_lengths_size(p), multiprocessors)
+/// Grid of `rolling_lengths`.
+pub fn rolling_lengths_grid(p: &RollingParams, multiprocessors: u32) -> [u32; 3] {
+    of_threads(rolling::rolling_lengths_size(p), multiprocessors)
 }
 
-/// Grid of `slide_bias`.
-pub fn slide_bias_grid(p: &SlideBiasParams, multiprocessors: u32) -> [u32; 3] {
-    of_threads(slide::slide_bias_size(p), multiprocessors)
+/// Grid of `rolling_bias`.
+pub fn rolling_bias_grid(p: &RollingBiasParams, multiprocessors: u32) -> [u32; 3] {
+    of_threads(rolling::rolling_bias_size(p), multiprocessors)
 }
 
 /// Grid of `scatter_rows`, for so many tensors.
@@ -43,12 +45,12 @@ pub fn quantize_output_grid(p: &QuantizeOutputParams, multiprocessors: u32) -> [
     of_threads(quantize_output::quantize_output_size(p), multiprocessors)
 }
 
-/// Grid of the kernels of a cache of blocks.
+/// Grid of the kernels of a paged KV cache.
 pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32; 3] {
     let size = match entry.role {
         Role::PagedGather => paged::paged_gather_size(p),
         Role::PagedScatter => paged::paged_scatter_size(p),
-        Role::PagedDequantize => dequantise::paged_dequantise_size(p),
+        Role::PagedDequantize => dequantize::paged_dequantize_size(p),
         _ => paged::paged_append_size(p, per_vec(entry)),
     };
     of_threads(size, multiprocessors)
@@ -83,7 +85,7 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
         Role::AppendInPlace => append::concat_kv_in_place_size(p, per_vec),
         Role::ConcatNewToPast => concat::concat_new_to_past_kv_size(p, per_vec),
         Role::ConcatRows => concat::concat_rows_size(p),
-        Role::QuantizeKv => quantise::quantise_kv_size(p),
+        Role::QuantizeKv => quantize::quantize_kv_size(p),
         Role::QkNorm => norm::qk_norm_size(p, per_vec),
         Role::RotaryEmbedding => rope::rotary_embedding_size(p, per_vec),
         Role::RotaryRows => rope::rotary_rows_size(p),

@@ -1,8 +1,11 @@
 //! Work before attention: take packed QKV apart, normalise, rotate, update the cache.
 //!
-//! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space ([`walk`]) of 16-byte vectors or pairs of
-//! them, and each is copied or rotated ([`rope`]) on its own; in [`norm`] neighbouring lanes share a row, and in `slide_kv` a block moves rows together. No shared memory, no barriers but that one's, no template on the head size; the only
-//! limits are that head_size is a multiple of 8, rotary_dim of 16, and that every row starts on a 16-byte boundary.
+//! Every kernel has the same shape: a grid of [`THREADS`]-thread blocks walks an index space
+//! ([`walk`]) of 16-byte vectors or pairs of them, and each is copied or rotated ([`rope`]) on its
+//! own; in [`norm`] neighbouring lanes share a row, and in `rolling_kv` a block moves rows
+//! together. No shared memory, no barriers but that one's, no template on the head size; the only
+//! limits are that head_size is a multiple of 8, rotary_dim of 16, and that every row starts on a
+//! 16-byte boundary.
 //!
 //! | kernel | does | where |
 //! |---|---|---|
@@ -11,28 +14,28 @@
 //! | `concat_rows` | the same of K or V alone, rows of any size | [`mod@concat`] |
 //! | `unpack_qkv` | packed QKV into three tensors | [`unpack`] |
 //! | `unpack_qkv_with_rope_and_append_kv` | everything for a shared cache in one launch | [`unpack`] |
-//! | `paged_append`, `paged_append_codes`, `paged_gather`, `paged_scatter` | a cache of blocks and tokens one behind the other, as a cache and rows without | [`paged`] |
-//! | `paged_dequantise` | the numbers of codes in blocks, in blocks that lie side by side | [`dequantise`] |
+//! | `paged_append`, `paged_append_quantized`, `paged_gather`, `paged_scatter` | a paged KV cache and tokens one behind the other, as a cache and rows without | [`paged`] |
+//! | `paged_dequantize` | the dequantized values in blocks, in blocks that lie side by side | [`dequantize`] |
 //! | `qk_norm` | divides rows of Q and K by their root mean square | [`norm`] |
-//! | `quantise_kv` | codes of new rows in a quantised cache, and numbers of all codes | [`quantise`] |
+//! | `quantize_kv` | quantized values of new rows in a quantized cache, and all dequantized values | [`quantize`] |
 //! | `quantize_output` | results as e4m3 times a scale, behind attention | [`mod@quantize_output`] |
 //! | `rotary_embedding` | rotates Q | [`rope`] |
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `scatter_rows` | writes rows into a cache at a row of each sequence's own | [`scatter`] |
 //! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
-//! | `slide_kv`, `slide_lengths`, `slide_bias` | a cache that slides, as one that does not | [`slide`] |
+//! | `rolling_kv`, `rolling_lengths`, `rolling_bias` | a rolling KV cache, as one that does not roll | [`rolling`] |
 
 pub mod append;
 pub mod concat;
-pub mod dequantise;
+pub mod dequantize;
 pub mod norm;
 pub mod paged;
 pub mod positions;
-pub mod quantise;
+pub mod quantize;
 pub mod quantize_output;
+pub mod rolling;
 pub mod rope;
 pub mod scatter;
-pub mod slide;
 pub mod unpack;
 pub mod walk;
 
@@ -53,6 +56,6 @@ fn seqlen(p: &PrologueParams, seqlens_k: Global<i32>, b: u32) -> Seqlen {
 mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use grid::{
-    grid, paged_grid, quantize_output_grid, scatter_rows_grid, slide_bias_grid, slide_kv_grid,
-    slide_lengths_grid,
+    grid, paged_grid, quantize_output_grid, rolling_bias_grid, rolling_kv_grid,
+    rolling_lengths_grid, scatter_rows_grid,
 };

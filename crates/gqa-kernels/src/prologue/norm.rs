@@ -1,13 +1,15 @@
-//! `qk_norm`: each head's row of queries and keys divided by its root mean square, before it rotates.
+//! `qk_norm`: each head's row of queries and keys divided by its root mean square, before it
+//! rotates.
 //!
 //! ```text
 //! y[i] = x[i] / sqrt(mean(x²) + epsilon) · weight[i]
 //! ```
 //!
-//! Tensors: q, k as given and q_out, k_out (batch, head, row, head size) with their strides; q_norm_weight, k_norm_weight (head size). Head sizes are multiples of 8.
+//! Tensors: q, k as given and q_out, k_out (batch, head, row, head size) with their strides;
+//! q_norm_weight, k_norm_weight (head size). Head sizes are multiples of 8.
 //!
-//! Neighbouring lanes of a warp share a row, as many as it has vectors if they are so many; shuffles add up their squares. Arithmetic in f32, one
-//! rounding to `T`.
+//! Neighbouring lanes of a warp share a row, as many as it has vectors if they are so many;
+//! shuffles add up their squares. Arithmetic in f32, one rounding to `T`.
 
 use super::walk::Walk;
 use crate::num::{Element, pack_pairs, unpack};
@@ -20,14 +22,16 @@ fn lanes(p: &PrologueParams, per_vec: u32) -> u32 {
     (p.head_size / per_vec).next_power_of_two().min(32)
 }
 
-/// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Without new keys there are Q heads only.
+/// Index space of [`qk_norm`]: (batch, row, Q heads and then K heads, lane). Without new keys there
+/// are Q heads only.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn qk_norm_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };
     [p.batch, p.q_len, p.q_heads + kv_heads, lanes(p, per_vec)]
 }
 
-/// Normalises Q into `q_out` and K into `k_out`, padding rows included; each with one weight for every element of a head.
+/// Normalises Q into `q_out` and K into `k_out`, padding rows included; each with one weight for
+/// every element of a head.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn qk_norm<T: Element>(
     q: Global<T>,
@@ -79,7 +83,8 @@ impl<T: Element> Share<T> {
     /// First elements of the vectors.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn vectors(&self, p: &PrologueParams) -> impl Iterator<Item = usize> {
-        // Unrolled, the loops would take twice the registers, and half the blocks read half as fast.
+        // Unrolled, the loops would take twice the registers, and half the blocks read half as
+        // fast.
         let step = lanes(p, T::PER_VEC) * T::PER_VEC;
         Rolled(self.lane * T::PER_VEC..p.head_size, step).map(|e| e as usize)
     }

@@ -1,21 +1,26 @@
-//! A cache of blocks: rows of a sequence lie where a table says, and tokens of all sequences one behind the other.
+//! A paged KV cache: rows of a sequence lie where a table says, and tokens of all sequences one
+//! behind the other.
 //!
 //! | kernel | does |
 //! |---|---|
 //! | `paged_append` | writes new K, rotated, and V into their blocks, and Q, rotated, into a tensor of (batch, row) |
-//! | `paged_append_codes` | the same where the cache holds codes |
-//! | `paged_dequantise` ([`dequantise`](super::dequantise)) | writes the numbers of a sequence's codes into blocks of its own |
+//! | `paged_append_quantized` | the same where the cache holds quantized values |
+//! | `paged_dequantize` ([`dequantize`](super::dequantize)) | writes the dequantized values of a sequence into blocks of its own |
 //! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
 //! | `paged_scatter` | copies output rows of (batch, row) to their tokens |
 //!
-//! Sequence `b` has `new` tokens, from `starts[b]` on, behind `past` rows. As attention takes S rows for each sequence, of which the last stands at the end of the sequence,
-//! token `i` is row `past + i - max(past + new - S, 0)`; other rows are zero.
+//! Sequence `b` has `new` tokens, from `starts[b]` on, behind `past` rows. As attention takes S
+//! rows for each sequence, of which the last stands at the end of the sequence, token `i` is row
+//! `past + i - max(past + new - S, 0)`; other rows are zero.
 //!
-//! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch); block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block,
-//! row, KV head, head size), of codes in half words; k_scale, v_scale of one element or (KV head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch, KV head, capacity, head size); lengths (batch); out (tokens, query head, head size).
-//! Whatever the integers are, nothing outside of these is touched.
+//! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
+//! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
+//! KV head, head size), of quantized values in half words; k_scale, v_scale of one element or (KV
+//! head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch,
+//! KV head, capacity, head size); lengths (batch); out (tokens, query head, head size). Whatever
+//! the integers are, nothing outside of these is touched.
 
-use super::quantise::store_vector;
+use super::quantize::store_vector;
 use super::rope::{Rope, Unturned, pairs};
 use super::walk::Walk;
 use crate::concept::pages::Sequence;
@@ -80,8 +85,8 @@ impl Blocks {
     }
 }
 
-/// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and then K heads and then V heads, pair of vectors), or with
-/// all tokens as those of one.
+/// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and
+/// then K heads and then V heads, pair of vectors), or with all tokens as those of one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
@@ -120,9 +125,9 @@ pub fn paged_append<T: Element>(
     });
 }
 
-/// As [`paged_append`], to codes.
+/// As [`paged_append`], to quantized values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn paged_append_codes<T: Element, C: Code>(
+pub fn paged_append_quantized<T: Element, C: Code>(
     q: Global<T>,
     k: Global<T>,
     v: Global<T>,
@@ -180,7 +185,8 @@ struct New<T> {
 }
 
 impl<T: Element> New<T> {
-    /// Writes queries for attention; `store` writes a vector of a row of the cache, from that element on, of its key or else of its value.
+    /// Writes queries for attention; `store` writes a vector of a row of the cache, from that
+    /// element on, of its key or else of its value.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append(self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
         for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
@@ -208,7 +214,7 @@ impl<T: Element> New<T> {
                 let position = (sequence.past + s) as i64;
                 let from = (self.k, p.k.at(0, head, token));
                 let row = Row { row, head };
-                self.rope.turn_pair(from, at, position, |e, vector| store(row, true, e, vector));
+                self.rope.rotate_pair(from, at, position, |e, vector| store(row, true, e, vector));
             } else {
                 let row = Row { row, head: head - p.kv_heads };
                 let from = (self.v, p.v.at(0, row.head, token));
@@ -219,7 +225,8 @@ impl<T: Element> New<T> {
     }
 }
 
-/// Index space of [`paged_gather`]: (batch, key heads and then value heads, row of the sequence, 16-byte vector).
+/// Index space of [`paged_gather`]: (batch, key heads and then value heads, row of the sequence,
+/// 16-byte vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.row_vectors]

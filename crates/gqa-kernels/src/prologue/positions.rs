@@ -1,4 +1,5 @@
-//! Positions as a tensor of their own, for rotary embeddings that take them explicitly; the other kernels read `seqlens_k`.
+//! Positions as a tensor of their own, for rotary embeddings that take them explicitly; the other
+//! kernels read `seqlens_k`.
 
 use super::seqlen;
 use super::walk::Walk;

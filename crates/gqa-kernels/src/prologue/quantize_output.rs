@@ -1,6 +1,8 @@
-//! `quantize_output`: results as e4m3 times a scale, behind attention that leaves them in scratch in another type.
+//! `quantize_output`: results as e4m3 times a scale, behind attention that leaves them in scratch
+//! in another type.
 //!
-//! One thread has 8 elements. Tensors: rows, out (batch, query head, row, head size) with their strides; out_scale, of one element.
+//! One thread has 8 elements. Tensors: rows, out (batch, query head, row, head size) with their
+//! strides; out_scale, of one element.
 
 use super::walk::Walk;
 use crate::num::{Code, Element, Float8, e4m3, unpack};

@@ -1,5 +1,6 @@
-//! Rotary position embedding of a 16-byte vector or of two that turn together, which is what every kernel here does to Q and K, and
-//! `rotary_embedding`; and `rotary_rows`, which does the same element by element.
+//! Rotary position embedding of a 16-byte vector or of two that turn together, which is what every
+//! kernel here does to Q and K, and `rotary_embedding`; and `rotary_rows`, which does the same
+//! element by element.
 
 use super::seqlen;
 use super::walk::Walk;
@@ -7,8 +8,8 @@ use crate::num::{Element, pack, pack_pairs, unpack};
 use crate::params::{PrologueParams, RotaryParams};
 use crate::simt::{Global, fma};
 
-/// The rotary embedding of one call. Pair `i` of a head turns by the angle whose cosine and sine are at column `i` of the
-/// caches, in the row of the token's position:
+/// The rotary embedding of one call. Pair `i` of a head rotations by the angle whose cosine and
+/// sine are at column `i` of the caches, in the row of the token's position:
 ///
 /// | | pair | becomes |
 /// |---|---|---|
@@ -39,8 +40,9 @@ impl<T: Element> Rope<T> {
         }
     }
 
-    /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` is a multiple of 8 and so is `e` in 16-bit types,
-    /// hence a vector never straddles the halves, nor the end of what rotates.
+    /// Elements `e ..` of the head that starts at `x[head]`, rotated. `dim/2` is a multiple of 8
+    /// and so is `e` in 16-bit types, hence a vector never straddles the halves, nor the end of
+    /// what rotates.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn vector(&self, x: Global<T>, head: usize, e: u32, position: i64) -> [u32; 4] {
         let p = self.params;
@@ -57,8 +59,8 @@ impl<T: Element> Rope<T> {
         })
     }
 
-    /// Cosines and sines for [`turn`](Self::turn) of elements `e ..` of the first half of `dim` and those as far into the second half; NaN at
-    /// positions outside.
+    /// Cosines and sines for [`turn`](Self::turn) of elements `e ..` of the first half of `dim` and
+    /// those as far into the second half; NaN at positions outside.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn angles(&self, e: u32, position: i64) -> [[u32; 4]; 2] {
         let p = self.params;
@@ -77,17 +79,19 @@ impl<T: Element> Rope<T> {
         })
     }
 
-    /// Two vectors of a head, as far from each other as pairs are where they are half-split, rotated.
+    /// Two vectors of a head, as far from each other as pairs are where they are half-split,
+    /// rotated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn turn(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+    pub fn rotate(&self, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
         if self.params.interleaved == 0 {
             return turn_halves::<T>(vectors, angles);
         }
         turn_pairs::<T>(vectors, angles)
     }
 
-    /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come those that turn together, each pair half of `dim`
-    /// apart, and are turned; then the others, half of those apart.
+    /// Moves pair number `pair` of the vectors of a head from `x[from]` to `out[to]`. First come
+    /// those that turn together, each pair half of `dim` apart, and are rotated; then the others,
+    /// half of those apart.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn move_pair(
         &self,
@@ -96,12 +100,12 @@ impl<T: Element> Rope<T> {
         at: (u32, u32),
         position: i64,
     ) {
-        self.turn_pair(from, at, position, |e, vector| out.store_vec(to + e, vector));
+        self.rotate_pair(from, at, position, |e, vector| out.store_vec(to + e, vector));
     }
 
     /// Gives such a pair to `store`, vector by vector, each with its element of the head.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn turn_pair(
+    pub fn rotate_pair(
         &self,
         (x, from): (Global<T>, usize),
         (pair, head_size): (u32, u32),
@@ -115,9 +119,9 @@ impl<T: Element> Rope<T> {
         let places = [pair, pair + half].map(|vector| (vector * T::PER_VEC) as usize);
         let vectors = places.map(|place| x.load_vec(from + place));
         let angles = self.angles(pair * T::PER_VEC, position);
-        let turned = self.turn(vectors, angles);
-        store(places[0], turned[0]);
-        store(places[1], turned[1]);
+        let rotated = self.rotate(vectors, angles);
+        store(places[0], rotated[0]);
+        store(places[1], rotated[1]);
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -146,28 +150,29 @@ impl<T: Element> Rope<T> {
     }
 }
 
-/// Two vectors of half-split pairs, turned.
+/// Two vectors of half-split pairs, rotated.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn turn_halves<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
-    let turned: [[f32; 8]; 2] = [
+    let rotated: [[f32; 8]; 2] = [
         core::array::from_fn(|i| fma(low[i], cos[i], -(high[i] * sin[i]))),
         core::array::from_fn(|i| fma(high[i], cos[i], low[i] * sin[i])),
     ];
-    turned.map(pack_pairs::<T>)
+    rotated.map(pack_pairs::<T>)
 }
 
-/// Two vectors of interleaved pairs, turned: the first by the first half of the angles, the second by the other half.
+/// Two vectors of interleaved pairs, rotated: the first by the first half of the angles, the second
+/// by the other half.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn turn_pairs<T: Element>(vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     let ([low, high], [cos, sin]) = (vectors.map(unpack::<T>), angles.map(unpack::<T>));
-    let turned = |x: [f32; 8], first: usize| {
+    let rotated = |x: [f32; 8], first: usize| {
         core::array::from_fn(|i| {
             let (sign, angle) = (if i % 2 == 0 { -1.0 } else { 1.0 }, first + i / 2);
             fma(x[i], cos[angle], sign * x[i ^ 1] * sin[angle])
         })
     };
-    [turned(low, 0), turned(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
+    [rotated(low, 0), rotated(high, T::PER_VEC as usize / 2)].map(pack_pairs::<T>)
 }
 
 /// Pairs of vectors of a head; where vectors are odd in number, one of them is alone.
@@ -176,14 +181,16 @@ pub fn pairs(head_size: u32, per_vec: u32) -> u32 {
     (head_size / per_vec).div_ceil(2)
 }
 
-/// Two vectors of a head on their way, as they are, each with its element of the head. The second may not be there.
+/// Two vectors of a head on their way, as they are, each with its element of the head. The second
+/// may not be there.
 pub(super) struct Unturned {
     low: (usize, [u32; 4]),
     high: Option<(usize, [u32; 4])>,
 }
 
 impl Unturned {
-    /// Pair number `pair` of the vectors of the head that starts at `x[from]`, from vector `first` on.
+    /// Pair number `pair` of the vectors of the head that starts at `x[from]`, from vector `first`
+    /// on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn load<T: Element>(
         (x, from): (Global<T>, usize),
@@ -257,8 +264,8 @@ pub fn rotary_rows_size(p: &PrologueParams) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, p.head_size]
 }
 
-/// Rotates every query head from `q` into `q_out`. Heads of any size, of which any even number of elements rotates; position_ids
-/// must be given.
+/// Rotates every query head from `q` into `q_out`. Heads of any size, of which any even number of
+/// elements rotates; position_ids must be given.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn rotary_rows<T: Element>(
     q: Global<T>,

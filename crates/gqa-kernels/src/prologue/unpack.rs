@@ -1,9 +1,10 @@
-//! Packed QKV taken apart: `unpack_qkv`, and `unpack_qkv_with_rope_and_append_kv`, which does all work before attention in one
-//! launch.
+//! Packed QKV taken apart: `unpack_qkv`, and `unpack_qkv_with_rope_and_append_kv`, which does all
+//! work before attention in one launch.
 //!
-//! A row of packed QKV is all Q heads, then all K heads, then all V heads. That is a matter of where `q`, `k` and `v` point and of
-//! their strides, so the second kernel serves separate Q, K and V as well. One thread moves one 16-byte vector of one head, or in the second
-//! kernel two that turn together.
+//! A row of packed QKV is all Q heads, then all K heads, then all V heads. That is a matter of
+//! where `q`, `k` and `v` point and of their strides, so the second kernel serves separate Q, K and
+//! V as well. One thread moves one 16-byte vector of one head, or in the second kernel two that
+//! turn together.
 
 use super::append::Append;
 use super::rope::{Rope, pairs};
@@ -13,8 +14,8 @@ use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
-/// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector). Without new K and V rows there are
-/// Q heads only.
+/// Index space of [`unpack_qkv`]: (batch, row, Q heads and then K heads and then V heads, vector).
+/// Without new K and V rows there are Q heads only.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_qkv_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let kv_heads = if p.new_len == 0 { 0 } else { p.kv_heads };

@@ -2,9 +2,10 @@
 
 use crate::simt::{block_dim, block_idx_x, grid_dim_x, thread_idx};
 
-/// Iterates over the indices `[a, b, c, d]` of a space, the last fastest, of which each thread of the (one-dimensional) grid
-/// takes every grid-size-th. Where a thread is and how far it steps are numbers with four digits; a step is an addition with
-/// carries, so that the loop divides nothing, and nothing but a digit must fit 32 bits.
+/// Iterates over the indices `[a, b, c, d]` of a space, the last fastest, of which each thread of
+/// the (one-dimensional) grid takes every grid-size-th. Where a thread is and how far it steps are
+/// numbers with four digits; a step is an addition with carries, so that the loop divides nothing,
+/// and nothing but a digit must fit 32 bits.
 pub struct Walk {
     size: [u32; 4],
     at: [u32; 4],

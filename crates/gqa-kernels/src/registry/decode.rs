@@ -7,7 +7,8 @@ use crate::params::DecodeParams;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_OUT32, DECODE_OUT8];
 
-/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER SM`. `OUTPUT: BODY(NAME: TYPE)` is what writes the output.
+/// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER
+/// SM`. `OUTPUT: BODY(NAME: TYPE)` is what writes the output.
 macro_rules! decode_kernels {
     ($table:ident, $output:ident: $run:ident($out:ident: $o:ty $(, $scale:ident: f32)?), { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
         decode_kernels!(@rows $table, $output, $run, ($out: $o $(, $scale: f32)?), { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });

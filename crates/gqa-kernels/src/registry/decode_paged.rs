@@ -1,4 +1,4 @@
-//! The same over caches of blocks.
+//! The same over paged KV caches.
 
 use crate::attention::decode;
 use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
@@ -7,7 +7,8 @@ use crate::params::PagedDecodeParams;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[DECODE_PAGED, DECODE_PAGED_CODES];
 
-/// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER SM`.
+/// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME,
+/// BF16 NAME => SHAPE, BLOCKS PER SM`.
 macro_rules! decode_paged_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
         decode_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
@@ -43,16 +44,17 @@ decode_paged_kernels! {
     gqa_decode_paged_f16_d256_r16_w4, gqa_decode_paged_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
 }
 
-/// Rows of the decode kernels whose cache consists of blocks of codes, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, FORMAT`.
-macro_rules! decode_paged_codes_kernels {
+/// Rows of the decode kernels whose cache consists of blocks of quantized values, for both 16-bit
+/// types: `F16 NAME, BF16 NAME => SHAPE, FORMAT`.
+macro_rules! decode_paged_quantized_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $format:ident;)*) => {
-        decode_paged_codes_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
+        decode_paged_quantized_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
         kernels!(DECODE_PAGED_CODES, DecodePagedCodes: Attention, "family-decode-paged-codes",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
-            $name => <$shape>::run_paged_codes::<$format, _, _>, T = $t, {
+            $name => <$shape>::run_paged_quantized::<$format, _, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
                 cluster: decode::MAX_RANKS, communicates: true, codes: $format::FORMAT };
@@ -60,7 +62,7 @@ macro_rules! decode_paged_codes_kernels {
     };
 }
 
-decode_paged_codes_kernels! {
+decode_paged_quantized_kernels! {
     gqa_decode_paged_i8_f16_d64_r8, gqa_decode_paged_i8_bf16_d64_r8 => decode::D64Codes8<1>, Int8;
     gqa_decode_paged_i8_f16_d64_r16, gqa_decode_paged_i8_bf16_d64_r16 => decode::D64Codes8<2>, Int8;
     gqa_decode_paged_i8_f16_d128_r8, gqa_decode_paged_i8_bf16_d128_r8 => decode::D128Codes8<1>, Int8;

@@ -2,8 +2,8 @@
 
 use crate::num::{DType, Format};
 
-/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`, and `ptx` (times ten) where the target's first version of PTX does not know
-/// all that the family uses.
+/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`, and `ptx` (times ten) where
+/// the target's first version of PTX does not know all that the family uses.
 macro_rules! families {
     ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal),*] $(, ptx: $ptx:literal)?;)*) => {
         /// Kernels that are compiled into one PTX module.
@@ -30,7 +30,8 @@ macro_rules! families {
                 }
             }
 
-            /// PTX version, times ten, where the target's first one does not know all that the family uses.
+            /// PTX version, times ten, where the target's first one does not know all that the
+            /// family uses.
             pub const fn ptx(self) -> Option<u32> {
                 match self {
                     $(Self::$family => optional!(None $(, Some($ptx))?),)*
@@ -77,11 +78,11 @@ families! {
     /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
     Decode: "decode", "family-decode", ["sm_90a"], ptx: 81;
     /// The same over a quantized KV cache.
-    DecodeCodes: "decode_codes", "family-decode-codes", ["sm_90a"], ptx: 81;
+    DecodeCodes: "decode_quantized", "family-decode-codes", ["sm_90a"], ptx: 81;
     /// The same over a paged KV cache.
     DecodePaged: "decode_paged", "family-decode-paged", ["sm_90a"], ptx: 81;
     /// The same over a paged and quantized KV cache.
-    DecodePagedCodes: "decode_paged_codes", "family-decode-paged-codes", ["sm_90a"], ptx: 81;
+    DecodePagedCodes: "decode_paged_quantized", "family-decode-paged-codes", ["sm_90a"], ptx: 81;
 }
 
 /// Rows of [`Role`] with their names.
@@ -107,7 +108,8 @@ macro_rules! roles {
 roles! {
     /// The family's attention, of which the cascade chooses one.
     Attention: "attention";
-    /// Attention over splits of the keys where the family has kernels of their own for that; a merge follows.
+    /// Attention over splits of the keys where the family has kernels of their own for that; a
+    /// merge follows.
     SplitAttention: "split_attention";
     /// Merges splits of the keys.
     Merge: "combine";
@@ -132,7 +134,7 @@ roles! {
     /// Packed QKV to query, key and value.
     Unpack: "unpack_qkv";
     /// Quantizes new rows into the cache, and dequantizes all of it into scratch.
-    QuantizeKv: "quantise_kv";
+    QuantizeKv: "quantize_kv";
     /// Writes rows into a cache at a row of each sequence's own.
     ScatterRows: "scatter_rows";
     /// Quantizes the output, behind the attention.
@@ -146,19 +148,19 @@ roles! {
     /// Appends to a paged cache.
     PagedAppend: "paged_append";
     /// Appends to a paged and quantized cache.
-    PagedAppendQuantized: "paged_append_codes";
+    PagedAppendQuantized: "paged_append_quantized";
     /// Dequantizes a paged cache into blocks in scratch.
-    PagedDequantize: "paged_dequantise";
+    PagedDequantize: "paged_dequantize";
     /// Gathers the rows of a paged cache, sequence by sequence.
     PagedGather: "paged_gather";
     /// Scatters output rows to their tokens.
     PagedScatter: "paged_scatter";
     /// Moves the rows that stay in a rolling cache.
-    SlideKv: "slide_kv";
+    SlideKv: "rolling_kv";
     /// Writes lengths and positions counted from a rolling cache.
-    SlideLengths: "slide_lengths";
+    SlideLengths: "rolling_lengths";
     /// Writes attention_bias counted from a rolling cache.
-    SlideBias: "slide_bias";
+    SlideBias: "rolling_bias";
 }
 
 impl Role {
@@ -179,9 +181,11 @@ pub enum Output {
     E4M3,
 }
 
-/// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or the kernel within it, the format of a quantized cache
-/// (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head size,
-/// `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
+/// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
+/// the kernel within it, the format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output
+/// in float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has
+/// several shapes `_d` head size, `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for
+/// exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,
@@ -217,13 +221,15 @@ pub struct Entry {
     pub max_cluster: u32,
     /// Blocks pass data to each other through global memory.
     pub communicates: bool,
-    /// Names of the tensor maps and then of the pointer arguments, in order; the parameter struct follows them.
+    /// Names of the tensor maps and then of the pointer arguments, in order; the parameter struct
+    /// follows them.
     pub arguments: &'static [&'static str],
     /// How many of the arguments are tensor maps.
     pub tensor_maps: usize,
     /// Size of the parameter struct.
     pub params_bytes: usize,
-    /// Runs one thread of the kernel on the simulator. Unit tests run none, and would compile all of them once more.
+    /// Runs one thread of the kernel on the simulator. Unit tests run none, and would compile all
+    /// of them once more.
     #[cfg(all(feature = "sim", not(test)))]
     pub simulate: fn(&gqa_sim::Arguments),
 }

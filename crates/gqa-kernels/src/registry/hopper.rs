@@ -61,7 +61,8 @@ kernels_by_head_size!(HOPPER_MASKED, HopperMasked: Attention, "family-hopper-mas
     gqa_hopper_masked_f16_d256, gqa_hopper_masked_bf16_d256 => hopper::MaskedD256, 1;
 });
 
-/// Rows of the kernels whose output is e4m3 times a scale, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
+/// Rows of the kernels whose output is e4m3 times a scale, for both 16-bit types: `F16 NAME, BF16
+/// NAME => SHAPE`.
 macro_rules! hopper_out8_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
         hopper_out8_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
@@ -84,7 +85,7 @@ hopper_out8_kernels! {
     gqa_hopper_out8_f16_d256, gqa_hopper_out8_bf16_d256 => hopper::D256<false>;
 }
 
-/// Rows of the kernels for caches of blocks, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
+/// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE`.
 macro_rules! hopper_paged_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
         hopper_paged_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);
@@ -116,7 +117,8 @@ kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "family-hopper-float8",
     gqa_float8_operands_bf16 => hopper::float8_operands::<bf16>, T = bf16;
 });
 
-/// Rows of the kernels for operands of e4m3, for both 16-bit types of the output: `F16 NAME, BF16 NAME => SHAPE`.
+/// Rows of the kernels for operands of e4m3, for both 16-bit types of the output: `F16 NAME, BF16
+/// NAME => SHAPE`.
 macro_rules! hopper_float8_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty;)*) => {
         hopper_float8_kernels!(@rows $($f16: f16 => $shape; $bf16: bf16 => $shape;)*);

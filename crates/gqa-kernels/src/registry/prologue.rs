@@ -2,21 +2,22 @@
 
 use crate::num::{Code, Float8, Int4, Int8, bf16, e4m3, f16};
 use crate::params::{
-    PagedParams, PrologueParams, QuantizeOutputParams, ScatterParams, SlideBiasParams, SlideParams,
+    PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams, RollingParams,
+    ScatterParams,
 };
 use crate::prologue::{
     self,
     append::concat_kv_in_place,
     concat::{concat_new_to_past_kv, concat_rows},
-    dequantise::paged_dequantise,
+    dequantize::paged_dequantize,
     norm::qk_norm,
-    paged::{paged_append, paged_append_codes, paged_gather, paged_scatter},
+    paged::{paged_append, paged_append_quantized, paged_gather, paged_scatter},
     positions::seqlens_to_pos_ids,
-    quantise::quantise_kv,
+    quantize::quantize_kv,
     quantize_output::quantize_output,
+    rolling::{rolling_bias, rolling_kv, rolling_lengths},
     rope::{rotary_embedding, rotary_rows},
     scatter::scatter_rows,
-    slide::{slide_bias, slide_kv, slide_lengths},
     unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
 };
 
@@ -101,17 +102,17 @@ kernels!(QK_NORM, Prologue: QkNorm, "family-prologue",
     gqa_qk_norm_bf16 => qk_norm::<bf16>, T = bf16;
 });
 
-quantized_kernels!(QUANTISE_KV, QuantizeKv, quantise_kv, min_blocks: 4,
+quantized_kernels!(QUANTISE_KV, QuantizeKv, quantize_kv, min_blocks: 4,
     (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams), {
-    gqa_quantise_kv_i8_f32 => f32, Int8;
-    gqa_quantise_kv_i8_f16 => f16, Int8;
-    gqa_quantise_kv_i8_bf16 => bf16, Int8;
-    gqa_quantise_kv_i4_f32 => f32, Int4;
-    gqa_quantise_kv_i4_f16 => f16, Int4;
-    gqa_quantise_kv_i4_bf16 => bf16, Int4;
-    gqa_quantise_kv_f8_f32 => f32, Float8;
-    gqa_quantise_kv_f8_f16 => f16, Float8;
-    gqa_quantise_kv_f8_bf16 => bf16, Float8;
+    gqa_quantize_kv_i8_f32 => f32, Int8;
+    gqa_quantize_kv_i8_f16 => f16, Int8;
+    gqa_quantize_kv_i8_bf16 => bf16, Int8;
+    gqa_quantize_kv_i4_f32 => f32, Int4;
+    gqa_quantize_kv_i4_f16 => f16, Int4;
+    gqa_quantize_kv_i4_bf16 => bf16, Int4;
+    gqa_quantize_kv_f8_f32 => f32, Float8;
+    gqa_quantize_kv_f8_f16 => f16, Float8;
+    gqa_quantize_kv_f8_bf16 => bf16, Float8;
 });
 
 kernels!(QUANTIZE_OUTPUT, Prologue: QuantizeOutput, "family-prologue", (rows: T, out_scale: f32, out_f8: e4m3; p: QuantizeOutputParams),
@@ -151,29 +152,29 @@ kernels!(PAGED_APPEND, Prologue: PagedAppend, "family-prologue",
     gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;
 });
 
-quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_codes, min_blocks: 2,
+quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_quantized, min_blocks: 2,
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32,
      q_out: T, k_cache: u16, v_cache: u16; p: PagedParams), {
-    gqa_paged_append_codes_i8_f32 => f32, Int8;
-    gqa_paged_append_codes_i8_f16 => f16, Int8;
-    gqa_paged_append_codes_i8_bf16 => bf16, Int8;
-    gqa_paged_append_codes_i4_f32 => f32, Int4;
-    gqa_paged_append_codes_i4_f16 => f16, Int4;
-    gqa_paged_append_codes_i4_bf16 => bf16, Int4;
-    gqa_paged_append_codes_f8_f32 => f32, Float8;
-    gqa_paged_append_codes_f8_f16 => f16, Float8;
-    gqa_paged_append_codes_f8_bf16 => bf16, Float8;
+    gqa_paged_append_quantized_i8_f32 => f32, Int8;
+    gqa_paged_append_quantized_i8_f16 => f16, Int8;
+    gqa_paged_append_quantized_i8_bf16 => bf16, Int8;
+    gqa_paged_append_quantized_i4_f32 => f32, Int4;
+    gqa_paged_append_quantized_i4_f16 => f16, Int4;
+    gqa_paged_append_quantized_i4_bf16 => bf16, Int4;
+    gqa_paged_append_quantized_f8_f32 => f32, Float8;
+    gqa_paged_append_quantized_f8_f16 => f16, Float8;
+    gqa_paged_append_quantized_f8_bf16 => bf16, Float8;
 });
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.
-quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantise, min_blocks: 4,
+quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantize, min_blocks: 4,
     (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u32, v_cache: u32, k: T, v: T, table: i32; p: PagedParams), {
-    gqa_paged_dequantise_i8_f16 => f16, Int8;
-    gqa_paged_dequantise_i8_bf16 => bf16, Int8;
-    gqa_paged_dequantise_i4_f16 => f16, Int4;
-    gqa_paged_dequantise_i4_bf16 => bf16, Int4;
-    gqa_paged_dequantise_f8_f16 => f16, Float8;
-    gqa_paged_dequantise_f8_bf16 => bf16, Float8;
+    gqa_paged_dequantize_i8_f16 => f16, Int8;
+    gqa_paged_dequantize_i8_bf16 => bf16, Int8;
+    gqa_paged_dequantize_i4_f16 => f16, Int4;
+    gqa_paged_dequantize_i4_bf16 => bf16, Int4;
+    gqa_paged_dequantize_f8_f16 => f16, Float8;
+    gqa_paged_dequantize_f8_bf16 => bf16, Float8;
 });
 
 // Rows move as bytes, whatever they hold.
@@ -195,19 +196,19 @@ kernels!(SCATTER_ROWS, Prologue: ScatterRows, "family-prologue",
 });
 
 kernels!(SLIDE_KV, Prologue: SlideKv, "family-prologue",
-    (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams), {
-    gqa_slide_kv => slide_kv, T = f32, {
+    (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: RollingParams), {
+    gqa_rolling_kv => rolling_kv, T = f32, {
         head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, communicates: true };
 });
 
-kernels!(SLIDE_LENGTHS, Prologue: SlideLengths, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: SlideParams),
+kernels!(SLIDE_LENGTHS, Prologue: SlideLengths, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: RollingParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
-    gqa_slide_lengths => slide_lengths, T = f32;
+    gqa_rolling_lengths => rolling_lengths, T = f32;
 });
 
-kernels!(SLIDE_BIAS, Prologue: SlideBias, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: SlideBiasParams),
+kernels!(SLIDE_BIAS, Prologue: SlideBias, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: RollingBiasParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
-    gqa_slide_bias_f32 => slide_bias::<f32>, T = f32;
-    gqa_slide_bias_f16 => slide_bias::<f16>, T = f16;
-    gqa_slide_bias_bf16 => slide_bias::<bf16>, T = bf16;
+    gqa_rolling_bias_f32 => rolling_bias::<f32>, T = f32;
+    gqa_rolling_bias_f16 => rolling_bias::<f16>, T = f16;
+    gqa_rolling_bias_bf16 => rolling_bias::<bf16>, T = bf16;
 });

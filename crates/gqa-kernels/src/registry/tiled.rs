@@ -29,7 +29,8 @@ kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "family-tiled-masked
     gqa_tiled_masked_f16_d256, gqa_tiled_masked_bf16_d256 => tiled::MaskedD256, 1;
 });
 
-/// Rows of the float32 kernels: `NAME => SHAPE, blocks that fit on an SM together`. A `quick` device build leaves out the second set.
+/// Rows of the float32 kernels: `NAME => SHAPE, blocks that fit on an SM together`. A `quick`
+/// device build leaves out the second set.
 macro_rules! tiled_f32_kernels {
     ({ $($quick:tt)* }, unless quick { $($full:tt)* }) => {
         tiled_f32_kernels!(@rows @(all()) $($quick)* @(not(all(target_arch = "nvptx64", feature = "quick"))) $($full)*);
@@ -55,7 +56,8 @@ tiled_f32_kernels!({
     gqa_tiled_f32_d192 => tiled_f32::D192, 2;
 });
 
-/// Rows of the kernels for wide heads, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, blocks that fit on an SM together`.
+/// Rows of the kernels for wide heads, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, blocks
+/// that fit on an SM together`.
 macro_rules! tiled_wide_kernels {
     ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
         tiled_wide_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);

@@ -1,9 +1,9 @@
 //! The only door to the hardware.
 //!
-//! Kernels call the free functions re-exported here and nothing else. On the GPU their bodies are LLVM
-//! intrinsics and inline PTX (`nvptx.rs` and the files in `nvptx/`, the only ones with `asm!`); on the
-//! host they are instructions of the simulated machine
-//! ([`gqa_sim::device`]). The two modules export the same names with the same signatures:
+//! Kernels call the free functions re-exported here and nothing else. On the GPU their bodies are
+//! LLVM intrinsics and inline PTX (`nvptx.rs` and the files in `nvptx/`, the only ones with
+//! `asm!`); on the host they are instructions of the simulated machine ([`gqa_sim::device`]). The
+//! two modules export the same names with the same signatures:
 //!
 //! | group | functions |
 //! |---|---|
@@ -17,7 +17,7 @@
 //! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `rsqrt(x)`, `fma(a, b, c)`, `max(a, b)`, `max_u16x2(a, b)` (SM 90), `sub_f16x2(a, b)` (SM 80), `prmt(a, b, selector)` |
 //! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80), `e4m3x2_to_f16x2(u16) -> u32`, `f32x2_to_e4m3x2(lo, hi) -> u16` (SM 90) |
 //! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
-//! | copy engine | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
+//! | TMA | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
 //! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90) |
 //! | bulk copy | `bulk_load(shared address, Global<T>, element index, bytes, mbarrier)`, `bulk_load_hinted(.., CachePolicy)`, `evict_first()`, `evict_last()` (SM 90) |
 //! | between blocks | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
@@ -26,8 +26,9 @@
 //! | optimiser | `opaque(u32)`: the same value, of unknown origin; [`Rolled`] |
 //! | abort | `trap()` |
 //!
-//! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch bound it, launches are checked by
-//! the planner, and the simulator faults on every access outside a view. Nothing here may be called outside a kernel.
+//! Memory functions are safe to call inside a kernel: a [`Global`] exists only because a launch
+//! bound it, launches are checked by the planner, and the simulator faults on every access outside
+//! a view. Nothing here may be called outside a kernel.
 
 mod rolled;
 mod shared;

@@ -1,7 +1,8 @@
 //! The vocabulary on the GPU: LLVM intrinsics for everything collective, PTX for the rest.
 //!
-//! `asm!` is not convergent for LLVM, which may copy a barrier written in it into both arms of a divergent branch. Barriers,
-//! shuffles and votes are therefore intrinsics; the matrix instructions have to be `asm!` and belong in uniform control flow.
+//! `asm!` is not convergent for LLVM, which may copy a barrier written in it into both arms of a
+//! divergent branch. Barriers, shuffles and votes are therefore intrinsics; the matrix instructions
+//! have to be `asm!` and belong in uniform control flow.
 
 use bytemuck::Pod;
 use core::arch::{asm, global_asm, nvptx};
@@ -9,23 +10,23 @@ use core::mem::{transmute, transmute_copy};
 
 mod cluster;
 mod communicate;
-mod copy_engine;
 mod mbarrier;
+mod tma;
 mod warpgroup;
 pub use cluster::*;
 pub use communicate::*;
+pub use mbarrier::*;
 #[cfg(any(
     feature = "family-hopper",
     feature = "family-hopper-masked",
     feature = "family-hopper-paged",
     feature = "family-hopper-float8"
 ))]
-pub(crate) use copy_engine::tensor_map_param;
-pub use copy_engine::*;
-pub use mbarrier::*;
+pub(crate) use tma::tensor_map_param;
+pub use tma::*;
 pub use warpgroup::*;
 
-// Aligned for the copy engine's widest swizzle.
+// Aligned for TMA's widest swizzle.
 global_asm!(".extern .shared .align 1024 .b8 dyn_smem[];");
 
 const FULL_WARP: u32 = u32::MAX;
@@ -160,7 +161,8 @@ impl<T> Clone for Global<T> {
 }
 impl<T> Copy for Global<T> {}
 
-/// Four words that the back end moves as one: of a struct, a load whose value is only stored again would be a memcpy, in halves.
+/// Four words that the back end moves as one: of a struct, a load whose value is only stored again
+/// would be a memcpy, in halves.
 #[derive(Clone, Copy)]
 #[repr(simd)]
 struct Vec4([u32; 4]);
@@ -170,8 +172,8 @@ struct Vec4([u32; 4]);
 #[repr(simd)]
 struct Vec2([u32; 2]);
 
-// A launch binds every pointer to memory as large as the kernel's indices reach, which the planner checks and the simulator
-// enforces; that is what the accesses below rely on.
+// A launch binds every pointer to memory as large as the kernel's indices reach, which the planner
+// checks and the simulator enforces; that is what the accesses below rely on.
 impl<T: Pod> Global<T> {
     /// What a kernel has no parameter for.
     #[inline(always)]
@@ -238,8 +240,8 @@ impl<T: Pod> Global<T> {
 #[inline(always)]
 pub fn ld_shared<T: Pod>(address: u32) -> T {
     const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
-    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; the bits read are as many as T has,
-    // and any bits are a T.
+    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; the
+    // bits read are as many as T has, and any bits are a T.
     unsafe {
         match size_of::<T>() {
             1 => {
@@ -270,8 +272,8 @@ pub fn ld_shared<T: Pod>(address: u32) -> T {
 #[inline(always)]
 pub fn st_shared<T: Pod>(address: u32, value: T) {
     const { assert!(matches!(size_of::<T>(), 1 | 2 | 4 | 8)) };
-    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; each arm reads as many bits of the
-    // value as it has.
+    // SAFETY: the address lies in the block's shared memory, which holds nothing of Rust's; each
+    // arm reads as many bits of the value as it has.
     unsafe {
         match size_of::<T>() {
             1 => {
@@ -313,8 +315,8 @@ pub fn st_shared_vec(address: u32, [a, b, c, d]: [u32; 4]) {
     }
 }
 
-/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`, zeros, and nothing is read.
-/// SM 80.
+/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`,
+/// zeros, and nothing is read. SM 80.
 #[inline(always)]
 pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
     let bytes = if valid { 16u32 } else { 0 };
@@ -332,7 +334,8 @@ pub fn cp_async_commit() {
     unsafe { asm!("cp.async.commit_group;", options(nostack)) }
 }
 
-/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a barrier besides. SM 80.
+/// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a
+/// barrier besides. SM 80.
 #[inline(always)]
 pub fn cp_async_wait<const N: u32>() {
     // SAFETY: no precondition.
@@ -340,8 +343,8 @@ pub fn cp_async_wait<const N: u32>() {
 }
 
 macro_rules! ldmatrix {
-    ($(#[$doc:meta] $name:ident = $words:literal $shape:literal [$($out:ident),*] $outs:literal;)*) => {$(
-        #[$doc]
+    ($($(#[$doc:meta])* $name:ident = $words:literal $shape:literal [$($out:ident),*] $outs:literal;)*) => {$(
+        $(#[$doc])*
         #[inline(always)]
         pub fn $name(address: u32) -> [u32; $words] {
             $(let $out;)*
@@ -355,11 +358,13 @@ macro_rules! ldmatrix {
     )*};
 }
 ldmatrix! {
-    /// Four 8×8 matrices of 16-bit elements; lane `8m + r` gives the address of row `r` of matrix `m`. SM 75.
+    /// Four 8×8 matrices of 16-bit elements; lane `8m + r` gives the address of row `r` of matrix
+    /// `m`. SM 75.
     ldmatrix_x4 = 4 "x4" [a, b, c, d] "{}, {}, {}, {}";
     /// As [`ldmatrix_x4`], each matrix transposed.
     ldmatrix_x4_trans = 4 "x4.trans" [a, b, c, d] "{}, {}, {}, {}";
-    /// Two 8×8 matrices of 16-bit elements; lane `8m + r < 16` gives the address of row `r` of matrix `m`. SM 75.
+    /// Two 8×8 matrices of 16-bit elements; lane `8m + r < 16` gives the address of row `r` of
+    /// matrix `m`. SM 75.
     ldmatrix_x2 = 2 "x2" [a, b] "{}, {}";
     /// As [`ldmatrix_x2`], each matrix transposed.
     ldmatrix_x2_trans = 2 "x2.trans" [a, b] "{}, {}";
@@ -386,8 +391,8 @@ mma! {
     mma_m16n8k16_f16 = "m16n8k16" "f16";
     /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them. SM 80.
     mma_m16n8k16_bf16 = "m16n8k16" "bf16";
-    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10 bits of the significand count
-    /// (TF32); fragments as PTX defines them. SM 80.
+    /// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10
+    /// bits of the significand count (TF32); fragments as PTX defines them. SM 80.
     mma_m16n8k8_tf32 = "m16n8k8" "tf32";
 }
 
@@ -422,8 +427,8 @@ arithmetic! {
     f32_to_f16(value: reg32 f32) -> reg16 u16 = "cvt.rn.f16.f32 {}, {};";
     /// The difference of each half, as f16. SM 80.
     sub_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "sub.rn.f16x2 {}, {}, {};";
-    /// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower nibbles names one, or with its upper bit set
-    /// eight times that one's sign.
+    /// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower
+    /// nibbles names one, or with its upper bit set eight times that one's sign.
     prmt(a: reg32 u32, b: reg32 u32, selector: reg32 u32) -> reg32 u32 = "prmt.b32 {}, {}, {}, {};";
     /// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 90.
     e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
@@ -451,7 +456,8 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
     packed
 }
 
-/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448. SM 90.
+/// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448.
+/// SM 90.
 #[inline(always)]
 pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     let packed;

@@ -71,7 +71,8 @@ impl<T: Pod> Shared<T> {
     }
 }
 
-/// `T` values in the shared memory of a block of the cluster; indices and offsets count elements. SM 90.
+/// `T` values in the shared memory of a block of the cluster; indices and offsets count elements.
+/// SM 90.
 pub struct Peer<T> {
     address: u32,
     element: PhantomData<T>,
@@ -122,14 +123,16 @@ impl<T: Pod> Peer<T> {
         st_peer_vec(self.offset(i).address, value);
     }
 
-    /// Writes element `i`, of 4 bytes, without waiting; the mbarrier at `barrier`, of the same block, gets its bytes.
+    /// Writes element `i`, of 4 bytes, without waiting; the mbarrier at `barrier`, of the same
+    /// block, gets its bytes.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_async(self, i: u32, value: T, barrier: u32) {
         const { assert!(size_of::<T>() == 4) };
         st_async(self.offset(i).address, bytemuck::cast(value), barrier);
     }
 
-    /// As [`store_async`](Self::store_async), the 16 bytes that start at element `i`, which must lie on a 16-byte boundary.
+    /// As [`store_async`](Self::store_async), the 16 bytes that start at element `i`, which must
+    /// lie on a 16-byte boundary.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn store_async_vec(self, i: u32, value: [u32; 4], barrier: u32) {
         st_async_vec(self.offset(i).address, value, barrier);

@@ -30,8 +30,8 @@ impl<T: Element> Bias<T> {
         self.strides.at(batch, head, row)
     }
 
-    /// Scores of the keys from `begin` on become `score · factor + number`, or -inf where the byte is 0; `row(m, half)` is the index
-    /// of a lane's row. -inf hides a key whatever its score.
+    /// Scores of the keys from `begin` on become `score · factor + number`, or -inf where the byte
+    /// is 0; `row(m, half)` is the index of a lane's row. -inf hides a key whatever its score.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn add<const M: usize, const N8: usize>(
         self,

@@ -1,15 +1,18 @@
 //! The two products of attention for few query rows, which are columns of the second one.
 //!
-//! `S = Q Kᵀ` has the query rows as rows, and a lane holds the scores of row `l/4` (and `l/4 + 8`) as in [`fragment`](super::fragment).
-//! Two such 16×8 blocks of weights, packed in pairs, are the *right* operand of `Oᵀ = Vᵀ Pᵀ`, eight query rows wide; so eight rows, the heads of a
-//! group, cost half of what sixteen do, and the weights never leave the registers. Of 8 columns of the output a lane holds
+//! `S = Q Kᵀ` has the query rows as rows, and a lane holds the scores of row `l/4` (and `l/4 + 8`)
+//! as in [`fragment`](super::fragment). Two such 16×8 blocks of weights, packed in pairs, are the
+//! *right* operand of `Oᵀ = Vᵀ Pᵀ`, eight query rows wide; so eight rows, the heads of a group,
+//! cost half of what sixteen do, and the weights never leave the registers. Of 8 columns of the
+//! output a lane holds
 //!
 //! ```text
 //! column l/4 of rows 2(l%4), 2(l%4)+1
 //! ```
 //!
-//! The maximum is raised only when some score exceeds it by more than [`SLACK`]: weights may then be as large as `2^SLACK`, which loses no
-//! precision, and in most steps nothing is rescaled and no lane asks another (the idea is FlashAttention-4's).
+//! The maximum is raised only when some score exceeds it by more than [`SLACK`]: weights may then
+//! be as large as `2^SLACK`, which loses no precision, and in most steps nothing is rescaled and no
+//! lane asks another (the idea is FlashAttention-4's).
 
 use super::fragment::Fragments;
 use super::softmax::{ScoreScale, States};
@@ -22,7 +25,8 @@ use crate::simt::{
 /// Query rows as left operands: of each 8 columns, `M` blocks of two halves of 8 rows.
 pub type Queries<const M: usize, const D8: usize> = [[[u32; 2]; M]; D8];
 
-/// Output, transposed: of each 8 columns, `M` blocks of two halves of 8 rows, of which a lane holds two.
+/// Output, transposed: of each 8 columns, `M` blocks of two halves of 8 rows, of which a lane holds
+/// two.
 pub type Columns<const M: usize, const D8: usize> = [[[[f32; 2]; 2]; M]; D8];
 
 /// How far a score (times log2 e) may exceed the maximum that it is weighed against.
@@ -56,7 +60,8 @@ pub fn load_depth<T: MmaElement, const M: usize, const HALVES: usize, const D8: 
     columns
 }
 
-/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys; `queries(depth)` is what [`load_depth`] returns.
+/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys; `queries(depth)` is what [`load_depth`]
+/// returns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
@@ -78,7 +83,8 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     scores
 }
 
-/// Turns scores into softmax weights; where a maximum must rise, rescales what was accumulated against the old one.
+/// Turns scores into softmax weights; where a maximum must rise, rescales what was accumulated
+/// against the old one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -98,8 +104,8 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
     });
 }
 
-/// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies what the lane's row accumulated against
-/// the old one.
+/// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies
+/// what the lane's row accumulated against the old one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
     states: &mut States<M>,

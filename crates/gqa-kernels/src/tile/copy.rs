@@ -1,8 +1,9 @@
 //! Tiles of 16-bit elements in shared memory, and the way from and to tensors, 16 bytes at a time.
 //!
-//! Eight consecutive rows of a tile start in eight different groups of four banks, because the pitch is an odd number of 16-byte
-//! units for every head size that is a multiple of 16. So `ldmatrix`, which reads 16 bytes of each of eight rows at once, has no
-//! bank conflict, and addresses stay linear: no swizzle.
+//! Eight consecutive rows of a tile start in eight different groups of four banks, because the
+//! pitch is an odd number of 16-byte units for every head size that is a multiple of 16. So
+//! `ldmatrix`, which reads 16 bytes of each of eight rows at once, has no bank conflict, and
+//! addresses stay linear: no swizzle.
 
 use crate::num::MmaElement;
 use crate::simt::{Global, Shared, cp_async_16, cp_async_wait};
@@ -63,8 +64,9 @@ pub fn to_unit<T: MmaElement>(x: [f32; 8]) -> [u32; 4] {
     [T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]), T::pack(x[6], x[7])]
 }
 
-/// How a team of `TEAM` threads, a block or a warp, shares the moving of rows of `D8` units: eight threads side by side, which read
-/// whole cache lines and write all banks once, or four where of eight more than an eighth would be idle.
+/// How a team of `TEAM` threads, a block or a warp, shares the moving of rows of `D8` units: eight
+/// threads side by side, which read whole cache lines and write all banks once, or four where of
+/// eight more than an eighth would be idle.
 #[derive(Clone, Copy)]
 pub struct Team<const D8: usize, const TEAM: u32> {
     /// This thread's row in the first pass.
@@ -85,7 +87,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         Self { row: thread / Self::ACROSS, column: thread % Self::ACROSS * UNIT }
     }
 
-    /// Calls `unit(row, column)` for each unit of `rows` rows, a compile-time constant, that this thread moves.
+    /// Calls `unit(row, column)` for each unit of `rows` rows, a compile-time constant, that this
+    /// thread moves.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn each(self, rows: u32, mut unit: impl FnMut(u32, u32)) {
         for pass in 0..rows.div_ceil(Self::DOWN) {
@@ -101,8 +104,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         }
     }
 
-    /// Starts copying rows `begin..begin + rows` of `source`, which lie `stride` elements apart and are `width` long, into a tile.
-    /// Rows from `end` on, and columns from `width` on, become zero.
+    /// Starts copying rows `begin..begin + rows` of `source`, which lie `stride` elements apart and
+    /// are `width` long, into a tile. Rows from `end` on, and columns from `width` on, become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn copy<T: MmaElement>(
         self,
@@ -114,7 +117,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         end: u32,
         width: u32,
     ) {
-        // What is common to the team stays apart from what is the thread's own: it then takes uniform registers.
+        // What is common to the team stays apart from what is the thread's own: it then takes
+        // uniform registers.
         let first = source.offset((u64::from(begin + self.row) * stride) as usize);
         self.each(rows, |row, column| {
             let from = first.offset((u64::from(row - self.row) * stride) as usize);
@@ -123,8 +127,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         });
     }
 
-    /// Starts copying `rows` rows that lie anywhere: `source(row)` is the element at which one starts, or `None` for a row of
-    /// zeros.
+    /// Starts copying `rows` rows that lie anywhere: `source(row)` is the element at which one
+    /// starts, or `None` for a row of zeros.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn gather<T: MmaElement>(
         self,
@@ -146,7 +150,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
         });
     }
 
-    /// Writes `rows` rows of a tile to where `target(row)` says that they start, `None` for a row to leave out.
+    /// Writes `rows` rows of a tile to where `target(row)` says that they start, `None` for a row
+    /// to leave out.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn scatter<T: MmaElement>(
         self,
@@ -166,7 +171,8 @@ impl<const D8: usize, const TEAM: u32> Team<D8, TEAM> {
     }
 }
 
-/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are unfinished.
+/// Waits until at most the `newest` newest groups of copies, a constant of 8 at most, are
+/// unfinished.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn wait_for_all_but(newest: u32) {
     match newest {

@@ -8,8 +8,8 @@
 //! row l/4 + 8    [2]  [3]
 //! ```
 //!
-//! Two such blocks of scores side by side, rounded and packed in pairs, are exactly the 16×16 left operand of the next product,
-//! so the softmax weights never leave the registers.
+//! Two such blocks of scores side by side, rounded and packed in pairs, are exactly the 16×16 left
+//! operand of the next product, so the softmax weights never leave the registers.
 
 use super::copy::{Tile, UNIT};
 use crate::num::MmaElement;
@@ -80,18 +80,19 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
     }
 }
 
-/// What a lane tells `ldmatrix` of the first 16×16 elements of a tile, so that it delivers their four 8×8 blocks in the order upper
-/// left, lower left, upper right, lower right.
+/// What a lane tells `ldmatrix` of the first 16×16 elements of a tile, so that it delivers their
+/// four 8×8 blocks in the order upper left, lower left, upper right, lower right.
 ///
-/// Those are a left operand as it is. With keys as rows they are the right operands of keys 0..8 (first and third block) and 8..16;
-/// with values as rows, and transposed, those of columns 0..8 (first and second block) and 8..16.
+/// Those are a left operand as it is. With keys as rows they are the right operands of keys 0..8
+/// (first and third block) and 8..16; with values as rows, and transposed, those of columns 0..8
+/// (first and second block) and 8..16.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes_part<T: MmaElement, const D8: usize>(tile: Tile<T, D8>) -> Tile<T, D8> {
     tile.from(lane() % 16, lane() / 16 * UNIT)
 }
 
-/// Writes the fragments, each row times its factor and rounded, to the warp's rows of a tile. Factor 0 gives 0, whatever the row
-/// holds.
+/// Writes the fragments, each row times its factor and rounded, to the warp's rows of a tile.
+/// Factor 0 gives 0, whatever the row holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store<T: MmaElement, const M: usize, const D8: usize>(
     out: &Fragments<M, D8>,

@@ -25,7 +25,8 @@ pub struct Rows {
     pub kv_head: u32,
     /// Lengths of the sequence.
     pub seqlen: Seqlen,
-    /// Where the sequence's rows begin in tensors of new rows: 0 unless those of all sequences lie one behind the other.
+    /// Where the sequence's rows begin in tensors of new rows: 0 unless those of all sequences lie
+    /// one behind the other.
     pub start: u32,
     /// First packed row of the tile.
     first: u32,
@@ -89,13 +90,14 @@ impl Span {
         Self { some: below(self.some, columns), all: below(self.all, columns) }
     }
 
-    /// The tiles of `keys` keys that are a part's share: equal ones, the first ones larger by one where that does not come out even.
+    /// The tiles of `keys` keys that are a split's share: equal ones, the first ones larger by one
+    /// where that does not come out even.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn share(&self, keys: u32, part: u32, parts: u32) -> Range<u32> {
+    pub fn share(&self, keys: u32, split: u32, splits: u32) -> Range<u32> {
         let tiles = self.some.end.saturating_sub(self.some.first).div_ceil(keys);
-        let (each, rest) = (tiles / parts.max(1), tiles % parts.max(1));
-        let start = part * each + part.min(rest);
-        start..start + each + u32::from(part < rest)
+        let (each, rest) = (tiles / splits.max(1), tiles % splits.max(1));
+        let start = split * each + split.min(rest);
+        start..start + each + u32::from(split < rest)
     }
 
     /// Whether some row does not see all of the `count` keys from `begin` on.
@@ -145,7 +147,8 @@ impl Rows {
         }
     }
 
-    /// Those of them that are among so many tokens, of which the first has that number in tensors of new rows. The sequence has no others yet.
+    /// Those of them that are among so many tokens, of which the first has that number in tensors
+    /// of new rows. The sequence has no others yet.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn among(self, start: u32, tokens: u32) -> Self {
         let end = self.group.rows(tokens).min(self.end).max(self.first);
@@ -173,7 +176,8 @@ impl Rows {
         Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 
-    /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the last token decide.
+    /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the
+    /// last token decide.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn span(&self) -> Span {
         let tokens = self.seqlen.total - self.seqlen.past;
@@ -195,8 +199,8 @@ impl Rows {
     }
 }
 
-/// Ends a row: its sink joins. Returns the factor that makes its output of what was accumulated, and its log-sum-exp. Padding has
-/// no output and no sum, and no sink either.
+/// Ends a row: its sink joins. Returns the factor that makes its output of what was accumulated,
+/// and its log-sum-exp. Padding has no output and no sum, and no sink either.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn close<T: Element>(
     p: &AttentionParams,
@@ -216,8 +220,8 @@ pub fn close<T: Element>(
     (rescale * state.normaliser(), state.log_sum_exp())
 }
 
-/// Ends the rows that a lane holds a part of: writes their log-sum-exps, where lse is bound, and returns what their output is multiplied by.
-/// `row(m, half)` is a lane's row.
+/// Ends the rows that a lane holds a part of: writes their log-sum-exps, where lse is bound, and
+/// returns what their output is multiplied by. `row(m, half)` is a lane's row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn close_all<T: Element, const M: usize>(
     p: &AttentionParams,

@@ -1,7 +1,8 @@
 //! The online softmax on score fragments.
 //!
-//! A lane keeps the states of the rows that it holds a part of. Maxima are exact: the four lanes of a row agree on them by shuffles
-//! at every tile. Sums cover the lane's own columns and are added up once, by [`total`].
+//! A lane keeps the states of the rows that it holds a part of. Maxima are exact: the four lanes of
+//! a row agree on them by shuffles at every tile. Sums cover the lane's own columns and are added
+//! up once, by [`total`].
 
 use super::fragment::{Fragments, column_of};
 use crate::concept::mask::Visible;
@@ -12,7 +13,8 @@ use crate::simt::{max, rcp, shfl_xor_f32};
 /// States of a lane's rows: two in each of `M` blocks.
 pub type States<const M: usize> = [[SoftmaxState; 2]; M];
 
-/// The way from q·k to the log2 domain: an adjustment that most calls do without, then a positive factor.
+/// The way from q·k to the log2 domain: an adjustment that most calls do without, then a positive
+/// factor.
 #[derive(Clone, Copy)]
 pub struct ScoreScale {
     scale: f32,
@@ -40,8 +42,8 @@ impl ScoreScale {
         if self.softcap > 0.0 { self.softcap } else { self.scale.abs() }
     }
 
-    /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and, because maxima are taken before
-    /// the factor, the negative of them where the scale is.
+    /// Leaves scores that need nothing but the factor: tanh of them where there is a softcap, and,
+    /// because maxima are taken before the factor, the negative of them where the scale is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn adjust<const M: usize, const N8: usize>(self, scores: &mut Fragments<M, N8>) {
         if self.softcap > 0.0 {
@@ -64,7 +66,8 @@ fn each<const M: usize, const N8: usize>(scores: &mut Fragments<M, N8>, f: impl 
     }
 }
 
-/// Hides what a row does not see of the keys from `begin` on; `visible(m, half)` is what a lane's row sees.
+/// Hides what a row does not see of the keys from `begin` on; `visible(m, half)` is what a lane's
+/// row sees.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn mask<const M: usize, const N8: usize>(
     scores: &mut Fragments<M, N8>,
@@ -86,7 +89,8 @@ pub fn mask<const M: usize, const N8: usize>(
     }
 }
 
-/// Turns scores into softmax weights against the rows' new maxima, and rescales what was accumulated against the old ones.
+/// Turns scores into softmax weights against the rows' new maxima, and rescales what was
+/// accumulated against the old ones.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -106,8 +110,8 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     }
 }
 
-/// The same on scores as they are, so that those of any size lose nothing. The states' maxima are as they are too, without the factor
-/// log2(e), until [`to_log2`].
+/// The same on scores as they are, so that those of any size lose nothing. The states' maxima are
+/// as they are too, without the factor log2(e), until [`to_log2`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
@@ -143,7 +147,8 @@ pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
     states.map(|block| block.map(log2))
 }
 
-/// Turns the scores of a lane's row into weights against its new maximum; returns the factor for what was accumulated against the old one.
+/// Turns the scores of a lane's row into weights against its new maximum; returns the factor for
+/// what was accumulated against the old one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_row<const N8: usize>(
     state: &mut SoftmaxState,

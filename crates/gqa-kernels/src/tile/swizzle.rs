@@ -1,12 +1,15 @@
 //! Tiles in shared memory whose rows are not padded but swizzled, 16 bytes at a time.
 //!
-//! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks. Rows of [`copy::Tile`](super::copy::Tile) see to it by
-//! padding, but then a row starts anywhere in a 128-byte line of shared memory, and copies from global memory, which come in whole lines, write
-//! two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`). Here row `r` keeps its place and its units change
-//! theirs: unit `u` is at `u ^ x(r)`, where `x` runs through all numbers below the largest power of two that divides the units of a row, 8 at most, as
-//! fast as rows come back to the same banks.
+//! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks. Rows
+//! of [`copy::Tile`](super::copy::Tile) see to it by padding, but then a row starts anywhere in a
+//! 128-byte line of shared memory, and copies from global memory, which come in whole lines, write
+//! two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`). Here row
+//! `r` keeps its place and its units change theirs: unit `u` is at `u ^ x(r)`, where `x` runs
+//! through all numbers below the largest power of two that divides the units of a row, 8 at most,
+//! as fast as rows come back to the same banks.
 //!
-//! `wgmma` reads rows of 128 bytes: for it wider ones are cut into chunks of eight units, chunk by chunk a tile of its own.
+//! `wgmma` reads rows of 128 bytes: for it wider ones are cut into chunks of eight units, chunk by
+//! chunk a tile of its own.
 
 use crate::num::{Element, f16};
 use crate::simt::{Global, Shared, cp_async_16, lane, thread_idx};
@@ -49,7 +52,8 @@ impl<T: Pod, const D8: usize> Swizzled<T, D8> {
         Self { start: Shared::at(bytes), chunk: 0 }
     }
 
-    /// The tile of `rows` rows, a multiple of 8, in chunks, that starts `bytes` bytes, a multiple of 1024, into the block's shared memory.
+    /// The tile of `rows` rows, a multiple of 8, in chunks, that starts `bytes` bytes, a multiple
+    /// of 1024, into the block's shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn in_chunks_at(bytes: u32, rows: u32) -> Self {
         Self { start: Shared::at(bytes), chunk: rows }
@@ -104,8 +108,8 @@ impl<const D8: usize> Swizzled<f16, D8> {
     }
 }
 
-/// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read whole cache lines, or four where rows are no multiple of
-/// eight units.
+/// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read
+/// whole cache lines, or four where rows are no multiple of eight units.
 #[derive(Clone, Copy)]
 pub struct BlockCopy<const UNITS: usize, const THREADS: u32> {
     /// This thread's first row.
@@ -124,8 +128,8 @@ impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
         Self { row: thread_idx() / Self::ACROSS, unit: thread_idx() % Self::ACROSS }
     }
 
-    /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is there at all. Other rows, and columns from `width` on,
-    /// become zero.
+    /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is
+    /// there at all. Other rows, and columns from `width` on, become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start<T: Element>(
         self,
@@ -150,8 +154,8 @@ impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
     }
 }
 
-/// A lane's part in copying rows that lie side by side in global memory: units `lane`, `lane + 32`, … of the tile. Where they go repeats after
-/// `PERIOD` of them, as many rows further on.
+/// A lane's part in copying rows that lie side by side in global memory: units `lane`, `lane + 32`,
+/// … of the tile. Where they go repeats after `PERIOD` of them, as many rows further on.
 #[derive(Clone, Copy, Default)]
 pub struct WarpCopy<const D8: usize> {
     /// Bytes from the start of the tile; the first `PERIOD` are in use.
@@ -190,7 +194,8 @@ impl<const D8: usize> WarpCopy<D8> {
 }
 
 impl<const D8: usize> WarpCopy<D8> {
-    /// As [`start`](Self::start), of rows that are `stride` elements apart; a power of two of units.
+    /// As [`start`](Self::start), of rows that are `stride` elements apart; a power of two of
+    /// units.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn start_apart<T: Pod>(
         &self,
@@ -214,7 +219,8 @@ impl<const D8: usize> WarpCopy<D8> {
     }
 }
 
-/// A lane's part in reading 16 rows of two units by `ldmatrix`: its row, and its unit of each pair. Pairs are alike after as many as hold a group.
+/// A lane's part in reading 16 rows of two units by `ldmatrix`: its row, and its unit of each pair.
+/// Pairs are alike after as many as hold a group.
 #[derive(Clone, Copy)]
 pub struct WarpRead<const D8: usize> {
     /// Bytes from the start of the tile; the first `PERIOD` are in use.
@@ -230,7 +236,8 @@ impl<const D8: usize> WarpRead<D8> {
         Self::of(lane())
     }
 
-    /// The part of `lane`, this thread's: the four 8×8 blocks in the order upper left, upper right, lower left, lower right.
+    /// The part of `lane`, this thread's: the four 8×8 blocks in the order upper left, upper right,
+    /// lower left, lower right.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {
         let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);

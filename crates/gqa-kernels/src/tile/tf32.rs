@@ -1,19 +1,25 @@
-//! Products of float32 tiles by `mma.m16n8k8`, which multiplies TF32: float32 with 10 bits of significand instead of 23.
+//! Products of float32 tiles by `mma.m16n8k8`, which multiplies TF32: float32 with 10 bits of
+//! significand instead of 23.
 //!
-//! An element is cut into the nearest TF32 and the exact rest, `x = big + small`, and each product becomes three, known as 3xTF32:
+//! An element is cut into the nearest TF32 and the exact rest, `x = big + small`, and each product
+//! becomes three, known as 3xTF32:
 //!
 //! ```text
-//! a · b  =  a_small · b_big + a_big · b_small + a_big · b_big      (+ a_small · b_small, at most 2^-22 |a · b|, left out)
+//! a · b  =  a_small · b_big + a_big · b_small + a_big · b_big
+//!        (a_small · b_small, at most 2^-22 |a · b|, is left out)
 //! ```
 //!
-//! small ones first. Of the rest, which has 12 bits and a sign, the tensor cores drop the last one. Elements are cut where they are read: tiles stay
-//! float32. Tensor cores also round sums towards zero, so no sum gets long in them: scores are added up over 64 columns, weighted values over a tile
-//! of keys, and those sums by ordinary additions.
+//! small ones first. Of the rest, which has 12 bits and a sign, the tensor cores drop the last one.
+//! Elements are cut where they are read: tiles stay float32. Tensor cores also round sums towards
+//! zero, so no sum gets long in them: scores are added up over 64 columns, weighted values over a
+//! tile of keys, and those sums by ordinary additions.
 //!
-//! Scores lie in a warp as in [`fragment`](super::fragment). The inner dimension of a product may be taken in any order: so a lane's two scores of a row
-//! are, as they are, columns `l%4` and `l%4 + 4` of a left operand whose columns stand for keys 0, 2, 4, 6, 1, 3, 5, 7. So may the columns of the output: a
-//! lane reads `B` neighbouring values of a key at once, four where rows are a multiple of 32 long and else two, and takes each for a column of another block
-//! of 8. Of the output's `8 B` columns it holds
+//! Scores lie in a warp as in [`fragment`](super::fragment). The inner dimension of a product may
+//! be taken in any order: so a lane's two scores of a row are, as they are, columns `l%4` and
+//! `l%4 + 4` of a left operand whose columns stand for keys 0, 2, 4, 6, 1, 3, 5, 7. So may the
+//! columns of the output: a lane reads `B` neighbouring values of a key at once, four where rows
+//! are a multiple of 32 long and else two, and takes each for a column of another block of 8. Of
+//! the output's `8 B` columns it holds
 //!
 //! ```text
 //!                          row l/4         row l/4 + 8
@@ -112,14 +118,16 @@ fn add<const M: usize, const C: usize>(sum: &mut Fragments<M, C>, part: &Fragmen
     }
 }
 
-/// A lane's part in reading values: the elements, from the start of eight keys' rows, at which it reads of the even and of the odd key of its two.
+/// A lane's part in reading values: the elements, from the start of eight keys' rows, at which it
+/// reads of the even and of the odd key of its two.
 #[derive(Clone, Copy)]
 pub struct ValueRead<const UNITS: usize> {
     places: [u32; 2],
 }
 
 impl<const UNITS: usize> ValueRead<UNITS> {
-    /// Blocks of 8 columns that a lane reads at once: as many as it takes neighbouring values of each key.
+    /// Blocks of 8 columns that a lane reads at once: as many as it takes neighbouring values of
+    /// each key.
     const BLOCKS: usize = if UNITS % 8 == 0 { 4 } else { 2 };
 
     /// This lane's part.
@@ -150,7 +158,8 @@ impl<const UNITS: usize> ValueRead<UNITS> {
     }
 }
 
-/// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, each row with its own factor.
+/// `out = out · rescale + weights · values` over `N8` blocks of 8 keys, each row with its own
+/// factor.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
@@ -181,7 +190,8 @@ pub fn accumulate<const M: usize, const D8: usize, const UNITS: usize, const N8:
     }
 }
 
-/// Part `vector` of a lane's part of a row of the output, the upper (`half` 0) or lower of a 16-row block: the first column, and four neighbouring values.
+/// Part `vector` of a lane's part of a row of the output, the upper (`half` 0) or lower of a 16-row
+/// block: the first column, and four neighbouring values.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn output<const D8: usize, const UNITS: usize>(
     row: &[[f32; 4]; D8],

@@ -1,5 +1,6 @@
-//! Products of swizzled tiles where several warps share query rows: each scores some of the keys, all weights meet in a tile in shared memory, and
-//! each warp accumulates some of the columns. So heads whose output does not fit one warp's registers do fit.
+//! Products of swizzled tiles where several warps share query rows: each scores some of the keys,
+//! all weights meet in a tile in shared memory, and each warp accumulates some of the columns. So
+//! heads whose output does not fit one warp's registers do fit.
 //!
 //! Scores and output lie in a warp as in [`fragment`](super::fragment).
 
@@ -8,7 +9,8 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
 use crate::simt::{ldmatrix_x2, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
-/// `scores = queries · keysᵀ` over `M` blocks of 16 rows and `N8` blocks of 8 keys; `N8` is 1 or even.
+/// `scores = queries · keysᵀ` over `M` blocks of 16 rows and `N8` blocks of 8 keys; `N8` is 1 or
+/// even.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
     queries: Swizzled<T, UNITS>,
@@ -53,7 +55,8 @@ pub fn store_weights<T: MmaElement, const M: usize, const K8: usize, const N8: u
     }
 }
 
-/// `out += weights · values` over all keys of the tiles, and the first `D8` blocks of 8 columns of `values`.
+/// `out += weights · values` over all keys of the tiles, and the first `D8` blocks of 8 columns of
+/// `values`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     T: MmaElement,
@@ -80,14 +83,16 @@ pub fn accumulate<
     }
 }
 
-/// The left operand of 16 rows and columns: `ldmatrix` brings its blocks in the order of [`WarpRead`].
+/// The left operand of 16 rows and columns: `ldmatrix` brings its blocks in the order of
+/// [`WarpRead`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn left(address: u32) -> [u32; 4] {
     let [upper, upper_right, lower, lower_right] = ldmatrix_x4(address);
     [upper, lower, upper_right, lower_right]
 }
 
-/// Writes the fragments, each row times its factor and rounded, to the first `D8` units of as many rows. Factor 0 gives 0, whatever the row holds.
+/// Writes the fragments, each row times its factor and rounded, to the first `D8` units of as many
+/// rows. Factor 0 gives 0, whatever the row holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn store<T: MmaElement, const M: usize, const D8: usize, const UNITS: usize>(
     out: &Fragments<M, D8>,

@@ -172,7 +172,8 @@ pub struct Tensors<T> {
 }
 
 impl<T: Element> Tensors<T> {
-    /// Random values where a tensor has any, NaN elsewhere: behind sequences, in gaps and in padded queries.
+    /// Random values where a tensor has any, NaN elsewhere: behind sequences, in gaps and in padded
+    /// queries.
     pub fn new(case: &Case) -> Self {
         let mut random = Random(case.seed | 1);
         let nan = T::from_f32(f32::NAN);
@@ -314,7 +315,8 @@ pub fn row<T: Element>(case: &Case, t: &Tensors<T>, b: u32, head: u32, s: u32) -
 
 /// Checks out and lse, and that nothing else was written.
 pub fn check<T: Element>(case: &Case, t: &Tensors<T>) -> Result<(), TestCaseError> {
-    // Half a unit in the last place for the output, as much for each weight, and as much again for f32.
+    // Half a unit in the last place for the output, as much for each weight, and as much again for
+    // f32.
     let unit = match case.dtype {
         DType::F32 => 0.5f64.powi(20),
         DType::F16 => 0.5f64.powi(11),

@@ -70,7 +70,8 @@ pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
     Ok(op)
 }
 
-/// A past becomes a part of present, which must be there to take it. Without a past, present is K and V.
+/// A past becomes a part of present, which must be there to take it. Without a past, present is K
+/// and V.
 fn check_cache(node: &NodeProto) -> Result<()> {
     let past = is_named(&node.input, PAST_KEY);
     match [PRESENT_KEY, PRESENT_VALUE].iter().find(|&&i| !is_named(&node.output, i)) {

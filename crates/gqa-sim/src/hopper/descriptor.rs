@@ -1,4 +1,5 @@
-//! Matrix descriptors of `wgmma`: where each 16 bytes of an operand lie. Counts are of 16-bit elements; of 8 bits there are twice as many, K-major.
+//! Matrix descriptors of `wgmma`: where each 16 bytes of an operand lie. Counts are of 16-bit
+//! elements; of 8 bits there are twice as many, K-major.
 //!
 //! | order | swizzle | 16 bytes hold | address from the start |
 //! |---|---|---|---|
@@ -7,7 +8,7 @@
 //! | MN-major | rows of `s` bytes | k, columns from 8 c | `k % 8 · s + k / 8 · SBO + c % (s / 16) · 16 + c / (s / 16) · LBO` |
 //! | MN-major | none | k, columns from 8 c | `k % 8 · 16 + k / 8 · LBO + c · SBO` |
 //!
-//! The swizzle then exchanges bits of that address, as the copy engine does.
+//! The swizzle then exchanges bits of that address, as TMA does.
 
 use super::tensor::Swizzle;
 use std::ops::Range;
@@ -59,7 +60,8 @@ impl Descriptor {
             .map(move |offset| self.swizzle.apply(self.start + offset))
     }
 
-    /// Addresses of an MN-major operand's 16 bytes: for each of 16 rows, eight of `columns` at a time.
+    /// Addresses of an MN-major operand's 16 bytes: for each of 16 rows, eight of `columns` at a
+    /// time.
     pub(super) fn mn_major(self, columns: u32) -> impl Iterator<Item = u32> {
         let row_bytes = self.swizzle.row_bytes();
         let units = row_bytes / 16;

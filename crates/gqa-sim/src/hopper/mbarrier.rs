@@ -14,14 +14,15 @@ pub(super) struct Mbarrier {
     count: u32,
     /// Arrivals that the running phase still waits for.
     arrivals: u32,
-    /// Bytes that the running phase still waits for; negative while they land before they are announced.
+    /// Bytes that the running phase still waits for; negative while they land before they are
+    /// announced.
     bytes: i64,
     /// Phases completed.
     phases: u32,
     initialised: Stamp,
-    /// Whoever sees this may take the barrier for initialised, as may the copy engine.
+    /// Whoever sees this may take the barrier for initialised, as may TMA.
     fenced: Option<Stamp>,
-    /// The copy engine's writes that complete here, for the vector clocks: those of phase n have time n.
+    /// The TMA's writes that complete here, for the vector clocks: those of phase n have time n.
     agent: u32,
     /// What those who have arrived have done and seen.
     arrived: View,
@@ -31,7 +32,8 @@ pub(super) struct Mbarrier {
     loaded: u32,
     /// Phases that somebody has waited for.
     waited: u32,
-    /// Whether peers have arrived or stored in the running phase, and in the last one that completed.
+    /// Whether peers have arrived or stored in the running phase, and in the last one that
+    /// completed.
     peers: [bool; 2],
 }
 
@@ -294,7 +296,8 @@ fn try_wait(block: &mut Block, address: u32, parity: u32, scope: Scope) -> Check
     Ok(true)
 }
 
-/// Faults if copies complete a phase that nobody has waited for: the block's memory may be another's when they land.
+/// Faults if copies complete a phase that nobody has waited for: the block's memory may be
+/// another's when they land.
 pub(super) fn check_waited(block: &mut Block) -> Checked {
     let mbarriers = block.hopper.mbarriers.iter();
     let unwaited = mbarriers.filter(|(_, barrier)| barrier.loaded > barrier.waited);
@@ -311,7 +314,7 @@ pub fn mbarrier_init(address: u32, arrivals: u32) {
     block::checked(|block| initialise(block, address, arrivals));
 }
 
-/// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+/// Makes initialised barriers visible to TMA; a block barrier must follow.
 pub fn fence_mbarrier_init() {
     block::with(fence);
 }
@@ -326,7 +329,8 @@ pub fn mbarrier_arrive_expect(address: u32, bytes: u32) {
     block::checked(|block| arrive(block, address, bytes));
 }
 
-/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait there.
+/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait
+/// there.
 pub fn mbarrier_arrive_peer(address: u32) {
     block::checked(|block| arrive_peer(block, address, 0));
 }
@@ -343,7 +347,8 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
     wait(address, parity, Scope::Block, Location::caller());
 }
 
-/// Waits until the phase of that parity has completed, and sees what peers have done before they arrived there.
+/// Waits until the phase of that parity has completed, and sees what peers have done before they
+/// arrived there.
 #[track_caller]
 #[inline]
 pub fn mbarrier_wait_cluster(address: u32, parity: u32) {

@@ -1,19 +1,14 @@
-//! What a block of SM 90 has besides warps and shared memory: transaction barriers, the copy engine, named barriers, warpgroups
-//! that multiply, and a pool of registers.
+//! What a block of SM 90 has besides warps and shared memory: transaction barriers, TMA, named
+//! barriers, warpgroups that multiply, and a pool of registers.
 
-mod copy_engine;
 mod descriptor;
 mod mbarrier;
 mod named_barrier;
 mod registers;
 mod tensor;
+mod tma;
 mod warpgroup;
 
-pub use copy_engine::{
-    CachePolicy, TensorMap, bulk_commit, bulk_load, bulk_load_hinted, bulk_wait_read, evict_first,
-    evict_last, fence_proxy_async, prefetch_tensor_map, st_async, st_async_vec, st_async_vec2,
-    tma_load, tma_store,
-};
 pub use mbarrier::{
     fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_arrive_expect_peer,
     mbarrier_arrive_peer, mbarrier_init, mbarrier_wait, mbarrier_wait_cluster,
@@ -21,24 +16,29 @@ pub use mbarrier::{
 pub use named_barrier::{named_barrier_arrive, named_barrier_sync};
 pub use registers::{registers_lower, registers_raise};
 pub use tensor::{Swizzle, TensorLayout};
+pub use tma::{
+    CachePolicy, TensorMap, bulk_commit, bulk_load, bulk_load_hinted, bulk_wait_read, evict_first,
+    evict_last, fence_proxy_async, prefetch_tensor_map, st_async, st_async_vec, st_async_vec2,
+    tma_load, tma_store,
+};
 pub use warpgroup::{
     wgmma_add_bf16, wgmma_add_e4m3, wgmma_add_f16, wgmma_bf16, wgmma_commit, wgmma_e4m3, wgmma_f16,
     wgmma_fence, wgmma_registers_bf16, wgmma_registers_e4m3, wgmma_registers_f16, wgmma_wait,
 };
 
-pub(crate) use copy_engine::land;
 pub(crate) use mbarrier::{has_passed, missing, release_initialised};
 pub(crate) use named_barrier::arrive as arrive_named;
 pub(crate) use registers::{Change, shortage as register_shortage};
+pub(crate) use tma::land;
 pub(crate) use warpgroup::{Wgmma, arrive as arrive_warpgroup, commit, fence, wait};
 
 use crate::block::Block;
 use crate::shared::Checked;
-use copy_engine::{Load, Stores};
 use mbarrier::Mbarrier;
 use named_barrier::NamedBarrier;
 use registers::Pool;
 use std::collections::BTreeMap;
+use tma::{Load, Stores};
 use warpgroup::{Queue, Warpgroup};
 
 /// State of a block's asynchronous units.
@@ -77,8 +77,7 @@ pub(crate) fn exit(block: &Block, warp: usize) -> Checked {
     if block.hopper.stores.is_empty() {
         return Ok(());
     }
-    (warp as u32 * 32..warp as u32 * 32 + 32)
-        .try_for_each(|thread| copy_engine::check_exit(block, thread))
+    (warp as u32 * 32..warp as u32 * 32 + 32).try_for_each(|thread| tma::check_exit(block, thread))
 }
 
 /// All warps have exited.

@@ -1,6 +1,7 @@
-//! Tensors as the copy engine sees them: strides, boxes and swizzles.
+//! Tensors as TMA sees them: strides, boxes and swizzles.
 
-/// Which address bits of a box in shared memory are exchanged, so that a column of it lies in many banks.
+/// Which address bits of a box in shared memory are exchanged, so that a column of it lies in many
+/// banks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Swizzle {
     /// None.
@@ -46,7 +47,8 @@ impl Swizzle {
     }
 }
 
-/// A tensor of 16-bit elements in memory, and the boxes in which it is copied. Dimensions from the fastest to the slowest.
+/// A tensor of 16-bit elements in memory, and the boxes in which it is copied. Dimensions from the
+/// fastest to the slowest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorLayout {
     /// Elements in each dimension.
@@ -86,7 +88,8 @@ impl TensorLayout {
         2 * self.tile.iter().product::<u32>()
     }
 
-    /// Every 16 bytes of the box at `start`: offset in the box, coordinates of the first of the eight elements.
+    /// Every 16 bytes of the box at `start`: offset in the box, coordinates of the first of the
+    /// eight elements.
     pub(super) fn units(&self, start: [u32; 4]) -> impl Iterator<Item = (u32, [i32; 4])> {
         let [columns, rows, planes, _] = self.tile;
         let start = start.map(|coordinate| coordinate as i32);
@@ -98,7 +101,8 @@ impl TensorLayout {
         })
     }
 
-    /// Byte offset of the element at `place` and how many of the eight from there are inside; `None` where none is.
+    /// Byte offset of the element at `place` and how many of the eight from there are inside;
+    /// `None` where none is.
     pub(super) fn inside(&self, place: [i32; 4]) -> Option<(i64, std::ops::Range<usize>)> {
         let outside = |i: usize| place[i] < 0 || place[i] as u32 >= self.size[i];
         if (1..4).any(outside) {

@@ -1,8 +1,10 @@
 //! `wgmma`: four warps multiply 64 rows by N columns, operands in shared memory or A in registers.
 //!
-//! One instruction multiplies 32 bytes of each row of its operands, the *depth*: 16 elements of 16 bits or 32 of e4m3. With `group = lane / 4` and `pair = lane % 4`,
-//! fragment register `i` of A holds 4 bytes of row `group + i % 2 · 8` of the warp's 16, from byte `4 pair + i / 2 · 16` of the depth on; accumulator `4j + {0, 1}` is
-//! row `group`, columns `8j + 2 pair + {0, 1}`; `4j + {2, 3}` are eight rows further down.
+//! One instruction multiplies 32 bytes of each row of its operands, the *depth*: 16 elements of 16
+//! bits or 32 of e4m3. With `group = lane / 4` and `pair = lane % 4`, fragment register `i` of A
+//! holds 4 bytes of row `group + i % 2 · 8` of the warp's 16, from byte `4 pair + i / 2 · 16` of
+//! the depth on; accumulator `4j + {0, 1}` is row `group`, columns `8j + 2 pair + {0, 1}`; `4j +
+//! {2, 3}` are eight rows further down.
 
 use super::descriptor::Descriptor;
 use super::registers;
@@ -277,7 +279,8 @@ fn product(form: Wgmma, a: &[f32], b: &[f32]) -> Vec<f32> {
 fn accumulate(lanes: &mut [Lane], product: &[f32], form: Wgmma) {
     for (lane, state) in lanes.iter_mut().enumerate() {
         let accumulators = state.accumulators.take().expect("every lane brings accumulators");
-        // SAFETY: the array lives on the lane's stack, in a function that is suspended and keeps nothing else borrowed from it.
+        // SAFETY: the array lives on the lane's stack, in a function that is suspended and keeps
+        // nothing else borrowed from it.
         let accumulators = unsafe { &mut *accumulators.as_ptr() };
         for (i, sum) in accumulators.iter_mut().enumerate() {
             let row = lane / 4 + i / 2 % 2 * 8;
@@ -300,7 +303,8 @@ pub(crate) fn commit(block: &mut Block, first: usize) {
     queue.open = false;
 }
 
-/// Retires all groups of the warp but the `newest`; accumulators may be written then, so that a new fence is needed.
+/// Retires all groups of the warp but the `newest`; accumulators may be written then, so that a new
+/// fence is needed.
 pub(crate) fn wait(block: &mut Block, first: usize, newest: u64) {
     let queue = &mut block.hopper.queues[first / 32];
     let finished = u64::from(queue.committed).saturating_sub(newest) as u32;

@@ -1,8 +1,9 @@
 //! Happens-before among threads and the units that work for them, as vector clocks.
 //!
-//! Every *agent* numbers its accesses in an order of its own: a thread counts the times it has released, the copy engine counts an
-//! mbarrier's phases and a thread's groups of stores, the tensor cores count a warp's groups of wgmmas. A thread's *view* holds, for
-//! each agent, the number below which all accesses are ordered before the thread's next one. Releasing joins a view into a barrier,
+//! Every *agent* numbers its accesses in an order of its own: a thread counts the times it has
+//! released, TMA counts an mbarrier's phases and a thread's groups of stores, the tensor cores
+//! count a warp's groups of wgmmas. A thread's *view* holds, for each agent, the number below which
+//! all accesses are ordered before the thread's next one. Releasing joins a view into a barrier,
 //! acquiring joins a barrier into a view.
 //!
 //! Threads that have met share what they have seen, so that it costs little when they meet again.
@@ -21,7 +22,8 @@ pub(crate) struct Stamp {
     pub(crate) time: u32,
 }
 
-/// What is seen of a block: for each agent the number below which its accesses are seen; missing: 0.
+/// What is seen of a block: for each agent the number below which its accesses are seen;
+/// missing: 0.
 type Seen = Rc<Vec<u32>>;
 
 /// What is seen of blocks, by their numbers. A block that is there has started.
@@ -59,7 +61,8 @@ impl View {
         }
     }
 
-    /// The same for what another block, or the cluster, has handed out; this is a view of block `block`.
+    /// The same for what another block, or the cluster, has handed out; this is a view of block
+    /// `block`.
     pub(crate) fn join_known(&mut self, block: u32, known: &Rc<Known>) {
         if let Some(own) = known.get(&block) {
             join_seen(&mut self.own, own);
@@ -130,7 +133,8 @@ fn covers(all: &Seen, part: &Seen) -> bool {
         && part[common..].iter().all(|time| *time == 0)
 }
 
-/// The last joins. Threads that share what they have seen mostly acquire the same, one after the other, and then share it again.
+/// The last joins. Threads that share what they have seen mostly acquire the same, one after the
+/// other, and then share it again.
 #[derive(Default)]
 struct Joins {
     /// Mine, theirs, both.
@@ -179,8 +183,9 @@ fn remember<T>(
     *last = Some([before, theirs.clone(), mine.clone()]);
 }
 
-/// The views of a block's threads. Agents are numbered: threads, then their proxy fences, then the warps' wgmmas, then everyone's
-/// accesses before the last block barrier, then those that came later.
+/// The views of a block's threads. Agents are numbered: threads, then their proxy fences, then the
+/// warps' wgmmas, then everyone's accesses before the last block barrier, then those that came
+/// later.
 pub(crate) struct Clocks {
     block: u32,
     threads: u32,
@@ -274,7 +279,8 @@ impl Clocks {
         stamp.agent == thread || view.seen(stamp.agent) > stamp.time
     }
 
-    /// Whether the thread that wrote so has since fenced its writes for the asynchronous units, and `thread` knows it.
+    /// Whether the thread that wrote so has since fenced its writes for the asynchronous units, and
+    /// `thread` knows it.
     pub(super) fn sees_fence(&self, thread: u32, written: Stamp) -> bool {
         let (view, fence) = (&self.views[thread as usize], self.threads + written.agent);
         let seen = if written.block == self.block {

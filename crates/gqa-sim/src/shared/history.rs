@@ -1,7 +1,8 @@
-//! Who wrote a place of shared memory last and who has read it since, in kernels whose accesses vector clocks order.
+//! Who wrote a place of shared memory last and who has read it since, in kernels whose accesses
+//! vector clocks order.
 //!
-//! Places that were touched alike share one history. A new one is made when a place is touched; those that no place has any more
-//! are dropped now and then.
+//! Places that were touched alike share one history. A new one is made when a place is touched;
+//! those that no place has any more are dropped now and then.
 
 use super::clocks::{Clocks, Stamp};
 use crate::fault::{Agent, Hazard};
@@ -27,11 +28,11 @@ pub(crate) enum Kind {
     LandCopy,
     /// The place becomes part of an mbarrier.
     Initialise,
-    /// The copy engine writes a box.
+    /// The TMA writes a box.
     Load(Stamp),
     /// A store without waiting, which an mbarrier reports, arrives.
     Deliver(Stamp),
-    /// The copy engine reads a box.
+    /// The TMA reads a box.
     Store(Stamp),
     /// The tensor cores read for that group of the issuing warps.
     Multiply(u32),
@@ -73,7 +74,8 @@ impl Touch {
         Self { issuers: thread..thread + 1, kind }
     }
 
-    /// What tells it from touches of other threads, other kinds and other times; `None` where more than that matters.
+    /// What tells it from touches of other threads, other kinds and other times; `None` where more
+    /// than that matters.
     #[inline]
     fn key(&self, clocks: &Clocks) -> Option<(u32, u32)> {
         let kind = match self.kind {
@@ -201,8 +203,8 @@ pub(super) struct Histories {
     limit: usize,
 }
 
-/// What touches by single threads have made of histories, as far as it is remembered. A touch that was in order stays so: views only
-/// grow.
+/// What touches by single threads have made of histories, as far as it is remembered. A touch that
+/// was in order stays so: views only grow.
 struct Steps(Box<[Step]>);
 
 #[derive(Clone, Copy, PartialEq, Eq)]

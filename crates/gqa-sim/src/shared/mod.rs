@@ -13,7 +13,8 @@ use order::Order;
 pub(crate) use shadow::Who;
 use shadow::{Cell, Conflict};
 
-/// Address of the first byte. Not 0, so that an address made without `shared_base()` is found; a Hopper GPU reserves as much.
+/// Address of the first byte. Not 0, so that an address made without `shared_base()` is found; a
+/// Hopper GPU reserves as much.
 pub(crate) const BASE: u32 = 1024;
 
 pub(crate) type Checked<T = ()> = Result<T, Box<FaultKind>>;
@@ -95,8 +96,8 @@ impl SharedMemory {
         }
     }
 
-    /// Loads a row of a matrix whose address `giver` gave: word `i` is read by the lanes `receivers[i]` of the warp that starts at
-    /// thread `first`.
+    /// Loads a row of a matrix whose address `giver` gave: word `i` is read by the lanes
+    /// `receivers[i]` of the warp that starts at thread `first`.
     #[inline(always)]
     pub(crate) fn load_row(
         &mut self,
@@ -118,7 +119,8 @@ impl SharedMemory {
         Ok(*self.vec(offset))
     }
 
-    /// Checks every access from here on by vector clocks, which begin with what these clocks of the warps say.
+    /// Checks every access from here on by vector clocks, which begin with what these clocks of the
+    /// warps say.
     pub(crate) fn refine(&mut self, block: u32, warp_times: &[u32], block_time: u32) {
         let begin =
             || Box::new(Order::new(block, warp_times, block_time, &self.cells, &self.byte_cells));
@@ -138,8 +140,8 @@ impl SharedMemory {
         order.touch((offset, bytes as usize), touch, &mut None)
     }
 
-    /// Checks an access of `bytes` bytes by a thread of another block, whose clocks these are; both blocks use vector clocks.
-    /// Returns the offset.
+    /// Checks an access of `bytes` bytes by a thread of another block, whose clocks these are; both
+    /// blocks use vector clocks. Returns the offset.
     pub(crate) fn touch_peer(
         &mut self,
         clocks: &Clocks,
@@ -301,7 +303,8 @@ impl SharedMemory {
         access.apply(cell, who).or_else(|conflict| refuse(conflict, who, word * 4))
     }
 
-    /// A whole word whose bytes have their own cells. Once it is written as a whole, one cell is enough again.
+    /// A whole word whose bytes have their own cells. Once it is written as a whole, one cell is
+    /// enough again.
     #[cold]
     fn access_split(&mut self, who: Who, word: usize, access: Access) -> Checked {
         self.access_bytes(who, word * 4, 4, access)?;

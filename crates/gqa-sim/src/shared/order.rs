@@ -1,4 +1,5 @@
-//! Shared memory of kernels in which single threads wait for each other: every access is checked against vector clocks.
+//! Shared memory of kernels in which single threads wait for each other: every access is checked
+//! against vector clocks.
 
 use super::clocks::{Clocks, Stamp};
 use super::history::{Histories, Kind, Last, Past, Touch, Trouble};

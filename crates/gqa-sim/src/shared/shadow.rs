@@ -1,8 +1,9 @@
 //! Who touched a place of shared memory last, and whether that is ordered before the next access.
 //!
-//! Every warp has a clock. `sync_warp` advances it by one; a block barrier sets the clocks of all warps to one value past the
-//! largest, the *block time*. An access at time `t` is ordered before a thread's next one if `t` is before the block time, or if it
-//! came from the thread's own warp before the warp's present time, or from the thread itself.
+//! Every warp has a clock. `sync_warp` advances it by one; a block barrier sets the clocks of all
+//! warps to one value past the largest, the *block time*. An access at time `t` is ordered before a
+//! thread's next one if `t` is before the block time, or if it came from the thread's own warp
+//! before the warp's present time, or from the thread itself.
 
 use super::clocks::Stamp;
 use crate::fault::Hazard;
@@ -33,8 +34,8 @@ pub(crate) enum Conflict {
 
 /// One or two threads and a time, packed: `time << 32 | flags << 24 | b << 12 | a`. Zero: nobody.
 ///
-/// States of a place that need a second look have the latest time there is, so that one comparison with the block time settles the
-/// usual case.
+/// States of a place that need a second look have the latest time there is, so that one comparison
+/// with the block time settles the usual case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Tag(u64);
 
@@ -86,7 +87,8 @@ impl Tag {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cell {
     writer: Tag,
-    /// Readers since the last write: enough of them that any writer who races with one of them races with one named here.
+    /// Readers since the last write: enough of them that any writer who races with one of them
+    /// races with one named here.
     reader: Tag,
 }
 
@@ -109,8 +111,8 @@ impl Cell {
         (!self.is_unwritten()).then_some((stamp, self.writer.has(Tag::IN_FLIGHT)))
     }
 
-    /// Readers since the last write and the last block barrier, and whether these are all. Where two lanes of a warp are known, any
-    /// lane may have read.
+    /// Readers since the last write and the last block barrier, and whether these are all. Where
+    /// two lanes of a warp are known, any lane may have read.
     pub(super) fn readers(self, block: u32, block_time: u32) -> (Vec<Stamp>, bool) {
         let (reader, time) = (self.reader, self.reader.time());
         if time < block_time {
@@ -189,14 +191,16 @@ impl Cell {
         Ok(())
     }
 
-    /// Whether the last write, made since the last block barrier, is ordered before `who`'s next access.
+    /// Whether the last write, made since the last block barrier, is ordered before `who`'s next
+    /// access.
     fn writer_is_ordered(&self, who: Who) -> bool {
         let writer = self.writer;
         writer.a() == who.thread || (writer.warp() == who.warp() && writer.time() < who.time)
     }
 
-    /// `who` reads besides those who have read since the last block barrier, all of one warp. Older readers of that warp may be
-    /// forgotten: for its own lanes they are ordered, and for other warps the new one stands in.
+    /// `who` reads besides those who have read since the last block barrier, all of one warp. Older
+    /// readers of that warp may be forgotten: for its own lanes they are ordered, and for other
+    /// warps the new one stands in.
     fn join_readers(&mut self, who: Who) {
         let reader = self.reader;
         if reader.warp() != who.warp() {
@@ -208,7 +212,8 @@ impl Cell {
         }
     }
 
-    /// One of those who have read since the last block barrier that is not ordered before `who`'s write.
+    /// One of those who have read since the last block barrier that is not ordered before `who`'s
+    /// write.
     fn racing_reader(&self, who: Who) -> Option<u32> {
         let reader = self.reader;
         if reader.warp() != who.warp() {
@@ -236,7 +241,8 @@ mod tests {
         cell
     }
 
-    /// Compares the two-thread summary with the full list of readers, over all short histories of four threads in two warps.
+    /// Compares the two-thread summary with the full list of readers, over all short histories of
+    /// four threads in two warps.
     #[test]
     fn summary_of_readers_finds_exactly_the_races_of_the_full_list() {
         let threads = [0, 1, 32, 33];

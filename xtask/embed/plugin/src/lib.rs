@@ -1,4 +1,5 @@
-//! A library for programs in other languages, as engines load it: it must leave the driver's names alone.
+//! A library for programs in other languages, as engines load it: it must leave the driver's names
+//! alone.
 
 use gqa_host::driver;
 

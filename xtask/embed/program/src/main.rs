@@ -1,5 +1,5 @@
-//! An engine that uses gqa and cudarc: `program gqa cudarc` asks gqa for the GPU first, `program cudarc gqa`
-//! the other. Each says in one line what came of it.
+//! An engine that uses gqa and cudarc: `program gqa cudarc` asks gqa for the GPU first, `program
+//! cudarc gqa` the other. Each says in one line what came of it.
 
 use cudarc::driver::{CudaContext, DevicePtr, DevicePtrMut};
 use gqa_host::DType::{F16, I32};

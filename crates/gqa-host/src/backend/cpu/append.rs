@@ -1,8 +1,8 @@
 //! The cache: past rows kept or copied, new rows appended, K normalised and rotated.
 
-use super::codes::Codes;
 use super::element::Element;
 use super::norm::{Norm, round};
+use super::quantized::Codes;
 use super::rope::Rope;
 use super::sequence::Sequence;
 use crate::{CacheBinding, Problem, RowLayout};
@@ -37,8 +37,8 @@ impl<T: Element> Append<'_, T> {
         });
     }
 
-    /// The same of a quantised cache.
-    pub(super) fn run_codes(&self, codes: Codes<'_>, past: &[u8], present: &mut [u8]) {
+    /// The same of a quantized cache.
+    pub(super) fn run_quantized(&self, codes: Codes<'_>, past: &[u8], present: &mut [u8]) {
         self.update(past, present, codes.bytes(self.size), 0, |[b, head, s], buffer, row| {
             self.turn([b, head, s], buffer);
             round::<T>(buffer);
@@ -46,8 +46,8 @@ impl<T: Element> Append<'_, T> {
         });
     }
 
-    /// Writes a present tensor whose rows have `size` elements: `new` writes the new row of a batch entry, a KV head and a number,
-    /// and has room for its values.
+    /// Writes a present tensor whose rows have `size` elements: `new` writes the new row of a batch
+    /// entry, a KV head and a number, and has room for its values.
     fn update<C: Copy + Send + Sync>(
         &self,
         past: &[C],

@@ -214,7 +214,8 @@ mod tests {
 
     const SIZE: usize = 48;
 
-    /// Queries, keys and values of made-up numbers; each row sees one key less at the end and one more at the front than the one before.
+    /// Queries, keys and values of made-up numbers; each row sees one key less at the end and one
+    /// more at the front than the one before.
     struct MadeUp {
         problem: Problem,
         count: usize,

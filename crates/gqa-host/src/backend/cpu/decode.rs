@@ -1,7 +1,8 @@
-//! Attention of a few query rows, as a token has, to tiles of keys and values: online softmax, elements of a head across the lanes.
+//! Attention of a few query rows, as a token has, to tiles of keys and values: online softmax,
+//! elements of a head across the lanes.
 //!
-//! A [`Panel`](super::panel::Panel) with few rows leaves most lanes without one. Here a vector has consecutive elements of a key or
-//! a value, which are read once for all rows:
+//! A [`Panel`](super::panel::Panel) with few rows leaves most lanes without one. Here a vector has
+//! consecutive elements of a key or a value, which are read once for all rows:
 //!
 //! ```text
 //!   scores[row][key] = Σ_lanes Σ_c  query[row][c] · K[key][c]
@@ -15,7 +16,8 @@ use pulp::Simd;
 use std::array;
 use std::ops::Range;
 
-/// Rows of up to `R`, and the state of their softmax. What the rows beyond those that there are compute is dropped.
+/// Rows of up to `R`, and the state of their softmax. What the rows beyond those that there are
+/// compute is dropped.
 pub(super) struct FewRows<'a, S: Simd, const R: usize> {
     rows: &'a dyn Rows,
     /// Rotated and scaled: the vectors of a head, each of all rows.
@@ -54,7 +56,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         Self { rows, query, output, max: [f32::MIN; R], sum: [0.0; R], visible, span }
     }
 
-    /// What a range of keys gives the rows; `BLOCK` keys, and as many vectors of values, are in registers at a time.
+    /// What a range of keys gives the rows; `BLOCK` keys, and as many vectors of values, are in
+    /// registers at a time.
     #[inline(always)]
     pub(super) fn run<const BLOCK: usize>(mut self, simd: S, keys: Range<usize>) -> Partial {
         let mut buffers = buffers(self.rows);
@@ -90,7 +93,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
     }
 
-    /// Which of `count` keys from `first` on a row sees, counted from the first. A row that is missing sees all.
+    /// Which of `count` keys from `first` on a row sees, counted from the first. A row that is
+    /// missing sees all.
     fn seen(&self, row: usize, first: usize, count: usize) -> Range<usize> {
         let Some(keys) = self.visible.get(row) else { return 0..count };
         let start = keys.start.saturating_sub(first).min(count);
@@ -146,7 +150,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
     }
 
-    /// Turns scores into weights relative to the largest score so far. Returns what everything summed before is multiplied by.
+    /// Turns scores into weights relative to the largest score so far. Returns what everything
+    /// summed before is multiplied by.
     #[inline(always)]
     fn weigh(&mut self, simd: S, scores: &mut [Line; R]) -> [S::f32s; R] {
         let mut corrections = [simd.splat_f32s(1.0); R];
@@ -171,7 +176,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         corrections
     }
 
-    /// Adds the values, each times its weights, that a row `sees`: a weight of 0 would not make NaN harmless.
+    /// Adds the values, each times its weights, that a row `sees`: a weight of 0 would not make NaN
+    /// harmless.
     #[inline(always)]
     fn accumulate<const BLOCK: usize>(
         &mut self,
@@ -242,7 +248,8 @@ fn add_values<S: Simd, const R: usize, const BLOCK: usize>(
     *output = sums;
 }
 
-/// Asks for what lies some keys behind `vector`: a token waits for memory, not for arithmetic, and processors see the strides of blocks late.
+/// Asks for what lies some keys behind `vector`: a token waits for memory, not for arithmetic, and
+/// processors see the strides of blocks late.
 #[inline(always)]
 fn prefetch_behind<V>(vector: &V) {
     prefetch(vector, 4096);

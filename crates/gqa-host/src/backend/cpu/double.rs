@@ -1,5 +1,5 @@
-//! ONNX Attention in double precision: for float64, and where values are of another type than queries. Rows in parallel, each with
-//! all its scores in memory.
+//! ONNX Attention in double precision: for float64, and where values are of another type than
+//! queries. Rows in parallel, each with all its scores in memory.
 
 use super::sequence::Sequence;
 use super::sequences;

@@ -96,7 +96,8 @@ fn f32_of_f16(x: f16) -> f32 {
     let bits = u32::from(x.to_bits());
     let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
     let widened = (size << DROPPED) + BIAS;
-    // Above these is infinity or none; below those are multiples of the smallest number, to which the exponent is added and taken away.
+    // Above these is infinity or none; below those are multiples of the smallest number, to which
+    // the exponent is added and taken away.
     let widened = if size >= 0x7c00 { widened + BIAS } else { widened };
     let exponent = BIAS + (1 << 23);
     let small = f32::from_bits(widened + (1 << 23)) - f32::from_bits(exponent);

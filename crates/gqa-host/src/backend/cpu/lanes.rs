@@ -30,7 +30,8 @@ impl<S: Simd, const N: usize> Lanes<S, N> {
     }
 }
 
-/// Coefficients, highest power first, of a polynomial whose last ones are written out where it is used.
+/// Coefficients, highest power first, of a polynomial whose last ones are written out where it is
+/// used.
 type Coefficients = [f32; 5];
 
 /// (e^r - 1 - r) / r² for |r| <= ln 2 / 2.

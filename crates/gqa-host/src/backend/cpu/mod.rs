@@ -1,14 +1,15 @@
-//! The CPU: attention by tiles with online softmax, in `f32`, on all cores and with the widest vectors there are.
+//! The CPU: attention by tiles with online softmax, in `f32`, on all cores and with the widest
+//! vectors there are.
 //!
-//! A task is up to 256 query rows of one KV head: the query heads of a group count as rows, so that keys and values are read
-//! once for all of them. Where a task has few rows its keys are cut into parts that run in parallel. Many rows lie across the
-//! lanes of a vector (`panel`); where rows are too few for that, the elements of a head do (`decode`). A task's memory is its
-//! rows and one tile of keys and values; no score matrix exists. How the work is cut depends on the problem only, so results
-//! do not depend on the number of cores.
+//! A task is up to 256 query rows of one KV head: the query heads of a group count as rows, so that
+//! keys and values are read once for all of them. Where a task has few rows its keys are cut into
+//! parts that run in parallel. Many rows lie across the lanes of a vector (`panel`); where rows are
+//! too few for that, the elements of a head do (`decode`). A task's memory is its rows and one tile
+//! of keys and values; no score matrix exists. How the work is cut depends on the problem only, so
+//! results do not depend on the number of cores.
 
 mod append;
 mod attend;
-mod codes;
 mod decode;
 mod double;
 mod element;
@@ -16,6 +17,7 @@ mod lanes;
 mod norm;
 mod paged;
 mod panel;
+mod quantized;
 mod quantized_output;
 mod rope;
 mod rows;
@@ -26,13 +28,13 @@ mod update;
 
 use super::{Backend, Io};
 use crate::plan::TensorId;
-use crate::{CacheBinding, Computes, DType, Layout, Problem, QkNorm, Result, Tensor};
+use crate::{CacheBinding, CallKind, DType, Layout, Problem, QkNorm, Result, Tensor};
 use append::Append;
-use codes::Codes;
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
 use norm::Norm;
 use paged::Blocks;
+use quantized::Codes;
 use rayon::prelude::*;
 use rope::Rope;
 use rows::{OutputRow, output_rows};
@@ -65,7 +67,7 @@ impl Cpu {
         if problem.is_empty() {
             return Ok(());
         }
-        if let Computes::Update(mode) = problem.computes {
+        if let CallKind::Update(mode) = problem.computes {
             return update::run(problem, mode, io);
         }
         if let Some(pages) = problem.pages {
@@ -89,12 +91,12 @@ impl Cpu {
             append(p, &sequences, rope.as_ref(), io)?;
         }
         match p.computes {
-            Computes::Attention if p.widens_output() => {
+            CallKind::Attention if p.widens_output() => {
                 self.attend::<T, f32>(p, &sequences, rope.as_ref(), None, io)
             }
-            Computes::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), None, io),
-            Computes::Rotation => rotate(p, &sequences, rope.as_ref(), io),
-            Computes::Cache | Computes::Update(_) => Ok(()),
+            CallKind::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), None, io),
+            CallKind::Rotation => rotate(p, &sequences, rope.as_ref(), io),
+            CallKind::Cache | CallKind::Update(_) => Ok(()),
         }
     }
 
@@ -238,8 +240,8 @@ fn append<T: Element>(
         let present_key = io.present_key.bytes_mut()?;
         let present_value = io.present_value.bytes_mut()?;
         rayon::join(
-            || key.run_codes(key_codes, past_key, present_key),
-            || value.run_codes(value_codes, past_value, present_value),
+            || key.run_quantized(key_codes, past_key, present_key),
+            || value.run_quantized(value_codes, past_value, present_value),
         );
         return Ok(());
     }

@@ -1,4 +1,5 @@
-//! Calls whose cache consists of blocks: new rows go to their places, then every token attends to its sequence's blocks where they are.
+//! Calls whose cache consists of blocks: new rows go to their places, then every token attends to
+//! its sequence's blocks where they are.
 
 use super::decode::prefetch;
 use super::element::{Element, foreign};
@@ -7,12 +8,12 @@ use super::{Cpu, rope};
 use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{
-    CacheBinding, Computes, DType, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
+    CacheBinding, CallKind, DType, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
 };
 use half::{bf16, f16};
 use ndarray::Array1;
 
-/// Where rows of sequences are in a cache of blocks.
+/// Where rows of sequences are in a paged KV cache.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks<'a> {
     pages: Pages,
@@ -28,7 +29,8 @@ impl Blocks<'_> {
         self.table[b * per_sequence + row / block_size] as usize * block_size + row % block_size
     }
 
-    /// A KV head's row of `size` elements; a later row is asked for, as processors do not see where it is.
+    /// A KV head's row of `size` elements; a later row is asked for, as processors do not see where
+    /// it is.
     pub(super) fn row<'e, E>(
         &self,
         elements: &'e [E],
@@ -85,13 +87,14 @@ impl PagedCall<'_> {
         self.cpu.attend::<T, T>(self.problem, &self.sequences, rope.as_ref(), blocks, io)
     }
 
-    /// Writes all tokens' keys, normalised and rotated, and values, which are those of one prompt with these positions.
+    /// Writes all tokens' keys, normalised and rotated, and values, which are those of one prompt
+    /// with these positions.
     fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
         let tokens = p.tokens();
         let rows = tokens.q_len;
         let alone = tokens.derive(|tokens| ProblemFields {
-            computes: Computes::Cache,
+            computes: CallKind::Cache,
             cache: CacheBinding::Separate,
             total_len: rows,
             past_capacity: 0,

@@ -1,8 +1,10 @@
-//! Attention of a panel of query rows to tiles of keys and values: online softmax, one row per lane.
+//! Attention of a panel of query rows to tiles of keys and values: online softmax, one row per
+//! lane.
 //!
-//! Rows lie across the lanes of a vector, so keys and values are read as single numbers, straight from the cache, and
-//! everything per row (maximum, sum, mask) is one vector operation for all rows. Both products are the same loop: a block of
-//! numbers times a vector of rows, summed in registers.
+//! Rows lie across the lanes of a vector, so keys and values are read as single numbers, straight
+//! from the cache, and everything per row (maximum, sum, mask) is one vector operation for all
+//! rows. Both products are the same loop: a block of numbers times a vector of rows, summed in
+//! registers.
 //!
 //! ```text
 //!   scores[key]  = Σ_h   K[key][h] · query[h]         for each key of the tile
@@ -16,7 +18,8 @@ use pulp::Simd;
 use std::array;
 use std::ops::Range;
 
-/// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a result.
+/// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a
+/// result.
 pub(super) const KEYS: usize = 64;
 
 /// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
@@ -66,7 +69,8 @@ pub(super) trait Rows: Sync {
     /// How many.
     fn count(&self) -> usize;
 
-    /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a multiple of [`PADDED_TO`].
+    /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a
+    /// multiple of [`PADDED_TO`].
     fn sizes(&self) -> [usize; 2];
 
     /// Keys that a row sees.
@@ -261,7 +265,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// Turns scores into weights relative to the largest score so far. Returns what everything summed before is multiplied by.
+    /// Turns scores into weights relative to the largest score so far. Returns what everything
+    /// summed before is multiplied by.
     #[inline(always)]
     fn weigh(&mut self, simd: S, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
         let mut correction = self.max;
@@ -281,8 +286,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         correction
     }
 
-    /// Adds the values, each times its weights. A row takes nothing from a key that it does not see: a weight of 0 would not make
-    /// NaN harmless.
+    /// Adds the values, each times its weights. A row takes nothing from a key that it does not
+    /// see: a weight of 0 would not make NaN harmless.
     #[inline(always)]
     fn accumulate<const BLOCK: usize>(
         &mut self,

@@ -16,7 +16,8 @@ pub(super) struct Rope<'a, T> {
 }
 
 impl<T: Element> Rope<'_, T> {
-    /// Rotates new row `s` of batch entry `b`; the result is not rounded. Only rows of padding stand outside the tables, and stay as they are.
+    /// Rotates new row `s` of batch entry `b`; the result is not rounded. Only rows of padding
+    /// stand outside the tables, and stay as they are.
     pub(super) fn rotate(&self, b: usize, s: usize, sequence: Sequence, row: &mut [f32]) {
         let position = match self.rotary.explicit {
             Some(row_length) => self.position_ids[b * row_length + s],

@@ -1,4 +1,4 @@
-//! Calls whose cache slides: rows move, and the call is counted from the cache's first row.
+//! Calls over a rolling KV cache: rows move, and the call is counted from the cache's first row.
 
 use super::Cpu;
 use super::element::foreign;
@@ -10,7 +10,7 @@ use ndarray::{Array1, Array2};
 use rayon::prelude::*;
 
 impl Cpu {
-    /// Computes a call whose cache slides.
+    /// Computes a call over a rolling KV cache.
     pub(super) fn run_sliding(&self, p: &Problem, sliding: Sliding, io: &mut Io<'_>) -> Result<()> {
         let Tensor::I32(last) = io.need(TensorId::SeqlensK)? else {
             return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
@@ -137,7 +137,8 @@ impl SlidingCall<'_> {
         Ok(slid)
     }
 
-    /// Moves the rows that stay to the front of `to`, from `from` or within it, and clears what is behind them unless past and present are one.
+    /// Moves the rows that stay to the front of `to`, from `from` or within it, and clears what is
+    /// behind them unless past and present are one.
     fn keep(&self, from: Option<&Tensor>, to: &mut [u8], kept: impl Fn(&Slide) -> usize + Sync) {
         let heads = self.problem.batch * self.problem.kv_heads;
         let (per_head, clears) = (to.len() / heads, self.problem.cache == CacheBinding::Separate);

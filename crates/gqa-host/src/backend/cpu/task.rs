@@ -1,11 +1,11 @@
 //! One KV head's query rows, from their keys to their outputs.
 
 use super::attend::{Attend, Partial, Scores, Softmax};
-use super::codes::Codes;
 use super::element::{Element, elements};
 use super::norm::{Norm, round};
 use super::paged::Blocks;
 use super::panel::{KEYS, PADDED_TO, Rows, Tile, span};
+use super::quantized::Codes;
 use super::rope::Rope;
 use super::rows::OutputRow;
 use super::sequence::Sequence;
@@ -44,11 +44,11 @@ pub(super) struct Call<'a, T> {
 pub(super) enum Cached<'a, T> {
     /// As they are.
     Numbers(&'a [T]),
-    /// By their codes.
+    /// By their quantized values.
     Codes(Codes<'a>, &'a [u8]),
     /// In blocks.
     Blocks(Blocks<'a>, &'a [T]),
-    /// By their codes, in blocks.
+    /// By their quantized values, in blocks.
     BlocksOfCodes(Blocks<'a>, Codes<'a>, &'a [u8]),
 }
 
@@ -70,7 +70,8 @@ impl<'a, T: Element> Bias<'a, T> {
         }
     }
 
-    /// Adds the elements from `start` on. Where they are false or -inf, no score is left, not even NaN.
+    /// Adds the elements from `start` on. Where they are false or -inf, no score is left, not even
+    /// NaN.
     fn add(self, start: usize, scores: &mut [f32]) {
         let mut line = [0.0; KEYS];
         let line = &mut line[..scores.len()];
@@ -89,7 +90,8 @@ impl<'a, T: Element> Bias<'a, T> {
     }
 }
 
-/// Query rows of one KV head, in the order of [`output_rows`](super::rows::output_rows), from `first` on.
+/// Query rows of one KV head, in the order of [`output_rows`](super::rows::output_rows), from
+/// `first` on.
 pub(super) struct Task<'a, T> {
     pub(super) call: &'a Call<'a, T>,
     /// The sequence.
@@ -251,7 +253,8 @@ struct CachedRows {
 }
 
 impl<'a, T: Element> Cached<'a, T> {
-    /// Rows of `size` elements in `f32`, each filled up with the buffer's zeros: the elements themselves, or a copy in `buffer`.
+    /// Rows of `size` elements in `f32`, each filled up with the buffer's zeros: the elements
+    /// themselves, or a copy in `buffer`.
     fn in_f32(
         self,
         of: &CachedRows,

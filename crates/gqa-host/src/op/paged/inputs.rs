@@ -3,7 +3,8 @@
 use super::Bounds;
 use crate::{Tensor, TensorDesc};
 
-/// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B sequences, num_tokens new tokens of all of them together.
+/// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B
+/// sequences, num_tokens new tokens of all of them together.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedInputs<'a> {
     /// (num_tokens, N·H), or packed (num_tokens, (N + 2·Nk)·H)
@@ -22,20 +23,23 @@ pub struct PagedInputs<'a> {
     pub cos_cache: Option<&'a Tensor>,
     /// As cos_cache
     pub sin_cache: Option<&'a Tensor>,
-    /// int32 (num_tokens): the row of the cache, counted through all blocks, that takes the token's key and value, or -1: none does. Absent: the one that
-    /// block_table gives to the token's position
+    /// int32 (num_tokens): the row of the cache, counted through all blocks, that takes the token's
+    /// key and value, or -1: none does. Absent: the one that block_table gives to the token's
+    /// position
     pub slot_mapping: Option<&'a Tensor>,
     /// (N)
     pub head_sink: Option<&'a Tensor>,
-    /// (H): each head's rows of query are divided by their root mean square and multiplied by this, before they rotate
+    /// (H): each head's rows of query are divided by their root mean square and multiplied by this,
+    /// before they rotate
     pub q_norm_weight: Option<&'a Tensor>,
     /// (H): the same of key
     pub k_norm_weight: Option<&'a Tensor>,
-    /// float32, finite and not 0: one for all keys in a quantised cache, or (Nk·H) in any shape
+    /// float32, finite and not 0: one for all keys in a quantized cache, or (Nk·H) in any shape
     pub k_scale: Option<&'a Tensor>,
     /// The same of values
     pub v_scale: Option<&'a Tensor>,
-    /// int32 (2) or (3): as many new tokens, and as many in all, as no sequence exceeds, 0: not known; and tokens that one sequence has at least
+    /// int32 (2) or (3): as many new tokens, and as many in all, as no sequence exceeds, 0: not
+    /// known; and tokens that one sequence has at least
     pub attention_metadata: Option<&'a Tensor>,
 }
 
@@ -67,7 +71,7 @@ impl<'a> PagedInputs<'a> {
     }
 }
 
-/// A cache of blocks: (num_blocks, block_size, Nk, H) each, or H / 2 bytes of 4-bit codes.
+/// A paged KV cache: (num_blocks, block_size, Nk, H) each, or H / 2 bytes of 4-bit values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PagedCache {
     /// Rotated keys.
@@ -76,7 +80,8 @@ pub struct PagedCache {
     pub value: Tensor,
 }
 
-/// Types and shapes of the inputs, which is all that is known on the host when the data is in a GPU's memory. Under their names in [`PagedInputs`].
+/// Types and shapes of the inputs, which is all that is known on the host when the data is in a
+/// GPU's memory. Under their names in [`PagedInputs`].
 #[derive(Clone, Copy, Debug)]
 pub struct PagedShapes<'a> {
     /// query, or packed QKV

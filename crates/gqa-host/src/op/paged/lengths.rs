@@ -15,7 +15,8 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// Errs unless sequences follow one another and have lengths; they have so many new `tokens` together.
+    /// Errs unless sequences follow one another and have lengths; they have so many new `tokens`
+    /// together.
     pub(crate) fn of(inputs: &Tensors<&Tensor>, tokens: usize) -> Result<Self> {
         let starts = integers(STARTS, inputs.need(TensorId::CumulativeSequenceLength)?)?;
         let past = integers("past_seqlens", inputs.need(TensorId::SeqlensK)?)?;
@@ -69,8 +70,8 @@ impl Lengths {
         Ok(())
     }
 
-    /// Errs unless every row of every sequence has a place in the cache, and sequences are as short as the
-    /// problem says.
+    /// Errs unless every row of every sequence has a place in the cache, and sequences are as short
+    /// as the problem says.
     pub(crate) fn check(&self, p: &Problem, pages: Pages, inputs: &Tensors<&Tensor>) -> Result<()> {
         let table = integers("block_table", inputs.need(TensorId::BlockTable)?)?;
         for (b, &[past, new]) in self.sequences.iter().enumerate() {

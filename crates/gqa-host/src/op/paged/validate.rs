@@ -1,13 +1,13 @@
 //! From PagedAttention's attributes and inputs to a [`Problem`].
 
-use super::quantisation::quantisation;
+use super::quantization::quantization;
 use super::{PagedAttention, PagedShapes};
 use crate::op::validate::{
     Dim, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, head_count, scale,
     shape,
 };
 use crate::{
-    CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantisation, Result,
+    CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantization, Result,
     Rotary, Sink, TensorDesc,
 };
 
@@ -20,7 +20,7 @@ struct Sizes {
     tokens: usize,
     batch: usize,
     packed: bool,
-    quantised: Option<Quantisation>,
+    quantized: Option<Quantization>,
 }
 
 impl PagedAttention {
@@ -48,7 +48,7 @@ impl PagedAttention {
             cache: CacheBinding::Shared,
             pages: Some(pages),
             packed: sizes.packed,
-            quantised: sizes.quantised,
+            quantized: sizes.quantized,
             qk_norm: sizes.qk_norm(inputs, self.qk_norm_epsilon)?,
             rotary: self.rotary(inputs, &sizes, total_len)?,
             scale: scale(Some(self.scale).filter(|&scale| scale != 0.0), sizes.head_size),
@@ -116,8 +116,8 @@ impl PagedAttention {
         if lengths != DType::I32 {
             return Err(Error::invalid("past_seqlens", lengths, "int32"));
         }
-        let quantised = quantisation(self, inputs, kv_heads, head_size)?;
-        let sizes = Sizes { dtype, heads, kv_heads, head_size, tokens, batch, packed, quantised };
+        let quantized = quantization(self, inputs, kv_heads, head_size)?;
+        let sizes = Sizes { dtype, heads, kv_heads, head_size, tokens, batch, packed, quantized };
         if let (Some(key), Some(value)) = (inputs.key, inputs.value) {
             let width = Dim::Is("kv_num_heads * head_size", kv_heads * head_size);
             let dims = [Dim::Is("num_tokens", tokens), width];
@@ -162,18 +162,18 @@ impl Sizes {
         Pattern { argument, dtype: self.dtype, why: ", the type of query", dims }.check(got)
     }
 
-    /// The same of a cache, which may hold codes.
+    /// The same of a cache, which may hold quantized values.
     fn check_cache(
         &self,
         argument: &'static str,
         got: TensorDesc<'_>,
         [blocks, rows]: [Dim; 2],
     ) -> Result<()> {
-        let (dtype, why) = match self.quantised {
+        let (dtype, why) = match self.quantized {
             None => (self.dtype, ", the type of query"),
-            Some(quantised) => (quantised.dtype(), ", the type of key_cache"),
+            Some(quantized) => (quantized.dtype(), ", the type of key_cache"),
         };
-        let width = match self.quantised.map_or(1, Quantisation::codes_per_element) {
+        let width = match self.quantized.map_or(1, Quantization::codes_per_element) {
             1 => Dim::Is("head_size", self.head_size),
             codes => Dim::Is("head_size / 2", self.head_size / codes),
         };

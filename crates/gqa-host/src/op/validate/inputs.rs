@@ -2,7 +2,7 @@
 
 use super::pattern::{Dim, Pattern, addressable, shape};
 use crate::op::Shapes;
-use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantisation, Result, TensorDesc};
+use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantization, Result, TensorDesc};
 
 /// Head sizes go up to this: heads are counted in 32 bits, with room for rounding up.
 pub(in crate::op) const MAX_HEAD_SIZE: usize = 1 << 16;
@@ -111,7 +111,7 @@ impl Query {
     pub(super) fn past_rows(
         &self,
         inputs: &Shapes<'_>,
-        quantised: Option<Quantisation>,
+        quantized: Option<Quantization>,
         cache: CacheBinding,
     ) -> Result<usize> {
         const NAME: &str = "past_sequence_length";
@@ -125,11 +125,11 @@ impl Query {
                 CacheBinding::Separate | CacheBinding::External => Ok(0),
             };
         };
-        let (dtype, why) = match quantised {
+        let (dtype, why) = match quantized {
             Some(codes) => (codes.dtype(), ", the type of past_key"),
             None => (self.dtype, ", the type of query"),
         };
-        let element = match quantised.map_or(1, Quantisation::codes_per_element) {
+        let element = match quantized.map_or(1, Quantization::codes_per_element) {
             1 => Dim::Is("head_size", self.head_size),
             codes => Dim::Is("head_size / 2", self.head_size / codes),
         };

@@ -82,7 +82,8 @@ pub(in crate::op) const MAX_HEADS: usize = u16::MAX as usize;
 /// Largest number of elements, such that no byte count overflows.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
 
-/// Errs for shapes that no memory holds. They come up where a shape is not that of an array, or where one dimension is 0.
+/// Errs for shapes that no memory holds. They come up where a shape is not that of an array, or
+/// where one dimension is 0.
 pub(in crate::op) fn addressable(argument: &'static str, dims: &[usize]) -> Result<()> {
     let elements =
         dims.iter().filter(|&&n| n > 0).try_fold(1usize, |product, &n| product.checked_mul(n));
@@ -101,8 +102,8 @@ pub(in crate::op) fn head_count(argument: &'static str, heads: i64) -> Result<us
     }
 }
 
-/// Errs where rows of that many outer dimensions are too many to be counted: the one place that sees to it
-/// that no product of such dimensions overflows in a kernel.
+/// Errs where rows of that many outer dimensions are too many to be counted: the one place that
+/// sees to it that no product of such dimensions overflows in a kernel.
 pub(in crate::op) fn check_rows(argument: &'static str, dims: &[usize]) -> Result<()> {
     match dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n)) {
         Some(0..=MAX_COUNT) => Ok(()),

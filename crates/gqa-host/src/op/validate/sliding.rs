@@ -1,16 +1,16 @@
-//! What a cache that slides asks of a call.
+//! What a rolling KV cache asks of a call.
 
 use super::Rows;
 use super::pattern::shape;
 use crate::op::{GroupQueryAttention, Shapes};
-use crate::{Error, Problem, Quantisation, Result};
+use crate::{Error, Problem, Quantization, Result};
 
 impl GroupQueryAttention {
     /// Errs unless sliding_window_cache, where it is on, agrees with the attributes and inputs.
     pub(super) fn check_sliding(
         &self,
         inputs: &Shapes<'_>,
-        quantised: Option<Quantisation>,
+        quantized: Option<Quantization>,
         rows: Rows,
     ) -> Result<()> {
         if !self.sliding_window_cache {
@@ -40,7 +40,7 @@ impl GroupQueryAttention {
         }
         // Rows move as vectors.
         let width = past.shape.last().copied().unwrap_or_default() * past.dtype.size();
-        match quantised {
+        match quantized {
             Some(_) if !width.is_multiple_of(Problem::VECTOR_BYTES) => refuse(
                 "past_key",
                 format!("{}, rows of {width} bytes", shape(past.shape)),

@@ -1,9 +1,10 @@
-//! What is in lengths, positions and scales. Checked where that is in host memory; kernels clamp it where it is not.
+//! What is in lengths, positions and scales. Checked where that is in host memory; kernels clamp it
+//! where it is not.
 
 use super::pattern::shape;
 use crate::op::paged::Lengths;
 use crate::plan::{TensorId, Tensors};
-use crate::{Alignment, Computes, Error, Phase, Problem, QkOutput, Result, Tensor, WriteMode};
+use crate::{Alignment, CallKind, Error, Phase, Problem, QkOutput, Result, Tensor, WriteMode};
 
 /// The value of total_sequence_length.
 pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
@@ -15,8 +16,8 @@ pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
     }
 }
 
-/// Errs unless every length, every position of a token and every block leads into the tensors that they
-/// index, and scales can be divided by.
+/// Errs unless every length, every position of a token and every block leads into the tensors that
+/// they index, and scales can be divided by.
 pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
     let scales = [TensorId::KScale, TensorId::VScale, TensorId::OutputScale];
     for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
@@ -25,7 +26,7 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
     if let Some(pages) = p.pages {
         return Lengths::of(inputs, pages.tokens)?.check(p, pages, inputs);
     }
-    if let Computes::Update(mode) = p.computes {
+    if let CallKind::Update(mode) = p.computes {
         return check_first_rows(p, mode, inputs.need(TensorId::WriteIndices)?);
     }
     let bounds = Bounds::of(p);
@@ -120,7 +121,8 @@ impl Bounds {
     }
 }
 
-/// Errs unless the explicit positions of entry `b`'s tokens are rows of cos_cache. Padding may have any position.
+/// Errs unless the explicit positions of entry `b`'s tokens are rows of cos_cache. Padding may have
+/// any position.
 fn check_positions(
     p: &Problem,
     position_ids: Option<&Tensor>,

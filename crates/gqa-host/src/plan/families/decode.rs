@@ -81,7 +81,7 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
     select::capabilities(&NEEDS, call.device)?;
-    let codes = p.quantised.map(|how| how.format);
+    let codes = p.quantized.map(|how| how.format);
     let is_typed = |entry: &&Entry| {
         entry.family == module
             && (entry.codes.is_none() || entry.codes == codes)
@@ -164,10 +164,10 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
         (None, None) => {
             let half = if options.force.is_none() { half_of(entry, device) } else { None };
             let (keys, sms) = (p.most_keys(), device.multiprocessors);
-            let Shape { ranks, parts, together } =
+            let Shape { ranks, splits, together } =
                 decode::shape(&params, entry.rows, keys, sms, half.is_some());
             let entry = half.filter(|_| together == 2).unwrap_or(entry);
-            Kernel { entry, splits: parts, cluster: ranks }
+            Kernel { entry, splits, cluster: ranks }
         }
         (cluster, splits) => {
             Kernel { entry, splits: splits.unwrap_or(1), cluster: cluster.unwrap_or(1) }
@@ -218,7 +218,7 @@ pub(super) fn attention_params(kernel: &Kernel, job: &Job<'_>) -> Result<Attenti
 }
 
 pub(super) fn in_bytes(kernel: &Kernel, p: &Problem, params: AttentionParams) -> AttentionParams {
-    let Some(how) = p.quantised.filter(|_| kernel.entry.codes.is_some()) else {
+    let Some(how) = p.quantized.filter(|_| kernel.entry.codes.is_some()) else {
         return params;
     };
     let per_byte = how.codes_per_element() as u64;
@@ -248,14 +248,14 @@ pub(super) fn step_params(
         new_v: job.rows.value.strides,
         rotary,
         new_len: if appends { u32_of("new keys", p.new_len)? } else { 0 },
-        parts: kernel.splits,
+        splits: kernel.splits,
         clusters: decode::clusters(&attention, entry.rows),
         rows: entry.rows,
         at_a_time: job.device.multiprocessors * entry.min_blocks,
         // The launch that normalises begins when all before it has ended, and writes scratch.
-        settled: u32::from(appends && (p.settled || p.qk_norm.is_some())),
+        prefetch_cache: u32::from(appends && (p.prefetch_cache || p.qk_norm.is_some())),
         ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
-        per_channel: (entry.codes.is_some() && p.quantised.is_some_and(|how| how.per_channel))
+        per_channel: (entry.codes.is_some() && p.quantized.is_some_and(|how| how.per_channel))
             .into(),
         attention,
     })

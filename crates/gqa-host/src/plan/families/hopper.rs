@@ -1,5 +1,5 @@
-//! `hopper`: flash attention with warpgroups and TMA, for prefill on Hopper, over splits of the keys
-//! where work tiles would leave SMs idle; and what its sisters share with it.
+//! `hopper`: flash attention with warpgroups and TMA, for prefill on Hopper, over splits of the
+//! keys where work tiles would leave SMs idle; and what its sisters share with it.
 
 use crate::plan::build::{launch, tensor};
 use crate::plan::decision::Rejection;
@@ -7,7 +7,7 @@ use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch, TensorMap};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{output, params, rotary_params, sectioned_params};
+use crate::plan::params::{l2_swizzled_params, output, params, rotary_params};
 use crate::plan::rows::Rows;
 use crate::plan::tensors::TensorId;
 use crate::plan::{merge, requirements, select};
@@ -56,7 +56,7 @@ impl Family for Hopper {
             let fused = self.fuses(job.problem, entry, job.task.fused);
             return whole_launch(job, entry, fused.query_rotation).map(|launch| vec![launch]);
         }
-        let params = sectioned_params(&job, splits)?;
+        let params = l2_swizzled_params(&job, splits)?;
         let counter = job.scratch.count(1);
         let arguments = arguments(job.problem, &params, &job.rows, counter, entry);
         let grid = hopper::grid(&params, entry.rows, job.device.multiprocessors);
@@ -67,8 +67,8 @@ impl Family for Hopper {
 /// What the kernels are made of.
 const NEEDS: [Capability; 3] = [Capability::Wgmma, Capability::Tma, Capability::RegisterHandover];
 
-/// Query rows from which a tile of 64 rows or more per query head pays, however many sequences there
-/// are.
+/// Query rows from which a tile of 64 rows or more per query head pays, however many sequences
+/// there are.
 pub(super) const LEAST_ROWS: usize = 64;
 
 /// Whether the call has rows, and the device instructions, for the family.
@@ -111,8 +111,8 @@ fn unsuited(entry: &Entry, p: &Problem) -> [usize; 4] {
     [other.into(), wrong_length.into(), work(entry, p) + rotation, 0]
 }
 
-/// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one of
-/// about 60 rows more (measured: `docs/perf-log.md`).
+/// The scores that an entry computes for one sequence, in whole tiles. A tile costs as much as one
+/// of about 60 rows more (measured: `docs/perf-log.md`).
 fn work(entry: &Entry, p: &Problem) -> usize {
     const OVERHEAD: usize = 60;
     let (rows, keys) = (entry.rows.max(1) as usize, entry.keys.max(1) as usize);
@@ -143,7 +143,8 @@ pub(super) fn can_do(p: &Problem, device: &DeviceInfo) -> Result<(), Rejection> 
     if p.scale <= 0.0 {
         return Err(Rejection::Scale { got: p.scale });
     }
-    // It takes tanh(x) as 1 - 2 / (1 + e^2x), which is off by 2.4e-7 near 0, and scores by as much of the softcap.
+    // It takes tanh(x) as 1 - 2 / (1 + e^2x), which is off by 2.4e-7 near 0, and scores by as much
+    // of the softcap.
     const MAX_SOFTCAP: f32 = 1000.0;
     if p.softcap_in_f32() > MAX_SOFTCAP {
         return Err(Rejection::Softcap { got: p.softcap_in_f32(), max: MAX_SOFTCAP });
@@ -169,8 +170,8 @@ fn mostly_empty_tiles_pay(p: &Problem, entry: &Entry, device: &DeviceInfo) -> bo
     waves(p.q_heads, p.q_len, entry.rows as usize, 1) < TILED_TIME.saturating_mul(tiled)
 }
 
-/// The kernel for splits of the keys where they pay instead of `entry` for the whole, or where their
-/// f32 is wanted, if only of one. GQA_SPLITS and GQA_FORCE know better than the heuristic.
+/// The kernel for splits of the keys where they pay instead of `entry` for the whole, or where
+/// their f32 is wanted, if only of one. GQA_SPLITS and GQA_FORCE know better than the heuristic.
 fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
     let (p, force) = (call.problem, call.options.force);
     let fits = |split: &&Entry| {
@@ -193,7 +194,7 @@ fn split(call: &Call<'_>, entry: &'static Entry) -> Option<Kernel> {
 /// The whole keys, by a kernel that rotates queries or finds them rotated.
 fn whole_launch(job: Job<'_>, entry: &'static Entry, turns: bool) -> Result<Launch> {
     let (p, sms) = (job.problem, job.device.multiprocessors);
-    let attention = sectioned_params(&job, 1)?;
+    let attention = l2_swizzled_params(&job, 1)?;
     let grid = hopper::grid(&attention, entry.rows, sms);
     let counter = job.scratch.count(1);
     let mut arguments = arguments(p, &attention, &job.rows, counter, entry);

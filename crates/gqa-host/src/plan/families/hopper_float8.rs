@@ -13,7 +13,7 @@ use crate::plan::rows::Rows;
 use crate::plan::scratch::Scratch;
 use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
-use crate::{CodeFormat, Problem, Result};
+use crate::{Problem, QuantFormat, Result};
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, Float8OperandsParams, Float8Params, Strides};
 use gqa_kernels::registry::{self, Entry, Role};
@@ -60,11 +60,12 @@ impl Family for HopperFloat8 {
 fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     /// Smaller heads would be padded to half of a tile.
     const LEAST_HEAD: usize = 64;
-    /// Between 2048 keys, where calls are slower, and 8192, where they are faster (`docs/perf-log.md`).
+    /// Between 2048 keys, where calls are slower, and 8192, where they are faster
+    /// (`docs/perf-log.md`).
     const LEAST_KEYS: usize = 4096;
-    match p.quantised.map(|how| how.format) {
+    match p.quantized.map(|how| how.format) {
         None => return Err(Rejection::NotQuantized),
-        Some(CodeFormat::Float8) => {}
+        Some(QuantFormat::Float8) => {}
         Some(got) => return Err(Rejection::Format { got }),
     }
     if !p.float8_products {
@@ -112,7 +113,7 @@ impl<'a> Operands<'a> {
         let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, keys));
         Ok(Self {
             params,
-            per_channel: p.quantised.is_some_and(|how| how.per_channel).into(),
+            per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
             q_codes: take(q, 1)?,
             q,
             row_factors: take(dense(q_heads, q_len, 1), size_of::<f32>())?,
@@ -193,9 +194,9 @@ impl<'a> Operands<'a> {
         ];
         // A float8 is half of an element.
         let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
-        let section = kernels::section(&halves, device.l2_bytes);
+        let l2_section = kernels::l2_section(&halves, device.l2_bytes);
         let params = Float8Params {
-            attention: AttentionParams { section, ..*self.params },
+            attention: AttentionParams { l2_section, ..*self.params },
             per_channel: self.per_channel,
             reserved: 0,
         };

@@ -36,7 +36,7 @@ impl Family for HopperMasked {
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let (p, device, entry) = (job.problem, job.device, kernel.entry);
         let mut params = masked_params(p, job.rows.query.strides)?;
-        params.attention.section = kernels::section(&params.attention, device.l2_bytes);
+        params.attention.l2_section = kernels::l2_section(&params.attention, device.l2_bytes);
         let grid = kernels::grid(&params.attention, entry.rows, device.multiprocessors);
         let counter = job.scratch.count(1);
         let mut arguments = arguments(p, &params.attention, &job.rows, counter, entry);
@@ -46,7 +46,8 @@ impl Family for HopperMasked {
     }
 }
 
-/// The map of a bias or mask in words of 16 bits, if its rows are vectors. What is the same for all has one entry, whatever its stride.
+/// The map of a bias or mask in words of 16 bits, if its rows are vectors. What is the same for all
+/// has one entry, whatever its stride.
 fn mask_map(p: &Problem, params: &MaskedParams, entry: &Entry) -> Option<Arg> {
     let (bias, shape) = p.bias.zip(p.bias_shape())?;
     if params.vectors & vectors::MASK == 0 {

@@ -1,4 +1,5 @@
-//! `hopper_paged`: `hopper` over a paged KV cache: prefill, long chunks, and decode steps among them.
+//! `hopper_paged`: `hopper` over a paged KV cache: prefill, long chunks, and decode steps among
+//! them.
 
 use super::hopper::{self, LEAST_ROWS, tensor_map};
 use crate::plan::build::{launch, tensor, u32_of};
@@ -80,10 +81,10 @@ fn paged_launch(job: Job<'_>, entry: &'static Entry) -> Result<Launch> {
     let counter = job.scratch.count(1);
     let params = paged_params(&job, entry)?;
     let concurrent = job.task.queue.is_some_and(|queue| !queue.is_secondary);
-    let blocks = if params.helps == 1 { params.helpers } else { params.leaders };
+    let blocks = if params.is_secondary == 1 { params.secondary } else { params.primary };
     let arguments = arguments(&job, &params, entry, counter)?;
     let launch = launch(entry, [blocks, 1, 1], &arguments, &params)?;
-    Ok(Launch { aside: concurrent, ..launch })
+    Ok(Launch { concurrent, ..launch })
 }
 
 /// The call, and which blocks take its work tiles.
@@ -100,18 +101,18 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
         log_block_size: pages.block_size.ilog2(),
         blocks: u32_of("blocks", pages.blocks)?,
         least: u32_of("tokens", task.least)?,
-        leaders: 0,
-        helpers: 0,
-        helps: 0,
+        primary: 0,
+        secondary: 0,
+        is_secondary: 0,
     };
     let [most, ..] = kernels::paged_grid(&params, entry.rows, device.multiprocessors);
     let all = TileQueue { primary: most, secondary: 0, is_secondary: false };
     let queue = task.queue.unwrap_or(all);
     Ok(PagedHopperParams {
         // Every block of the primary launch begins with a work tile.
-        leaders: queue.primary.min(most),
-        helpers: queue.secondary,
-        helps: queue.is_secondary.into(),
+        primary: queue.primary.min(most),
+        secondary: queue.secondary,
+        is_secondary: queue.is_secondary.into(),
         ..params
     })
 }
@@ -124,8 +125,9 @@ fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
         Strides { row, head: params.head_size.into(), batch: row * pages.block_size as u64 };
     let out = Strides { batch: 0, ..params.out };
     let params = AttentionParams { k: cache, v: cache, out, ..params };
-    let section = kernels::section(&AttentionParams { batch: 1, ..params }, job.device.l2_bytes);
-    Ok(AttentionParams { section, ..params })
+    let l2_section =
+        kernels::l2_section(&AttentionParams { batch: 1, ..params }, job.device.l2_bytes);
+    Ok(AttentionParams { l2_section, ..params })
 }
 
 fn arguments(

@@ -1,9 +1,9 @@
 //! The kernel families, one file each.
 
 mod decode;
-mod decode_codes;
 mod decode_paged;
-mod decode_paged_codes;
+mod decode_paged_quantized;
+mod decode_quantized;
 mod general;
 mod hopper;
 mod hopper_float8;
@@ -21,9 +21,9 @@ use super::family::Family;
 /// All families, best first: the order in which the cascade asks them.
 pub(super) static FAMILIES: [&dyn Family; 15] = [
     &decode_paged::DecodePaged,
-    &decode_paged_codes::DecodePagedCodes,
+    &decode_paged_quantized::DecodePagedCodes,
     &hopper_paged::HopperPaged,
-    &decode_codes::DecodeCodes,
+    &decode_quantized::DecodeCodes,
     &decode::Decode,
     &split_kv::SplitKv,
     &hopper_float8::HopperFloat8,
@@ -38,5 +38,5 @@ pub(super) static FAMILIES: [&dyn Family; 15] = [
 ];
 
 pub(super) use decode_paged::DecodePaged;
-pub(super) use decode_paged_codes::DecodePagedCodes;
+pub(super) use decode_paged_quantized::DecodePagedCodes;
 pub(super) use hopper_paged::HopperPaged;

@@ -7,7 +7,7 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
-use crate::plan::params::{arguments, params, sectioned_params};
+use crate::plan::params::{arguments, l2_swizzled_params, params};
 use crate::plan::{merge, requirements, select};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::split_kv;
@@ -33,7 +33,7 @@ impl Family for SplitKv {
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let Kernel { entry, splits, .. } = *kernel;
-        let params = sectioned_params(&job, splits)?;
+        let params = l2_swizzled_params(&job, splits)?;
         let arguments = arguments(job.problem, &job.rows);
         merge::launches(job, entry, split_kv::grid(&params), arguments, &params, splits > 1)
     }

@@ -8,7 +8,7 @@ use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
-use crate::plan::params::{arguments, params, sectioned_params};
+use crate::plan::params::{arguments, l2_swizzled_params, params};
 use crate::plan::{merge, requirements, select};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::tiled_wide;
@@ -35,7 +35,7 @@ impl Family for TiledWide {
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let Kernel { entry, splits, .. } = *kernel;
-        let params = sectioned_params(&job, splits)?;
+        let params = l2_swizzled_params(&job, splits)?;
         let arguments = arguments(job.problem, &job.rows);
         let grid = tiled_wide::grid(&params, entry.rows);
         merge::launches(job, entry, grid, arguments, &params, splits > 1)

@@ -1,6 +1,7 @@
-//! What a cache holds of keys and values: elements as they are, or [codes](super::Codes).
+//! What a cache holds of keys and values: elements as they are, or [quantized
+//! values](super::Quantized values).
 
-use super::fresh::Tiles;
+use super::new_tokens::Tiles;
 use crate::num::MmaElement;
 use crate::params::DecodeParams;
 use crate::simt::Shared;
@@ -22,27 +23,29 @@ pub trait Cached: Copy {
     /// A thread's part of that.
     type Scale;
 
-    /// Channels in 16 bits: of so many, side by side, the products make as many columns in as many blocks.
+    /// Channels in 16 bits: of so many, side by side, the products make as many columns in as many
+    /// blocks.
     const GROUP: u32;
 
     /// Asks for the thread's part of the scales of a KV head.
     fn ask(scales: Self::Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> Self::Scale;
 
     /// Leaves it where the block can read it.
-    fn keep(scale: Self::Scale, desk: Desk);
+    fn keep(scale: Self::Scale, staging: ScaleStaging);
 
     /// Makes of `tokens` new rows, rotated, what the cache holds.
     fn encode<const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Self, D8, UNITS>,
-        desk: Desk,
+        staging: ScaleStaging,
         tokens: u32,
         block: Block,
     );
 
-    /// Makes operands of the queries, rotated. Returns what products with them are to be multiplied by.
+    /// Makes operands of the queries, rotated. Returns what products with them are to be multiplied
+    /// by.
     fn prepare<const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Self, D8, UNITS>,
-        desk: Desk,
+        staging: ScaleStaging,
         block: Block,
     ) -> f32;
 
@@ -68,10 +71,11 @@ pub trait Cached: Copy {
     );
 
     /// Multiplies what the lane has accumulated by the scales of its channels.
-    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, desk: Desk);
+    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, staging: ScaleStaging);
 }
 
-/// The channel that the first column of a block of 8 is; from one to the next they are `group` apart.
+/// The channel that the first column of a block of 8 is; from one to the next they are `group`
+/// apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn first_channel(block: u32, group: u32) -> u32 {
     8 * (block / group) * group + block % group
@@ -88,9 +92,10 @@ pub struct Block {
     pub threads: u32,
 }
 
-/// Where the threads of a block that reads codes tell each other: scales of the head's keys and values, and a word from each warp.
+/// Where the threads of a block that reads quantized values tell each other: scales of the head's
+/// keys and values, and a word from each warp.
 #[derive(Clone, Copy)]
-pub struct Desk {
+pub struct ScaleStaging {
     /// Scales of the head's keys, one for each channel.
     pub keys: Shared<f32>,
     /// Scales of its values.
@@ -101,7 +106,7 @@ pub struct Desk {
     pub words: Shared<u32>,
 }
 
-impl Desk {
+impl ScaleStaging {
     const WORDS: u32 = 32;
 
     /// Bytes for heads of `head_size` elements.
@@ -134,12 +139,12 @@ impl<T: MmaElement> Cached for T {
     fn ask((): (), _: &DecodeParams, _: u32, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn keep((): (), _: Desk) {}
+    fn keep((): (), _: ScaleStaging) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(
         _: &Tiles<T, D8, UNITS>,
-        _: Desk,
+        _: ScaleStaging,
         _: u32,
         _: Block,
     ) {
@@ -148,7 +153,7 @@ impl<T: MmaElement> Cached for T {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn prepare<const D8: usize, const UNITS: usize>(
         _: &Tiles<T, D8, UNITS>,
-        _: Desk,
+        _: ScaleStaging,
         _: Block,
     ) -> f32 {
         1.0
@@ -180,5 +185,5 @@ impl<T: MmaElement> Cached for T {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn scale<const M: usize, const D8: usize>(_: &mut Columns<M, D8>, _: Desk) {}
+    fn scale<const M: usize, const D8: usize>(_: &mut Columns<M, D8>, _: ScaleStaging) {}
 }

@@ -1,4 +1,5 @@
-//! The merge of a cluster's results through distributed shared memory, and of the parts' results through global memory.
+//! The merge of a cluster's results through distributed shared memory, and of the splits' results
+//! through global memory.
 
 use super::{Decode, MAX_RANKS, Place};
 use crate::attention::out::OutElement;
@@ -17,8 +18,8 @@ use crate::tile::rows::{Row, Rows, close};
 const STATE_BYTES: u32 = 8;
 const UNIT_BYTES: u32 = 32;
 
-/// A block's inbox: `barrier | states (rank, row) | columns (rank, own unit)`. A unit is eight columns of a row; unit `u` is column group
-/// `u % D8` of row `u / D8`.
+/// A block's inbox: `barrier | states (rank, row) | columns (rank, own unit)`. A unit is eight
+/// columns of a row; unit `u` is column group `u % D8` of row `u / D8`.
 #[derive(Clone, Copy)]
 pub(super) struct Mailbox<const D8: usize> {
     place: Place,
@@ -96,7 +97,7 @@ impl<const D8: usize> Mailbox<D8> {
         (unit / D8 as u32, unit % D8 as u32 * UNIT + i % UNIT)
     }
 
-    /// Where a block's first thread tells the others how many parts came before.
+    /// Where a block's first thread tells the others how many splits came before.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn flag() -> Shared<u32> {
         Shared::at(8)
@@ -173,14 +174,14 @@ impl<
         }
     }
 
-    /// Writes the result of a block that is a cluster, or leaves it to the last part.
+    /// Writes the result of a block that is a cluster, or leaves it to the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn finish_alone<T: MmaElement, O: OutElement>(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
         output: Output<T, O>,
-        parts: Parts,
+        splits: Splits,
     ) {
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
         if r < rows.count() {
@@ -193,12 +194,12 @@ impl<
                 let [a, b, c, d] = low;
                 let [e, f, g, h] = high;
                 let sums = [a, b, c, d, e, f, g, h];
-                if p.parts <= 1 {
+                if p.splits <= 1 {
                     output.write(&p.attention, rows, row, column, state, sums);
                 } else {
-                    parts.leave(p, rows, place, row, column, sums);
+                    splits.leave(p, rows, place, row, column, sums);
                     if column == 0 {
-                        parts.leave_state(p, place, r, state);
+                        splits.leave_state(p, place, r, state);
                     }
                 }
             }
@@ -212,55 +213,56 @@ impl<
         rows: &Rows,
         mailbox: Mailbox<D8>,
         output: Output<T, O>,
-        parts: Parts,
+        splits: Splits,
     ) {
         if mailbox.place.ranks > 1 {
-            Self::finish_received::<T, O, N>(p, rows, mailbox, output, parts);
+            Self::finish_received::<T, O, N>(p, rows, mailbox, output, splits);
         }
-        if p.parts > 1 {
-            Self::finish_parts::<T, O, N>(p, rows, mailbox, output, parts);
+        if p.splits > 1 {
+            Self::finish_splits::<T, O, N>(p, rows, mailbox, output, splits);
         }
     }
 
-    /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to the last part.
+    /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to
+    /// the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn finish_received<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
         output: Output<T, O>,
-        parts: Parts,
+        splits: Splits,
     ) {
         for i in Self::owned::<N>(mailbox) {
             let (r, column) = mailbox.column(i);
             let row = rows.row(r);
             mailbox.wait();
             let (state, sums) = mailbox.sum::<N>(r, i);
-            if p.parts <= 1 {
+            if p.splits <= 1 {
                 output.write(&p.attention, rows, row, column, state, sums);
             } else {
-                parts.leave(p, rows, mailbox.place, row, column, sums);
+                splits.leave(p, rows, mailbox.place, row, column, sums);
                 if i == 0 || column == 0 {
-                    parts.leave_state(p, mailbox.place, r, state);
+                    splits.leave_state(p, mailbox.place, r, state);
                 }
             }
         }
     }
 
-    /// In the last part to come, adds up what all of them left, and writes the rank's columns.
+    /// In the last split to come, adds up what all of them left, and writes the rank's columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_parts<T: MmaElement, O: OutElement, const N: usize>(
+    fn finish_splits<T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
         output: Output<T, O>,
-        parts: Parts,
+        splits: Splits,
     ) {
-        if mailbox.owned() > 0 && parts.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
+        if mailbox.owned() > 0 && splits.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
             for i in Self::owned::<N>(mailbox) {
                 let (r, column) = mailbox.column(i);
                 let row = rows.row(r);
-                let (state, sums) = parts.sum::<N>(p, rows, mailbox.place, r, row, column);
+                let (state, sums) = splits.sum::<N>(p, rows, mailbox.place, r, row, column);
                 output.write(&p.attention, rows, row, column, state, sums);
             }
         }
@@ -310,30 +312,30 @@ impl<T: MmaElement, O: OutElement> Output<T, O> {
     }
 }
 
-/// Where the parts of a call meet: partial columns (part, batch, query head, S, head size), partial states (part, cluster, rank, row),
-/// arrivals (cluster, rank).
+/// Where the splits of a call meet: partial columns (split, batch, query head, S, head size),
+/// partial states (split, cluster, rank, row), arrivals (cluster, rank).
 #[derive(Clone, Copy)]
-pub(super) struct Parts {
+pub(super) struct Splits {
     pub columns: Global<f32>,
     pub states: Global<[f32; 2]>,
     pub arrivals: Global<u32>,
 }
 
-impl Parts {
+impl Splits {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn column_of(p: &DecodeParams, rows: &Rows, part: u32, row: Row, column: u32) -> usize {
+    fn column_of(p: &DecodeParams, rows: &Rows, split: u32, row: Row, column: u32) -> usize {
         let a = &p.attention;
-        let of_part = a.batch as usize * a.q_heads as usize * a.q_len as usize;
-        (part as usize * of_part + rows.index(a, row)) * a.head_size as usize + column as usize
+        let of_split = a.batch as usize * a.q_heads as usize * a.q_len as usize;
+        (split as usize * of_split + rows.index(a, row)) * a.head_size as usize + column as usize
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn state_of(p: &DecodeParams, place: Place, part: u32, r: u32) -> usize {
-        let owner = (part * p.clusters + place.index) * place.ranks + place.rank;
+    fn state_of(p: &DecodeParams, place: Place, split: u32, r: u32) -> usize {
+        let owner = (split * p.clusters + place.index) * place.ranks + place.rank;
         owner as usize * p.rows as usize + r as usize
     }
 
-    /// Leaves columns of this part, one or eight.
+    /// Leaves columns of this split, one or eight.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave<const N: usize>(
         self,
@@ -344,7 +346,7 @@ impl Parts {
         column: u32,
         sums: [f32; N],
     ) {
-        let to = Self::column_of(p, rows, place.part, row, column);
+        let to = Self::column_of(p, rows, place.split, row, column);
         if let Some([a, b, c, d, e, f, g, h]) = sums.map(f32::to_bits).first_chunk() {
             self.columns.store_vec(to, [*a, *b, *c, *d]);
             self.columns.store_vec(to + UNIT as usize / 2, [*e, *f, *g, *h]);
@@ -353,25 +355,27 @@ impl Parts {
         }
     }
 
-    /// Leaves the state of a row of this part: once, by the thread that has the rank's first column of it.
+    /// Leaves the state of a row of this split: once, by the thread that has the rank's first
+    /// column of it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn leave_state(self, p: &DecodeParams, place: Place, r: u32, state: SoftmaxState) {
-        self.states.store(Self::state_of(p, place, place.part, r), [state.max, state.sum]);
+        self.states.store(Self::state_of(p, place, place.split, r), [state.max, state.sum]);
     }
 
-    /// Tells the other parts' owners of the same columns; true in the block that comes last, which then sees what all of them left.
+    /// Tells the other splits' owners of the same columns; true in the block that comes last, which
+    /// then sees what all of them left.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn arrive_last(self, p: &DecodeParams, place: Place, flag: Shared<u32>) -> bool {
         sync_threads();
         if thread_idx() == 0 {
             let owner = (place.index * place.ranks + place.rank) as usize;
-            flag.store(0, self.arrivals.atomic_inc_acq_rel(owner, p.parts - 1));
+            flag.store(0, self.arrivals.atomic_inc_acq_rel(owner, p.splits - 1));
         }
         sync_threads();
-        flag.load(0) == p.parts - 1
+        flag.load(0) == p.splits - 1
     }
 
-    /// The row's state over all parts, and what they have in columns from `column` on.
+    /// The row's state over all splits, and what they have in columns from `column` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sum<const N: usize>(
         self,
@@ -382,9 +386,9 @@ impl Parts {
         row: Row,
         column: u32,
     ) -> (SoftmaxState, [f32; N]) {
-        sum_of(p.parts, |part| {
-            let state = self.states.load(Self::state_of(p, place, part, r));
-            let from = Self::column_of(p, rows, part, row, column);
+        sum_of(p.splits, |split| {
+            let state = self.states.load(Self::state_of(p, place, split, r));
+            let from = Self::column_of(p, rows, split, row, column);
             let vector = |i| self.columns.load_vec(from + i as usize);
             (state, side_by_side(|i| self.columns.load(from + i as usize), vector))
         })
@@ -425,7 +429,8 @@ fn side_by_side<const N: usize>(
     values
 }
 
-/// The state of a row over `count` results, and their sums in `N` columns; of eight results all is loaded before any of it is needed.
+/// The state of a row over `count` results, and their sums in `N` columns; of eight results all is
+/// loaded before any of it is needed.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sum_of<const N: usize>(
     count: u32,

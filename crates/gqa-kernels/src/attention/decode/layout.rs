@@ -29,10 +29,12 @@ pub trait Layout: Copy {
     /// Where a row of the head is in a tensor with these strides.
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize;
 
-    /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be nowhere.
+    /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be
+    /// nowhere.
     fn find(self, begin: u32, end: u32, rows: u32) -> Self::Spots;
 
-    /// Row `row` of the head that starts at `source`, in tiles of `UNITS` units: the first one of a tile's piece of that number.
+    /// Row `row` of the head that starts at `source`, in tiles of `UNITS` units: the first one of a
+    /// tile's piece of that number.
     fn row<E: Pod, const UNITS: usize>(
         self,
         spots: Self::Spots,
@@ -110,11 +112,12 @@ impl Layout for SideBySide {
     }
 }
 
-/// A cache of blocks, (block, row, KV head, head size), of which a table gives some to each sequence, whose new rows are tokens that lie behind those of
-/// the sequence before.
+/// A paged KV cache, (block, row, KV head, head size), of which a table gives some to each
+/// sequence, whose new rows are tokens that lie behind those of the sequence before.
 ///
-/// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at multiples of as many, so that each piece of a tile lies in one
-/// block. Where that is, is looked up while the tile before it is on its way: copies that waited for the table would be late.
+/// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at
+/// multiples of as many, so that each piece of a tile lies in one block. Where that is, is looked
+/// up while the tile before it is on its way: copies that waited for the table would be late.
 #[derive(Clone, Copy)]
 pub struct Blocks {
     /// Where the tokens of each sequence begin, (batch + 1), or null: each has one.
@@ -151,7 +154,8 @@ impl Blocks {
         }
     }
 
-    /// The row of the cache that has row `row` of the sequence; within the cache whatever the table says.
+    /// The row of the cache that has row `row` of the sequence; within the cache whatever the table
+    /// says.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place(self, row: u32) -> u32 {
         let block = self.table.load((row >> self.log_rows) as usize) as u32;

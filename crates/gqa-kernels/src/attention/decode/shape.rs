@@ -5,7 +5,7 @@ use crate::params::AttentionParams;
 use crate::tile::rows::row_tiles;
 
 /// Most clusters that share a row tile's keys.
-const MAX_PARTS: u32 = 128;
+const MAX_SPLITS: u32 = 128;
 
 /// How the blocks of a call are arranged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,35 +13,38 @@ pub struct Shape {
     /// Blocks of a cluster.
     pub ranks: u32,
     /// Clusters that share a row tile's keys.
-    pub parts: u32,
-    /// Blocks that a multiprocessor has at a time.
+    pub splits: u32,
+    /// Blocks that an SM has at a time.
     pub together: u32,
 }
 
 impl Shape {
-    /// Those there are; two blocks to a multiprocessor where `halves` says that the kernel has blocks of half the size.
+    /// Those there are; two blocks to an SM where `halves` says that the kernel has blocks of half
+    /// the size.
     fn all(halves: bool) -> impl Iterator<Item = Self> {
         let whole = [1, 2, 4, 8].into_iter().flat_map(|ranks| {
-            let parts = (0..=MAX_PARTS.ilog2()).map(|log| 1 << log);
-            parts.map(move |parts| Self { ranks, parts, together: 1 })
+            let splits = (0..=MAX_SPLITS.ilog2()).map(|log| 1 << log);
+            splits.map(move |splits| Self { ranks, splits, together: 1 })
         });
-        whole.chain(halves.then_some(Self { ranks: 1, parts: 1, together: 2 }))
+        whole.chain(halves.then_some(Self { ranks: 1, splits: 1, together: 2 }))
     }
 
-    /// Clusters that run at a time. Multiprocessors come in pairs, and pairs in groups that a cluster cannot leave; an H200 holds 66, 30, 15 and 7
-    /// clusters of 2, 4, 8 and 16 blocks of which each has a multiprocessor to itself.
+    /// Clusters that run at a time. Multiprocessors come in pairs, and pairs in groups that a
+    /// cluster cannot leave; an H200 holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 blocks of
+    /// which each has an SM to itself.
     fn at_a_time(self, multiprocessors: u32) -> u64 {
         let usable = if self.ranks <= 2 { multiprocessors } else { multiprocessors * 10 / 11 };
         u64::from((usable * self.together / self.ranks.min(MAX_RANKS)).max(1))
     }
 }
 
-/// The arrangement with which the call ends first on a device with that many multiprocessors, if the longest sequence has `max_keys` keys; `rows` is
-/// the height of a row tile, and `halves` whether there are blocks of which a multiprocessor holds two.
+/// The arrangement with which the call ends first on a device with that many SMs, if the longest
+/// sequence has `max_keys` keys; `rows` is the height of a row tile, and `halves` whether there are
+/// blocks of which an SM holds two.
 ///
-/// Half of an H200's multiprocessors can take in all that its memory delivers, so that more blocks than
-/// that at a time do not read faster, and clusters that do not fit at a time come in another wave. The constants were fitted to measurements
-/// (`docs/perf-log.md`).
+/// Half of an H200's SMs can take in all that its memory delivers, so that more blocks than that at
+/// a time do not read faster, and clusters that do not fit at a time come in another wave. The
+/// constants were fitted to measurements (`docs/perf-log.md`).
 pub fn shape(
     p: &AttentionParams,
     rows: u32,
@@ -51,8 +54,8 @@ pub fn shape(
 ) -> Shape {
     let keys =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
-    let sensible = |shape: &Shape| shape.parts == 1 || keys / (shape.ranks * shape.parts) >= 64;
-    let default = Shape { ranks: 1, parts: 1, together: 1 };
+    let sensible = |shape: &Shape| shape.splits == 1 || keys / (shape.ranks * shape.splits) >= 64;
+    let default = Shape { ranks: 1, splits: 1, together: 1 };
     let time = |shape: &Shape| shape.time(p, rows, keys, multiprocessors);
     Shape::all(halves).filter(sensible).min_by_key(time).unwrap_or(default)
 }
@@ -63,15 +66,15 @@ impl Shape {
         /// To merge ranks at all, and over one more.
         const RANKS: u64 = 64;
         const RANK: u64 = 8;
-        /// To merge parts at all: this or what a rank has of the rows.
-        const PARTS: u64 = 256;
-        let Self { ranks, parts, .. } = self;
+        /// To merge splits at all: this or what a rank has of the rows.
+        const SPLITS: u64 = 256;
+        let Self { ranks, splits, .. } = self;
         let tiles = row_tiles(p, rows);
-        let clusters = u64::from(tiles) * u64::from(p.kv_heads) * u64::from(p.batch * parts);
+        let clusters = u64::from(tiles) * u64::from(p.kv_heads) * u64::from(p.batch * splits);
         let owned = u64::from(rows / ranks);
         let ranks_merge = if ranks > 1 { RANKS + RANK * u64::from(ranks) } else { 0 };
-        let parts_merge = if parts > 1 {
-            PARTS.max(128 + 12 * owned) + owned.max(16) * u64::from(parts)
+        let splits_merge = if splits > 1 {
+            SPLITS.max(128 + 12 * owned) + owned.max(16) * u64::from(splits)
         } else {
             0
         };
@@ -81,7 +84,7 @@ impl Shape {
             0 => 0,
             rest => wave(rest),
         };
-        clusters / at_a_time * wave(at_a_time) + last + ranks_merge + parts_merge
+        clusters / at_a_time * wave(at_a_time) + last + ranks_merge + splits_merge
     }
 
     /// So many clusters at a time.
@@ -95,17 +98,20 @@ impl Shape {
     ) -> u64 {
         /// To start a block and end it.
         const WAVE: u64 = 384;
-        let Self { ranks, parts, together } = self;
-        let streamed = u64::from(keys.div_ceil(ranks * parts)) * u64::from(p.head_size) / 128;
-        // Clusters that share keys stream them a little slower than one cluster, and so do two blocks beside each other.
-        let streamed = match (parts, together) {
+        let Self { ranks, splits, together } = self;
+        let streamed = u64::from(keys.div_ceil(ranks * splits)) * u64::from(p.head_size) / 128;
+        // Clusters that share keys stream them a little slower than one cluster, and so do two
+        // blocks beside each other.
+        let streamed = match (splits, together) {
             (1, 1) => streamed,
             (1, _) => streamed + streamed / 32,
             _ => streamed + streamed / 16,
         };
-        // Per block, of what all blocks of a wave get together; row tiles get the same keys, of which the second-level cache has those of the other one.
+        // Per block, of what all blocks of a wave get together; row tiles get the same keys, of
+        // which the L2 cache has those of the other one.
         let blocks = clusters * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
-        // What a block takes at most. Halves have half as much under way, and 64 rows keep a block busier than memory does where half of the blocks read.
+        // What a block takes at most. Halves have half as much under way, and 64 rows keep a block
+        // busier than memory does where half of the blocks read.
         let tenths = match (together, rows) {
             (2, _) => 34,
             (_, 33..) => 13,
@@ -134,8 +140,8 @@ mod tests {
     }
 
     fn chosen(batch: u32, kv_heads: u32, keys: u32) -> (u32, u32) {
-        let Shape { ranks, parts, .. } = shape_of(batch, kv_heads, keys);
-        (ranks, parts)
+        let Shape { ranks, splits, .. } = shape_of(batch, kv_heads, keys);
+        (ranks, splits)
     }
 
     #[test]
@@ -152,8 +158,8 @@ mod tests {
 
     #[test]
     fn few_heads_and_many_keys_take_several_clusters_each() {
-        let (ranks, parts) = chosen(1, 1, 131_072);
-        assert!(ranks == 8 && parts >= 8, "{ranks} ranks, {parts} parts");
+        let (ranks, splits) = chosen(1, 1, 131_072);
+        assert!(ranks == 8 && splits >= 8, "{ranks} ranks, {splits} splits");
         assert_eq!(chosen(1, 1, 256).1, 1);
     }
 
@@ -168,8 +174,8 @@ mod tests {
             ..AttentionParams::zeroed()
         };
         let of = |p: &AttentionParams| {
-            let Shape { ranks, parts, .. } = shape(p, 64, 8192, 132, false);
-            (ranks, parts)
+            let Shape { ranks, splits, .. } = shape(p, 64, 8192, 132, false);
+            (ranks, splits)
         };
         assert_eq!(of(&p), (2, 4));
         let half = AttentionParams { q_len: 8, ..p };
@@ -187,7 +193,7 @@ mod tests {
     fn few_keys_of_many_sequences_take_two_blocks_to_a_multiprocessor() {
         for (batch, keys) in [(32, 128), (32, 512), (32, 2048), (128, 512), (128, 1024)] {
             let shape = shape_of(batch, 8, keys);
-            assert_eq!(shape, Shape { ranks: 1, parts: 1, together: 2 }, "{batch} x {keys}");
+            assert_eq!(shape, Shape { ranks: 1, splits: 1, together: 2 }, "{batch} x {keys}");
         }
         // One wave, hardly more than one wave, many keys.
         for (batch, keys) in [(16, 512), (17, 2048), (20, 1024), (24, 2048), (32, 8192)] {
@@ -198,8 +204,11 @@ mod tests {
     #[test]
     fn everything_runs_at_a_time_where_it_can() {
         for (batch, most) in [(2, 4), (4, 2), (8, 2)] {
-            let (ranks, parts) = chosen(batch, 8, 8192);
-            assert!(parts == 1 && ranks <= most, "{batch} sequences: {ranks} ranks, {parts} parts");
+            let (ranks, splits) = chosen(batch, 8, 8192);
+            assert!(
+                splits == 1 && ranks <= most,
+                "{batch} sequences: {ranks} ranks, {splits} splits"
+            );
         }
     }
 }

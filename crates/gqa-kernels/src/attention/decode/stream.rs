@@ -7,7 +7,8 @@
 //! wait for V_j    softmax, O += P V_j   then start V_{j+STAGES} in its place
 //! ```
 //!
-//! The tile of new rows, where the rank has it, comes behind its last tile of old ones and was never copied.
+//! The tile of new rows, where the rank has it, comes behind its last tile of old ones and was
+//! never copied.
 
 use super::cached::{Cached, first_channel};
 use super::layout::Layout;
@@ -31,7 +32,7 @@ const MAX_STAGES: usize = 4;
 
 /// What a rank attends to.
 pub(super) struct Share {
-    /// The keys that the row tile sees; in a cache of blocks from the first key of a piece on.
+    /// The keys that the row tile sees; in a paged KV cache from the first key of a piece on.
     pub span: Span,
     /// One past the last key of the cache that may be read.
     pub old_end: u32,
@@ -40,7 +41,7 @@ pub(super) struct Share {
     /// Position of the first new key.
     pub past: u32,
     /// Whether the new rows are this rank's.
-    pub has_fresh: bool,
+    pub has_new_tokens: bool,
     /// Ranks that share the tiles.
     ranks: u32,
     /// Which of them this is.
@@ -50,7 +51,8 @@ pub(super) struct Share {
 }
 
 impl Share {
-    /// Every rank's warps take turns, so that all of them together go through the cache side by side; the new rows are the last rank's.
+    /// Every rank's warps take turns, so that all of them together go through the cache side by
+    /// side; the new rows are the last rank's.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new<L: Layout>(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
         let mut span = rows.span();
@@ -65,7 +67,7 @@ impl Share {
             old_end,
             tiles: old_end.saturating_sub(span.some.first).div_ceil(keys),
             past: rows.seqlen.past,
-            has_fresh: place.has_fresh(p),
+            has_new_tokens: place.has_new_tokens(p),
             ranks,
             index,
             keys,
@@ -93,7 +95,7 @@ impl Share {
     /// One past the team's last tile; the tile of new rows is behind those of the last team.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn end(&self, team: u32, teams: u32) -> u32 {
-        let is_last = self.has_fresh && team + 1 == teams;
+        let is_last = self.has_new_tokens && team + 1 == teams;
         self.tiles + if is_last { self.step(teams) } else { 0 }
     }
 }
@@ -136,14 +138,16 @@ impl<
     const STAGES: u32,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
-    /// Whether queries and accumulators leave so few registers that queries stay in shared memory, and lanes find out anew what they otherwise
-    /// remember.
+    /// Whether queries and accumulators leave so few registers that queries stay in shared memory,
+    /// and lanes find out anew what they otherwise remember.
     pub(super) const IS_TIGHT: bool = M == 2 || Self::ROWS * D8 as u32 > 384 && M == 1;
-    /// Warps that share a tile of keys: one, or those of a warpgroup, which multiplies 64 rows at once.
+    /// Warps that share a tile of keys: one, or those of a warpgroup, which multiplies 64 rows at
+    /// once.
     pub(super) const TEAM: u32 = if Self::BY_WARPGROUPS { 4 } else { 1 };
     /// Teams of a block.
     pub(super) const TEAMS: u32 = WARPS / Self::TEAM;
-    /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring has room.
+    /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring
+    /// has room.
     pub(super) const ACC_PITCH: u32 = {
         let padded = Self::HEAD_SIZE + UNIT;
         if Self::ROWS * padded * 4 <= Self::RING_BYTES { padded } else { Self::HEAD_SIZE }
@@ -155,8 +159,8 @@ impl<
         WarpCopy::of(lane(), Self::keys::<C::Cell>(0))
     }
 
-    /// Starts copying the team's first keys before it is known how many there are: those that turn out not to exist are masked as all that no
-    /// query sees. The copies belong to the next group.
+    /// Starts copying the team's first keys before it is known how many there are: those that turn
+    /// out not to exist are masked as all that no query sees. The copies belong to the next group.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start_ahead<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -204,7 +208,8 @@ impl<
         Self::find(layout, share.begin(tile), share.old_end)
     }
 
-    /// Looks up where the warp's part of the tile from row `begin` on is, of which rows from `end` on may be nowhere.
+    /// Looks up where the warp's part of the tile from row `begin` on is, of which rows from `end`
+    /// on may be nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find<L: Layout>(layout: L, begin: u32, end: u32) -> L::Spots {
         let (first, rows) = Self::part();
@@ -235,7 +240,8 @@ impl<
         cp_async_commit();
     }
 
-    /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows from `end` on become zero.
+    /// Starts copying the warp's part of the tile whose first row is row `begin` of `source`; rows
+    /// from `end` on become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy_rows<C: Cached, L: Layout>(
         place: Swizzled<C::Cell, UNITS>,
@@ -258,7 +264,8 @@ impl<
         }
     }
 
-    /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied by `unit`.
+    /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied
+    /// by `unit`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,

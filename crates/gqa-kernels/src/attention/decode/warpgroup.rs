@@ -1,7 +1,9 @@
-//! The loop over keys where warpgroups multiply: 64 rows by 64 keys at once, operands in shared memory.
+//! The loop over keys where warpgroups multiply: 64 rows by 64 keys at once, operands in shared
+//! memory.
 //!
-//! The four warps of a warpgroup share its tiles: each copies a quarter of the keys, and has 16 of the rows. So a multiprocessor reads keys from shared memory once for
-//! all rows, and registers hold 64 rows of output where one warp's hold 16.
+//! The four warps of a warpgroup share its tiles: each copies a quarter of the keys, and has 16 of
+//! the rows. So an SM reads keys from shared memory once for all rows, and registers hold 64 rows
+//! of output where one warp's hold 16.
 
 use super::Decode;
 use super::cached::Cached;
@@ -132,7 +134,8 @@ impl<
         }
     }
 
-    /// Waits for the team, whose copies the products then read, or who have read what copies then overwrite.
+    /// Waits for the team, whose copies the products then read, or who have read what copies then
+    /// overwrite.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn sync_team() {
         if Self::BY_WARPGROUPS {
@@ -191,7 +194,8 @@ fn add_values<T: MmaElement, const O: usize, const N8: usize>(
     wgmma_wait::<0>();
 }
 
-/// What `wgmma` is told of an operand in chunks with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks `chunk_bytes` apart.
+/// What `wgmma` is told of an operand in chunks with the 128-byte swizzle: eight-row groups 1024
+/// bytes apart, chunks `chunk_bytes` apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn descriptor(address: u32, chunk_bytes: u32) -> u64 {
     const SWIZZLE_128: u64 = 1 << 62;

@@ -18,7 +18,8 @@ use crate::params::AttentionParams;
 use crate::simt::*;
 use core::marker::PhantomData;
 
-/// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup w's turn.
+/// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup
+/// w's turn.
 const CLEARED: u32 = 8;
 
 /// What is not a tensor map.
@@ -27,7 +28,7 @@ pub(super) struct Pointers<T> {
     pub(super) mask: Option<Mask<T>>,
     /// Of queries that are not rotated yet.
     pub(super) rotation: Option<Rotation<T>>,
-    /// Of sequences in a cache of blocks.
+    /// Of sequences in a paged KV cache.
     pub(super) pages: Option<Pages>,
     /// Of e4m3.
     pub(super) scales: Option<Scales>,
@@ -35,7 +36,8 @@ pub(super) struct Pointers<T> {
     pub(super) to: Destination<T>,
 }
 
-/// A consumer warpgroup, which multiplies operands of type `P`: `C` score, `W` packed weight and `O` output registers per thread.
+/// A consumer warpgroup, which multiplies operands of type `P`: `C` score, `W` packed weight and
+/// `O` output registers per thread.
 pub(super) struct Consumer<'a, T, P, S, const C: usize, const W: usize, const O: usize> {
     p: &'a AttentionParams,
     base: u32,
@@ -79,7 +81,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>) -> Self {
-        // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
+        // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in
+        // uniform registers.
         let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
         let biased = pointers.mask.is_some_and(|mask| mask.is_bias());
         let factor = if p.softcap > 0.0 || biased { LOG2_E } else { p.scale * LOG2_E };
@@ -123,8 +126,9 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         }
     }
 
-    /// The next S = Q · Kᵀ is issued before the P · V of the current one, over the borders of work tiles too: the softmax of a work
-    /// tile's first scores and the way out of its output hide behind matrix products like all others.
+    /// The next S = Q · Kᵀ is issued before the P · V of the current one, over the borders of work
+    /// tiles too: the softmax of a work tile's first scores and the way out of its output hide
+    /// behind matrix products like all others.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn attend(&mut self, at: &mut Cursor) {
         let o = [0.0; O];
@@ -144,7 +148,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         let weights = P::pack_weights::<C, W>(&s);
         let mut state = State { o, weights, rows, begun: false };
         loop {
-            if S::MASK_STAGES == 0 && at.tile < at.keys.settled_end && at.tile > at.bottom {
+            if S::MASK_STAGES == 0 && at.tile < at.keys.cached_end && at.tile > at.bottom {
                 let most = at.tile.saturating_sub(S::STEPS);
                 let bottom = if S::STEPS < u32::MAX { at.bottom.max(most) } else { at.bottom };
                 while at.tile > bottom {
@@ -172,8 +176,9 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         self.finish(&mut o, rows.states(), at.slot);
     }
 
-    /// The scores of the next key tile, of which all rows see all keys, and the output of the last. Whether an exponent exceeds its limit
-    /// shows in the weights, which is less work than to find the greatest exponents. K stays until that is known.
+    /// The scores of the next key tile, of which all rows see all keys, and the output of the last.
+    /// Whether an exponent exceeds its limit shows in the weights, which is less work than to find
+    /// the greatest exponents. K stays until that is known.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
@@ -199,7 +204,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         self.release_tile(keys);
     }
 
-    /// The same where weights do not become infinite, so that the greatest exponents have to be found.
+    /// The same where weights do not become infinite, so that the greatest exponents have to be
+    /// found.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_and_raise(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
@@ -217,8 +223,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         *weights = P::pack_weights::<C, W>(&s);
     }
 
-    /// The same where something is masked, or where the output of a work tile is complete and the next one begins. Returns
-    /// whether there is a next one.
+    /// The same where something is masked, or where the output of a work tile is complete and the
+    /// next one begins. Returns whether there is a next one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Cursor) -> bool {
         let from = *at;
@@ -292,7 +298,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         if let Some(scales) = self.pointers.scales {
             self.softmax.factors = scales.factors(slot.place::<S>(), self.softmax.row, self.p);
         }
-        // Large heads do better with one loop: the other one keeps K until weights are seen, and with their few tiles under way that keeps the next ones out.
+        // Large heads do better with one loop: the other one keeps K until weights are seen, and
+        // with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
@@ -361,7 +368,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn issue_scores(&self) -> [f32; C] {
         let q = self.base + self.q_tile() * S::Q_BYTES;
-        // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in such as are not uniform.
+        // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in
+        // such as are not uniform.
         let q = Descriptor::new(if S::WARPGROUPS == 2 { opaque(q) } else { q }, 16);
         let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::STAGE_BYTES, 16);
         wgmma_fence();
@@ -380,8 +388,9 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         s
     }
 
-    /// Weights of a tile where some have become infinite: raises references and starts from scores once more, by instructions that a
-    /// warp can give without the others. Returns the factors for what was accumulated.
+    /// Weights of a tile where some have become infinite: raises references and starts from scores
+    /// once more, by instructions that a warp can give without the others. Returns the factors for
+    /// what was accumulated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh_again(&self, keys: Ring, rows: &mut RowPair, weights: &mut [u32; W]) -> [f32; 2] {
         let mut tops = [f32::NEG_INFINITY; 2];
@@ -487,8 +496,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         mask.rows(tile, self.warpgroup * WARPGROUP_ROWS + warp() % 4 * 16)
     }
 
-    /// Scores become exponents, those of the first row weights. Where a work tile begins, its rows start with these scores; with a bias
-    /// they may start anew at any tile.
+    /// Scores become exponents, those of the first row weights. Where a work tile begins, its rows
+    /// start with these scores; with a bias they may start anew at any tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn relate_and_weigh(
         &mut self,
@@ -523,7 +532,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         }
     }
 
-    /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not silence NaN: they become 0. Transposed they are 0 already.
+    /// Rows of V behind the sequence may hold anything, NaN included, and a weight of 0 does not
+    /// silence NaN: they become 0. Transposed they are 0 already.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn clear_values(&self, at: &Cursor, values: Ring) {
         if S::IS_TRANSPOSED || at.tile + 1 != at.keys.end || at.tile < at.keys.full_end {
@@ -581,7 +591,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         if let Some(scales) = self.pointers.scales {
             scales.widen(o, place.head, self.p);
         }
-        if S::PARTS {
+        if S::SPLITS {
             output.store_part(o, to.partial_out);
         } else if let Some(quantized) = to.quantized {
             output.store_quantized::<S, O>(o, quantized);
@@ -591,8 +601,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
     }
 }
 
-/// Takes the sums of some tiles' weights out of the output where products are of e4m3: tensor cores keep so few bits of their sums that thousands of keys' weights cannot
-/// be added up there.
+/// Takes the sums of some tiles' weights out of the output where products are of e4m3: tensor cores
+/// keep so few bits of their sums that thousands of keys' weights cannot be added up there.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
     if S::SUM_COLUMNS && S::IS_TRANSPOSED {
@@ -606,7 +616,8 @@ fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
     }
 }
 
-/// Descriptor of a tile with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks of columns `chunk_bytes` apart.
+/// Descriptor of a tile with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks of
+/// columns `chunk_bytes` apart.
 #[derive(Clone, Copy)]
 struct Descriptor(u32);
 

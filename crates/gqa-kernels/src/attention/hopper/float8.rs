@@ -1,17 +1,19 @@
-//! Operands of e4m3: what attention over a cache of such codes multiplies instead of elements, by products of twice the rate.
+//! Operands of e4m3: what attention over a cache of such quantized values multiplies instead of
+//! elements, by products of twice the rate.
 //!
 //! | operand | what it is |
 //! |---|---|
-//! | query codes (batch, query head, S, head size) | rotated queries times `k_scale`, divided by a power of two for each row and rounded |
+//! | float8 queries (batch, query head, S, head size) | rotated queries times `k_scale`, divided by a power of two for each row and rounded |
 //! | row factors (batch, query head, S), f32 | that power of two, times `scale · log2 e` |
 //! | keys | the cache, (batch, KV head, capacity, head size) |
-//! | value codes (batch, KV head, head size, keys) | the cache's, transposed, keys in the order of [`key_of_column`], 0 behind the sequence up to the end of its last tile |
+//! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, keys in the order of [`key_of_column`], 0 behind the sequence up to the end of its last tile |
 //!
-//! [`float8_operands`] writes all of them in one pass over queries, new rows and the values of the cache; where new rows are in the cache already, and queries are rotated, it
-//! does the rest.
+//! [`float8_operands`] writes all of them in one pass over queries, new rows and the values of the
+//! cache; where new rows are in the cache already, and queries are rotated, it does the rest.
 //!
-//! The power of two is the least with which no query exceeds 448, so that rounding is all that is lost. Weights are rounded to e4m3 too, where they count from a reference that gives the
-//! greatest ones 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
+//! The power of two is the least with which no query exceeds 448, so that rounding is all that is
+//! lost. Weights are rounded to e4m3 too, where they count from a reference that gives the greatest
+//! ones 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
 
 use super::operand::key_of_column;
 use super::shape::TRANSPOSED_KEYS;
@@ -126,7 +128,7 @@ impl Shares {
 /// Blocks of a launch of `threads` threads.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn operands_grid(p: &Float8OperandsParams, threads: u32, multiprocessors: u32) -> [u32; 3] {
-    /// Blocks on a multiprocessor at a time, and times that these are started.
+    /// Blocks on an SM at a time, and times that these are started.
     const WAVES: u32 = 32;
     let Shares { queries, keys, values } = Shares::new(p);
     [(queries + keys + values).div_ceil(threads / 32).min(multiprocessors * WAVES), 1, 1]
@@ -152,11 +154,11 @@ pub struct Operands<T> {
     pub k_cache: Global<u64>,
     /// The value cache.
     pub v_cache: Global<u32>,
-    /// Query codes.
+    /// Float8 queries.
     pub q_codes: Global<u64>,
     /// Row factors.
     pub row_factors: Global<f32>,
-    /// Value codes.
+    /// Float8 values.
     pub v_codes: Global<u32>,
 }
 
@@ -226,7 +228,8 @@ impl Vector {
 }
 
 impl<T: Element> Operands<T> {
-    /// A warp: rows of a query head. All lanes take part in the search for each row's greatest number.
+    /// A warp: rows of a query head. All lanes take part in the search for each row's greatest
+    /// number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn round_queries(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
@@ -356,7 +359,8 @@ impl<T: Element> Operands<T> {
         }
     }
 
-    /// A word for each column: the codes of the keys that stand in four columns of the transposed values, from `first` on. Those of new keys go into the cache, too.
+    /// A word for each column: the quantized values of the keys that stand in four columns of the
+    /// transposed values, from `first` on. Those of new keys go into the cache, too.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn four_values(
         &self,
@@ -427,7 +431,8 @@ fn greatest(value: f32, lanes: u32) -> f32 {
     top
 }
 
-/// Exponent of the least power of two that is not less than `top / 448`, among those that have an inverse.
+/// Exponent of the least power of two that is not less than `top / 448`, among those that have an
+/// inverse.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn row_exponent(top: f32) -> i32 {
     /// What the mantissa of 448 lacks of all ones.
@@ -441,7 +446,7 @@ fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
-/// Four numbers as codes, the first in the lowest byte.
+/// Four numbers as quantized values, the first in the lowest byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn word_of(x: [f32; 4]) -> u32 {
     f32x2_to_e4m3x2(x[0], x[1]) as u32 | (f32x2_to_e4m3x2(x[2], x[3]) as u32) << 16

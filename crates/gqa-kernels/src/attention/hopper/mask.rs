@@ -1,7 +1,9 @@
-//! A bias or a mask: tiles of it in shared memory, in the order of the K tiles, added to scores by the consumers.
+//! A bias or a mask: tiles of it in shared memory, in the order of the K tiles, added to scores by
+//! the consumers.
 //!
-//! A tile is what lies in memory, numbers or bytes, in chunks of 128-byte rows with the 128-byte swizzle. The copy engine brings it, or,
-//! where rows are not whole 16-byte vectors, two warps do, element by element.
+//! A tile is what lies in memory, numbers or bytes, in chunks of 128-byte rows with the 128-byte
+//! swizzle. The TMA brings it, or, where rows are not whole 16-byte vectors, two warps do, element
+//! by element.
 
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
@@ -20,7 +22,7 @@ const CHUNK_BYTES: u32 = 128;
 /// attention_bias or attn_mask.
 #[derive(Clone, Copy)]
 pub(super) struct Mask<T> {
-    /// What the copy engine knows of either, in words of 16 bits.
+    /// What TMA knows of either, in words of 16 bits.
     map: TensorMap,
     /// Numbers to be added, or null.
     bias: Global<T>,
@@ -28,7 +30,7 @@ pub(super) struct Mask<T> {
     mask: Global<u8>,
     /// Row length.
     pub(super) columns: u32,
-    /// Rows are whole 16-byte vectors, so that the copy engine takes them.
+    /// Rows are whole 16-byte vectors, so that TMA takes them.
     whole: bool,
     /// One row is all rows.
     repeats: bool,
@@ -48,8 +50,9 @@ impl<T: MmaElement> Mask<T> {
         !self.bias.is_null()
     }
 
-    /// Arrivals that make a tile full, and those of `warps` warps of consumers that make its place empty: where threads copy, each
-    /// arrives for itself, which tools that look for races can follow.
+    /// Arrivals that make a tile full, and those of `warps` warps of consumers that make its place
+    /// empty: where threads copy, each arrives for itself, which tools that look for races can
+    /// follow.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn arrivals(self, warps: u32) -> (u32, u32) {
         if self.whole { (WARPS, warps) } else { (32 * WARPS, 32 * warps) }
@@ -81,7 +84,8 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// Calls `f` with the place of each tile in shared memory, its barrier, whose it is and its first key, once the place is free.
+    /// Calls `f` with the place of each tile in shared memory, its barrier, whose it is and its
+    /// first key, once the place is free.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn for_each_tile<S: Tile>(base: u32, f: impl Fn(u32, u32, Place, u32)) {
         let mut ring = Ring::START;
@@ -105,7 +109,7 @@ impl<T: MmaElement> Mask<T> {
         }
     }
 
-    /// One thread of each warp: the copy engine brings a chunk, if there is one for the warp.
+    /// One thread of each warp: TMA brings a chunk, if there is one for the warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_chunk<S: Tile>(self, to: u32, full: u32, place: Place, key: u32, p: &AttentionParams) {
         let chunk = warp() - FIRST_COPIER / 32;
@@ -127,7 +131,8 @@ impl<T: MmaElement> Mask<T> {
         tma_load(to + chunk * S::ROWS * CHUNK_BYTES, self.map, place, full);
     }
 
-    /// Copies the tile of the rows at `place` and the keys `key ..`, element by element. What lies behind the mask may become anything.
+    /// Copies the tile of the rows at `place` and the keys `key ..`, element by element. What lies
+    /// behind the mask may become anything.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Tile>(self, to: u32, place: Place, key: u32, p: &AttentionParams) {
         let tile = Source {
@@ -212,7 +217,8 @@ impl<T: MmaElement> Mask<T> {
     }
 }
 
-/// Scores below are folded: as exponents the lowest numbers would be infinite, and no exponent that counts from there would be small.
+/// Scores below are folded: as exponents the lowest numbers would be infinite, and no exponent that
+/// counts from there would be small.
 const LOW: f32 = -67_108_864.0;
 
 /// Whether a row's greatest score asks for it.
@@ -221,8 +227,9 @@ pub(super) fn is_foldable(top: f32) -> bool {
     top < LOW && top > f32::NEG_INFINITY
 }
 
-/// The lowest scores move up, keep their order, and stay so far apart, 64, that only the greatest count, as it is with the numbers
-/// themselves, which are 8 apart at least. Such as agree in 8 bits become one.
+/// The lowest scores move up, keep their order, and stay so far apart, 64, that only the greatest
+/// count, as it is with the numbers themselves, which are 8 apart at least. Such as agree in 8 bits
+/// become one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn fold(score: f32) -> f32 {
     let steps = score.abs().to_bits().saturating_sub(LOW.abs().to_bits()) >> 16;
@@ -240,7 +247,8 @@ pub(super) fn unfold(score: f32) -> f32 {
 struct Source {
     /// Index of its first element.
     at: usize,
-    /// Elements from one row to the next. Within a tile elements are counted in 32 bits, because registers are scarce.
+    /// Elements from one row to the next. Within a tile elements are counted in 32 bits, because
+    /// registers are scarce.
     row: u32,
     /// Rows and columns that there are.
     rows: u32,
@@ -250,8 +258,8 @@ struct Source {
 }
 
 impl Source {
-    /// Copies it, a word of `E` elements of `R` rows at a time; `word` is given the elements' indices. In the place of what does not
-    /// exist comes anything that does.
+    /// Copies it, a word of `E` elements of `R` rows at a time; `word` is given the elements'
+    /// indices. In the place of what does not exist comes anything that does.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn copy<S: Tile, const E: usize, const R: usize>(
         &self,
@@ -281,7 +289,8 @@ impl Source {
                     st_shared(to + at, got[r]);
                     r += 1;
                 }
-                // Opaque, or addresses of many rows would be kept at once, for which there are no registers.
+                // Opaque, or addresses of many rows would be kept at once, for which there are no
+                // registers.
                 row += opaque(WARPS * R as u32);
             }
             column += opaque(32);

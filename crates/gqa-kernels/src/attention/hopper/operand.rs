@@ -1,15 +1,18 @@
 //! What the tensor cores multiply: elements, or e4m3 where both caches hold it.
 //!
-//! A thread's scores of a row are two neighbours in eight, its weights of e4m3 as an operand four neighbours in sixteen. Instead of exchanging them between threads, keys
-//! change places: [`key_of_column`] says which one of 32 stands in a column of V, transposed.
+//! A thread's scores of a row are two neighbours in eight, its weights of e4m3 as an operand four
+//! neighbours in sixteen. Instead of exchanging them between threads, keys change places:
+//! [`key_of_column`] says which one of 32 stands in a column of V, transposed.
 
 use crate::num::{Float8, MmaElement};
 use crate::simt::{f32x2_to_e4m3x2, wgmma_add_e4m3, wgmma_e4m3, wgmma_registers_e4m3};
 
-/// A type of operands. V is as the cache has it where they have two bytes; where they have one it is transposed, a row for each column of the head, because the tensor cores
-/// turn nothing round then.
+/// A type of operands. V is as the cache has it where they have two bytes; where they have one it
+/// is transposed, a row for each column of the head, because the tensor cores turn nothing round
+/// then.
 pub(super) trait Operand {
-    /// Exponents of the weights that a row's greatest scores get when its reference is set, downwards from 1.
+    /// Exponents of the weights that a row's greatest scores get when its reference is set,
+    /// downwards from 1.
     const HEADROOM: f32;
     /// The greatest exponent that does not raise the reference.
     const LIMIT: f32;
@@ -74,7 +77,8 @@ impl Operand for Float8 {
         let mut weights = [0; W];
         let mut i = 0;
         while i < W {
-            // A register has a row's weights of two times eight keys; the next one those of the row eight further down.
+            // A register has a row's weights of two times eight keys; the next one those of the row
+            // eight further down.
             let at = i / 2 * 8 + i % 2 * 2;
             let low = f32x2_to_e4m3x2(s[at], s[at + 1]);
             let high = f32x2_to_e4m3x2(s[at + 4], s[at + 5]);

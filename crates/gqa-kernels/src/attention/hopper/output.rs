@@ -1,5 +1,5 @@
-//! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores. A part of the keys leaves its own result, in f32, for
-//! [`combine`](crate::attention::combine).
+//! The way out of a work tile: normalisation, log-sum-exp, 16-byte stores. A split of the keys
+//! leaves its own result, in f32, for [`combine`](crate::attention::combine).
 
 use super::mask;
 use super::shape::Tile;
@@ -14,17 +14,17 @@ use crate::simt::*;
 /// Where results go.
 #[derive(Clone, Copy)]
 pub(super) struct Destination<T> {
-    /// (batch, query head, S, head size); not used with parts of the keys.
+    /// (batch, query head, S, head size); not used with splits of the keys.
     pub(super) out: Global<T>,
     /// The same quantized, instead of `out`.
     pub(super) quantized: Option<Quantized>,
-    /// (part, batch, query head, S, head size); not used without parts of the keys.
+    /// (split, batch, query head, S, head size); not used without splits of the keys.
     pub(super) partial_out: Global<f32>,
-    /// (part, batch, query head, S).
+    /// (split, batch, query head, S).
     pub(super) lse: Global<f32>,
 }
 
-/// Place of query row `s` in (part, batch, query head, S).
+/// Place of query row `s` in (split, batch, query head, S).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn row_index(place: Place, s: u32, p: &AttentionParams) -> usize {
     let pair = (place.split * p.batch + place.batch) * p.q_heads + place.head;
@@ -44,7 +44,8 @@ pub(super) struct Output<'a> {
 }
 
 impl Output<'_> {
-    /// Joins the sink, if there is one and no other part, writes log-sum-exp, and returns what each row must be multiplied by.
+    /// Joins the sink, if there is one and no other split, writes log-sum-exp, and returns what
+    /// each row must be multiplied by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn normalise<T: MmaElement, S: Tile>(
         &self,
@@ -62,7 +63,7 @@ impl Output<'_> {
                 state.sum += shfl_xor_f32(state.sum, 2);
             }
             factors[half] = 1.0;
-            if !S::PARTS && self.p.sink != sink::NONE {
+            if !S::SPLITS && self.p.sink != sink::NONE {
                 let logit = if self.p.sink == sink::PER_HEAD {
                     head_sink.load(head as usize).to_f32()
                 } else {
@@ -159,7 +160,7 @@ impl Output<'_> {
         }
     }
 
-    /// Writes the rows of a part.
+    /// Writes the rows of a split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn store_part<const O: usize>(&self, o: &[f32; O], partial_out: Global<f32>) {
         // Opaque, as in `store`.
@@ -196,7 +197,8 @@ fn transpose([a, b, c, d]: [u32; 4], lane: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// The upper word of the lower lane and the lower word of the upper lane change places; the lanes are `distance` apart.
+/// The upper word of the lower lane and the lower word of the upper lane change places; the lanes
+/// are `distance` apart.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn exchange([low, high]: [u32; 2], lane: u32, distance: u32) -> [u32; 2] {
     let upper = lane & distance != 0;

@@ -1,18 +1,23 @@
-//! Sequences whose keys and values lie in blocks of a cache, and whose query rows are tokens that lie one behind the other.
+//! Sequences whose keys and values lie in blocks of a cache, and whose query rows are tokens that
+//! lie one behind the other.
 //!
-//! **Row tiles** are numbered through all sequences: those of sequence `b` begin with number `starts[b] / ROWS + b`, which leaves each as many as it needs,
-//! and at most one more. So they are no more than tokens and sequences make necessary, however lengths differ, and a search finds whose one is. Those of sequences with few
-//! tokens may be another kernel's; they have no keys here.
+//! **Row tiles** are numbered through all sequences: those of sequence `b` begin with number
+//! `starts[b] / ROWS + b`, which leaves each as many as it needs, and at most one more. So they are
+//! no more than tokens and sequences make necessary, however lengths differ, and a search finds
+//! whose one is. Those of sequences with few tokens may be another kernel's; they have no keys
+//! here.
 //!
-//! **Crew**: a launch may be joined by another one, for multiprocessors that become free later, whose blocks draw from the same work. Neither needs the other: whichever
-//! comes first does what there is.
+//! **SharedQueue**: a launch may be joined by another one, for SMs that become free later, whose
+//! blocks draw from the same work. Neither needs the other: whichever comes first does what there
+//! is.
 //!
-//! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height. Each lane of two warps copies one: a warp starts a
-//! copy in about 100 cycles, in which the copy engine is not even half busy, and blocks of 16 rows make many.
+//! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height.
+//! Each lane of two warps copies one: a warp starts a copy in about 100 cycles, in which TMA is not
+//! even half busy, and blocks of 16 rows make many.
 
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile};
-use super::work::{Draw, KeyTiles, Place, Slot, Work, first_key, quotient};
+use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key, quotient};
 use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
 use crate::concept::seqlen::Seqlen;
@@ -38,26 +43,26 @@ pub(super) struct Pages {
     last: u32,
     /// Tokens of a sequence that is not another launch's.
     least: u32,
-    crew: Crew,
+    queue: SharedQueue,
 }
 
 /// The blocks that share work, of one launch or of two.
 #[derive(Clone, Copy)]
-struct Crew {
+struct SharedQueue {
     /// Blocks that begin with the work tile of their number.
-    leaders: u32,
+    primary: u32,
     /// Those that do not.
-    helpers: u32,
+    secondary: u32,
     /// Whether this is one of these.
-    helps: bool,
+    is_secondary: bool,
 }
 
-impl Crew {
-    /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles, and one more for each
-    /// helper.
+impl SharedQueue {
+    /// The next work tile, or a number beyond the last. Every block draws until there is none, so
+    /// draws are as many as work tiles, and one more for each helper.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn draw(self, draw: &Draw) -> u32 {
-        self.leaders + draw.counter.atomic_inc(0, draw.count + self.helpers - 1)
+    fn next(self, scheduler: &TileScheduler) -> u32 {
+        self.primary + scheduler.counter.atomic_inc(0, scheduler.count + self.secondary - 1)
     }
 }
 
@@ -83,7 +88,11 @@ impl Pages {
             log_rows: p.log_block_size,
             last: p.blocks - 1,
             least: p.least,
-            crew: Crew { leaders: p.leaders, helpers: p.helpers, helps: p.helps != 0 },
+            queue: SharedQueue {
+                primary: p.primary,
+                secondary: p.secondary,
+                is_secondary: p.is_secondary != 0,
+            },
         }
     }
 
@@ -123,9 +132,9 @@ impl Pages {
         sequence.of_at_least(self.least)
     }
 
-    /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there may be
-    /// no blocks: the last one stands for them. Those wholly before a window may belong to another
-    /// sequence by now: they are said to be behind the cache, from where zeros come.
+    /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there
+    /// may be no blocks: the last one stands for them. Those wholly before a window may belong to
+    /// another sequence by now: they are said to be behind the cache, from where zeros come.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, seen: Visible) -> Spot {
         let height = self.box_rows::<S>();
@@ -174,7 +183,8 @@ impl Boxes {
         Self { base, ring: Ring::START, pages, k, v, bytes, behind: None }
     }
 
-    /// The tiles of a work tile, from the right to the left, K one ahead of V; calls `before_last` before it waits for room for the last.
+    /// The tiles of a work tile, from the right to the left, K one ahead of V; calls `before_last`
+    /// before it waits for room for the last.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_all<S: Tile>(
         &mut self,
@@ -216,7 +226,8 @@ impl Boxes {
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
         let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES;
         let full = barrier + S::KV_FULL;
-        // Each warp arrives, one without boxes too: what it has yet to read must not be written over.
+        // Each warp arrives, one without boxes too: what it has yet to read must not be written
+        // over.
         if lane() == 0 {
             mbarrier_arrive_expect(full, self.bytes);
         }
@@ -244,24 +255,24 @@ pub(super) fn load_keys_and_values<S: Tile>(
     counter: Global<u32>,
     p: &AttentionParams,
 ) {
-    let draw = Draw::new::<S>(counter, p, Some(pages));
+    let scheduler = TileScheduler::new::<S>(counter, p, Some(pages));
     let leads = lane() == 0;
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
     // The first lane's is the warp's.
-    let mut drawn = match pages.crew.helps {
+    let mut drawn = match pages.queue.is_secondary {
         false => block_idx_x(),
-        true if leads => pages.crew.draw(&draw),
+        true if leads => pages.queue.next(&scheduler),
         true => 0,
     };
     loop {
         let index = shfl_idx_u32(drawn, 0);
-        if !draw.is_work(index) {
+        if !scheduler.is_work(index) {
             break;
         }
         let mut draw_next = || {
             if leads {
-                drawn = pages.crew.draw(&draw);
+                drawn = pages.queue.next(&scheduler);
             }
         };
         let work = Work::new::<S>(index, p, Global::null(), Some(pages), u32::MAX);

@@ -1,10 +1,10 @@
-//! The producer warpgroup: one thread draws work, describes it and loads K and V, one loads Q, one warp clears what sees nothing. From a
-//! cache of blocks two warps load K and V (`pages.rs`).
+//! The producer warpgroup: one thread draws work, describes it and loads K and V, one loads Q, one
+//! warp clears what sees nothing. From a paged KV cache two warps load K and V (`pages.rs`).
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
 use super::shape::{CHUNK, TRANSPOSED_KEYS, Tile, WARPGROUP_ROWS};
-use super::work::{Draw, Place, Slot, Work, quotient};
+use super::work::{Place, Slot, TileScheduler, Work, quotient};
 use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
@@ -74,8 +74,8 @@ impl KeyValueRing {
     }
 }
 
-/// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the borders of work tiles too, as the
-/// consumers need them; tiles from the right to the left.
+/// One thread: draws work and loads its keys and values. K runs one tile ahead of V, over the
+/// borders of work tiles too, as the consumers need them; tiles from the right to the left.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_keys_and_values<S: Tile>(
     base: u32,
@@ -86,16 +86,16 @@ pub(super) fn load_keys_and_values<S: Tile>(
     columns: u32,
     p: &AttentionParams,
 ) {
-    let draw = Draw::new::<S>(counter, p, None);
+    let scheduler = TileScheduler::new::<S>(counter, p, None);
     let mut ring = KeyValueRing { base, ring: Ring::START };
     // The V tile that comes after the next K tile: tile, head, batch.
     let mut behind: Option<[u32; 3]> = None;
     let mut n = 0;
     let mut index = block_idx_x();
-    while draw.is_work(index) {
+    while scheduler.is_work(index) {
         let work = Work::new::<S>(index, p, seqlens_k, None, columns);
         if work.keys.is_empty() {
-            index = draw.next();
+            index = scheduler.next();
             continue;
         }
         Slot::announce::<S>(base, n, Some(&work));
@@ -107,7 +107,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
             tile -= 1;
             // The answer comes while the last tiles wait for room.
             if tile == work.keys.first {
-                index = draw.next();
+                index = scheduler.next();
             }
             ring.load::<S>(k, tile, head, work.place.batch, false);
             if let Some([tile, head, batch]) = behind {
@@ -122,7 +122,8 @@ pub(super) fn load_keys_and_values<S: Tile>(
     }
 }
 
-/// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more use for its last.
+/// One thread: Q tiles of the work that the other has drawn, of each warpgroup when it has no more
+/// use for its last.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
     let mut ring = Ring::START;
@@ -156,7 +157,8 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
     }
 }
 
-/// One warp: the rows of work tiles that see nothing, because all are padding, or none is in this part of the keys.
+/// One warp: the rows of work tiles that see nothing, because all are padding, or none is in this
+/// split of the keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     seqlens_k: Global<i32>,
@@ -178,8 +180,8 @@ pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
 fn clear<T: MmaElement, S: Tile>(place: Place, to: Destination<T>, p: &AttentionParams) {
     let Place { batch, head, row: first, .. } = place;
     let rows = (p.q_len - first).min(S::ROWS);
-    // What a part has not seen is not read.
-    if !S::PARTS {
+    // What a split has not seen is not read.
+    if !S::SPLITS {
         let vectors = p.head_size / T::PER_VEC;
         let mut i = lane();
         while i < rows * vectors {

@@ -1,10 +1,11 @@
-//! Rings of tiles in shared memory: the copy engine fills a stage, the consumers empty it, over and over.
+//! Rings of tiles in shared memory: TMA fills a stage, the consumers empty it, over and over.
 
 /// Position in a ring.
 #[derive(Clone, Copy)]
 pub(super) struct Ring {
     pub(super) stage: u32,
-    /// Parity of the phase in which the stage is filled; the opposite is that in which it was emptied before.
+    /// Parity of the phase in which the stage is filled; the opposite is that in which it was
+    /// emptied before.
     pub(super) parity: u32,
 }
 

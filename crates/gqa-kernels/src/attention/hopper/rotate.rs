@@ -1,5 +1,5 @@
-//! Rotary embedding of queries in their tile in shared memory, before its first product: a launch of its own would write
-//! all queries for attention to read them again.
+//! Rotary embedding of queries in their tile in shared memory, before its first product: a launch
+//! of its own would write all queries for attention to read them again.
 
 use super::shape::{CHUNK, Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
 use super::work::Slot;
@@ -15,8 +15,9 @@ const TOGETHER: u32 = 4;
 /// Bytes of a row of a chunk.
 const ROW: u32 = 2 * CHUNK;
 
-/// The rotary embedding of queries, half-split or interleaved, whose row `s` stands at `past + s`. A position outside the tables, which have a row at
-/// least and fewer than 2^32 elements, gives NaN.
+/// The rotary embedding of queries, half-split or interleaved, whose row `s` stands at `past + s`.
+/// A position outside the tables, which have a row at least and fewer than 2^32 elements, gives
+/// NaN.
 #[derive(Clone, Copy)]
 pub(super) struct Rotation<T> {
     /// (max_positions, dim / 2)
@@ -27,8 +28,8 @@ pub(super) struct Rotation<T> {
 }
 
 impl<T: MmaElement> Rotation<T> {
-    /// Rotates the rows of warpgroup number `warpgroup`, which are in the tile at `tile`, and shows them to the tensor cores. A sequence has
-    /// `rows` rows.
+    /// Rotates the rows of warpgroup number `warpgroup`, which are in the tile at `tile`, and shows
+    /// them to the tensor cores. A sequence has `rows` rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn rotate<S: Tile>(&self, slot: Slot, rows: u32, tile: u32, warpgroup: u32) {
         if self.params.interleaved == 0 {
@@ -40,7 +41,8 @@ impl<T: MmaElement> Rotation<T> {
         named_barrier_sync(ROTATED + warpgroup, WARPGROUP);
     }
 
-    /// The rows of this thread's warpgroup, with pairs of one kind: a loop for each, because neither should ask in every step.
+    /// The rows of this thread's warpgroup, with pairs of one kind: a loop for each, because
+    /// neither should ask in every step.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_tile<S: Tile, const INTERLEAVED: bool>(
         &self,
@@ -56,7 +58,8 @@ impl<T: MmaElement> Rotation<T> {
         }
         let first = slot.place::<S>().row + warpgroup * WARPGROUP_ROWS + row;
         let past = slot.seqlen().past;
-        // Rows of the tile behind the last one stay zeros: NaN would take the way of weights that overflow.
+        // Rows of the tile behind the last one stay zeros: NaN would take the way of weights that
+        // overflow.
         let outside = (past + rows).saturating_sub(self.params.max_positions);
         let vectors = if INTERLEAVED { [2 * pair, 2 * pair + 1] } else { [pair, pair + pairs] };
         let vectors = vectors.map(|vector| tile + swizzled(WARPGROUP_ROWS, row, vector));
@@ -67,8 +70,8 @@ impl<T: MmaElement> Rotation<T> {
         }
     }
 
-    /// Rotates the two vectors of the row at `position`, and those that lie alike in later rows; the tables lack `outside` positions. All angles are
-    /// under way before the first is used.
+    /// Rotates the two vectors of the row at `position`, and those that lie alike in later rows;
+    /// the tables lack `outside` positions. All angles are under way before the first is used.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rotate_rows<S: Tile, const INTERLEAVED: bool>(
         &self,
@@ -88,13 +91,13 @@ impl<T: MmaElement> Rotation<T> {
             let ahead = n * S::PASS_ROWS;
             let [low, high] = vectors.map(|vector| vector + ahead * ROW);
             let (given, angles) = ([low, high].map(ld_shared_vec), angles[n as usize]);
-            let turned = if INTERLEAVED {
+            let rotated = if INTERLEAVED {
                 turn_pairs::<T>(given, angles)
             } else {
                 turn_halves::<T>(given, angles)
             };
-            st_shared_vec(low, turned[0]);
-            st_shared_vec(high, turned[1]);
+            st_shared_vec(low, rotated[0]);
+            st_shared_vec(high, rotated[1]);
             if (position + ahead).wrapping_sub(self.params.max_positions) < outside {
                 st_shared_vec(low, [T::pack(f32::NAN, f32::NAN); 4]);
                 st_shared_vec(high, [T::pack(f32::NAN, f32::NAN); 4]);
@@ -112,8 +115,9 @@ impl<T: MmaElement> Rotation<T> {
     }
 }
 
-/// Row and pair of vectors that this thread rotates first. Eight neighbouring threads must find their vectors in all eight units of 128 bytes: where halves
-/// turn together these lie in one row, where neighbours do, every other one in each of two rows.
+/// Row and pair of vectors that this thread rotates first. Eight neighbouring threads must find
+/// their vectors in all eight units of 128 bytes: where halves turn together these lie in one row,
+/// where neighbours do, every other one in each of two rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn share<S: Tile, const INTERLEAVED: bool>() -> (u32, u32) {
     // Opaque, or what follows from it would be hoisted out of the loop over work and spilled.

@@ -8,18 +8,18 @@ pub(super) const TRANSPOSED_KEYS: u32 = 128;
 pub(super) const WARPGROUP: u32 = 128;
 /// Query rows of a warpgroup.
 pub(super) const WARPGROUP_ROWS: u32 = 64;
-/// Work tiles whose descriptions are kept: the one that is drawn, those with tiles in the ring, two each at least, two that consumers
-/// may still be at, and one to spare.
+/// Work tiles whose descriptions are kept: the one that is drawn, those with tiles in the ring, two
+/// each at least, two that consumers may still be at, and one to spare.
 pub(super) const WORK_SLOTS: u32 = MAX_STAGES;
 /// Bytes of a description.
 pub(super) const WORK_BYTES: u32 = 48;
-/// Shared memory of a multiprocessor that one block can have.
+/// Shared memory of an SM that one block can have.
 const SHARED: u32 = 227 * 1024;
 /// More K and V tiles in flight hide no more latency.
 const MAX_STAGES: u32 = 8;
 
-/// Byte offset of the `unit`th 16 bytes of a row in a tile of `rows` rows: in chunks of 128 bytes of all rows, in which units trade places within eight
-/// rows, as the copy engine has it.
+/// Byte offset of the `unit`th 16 bytes of a row in a tile of `rows` rows: in chunks of 128 bytes
+/// of all rows, in which units trade places within eight rows, as TMA has it.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn swizzled(rows: u32, row: u32, unit: u32) -> u32 {
     let (chunk, unit) = (unit / 8, (unit % 8) ^ (row % 8));
@@ -39,8 +39,8 @@ pub(super) trait Tile {
     const N: u32;
     /// Consumer warpgroups of 64 rows.
     const WARPGROUPS: u32;
-    /// A work tile is one part of its keys.
-    const PARTS: bool;
+    /// A work tile is one split of its keys.
+    const SPLITS: bool;
     /// Bytes of a number that is multiplied; with one, V is transposed.
     const NUMBER_BYTES: u32;
     const IS_TRANSPOSED: bool = Self::NUMBER_BYTES == 1;
@@ -50,19 +50,22 @@ pub(super) trait Tile {
     /// Of one warpgroup.
     const Q_BYTES: u32 = WARPGROUP_ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
-    /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V: the sums are those of the rounded
-    /// weights then.
+    /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V:
+    /// the sums are those of the rounded weights then.
     const SUM_COLUMNS: bool;
-    /// As many rows of ones as one multiplication takes; where V is transposed, each stage of the ring ends with them.
+    /// As many rows of ones as one multiplication takes; where V is transposed, each stage of the
+    /// ring ends with them.
     const ONES_BYTES: u32 = if Self::SUM_COLUMNS && !Self::IS_TRANSPOSED { 16 * 128 } else { 0 };
     const STAGE_BYTES: u32 =
         Self::KV_BYTES + if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 8 * 128 } else { 0 };
-    /// Key tiles in a row that the loop without mask takes at most. Of weights of e4m3 the loop with masks takes sums out of the output: in both there are no
-    /// registers for it, and four tiles lose about 2 % of a sum.
+    /// Key tiles in a row that the loop without mask takes at most. Of weights of e4m3 the loop
+    /// with masks takes sums out of the output: in both there are no registers for it, and four
+    /// tiles lose about 2 % of a sum.
     const STEPS: u32 = if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 3 } else { u32::MAX };
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
-    /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is there before it is needed.
+    /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is
+    /// there before it is needed.
     const Q_STAGES: u32 =
         if Self::D <= 128 && Self::N <= 128 && Self::MASK_STAGES == 0 { 2 } else { 1 };
     /// Of all warpgroups.
@@ -89,8 +92,10 @@ pub(super) trait Tile {
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
 }
 
-/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight (half as many where operands are e4m3) and `O` output registers per thread,
-/// four more of these if the tensor cores sum weights; `M` tiles of a mask in flight, or 0 and no mask; whole key ranges or `PARTS` of them.
+/// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight (half as
+/// many where operands are e4m3) and `O` output registers per thread, four more of these if the
+/// tensor cores sum weights; `M` tiles of a mask in flight, or 0 and no mask; whole key ranges or
+/// `SPLITS` of them.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -99,16 +104,17 @@ pub struct Hopper<
     const W: usize,
     const O: usize,
     const M: u32,
-    const PARTS: bool,
+    const SPLITS: bool,
 >;
 
-/// Head sizes up to 64. The tensor cores sum the weights, because the loop is bound by its instructions.
+/// Head sizes up to 64. The tensor cores sum the weights, because the loop is bound by its
+/// instructions.
 pub type D64 = Hopper<64, 128, 3, 64, 32, 36, 0, false>;
 /// The same for short prompts, which fill tiles of fewer rows better.
 pub type D64Short = Hopper<64, 128, 2, 64, 32, 36, 0, false>;
-/// The same with sums of weights that are not rounded, which a log-sum-exp needs, and for parts, whose way out needs more registers than
-/// three warpgroups have.
-pub type D64Exact<const PARTS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, PARTS>;
+/// The same with sums of weights that are not rounded, which a log-sum-exp needs, and for splits,
+/// whose way out needs more registers than three warpgroups have.
+pub type D64Exact<const SPLITS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, SPLITS>;
 /// Head sizes up to 80.
 pub type D80 = Hopper<80, 96, 3, 48, 24, 40, 0, false>;
 /// The same for short prompts.
@@ -118,18 +124,19 @@ pub type D96 = Hopper<96, 96, 3, 48, 24, 48, 0, false>;
 /// The same for short prompts.
 pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
 /// Head sizes up to 128.
-pub type D128<const PARTS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, PARTS>;
+pub type D128<const SPLITS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, SPLITS>;
 /// The same for many keys that all rows see: fewer, larger tiles.
 pub type D128Long = Hopper<128, 176, 2, 88, 44, 64, 0, false>;
 /// Head sizes up to 160.
 pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false>;
 /// Head sizes up to 192.
-pub type D192<const PARTS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, PARTS>;
+pub type D192<const SPLITS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, SPLITS>;
 /// Head sizes up to 224.
 pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false>;
 /// Head sizes up to 256.
-pub type D256<const PARTS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, PARTS>;
-/// Head sizes up to 128, operands of e4m3. The tensor cores sum the weights, so that what rounds all of a row's weights alike does no harm.
+pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS>;
+/// Head sizes up to 128, operands of e4m3. The tensor cores sum the weights, so that what rounds
+/// all of a row's weights alike does no harm.
 pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false>;
 /// Head sizes up to 64, with a mask.
 pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false>;
@@ -146,14 +153,14 @@ impl<
     const W: usize,
     const O: usize,
     const M: u32,
-    const PARTS: bool,
-> Tile for Hopper<D, N, G, C, W, O, M, PARTS>
+    const SPLITS: bool,
+> Tile for Hopper<D, N, G, C, W, O, M, SPLITS>
 {
     const D: u32 = D;
     const N: u32 = N;
     const WARPGROUPS: u32 = G;
     const MASK_STAGES: u32 = M;
-    const PARTS: bool = PARTS;
+    const SPLITS: bool = SPLITS;
     const NUMBER_BYTES: u32 = 8 * W as u32 / N;
     const SUM_COLUMNS: bool = O as u32 > D / 2;
 }

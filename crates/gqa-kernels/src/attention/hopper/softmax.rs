@@ -11,8 +11,9 @@ use crate::simt::*;
 /// What a consumer thread keeps of its two rows, `row` and `row + 8`.
 #[derive(Clone, Copy)]
 pub(super) struct RowPair {
-    /// What exponents count from: a score times `factor` and `headroom`. The score is the greatest of the row's first, then the greatest
-    /// of those whose exponents exceed the limit. -inf before the first score.
+    /// What exponents count from: a score times `factor` and `headroom`. The score is the greatest
+    /// of the row's first, then the greatest of those whose exponents exceed the limit. -inf before
+    /// the first score.
     pub(super) reference: [f32; 2],
     /// This thread's share of the running sums.
     pub(super) sum: [f32; 2],
@@ -43,7 +44,8 @@ impl RowPair {
         self.reference[half] < LOW
     }
 
-    /// Counts from `new` if that is a number and far above what has been counted from. Returns the factor for what was accumulated.
+    /// Counts from `new` if that is a number and far above what has been counted from. Returns the
+    /// factor for what was accumulated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn start_anew(&mut self, half: usize, new: f32) -> f32 {
         const FAR: f32 = 64.0;
@@ -108,7 +110,8 @@ pub(super) struct Softmax<'a> {
     pub(super) limit: f32,
     /// Weights are summed here, and not by the tensor cores.
     pub(super) adds: bool,
-    /// Sums of the tiles so far are kept in [`RowPair::sum`], whoever adds up a tile's weights, and not with the output.
+    /// Sums of the tiles so far are kept in [`RowPair::sum`], whoever adds up a tile's weights, and
+    /// not with the output.
     pub(super) keeps: bool,
 }
 
@@ -126,7 +129,8 @@ impl Softmax<'_> {
         RowPair { reference: [reference(0), reference(1)], ..RowPair::EMPTY }
     }
 
-    /// Scores of keys that their row does not see become -inf; the tile's rows start at `row`, its keys at `key`.
+    /// Scores of keys that their row does not see become -inf; the tile's rows start at `row`, its
+    /// keys at `key`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn mask<const C: usize>(
         &self,
@@ -174,8 +178,9 @@ impl Softmax<'_> {
         }
     }
 
-    /// What a bias asks for before the first step: rows start with their first scores, and start anew where scores exceed a very low
-    /// reference by far, because exponents that count from there are coarse. The lowest scores are folded.
+    /// What a bias asks for before the first step: rows start with their first scores, and start
+    /// anew where scores exceed a very low reference by far, because exponents that count from
+    /// there are coarse. The lowest scores are folded.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn settle<const C: usize>(&self, s: &mut [f32; C], rows: &mut RowPair) -> Raised {
         let mut raised = Raised::NONE;
@@ -199,7 +204,8 @@ impl Softmax<'_> {
         raised
     }
 
-    /// Online softmax, first step: the scores of one of the two rows become exponents of 2 that count from `reference`.
+    /// Online softmax, first step: the scores of one of the two rows become exponents of 2 that
+    /// count from `reference`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn relate<const C: usize>(&self, half: usize, s: &mut [f32; C], reference: f32) {
         let mut i = 0;
@@ -211,8 +217,9 @@ impl Softmax<'_> {
         }
     }
 
-    /// The same with a reference that is raised where exponents exceed the limit. Those that do are positive, and positive floats are
-    /// ordered like their bits, of which one instruction finds the greatest of three.
+    /// The same with a reference that is raised where exponents exceed the limit. Those that do are
+    /// positive, and positive floats are ordered like their bits, of which one instruction finds
+    /// the greatest of three.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn relate_and_raise<const C: usize>(
         &self,
@@ -240,8 +247,8 @@ impl Softmax<'_> {
         }
     }
 
-    /// Raises the reference of a row, to which these exponents are relative, where one exceeds the limit. Returns the factor for what was
-    /// accumulated.
+    /// Raises the reference of a row, to which these exponents are relative, where one exceeds the
+    /// limit. Returns the factor for what was accumulated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn raise<const C: usize>(&self, half: usize, s: &mut [f32; C], rows: &mut RowPair) -> f32 {
         let top = greatest(half, s);
@@ -267,9 +274,10 @@ impl Softmax<'_> {
         factor
     }
 
-    /// Where one exceeds the limit, a row's weights fall by a power of two, which is exact, and its reference rises by as much. This tile's
-    /// sums become those of the rounded weights: where few weights count, the quotient errs less then. Returns the factors for what was
-    /// accumulated, or nothing if weights are infinite or nearly so.
+    /// Where one exceeds the limit, a row's weights fall by a power of two, which is exact, and its
+    /// reference rises by as much. This tile's sums become those of the rounded weights: where few
+    /// weights count, the quotient errs less then. Returns the factors for what was accumulated, or
+    /// nothing if weights are infinite or nearly so.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn lower<T: MmaElement, const W: usize>(
         &self,
@@ -313,7 +321,8 @@ impl Softmax<'_> {
         Some(factors)
     }
 
-    /// Raises the references that exponents of the rows' greatest scores would exceed. Returns the factors for what was accumulated.
+    /// Raises the references that exponents of the rows' greatest scores would exceed. Returns the
+    /// factors for what was accumulated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn raise_to(&self, tops: [f32; 2], rows: &mut RowPair) -> [f32; 2] {
         let mut factors = [1.0; 2];
@@ -355,7 +364,8 @@ impl Softmax<'_> {
     }
 }
 
-/// One bit for each of this thread's keys of a row, in their order, if it is below `end`; of 128 keys that start at `key`.
+/// One bit for each of this thread's keys of a row, in their order, if it is below `end`; of 128
+/// keys that start at `key`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn keys_below(end: u32, key: u32) -> u32 {
     let ahead = end.saturating_sub(key + lane() % 4 * 2);
@@ -393,7 +403,8 @@ pub(super) fn exceed<const W: usize>(weights: &[u32; W]) -> bool {
     any_sync((bits[0] | bits[1]) & HIGHEST_EXPONENT_BITS != 0)
 }
 
-/// Bits of the greatest of this thread's weights; as they are not negative, they are ordered like their bits. NaN is the greatest.
+/// Bits of the greatest of this thread's weights; as they are not negative, they are ordered like
+/// their bits. NaN is the greatest.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
     let mut tops = 0;

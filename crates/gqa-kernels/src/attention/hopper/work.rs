@@ -1,4 +1,5 @@
-//! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with the shortest.
+//! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with
+//! the shortest.
 
 use super::pages::Pages;
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
@@ -6,7 +7,7 @@ use crate::concept::seqlen::Seqlen;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
-/// One work tile: query rows of a head, and the key tiles that they see, or one part of these.
+/// One work tile: query rows of a head, and the key tiles that they see, or one split of these.
 #[derive(Clone, Copy)]
 pub(super) struct Work {
     pub(super) place: Place,
@@ -29,15 +30,15 @@ pub(super) struct Place {
     pub(super) token: u32,
 }
 
-/// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`, and some key of the tiles `..settled_end`, of which
-/// all rows are valid.
+/// Key tiles `first..end`; all rows see all keys of the tiles `full_first..full_end`, and some key
+/// of the tiles `..cached_end`, of which all rows are valid.
 #[derive(Clone, Copy)]
 pub(super) struct KeyTiles {
     pub(super) first: u32,
     pub(super) end: u32,
     pub(super) full_first: u32,
     pub(super) full_end: u32,
-    pub(super) settled_end: u32,
+    pub(super) cached_end: u32,
 }
 
 impl Work {
@@ -51,13 +52,13 @@ impl Work {
         columns: u32,
     ) -> Self {
         let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
-        let split = if S::PARTS { quotient(index, row_tiles * pairs) } else { 0 };
+        let split = if S::SPLITS { quotient(index, row_tiles * pairs) } else { 0 };
         let index = index - split * row_tiles * pairs;
-        let section = quotient(index, p.section * row_tiles);
-        let within = index - section * p.section * row_tiles;
-        let here = (pairs - section * p.section).min(p.section);
+        let l2_section = quotient(index, p.l2_section * row_tiles);
+        let within = index - l2_section * p.l2_section * row_tiles;
+        let here = (pairs - l2_section * p.l2_section).min(p.l2_section);
         let nth = quotient(within, here);
-        let pair = section * p.section + within - nth * here;
+        let pair = l2_section * p.l2_section + within - nth * here;
         if let Some(pages) = pages {
             let (batch, row) = pages.find::<S>(row_tiles - 1 - nth, p);
             let sequence = pages.sequence(batch, p);
@@ -72,7 +73,7 @@ impl Work {
         let hidden = seqlen.total.saturating_sub(columns);
         let row = (row_tiles - 1 - nth) * S::ROWS;
         let keys = KeyTiles::new::<S>(row, seqlen, hidden, p);
-        let keys = if S::PARTS { keys.part(split, p.splits) } else { keys };
+        let keys = if S::SPLITS { keys.split(split, p.splits) } else { keys };
         let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
         Self { place, seqlen, hidden, keys }
     }
@@ -90,7 +91,7 @@ impl Work {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn count<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> u32 {
         let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
-        row_tiles * pairs * if S::PARTS { p.splits } else { 1 }
+        row_tiles * pairs * if S::SPLITS { p.splits } else { 1 }
     }
 }
 
@@ -113,13 +114,13 @@ impl KeyTiles {
             end: if past + row < total { high.min(seen).div_ceil(S::N) } else { 0 },
             full_first: window(high).div_ceil(S::N),
             full_end: low.min(seen) / S::N,
-            settled_end: low.div_ceil(S::N).min(total / S::N),
+            cached_end: low.div_ceil(S::N).min(total / S::N),
         }
     }
 
     /// Part number `split` of `splits` equal ones; the last ones may be shorter, or empty.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn part(self, split: u32, splits: u32) -> Self {
+    fn split(self, split: u32, splits: u32) -> Self {
         let tiles = self.end.saturating_sub(self.first).div_ceil(splits.max(1));
         let first = self.first + split * tiles;
         Self { first, end: (first + tiles).min(self.end), ..self }
@@ -130,17 +131,18 @@ impl KeyTiles {
         self.first >= self.end
     }
 
-    /// The same, shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in uniform registers.
+    /// The same, shuffled, so that the compiler sees that a warp's lanes agree, and keeps what
+    /// follows in uniform registers.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn agreed(self) -> Self {
-        let Self { first, end, full_first, full_end, settled_end } = self;
+        let Self { first, end, full_first, full_end, cached_end } = self;
         let agreed = |word| shfl_idx_u32(word, 0);
         Self {
             first: agreed(first),
             end: agreed(end),
             full_first: agreed(full_first),
             full_end: agreed(full_end),
-            settled_end: agreed(settled_end),
+            cached_end: agreed(cached_end),
         }
     }
 }
@@ -152,15 +154,15 @@ pub(super) fn first_key(row: u32, seqlen: Seqlen, p: &AttentionParams) -> u32 {
     if p.window > 0 { end.saturating_sub(p.window) } else { 0 }
 }
 
-/// The work tiles of a block: the first by the block's number, each further one from a counter, when its keys are about to be
-/// loaded. Blocks that are done early draw more.
-pub(super) struct Draw {
+/// The work tiles of a block: the first by the block's number, each further one from a counter,
+/// when its keys are about to be loaded. Blocks that are done early draw more.
+pub(super) struct TileScheduler {
     /// Work tiles drawn by all blocks; 0 again after the last draw of the call.
     pub(super) counter: Global<u32>,
     pub(super) count: u32,
 }
 
-impl Draw {
+impl TileScheduler {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new<S: Tile>(
         counter: Global<u32>,
@@ -170,7 +172,8 @@ impl Draw {
         Self { counter, count: Work::count::<S>(p, pages) }
     }
 
-    /// The next work tile, or a number beyond the last. Every block draws until there is none, so draws are as many as work tiles.
+    /// The next work tile, or a number beyond the last. Every block draws until there is none, so
+    /// draws are as many as work tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn next(&self) -> u32 {
         grid_dim_x() + self.counter.atomic_inc(0, self.count - 1)
@@ -182,8 +185,9 @@ impl Draw {
     }
 }
 
-/// The description of a work tile in shared memory: written by the thread that draws, read where it is needed. The writer cannot lap a
-/// reader, because it waits for room in the ring of K and V, which there is only when every reader has done its part for the tiles before.
+/// The description of a work tile in shared memory: written by the thread that draws, read where it
+/// is needed. The writer cannot lap a reader, because it waits for room in the ring of K and V,
+/// which there is only when every reader has done its part for the tiles before.
 #[derive(Clone, Copy)]
 pub(super) struct Slot(u32);
 
@@ -215,9 +219,9 @@ impl Slot {
         let Self(at) = Self::new::<S>(base, n);
         if let Some(Work { place, seqlen, hidden, keys }) = work {
             st_shared_vec(at, [keys.first, keys.end, keys.full_first, keys.full_end]);
-            let last = if S::PARTS { place.split } else { place.token };
+            let last = if S::SPLITS { place.split } else { place.token };
             st_shared_vec(at + 16, [place.batch, place.head, place.row, last]);
-            st_shared_vec(at + 32, [seqlen.past, seqlen.total, *hidden, keys.settled_end]);
+            st_shared_vec(at + 32, [seqlen.past, seqlen.total, *hidden, keys.cached_end]);
         } else {
             let mut vector = 0;
             while vector < WORK_BYTES {
@@ -232,13 +236,13 @@ impl Slot {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn keys(self) -> KeyTiles {
         let [first, end, full_first, full_end] = ld_shared_vec(self.0);
-        KeyTiles { first, end, full_first, full_end, settled_end: ld_shared(self.0 + 44) }
+        KeyTiles { first, end, full_first, full_end, cached_end: ld_shared(self.0 + 44) }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn place<S: Tile>(self) -> Place {
         let [batch, head, row, last] = ld_shared_vec(self.0 + 16);
-        let (split, token) = if S::PARTS { (last, 0) } else { (0, last) };
+        let (split, token) = if S::SPLITS { (last, 0) } else { (0, last) };
         Place { batch, head, row, split, token }
     }
 

@@ -38,8 +38,8 @@ pub fn cluster_arrive() {
     unsafe { arrive() }
 }
 
-/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and the mbarriers whose
-/// initialisation this thread has fenced.
+/// Arrives at the cluster's barrier. Makes nothing known there but that the block has started, and
+/// the mbarriers whose initialisation this thread has fenced.
 #[inline(always)]
 pub fn cluster_arrive_relaxed() {
     // SAFETY: as above.
@@ -53,7 +53,8 @@ pub fn cluster_wait() {
     unsafe { wait() }
 }
 
-/// Where that place of the own shared memory is in the block of that rank: an address of the cluster's window.
+/// Where that place of the own shared memory is in the block of that rank: an address of the
+/// cluster's window.
 #[inline(always)]
 pub fn peer_address(address: u32, rank: u32) -> u32 {
     let peer;
@@ -69,7 +70,8 @@ pub fn peer_address(address: u32, rank: u32) -> u32 {
 #[inline(always)]
 pub fn ld_peer<T: Pod>(address: u32) -> T {
     const { assert!(matches!(size_of::<T>(), 4 | 8)) };
-    // SAFETY: the address lies in a peer's shared memory, which holds nothing of Rust's; any bits are a T.
+    // SAFETY: the address lies in a peer's shared memory, which holds nothing of Rust's; any bits
+    // are a T.
     unsafe {
         if size_of::<T>() == 4 {
             let v: u32;
@@ -86,7 +88,8 @@ pub fn ld_peer<T: Pod>(address: u32) -> T {
 #[inline(always)]
 pub fn st_peer<T: Pod>(address: u32, value: T) {
     const { assert!(matches!(size_of::<T>(), 4 | 8)) };
-    // SAFETY: the address lies in a peer's shared memory, which holds nothing of Rust's; as many bits are read as there are.
+    // SAFETY: the address lies in a peer's shared memory, which holds nothing of Rust's; as many
+    // bits are read as there are.
     unsafe {
         if size_of::<T>() == 4 {
             let v = transmute_copy::<T, u32>(&value);

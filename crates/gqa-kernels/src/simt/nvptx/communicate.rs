@@ -1,4 +1,5 @@
-//! Blocks that pass data to each other through global memory, and grids that start before the one before them has ended.
+//! Blocks that pass data to each other through global memory, and grids that start before the one
+//! before them has ended.
 
 use super::Global;
 use core::arch::asm;
@@ -73,13 +74,15 @@ atomics! {
     atomic_add(addend) = "atom.relaxed.gpu.global.add.u32";
     /// As `atomic_add`, releasing and acquiring.
     atomic_add_acq_rel(addend) = "atom.acq_rel.gpu.global.add.u32";
-    /// Adds one to element `i`, which becomes 0 where it was `last` or more; returns what it was. Orders nothing.
+    /// Adds one to element `i`, which becomes 0 where it was `last` or more; returns what it was.
+    /// Orders nothing.
     atomic_inc(last) = "atom.relaxed.gpu.global.inc.u32";
     /// As `atomic_inc`, releasing and acquiring.
     atomic_inc_acq_rel(last) = "atom.acq_rel.gpu.global.inc.u32";
 }
 
-/// Orders what this thread has done and seen before its later atomic stores, and its earlier atomic loads before what it does later.
+/// Orders what this thread has done and seen before its later atomic stores, and its earlier atomic
+/// loads before what it does later.
 #[inline(always)]
 pub fn fence_gpu() {
     // SAFETY: a fence.

@@ -11,7 +11,7 @@ pub fn mbarrier_init(address: u32, arrivals: u32) {
     }
 }
 
-/// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+/// Makes initialised barriers visible to TMA; a block barrier must follow.
 #[inline(always)]
 pub fn fence_mbarrier_init() {
     // SAFETY: a fence.
@@ -46,7 +46,8 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
     }
 }
 
-/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait there.
+/// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait
+/// there.
 #[inline(always)]
 pub fn mbarrier_arrive_peer(address: u32) {
     // SAFETY: an initialised barrier of a block that has started and has not exited.
@@ -65,7 +66,8 @@ pub fn mbarrier_arrive_expect_peer(address: u32, bytes: u32) {
     }
 }
 
-/// Waits until the phase of that parity has completed, and sees what peers have done before they arrived there.
+/// Waits until the phase of that parity has completed, and sees what peers have done before they
+/// arrived there.
 #[inline(always)]
 #[allow(named_asm_labels)]
 pub fn mbarrier_wait_cluster(address: u32, parity: u32) {

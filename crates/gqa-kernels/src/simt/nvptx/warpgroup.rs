@@ -1,7 +1,8 @@
 //! Warpgroup matrix instructions: 64 rows by N columns, four warps at a time. SM 90a.
 //!
-//! Accumulators are `[f32; N / 2]` per thread: element `4j + {0, 1}` is row `lane / 4` of the warp's 16, columns
-//! `8j + 2 (lane % 4) + {0, 1}`; `4j + {2, 3}` are the same columns eight rows further down.
+//! Accumulators are `[f32; N / 2]` per thread: element `4j + {0, 1}` is row `lane / 4` of the
+//! warp's 16, columns `8j + 2 (lane % 4) + {0, 1}`; `4j + {2, 3}` are the same columns eight rows
+//! further down.
 
 use core::arch::asm;
 use core::mem::MaybeUninit;
@@ -72,14 +73,16 @@ pub fn named_barrier_arrive(id: u32, threads: u32) {
     unsafe { barrier_arrive(id, threads) }
 }
 
-/// One instruction form for every width: the accumulator operands are numbered first, the others follow. A product is over 32 bytes of each operand's rows.
+/// One instruction form for every width: the accumulator operands are numbered first, the others
+/// follow. A product is over 32 bytes of each operand's rows.
 macro_rules! wgmma {
     ($ty:literal $depth:literal, $k_major:literal, $mn_major:literal, $order:literal, $fresh:ident, $add:ident, $registers:ident; $($count:literal $n:literal ($a:literal $b:literal $a1:literal $a2:literal $a3:literal $keep:literal) [$($i:literal)*];)*) => {
         /// `a · b`, both K-major in shared memory, given by descriptors.
         #[inline(always)]
         pub fn $fresh<const C: usize>(a: u64, b: u64) -> [f32; C] {
             let mut out = MaybeUninit::<[f32; C]>::uninit();
-            // SAFETY: the arm of this width writes every element; kernels call this in warpgroup-uniform control flow.
+            // SAFETY: the arm of this width writes every element; kernels call this in
+            // warpgroup-uniform control flow.
             unsafe {
                 match C {
                     $($count => {
@@ -96,7 +99,8 @@ macro_rules! wgmma {
         /// `d += a · b`, both K-major in shared memory, given by descriptors.
         #[inline(always)]
         pub fn $add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
-            // SAFETY: the arm of this width has the array's length; kernels call this in warpgroup-uniform control flow.
+            // SAFETY: the arm of this width has the array's length; kernels call this in
+            // warpgroup-uniform control flow.
             unsafe {
                 match C {
                     $($count => {

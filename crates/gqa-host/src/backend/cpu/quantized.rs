@@ -1,0 +1,117 @@
+//! Rows of a quantized cache: quantization and dequantization.
+
+use crate::{Error, Problem, QuantFormat, Quantization, Result, Tensor};
+use gqa_kernels::num::{Code, Float8, Int4, Int8};
+use pulp::{Arch, Simd, WithSimd};
+
+/// How one of the two caches is quantized.
+#[derive(Clone, Copy)]
+pub(super) struct Codes<'a> {
+    how: Quantization,
+    /// One, or those of each KV head's elements.
+    scales: &'a [f32],
+}
+
+impl<'a> Codes<'a> {
+    /// Where the cache is quantized; `scale` is the input `name`.
+    pub(super) fn of(
+        p: &Problem,
+        name: &'static str,
+        scale: Option<&'a Tensor>,
+    ) -> Result<Option<Self>> {
+        let Some(how) = p.quantized else { return Ok(None) };
+        match scale {
+            Some(Tensor::F32(scales)) if scales.len() >= p.scales().unwrap_or(1) => {
+                Ok(Some(Self { how, scales: scales.as_slice() }))
+            }
+            _ => Err(Error::invalid(name, "no scales", "those of the problem")),
+        }
+    }
+
+    /// Bytes of so many numbers.
+    pub(super) fn bytes(self, numbers: usize) -> usize {
+        numbers / self.how.codes_per_element()
+    }
+
+    /// The quantized values of a row of a KV head.
+    pub(super) fn encode(self, head: usize, row: &[f32], to: &mut [u8]) {
+        let scales = self.scales_of(head, row.len());
+        let quotient = |i: usize| row[i] / scales[if scales.len() == 1 { 0 } else { i }];
+        match self.how.format {
+            QuantFormat::Int8 => {
+                let codes = (0..row.len()).map(|i| Int8::encode(quotient(i)) as u8);
+                to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
+            }
+            QuantFormat::Float8 => {
+                let codes = (0..row.len()).map(|i| Float8::encode(quotient(i)) as u8);
+                to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
+            }
+            QuantFormat::Int4 => {
+                let code = |i| Int4::encode(quotient(i)) as u8;
+                to.iter_mut()
+                    .enumerate()
+                    .for_each(|(i, to)| *to = code(2 * i) | code(2 * i + 1) << 4);
+            }
+        }
+    }
+
+    /// The numbers of rows of `size` quantized values of a KV head: of each pair the first's into
+    /// the second.
+    pub(super) fn decode<'r>(
+        self,
+        head: usize,
+        size: usize,
+        rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,
+    ) {
+        let scales = self.scales_of(head, size);
+        Arch::new().dispatch(Decode { format: self.how.format, scales, rows });
+    }
+
+    /// The scale of each element of a KV head, or of all.
+    fn scales_of(self, head: usize, size: usize) -> &'a [f32] {
+        if self.how.per_channel { &self.scales[head * size..][..size] } else { &self.scales[..1] }
+    }
+}
+
+/// [`Quantized values::decode`], with the widest vectors there are.
+struct Decode<'a, R> {
+    format: QuantFormat,
+    scales: &'a [f32],
+    rows: R,
+}
+
+impl<'r, R: Iterator<Item = (&'r [u8], &'r mut [f32])>> WithSimd for Decode<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let scales = self.scales;
+        for (codes, row) in self.rows {
+            match self.format {
+                QuantFormat::Int8 => widen(codes, scales, row, |code| [Int8::decode(code)]),
+                QuantFormat::Float8 => widen(codes, scales, row, |code| [Float8::decode(code)]),
+                QuantFormat::Int4 => {
+                    widen(codes, scales, row, |two| [two, two >> 4].map(Int4::decode));
+                }
+            }
+        }
+    }
+}
+
+/// The numbers of a row's bytes, of `N` quantized values each.
+#[inline(always)]
+fn widen<const N: usize>(
+    bytes: &[u8],
+    scales: &[f32],
+    row: &mut [f32],
+    numbers: impl Fn(u32) -> [f32; N],
+) {
+    let row = row.as_chunks_mut::<N>().0.iter_mut().zip(bytes);
+    match scales {
+        [scale] => row.for_each(|(to, &byte)| *to = numbers(byte.into()).map(|x| x * scale)),
+        scales => row.zip(scales.as_chunks::<N>().0).for_each(|((to, &byte), scale)| {
+            *to = numbers(byte.into());
+            to.iter_mut().zip(scale).for_each(|(x, scale)| *x *= scale);
+        }),
+    }
+}

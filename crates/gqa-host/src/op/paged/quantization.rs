@@ -1,0 +1,65 @@
+//! What PagedAttention's attributes, caches and scales say about quantized values, and whether they
+//! agree.
+
+use super::{PagedAttention, PagedShapes};
+use crate::op::QuantType;
+use crate::op::validate::{check_scales, check_types};
+use crate::{DType, Error, Problem, QuantFormat, Quantization, Result};
+
+/// How the call's caches are quantized, if they are.
+pub(super) fn quantization(
+    op: &PagedAttention,
+    inputs: &PagedShapes<'_>,
+    kv_heads: usize,
+    head_size: usize,
+) -> Result<Option<Quantization>> {
+    let (how, key_cache) = (op.k_quant_type, inputs.key_cache.dtype);
+    check_types(how, op.v_quant_type)?;
+    check_name("k_cache_dtype", &op.k_cache_dtype, "key_cache", key_cache)?;
+    check_name("v_cache_dtype", &op.v_cache_dtype, "value_cache", inputs.value_cache.dtype)?;
+    if how == QuantType::None {
+        return no_scales(inputs).map(|()| None);
+    }
+    let format = format(key_cache, how)?;
+    let scales = [inputs.k_scale, inputs.v_scale];
+    let per_channel = check_scales(how, kv_heads * head_size, scales)?;
+    let quantized = Quantization { format, per_channel };
+    let together = Problem::VECTOR_BYTES * quantized.codes_per_element();
+    if head_size % together != 0 {
+        let allowed = format!("a head_size that is a multiple of {together}, 16 bytes of codes");
+        return Err(Error::invalid("query", format!("head_size {head_size}"), allowed));
+    }
+    Ok(Some(quantized))
+}
+
+/// Errs unless the attribute names what a cache of that type holds.
+fn check_name(argument: &'static str, name: &str, cache: &'static str, dtype: DType) -> Result<()> {
+    let held = if dtype == DType::U8 { "int4".to_owned() } else { dtype.to_string() };
+    if name == held || name.is_empty() && dtype != DType::U8 {
+        return Ok(());
+    }
+    Err(Error::invalid(argument, format!("{name:?}"), format!("{held:?}, as {cache} is {dtype}")))
+}
+
+fn no_scales(inputs: &PagedShapes<'_>) -> Result<()> {
+    let scales = [("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale)];
+    match scales.into_iter().find(|(_, scale)| scale.is_some()) {
+        None => Ok(()),
+        Some((argument, _)) => {
+            Err(Error::invalid(argument, "a tensor", "no input, as k_quant_type is NONE"))
+        }
+    }
+}
+
+/// What the key cache's element type says.
+fn format(key_cache: DType, how: QuantType) -> Result<QuantFormat> {
+    match key_cache {
+        DType::I8 => Ok(QuantFormat::Int8),
+        DType::F8E4M3 => Ok(QuantFormat::Float8),
+        DType::U8 => Ok(QuantFormat::Int4),
+        got => {
+            let allowed = format!("int8, float8e4m3fn or uint8, as k_quant_type is {how}");
+            Err(Error::invalid("key_cache", got, allowed))
+        }
+    }
+}

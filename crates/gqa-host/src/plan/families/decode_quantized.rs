@@ -1,0 +1,37 @@
+//! `decode_quantized`: `decode` over a quantized KV cache.
+
+use super::decode;
+use crate::plan::decision::Rejection;
+use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
+use crate::plan::launch::Launch;
+use crate::plan::options::PlanOption;
+use crate::plan::requirements;
+use crate::{Problem, Result};
+use gqa_kernels::registry::{self, Entry};
+
+pub(super) struct DecodeCodes;
+
+impl Family for DecodeCodes {
+    fn module(&self) -> registry::Family {
+        registry::Family::DecodeCodes
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        decode::OPTIONS
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        requirements::output_of(call.forced, call.problem)?;
+        requirements::flash(call.problem)?;
+        requirements::shared_and_quantized(call.problem)?;
+        decode::choose(self.module(), call)
+    }
+
+    fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
+        FusedPrologue::of_new_rows(problem, entry, fused)
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        decode::launches(kernel, job)
+    }
+}

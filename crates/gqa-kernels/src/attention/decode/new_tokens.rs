@@ -1,0 +1,190 @@
+//! The rows of this step: queries, and keys and values that the cache does not hold yet.
+//!
+//! They come into shared memory as they are given, by copies that are under way before those of the
+//! cache, of which an SM has so many in flight that whoever asks after them waits longest. Then
+//! they are rotated in place.
+
+use super::cached::Cached;
+use super::layout::Layout;
+use crate::params::{DecodeParams, Strides};
+use crate::prologue::rope::Rope;
+use crate::simt::{Global, Rolled, Shared, cp_async_16, thread_idx};
+use crate::tile::copy::UNIT;
+use crate::tile::rows::Rows;
+use crate::tile::swizzle::Swizzled;
+
+/// Where the rows of this step come from, and where keys and values go besides shared memory.
+pub(super) struct NewTokens<C: Cached> {
+    /// Queries, not rotated.
+    pub q: Global<C::Element>,
+    /// Keys, not rotated.
+    pub k: Global<C::Element>,
+    /// Values.
+    pub v: Global<C::Element>,
+    /// The key cache.
+    pub present_k: Global<C::Cell>,
+    /// The value cache.
+    pub present_v: Global<C::Cell>,
+    /// For queries and keys.
+    pub rope: Rope<C::Element>,
+}
+
+/// Tiles in shared memory: this step's rows, and what the cache holds of the new ones, which is the
+/// same where it holds elements.
+pub struct Tiles<C: Cached, const D8: usize, const UNITS: usize> {
+    pub(super) queries: Swizzled<C::Element, D8>,
+    /// In the place of the queries, when they are prepared.
+    pub(super) operands: Swizzled<C::Operand, D8>,
+    pub(super) keys: Swizzled<C::Element, D8>,
+    pub(super) values: Swizzled<C::Element, D8>,
+    pub(super) cached_keys: Swizzled<C::Cell, UNITS>,
+    pub(super) cached_values: Swizzled<C::Cell, UNITS>,
+}
+
+/// Two vectors that turn together, and by how much.
+struct Pair<T> {
+    places: [Shared<T>; 2],
+    angles: [[u32; 4]; 2],
+}
+
+/// The pairs that a thread rotations, the first of which it has the angles of.
+pub(super) struct Rotations<T> {
+    first: Option<Pair<T>>,
+    /// New keys that turn.
+    keys: u32,
+}
+
+impl<C: Cached> NewTokens<C> {
+    /// Starts copying the queries into their tile, of `height` rows; rows that do not exist become
+    /// zero.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn copy_queries<const D8: usize, const UNITS: usize>(
+        &self,
+        p: &DecodeParams,
+        rows: &Rows,
+        tiles: &Tiles<C, D8, UNITS>,
+        height: u32,
+        threads: u32,
+    ) {
+        for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
+            let (r, unit) = (unit / D8 as u32, unit % D8 as u32);
+            let row = rows.row(r);
+            let from = p.attention.q.at(rows.batch, row.head, rows.start + row.s);
+            let from = from + (unit * UNIT) as usize;
+            let exists = r < rows.count();
+            let from = if exists { from } else { 0 };
+            cp_async_16(tiles.queries.place(r, unit).address(), self.q, from, exists);
+        }
+    }
+
+    /// Starts copying the new keys and values into their tiles, of `height` rows; rows that are no
+    /// tokens become zero.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn copy_new<const D8: usize, const UNITS: usize>(
+        &self,
+        p: &DecodeParams,
+        rows: &Rows,
+        tiles: &Tiles<C, D8, UNITS>,
+        height: u32,
+        threads: u32,
+    ) {
+        let of_head = |rows_of: Strides| rows_of.at(rows.batch, rows.kv_head, rows.start);
+        let (keys, values) = (of_head(p.new_k), of_head(p.new_v));
+        for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
+            let (s, unit) = (unit / D8 as u32, unit % D8 as u32);
+            let exists = s < new_rows(p, rows);
+            let row = if exists { u64::from(s) } else { 0 };
+            let from = |head: usize, rows_of: Strides| {
+                head + (row * rows_of.row) as usize + (unit * UNIT) as usize
+            };
+            let (key, value) = (tiles.keys.place(s, unit), tiles.values.place(s, unit));
+            cp_async_16(key.address(), self.k, from(keys, p.new_k), exists);
+            cp_async_16(value.address(), self.v, from(values, p.new_v), exists);
+        }
+    }
+
+    /// What the thread rotations of queries and, where the rank has them, new keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn rotations<const D8: usize, const UNITS: usize>(
+        &self,
+        p: &DecodeParams,
+        rows: &Rows,
+        tiles: &Tiles<C, D8, UNITS>,
+        has_new_tokens: bool,
+    ) -> Rotations<C::Element> {
+        let keys = if has_new_tokens { new_rows(p, rows) } else { 0 };
+        Rotations { first: self.pair(rows, tiles, keys, thread_idx()), keys }
+    }
+
+    /// Rotations them in place.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn rotate<const D8: usize, const UNITS: usize>(
+        &self,
+        rows: &Rows,
+        tiles: &Tiles<C, D8, UNITS>,
+        rotations: Rotations<C::Element>,
+        threads: u32,
+    ) {
+        let (mut next, mut i) = (rotations.first, thread_idx());
+        while let Some(Pair { places, angles }) = next {
+            let rotated = self.rope.rotate(places.map(|place| place.load_vec(0)), angles);
+            places[0].store_vec(0, rotated[0]);
+            places[1].store_vec(0, rotated[1]);
+            i += threads;
+            next = self.pair(rows, tiles, rotations.keys, i);
+        }
+    }
+
+    /// Number `i` of the pairs of all queries and of `keys` keys.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn pair<const D8: usize, const UNITS: usize>(
+        &self,
+        rows: &Rows,
+        tiles: &Tiles<C, D8, UNITS>,
+        keys: u32,
+        i: u32,
+    ) -> Option<Pair<C::Element>> {
+        let half = self.rope.params.dim / (2 * UNIT);
+        if i >= (rows.count() + keys) * half {
+            return None;
+        }
+        let (row, unit) = (i / half, i % half);
+        let (tile, r, s) = match row.checked_sub(rows.count()) {
+            None => (tiles.queries, row, rows.row(row).s),
+            Some(s) => (tiles.keys, s, s),
+        };
+        let position = self.rope.position(rows.batch, s, rows.seqlen.past);
+        Some(Pair {
+            places: [tile.place(r, unit), tile.place(r, unit + half)],
+            angles: self.rope.angles(unit * UNIT, position),
+        })
+    }
+
+    /// Appends the new keys and values.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn append<L: Layout, const D8: usize, const UNITS: usize>(
+        &self,
+        p: &DecodeParams,
+        rows: &Rows,
+        tiles: &Tiles<C, D8, UNITS>,
+        layout: L,
+        threads: u32,
+    ) {
+        let (a, past) = (&p.attention, rows.seqlen.past);
+        for unit in Rolled(thread_idx()..new_rows(p, rows) * UNITS as u32, threads) {
+            let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
+            let to = |cache: Strides| {
+                layout.element(cache, rows, past + s)
+                    + (unit * Swizzled::<C::Cell, UNITS>::PER_UNIT) as usize
+            };
+            self.present_k.store_vec(to(a.k), tiles.cached_keys.place(s, unit).load_vec(0));
+            self.present_v.store_vec(to(a.v), tiles.cached_values.place(s, unit).load_vec(0));
+        }
+    }
+}
+
+/// New rows that are tokens.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn new_rows(p: &DecodeParams, rows: &Rows) -> u32 {
+    p.new_len.min(rows.seqlen.total - rows.seqlen.past)
+}

@@ -1,0 +1,232 @@
+//! A quantized KV cache.
+//!
+//! Products are those of halves, which hold every code exactly. A query times the scales of its
+//! keys' channels is divided by one power of two for all rows of the tile, the largest that is not
+//! above the tile's largest number, and rounded to a half; scores are multiplied by that power.
+//! What is 2^-14 of the largest or more keeps all bits of a half; what is below 2^-25 of it becomes
+//! zero, which changes a score less than rounding the largest does. Weights are halves too. Scales
+//! of values multiply what a warp has accumulated, in f32.
+//!
+//! New rows are rotated and rounded to the element type, as queries are, then become quantized
+//! values of their quotients by the scales, which are attended to and appended.
+
+use super::cached::{Block, Cached, ScaleStaging, first_channel};
+use super::new_tokens::Tiles;
+use crate::num::{MmaCode, MmaElement, f16, unpack};
+use crate::params::DecodeParams;
+use crate::simt::{
+    Global, Rolled, Shared, lane, shfl_xor_u32, st_shared, sync_threads, thread_idx, warp,
+};
+use crate::tile::columns::Columns;
+use crate::tile::copy::UNIT;
+use crate::tile::fragment::Fragments;
+use crate::tile::quantized::{self, Order};
+use crate::tile::swizzle::{Swizzled, WarpRead};
+use core::marker::PhantomData;
+
+/// Quantized values of format `F` of elements of type `T`.
+pub struct Codes<T, F>(PhantomData<(T, F)>);
+
+impl<T, F> Clone for Codes<T, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T, F> Copy for Codes<T, F> {}
+
+/// Scales of keys and values: one of each, or as many as there are KV heads times elements of a
+/// head.
+#[derive(Clone, Copy)]
+pub struct Scales {
+    /// Of keys.
+    pub k: Global<f32>,
+    /// Of values.
+    pub v: Global<f32>,
+}
+
+impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
+    type Element = T;
+    type Operand = f16;
+    type Cell = u8;
+    type Scales = Scales;
+    type Scale = [f32; 2];
+    const GROUP: u32 = 16 / F::BITS;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn ask(scales: Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> [f32; 2] {
+        let channel = thread_idx();
+        if channel >= head_size {
+            return [0.0; 2];
+        }
+        let index = if p.per_channel != 0 { kv_head * head_size + channel } else { 0 };
+        [scales.k, scales.v].map(|scale| scale.load(index as usize))
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn keep([key, value]: [f32; 2], staging: ScaleStaging) {
+        let channel = thread_idx();
+        if channel < staging.channels {
+            staging.keys.store(channel, key);
+            staging.values.store(channel, value);
+        }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode<const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Self, D8, UNITS>,
+        staging: ScaleStaging,
+        tokens: u32,
+        block: Block,
+    ) {
+        let (units, words) = (UNITS as u32, 4 * UNITS as u32);
+        // No token's: nothing that makes NaN of a weight of 0.
+        for unit in Rolled(thread_idx() + tokens * units..block.keys * units, block.threads) {
+            let (row, unit) = (unit / units, unit % units);
+            tiles.cached_keys.place(row, unit).store_vec(0, [0; 4]);
+            tiles.cached_values.place(row, unit).store_vec(0, [0; 4]);
+        }
+        for word in Rolled(thread_idx()..tokens * words, block.threads) {
+            let (row, word) = (word / words, word % words);
+            let channel = word * F::PER_WORD;
+            let encode =
+                |given: Swizzled<T, D8>, scales: Shared<f32>, cached: Swizzled<u8, UNITS>| {
+                    let given = given.place(row, channel / UNIT).offset(channel % UNIT);
+                    let place = cached.place(row, word / 4).offset(word % 4 * 4);
+                    st_shared(place.address(), encode_word::<T, F>(given, scales.offset(channel)));
+                };
+            encode(tiles.keys, staging.keys, tiles.cached_keys);
+            encode(tiles.values, staging.values, tiles.cached_values);
+        }
+        sync_threads();
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn prepare<const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Self, D8, UNITS>,
+        staging: ScaleStaging,
+        block: Block,
+    ) -> f32 {
+        let scaled = Scaled::of(tiles, staging, block);
+        let unit = scaled.unit(staging, block);
+        scaled.store::<F, D8>(tiles.operands, block, 1.0 / unit);
+        sync_threads();
+        unit
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scores<const M: usize, const UNITS: usize, const N8: usize>(
+        queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+        keys: Swizzled<u8, UNITS>,
+        read: &WarpRead<UNITS>,
+    ) -> Fragments<M, N8> {
+        quantized::scores::<F, M, UNITS, N8>(queries, keys, read)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn accumulate<
+        const M: usize,
+        const HALVES: usize,
+        const D8: usize,
+        const UNITS: usize,
+        const N8: usize,
+    >(
+        out: &mut Columns<M, D8>,
+        weights: &Fragments<M, N8>,
+        values: Swizzled<u8, UNITS>,
+        read: &WarpRead<UNITS>,
+    ) {
+        quantized::accumulate::<F, M, HALVES, D8, UNITS, N8>(out, weights, values, read);
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, staging: ScaleStaging) {
+        for block in 0..D8 {
+            let start = first_channel(block as u32, Self::GROUP);
+            let scale = staging.values.load(start + lane() / 4 * Self::GROUP);
+            for m in 0..M {
+                out[block][m] = out[block][m].map(|half| half.map(|sum| sum * scale));
+            }
+        }
+    }
+}
+
+/// As many quantized values as a word holds.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn encode_word<T: MmaElement, F: MmaCode>(given: Shared<T>, scales: Shared<f32>) -> u32 {
+    let code = |i| F::encode(given.load(i).to_f32() / scales.load(i)) << (i * F::BITS);
+    (0..F::PER_WORD).fold(0, |word, i| word | code(i))
+}
+
+/// Units of queries that a thread prepares at most.
+pub(super) const PASSES: usize = 2;
+
+/// The thread's units of queries, times the scales of keys.
+struct Scaled([[f32; 8]; PASSES]);
+
+impl Scaled {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Codes<T, F>, D8, UNITS>,
+        staging: ScaleStaging,
+        block: Block,
+    ) -> Self {
+        Self(core::array::from_fn(|pass| {
+            let Some((row, unit)) = place_of::<D8>(pass, block) else { return [0.0; 8] };
+            let query = unpack::<T>(tiles.queries.place(row, unit).load_vec(0));
+            let scales = [0, 4].map(|i| staging.keys.load_vec(unit * UNIT + i).map(f32::from_bits));
+            core::array::from_fn(|i| query[i] * scales[i / 4][i % 4])
+        }))
+    }
+
+    /// The largest power of two that is not above the largest finite number of all threads, but for
+    /// extremes.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn unit(&self, staging: ScaleStaging, block: Block) -> f32 {
+        const INFINITY: u32 = 0x7f80_0000;
+        /// 2^-64, below which scores cannot tell keys apart, and 2^126, of which the inverse is a
+        /// normal number.
+        const LEAST: u32 = (127 - 64) << 23;
+        const MOST: u32 = (127 + 126) << 23;
+        let exponents = self.0.as_flattened().iter().map(|x| x.to_bits() & INFINITY);
+        let mut largest =
+            exponents.fold(0, |most, x| if x == INFINITY { most } else { most.max(x) });
+        for distance in [16, 8, 4, 2, 1] {
+            largest = largest.max(shfl_xor_u32(largest, distance));
+        }
+        if lane() == 0 {
+            staging.words.store(warp(), largest);
+        }
+        sync_threads();
+        for warp in 0..block.threads / 32 {
+            largest = largest.max(staging.words.load(warp));
+        }
+        f32::from_bits(largest.clamp(LEAST, MOST))
+    }
+
+    /// Writes them as operands.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store<F: MmaCode, const D8: usize>(
+        self,
+        tile: Swizzled<f16, D8>,
+        block: Block,
+        factor: f32,
+    ) {
+        for pass in 0..PASSES {
+            let Some((row, unit)) = place_of::<D8>(pass, block) else { return };
+            let (order, values) = (Order::of::<F>(unit * UNIT), self.0[pass]);
+            for word in 0..4 {
+                let [low, high] = order.columns[word].map(|column| values[column] * factor);
+                let column = order.places[word];
+                let place = tile.place(row, column / UNIT).offset(column % UNIT);
+                st_shared(place.address(), f16::pack(low, high));
+            }
+        }
+    }
+}
+
+/// Row and unit that the thread prepares in a pass.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn place_of<const D8: usize>(pass: usize, block: Block) -> Option<(u32, u32)> {
+    let unit = thread_idx() + pass as u32 * block.threads;
+    (unit < block.rows * D8 as u32).then_some((unit / D8 as u32, unit % D8 as u32))
+}

@@ -1,0 +1,203 @@
+//! A rolling KV cache ([`concept::sliding`](crate::concept::sliding)): to all other kernels it is
+//! one whose row 0 is the oldest row that it holds, so they are given lengths, positions and bias
+//! that count from there.
+//!
+//! | kernel | does |
+//! |---|---|
+//! | `rolling_kv` | moves the rows that stay to the front, in place or from another cache; ahead of a token's attention it also does what `rolling_lengths` does |
+//! | `rolling_lengths` | lengths in the cache from those of the sequences, and positions in these |
+//! | `rolling_bias` | the columns of attention_bias that are the cache's rows |
+//!
+//! A token's row finds room at once: `rolling_kv`, then the step on what is left. Several new rows
+//! do not, because the first of them sees rows that the last ones evict: attention has a cache in
+//! scratch with room for all, from which `rolling_kv` takes the rows that stay.
+//!
+//! | row `j` of the cache, after the call | of the cache `rolling_kv` reads |
+//! |---|---|
+//! | `0 .. kept` | row `j + evicted` |
+//! | `kept .. capacity` | as it was, or 0 if `clears` |
+//!
+//! `kept` is what the cache holds after the call, less the token's row where that is still to come.
+//!
+//! **Grid** of `rolling_kv`: blocks walk over (batch, key heads and then value heads, four columns
+//! of 16 bytes). A block moves 512 rows at a time: in place all of them are read before one is
+//! written, and no later ones have been written by then. **Tensors**: from_k, from_v (batch, KV
+//! head, from_rows, bytes of a row), to_k, to_v likewise with `capacity` rows; seqlens_k and
+//! lengths (batch); position_ids (batch, S); bias (batch or 1, query head or 1, S, columns) and
+//! bias_out (batch, query head or 1, S, rows).
+
+use super::THREADS;
+use super::walk::Walk;
+use crate::concept::sliding::{Slide, Sliding};
+use crate::num::Element;
+use crate::params::{RollingBiasParams, RollingParams};
+use crate::simt::{Global, sync_threads, thread_idx};
+
+/// Vectors of 16 bytes side by side that a block moves: two sectors of memory.
+const COLUMNS: u32 = 4;
+/// Vectors of a thread that are under way together.
+const UNDER_WAY: usize = 8;
+/// Rows that the threads of a block reach at once.
+const ROWS: u32 = THREADS / COLUMNS;
+
+/// The rows of batch entry `b`, whatever its length on the device: never more new rows than the
+/// call has.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn slide(p: &RollingParams, seqlens_k: Global<i32>, b: u32) -> Slide {
+    let last = seqlens_k.load(b as usize);
+    let total = if last < 0 { 0 } else { last as u32 + 1 };
+    let total = if p.first_prompt != 0 { total.min(p.q_len) } else { total };
+    let past = if p.first_prompt != 0 { 0 } else { total.saturating_sub(p.q_len) };
+    Sliding { window: p.window, capacity: p.capacity }.slide(past, total)
+}
+
+/// Rows that attention finds in the cache it reads.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn attended(p: &RollingParams, slide: Slide) -> u32 {
+    if p.staged != 0 { slide.joined } else { slide.after }
+}
+
+/// Index space of the blocks of [`rolling_kv`]: (batch, key heads and then value heads, 1, group of
+/// columns).
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn rolling_kv_size(p: &RollingParams) -> [u32; 4] {
+    [p.batch, 2 * p.kv_heads, 1, p.row_vectors.div_ceil(COLUMNS)]
+}
+
+/// Moves the rows that stay to the front.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn rolling_kv(
+    from_k: Global<u8>,
+    from_v: Global<u8>,
+    to_k: Global<u8>,
+    to_v: Global<u8>,
+    seqlens_k: Global<i32>,
+    lengths: Global<i32>,
+    position_ids: Global<i64>,
+    p: RollingParams,
+) {
+    for [b, head, _, group] in Walk::of_blocks(rolling_kv_size(&p)) {
+        let slide = slide(&p, seqlens_k, b);
+        if p.staged == 0 && head == 0 && group == 0 && thread_idx() == 0 {
+            write_lengths(&p, slide, [b, 0], lengths, position_ids);
+        }
+        let is_key = head < p.kv_heads;
+        let (from, to, head) =
+            if is_key { (from_k, to_k, head) } else { (from_v, to_v, head - p.kv_heads) };
+        let plane = (b * p.kv_heads + head) as usize;
+        let column = group * COLUMNS + thread_idx() % COLUMNS;
+        let lane = Lane {
+            from: from.offset(index(&p, plane * p.from_rows as usize, column)),
+            to: to.offset(index(&p, plane * p.capacity as usize, column)),
+            is_column: column < p.row_vectors,
+        };
+        lane.run(&p, slide);
+    }
+}
+
+/// Byte of a vector in a row.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn index(p: &RollingParams, row: usize, column: u32) -> usize {
+    (row * p.row_vectors as usize + column as usize) * 16
+}
+
+/// A thread's column of one head.
+struct Lane {
+    from: Global<u8>,
+    to: Global<u8>,
+    is_column: bool,
+}
+
+impl Lane {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn run(&self, p: &RollingParams, slide: Slide) {
+        // The token's row is appended later.
+        let kept = if p.staged != 0 { slide.after } else { slide.after.saturating_sub(1) };
+        let written = if p.clears != 0 { p.capacity } else { kept };
+        if p.in_place != 0 && slide.evicted == 0 {
+            return;
+        }
+        let mut first = 0;
+        while first < written {
+            let row = |i: usize| first + thread_idx() / COLUMNS + i as u32 * ROWS;
+            let rows: [[u32; 4]; UNDER_WAY] = core::array::from_fn(|i| {
+                if row(i) < kept && self.is_column {
+                    self.from.load_vec(index(p, (row(i) + slide.evicted) as usize, 0))
+                } else {
+                    [0; 4]
+                }
+            });
+            // In place, who writes must not be ahead of who reads.
+            sync_threads();
+            for i in 0..UNDER_WAY {
+                if row(i) < written && self.is_column {
+                    self.to.store_vec(index(p, row(i) as usize, 0), rows[i]);
+                }
+            }
+            first += UNDER_WAY as u32 * ROWS;
+        }
+    }
+}
+
+/// Index space of [`rolling_lengths`]: (batch, query row).
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn rolling_lengths_size(p: &RollingParams) -> [u32; 4] {
+    [p.batch, 1, 1, p.q_len]
+}
+
+/// Tells attention how many rows it finds, and at which positions the new ones are.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn rolling_lengths(
+    seqlens_k: Global<i32>,
+    lengths: Global<i32>,
+    position_ids: Global<i64>,
+    p: RollingParams,
+) {
+    for [b, .., s] in Walk::over(rolling_lengths_size(&p)) {
+        write_lengths(&p, slide(&p, seqlens_k, b), [b, s], lengths, position_ids);
+    }
+}
+
+/// The same for query row `s` of one sequence; row 0 also has the length.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn write_lengths(
+    p: &RollingParams,
+    slide: Slide,
+    [b, s]: [u32; 2],
+    lengths: Global<i32>,
+    position_ids: Global<i64>,
+) {
+    if s == 0 {
+        lengths.store(b as usize, attended(p, slide) as i32 - 1);
+    }
+    if !position_ids.is_null() {
+        position_ids.store((b * p.q_len + s) as usize, (slide.past + s) as i64);
+    }
+}
+
+/// Index space of [`rolling_bias`]: (batch, query head or 1, query row, row of the cache).
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn rolling_bias_size(p: &RollingBiasParams) -> [u32; 4] {
+    [p.slide.batch, p.heads, p.slide.q_len, p.columns_out]
+}
+
+/// Copies the bias of the rows that the cache holds; that of no row is 0.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn rolling_bias<T: Element>(
+    bias: Global<T>,
+    seqlens_k: Global<i32>,
+    bias_out: Global<T>,
+    p: RollingBiasParams,
+) {
+    for [b, head, s, row] in Walk::over(rolling_bias_size(&p)) {
+        let slide = slide(&p.slide, seqlens_k, b);
+        let column = slide.total - attended(&p.slide, slide) + row;
+        let value = if column < slide.total.min(p.columns) {
+            bias.load(p.bias.at(b, head, s) + column as usize)
+        } else {
+            T::from_f32(0.0)
+        };
+        let at = ((b * p.heads + head) * p.slide.q_len + s) as usize * p.columns_out as usize;
+        bias_out.store(at + row as usize, value);
+    }
+}

@@ -1,0 +1,161 @@
+//! Copies between global and shared memory that TMA (TMA) does: boxes of tensors, and bytes in a
+//! row. SM 90.
+
+use super::Global;
+use bytemuck::Pod;
+use core::arch::asm;
+
+/// A tensor map: what TMA knows of a tensor and its boxes.
+#[derive(Clone, Copy)]
+pub struct TensorMap(u64);
+
+/// A kernel parameter that holds a tensor map. The builder aligns it to 64 bytes, as TMA wants it.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct TensorMapParam([u64; 16]);
+
+impl TensorMap {
+    /// The map at that address of parameter memory.
+    #[inline(always)]
+    pub const fn at(address: u64) -> Self {
+        Self(address)
+    }
+}
+
+/// The tensor map in parameter number `$i` of kernel `$kernel`, where it is: a copy of it would be
+/// of no use to TMA.
+#[cfg(any(
+    feature = "family-hopper",
+    feature = "family-hopper-masked",
+    feature = "family-hopper-paged",
+    feature = "family-hopper-float8"
+))]
+macro_rules! tensor_map_param {
+    ($kernel:ident, $i:literal) => {{
+        let address: u64;
+        // SAFETY: takes the address of a parameter.
+        unsafe {
+            core::arch::asm!(
+                concat!("{{ .reg .b64 at; mov.b64 at, ", stringify!($kernel), "_param_", $i, "; cvta.param.u64 {}, at; }}"),
+                out(reg64) address, options(pure, nomem, nostack)
+            )
+        };
+        $crate::simt::TensorMap::at(address)
+    }};
+}
+#[cfg(any(
+    feature = "family-hopper",
+    feature = "family-hopper-masked",
+    feature = "family-hopper-paged",
+    feature = "family-hopper-float8"
+))]
+pub(crate) use tensor_map_param;
+
+/// Copies the map's box at `coordinates` (fastest dimension first) to shared memory and completes
+/// on the barrier with the box's bytes; what lies outside the tensor is zero.
+#[inline(always)]
+pub fn tma_load(destination: u32, map: TensorMap, coordinates: [u32; 4], barrier: u32) {
+    let [x, y, z, w] = coordinates;
+    // SAFETY: the box fits at the destination; the barrier expects its bytes.
+    unsafe {
+        asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}, {{{}, {}, {}, {}}}], [{}];",
+            in(reg32) destination, in(reg64) map.0, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) w,
+            in(reg32) barrier, options(nostack))
+    }
+}
+
+/// Starts copying a box from shared memory to the tensor; what lies outside the tensor is not
+/// written.
+#[inline(always)]
+pub fn tma_store(map: TensorMap, coordinates: [u32; 4], source: u32) {
+    let [x, y, z, w] = coordinates;
+    // SAFETY: the box lies in the block's shared memory.
+    unsafe {
+        asm!("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [{}, {{{}, {}, {}, {}}}], [{}];",
+            in(reg64) map.0, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) w, in(reg32) source, options(nostack))
+    }
+}
+
+/// What the L2 cache is to do with what a copy reads.
+#[derive(Clone, Copy)]
+pub struct CachePolicy(u64);
+
+macro_rules! cache_policies {
+    ($($(#[$doc:meta])* $name:ident = $policy:literal;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        pub fn $name() -> CachePolicy {
+            let policy;
+            // SAFETY: registers only.
+            unsafe {
+                asm!(concat!("createpolicy.fractional.L2::", $policy, ".b64 {}, 1.0;"), out(reg64) policy,
+                    options(pure, nomem, nostack))
+            };
+            CachePolicy(policy)
+        }
+    )*};
+}
+cache_policies! {
+    /// Drop it first: nobody reads it again.
+    evict_first = "evict_first";
+    /// Keep it: others read it soon.
+    evict_last = "evict_last";
+}
+
+/// Copies `bytes` bytes from element `i` of `source` on to shared memory and completes on the
+/// barrier with them. Both places lie on 16-byte boundaries; `bytes` is a multiple of 16.
+#[inline(always)]
+pub fn bulk_load<T: Pod>(destination: u32, source: Global<T>, i: usize, bytes: u32, barrier: u32) {
+    // SAFETY: the bytes are bound and fit at the destination; the barrier expects them.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}], {}, [{}];",
+            in(reg32) destination, in(reg64) source.offset(i).0, in(reg32) bytes, in(reg32) barrier, options(nostack))
+    }
+}
+
+/// As [`bulk_load`], with a hint for the L2 cache.
+#[inline(always)]
+pub fn bulk_load_hinted<T: Pod>(
+    destination: u32,
+    source: Global<T>,
+    i: usize,
+    bytes: u32,
+    barrier: u32,
+    policy: CachePolicy,
+) {
+    // SAFETY: as above.
+    unsafe {
+        asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{}], [{}], {}, [{}], {};",
+            in(reg32) destination, in(reg64) source.offset(i).0, in(reg32) bytes, in(reg32) barrier, in(reg64) policy.0,
+            options(nostack))
+    }
+}
+
+/// Closes the group of bulk stores this thread started since the last one.
+#[inline(always)]
+pub fn bulk_commit() {
+    // SAFETY: no precondition.
+    unsafe { asm!("cp.async.bulk.commit_group;", options(nostack)) }
+}
+
+/// Waits until this thread's bulk stores have read their shared memory.
+#[inline(always)]
+pub fn bulk_wait_read() {
+    // SAFETY: no precondition.
+    unsafe { asm!("cp.async.bulk.wait_group.read 0;", options(nostack)) }
+}
+
+/// Fetches a map before its first use.
+#[inline(always)]
+pub fn prefetch_tensor_map(map: TensorMap) {
+    // SAFETY: a hint.
+    unsafe { asm!("prefetch.tensormap [{}];", in(reg64) map.0, options(nostack)) }
+}
+
+/// Orders this thread's writes to shared memory before later reads by the tensor cores and TMA; a
+/// barrier among writers and readers must follow.
+#[inline(always)]
+pub fn fence_proxy_async() {
+    // SAFETY: a fence.
+    unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) }
+}

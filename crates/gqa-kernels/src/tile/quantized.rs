@@ -1,0 +1,127 @@
+//! The two products of [`columns`](super::columns) with keys and values that are quantized values.
+//!
+//! `ldmatrix` moves 16 bits at a time, `P` = 2 or 4 quantized values. Where it is told to read a
+//! tile of elements, a lane gets of a tile of quantized values
+//!
+//! ```text
+//! keys     quantized values 2P(l%4) .. 2P(l%4) + 2P of a unit of row l/4
+//! values   quantized values P(l/4) .. P(l/4) + P of a unit, of rows 2(l%4) and 2(l%4)+1
+//! ```
+//!
+//! and [`MmaCode::halves`] makes pairs of quantized values of the word's halves, which are right
+//! operands and left ones. So a product over 16 columns takes those that lanes happen to have, of
+//! queries the same ones ([`Order`]), and a block of 8 columns of the output has every `P`-th one
+//! of a unit.
+
+use super::columns::Columns;
+use super::fragment::Fragments;
+use super::swizzle::{Swizzled, WarpRead};
+use crate::num::{MmaCode, MmaElement, f16};
+use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
+
+/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys in rows of `U` units; `queries(depth)` is
+/// what [`load_depth`](super::columns::load_depth) returns of queries in [`Order`].
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
+    queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+    keys: Swizzled<u8, U>,
+    read: &WarpRead<U>,
+) -> Fragments<M, N8> {
+    let mut scores = [[[0.0; 4]; N8]; M];
+    for pair in 0..U / 2 {
+        let of_pair: [_; 4] = core::array::from_fn(|depth| {
+            let depth = if depth < C::PER_HALF_WORD { depth } else { 0 };
+            queries(pair * C::PER_HALF_WORD + depth)
+        });
+        for block in 0..N8 / 2 {
+            let words = ldmatrix_x4(read.address(keys, block, pair));
+            for i in 0..4 {
+                let b = C::halves(words[i]);
+                for step in 0..C::PER_HALF_WORD / 2 {
+                    let [low, high] = of_pair[i % 2 * (C::PER_HALF_WORD / 2) + step];
+                    for m in 0..M {
+                        let a = [low[m][0], low[m][1], high[m][0], high[m][1]];
+                        let b = [b[2 * step], b[2 * step + 1]];
+                        f16::mma(&mut scores[m][2 * block + i / 2], a, b);
+                    }
+                }
+            }
+        }
+    }
+    scores
+}
+
+/// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units; blocks of 8
+/// columns of the output have every `P`-th channel of a unit each.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn accumulate<
+    C: MmaCode,
+    const M: usize,
+    const HALVES: usize,
+    const D8: usize,
+    const U: usize,
+    const N8: usize,
+>(
+    out: &mut Columns<M, D8>,
+    weights: &Fragments<M, N8>,
+    values: Swizzled<u8, U>,
+    read: &WarpRead<U>,
+) {
+    for depth in 0..N8 / 2 {
+        let b: [[[u32; 2]; HALVES]; M] = core::array::from_fn(|m| {
+            let [low, high] = [weights[m][2 * depth], weights[m][2 * depth + 1]];
+            core::array::from_fn(|half| {
+                [low, high].map(|block| f16::pack(block[2 * half], block[2 * half + 1]))
+            })
+        });
+        for pair in 0..U / 2 {
+            let words = ldmatrix_x4_trans(read.address(values, depth, pair));
+            for unit in 0..2 {
+                let [low, high] = [words[unit], words[unit + 2]].map(C::halves);
+                for step in 0..C::PER_HALF_WORD / 2 {
+                    let a = [low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]];
+                    let block = (2 * pair + unit) * C::PER_HALF_WORD + 2 * step;
+                    for m in 0..M {
+                        for half in 0..HALVES {
+                            let [[d0, d1], [d2, d3]] =
+                                [out[block][m][half], out[block + 1][m][half]];
+                            let mut d = [d0, d1, d2, d3];
+                            f16::mma(&mut d, a, b[m][half]);
+                            out[block][m][half] = [d[0], d[1]];
+                            out[block + 1][m][half] = [d[2], d[3]];
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where eight columns of the queries go, so that products over 16 columns meet the quantized
+/// values of the same ones.
+pub struct Order {
+    /// The two columns, of the eight, of each of four words.
+    pub columns: [[usize; 2]; 4],
+    /// The column, of all, at which each word is put.
+    pub places: [u32; 4],
+}
+
+impl Order {
+    /// Of the eight columns from `first`, a multiple of 8, on.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn of<C: MmaCode>(first: u32) -> Self {
+        let per_half = C::PER_HALF_WORD as u32;
+        let place = |word: u32| {
+            let (code, i) = (first + 2 * per_half * (word / per_half), word % per_half);
+            let (unit, lane) = (code / (8 * per_half), code / (2 * per_half) % 4);
+            8 * (unit * per_half + i) + 2 * lane
+        };
+        let column = |word: usize| {
+            2 * C::PER_HALF_WORD * (word / C::PER_HALF_WORD) + word % C::PER_HALF_WORD
+        };
+        Self {
+            columns: core::array::from_fn(|word| [column(word), column(word) + C::PER_HALF_WORD]),
+            places: core::array::from_fn(|word| place(word as u32)),
+        }
+    }
+}

@@ -1,0 +1,499 @@
+//! `decode` with a quantized KV cache on the simulator.
+
+#[allow(dead_code, reason = "each test uses a part")]
+mod support;
+
+use bytemuck::Zeroable;
+use gqa_kernels::attention::decode;
+use gqa_kernels::num::{Code, DType, Element, Float8, Format, Int4, Int8, bf16, f16};
+use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, sink};
+use gqa_kernels::registry::{Entry, find};
+use gqa_sim::{Arg, Launch, launch};
+use proptest::prelude::*;
+use support::{Layout, Random, Rows, unit, wide};
+
+const BSNH: Layout = Layout { bnsh: false, gap: 0 };
+
+/// One call.
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    format: Format,
+    head_size: u32,
+    /// Query rows of a block.
+    rows: u32,
+    /// What queries are multiplied by.
+    query_size: f32,
+    kv_heads: u32,
+    group: u32,
+    q_len: u32,
+    /// Whether the call brings keys and values of its rows.
+    is_new: bool,
+    /// Valid keys of each sequence, the new ones included.
+    totals: Vec<u32>,
+    per_channel: bool,
+    rotary: RotaryParams,
+    causal: bool,
+    window: u32,
+    softcap: f32,
+    sink: u32,
+    ranks: u32,
+    splits: u32,
+    /// Whether lengths and cache may be read early, and keys before lengths are known.
+    prefetches: bool,
+    is_ahead: bool,
+    seed: u64,
+}
+
+fn case(head_size: u32) -> impl Strategy<Value = Case> {
+    let formats = prop_oneof![Just(Format::Int8), Just(Format::Int4), Just(Format::Float8)];
+    let types = prop_oneof![Just(DType::F16), Just(DType::BF16)];
+    let shape = (1..=2u32, 1..=4u32, prop_oneof![Just(1u32), Just(3)], any::<bool>());
+    let totals = proptest::collection::vec(prop_oneof![0..=12u32, 0..=900u32], 1..=2);
+    let turns = prop_oneof![Just(0), Just(head_size / 2), Just(head_size)];
+    let mask = (any::<bool>(), prop_oneof![2 => Just(0), 1 => 1..=200u32], any::<bool>());
+    let score = (
+        prop_oneof![3 => Just(0.0f32), 1 => Just(2.0)],
+        prop_oneof![Just(sink::NONE), Just(sink::ZERO), Just(sink::PER_HEAD)],
+    );
+    let cluster = (prop_oneof![Just(1u32), Just(2), Just(4)], 1..=2u32, any::<[bool; 2]>());
+    let sizes = prop_oneof![3 => Just(1.0f32), 1 => Just(0.0), 1 => Just(0.001), 1 => Just(10.0)];
+    let values =
+        (formats, types, any::<bool>(), prop_oneof![Just(8u32), Just(16)], sizes, any::<u64>());
+    (values, shape, totals, (turns, any::<bool>()), mask, score, cluster).prop_map(
+        move |(values, shape, totals, turns, mask, score, cluster)| {
+            let (format, dtype, per_channel, rows, query_size, seed) = values;
+            let (kv_heads, group, q_len, is_new) = shape;
+            let ((ranks, splits, [prefetches, is_ahead]), (causal, window, is_windowed)) =
+                (cluster, mask);
+            let window = if is_windowed { window } else { 0 };
+            let rotary = RotaryParams {
+                dim: turns.0,
+                interleaved: turns.1.into(),
+                max_positions: 1024,
+                position_stride: 0,
+            };
+            // New rows that other clusters read may be appended before or after they do.
+            let is_alone = splits == 1 && group * q_len <= rows;
+            let is_ahead = is_ahead && window == 0 && (!is_new || is_alone);
+            Case {
+                dtype,
+                format,
+                head_size,
+                rows,
+                query_size,
+                kv_heads,
+                group,
+                q_len,
+                is_new,
+                totals,
+                per_channel,
+                rotary,
+                causal,
+                window,
+                softcap: score.0,
+                sink: score.1,
+                ranks,
+                splits,
+                prefetches,
+                is_ahead,
+                seed,
+            }
+        },
+    )
+}
+
+impl Case {
+    fn entry(&self) -> &'static Entry {
+        let format = match self.format {
+            Format::Int8 => "i8",
+            Format::Int4 => "i4",
+            Format::Float8 => "f8",
+        };
+        let dtype = if self.dtype == DType::F16 { "f16" } else { "bf16" };
+        let name = format!("gqa_decode_{format}_{dtype}_d{}_r{}", self.head_size, self.rows);
+        let entry = find(&name).expect("a kernel");
+        assert_eq!((entry.codes, entry.dtype), (Some(self.format), self.dtype));
+        entry
+    }
+
+    fn batch(&self) -> u32 {
+        self.totals.len() as u32
+    }
+
+    fn q_heads(&self) -> u32 {
+        self.kv_heads * self.group
+    }
+
+    fn capacity(&self) -> u32 {
+        self.totals.iter().max().copied().unwrap_or(0) + 5
+    }
+
+    fn past(&self, b: u32) -> u32 {
+        self.totals[b as usize].saturating_sub(self.q_len)
+    }
+
+    /// Keys that row `s` sees; none if it is padding.
+    fn visible(&self, b: u32, s: u32) -> std::ops::Range<u32> {
+        let (total, position) = (self.totals[b as usize], self.past(b) + s);
+        if position >= total {
+            return 0..0;
+        }
+        let end = if self.causal { position + 1 } else { total };
+        let first = if self.window > 0 { end.saturating_sub(self.window) } else { 0 };
+        first..end
+    }
+
+    fn params(&self, bytes: u64) -> DecodeParams {
+        let shape = |heads, rows, width: u32| [self.batch(), heads, rows, width];
+        let strides =
+            |heads| Rows::<f32>::nan(shape(heads, self.q_len, self.head_size), BSNH).strides;
+        let (rows, heads) = (u64::from(self.capacity()), u64::from(self.kv_heads));
+        let cache = Strides { batch: heads * rows * bytes, head: rows * bytes, row: bytes };
+        let attention = AttentionParams {
+            q: strides(self.q_heads()),
+            k: cache,
+            v: cache,
+            out: strides(self.q_heads()),
+            batch: self.batch(),
+            q_heads: self.q_heads(),
+            kv_heads: self.kv_heads,
+            head_size: self.head_size,
+            q_len: self.q_len,
+            capacity: self.capacity(),
+            causal: self.causal.into(),
+            window: self.window,
+            sink: self.sink,
+            splits: 1,
+            scale: 1.0 / (self.head_size as f32).sqrt(),
+            softcap: self.softcap,
+            ..Zeroable::zeroed()
+        };
+        DecodeParams {
+            new_k: strides(self.kv_heads),
+            new_v: strides(self.kv_heads),
+            rotary: self.rotary,
+            new_len: if self.is_new { self.q_len } else { 0 },
+            splits: self.splits,
+            clusters: decode::clusters(&attention, self.rows),
+            rows: self.rows,
+            at_a_time: 132,
+            prefetch_cache: self.prefetches.into(),
+            ahead: self.is_ahead.into(),
+            per_channel: self.per_channel.into(),
+            attention,
+        }
+    }
+}
+
+/// Quantized values of (batch, KV head, row) and their scales.
+#[derive(Clone)]
+struct Cache {
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    strides: Strides,
+    width: usize,
+}
+
+impl Cache {
+    /// Random quantized values where the case has keys that some row sees, and quantized values of
+    /// NaN, or the greatest ones, elsewhere.
+    fn random<C: Code>(case: &Case, most: f32, random: &mut Random) -> Self {
+        let width = case.head_size as usize;
+        let bytes = width * C::BITS as usize / 8;
+        let strides = case.params(bytes as u64).attention.k;
+        let count = if case.per_channel { case.kv_heads as usize * width } else { 1 };
+        let scale = |random: &mut Random| (0.5 + random.unit() as f32) * 1.5 / most;
+        let mut cache = Self {
+            codes: vec![0xff; strides.batch as usize * case.totals.len()],
+            scales: (0..count).map(|_| scale(random)).collect(),
+            strides,
+            width,
+        };
+        for b in 0..case.batch() {
+            let old = if case.is_new { case.past(b) } else { case.totals[b as usize] };
+            for head in 0..case.kv_heads {
+                for row in 0..old {
+                    if (0..case.q_len).any(|s| case.visible(b, s).contains(&row)) {
+                        let values: Vec<f32> = random.values(width);
+                        let codes = cache.encode::<C>(head, &values);
+                        cache.row_mut(b, head, row, codes.len()).copy_from_slice(&codes);
+                    }
+                }
+            }
+        }
+        cache
+    }
+
+    fn scale(&self, head: u32, channel: usize) -> f32 {
+        let index = head as usize * self.width + channel;
+        self.scales[if self.scales.len() == 1 { 0 } else { index }]
+    }
+
+    fn row_mut(&mut self, b: u32, head: u32, row: u32, bytes: usize) -> &mut [u8] {
+        &mut self.codes[self.strides.at(b, head, row)..][..bytes]
+    }
+
+    /// A row as bytes.
+    fn encode<C: Code>(&self, head: u32, values: &[f32]) -> Vec<u8> {
+        let per_byte = 8 / C::BITS as usize;
+        let code = |i: usize| C::encode(values[i] / self.scale(head, i));
+        let byte = |first: usize| {
+            (0..per_byte).fold(0, |byte, i| byte | code(first + i) << (i as u32 * C::BITS))
+        };
+        (0..self.width).step_by(per_byte).map(|first| byte(first) as u8).collect()
+    }
+
+    /// A row as numbers.
+    fn decode<C: Code>(&self, b: u32, head: u32, row: u32) -> Vec<f64> {
+        let at = self.strides.at(b, head, row);
+        let number = |i: usize| {
+            let bit = i * C::BITS as usize;
+            let code = u32::from(self.codes[at + bit / 8]) >> (bit % 8);
+            f64::from(C::decode(code)) * f64::from(self.scale(head, i))
+        };
+        (0..self.width).map(number).collect()
+    }
+}
+
+/// Everything a launch reads or writes.
+struct Tensors<T> {
+    q: Rows<T>,
+    new: [Rows<T>; 2],
+    cos: Vec<T>,
+    sin: Vec<T>,
+    head_sink: Vec<T>,
+    out: Rows<T>,
+    lse: Vec<f32>,
+}
+
+impl<T: Element> Tensors<T> {
+    fn random(case: &Case, random: &mut Random) -> Self {
+        let rows = |heads, random: &mut Random| {
+            let shape = [case.batch(), heads, case.q_len, case.head_size];
+            let mut rows = Rows::random(shape, BSNH, random);
+            for b in 0..case.batch() {
+                for s in case.totals[b as usize].min(case.q_len)..case.q_len {
+                    (0..heads).for_each(|h| rows.row_mut(b, h, s).fill(T::from_f32(f32::NAN)));
+                }
+            }
+            rows
+        };
+        let angles: Vec<f64> =
+            (0..1024 * case.rotary.dim / 2).map(|_| 6.3 * random.unit()).collect();
+        let table = |f: fn(f64) -> f64| angles.iter().map(|&x| T::from_f32(f(x) as f32)).collect();
+        let shape = [case.batch(), case.q_heads(), case.q_len, case.head_size];
+        let mut q = rows(case.q_heads(), random);
+        q.data.iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * case.query_size));
+        Self {
+            q,
+            new: [rows(case.kv_heads, random), rows(case.kv_heads, random)],
+            cos: table(f64::cos),
+            sin: table(f64::sin),
+            head_sink: random.values(case.q_heads() as usize),
+            out: Rows::nan(shape, BSNH),
+            lse: vec![f32::NAN; (case.batch() * case.q_heads() * case.q_len) as usize],
+        }
+    }
+
+    /// A row at a position, rotated and rounded as the rotary embedding is defined.
+    fn turned(&self, case: &Case, x: &[T], position: u32) -> Vec<f32> {
+        let mut row: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+        let half = case.rotary.dim as usize / 2;
+        for i in 0..half {
+            let angle = position as usize * half + i;
+            let (cos, sin) = (self.cos[angle].to_f32(), self.sin[angle].to_f32());
+            let [a, b] =
+                if case.rotary.interleaved != 0 { [2 * i, 2 * i + 1] } else { [i, i + half] };
+            let (x, y) = (row[a], row[b]);
+            row[a] = T::from_f32(x.mul_add(cos, -(y * sin))).to_f32();
+            row[b] = T::from_f32(y.mul_add(cos, x * sin)).to_f32();
+        }
+        row
+    }
+
+    /// The cache with the new rows, as it must be.
+    fn appended<C: Code>(&self, case: &Case, [mut k, mut v]: [Cache; 2]) -> [Cache; 2] {
+        for b in 0..if case.is_new { case.batch() } else { 0 } {
+            for s in 0..case.totals[b as usize].min(case.q_len) {
+                let position = case.past(b) + s;
+                for head in 0..case.kv_heads {
+                    let key = self.turned(case, self.new[0].row(b, head, s), position);
+                    let codes = k.encode::<C>(head, &key);
+                    k.row_mut(b, head, position, codes.len()).copy_from_slice(&codes);
+                    let value: Vec<f32> =
+                        self.new[1].row(b, head, s).iter().map(|x| x.to_f32()).collect();
+                    let codes = v.encode::<C>(head, &value);
+                    v.row_mut(b, head, position, codes.len()).copy_from_slice(&codes);
+                }
+            }
+        }
+        [k, v]
+    }
+}
+
+fn run<T: Element, C: Code>(case: &Case, most: f32) -> Result<(), TestCaseError> {
+    let mut random = Random::new(case.seed);
+    let [mut k, mut v] = [(); 2].map(|()| Cache::random::<C>(case, most, &mut random));
+    let mut t = Tensors::<T>::random(case, &mut random);
+    let want = t.appended::<C>(case, [k.clone(), v.clone()]);
+    start(case, &mut t, &mut k, &mut v)?;
+    prop_assert!(k.codes == want[0].codes, "keys appended");
+    prop_assert!(v.codes == want[1].codes, "values appended");
+    for b in 0..case.batch() {
+        for head in 0..case.q_heads() {
+            for s in 0..case.q_len {
+                check_row::<T, C>(case, &t, [&k, &v], [b, head, s])?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn start<T: Element>(
+    case: &Case,
+    t: &mut Tensors<T>,
+    k: &mut Cache,
+    v: &mut Cache,
+) -> Result<(), TestCaseError> {
+    let entry = case.entry();
+    let p = case.params(k.strides.row);
+    let seqlens_k: Vec<i32> = case.totals.iter().map(|&total| total as i32 - 1).collect();
+    let (columns, states) =
+        if case.splits > 1 { decode::partial_elements(&p, case.ranks) } else { (0, 0) };
+    let mut partial_out = vec![f32::NAN; columns];
+    let mut partial_states = vec![[f32::NAN; 2]; states];
+    let mut arrivals =
+        vec![0u32; decode::arrivals(&p.attention, case.rows, case.ranks, case.splits)];
+    let Tensors { q, new: [new_k, new_v], cos, sin, head_sink, out, lse } = t;
+    let new =
+        [new_k, new_v].map(|rows| if case.is_new { Arg::read(&rows.data) } else { Arg::null() });
+    let [new_k, new_v] = new;
+    let arguments = [
+        Arg::read(&q.data),
+        new_k,
+        new_v,
+        Arg::read(cos),
+        Arg::read(sin),
+        Arg::null(),
+        settle(case, Arg::read(&seqlens_k)),
+        Arg::read(head_sink),
+        settle(case, Arg::write(&mut k.codes)),
+        settle(case, Arg::write(&mut v.codes)),
+        Arg::read(&k.scales),
+        Arg::read(&v.scales),
+        Arg::write(&mut out.data),
+        Arg::write(lse),
+        Arg::write(&mut partial_out),
+        Arg::write(&mut partial_states),
+        Arg::write(&mut arrivals),
+        Arg::params(&p),
+    ];
+    let shape = Launch {
+        name: entry.name,
+        grid: decode::grid(&p, case.ranks),
+        threads: entry.threads,
+        shared_bytes: entry.shared_bytes,
+        seed: case.seed,
+        cluster: case.ranks,
+        communicates: entry.communicates,
+        programmatic: true,
+    };
+    launch(&shape, &entry.simulate, &arguments)
+        .map_err(|fault| TestCaseError::fail(fault.to_string()))?;
+    prop_assert!(arrivals.iter().all(|&count| count == 0), "counters are left behind");
+    Ok(())
+}
+
+/// Lengths and cache may be older than the launch before.
+fn settle<'a>(case: &Case, arg: Arg<'a>) -> Arg<'a> {
+    if case.prefetches { arg.early() } else { arg }
+}
+
+/// Compares a row with attention as it is defined, over what the quantized values mean.
+fn check_row<T: Element, C: Code>(
+    case: &Case,
+    t: &Tensors<T>,
+    [k, v]: [&Cache; 2],
+    [b, head, s]: [u32; 3],
+) -> Result<(), TestCaseError> {
+    /// A bound on the relative error of rounding to half precision.
+    const HALF: f64 = 1.0 / 2048.0;
+    let keys = case.visible(b, s);
+    let kv_head = head / case.group;
+    let query = t.turned(case, t.q.row(b, head, s), case.past(b) + s);
+    let scale = 1.0 / f64::from(case.head_size).sqrt();
+    // Queries are rounded, so a score errs with the sum of its terms' sizes.
+    let mut slack = 0.0f64;
+    let scores: Vec<f64> = keys
+        .clone()
+        .map(|j| {
+            let key = k.decode::<C>(b, kv_head, j);
+            let terms = query.iter().zip(key).map(|(&q, k)| f64::from(q) * k * scale);
+            let (x, size) = terms.fold((0.0, 0.0), |(x, size), term| (x + term, size + term.abs()));
+            slack = slack.max(1.1 * HALF * size);
+            let cap = f64::from(case.softcap);
+            if cap > 0.0 { cap * (x / cap).tanh() } else { x }
+        })
+        .collect();
+    let sink = match case.sink {
+        _ if keys.is_empty() => f64::NEG_INFINITY,
+        sink::NONE => f64::NEG_INFINITY,
+        sink::ZERO => 0.0,
+        _ => wide(t.head_sink[head as usize]),
+    };
+    let max = scores.iter().copied().fold(sink, f64::max);
+    let sum = scores.iter().map(|x| (x - max).exp()).sum::<f64>() + (sink - max).exp();
+    let (mut out, mut sizes) = (vec![0.0; k.width], vec![0.0; k.width]);
+    for (j, x) in keys.clone().zip(scores) {
+        let weight = (x - max).exp() / sum;
+        for (i, value) in v.decode::<C>(b, kv_head, j).into_iter().enumerate() {
+            out[i] += weight * value;
+            sizes[i] += weight * value.abs();
+        }
+    }
+    for (i, &got) in t.out.row(b, head, s).iter().enumerate() {
+        let allowed = 1.1 * unit::<T>() * out[i].abs() + (HALF + 2.0 * slack) * sizes[i] + 2e-5;
+        prop_assert!(
+            (wide(got) - out[i]).abs() <= allowed,
+            "batch {b} head {head} row {s} column {i}: got {}, want {}",
+            wide(got),
+            out[i]
+        );
+    }
+    let index = ((b * case.q_heads() + head) * case.q_len + s) as usize;
+    let (got, lse) = (f64::from(t.lse[index]), max + sum.ln());
+    let same = keys.is_empty() && got == f64::NEG_INFINITY || (got - lse).abs() <= slack + 2e-5;
+    prop_assert!(same, "lse of batch {b} head {head} row {s}: got {got}, want {lse}");
+    Ok(())
+}
+
+fn run_any(case: &Case) -> Result<(), TestCaseError> {
+    match (case.dtype, case.format) {
+        (DType::F16, Format::Int8) => run::<f16, Int8>(case, 127.0),
+        (DType::F16, Format::Int4) => run::<f16, Int4>(case, 7.0),
+        (DType::F16, Format::Float8) => run::<f16, Float8>(case, 448.0),
+        (_, Format::Int8) => run::<bf16, Int8>(case, 127.0),
+        (_, Format::Int4) => run::<bf16, Int4>(case, 7.0),
+        (_, Format::Float8) => run::<bf16, Float8>(case, 448.0),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(100) })]
+
+    #[test]
+    fn head_size_64(case in case(64)) {
+        run_any(&case)?;
+    }
+
+    #[test]
+    fn head_size_128(case in case(128)) {
+        run_any(&case)?;
+    }
+
+    #[test]
+    fn head_size_256(case in case(256)) {
+        run_any(&case)?;
+    }
+}

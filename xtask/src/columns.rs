@@ -1,0 +1,68 @@
+//! Lines of at most 100 columns, where rustfmt does not see to them: comments and Markdown.
+
+use crate::place;
+use anyhow::{Result, bail};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The most columns of a line, as rustfmt has it for code.
+const MOST: usize = 100;
+/// Folders that hold what is built or was measured.
+const LEFT_OUT: [&str; 4] = ["target", "results", "node_modules", ".git"];
+
+/// Errs where a comment in Rust or a line of Markdown is longer.
+pub fn check() -> Result<()> {
+    let mut files = Vec::new();
+    collect(&place::root(), &mut files)?;
+    let mut long = Vec::new();
+    for file in &files {
+        let text = fs::read_to_string(file)?;
+        let name = file.strip_prefix(place::root()).unwrap_or(file).display();
+        let is_rust = file.extension().is_some_and(|extension| extension == "rs");
+        long.extend(too_long(&text, is_rust).map(|number| format!("{name}:{number}")));
+    }
+    if !long.is_empty() {
+        bail!("longer than {MOST} columns:\n  {}", long.join("\n  "));
+    }
+    println!("{} files", files.len());
+    Ok(())
+}
+
+/// All Rust and Markdown below a folder.
+fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let is_left_out = LEFT_OUT.iter().any(|name| path.ends_with(name));
+        if path.is_dir() && !is_left_out {
+            collect(&path, files)?;
+        } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "md") {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Numbers of the lines that are too long. Rows of tables and lines with links may be.
+fn too_long(text: &str, is_rust: bool) -> impl Iterator<Item = usize> {
+    text.lines().enumerate().filter_map(move |(index, line)| {
+        let words = line.trim_start();
+        let prose = words.trim_start_matches(['/', '!']).trim_start();
+        let is_checked = !is_rust || words.starts_with("//");
+        let may_be_long = prose.starts_with('|') || line.contains("](") || line.contains("://");
+        (is_checked && !may_be_long && line.chars().count() > MOST).then_some(index + 1)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::too_long;
+
+    #[test]
+    fn comments_and_prose_are_checked_and_tables_links_and_code_are_not() {
+        let words = "word ".repeat(20);
+        let rust = format!("let x = 1; {words}\n//! {words}\n    // {words}\n/// | {words}\n");
+        assert_eq!(too_long(&rust, true).collect::<Vec<_>>(), [2, 3]);
+        let markdown = format!("{words}.\n| {words}\n[a](b) {words}\nshort\n");
+        assert_eq!(too_long(&markdown, false).collect::<Vec<_>>(), [1]);
+    }
+}
