@@ -42,12 +42,15 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Numbers of the lines that are too long. Rows of tables and lines with links may be.
+/// Numbers of the lines that are too long. Rows of tables, lines with links and code in Markdown
+/// may be.
 fn too_long(text: &str, is_rust: bool) -> impl Iterator<Item = usize> {
+    let mut is_code = false;
     text.lines().enumerate().filter_map(move |(index, line)| {
         let words = line.trim_start();
         let prose = words.trim_start_matches(['/', '!']).trim_start();
-        let is_checked = !is_rust || words.starts_with("//");
+        is_code ^= !is_rust && prose.starts_with("```");
+        let is_checked = if is_rust { words.starts_with("//") } else { !is_code };
         let may_be_long = prose.starts_with('|') || line.contains("](") || line.contains("://");
         (is_checked && !may_be_long && line.chars().count() > MOST).then_some(index + 1)
     })
@@ -62,7 +65,8 @@ mod tests {
         let words = "word ".repeat(20);
         let rust = format!("let x = 1; {words}\n//! {words}\n    // {words}\n/// | {words}\n");
         assert_eq!(too_long(&rust, true).collect::<Vec<_>>(), [2, 3]);
-        let markdown = format!("{words}.\n| {words}\n[a](b) {words}\nshort\n");
+        let code = format!("```\n{words}\n```\n");
+        let markdown = format!("{words}.\n| {words}\n[a](b) {words}\n{code}short\n");
         assert_eq!(too_long(&markdown, false).collect::<Vec<_>>(), [1]);
     }
 }

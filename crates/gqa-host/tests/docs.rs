@@ -33,10 +33,11 @@ fn environment_variables_are_documented() {
     let text = format!(
         "# Environment variables\n\n\
          <!-- Written by crates/gqa-host/tests/docs.rs. -->\n\n\
-         An alias, ONNX Runtime's name for the same thing, counts where the variable itself is not set. A value that a variable does \
-         not take is an error; a `GQA_*` name that is not in the table is a warning in the log.\n\n{}\n\
-         `gqa doctor` lists those that are set. A variable changes plans that are made after it was read: the program reads them \
-         when it starts, the library in `PlanOptions::from_env`.\n",
+         An alias, ONNX Runtime's name for the same thing, counts where the variable itself is not\n\
+         set. A value that a variable does not take is an error; a `GQA_*` name that is not in the\n\
+         table is a warning in the log.\n\n{}\n\
+         `gqa doctor` lists those that are set. A variable changes plans that are made after it was\n\
+         read: the program reads them when it starts, the library in `PlanOptions::from_env`.\n",
         environment::markdown()
     );
     check("env.md", &text);
@@ -173,8 +174,9 @@ fn support() -> Result<String, std::fmt::Error> {
         "# Support\n\n\
          <!-- Written by crates/gqa-host/tests/docs.rs. -->\n\n\
          ## What the planner takes for attention\n\n\
-         bfloat16, 2 sequences, 32 query heads over 8 KV heads of 128 and a shared cache where a row does not say otherwise. \
-         `cargo gqa explain` says for any call what is taken and why the others are not.\n\n| call |",
+         bfloat16, 2 sequences, 32 query heads over 8 KV heads of 128 and a shared cache where a\n\
+         row does not say otherwise. `cargo gqa explain` says for any call what is taken and why\n\
+         the others are not.\n\n| call |",
     );
     for device in DEVICES {
         write!(text, " {device} |")?;
@@ -189,8 +191,10 @@ fn support() -> Result<String, std::fmt::Error> {
     }
     writeln!(
         text,
-        "\n## Kernels\n\nThe registry, `crates/gqa-kernels/src/registry`. A head size takes the smallest tile that holds it. Shared \
-         memory in bytes of a block; compute capability: the oldest. PTX is shipped for the targets named."
+        "\n## Kernels\n\n\
+         The registry, `crates/gqa-kernels/src/registry`. A head size takes the smallest tile that\n\
+         holds it. Shared memory in bytes of a block; compute capability: the oldest. PTX is\n\
+         shipped for the targets named."
     )?;
     for family in Family::ALL {
         let name = family.name();

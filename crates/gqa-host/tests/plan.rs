@@ -50,15 +50,15 @@ on a100: compute capability 8.0, 108 SMs, 166912 bytes of shared memory per bloc
 positions: implicit, past + row
 
 attention
-  decode_quantized  refused: the KV cache is not quantized
-  decode        refused: needs wgmma, which compute capability 8.0 has not
-  split_kv      refused: does not take float32
-  hopper_float8 refused: the KV cache is not quantized
-  hopper        refused: does not take float32
-  hopper_masked refused: there is no attention_bias
-  tiled         refused: does not take float32
-  tiled_masked  refused: there is no attention_bias
-  tiled_f32     chosen: gqa_tiled_f32_d64
+  decode_quantized       refused: the KV cache is not quantized
+  decode                 refused: needs wgmma, which compute capability 8.0 has not
+  split_kv               refused: does not take float32
+  hopper_float8          refused: the KV cache is not quantized
+  hopper                 refused: does not take float32
+  hopper_masked          refused: there is no attention_bias
+  tiled                  refused: does not take float32
+  tiled_masked           refused: there is no attention_bias
+  tiled_f32              chosen: gqa_tiled_f32_d64
 ";
     assert!(text.starts_with(expected), "{text}");
     assert!(text.contains("gqa_unpack_qkv_with_rope_and_append_kv_f32: "), "{text}");

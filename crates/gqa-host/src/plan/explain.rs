@@ -116,7 +116,7 @@ impl fmt::Display for Explanation {
             writeln!(f, "\nattention")?;
         }
         for (candidate, outcome) in &self.decisions {
-            writeln!(f, "  {candidate:<13} {outcome}")?;
+            writeln!(f, "  {candidate:<22} {outcome}")?;
         }
         writeln!(f, "\nlaunches")?;
         for (number, launch) in self.launches.iter().enumerate() {
