@@ -220,9 +220,9 @@ fn the_explanation_names_the_operator() {
         "external cache of 600 rows",
         "mask of 1x1x512x600",
         "row 0 at position 0",
-        "hopper_masked refused: does not take row 0 at position 0",
-        "general       chosen: gqa_general_f16",
-        "unfused       refused: not needed",
+        "hopper_masked          refused: does not take row 0 at position 0",
+        "general                chosen: gqa_general_f16",
+        "unfused                refused: not needed",
     ] {
         assert!(text.contains(want), "no {want:?} in\n{text}");
     }
