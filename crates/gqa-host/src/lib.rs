@@ -18,6 +18,7 @@ mod problem;
 pub mod reference;
 mod sliding;
 mod tensor;
+mod view;
 
 pub use error::{Error, Result};
 pub use problem::{
@@ -25,6 +26,7 @@ pub use problem::{
     QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Sink, Strided, WriteMode,
 };
 pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
+pub use view::{CacheView, TensorView, TensorViewMut};
 
 /// The README's example is a test.
 #[cfg(doctest)]

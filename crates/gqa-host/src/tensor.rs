@@ -1,7 +1,7 @@
 //! Host tensors: `ndarray` arrays of one of the operator's element types.
 
 use crate::{Error, Result};
-use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
+use bytemuck::Zeroable;
 use float8::F8E4M3;
 use half::{bf16, f16};
 use ndarray::{ArrayD, ArrayViewMutD, IxDyn};
@@ -272,23 +272,12 @@ impl Tensor {
 
     /// The values in double precision.
     pub fn to_f64(&self) -> Vec<f64> {
-        match self {
-            Self::F32(a) => a.iter().map(|&x| x.into()).collect(),
-            Self::F16(a) => a.iter().map(|x| x.to_f64()).collect(),
-            Self::BF16(a) => a.iter().map(|x| x.to_f64()).collect(),
-            Self::I32(a) => a.iter().map(|&x| x.into()).collect(),
-            Self::I64(a) => a.iter().map(|&x| x as f64).collect(),
-            Self::F64(a) => a.iter().copied().collect(),
-            Self::Bool(a) => a.iter().map(|&x| f64::from(u8::from(x))).collect(),
-            Self::I8(a) => a.iter().map(|&x| x.into()).collect(),
-            Self::U8(a) => a.iter().map(|&x| x.into()).collect(),
-            Self::F8E4M3(a) => a.iter().map(|x| x.to_f64()).collect(),
-        }
+        self.view().to_f64()
     }
 
     /// The elements' bytes in row-major order.
     pub fn bytes(&self) -> &[u8] {
-        with_array!(self, a => bytemuck::cast_slice(a.as_slice()))
+        self.view().bytes()
     }
 
     /// The elements' bytes in row-major order, to be written.
@@ -298,23 +287,7 @@ impl Tensor {
     /// For a bool tensor, which not all bytes make; [`with_bytes_mut`](Self::with_bytes_mut) takes
     /// that.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
-        fn bytes<T: NoUninit + AnyBitPattern>(array: &mut RowMajor<T>) -> Result<&mut [u8]> {
-            Ok(bytemuck::cast_slice_mut(array.as_slice_mut()))
-        }
-        match self {
-            Self::F32(a) => bytes(a),
-            Self::F16(a) => bytes(a),
-            Self::BF16(a) => bytes(a),
-            Self::I32(a) => bytes(a),
-            Self::I64(a) => bytes(a),
-            Self::F64(a) => bytes(a),
-            Self::Bool(_) => {
-                Err(Error::invalid("tensor", DType::Bool, "an element type that all bytes make"))
-            }
-            Self::I8(a) => bytes(a),
-            Self::U8(a) => bytes(a),
-            Self::F8E4M3(a) => bytes(a),
-        }
+        self.view_mut().into_bytes()
     }
 
     /// Has `write` write the elements' bytes in row-major order. Of a bool tensor it gets a copy,

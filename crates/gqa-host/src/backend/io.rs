@@ -1,18 +1,25 @@
 //! A call's tensors by their role, and whether they are those of a problem.
 
-use super::Io;
+use super::{Io, IoViews};
 use crate::op::validate::values;
 use crate::plan::{TensorId, TensorSpec, Tensors};
-use crate::{Error, Problem, Result, Tensor};
+use crate::{DType, Error, Problem, Result, Tensor, TensorView, TensorViewMut};
 
 impl<'a> Tensors<&'a Tensor> {
+    /// Their elements.
+    pub(crate) fn views(self) -> Tensors<TensorView<'a>> {
+        self.map(Tensor::view)
+    }
+}
+
+impl<T: Copy> Tensors<T> {
     /// The tensor in that role.
-    pub fn input(&self, id: TensorId) -> Option<&'a Tensor> {
+    pub fn input(&self, id: TensorId) -> Option<T> {
         self.get(id).copied()
     }
 
     /// The tensor in that role, which the call cannot do without.
-    pub(crate) fn need(&self, id: TensorId) -> Result<&'a Tensor> {
+    pub(crate) fn need(&self, id: TensorId) -> Result<T> {
         self.input(id).ok_or_else(|| Error::invalid(id.name(), "nothing", "a tensor"))
     }
 }
@@ -56,37 +63,115 @@ impl<'a> Io<'a> {
     /// the tensors that they index. Back ends compute what passes.
     pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
         self.check_tensors(problem)?;
-        values::check(problem, &self.inputs)
+        values::check(problem, &self.inputs.views())
     }
 
     /// Errs unless all tensors of `problem` are there, with its types and as many elements as it
     /// says.
     pub(crate) fn check_tensors(&self, problem: &Problem) -> Result<()> {
-        for id in TensorId::ALL {
+        TensorId::ALL.into_iter().try_for_each(|id| {
             let tensor = if id.is_output() { self.output(id) } else { self.input(id) };
-            match (id.spec(problem), tensor) {
-                (Some(spec), tensor) => check_tensor(id, &spec, tensor)?,
-                (None, Some(_)) if matches!(id, TensorId::OutputQk | TensorId::Lse) => {
-                    let allowed = "none, as the problem has none";
-                    return Err(Error::invalid(id.name(), "a tensor", allowed));
-                }
-                (None, _) => {}
-            }
+            let got = tensor.map(|tensor| Got {
+                dtype: tensor.dtype(),
+                len: tensor.len(),
+                shape: Some(tensor.shape()),
+            });
+            check_tensor(id, id.spec(problem), got, |spec, len| len == spec.len())
+        })
+    }
+
+    /// The elements of all tensors.
+    pub(crate) fn views(&mut self) -> IoViews<'_> {
+        IoViews {
+            inputs: self.inputs.views(),
+            output: self.output.view_mut(),
+            present_key: self.present_key.view_mut().into(),
+            present_value: self.present_value.view_mut().into(),
+            output_qk: self.output_qk.as_deref_mut().map(Tensor::view_mut),
+            lse: self.lse.as_deref_mut().map(Tensor::view_mut),
         }
-        Ok(())
     }
 }
 
-/// Errs unless the tensor has the type and as many elements. One without elements is not looked at.
-fn check_tensor(id: TensorId, spec: &TensorSpec, tensor: Option<&Tensor>) -> Result<()> {
+impl<'a> IoViews<'a> {
+    /// The input in that role.
+    pub(crate) fn input(&self, id: TensorId) -> Option<TensorView<'a>> {
+        self.inputs.input(id)
+    }
+
+    /// The input in that role, which the call cannot do without.
+    pub(crate) fn need(&self, id: TensorId) -> Result<TensorView<'a>> {
+        self.inputs.need(id)
+    }
+
+    /// The output in that role.
+    fn output(&self, id: TensorId) -> Option<TensorView<'_>> {
+        match id {
+            TensorId::Output => Some(self.output.view()),
+            TensorId::PresentKey => Some(self.present_key.view()),
+            TensorId::PresentValue => Some(self.present_value.view()),
+            TensorId::OutputQk => self.output_qk.as_ref().map(TensorViewMut::view),
+            TensorId::Lse => self.lse.as_ref().map(TensorViewMut::view),
+            _ => None,
+        }
+    }
+
+    /// As [`Io::check`]; tensors with strides have as many elements as these reach.
+    pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
+        TensorId::ALL.into_iter().try_for_each(|id| {
+            let view = if id.is_output() { self.output(id) } else { self.input(id) };
+            let got = view.map(|view| Got { dtype: view.dtype(), len: view.len(), shape: None });
+            check_tensor(id, id.spec(problem), got, |spec, len| {
+                has_elements(problem, id, spec, len)
+            })
+        })?;
+        values::check(problem, &self.inputs)
+    }
+}
+
+/// What a call has in some role.
+struct Got<'a> {
+    dtype: DType,
+    len: usize,
+    /// Where it has one.
+    shape: Option<&'a [usize]>,
+}
+
+/// Whether so many elements are those of the tensor, or reach as far as its strides do.
+fn has_elements(p: &Problem, id: TensorId, spec: &TensorSpec, len: usize) -> bool {
+    let Some(strides) = spec.strides else { return len == spec.len() };
+    let [heads, rows, size] = match id {
+        TensorId::Query => [p.q_heads, p.q_len, p.head_size],
+        TensorId::Key => [p.kv_heads, p.new_len, p.head_size],
+        TensorId::Value => [p.kv_heads, p.new_len, p.v_head_size],
+        _ => [p.q_heads, p.q_len, p.v_head_size],
+    };
+    strides.extent([p.batch, heads, rows, size]).is_some_and(|extent| len >= extent)
+}
+
+/// Errs unless there is what the problem has in that role: a tensor of its type and of elements
+/// that suffice. One without elements is not looked at.
+fn check_tensor(
+    id: TensorId,
+    spec: Option<TensorSpec>,
+    got: Option<Got<'_>>,
+    suffice: impl FnOnce(&TensorSpec, usize) -> bool,
+) -> Result<()> {
+    let Some(spec) = spec else {
+        let none = got.is_none() || !matches!(id, TensorId::OutputQk | TensorId::Lse);
+        let refusal = || Error::invalid(id.name(), "a tensor", "none, as the problem has none");
+        return none.then_some(()).ok_or_else(refusal);
+    };
     let allowed = || format!("{} {:?}, as the problem says", spec.dtype, spec.shape);
-    match tensor {
+    match got {
         _ if spec.is_empty() => Ok(()),
         None => Err(Error::invalid(id.name(), "no tensor", allowed())),
-        Some(tensor) if tensor.dtype() == spec.dtype && tensor.len() == spec.len() => Ok(()),
-        Some(tensor) => {
-            let got = format!("{} {:?}", tensor.dtype(), tensor.shape());
-            Err(Error::invalid(id.name(), got, allowed()))
+        Some(got) if got.dtype == spec.dtype && suffice(&spec, got.len) => Ok(()),
+        Some(Got { dtype, shape: Some(shape), .. }) => {
+            Err(Error::invalid(id.name(), format!("{dtype} {shape:?}"), allowed()))
+        }
+        Some(Got { dtype, len, shape: None }) => {
+            Err(Error::invalid(id.name(), format!("{len} elements of {dtype}"), allowed()))
         }
     }
 }

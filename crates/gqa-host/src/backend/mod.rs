@@ -11,7 +11,7 @@ pub mod sim;
 mod strided;
 
 use crate::plan::Tensors;
-use crate::{Problem, Result, Tensor};
+use crate::{CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
 
 /// The tensors of one validated call. Inputs are as the operator takes them; outputs have their
 /// final shapes.
@@ -32,6 +32,23 @@ pub struct Io<'a> {
     pub output_qk: Option<&'a mut Tensor>,
     /// float32 (batch, query heads, rows)
     pub lse: Option<&'a mut Tensor>,
+}
+
+/// The tensors of one call as [`Io`] has them, in memory of the caller's: what [`cpu::Cpu::run_on`]
+/// takes.
+pub struct IoViews<'a> {
+    /// What the call reads, by role.
+    pub inputs: Tensors<TensorView<'a>>,
+    /// output
+    pub output: TensorViewMut<'a>,
+    /// present_key
+    pub present_key: CacheView<'a>,
+    /// present_value
+    pub present_value: CacheView<'a>,
+    /// output_qk
+    pub output_qk: Option<TensorViewMut<'a>>,
+    /// float32 (batch, query heads, rows)
+    pub lse: Option<TensorViewMut<'a>>,
 }
 
 /// Computes problems on host tensors.

@@ -139,7 +139,7 @@ impl PagedAttention {
 
     /// Checks the call, what is in its tensors too.
     pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
-        let (tokens, tensors) = (inputs.query.shape().first().copied(), inputs.tensors());
+        let (tokens, tensors) = (inputs.query.shape().first().copied(), inputs.tensors().views());
         let lengths = Lengths::of(&tensors, tokens.unwrap_or_default())?;
         let shapes = PagedShapes::of(inputs, cache, lengths.bounds());
         let problem = self.problem_from_shapes(&shapes)?;

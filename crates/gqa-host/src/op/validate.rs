@@ -24,7 +24,7 @@ impl GroupQueryAttention {
     pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
         let total = values::total_sequence_length(inputs.total_sequence_length)?;
         let problem = self.problem_from_shapes(&Shapes::of(inputs, total), cache)?;
-        values::check(&problem, &inputs.tensors())?;
+        values::check(&problem, &inputs.tensors().views())?;
         Ok(problem)
     }
 

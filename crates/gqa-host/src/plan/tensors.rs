@@ -212,6 +212,11 @@ impl<T> Tensors<T> {
         self
     }
 
+    /// What `f` makes of each.
+    pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Tensors<U> {
+        Tensors(self.0.map(|value| value.map(&mut f)))
+    }
+
     /// Those that there are, in the order of [`TensorId::ALL`].
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &T)> {
         TensorId::ALL.into_iter().filter_map(|id| Some((id, self.get(id)?)))

@@ -3,23 +3,30 @@
 
 use super::sequence::Sequence;
 use super::sequences;
-use crate::backend::Io;
+use crate::backend::IoViews;
 use crate::plan::TensorId;
-use crate::{Problem, QkOutput, Result, RowLayout, RowMajor, Tensor};
+use crate::{Problem, QkOutput, Result, RowLayout, TensorView, TensorViewMut};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 /// Computes a call without rotation, sinks and log-sum-exp, which ONNX Attention does not have.
-pub(super) fn run(p: &Problem, io: &mut Io<'_>) -> Result<()> {
+pub(super) fn run(p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
     let sequences = sequences(p, io)?;
     let (key, value) = (io.need(TensorId::Key)?, io.need(TensorId::Value)?);
-    let (key, value): (&Tensor, &Tensor) = if p.has_present() {
+    let (key, value) = if p.has_present() {
         let (size, v_size) = (p.head_size, p.v_head_size);
         let new = [io.input(TensorId::PastKey), Some(key)];
-        append(p, &sequences, new, p.key_layout(), size, io.present_key)?;
+        append(p, &sequences, new, p.key_layout(), size, io.present_key.appended("present_key")?)?;
         let new = [io.input(TensorId::PastValue), Some(value)];
-        append(p, &sequences, new, p.value_layout(), v_size, io.present_value)?;
-        (&*io.present_key, &*io.present_value)
+        append(
+            p,
+            &sequences,
+            new,
+            p.value_layout(),
+            v_size,
+            io.present_value.appended("present_value")?,
+        )?;
+        (io.present_key.view(), io.present_value.view())
     } else {
         (key, value)
     };
@@ -29,7 +36,7 @@ pub(super) fn run(p: &Problem, io: &mut Io<'_>) -> Result<()> {
         query: io.need(TensorId::Query)?.to_f64(),
         keys: key.to_f64(),
         values: value.to_f64(),
-        bias: io.input(TensorId::AttentionBias).map(Tensor::to_f64),
+        bias: io.input(TensorId::AttentionBias).map(TensorView::to_f64),
     };
     let rows = p.q_heads * p.q_len;
     let rows: Vec<Row> = (0..p.batch * rows)
@@ -42,8 +49,8 @@ pub(super) fn run(p: &Problem, io: &mut Io<'_>) -> Result<()> {
         let at = p.output_layout().at(head / p.q_heads, head % p.q_heads, s);
         output[at..at + p.v_head_size].copy_from_slice(&row.output);
     }
-    round(&output, io.output);
-    if let Some(output_qk) = io.output_qk.as_deref_mut() {
+    round(&output, &mut io.output);
+    if let Some(output_qk) = &mut io.output_qk {
         let scores: Vec<f64> = rows.into_iter().flat_map(|row| row.scores).collect();
         round(&scores, output_qk);
     }
@@ -134,22 +141,23 @@ fn weights(scores: &[f64]) -> Vec<f64> {
 fn append(
     p: &Problem,
     sequences: &[Sequence],
-    [past, new]: [Option<&Tensor>; 2],
+    [past, new]: [Option<TensorView<'_>>; 2],
     layout: RowLayout,
     size: usize,
-    present: &mut Tensor,
+    present: TensorViewMut<'_>,
 ) -> Result<()> {
-    let bytes = size * present.dtype().size();
-    let of = |tensor: Option<&Tensor>| tensor.map(|t| t.bytes().to_vec()).unwrap_or_default();
+    let (element, bytes) = (present.dtype().size(), size * present.dtype().size());
+    let of =
+        |tensor: Option<TensorView<'_>>| tensor.map(|t| t.bytes().to_vec()).unwrap_or_default();
     let (past, new) = (of(past), of(new));
-    for (i, to) in present.bytes_mut()?.chunks_exact_mut(bytes).enumerate() {
+    for (i, to) in present.into_bytes()?.chunks_exact_mut(bytes).enumerate() {
         let (head, row) = (i / p.capacity, i % p.capacity);
         let kept = sequences[head / p.kv_heads].kept(p);
         let from = if row < kept {
             &past[(head * p.past_capacity + row) * bytes..]
         } else {
             let at = layout.at(head / p.kv_heads, head % p.kv_heads, row - kept);
-            &new[at / size * bytes..]
+            &new[at * element..]
         };
         to.copy_from_slice(&from[..bytes]);
     }
@@ -157,15 +165,15 @@ fn append(
 }
 
 /// Rounds all elements to the tensor's type.
-fn round(values: &[f64], to: &mut Tensor) {
-    fn each<T>(to: &mut RowMajor<T>, values: &[f64], round: impl Fn(f64) -> T) {
-        to.as_slice_mut().iter_mut().zip(values).for_each(|(to, &x)| *to = round(x));
+fn round(values: &[f64], to: &mut TensorViewMut<'_>) {
+    fn each<T>(to: &mut [T], values: &[f64], round: impl Fn(f64) -> T) {
+        to.iter_mut().zip(values).for_each(|(to, &x)| *to = round(x));
     }
     match to {
-        Tensor::F64(to) => each(to, values, |x| x),
-        Tensor::F32(to) => each(to, values, |x| x as f32),
-        Tensor::F16(to) => each(to, values, f16::from_f64),
-        Tensor::BF16(to) => each(to, values, bf16::from_f64),
+        TensorViewMut::F64(to) => each(to, values, |x| x),
+        TensorViewMut::F32(to) => each(to, values, |x| x as f32),
+        TensorViewMut::F16(to) => each(to, values, f16::from_f64),
+        TensorViewMut::BF16(to) => each(to, values, bf16::from_f64),
         _ => {}
     }
 }

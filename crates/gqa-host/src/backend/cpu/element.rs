@@ -1,6 +1,6 @@
 //! The operator's floating-point types.
 
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, TensorView, TensorViewMut};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
@@ -12,10 +12,10 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
     const ZERO: Self;
 
     /// The elements of a tensor of this type.
-    fn elements(tensor: &Tensor) -> Option<&[Self]>;
+    fn elements(tensor: TensorView<'_>) -> Option<&[Self]>;
 
     /// The elements of a tensor of this type, to be written.
-    fn elements_mut(tensor: &mut Tensor) -> Option<&mut [Self]>;
+    fn elements_mut(tensor: TensorViewMut<'_>) -> Option<&mut [Self]>;
 
     /// Exact, of each pair of rows the first into the second.
     fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>);
@@ -39,12 +39,12 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
 impl Element for f32 {
     const ZERO: Self = 0.0;
 
-    fn elements(tensor: &Tensor) -> Option<&[Self]> {
-        if let Tensor::F32(a) = tensor { Some(a.as_slice()) } else { None }
+    fn elements(tensor: TensorView<'_>) -> Option<&[Self]> {
+        if let TensorView::F32(a) = tensor { Some(a) } else { None }
     }
 
-    fn elements_mut(tensor: &mut Tensor) -> Option<&mut [Self]> {
-        if let Tensor::F32(a) = tensor { Some(a.as_slice_mut()) } else { None }
+    fn elements_mut(tensor: TensorViewMut<'_>) -> Option<&mut [Self]> {
+        if let TensorViewMut::F32(a) = tensor { Some(a) } else { None }
     }
 
     fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
@@ -65,12 +65,12 @@ macro_rules! half_element {
         impl Element for $t {
             const ZERO: Self = <$t>::ZERO;
 
-            fn elements(tensor: &Tensor) -> Option<&[Self]> {
-                if let Tensor::$variant(a) = tensor { Some(a.as_slice()) } else { None }
+            fn elements(tensor: TensorView<'_>) -> Option<&[Self]> {
+                if let TensorView::$variant(a) = tensor { Some(a) } else { None }
             }
 
-            fn elements_mut(tensor: &mut Tensor) -> Option<&mut [Self]> {
-                if let Tensor::$variant(a) = tensor { Some(a.as_slice_mut()) } else { None }
+            fn elements_mut(tensor: TensorViewMut<'_>) -> Option<&mut [Self]> {
+                if let TensorViewMut::$variant(a) = tensor { Some(a) } else { None }
             }
 
             fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
@@ -128,21 +128,24 @@ where
 }
 
 /// The elements of the call's tensor `name`.
-pub(super) fn elements<'a, T: Element>(name: &'static str, tensor: &'a Tensor) -> Result<&'a [T]> {
+pub(super) fn elements<'a, T: Element>(
+    name: &'static str,
+    tensor: TensorView<'a>,
+) -> Result<&'a [T]> {
     T::elements(tensor).ok_or_else(|| foreign(name, tensor))
 }
 
 /// The elements of the call's tensor `name`, to be written.
 pub(super) fn elements_mut<'a, T: Element>(
     name: &'static str,
-    tensor: &'a mut Tensor,
+    tensor: TensorViewMut<'a>,
 ) -> Result<&'a mut [T]> {
-    let error = foreign(name, tensor);
+    let error = foreign(name, tensor.view());
     T::elements_mut(tensor).ok_or(error)
 }
 
 /// The error for a tensor that does not belong to the problem.
-pub(super) fn foreign(name: &'static str, tensor: &Tensor) -> Error {
+pub(super) fn foreign(name: &'static str, tensor: TensorView<'_>) -> Error {
     Error::invalid(name, tensor.dtype(), "the problem's type")
 }
 

@@ -26,9 +26,9 @@ mod sliding;
 mod task;
 mod update;
 
-use super::{Backend, Io};
+use super::{Backend, Io, IoViews};
 use crate::plan::TensorId;
-use crate::{CacheBinding, CallKind, DType, Layout, Problem, QkNorm, Result, Tensor};
+use crate::{CacheBinding, CallKind, DType, Error, Layout, Problem, QkNorm, Result, TensorView};
 use append::Append;
 use element::{Element, elements, elements_mut, foreign};
 use half::{bf16, f16};
@@ -54,16 +54,64 @@ impl Backend for Cpu {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         io.check(problem)?;
-        match problem.quantizes_output() {
-            true => self.run_quantized(&problem.contiguous(), io),
-            false => self.compute(&problem.contiguous(), io),
-        }
+        self.run_checked(&problem.contiguous(), &mut io.views())
     }
 }
 
 impl Cpu {
-    /// Computes a problem on tensors that fit it, whose output is a number itself.
-    fn compute(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+    /// Computes `problem` on memory of the caller's, without a copy of it. Query, key and value may
+    /// have the problem's strides; all else is contiguous.
+    ///
+    /// ```
+    /// use gqa_host::backend::{IoViews, cpu::Cpu};
+    /// use gqa_host::engine::{Dense, Heads, Layer};
+    /// use gqa_host::{DType, TensorViewMut, plan::{TensorId, Tensors}};
+    ///
+    /// // A decode step of one head of 8 elements over a KV cache with room for 4 tokens.
+    /// let layer = Layer::new(DType::F32, Heads { query: 1, kv: 1, size: 8 });
+    /// let step = layer.dense(Dense::decode(1, 4))?;
+    /// let (query, key, value) = (vec![0.0f32; 8], vec![1.0f32; 8], vec![3.0f32; 8]);
+    /// let (mut keys, mut values) = (vec![0.0f32; 4 * 8], vec![0.0f32; 4 * 8]);
+    /// let mut output = vec![0.0f32; 8];
+    /// let last = [1]; // The index of its last token after the step: it has one token already.
+    /// let inputs = Tensors::default()
+    ///     .with(TensorId::Query, (&query[..]).into())
+    ///     .with(TensorId::Key, (&key[..]).into())
+    ///     .with(TensorId::Value, (&value[..]).into())
+    ///     .with(TensorId::SeqlensK, (&last[..]).into());
+    /// Cpu::default().run_on(&step, &mut IoViews {
+    ///     inputs,
+    ///     output: TensorViewMut::F32(&mut output),
+    ///     present_key: TensorViewMut::F32(&mut keys).into(),
+    ///     present_value: TensorViewMut::F32(&mut values).into(),
+    ///     output_qk: None,
+    ///     lse: None,
+    /// })?;
+    /// assert_eq!((output[0], values[8]), (1.5, 3.0));
+    /// # Ok::<(), gqa_host::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Backend::run`]; and where the problem wants strides of the output.
+    pub fn run_on(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+        if let Some(strides) = problem.strided.output {
+            return Err(Error::invalid("output", format!("{strides:?}"), "contiguous on the CPU"));
+        }
+        io.check(problem)?;
+        self.run_checked(problem, io)
+    }
+
+    /// Computes a problem on tensors that fit it.
+    fn run_checked(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+        match problem.quantizes_output() {
+            true => self.run_quantized(problem, io),
+            false => self.compute(problem, io),
+        }
+    }
+
+    /// The same where the output is a number itself.
+    fn compute(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         if problem.is_empty() {
             return Ok(());
         }
@@ -84,10 +132,10 @@ impl Cpu {
         }
     }
 
-    fn run_as<T: Element>(&self, p: &Problem, io: &mut Io<'_>) -> Result<()> {
+    fn run_as<T: Element>(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         let sequences = sequences(p, io)?;
         let rope = rope::<T>(p, io)?;
-        if p.has_present() {
+        if p.cache == CacheBinding::Separate || (p.has_present() && p.new_len > 0) {
             append(p, &sequences, rope.as_ref(), io)?;
         }
         match p.computes {
@@ -107,16 +155,16 @@ impl Cpu {
         sequences: &[Sequence],
         rope: Option<&Rope<'_, T>>,
         blocks: Option<Blocks<'_>>,
-        io: &mut Io<'_>,
+        io: &mut IoViews<'_>,
     ) -> Result<()> {
         let inputs = io.inputs;
-        let lse = io.lse.as_deref_mut().map(|lse| elements_mut("lse", lse)).transpose()?;
+        let lse = io.lse.as_mut().map(|lse| elements_mut("lse", lse.reborrow())).transpose()?;
         let output_qk =
-            io.output_qk.as_deref_mut().map(|qk| elements_mut("output_qk", qk)).transpose()?;
-        let (key, value): (&Tensor, &Tensor) =
+            io.output_qk.as_mut().map(|qk| elements_mut("output_qk", qk.reborrow())).transpose()?;
+        let (key, value) =
             match (p.cache, inputs.input(TensorId::Key), inputs.input(TensorId::Value)) {
                 (CacheBinding::External, Some(key), Some(value)) => (key, value),
-                _ => (&*io.present_key, &*io.present_value),
+                _ => (io.present_key.view(), io.present_value.view()),
             };
         let call = Call {
             problem: p,
@@ -142,7 +190,7 @@ impl Cpu {
                 .map(|sink| elements("head_sink", sink))
                 .transpose()?,
         };
-        let output = elements_mut::<O>("output", io.output)?;
+        let output = elements_mut::<O>("output", io.output.reborrow())?;
         let mut rows = output_rows(p, sequences, output, output_qk, lse);
         tasks(&call, &mut rows).into_par_iter().for_each(|(task, rows)| task.run(self.arch, rows));
         Ok(())
@@ -150,22 +198,22 @@ impl Cpu {
 }
 
 /// Where each batch entry's rows stand.
-fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
-    let Tensor::I32(last) = io.need(TensorId::SeqlensK)? else {
+fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
+    let TensorView::I32(last) = io.need(TensorId::SeqlensK)? else {
         return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
     };
     Ok(last.iter().enumerate().map(|(b, &last)| Sequence::new(p, b, last)).collect())
 }
 
 /// The rotary embedding, where the call has one.
-fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>> {
+fn rope<'a, T: Element>(p: &Problem, io: &IoViews<'a>) -> Result<Option<Rope<'a, T>>> {
     let (Some(rotary), Some(cos), Some(sin)) =
         (p.rotary, io.input(TensorId::CosCache), io.input(TensorId::SinCache))
     else {
         return Ok(None);
     };
     let position_ids = match io.input(TensorId::PositionIds) {
-        Some(Tensor::I64(ids)) => ids.as_slice(),
+        Some(TensorView::I64(ids)) => ids,
         _ => &[],
     };
     Ok(Some(Rope {
@@ -180,7 +228,7 @@ fn rope<'a, T: Element>(p: &Problem, io: &Io<'a>) -> Result<Option<Rope<'a, T>>>
 fn norm<'a, T: Element>(
     p: &Problem,
     name: &'static str,
-    weight: Option<&'a Tensor>,
+    weight: Option<TensorView<'a>>,
 ) -> Result<Option<Norm<'a, T>>> {
     let (Some(QkNorm { epsilon }), Some(weight)) = (p.qk_norm, weight) else { return Ok(None) };
     Ok(Some(Norm { epsilon, weight: elements(name, weight)? }))
@@ -191,11 +239,11 @@ fn rotate<T: Element>(
     p: &Problem,
     sequences: &[Sequence],
     rope: Option<&Rope<'_, T>>,
-    io: &mut Io<'_>,
+    io: &mut IoViews<'_>,
 ) -> Result<()> {
     let (query, layout) = (elements::<T>("query", io.need(TensorId::Query)?)?, p.query_layout());
     let heads = p.q_heads;
-    let output = elements_mut::<T>("output", io.output)?;
+    let output = elements_mut::<T>("output", io.output.reborrow())?;
     // Rows lie in the output as they do in the query.
     let rows = output.par_chunks_exact_mut(p.head_size).enumerate();
     rows.for_each_init(
@@ -220,7 +268,7 @@ fn append<T: Element>(
     p: &Problem,
     sequences: &[Sequence],
     rope: Option<&Rope<'_, T>>,
-    io: &mut Io<'_>,
+    io: &mut IoViews<'_>,
 ) -> Result<()> {
     let rows = |name, new: Option<_>, layout, size, rope| -> Result<_> {
         let new = if p.packed { Some(io.need(TensorId::Query)?) } else { new };
@@ -235,10 +283,10 @@ fn append<T: Element>(
         Codes::of(p, "v_scale", io.input(TensorId::VScale))?,
     ];
     if let [Some(key_codes), Some(value_codes)] = codes {
-        let past_key = io.input(TensorId::PastKey).map(Tensor::bytes).unwrap_or_default();
-        let past_value = io.input(TensorId::PastValue).map(Tensor::bytes).unwrap_or_default();
-        let present_key = io.present_key.bytes_mut()?;
-        let present_value = io.present_value.bytes_mut()?;
+        let past_key = io.input(TensorId::PastKey).map(TensorView::bytes).unwrap_or_default();
+        let past_value = io.input(TensorId::PastValue).map(TensorView::bytes).unwrap_or_default();
+        let present_key = io.present_key.appended("present_key")?.into_bytes()?;
+        let present_value = io.present_value.appended("present_value")?.into_bytes()?;
         rayon::join(
             || key.run_quantized(key_codes, past_key, present_key),
             || value.run_quantized(value_codes, past_value, present_value),
@@ -249,21 +297,21 @@ fn append<T: Element>(
         all("past_key", io.input(TensorId::PastKey))?,
         all("past_value", io.input(TensorId::PastValue))?,
     );
-    let present_key = elements_mut("present_key", io.present_key)?;
-    let present_value = elements_mut("present_value", io.present_value)?;
+    let present_key = elements_mut("present_key", io.present_key.appended("present_key")?)?;
+    let present_value = elements_mut("present_value", io.present_value.appended("present_value")?)?;
     rayon::join(|| key.run(past_key, present_key), || value.run(past_value, present_value));
     Ok(())
 }
 
 /// The elements of a tensor that a call may lack.
-fn all<'a, T: Element>(name: &'static str, tensor: Option<&'a Tensor>) -> Result<&'a [T]> {
+fn all<'a, T: Element>(name: &'static str, tensor: Option<TensorView<'a>>) -> Result<&'a [T]> {
     tensor.map_or(Ok(&[]), |tensor| elements(name, tensor))
 }
 
 /// Rows that attention reads.
 fn cached<'a, T: Element>(
     name: &'static str,
-    tensor: &'a Tensor,
+    tensor: TensorView<'a>,
     codes: Option<Codes<'a>>,
     blocks: Option<Blocks<'a>>,
 ) -> Result<Cached<'a, T>> {

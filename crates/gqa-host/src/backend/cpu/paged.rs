@@ -5,10 +5,11 @@ use super::decode::prefetch;
 use super::element::{Element, foreign};
 use super::sequence::Sequence;
 use super::{Cpu, rope};
-use crate::backend::Io;
+use crate::backend::IoViews;
 use crate::plan::TensorId;
 use crate::{
     CacheBinding, CallKind, DType, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
+    TensorView,
 };
 use half::{bf16, f16};
 use ndarray::Array1;
@@ -54,7 +55,7 @@ impl Blocks<'_> {
 
 impl Cpu {
     /// Computes a call whose cache consists of blocks.
-    pub(super) fn run_paged(&self, p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<()> {
+    pub(super) fn run_paged(&self, p: &Problem, pages: Pages, io: &mut IoViews<'_>) -> Result<()> {
         let table = integers(io, TensorId::BlockTable)?;
         let call = PagedCall {
             cpu: self,
@@ -81,16 +82,19 @@ struct PagedCall<'a> {
 }
 
 impl PagedCall<'_> {
-    fn attend<T: Element>(&self, io: &mut Io<'_>) -> Result<()> {
+    fn attend<T: Element>(&self, io: &mut IoViews<'_>) -> Result<()> {
         let rope = rope::<T>(self.problem, io)?;
         let blocks = Some(self.blocks);
         self.cpu.attend::<T, T>(self.problem, &self.sequences, rope.as_ref(), blocks, io)
     }
 
     /// Writes all tokens' keys, normalised and rotated, and values, which are those of one prompt
-    /// with these positions.
-    fn append(&self, io: &mut Io<'_>) -> Result<()> {
-        let p = self.problem;
+    /// with these positions. Where none has a place, the cache is only read.
+    fn append(&self, io: &mut IoViews<'_>) -> Result<()> {
+        let (p, places) = (self.problem, self.places(io)?);
+        if places.iter().all(Option::is_none) {
+            return Ok(());
+        }
         let tokens = p.tokens();
         let rows = tokens.q_len;
         let alone = tokens.derive(|tokens| ProblemFields {
@@ -110,26 +114,25 @@ impl PagedCall<'_> {
         let (mut key, mut value) = (zeros("key")?, zeros("value")?);
         let last: Tensor = Array1::from_elem(1, rows as i32 - 1).into();
         let mut output = Tensor::zeros(p.dtype, &[0]);
-        let mut of_tokens = Io {
+        let mut of_tokens = IoViews {
             inputs: io
                 .inputs
-                .with(TensorId::SeqlensK, &last)
-                .with(TensorId::PositionIds, &positions),
-            output: &mut output,
-            present_key: &mut key,
-            present_value: &mut value,
+                .with(TensorId::SeqlensK, last.view())
+                .with(TensorId::PositionIds, positions.view()),
+            output: output.view_mut(),
+            present_key: key.view_mut().into(),
+            present_value: value.view_mut().into(),
             output_qk: None,
             lse: None,
         };
         self.cpu.compute(&alone, &mut of_tokens)?;
-        let places = self.places(io)?;
-        self.scatter(&places, &key, io.present_key.bytes_mut()?);
-        self.scatter(&places, &value, io.present_value.bytes_mut()?);
+        self.scatter(&places, &key, io.present_key.appended("present_key")?.into_bytes()?);
+        self.scatter(&places, &value, io.present_value.appended("present_value")?.into_bytes()?);
         Ok(())
     }
 
     /// The row of the cache, through all blocks, that takes each token's, if any does.
-    fn places(&self, io: &Io<'_>) -> Result<Vec<Option<usize>>> {
+    fn places(&self, io: &IoViews<'_>) -> Result<Vec<Option<usize>>> {
         if io.input(TensorId::SlotMapping).is_some() {
             let slots = integers(io, TensorId::SlotMapping)?;
             return Ok(slots.iter().map(|&slot| usize::try_from(slot).ok()).collect());
@@ -156,7 +159,7 @@ impl PagedCall<'_> {
 }
 
 /// The call's sequences, whose tokens lie one behind the other.
-fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
+fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
     let starts = integers(io, TensorId::CumulativeSequenceLength)?;
     let past = integers(io, TensorId::SeqlensK)?;
     let sequence = |b: usize| {
@@ -168,9 +171,9 @@ fn sequences(p: &Problem, io: &Io<'_>) -> Result<Vec<Sequence>> {
     Ok((0..p.batch).map(sequence).collect())
 }
 
-fn integers<'a>(io: &Io<'a>, id: TensorId) -> Result<&'a [i32]> {
+fn integers<'a>(io: &IoViews<'a>, id: TensorId) -> Result<&'a [i32]> {
     match io.need(id)? {
-        Tensor::I32(integers) => Ok(integers.as_slice()),
+        TensorView::I32(integers) => Ok(integers),
         tensor => Err(foreign(id.name(), tensor)),
     }
 }

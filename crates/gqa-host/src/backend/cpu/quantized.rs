@@ -1,6 +1,6 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use crate::{Error, Problem, QuantFormat, Quantization, Result, Tensor};
+use crate::{Error, Problem, QuantFormat, Quantization, Result, TensorView};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
 use pulp::{Arch, Simd, WithSimd};
 
@@ -17,12 +17,12 @@ impl<'a> Codes<'a> {
     pub(super) fn of(
         p: &Problem,
         name: &'static str,
-        scale: Option<&'a Tensor>,
+        scale: Option<TensorView<'a>>,
     ) -> Result<Option<Self>> {
         let Some(how) = p.quantized else { return Ok(None) };
         match scale {
-            Some(Tensor::F32(scales)) if scales.len() >= p.scales().unwrap_or(1) => {
-                Ok(Some(Self { how, scales: scales.as_slice() }))
+            Some(TensorView::F32(scales)) if scales.len() >= p.scales().unwrap_or(1) => {
+                Ok(Some(Self { how, scales }))
             }
             _ => Err(Error::invalid(name, "no scales", "those of the problem")),
         }

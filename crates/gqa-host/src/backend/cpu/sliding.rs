@@ -2,17 +2,22 @@
 
 use super::Cpu;
 use super::element::foreign;
-use crate::backend::Io;
+use crate::backend::IoViews;
 use crate::plan::TensorId;
-use crate::{CacheBinding, Problem, Result, Tensor};
+use crate::{CacheBinding, CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 use ndarray::{Array1, Array2};
 use rayon::prelude::*;
 
 impl Cpu {
     /// Computes a call over a rolling KV cache.
-    pub(super) fn run_sliding(&self, p: &Problem, sliding: Sliding, io: &mut Io<'_>) -> Result<()> {
-        let Tensor::I32(last) = io.need(TensorId::SeqlensK)? else {
+    pub(super) fn run_sliding(
+        &self,
+        p: &Problem,
+        sliding: Sliding,
+        io: &mut IoViews<'_>,
+    ) -> Result<()> {
+        let TensorView::I32(last) = io.need(TensorId::SeqlensK)? else {
             return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
         };
         let slides = last.iter().map(|&last| p.slide(sliding, last)).collect();
@@ -35,16 +40,24 @@ struct SlidingCall<'a> {
 
 impl SlidingCall<'_> {
     /// Moves what stays besides a token's row, if there is one, to the front.
-    fn make_room(&self, io: &mut Io<'_>) -> Result<()> {
+    fn make_room(&self, io: &mut IoViews<'_>) -> Result<()> {
         let new = self.problem.q_len;
         let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
-        self.keep(io.input(TensorId::PastKey), io.present_key.bytes_mut()?, kept);
-        self.keep(io.input(TensorId::PastValue), io.present_value.bytes_mut()?, kept);
+        self.keep(
+            io.input(TensorId::PastKey),
+            io.present_key.appended("present_key")?.into_bytes()?,
+            kept,
+        );
+        self.keep(
+            io.input(TensorId::PastValue),
+            io.present_value.appended("present_value")?.into_bytes()?,
+            kept,
+        );
         Ok(())
     }
 
     /// Several new rows join the past in a cache of their own, of which the last rows stay.
-    fn run_staged(&self, cpu: &Cpu, io: &mut Io<'_>) -> Result<()> {
+    fn run_staged(&self, cpu: &Cpu, io: &mut IoViews<'_>) -> Result<()> {
         let p = &self.inner;
         let (keys, values) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
         let mut joined = [
@@ -53,8 +66,16 @@ impl SlidingCall<'_> {
         ];
         self.run_inner(cpu, io, Some(&mut joined))?;
         let kept = |slide: &Slide| slide.after as usize;
-        self.keep(Some(&joined[0]), io.present_key.bytes_mut()?, kept);
-        self.keep(Some(&joined[1]), io.present_value.bytes_mut()?, kept);
+        self.keep(
+            Some(joined[0].view()),
+            io.present_key.appended("present_key")?.into_bytes()?,
+            kept,
+        );
+        self.keep(
+            Some(joined[1].view()),
+            io.present_value.appended("present_value")?.into_bytes()?,
+            kept,
+        );
         Ok(())
     }
 
@@ -62,36 +83,38 @@ impl SlidingCall<'_> {
     fn run_inner(
         &self,
         cpu: &Cpu,
-        io: &mut Io<'_>,
+        io: &mut IoViews<'_>,
         joined: Option<&mut [Tensor; 2]>,
     ) -> Result<()> {
         let given = io.inputs;
         let (lengths, positions) = (self.lengths(), self.positions());
-        let bias = given.input(TensorId::AttentionBias).map(|bias| self.bias(bias)).transpose()?;
+        let bias = self.bias(given.input(TensorId::AttentionBias))?;
         let is_shared = self.problem.cache == CacheBinding::Shared;
         let ([past_key, past_value], [present_key, present_value]) = match joined {
-            None => ([None; 2], [&mut *io.present_key, &mut *io.present_value]),
+            None => ([None; 2], [io.present_key.reborrow(), io.present_value.reborrow()]),
             Some(joined) if is_shared => {
-                ([Some(&*io.present_key), Some(&*io.present_value)], joined.each_mut())
+                ([Some(io.present_key.view()), Some(io.present_value.view())], views(joined))
             }
-            Some(joined) => (
-                [given.input(TensorId::PastKey), given.input(TensorId::PastValue)],
-                joined.each_mut(),
-            ),
+            Some(joined) => {
+                ([given.input(TensorId::PastKey), given.input(TensorId::PastValue)], views(joined))
+            }
         };
         let inputs = given
             .with(TensorId::PastKey, past_key)
             .with(TensorId::PastValue, past_value)
-            .with(TensorId::SeqlensK, &lengths)
-            .with(TensorId::PositionIds, given.input(TensorId::PositionIds).unwrap_or(&positions))
-            .with(TensorId::AttentionBias, bias.as_ref());
-        let mut inner = Io {
+            .with(TensorId::SeqlensK, lengths.view())
+            .with(
+                TensorId::PositionIds,
+                given.input(TensorId::PositionIds).unwrap_or(positions.view()),
+            )
+            .with(TensorId::AttentionBias, bias.as_ref().map(Tensor::view));
+        let mut inner = IoViews {
             inputs,
-            output: io.output,
+            output: io.output.reborrow(),
             present_key,
             present_value,
-            output_qk: io.output_qk.as_deref_mut(),
-            lse: io.lse.as_deref_mut(),
+            output_qk: io.output_qk.as_mut().map(TensorViewMut::reborrow),
+            lse: io.lse.as_mut().map(TensorViewMut::reborrow),
         };
         cpu.compute(&self.inner, &mut inner)
     }
@@ -116,12 +139,12 @@ impl SlidingCall<'_> {
     }
 
     /// The columns of attention_bias that are rows of the cache.
-    fn bias(&self, bias: &Tensor) -> Result<Tensor> {
+    fn bias(&self, bias: Option<TensorView<'_>>) -> Result<Option<Tensor>> {
         let (p, size) = (self.problem, self.problem.dtype.size());
-        let (Some(given), Some([batch, heads, rows, columns])) =
-            (p.bias_layout(), self.inner.bias_shape())
+        let (Some(bias), Some(given), Some([batch, heads, rows, columns])) =
+            (bias, p.bias_layout(), self.inner.bias_shape())
         else {
-            return Ok(bias.clone());
+            return Ok(None);
         };
         let mut slid =
             Tensor::try_zeros("attention_bias", p.dtype, &[batch, heads, rows, columns])?;
@@ -134,12 +157,17 @@ impl SlidingCall<'_> {
             let start = (given.at(b, head, s) + first) * size;
             to[..count * size].copy_from_slice(&bias.bytes()[start..][..count * size]);
         }
-        Ok(slid)
+        Ok(Some(slid))
     }
 
     /// Moves the rows that stay to the front of `to`, from `from` or within it, and clears what is
     /// behind them unless past and present are one.
-    fn keep(&self, from: Option<&Tensor>, to: &mut [u8], kept: impl Fn(&Slide) -> usize + Sync) {
+    fn keep(
+        &self,
+        from: Option<TensorView<'_>>,
+        to: &mut [u8],
+        kept: impl Fn(&Slide) -> usize + Sync,
+    ) {
         let heads = self.problem.batch * self.problem.kv_heads;
         let (per_head, clears) = (to.len() / heads, self.problem.cache == CacheBinding::Separate);
         let row = per_head / self.problem.capacity;
@@ -157,4 +185,9 @@ impl SlidingCall<'_> {
             }
         });
     }
+}
+
+/// Both tensors' elements.
+fn views(tensors: &mut [Tensor; 2]) -> [CacheView<'_>; 2] {
+    tensors.each_mut().map(|tensor| tensor.view_mut().into())
 }

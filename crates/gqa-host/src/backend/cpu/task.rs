@@ -9,7 +9,7 @@ use super::quantized::Codes;
 use super::rope::Rope;
 use super::rows::OutputRow;
 use super::sequence::Sequence;
-use crate::{Problem, QkOutput, Result, RowLayout, Sink, Tensor};
+use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
 use pulp::Arch;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -63,9 +63,9 @@ pub(super) enum Bias<'a, T> {
 
 impl<'a, T: Element> Bias<'a, T> {
     /// The tensor's elements.
-    pub(super) fn of(tensor: &'a Tensor) -> Result<Self> {
+    pub(super) fn of(tensor: TensorView<'a>) -> Result<Self> {
         match tensor {
-            Tensor::Bool(mask) => Ok(Self::Booleans(mask.as_slice())),
+            TensorView::Bool(mask) => Ok(Self::Booleans(mask)),
             numbers => elements("attention_bias", numbers).map(Self::Numbers),
         }
     }

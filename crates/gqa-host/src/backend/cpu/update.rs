@@ -1,19 +1,30 @@
 //! Rows that go into a cache at a row of each sequence's own, as bytes.
 
 use super::element::foreign;
-use crate::backend::Io;
+use crate::backend::IoViews;
 use crate::plan::TensorId;
-use crate::{Problem, Result, Tensor, WriteMode};
+use crate::{Problem, Result, TensorView, WriteMode};
 use rayon::prelude::*;
 
 /// Updates one tensor, or keys and values.
-pub(super) fn run(p: &Problem, mode: WriteMode, io: &mut Io<'_>) -> Result<()> {
+pub(super) fn run(p: &Problem, mode: WriteMode, io: &mut IoViews<'_>) -> Result<()> {
     let first = io.need(TensorId::WriteIndices)?;
-    let Tensor::I32(indices) = first else { return Err(foreign("write_indices", first)) };
-    let first = indices.as_slice();
-    write(p, mode, first, io.need(TensorId::Key)?.bytes(), io.present_key.bytes_mut()?);
+    let TensorView::I32(first) = first else { return Err(foreign("write_indices", first)) };
+    write(
+        p,
+        mode,
+        first,
+        io.need(TensorId::Key)?.bytes(),
+        io.present_key.appended("present_key")?.into_bytes()?,
+    );
     if p.v_head_size > 0 {
-        write(p, mode, first, io.need(TensorId::Value)?.bytes(), io.present_value.bytes_mut()?);
+        write(
+            p,
+            mode,
+            first,
+            io.need(TensorId::Value)?.bytes(),
+            io.present_value.appended("present_value")?.into_bytes()?,
+        );
     }
     Ok(())
 }

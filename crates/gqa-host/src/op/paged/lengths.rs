@@ -4,7 +4,7 @@ use super::Bounds;
 use crate::op::validate::shape;
 use crate::op::validate::values::integers;
 use crate::plan::{TensorId, Tensors};
-use crate::{Error, Pages, Problem, Result, Tensor};
+use crate::{Error, Pages, Problem, Result, Tensor, TensorView};
 
 const STARTS: &str = "cumulative_sequence_length";
 
@@ -17,7 +17,7 @@ pub(crate) struct Lengths {
 impl Lengths {
     /// Errs unless sequences follow one another and have lengths; they have so many new `tokens`
     /// together.
-    pub(crate) fn of(inputs: &Tensors<&Tensor>, tokens: usize) -> Result<Self> {
+    pub(crate) fn of(inputs: &Tensors<TensorView<'_>>, tokens: usize) -> Result<Self> {
         let starts = integers(STARTS, inputs.need(TensorId::CumulativeSequenceLength)?)?;
         let past = integers("past_seqlens", inputs.need(TensorId::SeqlensK)?)?;
         let ends = [
@@ -54,7 +54,7 @@ impl Lengths {
     /// Errs unless attention_metadata is true.
     pub(super) fn check_metadata(&self, metadata: &Tensor) -> Result<()> {
         const NAME: &str = "attention_metadata";
-        let bounds = integers(NAME, metadata)?;
+        let bounds = integers(NAME, metadata.view())?;
         if metadata.shape().len() != 1 || !(2..=3).contains(&bounds.len()) {
             return Err(Error::invalid(NAME, shape(metadata.shape()), "(2) or (3)"));
         }
@@ -72,7 +72,12 @@ impl Lengths {
 
     /// Errs unless every row of every sequence has a place in the cache, and sequences are as short
     /// as the problem says.
-    pub(crate) fn check(&self, p: &Problem, pages: Pages, inputs: &Tensors<&Tensor>) -> Result<()> {
+    pub(crate) fn check(
+        &self,
+        p: &Problem,
+        pages: Pages,
+        inputs: &Tensors<TensorView<'_>>,
+    ) -> Result<()> {
         let table = integers("block_table", inputs.need(TensorId::BlockTable)?)?;
         for (b, &[past, new]) in self.sequences.iter().enumerate() {
             let rows = pages.per_sequence * pages.block_size;
@@ -111,7 +116,7 @@ impl Lengths {
 }
 
 /// Errs unless new rows go into the cache or nowhere.
-fn check_slots(pages: Pages, slots: &Tensor) -> Result<()> {
+fn check_slots(pages: Pages, slots: TensorView<'_>) -> Result<()> {
     let rows = (pages.blocks * pages.block_size) as i64;
     let slots = integers("slot_mapping", slots)?;
     match slots.iter().position(|&slot| !(-1..rows).contains(&i64::from(slot))) {

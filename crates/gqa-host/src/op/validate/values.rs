@@ -4,12 +4,14 @@
 use super::pattern::shape;
 use crate::op::paged::Lengths;
 use crate::plan::{TensorId, Tensors};
-use crate::{Alignment, CallKind, Error, Phase, Problem, QkOutput, Result, Tensor, WriteMode};
+use crate::{
+    Alignment, CallKind, Error, Phase, Problem, QkOutput, Result, Tensor, TensorView, WriteMode,
+};
 
 /// The value of total_sequence_length.
 pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
     const ARGUMENT: &str = "total_sequence_length";
-    match *integers(ARGUMENT, tensor)? {
+    match *integers(ARGUMENT, tensor.view())? {
         [total] if total >= 0 => Ok(total as usize),
         [total] => Err(Error::invalid(ARGUMENT, total, "0 or more")),
         _ => Err(Error::invalid(ARGUMENT, shape(tensor.shape()), "one element")),
@@ -18,7 +20,7 @@ pub(super) fn total_sequence_length(tensor: &Tensor) -> Result<usize> {
 
 /// Errs unless every length, every position of a token and every block leads into the tensors that
 /// they index, and scales can be divided by.
-pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
+pub(crate) fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
     let scales = [TensorId::KScale, TensorId::VScale, TensorId::OutputScale];
     for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
         check_scale(inputs, id)?;
@@ -39,15 +41,18 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<&Tensor>) -> Result<()> {
 }
 
 /// The elements of an int32 tensor.
-pub(in crate::op) fn integers<'a>(argument: &'static str, tensor: &'a Tensor) -> Result<&'a [i32]> {
+pub(in crate::op) fn integers<'a>(
+    argument: &'static str,
+    tensor: TensorView<'a>,
+) -> Result<&'a [i32]> {
     match tensor {
-        Tensor::I32(array) => Ok(array.as_slice()),
+        TensorView::I32(integers) => Ok(integers),
         _ => Err(Error::invalid(argument, tensor.dtype(), "int32")),
     }
 }
 
 /// Errs unless all new rows of an update go into the cache.
-fn check_first_rows(p: &Problem, mode: WriteMode, first: &Tensor) -> Result<()> {
+fn check_first_rows(p: &Problem, mode: WriteMode, first: TensorView<'_>) -> Result<()> {
     const NAME: &str = "write_indices";
     let last = match mode {
         WriteMode::Linear => p.capacity.checked_sub(p.new_len),
@@ -63,12 +68,12 @@ fn check_first_rows(p: &Problem, mode: WriteMode, first: &Tensor) -> Result<()> 
 }
 
 /// Errs unless numbers can be divided by every scale.
-fn check_scale(inputs: &Tensors<&Tensor>, id: TensorId) -> Result<()> {
-    let Some(Tensor::F32(scales)) = inputs.input(id) else { return Ok(()) };
+fn check_scale(inputs: &Tensors<TensorView<'_>>, id: TensorId) -> Result<()> {
+    let Some(TensorView::F32(scales)) = inputs.input(id) else { return Ok(()) };
     match scales.iter().position(|scale| !scale.is_normal()) {
         None => Ok(()),
         Some(i) => {
-            let got = format!("{} at element {i}", scales.iter().nth(i).unwrap_or(&0.0));
+            let got = format!("{} at element {i}", scales[i]);
             Err(Error::invalid(id.name(), got, "finite numbers other than 0, none subnormal"))
         }
     }
@@ -125,11 +130,13 @@ impl Bounds {
 /// any position.
 fn check_positions(
     p: &Problem,
-    position_ids: Option<&Tensor>,
+    position_ids: Option<TensorView<'_>>,
     b: usize,
     length: usize,
 ) -> Result<()> {
-    let (Some(rotary), Some(Tensor::I64(ids))) = (p.rotary, position_ids) else { return Ok(()) };
+    let (Some(rotary), Some(TensorView::I64(ids))) = (p.rotary, position_ids) else {
+        return Ok(());
+    };
     let tokens = if p.phase == Phase::FirstPrompt { length.min(p.q_len) } else { p.q_len };
     let row_length = rotary.explicit.unwrap_or_default();
     for (s, &id) in ids.iter().skip(b * row_length).take(tokens).enumerate() {
