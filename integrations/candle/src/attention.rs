@@ -1,0 +1,160 @@
+//! What the calls of an attention layer have in common.
+
+use crate::error::invalid;
+use candle::{DType, Device, Result, Tensor};
+use gqa_host::engine::{self, Heads, Layer};
+
+/// Rotary position embedding: which way each position turns.
+#[derive(Clone, Debug)]
+pub struct Rope {
+    pub(crate) cos: Tensor,
+    pub(crate) sin: Tensor,
+    interleaved: bool,
+}
+
+impl Rope {
+    /// By cosines and sines of shape (positions, dim / 2), in the KV cache's element type and on
+    /// its device. The leading `dim` elements of each head rotate, halves against each other, as in
+    /// Llama.
+    ///
+    /// # Errors
+    ///
+    /// Unless both have two dimensions, the same ones, and the same type and device.
+    pub fn new(cos: &Tensor, sin: &Tensor) -> Result<Self> {
+        if cos.rank() != 2 {
+            return Err(invalid("cos", format!("{:?}", cos.shape()), "(positions, dim / 2)"));
+        }
+        let table = |tensor: &Tensor| {
+            let place = tensor.device().location();
+            format!("{:?} {:?} on {place:?}", tensor.dtype(), tensor.shape())
+        };
+        if table(sin) != table(cos) {
+            return Err(invalid("sin", table(sin), format!("{}, as cos", table(cos))));
+        }
+        Ok(Self { cos: cos.contiguous()?, sin: sin.contiguous()?, interleaved: false })
+    }
+
+    /// The usual angles: position times `theta` to the power of -2i / `dim`, for `positions`
+    /// positions from 0 on.
+    ///
+    /// # Errors
+    ///
+    /// Where candle's are: memory, or a device that fails.
+    pub fn of_frequency(
+        theta: f32,
+        dim: usize,
+        positions: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let exponents = (0..dim / 2).map(|i| -2. * i as f32 / dim as f32);
+        let frequencies: Vec<f32> = exponents.map(|exponent| theta.powf(exponent)).collect();
+        let turn = |f: fn(f32) -> f32| {
+            let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |x| p as f32 * x));
+            let table = Tensor::from_iter(angles.map(f), device)?;
+            table.reshape((positions, dim / 2))?.to_dtype(dtype)
+        };
+        Self::new(&turn(f32::cos)?, &turn(f32::sin)?)
+    }
+
+    /// Neighbours (2i, 2i + 1) rotate against each other instead of halves, as in GPT-J.
+    pub fn interleaved(self) -> Self {
+        Self { interleaved: true, ..self }
+    }
+}
+
+/// An attention layer: causal attention of `query_heads` heads, which share `kv_heads` keys and
+/// values, all of `head_size` elements.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    pub(crate) heads: Heads,
+    scale: Option<f32>,
+    softcap: Option<f32>,
+    window: Option<usize>,
+    pub(crate) rope: Option<Rope>,
+}
+
+impl Attention {
+    /// A layer without anything else. Whether the numbers make sense is checked where a cache is
+    /// made for it.
+    pub const fn new(query_heads: usize, kv_heads: usize, head_size: usize) -> Self {
+        let heads = Heads { query: query_heads, kv: kv_heads, size: head_size };
+        Self { heads, scale: None, softcap: None, window: None, rope: None }
+    }
+
+    /// The factor on q·k; 1/√head_size where it is not given.
+    pub fn scale(self, scale: f32) -> Self {
+        Self { scale: Some(scale), ..self }
+    }
+
+    /// Scores become softcap · tanh(score / softcap).
+    pub fn softcap(self, softcap: f32) -> Self {
+        Self { softcap: Some(softcap), ..self }
+    }
+
+    /// A query sees the newest `keys` keys, its own included.
+    pub fn window(self, keys: usize) -> Self {
+        Self { window: Some(keys), ..self }
+    }
+
+    /// Queries and new keys rotate, to the place that their token has in its sequence.
+    pub fn rope(self, rope: Rope) -> Self {
+        Self { rope: Some(rope), ..self }
+    }
+
+    /// The same in gqa's terms.
+    ///
+    /// # Errors
+    ///
+    /// Where the element type is none of ours, or that of the rotary embedding is another.
+    pub(crate) fn layer(&self, dtype: DType) -> Result<Layer> {
+        let mut layer = Layer::new(element_type("dtype", dtype)?, self.heads);
+        if let Some(scale) = self.scale {
+            layer = layer.scale(scale);
+        }
+        if let Some(softcap) = self.softcap {
+            layer = layer.softcap(softcap);
+        }
+        if let Some(window) = self.window {
+            layer = layer.window(window);
+        }
+        let Some(Rope { cos, interleaved, .. }) = &self.rope else { return Ok(layer) };
+        if cos.dtype() != dtype {
+            let allowed = format!("{dtype:?}, the type of the KV cache");
+            return Err(invalid("cos", format!("{:?}", cos.dtype()), allowed));
+        }
+        let (positions, half) = cos.dims2()?;
+        let rope = engine::Rope::new(2 * half, positions);
+        Ok(layer.rope(if *interleaved { rope.interleaved() } else { rope }))
+    }
+}
+
+impl Attention {
+    /// Errs unless the rotary embedding has so many positions, and is on that device.
+    pub(crate) fn check_rope(&self, positions: usize, device: &Device) -> Result<()> {
+        let Some(Rope { cos, .. }) = &self.rope else { return Ok(()) };
+        let rows = cos.dim(0)?;
+        if rows < positions {
+            let allowed = format!("{positions} or more, the tokens that a sequence has room for");
+            return Err(invalid("cos", format!("{rows} positions"), allowed));
+        }
+        match cos.device().same_device(device) {
+            true => Ok(()),
+            false => {
+                let [got, allowed] = [cos.device(), device].map(|device| device.location());
+                let allowed = format!("{allowed:?}, where the KV cache is");
+                Err(invalid("cos", format!("a tensor on {got:?}"), allowed))
+            }
+        }
+    }
+}
+
+/// candle's element type as ours: one that attention is computed of.
+pub(crate) fn element_type(argument: &'static str, dtype: DType) -> Result<gqa_host::DType> {
+    match dtype {
+        DType::F32 => Ok(gqa_host::DType::F32),
+        DType::F16 => Ok(gqa_host::DType::F16),
+        DType::BF16 => Ok(gqa_host::DType::BF16),
+        _ => Err(invalid(argument, format!("{dtype:?}"), "F32, F16 or BF16")),
+    }
+}

@@ -1,0 +1,75 @@
+//! Numbers that are added to scores: ALiBi, and what a window does not say.
+
+use super::scores::{Scores, Sizes};
+use crate::cpu;
+use crate::error::invalid;
+use candle::{CpuStorage, DType, Result};
+use gqa_host::TensorView;
+use half::{bf16, f16};
+
+/// A bias of shape (1, heads, rows, keys).
+pub(super) struct Bias {
+    /// Heads that have their own: all, or 1.
+    pub(super) heads: usize,
+    values: CpuStorage,
+}
+
+impl Bias {
+    /// ALiBi, where there is such a thing.
+    pub(super) fn alibi(scores: &Scores, sizes: Sizes, dtype: DType) -> Result<Option<Self>> {
+        let Some(slopes) = &scores.slopes else { return Ok(None) };
+        if slopes.len() != sizes.heads {
+            let got = format!("{} slopes", slopes.len());
+            return Err(invalid("alibi_slopes", got, format!("{}, the heads of q", sizes.heads)));
+        }
+        let value = |head: usize, place: i64, key: i64| -slopes[head] * (place - key).abs() as f32;
+        Self::of(sizes, sizes.heads, dtype, value).map(Some)
+    }
+
+    /// -inf where a row does not see a key: neither within the window nor in a range with it.
+    pub(super) fn ranges(
+        window: [Option<usize>; 2],
+        ranges: &[[i32; 2]],
+        sizes: Sizes,
+        dtype: DType,
+    ) -> Result<Self> {
+        let within = |side: Option<usize>, distance: i64| side.is_none_or(|n| distance <= n as i64);
+        let share = |place: i64, key: i64| {
+            ranges.iter().any(|[begin, end]| {
+                let range = i64::from(*begin)..i64::from(*end);
+                range.contains(&place) && range.contains(&key)
+            })
+        };
+        let value = |_, place: i64, key: i64| {
+            let seen = within(window[0], place - key) && within(window[1], key - place);
+            if seen || share(place, key) { 0. } else { f32::NEG_INFINITY }
+        };
+        Self::of(sizes, 1, dtype, value)
+    }
+
+    /// Its elements.
+    pub(super) fn view(&self) -> Result<TensorView<'_>> {
+        cpu::all("bias", &self.values)
+    }
+
+    /// Of each head, row and key, by the row's place.
+    fn of(
+        sizes: Sizes,
+        heads: usize,
+        dtype: DType,
+        value: impl Fn(usize, i64, i64) -> f32,
+    ) -> Result<Self> {
+        let Sizes { rows, keys, .. } = sizes;
+        let first = keys as i64 - rows as i64;
+        let rows = (0..heads).flat_map(|head| (0..rows).map(move |row| (head, first + row as i64)));
+        let values = rows
+            .flat_map(|(head, place)| (0..keys).map(move |key| (head, place, key as i64)))
+            .map(|(head, place, key)| value(head, place, key));
+        let values = match dtype {
+            DType::F16 => CpuStorage::F16(values.map(f16::from_f32).collect()),
+            DType::BF16 => CpuStorage::BF16(values.map(bf16::from_f32).collect()),
+            _ => CpuStorage::F32(values.collect()),
+        };
+        Ok(Self { heads, values })
+    }
+}

@@ -1,0 +1,283 @@
+//! Sequences of any lengths over a paged KV cache.
+
+use super::bias::Bias;
+use super::scores::{Scores, Sizes};
+use super::varlen::{Starts, integers};
+use crate::cpu;
+use crate::error::{invalid, ours};
+use crate::rows::check_type;
+use candle::backend::BackendStorage;
+use candle::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use gqa_host::backend::IoViews;
+use gqa_host::engine::{self, Heads, Layer};
+use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::{Problem, Strided, TensorView};
+use std::ops::Range;
+
+/// Attention of query over blocks of keys and values.
+pub(super) struct Paged {
+    scores: Scores,
+    starts: Starts,
+    /// (sequences, blocks of a sequence)
+    table: Vec<i32>,
+    /// Blocks of a sequence at most.
+    per_sequence: usize,
+    /// Of each sequence, where there are some.
+    ranges: Option<Vec<Vec<[i32; 2]>>>,
+}
+
+/// What the tensors of a call have in common.
+#[derive(Clone, Copy)]
+struct Cache {
+    rows: usize,
+    heads: usize,
+    kv_heads: usize,
+    size: usize,
+    blocks: usize,
+    block_size: usize,
+}
+
+impl Paged {
+    pub(super) fn new(
+        scores: Scores,
+        starts: Starts,
+        table: &Tensor,
+        ranges: Option<&Tensor>,
+    ) -> Result<Self> {
+        let sequences = starts.rows.len() - 1;
+        let [rows, per_sequence] = *table.dims() else {
+            let got = format!("{:?}", table.dims());
+            return Err(invalid("block_table", got, "(batch, blocks of a sequence)"));
+        };
+        if rows != sequences {
+            let allowed = format!("{sequences} rows, one for each sequence of seqlens_q");
+            return Err(invalid("block_table", format!("{rows} rows"), allowed));
+        }
+        let table = integers("block_table", &table.flatten_all()?)?;
+        // What is no block of any cache is none of this one.
+        let table = table.into_iter().map(|block| block.try_into().unwrap_or(-1)).collect();
+        let ranges = ranges.map(|ranges| of_sequences(ranges, sequences)).transpose()?;
+        Ok(Self { scores, starts, table, per_sequence, ranges })
+    }
+
+    pub(super) fn apply(self, [q, k, v]: [&Tensor; 3], block_size: usize) -> Result<Tensor> {
+        let cache = Cache::of(q.layout(), k.layout())?;
+        for (argument, tensor) in [("k", k), ("v", v)] {
+            check_type(argument, tensor, q.dtype())?;
+            if tensor.dims() != [cache.blocks, block_size, cache.kv_heads, cache.size] {
+                let Cache { kv_heads, size, .. } = cache;
+                let allowed = format!(
+                    "(blocks, page_block_size = {block_size}, KV heads = {kv_heads}, size = {size})"
+                );
+                return Err(invalid(argument, format!("{:?}", tensor.dims()), allowed));
+            }
+        }
+        self.starts.check_rows(cache.rows)?;
+        self.check_blocks(cache)?;
+        q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, self)
+    }
+
+    /// Errs unless every key has a place.
+    fn check_blocks(&self, cache: Cache) -> Result<()> {
+        for (b, [_, keys]) in self.starts.sequences().enumerate() {
+            let needed = keys.len().div_ceil(cache.block_size.max(1));
+            if needed > self.per_sequence {
+                let allowed = format!("{needed} or more, for the {} keys of {b}", keys.len());
+                return Err(invalid(
+                    "block_table",
+                    format!("{} columns", self.per_sequence),
+                    allowed,
+                ));
+            }
+            for (i, &block) in self.blocks(b).iter().take(needed).enumerate() {
+                if !usize::try_from(block).is_ok_and(|block| block < cache.blocks) {
+                    let allowed = format!("0 to {}, the last block", cache.blocks as i64 - 1);
+                    return Err(invalid("block_table", format!("{block} at ({b}, {i})"), allowed));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The blocks of a sequence.
+    fn blocks(&self, b: usize) -> &[i32] {
+        &self.table[b * self.per_sequence..][..self.per_sequence]
+    }
+
+    /// Whether the cache is read where it is: what paged kernels know of windows suffices.
+    fn in_place(&self, size: usize) -> bool {
+        let known = matches!(self.scores.window[1], None | Some(0)) && self.ranges.is_none();
+        let fits = self.starts.sequences().all(|[rows, keys]| rows.len() <= keys.len());
+        known && fits && size.is_multiple_of(8)
+    }
+
+    /// The problem of a call that reads the cache where it is.
+    fn problem(&self, cache: Cache, dtype: gqa_host::DType) -> Result<Problem> {
+        let heads = Heads { query: cache.heads, kv: cache.kv_heads, size: cache.size };
+        let layer = Layer::new(dtype, heads);
+        let mut layer = layer.scale(self.scores.scale).softcap(self.scores.softcap);
+        if let Some(left) = self.scores.window[0].filter(|left| *left < i32::MAX as usize) {
+            layer = layer.window(left + 1);
+        }
+        if self.scores.window[1].is_none() {
+            layer = layer.bidirectional();
+        }
+        let longest = |of: fn(&[Range<usize>; 2]) -> usize| {
+            self.starts.sequences().map(|sequence| of(&sequence)).max().unwrap_or_default()
+        };
+        let blocks = [cache.blocks, cache.block_size, self.per_sequence];
+        let call = engine::Paged::new(self.starts.rows.len() - 1, cache.rows, blocks)
+            .most_tokens(longest(|[rows, _]| rows.len()))
+            .longest(longest(|[_, keys]| keys.len()))
+            .slot_mapping();
+        layer.paged(call).map_err(ours)
+    }
+
+    /// Reads the cache where it is.
+    fn run_in_place(
+        &self,
+        cache: Cache,
+        [q, k, v]: [TensorView<'_>; 3],
+        output: &mut CpuStorage,
+    ) -> Result<()> {
+        let dtype = output.dtype();
+        let output = cpu::view_mut("output", output)?;
+        let problem = self.problem(cache, q.dtype())?;
+        let starts: Vec<i32> = self.starts.rows.iter().map(|n| *n as i32).collect();
+        let past = self.starts.sequences().map(|[rows, keys]| (keys.len() - rows.len()) as i32);
+        let past: Vec<i32> = past.collect();
+        // The cache has all keys: none of the call's own goes anywhere, and none is looked at.
+        let slots = vec![-1; cache.rows];
+        let none = cpu::zeros("k", dtype, &[cache.rows, cache.kv_heads, cache.size])?;
+        let inputs = Tensors::default()
+            .with(TensorId::Query, q)
+            .with(TensorId::Key, cpu::all("k", &none)?)
+            .with(TensorId::Value, cpu::all("v", &none)?)
+            .with(TensorId::SeqlensK, TensorView::I32(&past))
+            .with(TensorId::CumulativeSequenceLength, TensorView::I32(&starts))
+            .with(TensorId::SlotMapping, TensorView::I32(&slots))
+            .with(TensorId::BlockTable, TensorView::I32(&self.table));
+        let (present_key, present_value) = (k.into(), v.into());
+        let mut io =
+            IoViews { inputs, output, present_key, present_value, output_qk: None, lse: None };
+        cpu::run(&problem, &mut io)
+    }
+
+    /// Gathers each sequence's keys and values, and has a bias say what a window does not.
+    fn run_gathered<'a>(
+        &self,
+        cache: Cache,
+        query: impl Fn(Range<usize>) -> Result<TensorView<'a>>,
+        [k, v]: [TensorView<'_>; 2],
+        output: &mut CpuStorage,
+    ) -> Result<()> {
+        let dtype = output.dtype();
+        let Cache { heads, kv_heads, size, .. } = cache;
+        for (b, [rows, keys]) in self.starts.sequences().enumerate() {
+            let sizes =
+                Sizes { batch: 1, rows: rows.len(), keys: keys.len(), heads, kv_heads, size };
+            let ranges = self.ranges.as_ref().map(|ranges| &ranges[b][..]);
+            let bias = ranges.map(|ranges| Bias::ranges(self.scores.window, ranges, sizes, dtype));
+            let bias = bias.transpose()?;
+            let open = Scores { window: [None; 2], slopes: None, ..self.scores };
+            let scores = if bias.is_some() { &open } else { &self.scores };
+            let heads_of_bias = bias.as_ref().map(|bias| bias.heads);
+            let problem = scores.problem(dtype, sizes, heads_of_bias, Strided::default())?;
+            let (key, value) =
+                (self.gathered(cache, b, keys.len(), k)?, self.gathered(cache, b, keys.len(), v)?);
+            let part = rows.start * heads * size..rows.end * heads * size;
+            let last = [keys.len() as i32 - 1];
+            let inputs = Tensors::default()
+                .with(TensorId::Query, query(part.clone())?)
+                .with(TensorId::Key, cpu::all("k", &key)?)
+                .with(TensorId::Value, cpu::all("v", &value)?)
+                .with(TensorId::SeqlensK, TensorView::I32(&last))
+                .with(TensorId::AttentionBias, bias.as_ref().map(Bias::view).transpose()?);
+            cpu::attend(&problem, inputs, cpu::part_mut("output", output, part)?)?;
+        }
+        Ok(())
+    }
+
+    /// So many rows of a sequence, one behind the other.
+    fn gathered(
+        &self,
+        cache: Cache,
+        b: usize,
+        count: usize,
+        from: TensorView<'_>,
+    ) -> Result<CpuStorage> {
+        let (row, block_size) = (cache.kv_heads * cache.size, cache.block_size);
+        let starts = (0..count)
+            .map(|i| self.blocks(b)[i / block_size] as usize * block_size + i % block_size);
+        fn rows<T: Copy>(from: &[T], starts: impl Iterator<Item = usize>, row: usize) -> Vec<T> {
+            starts.flat_map(|place| &from[place * row..][..row]).copied().collect()
+        }
+        Ok(match from {
+            TensorView::F32(from) => CpuStorage::F32(rows(from, starts, row)),
+            TensorView::F16(from) => CpuStorage::F16(rows(from, starts, row)),
+            TensorView::BF16(from) => CpuStorage::BF16(rows(from, starts, row)),
+            other => return Err(invalid("k", other.dtype(), "F32, F16 or BF16")),
+        })
+    }
+}
+
+impl Cache {
+    fn of(q: &Layout, k: &Layout) -> Result<Self> {
+        let [rows, heads, size] = *q.dims() else {
+            let got = format!("{:?}", q.dims());
+            return Err(invalid("q", got, "(rows of all sequences, heads, size)"));
+        };
+        let [blocks, block_size, kv_heads, _] = *k.dims() else {
+            let got = format!("{:?}", k.dims());
+            return Err(invalid("k", got, "(blocks, page_block_size, KV heads, size)"));
+        };
+        Ok(Self { rows, heads, kv_heads, size, blocks, block_size })
+    }
+}
+
+/// The ranges of each sequence, of a tensor of shape (sequences, ranges, 2).
+fn of_sequences(ranges: &Tensor, sequences: usize) -> Result<Vec<Vec<[i32; 2]>>> {
+    match (ranges.dtype(), ranges.dims()) {
+        (DType::I32, &[n, _, 2]) if n == sequences => {
+            let ranges = ranges.to_vec3::<i32>()?;
+            let pairs =
+                |ranges: Vec<Vec<i32>>| ranges.into_iter().map(|pair| [pair[0], pair[1]]).collect();
+            Ok(ranges.into_iter().map(pairs).collect())
+        }
+        (dtype, dims) => {
+            let allowed = format!("I32 of shape (batch = {sequences}, ranges, 2)");
+            Err(invalid("mm_prefix_ranges", format!("{dtype:?} {dims:?}"), allowed))
+        }
+    }
+}
+
+impl CustomOp3 for Paged {
+    fn name(&self) -> &'static str {
+        "flash-attn-varlen-paged"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let cache = Cache::of(q_layout, k_layout)?;
+        let mut output = cpu::zeros("output", q.dtype(), q_layout.dims())?;
+        let views = [
+            cpu::view("q", q, q_layout)?,
+            cpu::view("k", k, k_layout)?,
+            cpu::view("v", v, v_layout)?,
+        ];
+        let first = q_layout.start_offset();
+        let query = |part: Range<usize>| cpu::part("q", q, first + part.start..first + part.end);
+        match self.in_place(cache.size) {
+            true => self.run_in_place(cache, views, &mut output)?,
+            false => self.run_gathered(cache, query, [views[1], views[2]], &mut output)?,
+        }
+        Ok((output, q_layout.shape().clone()))
+    }
+}

@@ -1,0 +1,185 @@
+//! Sequences of any lengths, one behind the other.
+
+use super::bias::Bias;
+use super::scores::{Scores, Sizes};
+use crate::cpu;
+use crate::error::invalid;
+use crate::rows::{check_type, readable};
+use candle::backend::BackendStorage;
+use candle::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::{RowStrides, Strided, TensorView};
+use std::ops::Range;
+
+/// Where the rows of each sequence are, and its keys.
+#[derive(Clone, Debug)]
+pub(super) struct Starts {
+    pub(super) rows: Vec<usize>,
+    pub(super) keys: Vec<usize>,
+}
+
+impl Starts {
+    /// Of the tensors `seqlens_q` and `seqlens_k`; no sequence is longer than `most` says.
+    pub(super) fn of([q, k]: [&Tensor; 2], most: [usize; 2]) -> Result<Self> {
+        let rows = starts("seqlens_q", q, ("max_seqlen_q", most[0]))?;
+        let keys = starts("seqlens_k", k, ("max_seqlen_k", most[1]))?;
+        if rows.len() != keys.len() {
+            let allowed = format!("{}, as seqlens_q has", rows.len());
+            return Err(invalid("seqlens_k", format!("{} numbers", keys.len()), allowed));
+        }
+        Ok(Self { rows, keys })
+    }
+
+    /// Each sequence's rows and keys.
+    pub(super) fn sequences(&self) -> impl Iterator<Item = [Range<usize>; 2]> {
+        let ranges = |starts: &[usize]| starts.windows(2).map(|w| w[0]..w[1]).collect::<Vec<_>>();
+        ranges(&self.rows).into_iter().zip(ranges(&self.keys)).map(|(rows, keys)| [rows, keys])
+    }
+
+    /// Errs unless there are as many rows.
+    pub(super) fn check_rows(&self, rows: usize) -> Result<()> {
+        check_end("seqlens_q", &self.rows, rows)
+    }
+}
+
+fn check_end(argument: &'static str, starts: &[usize], rows: usize) -> Result<()> {
+    match starts.last() {
+        Some(&end) if end == rows => Ok(()),
+        end => {
+            let got = format!("{} at its end", end.copied().unwrap_or_default());
+            Err(invalid(argument, got, format!("{rows}, the rows that there are")))
+        }
+    }
+}
+
+/// Numbers that begin with 0 and do not fall, nor rise by more than `most`.
+fn starts(
+    argument: &'static str,
+    tensor: &Tensor,
+    (bound, most): (&'static str, usize),
+) -> Result<Vec<usize>> {
+    let starts = integers(argument, tensor)?;
+    let starts: Option<Vec<usize>> = starts.into_iter().map(|n| n.try_into().ok()).collect();
+    let rising = |starts: &Vec<usize>| starts.first() == Some(&0) && starts.is_sorted();
+    let Some(starts) = starts.filter(|starts| starts.len() >= 2).filter(rising) else {
+        let allowed = "2 numbers or more, from 0 on, none less than the one before";
+        return Err(invalid(argument, tensor, allowed));
+    };
+    let longest = starts.windows(2).map(|w| w[1] - w[0]).max().unwrap_or_default();
+    match longest <= most {
+        true => Ok(starts),
+        false => Err(invalid(bound, most, format!("{longest} or more, by {argument}"))),
+    }
+}
+
+/// The elements of a tensor with one dimension.
+pub(super) fn integers(argument: &'static str, tensor: &Tensor) -> Result<Vec<i64>> {
+    match (tensor.dtype(), tensor.rank()) {
+        (DType::U32, 1) => Ok(tensor.to_vec1::<u32>()?.into_iter().map(i64::from).collect()),
+        (DType::I32, 1) => Ok(tensor.to_vec1::<i32>()?.into_iter().map(i64::from).collect()),
+        (DType::I64, 1) => tensor.to_vec1(),
+        (dtype, _) => {
+            let got = format!("{dtype:?} {:?}", tensor.shape());
+            Err(invalid(argument, got, "U32, I32 or I64 of one dimension"))
+        }
+    }
+}
+
+/// Attention of query, key and value, sequence by sequence.
+pub(super) struct Varlen {
+    scores: Scores,
+    starts: Starts,
+}
+
+impl Varlen {
+    pub(super) fn new(scores: Scores, starts: Starts) -> Self {
+        Self { scores, starts }
+    }
+
+    pub(super) fn apply(self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+        let ([rows, heads, size], [keys, kv_heads, _]) = (three("q", q)?, three("k", k)?);
+        for (argument, tensor) in [("k", k), ("v", v)] {
+            check_type(argument, tensor, q.dtype())?;
+            if tensor.dims() != [keys, kv_heads, size] {
+                let allowed = format!("(keys, KV heads, size = {size}), as q and each other");
+                return Err(invalid(argument, format!("{:?}", tensor.dims()), allowed));
+            }
+        }
+        if heads == 0 || kv_heads == 0 {
+            return Err(invalid("q", format!("{heads} heads over {kv_heads}"), "1 or more"));
+        }
+        self.starts.check_rows(rows)?;
+        check_end("seqlens_k", &self.starts.keys, keys)?;
+        readable(q)?.apply_op3(&readable(k)?, &readable(v)?, self)
+    }
+}
+
+fn three(argument: &'static str, tensor: &Tensor) -> Result<[usize; 3]> {
+    tensor.dims().try_into().map_err(|_| {
+        invalid(argument, format!("{:?}", tensor.dims()), "(rows of all sequences, heads, size)")
+    })
+}
+
+/// Rows of a tensor of shape (rows, heads, size), and the strides that they have.
+fn rows<'a>(
+    argument: &'static str,
+    storage: &'a CpuStorage,
+    layout: &Layout,
+    rows: Range<usize>,
+) -> Result<(TensorView<'a>, Option<RowStrides>)> {
+    let (first, stride) = (layout.start_offset(), layout.stride());
+    let start = first + rows.start * stride[0];
+    if layout.is_contiguous() {
+        let end = start + rows.len() * stride[0];
+        return Ok((cpu::part(argument, storage, start..end)?, None));
+    }
+    let head = if layout.dims()[1] > 1 { stride[1] } else { 0 };
+    let row = if rows.len() > 1 { stride[0] } else { 0 };
+    let all = cpu::part(argument, storage, start.min(cpu::count(storage))..cpu::count(storage))?;
+    Ok((all, Some(RowStrides { batch: 0, head, row })))
+}
+
+impl CustomOp3 for Varlen {
+    fn name(&self) -> &'static str {
+        "flash-attn-varlen"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (shape, dims) = (q_layout.shape(), q_layout.dims());
+        let mut output = cpu::zeros("output", q.dtype(), dims)?;
+        let (heads, kv_heads, size) = (dims[1], k_layout.dims()[1], dims[2]);
+        for [q_rows, keys] in self.starts.sequences() {
+            let (rows_count, keys_count) = (q_rows.len(), keys.len());
+            let sizes =
+                Sizes { batch: 1, rows: rows_count, keys: keys_count, heads, kv_heads, size };
+            let bias = Bias::alibi(&self.scores, sizes, q.dtype())?;
+            let (query, query_strides) = rows("q", q, q_layout, q_rows.clone())?;
+            let (key, key_strides) = rows("k", k, k_layout, keys.clone())?;
+            let (value, value_strides) = rows("v", v, v_layout, keys)?;
+            let mut strided = Strided::default();
+            strided.query = query_strides;
+            (strided.key, strided.value) = (key_strides, value_strides);
+            let bias_heads = bias.as_ref().map(|bias| bias.heads);
+            let problem = self.scores.problem(q.dtype(), sizes, bias_heads, strided)?;
+            let last = [keys_count as i32 - 1];
+            let inputs = Tensors::default()
+                .with(TensorId::Query, query)
+                .with(TensorId::Key, key)
+                .with(TensorId::Value, value)
+                .with(TensorId::SeqlensK, TensorView::I32(&last))
+                .with(TensorId::AttentionBias, bias.as_ref().map(Bias::view).transpose()?);
+            let row = heads * size;
+            let to = q_rows.start * row..q_rows.end * row;
+            cpu::attend(&problem, inputs, cpu::part_mut("output", &mut output, to)?)?;
+        }
+        Ok((output, shape.clone()))
+    }
+}

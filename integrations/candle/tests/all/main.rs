@@ -1,0 +1,6 @@
+//! One program, as linking candle takes long.
+
+mod cache;
+mod definition;
+mod flash;
+mod refusal;
