@@ -6,6 +6,7 @@ mod deny;
 mod doctor;
 mod embed;
 mod folder;
+mod integrations;
 mod module;
 mod parallel;
 mod place;

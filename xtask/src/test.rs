@@ -1,5 +1,6 @@
 //! `cargo xtask test`: everything CI runs.
 
+use crate::integrations::{self, EXCLUDED};
 use crate::step::{Steps, shown};
 use crate::{columns, deny, embed, place, ptx, ptxas, ratchet};
 use anyhow::Result;
@@ -16,6 +17,9 @@ pub struct Args {
     /// calls, build without the simulator and from packages.
     #[arg(long)]
     full: bool,
+    /// Also try the kernels in programs of others, which are built or installed for it.
+    #[arg(long)]
+    integrations: bool,
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -29,7 +33,7 @@ pub fn run(args: &Args) -> Result<()> {
         columns::check()
     });
     steps.run("clippy", || {
-        shown(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))
+        shown(over_workspace(&["clippy"]).args(["--all-targets", "--", "-Dwarnings"]))
     });
     if args.full {
         steps.run("clippy without the simulator", without_simulator);
@@ -42,12 +46,15 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run_or_skip("licences and sources", deny::check);
     steps.run_or_skip("node cases as stored", node_cases);
     steps.run_or_skip("bench scripts", bench_scripts);
-    steps.run("documentation tests", || shown(cargo().args(["test", "--workspace", "--doc"])));
+    steps.run("documentation tests", || shown(over_workspace(&["test"]).arg("--doc")));
     if args.full {
         steps.run("use from packages", embed::run);
     }
+    if args.integrations {
+        integrations::run(&mut steps);
+    }
     steps.run("documentation", || {
-        shown(cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-Dwarnings"))
+        shown(over_workspace(&["doc"]).arg("--no-deps").env("RUSTDOCFLAGS", "-Dwarnings"))
     });
     steps.finish()
 }
@@ -70,6 +77,13 @@ pub fn cargo() -> Command {
     command
 }
 
+/// A command of the cargo that runs this, over all crates but those of integrations.
+fn over_workspace(words: &[&str]) -> Command {
+    let mut command = cargo();
+    command.args(words).arg("--workspace").args(EXCLUDED);
+    command
+}
+
 /// Where tests can run. Those that need a GPU are ignored unless they are asked for.
 enum Where {
     Anywhere,
@@ -77,19 +91,14 @@ enum Where {
 }
 
 fn tests(place: Where, full: bool) -> Result<()> {
-    let mut command = cargo();
-    match (has_nextest(), place) {
-        (true, Where::Anywhere) => command.args(["nextest", "run", "--workspace"]),
-        (true, Where::Gpu) => command.args([
-            "nextest",
-            "run",
-            "--workspace",
-            "--run-ignored=only",
-            "--test-threads=1",
-        ]),
-        (false, Where::Anywhere) => command.args(["test", "--workspace", "--all-targets"]),
-        (false, Where::Gpu) => command.args(["test", "--workspace", "--tests", "--", "--ignored"]),
-    };
+    let nextest = has_nextest();
+    let mut command = over_workspace(if nextest { &["nextest", "run"] } else { &["test"] });
+    command.args(match (nextest, place) {
+        (true, Where::Anywhere) => &[][..],
+        (true, Where::Gpu) => &["--run-ignored=only", "--test-threads=1"],
+        (false, Where::Anywhere) => &["--all-targets"],
+        (false, Where::Gpu) => &["--tests", "--", "--ignored"],
+    });
     let seed = env::var("PROPTEST_RNG_SEED");
     let seed = seed.unwrap_or_else(|_| RandomState::new().hash_one(()).to_string());
     println!("random tests draw from PROPTEST_RNG_SEED={seed}");

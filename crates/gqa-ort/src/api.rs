@@ -1,0 +1,105 @@
+//! ONNX Runtime's table of functions, and what becomes of failures.
+
+use gqa_host::Error;
+use ort_sys::{ORT_API_VERSION, OrtApi, OrtApiBase, OrtErrorCode, OrtStatusPtr};
+use std::any::Any;
+use std::ffi::CString;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+
+/// ONNX Runtime's functions.
+#[derive(Clone, Copy)]
+pub struct Api(&'static OrtApi);
+
+/// Why a call into this library or out of it failed.
+pub enum Failure {
+    /// We say so.
+    Ours(Error),
+    /// ONNX Runtime says so. It owns nothing: [`Api::status`] hands it on.
+    Theirs(OrtStatusPtr),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Ours(error)
+    }
+}
+
+impl Api {
+    /// The table of the version that this library is made for; `None` where ONNX Runtime is older
+    /// and has said so on stderr.
+    ///
+    /// # Safety
+    ///
+    /// `base` must be ONNX Runtime's, which lives as long as the process.
+    pub unsafe fn from_base(base: *const OrtApiBase) -> Option<Self> {
+        // SAFETY: as the caller says; the table is part of ONNX Runtime's code
+        unsafe { ((*base).GetApi)(ORT_API_VERSION).as_ref() }.map(Self)
+    }
+
+    /// # Safety
+    ///
+    /// `table` must be ONNX Runtime's of that version, or a later one.
+    pub unsafe fn from_table(table: *const OrtApi) -> Self {
+        // SAFETY: as the caller says; the table is part of ONNX Runtime's code
+        Self(unsafe { &*table })
+    }
+
+    /// The functions.
+    pub fn table(self) -> &'static OrtApi {
+        self.0
+    }
+
+    /// Turns a status into a result.
+    pub fn check(self, status: OrtStatusPtr) -> Result<(), Failure> {
+        if status.0.is_null() { Ok(()) } else { Err(Failure::Theirs(status)) }
+    }
+
+    /// Whether a call succeeded; frees the status.
+    pub fn succeeds(self, status: OrtStatusPtr) -> bool {
+        // SAFETY: ReleaseStatus takes null, and a status that nobody else has
+        unsafe { (self.0.ReleaseStatus)(status.0) };
+        status.0.is_null()
+    }
+
+    /// The status that ONNX Runtime gets for a failure.
+    fn status(self, failure: Failure) -> OrtStatusPtr {
+        match failure {
+            Failure::Theirs(status) => status,
+            Failure::Ours(error) => self.new_status(code(&error), &error.to_string()),
+        }
+    }
+
+    fn new_status(self, code: OrtErrorCode, text: &str) -> OrtStatusPtr {
+        let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+        // SAFETY: the text ends with a zero and is copied
+        unsafe { (self.0.CreateStatus)(code, text.as_ptr()) }
+    }
+}
+
+fn code(error: &Error) -> OrtErrorCode {
+    match error {
+        Error::Invalid { .. } | Error::Switch { .. } => OrtErrorCode::ORT_INVALID_ARGUMENT,
+        Error::NoKernel(_) => OrtErrorCode::ORT_NOT_IMPLEMENTED,
+        _ => OrtErrorCode::ORT_FAIL,
+    }
+}
+
+/// Runs what ONNX Runtime asks for. Neither an error nor a panic leaves it other than as a status.
+pub fn guarded(api: Api, run: impl FnOnce() -> Result<(), Failure>) -> OrtStatusPtr {
+    // What a panic leaves behind is not used any more: a kernel has nothing that a call changes.
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(Ok(())) => OrtStatusPtr(ptr::null_mut()),
+        Ok(Err(failure)) => api.status(failure),
+        Err(panic) => {
+            let text = format!("gqa panicked, which is a defect of it: {}", said(&*panic));
+            api.new_status(OrtErrorCode::ORT_RUNTIME_EXCEPTION, &text)
+        }
+    }
+}
+
+/// What a panic says.
+fn said(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no text")
+}

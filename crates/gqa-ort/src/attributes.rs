@@ -1,0 +1,160 @@
+//! A node's attributes.
+
+use crate::api::{Api, Failure};
+use gqa_host::Error;
+use gqa_host::op::{GroupQueryAttention, QuantType};
+use ort_sys::OrtKernelInfo;
+use std::ffi::CStr;
+use std::ptr;
+
+/// A node, as ONNX Runtime shows it when it makes a kernel.
+#[derive(Clone, Copy)]
+pub struct Node {
+    api: Api,
+    info: *const OrtKernelInfo,
+}
+
+/// An attribute of a node.
+enum Attribute {
+    Int(i64),
+    Float(f32),
+    Text(String),
+}
+
+impl Attribute {
+    /// The error for an attribute of another type than the operator has.
+    fn instead_of(&self, name: &'static str, allowed: &str) -> Error {
+        let got = match self {
+            Self::Int(number) => format!("the integer {number}"),
+            Self::Float(number) => format!("the float {number}"),
+            Self::Text(text) => format!("the string {text:?}"),
+        };
+        Error::invalid(name, got, allowed)
+    }
+}
+
+impl Node {
+    /// # Safety
+    ///
+    /// `info` must be what ONNX Runtime makes a kernel with, and outlive the value.
+    pub unsafe fn new(api: Api, info: *const OrtKernelInfo) -> Self {
+        Self { api, info }
+    }
+
+    /// Whether the node has that output.
+    fn has_output(self, index: usize) -> Result<bool, Failure> {
+        let (table, mut count, mut bytes) = (self.api.table(), 0, 0);
+        // SAFETY: the node is ONNX Runtime's, and the results have room
+        unsafe {
+            self.api.check((table.KernelInfo_GetOutputCount)(self.info, &mut count))?;
+            if index >= count {
+                return Ok(false);
+            }
+            let none = ptr::null_mut();
+            let status = (table.KernelInfo_GetOutputName)(self.info, index, none, &mut bytes);
+            self.api.check(status)?;
+        }
+        // With the zero at its end.
+        Ok(bytes > 1)
+    }
+
+    /// The attribute, whatever its type. ONNX Runtime gives a value only to who asks for its type.
+    fn attribute(self, name: &CStr) -> Option<Attribute> {
+        let (api, table, name) = (self.api, self.api.table(), name.as_ptr());
+        let (mut int, mut float, mut size) = (0, 0.0, 0);
+        // SAFETY: the node is ONNX Runtime's, names end with a zero, and the results have room:
+        // that of a string as much as the first call asks for
+        unsafe {
+            if api.succeeds((table.KernelInfoGetAttribute_int64)(self.info, name, &mut int)) {
+                return Some(Attribute::Int(int));
+            }
+            if api.succeeds((table.KernelInfoGetAttribute_float)(self.info, name, &mut float)) {
+                return Some(Attribute::Float(float));
+            }
+            let text = table.KernelInfoGetAttribute_string;
+            if !api.succeeds(text(self.info, name, ptr::null_mut(), &mut size)) {
+                return None;
+            }
+            let mut bytes = vec![0u8; size];
+            if !api.succeeds(text(self.info, name, bytes.as_mut_ptr().cast(), &mut size)) {
+                return None;
+            }
+            let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+            Some(Attribute::Text(String::from_utf8_lossy(&bytes[..end]).into_owned()))
+        }
+    }
+
+    fn int(self, name: &'static CStr) -> Result<Option<i64>, Error> {
+        match self.attribute(name) {
+            None => Ok(None),
+            Some(Attribute::Int(number)) => Ok(Some(number)),
+            Some(other) => Err(other.instead_of(utf8(name), "an integer")),
+        }
+    }
+
+    fn float(self, name: &'static CStr) -> Result<Option<f32>, Error> {
+        match self.attribute(name) {
+            None => Ok(None),
+            Some(Attribute::Float(number)) => Ok(Some(number)),
+            Some(other) => Err(other.instead_of(utf8(name), "a float")),
+        }
+    }
+
+    fn required_int(self, name: &'static CStr) -> Result<i64, Error> {
+        let missing = || Error::invalid(utf8(name), "no attribute", "an integer; it is required");
+        self.int(name)?.ok_or_else(missing)
+    }
+
+    /// Only 1 turns something on.
+    fn on(self, name: &'static CStr) -> Result<bool, Error> {
+        Ok(self.int(name)? == Some(1))
+    }
+
+    /// k_quant_type or v_quant_type, in letters of either case.
+    fn quant_type(self, name: &'static CStr) -> Result<QuantType, Error> {
+        let allowed = "NONE, PER_TENSOR or PER_CHANNEL";
+        let text = match self.attribute(name) {
+            None => return Ok(QuantType::None),
+            Some(Attribute::Text(text)) => text,
+            Some(other) => return Err(other.instead_of(utf8(name), allowed)),
+        };
+        let all = [QuantType::None, QuantType::PerTensor, QuantType::PerChannel];
+        let known = all.into_iter().find(|how| text.eq_ignore_ascii_case(&how.to_string()));
+        known.ok_or_else(|| Attribute::Text(text).instead_of(utf8(name), allowed))
+    }
+
+    /// qk_output, which asks for the node's 4th output.
+    fn qk_output(self) -> Result<i64, Failure> {
+        let wanted = self.int(c"qk_output")?.unwrap_or(0);
+        if wanted != 0 && !self.has_output(3)? {
+            let got = format!("{wanted} without the output output_qk");
+            let allowed = "0, or a name for the node's 4th output";
+            return Err(Error::invalid("qk_output", got, allowed).into());
+        }
+        Ok(wanted)
+    }
+
+    /// The operator of a GroupQueryAttention node.
+    pub fn group_query_attention(self) -> Result<GroupQueryAttention, Failure> {
+        let heads = [self.required_int(c"num_heads")?, self.required_int(c"kv_num_heads")?];
+        Ok(GroupQueryAttention::new(heads[0], heads[1])
+            .causal(self.int(c"causal")?.unwrap_or(1))
+            .scale(self.float(c"scale")?.unwrap_or(0.0))
+            .softcap(self.float(c"softcap")?.unwrap_or(0.0))
+            .local_window_size(self.int(c"local_window_size")?.unwrap_or(-1))
+            .sliding_window_cache(self.on(c"sliding_window_cache")?)
+            .do_rotary(self.on(c"do_rotary")?)
+            .rotary_interleaved(self.on(c"rotary_interleaved")?)
+            .smooth_softmax(self.on(c"smooth_softmax")?)
+            .qk_output(self.qk_output()?)
+            .k_quant_type(self.quant_type(c"k_quant_type")?)
+            .v_quant_type(self.quant_type(c"v_quant_type")?)
+            .kv_cache_bit_width(self.int(c"kv_cache_bit_width")?.unwrap_or(0))
+            .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?.unwrap_or(1e-6)))
+    }
+}
+
+/// Names of attributes are ASCII.
+fn utf8(name: &'static CStr) -> &'static str {
+    name.to_str().unwrap_or_default()
+}

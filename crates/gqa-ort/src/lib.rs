@@ -1,0 +1,82 @@
+//! A library that takes the place of ONNX Runtime's `com.microsoft.GroupQueryAttention` in
+//! unmodified models.
+//!
+//! A program calls `SessionOptions.register_custom_ops_library(path)`. ONNX Runtime then calls
+//! [`RegisterCustomOps`], which hands it a domain `com.microsoft` with an operator for each
+//! provider and combination of element types. For each node of a model it makes a kernel
+//! (`kernel`) from the node's attributes, and calls that with the node's tensors.
+//!
+//! ```text
+//! RegisterCustomOps -> operator::all    which types there are
+//!   CreateKernel    -> attributes       of a node, once
+//!   KernelCompute   -> kernel, value    tensors in ONNX Runtime's memory, nothing is copied
+//! ```
+//!
+//! What fails becomes an `OrtStatus` with the text of the error (`api`), and so does a panic.
+
+mod api;
+mod attributes;
+mod kernel;
+mod log;
+mod operator;
+mod value;
+
+use api::{Api, Failure, guarded};
+use ort_sys::{OrtApiBase, OrtCustomOpDomain, OrtSessionOptions, OrtStatusPtr};
+use std::ptr;
+use std::sync::OnceLock;
+
+/// ONNX Runtime's entry point: adds our operators to the options of a session.
+///
+/// # Safety
+///
+/// `options` and `base` must be what ONNX Runtime calls this function with.
+#[unsafe(no_mangle)]
+pub unsafe extern "system" fn RegisterCustomOps(
+    options: *mut OrtSessionOptions,
+    base: *const OrtApiBase,
+) -> OrtStatusPtr {
+    // SAFETY: ONNX Runtime's table lives as long as the process
+    match unsafe { Api::from_base(base) } {
+        // SAFETY: the caller gives a session's options
+        Some(api) => guarded(api, || unsafe { register(api, options) }),
+        // Without a table there is nothing to make a status of, and null would mean success: the
+        // session will say that the version asked for is not there.
+        None => OrtStatusPtr(ptr::null_mut()),
+    }
+}
+
+/// # Safety
+///
+/// `options` must be those of a session.
+unsafe fn register(api: Api, options: *mut OrtSessionOptions) -> Result<(), Failure> {
+    log::start()?;
+    let domain = domain(api)?;
+    // SAFETY: the domain and its operators are never freed
+    api.check(unsafe { (api.table().AddCustomOpDomain)(options, domain) })
+}
+
+/// The domain with our operators, which all sessions share. It is made once: sessions refer to it
+/// as long as they live, and ONNX Runtime tells nobody when the last of them ends.
+fn domain(api: Api) -> Result<*mut OrtCustomOpDomain, Failure> {
+    struct Domain(*mut OrtCustomOpDomain);
+    // SAFETY: sessions only read a domain to which nothing is added any more
+    unsafe impl Send for Domain {}
+    // SAFETY: as above
+    unsafe impl Sync for Domain {}
+    static DOMAIN: OnceLock<Domain> = OnceLock::new();
+
+    if let Some(domain) = DOMAIN.get() {
+        return Ok(domain.0);
+    }
+    let mut domain = ptr::null_mut();
+    // SAFETY: the name ends with a zero, and the operators live as long as the process
+    unsafe {
+        api.check((api.table().CreateCustomOpDomain)(c"com.microsoft".as_ptr(), &mut domain))?;
+        for operator in operator::all() {
+            api.check((api.table().CustomOpDomain_Add)(domain, operator.base()))?;
+        }
+    }
+    // Of two threads that make one at the same time, one's is kept and the other's stays unused.
+    Ok(DOMAIN.get_or_init(|| Domain(domain)).0)
+}

@@ -1,0 +1,228 @@
+//! Tensors in ONNX Runtime's memory.
+
+use crate::api::{Api, Failure};
+use float8::F8E4M3;
+use gqa_host::plan::TensorId;
+use gqa_host::{DType, Error, TensorDesc, TensorView, TensorViewMut};
+use half::{bf16, f16};
+use ort_sys::{ONNXTensorElementDataType, OrtKernelContext, OrtTensorTypeAndShapeInfo, OrtValue};
+use std::{ptr, slice};
+
+/// ONNX Runtime's names of element types.
+const TYPES: [(DType, ONNXTensorElementDataType); 8] = {
+    use ONNXTensorElementDataType::*;
+    [
+        (DType::F32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT),
+        (DType::F16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16),
+        (DType::BF16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16),
+        (DType::I32, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32),
+        (DType::I64, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64),
+        (DType::I8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8),
+        (DType::U8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8),
+        (DType::F8E4M3, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN),
+    ]
+};
+
+/// ONNX Runtime's name of a type.
+pub fn element_type(dtype: DType) -> ONNXTensorElementDataType {
+    let known = TYPES.iter().find(|(ours, _)| *ours == dtype);
+    known.map_or(ONNXTensorElementDataType::ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED, |t| t.1)
+}
+
+/// A tensor of a call: where it is, wherever that may be.
+pub struct Value {
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub shape: Vec<usize>,
+    /// The first element.
+    pub data: *mut u8,
+}
+
+impl Value {
+    /// Whether some dimension is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Type and shape.
+    pub fn desc(&self) -> TensorDesc<'_> {
+        TensorDesc { dtype: self.dtype, shape: &self.shape }
+    }
+
+    /// The elements, to be read.
+    ///
+    /// # Safety
+    ///
+    /// The memory must be the host's and not be written as long as the view is used.
+    pub unsafe fn view(&self, id: TensorId) -> Result<TensorView<'_>, Error> {
+        // SAFETY: as the caller says; ONNX Runtime made a tensor of that type and shape
+        unsafe {
+            Ok(match self.dtype {
+                DType::F32 => self.slice::<f32>(id)?.into(),
+                DType::F16 => self.slice::<f16>(id)?.into(),
+                DType::BF16 => self.slice::<bf16>(id)?.into(),
+                DType::I32 => self.slice::<i32>(id)?.into(),
+                DType::I64 => self.slice::<i64>(id)?.into(),
+                DType::I8 => self.slice::<i8>(id)?.into(),
+                DType::U8 => self.slice::<u8>(id)?.into(),
+                DType::F8E4M3 => self.slice::<F8E4M3>(id)?.into(),
+                other => return Err(foreign(id, other)),
+            })
+        }
+    }
+
+    /// The elements, to be written.
+    ///
+    /// # Safety
+    ///
+    /// The memory must be the host's and be used by nobody else as long as the view is used.
+    pub unsafe fn view_mut(&mut self, id: TensorId) -> Result<TensorViewMut<'_>, Error> {
+        // SAFETY: as the caller says; ONNX Runtime made a tensor of that type and shape
+        unsafe {
+            Ok(match self.dtype {
+                DType::F32 => self.slice_mut::<f32>(id)?.into(),
+                DType::F16 => self.slice_mut::<f16>(id)?.into(),
+                DType::BF16 => self.slice_mut::<bf16>(id)?.into(),
+                DType::I8 => self.slice_mut::<i8>(id)?.into(),
+                DType::U8 => self.slice_mut::<u8>(id)?.into(),
+                DType::F8E4M3 => self.slice_mut::<F8E4M3>(id)?.into(),
+                other => return Err(foreign(id, other)),
+            })
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Self::view`], of elements of type `T`.
+    unsafe fn slice<T>(&self, id: TensorId) -> Result<&[T], Error> {
+        match self.len() {
+            0 => Ok(&[]),
+            // SAFETY: aligned, and as the caller says
+            len => Ok(unsafe { slice::from_raw_parts(self.aligned(id)?, len) }),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Self::view_mut`], of elements of type `T`.
+    unsafe fn slice_mut<T>(&mut self, id: TensorId) -> Result<&mut [T], Error> {
+        match self.len() {
+            0 => Ok(&mut []),
+            // SAFETY: aligned, and as the caller says
+            len => Ok(unsafe { slice::from_raw_parts_mut(self.aligned(id)?, len) }),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn aligned<T>(&self, id: TensorId) -> Result<*mut T, Error> {
+        let data = self.data.cast::<T>();
+        if data.is_null() || !data.is_aligned() {
+            let allowed = format!("an address aligned for {}", self.dtype);
+            return Err(Error::invalid(id.name(), format!("memory at {data:p}"), allowed));
+        }
+        Ok(data)
+    }
+}
+
+fn foreign(id: TensorId, dtype: DType) -> Error {
+    Error::invalid(id.name(), dtype, "a type that the operator has")
+}
+
+/// The tensors of a running call.
+#[derive(Clone, Copy)]
+pub struct Context {
+    api: Api,
+    context: *mut OrtKernelContext,
+}
+
+impl Context {
+    /// # Safety
+    ///
+    /// `context` must be that of a call which has not returned as long as the value is used.
+    pub unsafe fn new(api: Api, context: *mut OrtKernelContext) -> Self {
+        Self { api, context }
+    }
+
+    /// An input; `None` where the node has none there.
+    pub fn input(self, index: usize, name: &'static str) -> Result<Option<Value>, Failure> {
+        let (table, mut count, mut value) = (self.api.table(), 0, ptr::null());
+        // SAFETY: the call runs, and the results have room
+        unsafe {
+            self.api.check((table.KernelContext_GetInputCount)(self.context, &mut count))?;
+            if index < count {
+                let status = (table.KernelContext_GetInput)(self.context, index, &mut value);
+                self.api.check(status)?;
+            }
+        }
+        self.value(value, name)
+    }
+
+    /// An output of that shape; `None` where the node has none there.
+    pub fn output(
+        self,
+        index: usize,
+        name: &'static str,
+        shape: &[usize],
+    ) -> Result<Option<Value>, Failure> {
+        let (table, mut count, mut value) = (self.api.table(), 0, ptr::null_mut());
+        // Memory has no tensor whose dimensions are larger than that.
+        let dims: Vec<i64> = shape.iter().map(|&n| n as i64).collect();
+        // SAFETY: the call runs, and the results have room
+        unsafe {
+            self.api.check((table.KernelContext_GetOutputCount)(self.context, &mut count))?;
+            if index < count {
+                let (dims, rank) = (dims.as_ptr(), dims.len());
+                let output = table.KernelContext_GetOutput;
+                self.api.check(output(self.context, index, dims, rank, &mut value))?;
+            }
+        }
+        self.value(value, name)
+    }
+
+    fn value(self, value: *const OrtValue, name: &'static str) -> Result<Option<Value>, Failure> {
+        if value.is_null() {
+            return Ok(None);
+        }
+        let (table, mut info, mut data) = (self.api.table(), ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the value is one of the call's, and the results have room
+        let described = unsafe {
+            self.api.check((table.GetTensorTypeAndShape)(value, &mut info))?;
+            let described = self.described(info, name);
+            (table.ReleaseTensorTypeAndShapeInfo)(info);
+            self.api.check((table.GetTensorMutableData)(value.cast_mut(), &mut data))?;
+            described?
+        };
+        let (dtype, shape) = described;
+        Ok(Some(Value { dtype, shape, data: data.cast() }))
+    }
+
+    /// # Safety
+    ///
+    /// `info` must be ONNX Runtime's.
+    unsafe fn described(
+        self,
+        info: *const OrtTensorTypeAndShapeInfo,
+        name: &'static str,
+    ) -> Result<(DType, Vec<usize>), Failure> {
+        let (table, mut rank) = (self.api.table(), 0);
+        let mut element = element_type(DType::F32);
+        // SAFETY: as the caller says, and the results have room
+        let dims = unsafe {
+            self.api.check((table.GetTensorElementType)(info, &mut element))?;
+            self.api.check((table.GetDimensionsCount)(info, &mut rank))?;
+            let mut dims = vec![0i64; rank];
+            self.api.check((table.GetDimensions)(info, dims.as_mut_ptr(), rank))?;
+            dims
+        };
+        let known = TYPES.iter().find(|(_, theirs)| *theirs == element);
+        let known = known.ok_or_else(|| {
+            Error::invalid(name, format!("{element:?}"), "a type that the operator has")
+        });
+        // A tensor that there is has no negative dimensions.
+        Ok((known?.0, dims.into_iter().map(|n| n as usize).collect()))
+    }
+}

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Writes a language model of the Llama architecture as ONNX, one com.microsoft.GroupQueryAttention a layer.
+
+    pip install onnx numpy
+    python3 tests/make_llm.py --random model.onnx       a small one with random weights
+    ... --dtype float16      weights and activations
+    ... --cache int8         a quantized KV cache; needs onnxruntime, which runs the model once to find the scales
+
+Inputs: input_ids (batch, rows), seqlens_k, total_sequence_length, and past.N.key and past.N.value of each layer. Outputs: logits
+(batch, rows, vocabulary), and present.N.key and present.N.value, which may share the memory of the past. Query, key and value are
+one packed tensor, and GroupQueryAttention rotates them.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+CACHES = {"int8": (8, np.int8), "int4": (4, np.uint8)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    size: int  # of a head
+    inner: int  # rows between the two products of the feed-forward network
+    vocabulary: int
+    context: int  # positions
+    base: float  # of the rotations
+    epsilon: float
+
+    @property
+    def hidden(self):
+        return self.heads * self.size
+
+
+SMALL = Shape(layers=2, heads=6, kv_heads=2, size=32, inner=384, vocabulary=512, context=512, base=10_000.0, epsilon=1e-5)
+
+
+def random_weights(shape, seed=0):
+    """Weights by their names in GGUF files, in order (inputs, outputs). Attention is sharp enough to matter."""
+    random = np.random.default_rng(seed)
+    matrix = lambda rows, columns, gain=1.0: (random.standard_normal((rows, columns)) * gain / rows**0.5).astype(np.float32)
+    norm = lambda: random.uniform(0.5, 1.5, shape.hidden).astype(np.float32)
+    queries, keys = shape.heads * shape.size, shape.kv_heads * shape.size
+    weights = {"token_embd.weight": random.standard_normal((shape.vocabulary, shape.hidden)).astype(np.float32)}
+    for layer in range(shape.layers):
+        weights |= {
+            f"blk.{layer}.attn_norm.weight": norm(),
+            f"blk.{layer}.attn_q.weight": matrix(shape.hidden, queries, 1.5),
+            f"blk.{layer}.attn_k.weight": matrix(shape.hidden, keys, 1.5),
+            f"blk.{layer}.attn_v.weight": matrix(shape.hidden, keys),
+            f"blk.{layer}.attn_output.weight": matrix(queries, shape.hidden, 2.0),
+            f"blk.{layer}.ffn_norm.weight": norm(),
+            f"blk.{layer}.ffn_gate.weight": matrix(shape.hidden, shape.inner),
+            f"blk.{layer}.ffn_up.weight": matrix(shape.hidden, shape.inner),
+            f"blk.{layer}.ffn_down.weight": matrix(shape.inner, shape.hidden),
+        }
+    return weights | {"output_norm.weight": norm()}
+
+
+def rotations(shape):
+    """cos_cache and sin_cache."""
+    half = shape.size // 2
+    angle = np.outer(np.arange(shape.context), shape.base ** (-np.arange(half) / half))
+    return np.cos(angle), np.sin(angle)
+
+
+class Graph:
+    """Nodes and initializers, as they are added."""
+
+    def __init__(self, dtype):
+        self.dtype, self.nodes, self.initializers = np.dtype(dtype), [], {}
+
+    def constant(self, name, array, dtype=None):
+        if name not in self.initializers:
+            self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(array, dtype or self.dtype), name)
+        return name
+
+    def node(self, kind, inputs, outputs=1, domain="", **attributes):
+        names = [f"{kind}.{len(self.nodes)}.{i}" for i in range(outputs)] if isinstance(outputs, int) else outputs
+        self.nodes.append(helper.make_node(kind, inputs, names, domain=domain, **attributes))
+        return names[0]
+
+
+def build(shape, weights, dtype=np.float32, cache=None, scales=None):
+    """The model. `cache` is None, "int8" or "int4"; then `scales` has k and v of each layer, of one element or one per channel."""
+    graph = Graph(dtype)
+    element = helper.np_dtype_to_tensor_dtype(graph.dtype)
+    bits, cached = CACHES[cache] if cache else (0, graph.dtype)
+    cached = helper.np_dtype_to_tensor_dtype(np.dtype(cached))
+    cos, sin = (graph.constant(name, array) for name, array in zip(["cos_cache", "sin_cache"], rotations(shape)))
+
+    def norm(x, name):
+        weight = graph.constant(name, weights[name])
+        return graph.node("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=shape.epsilon)
+
+    def product(x, name, array=None):
+        return graph.node("MatMul", [x, graph.constant(name, weights[name] if array is None else array)])
+
+    def attention(layer, x):
+        qkv = np.concatenate([weights[f"blk.{layer}.attn_{part}.weight"] for part in "qkv"], axis=1)
+        inputs = [product(x, f"blk.{layer}.attn_qkv.weight", qkv), "", "", f"past.{layer}.key", f"past.{layer}.value"]
+        inputs += ["seqlens_k", "total_sequence_length", cos, sin]
+        attributes = {}
+        if cache:
+            pair = [graph.constant(f"{part}_scale.{layer}", scales[layer][i], np.float32) for i, part in enumerate("kv")]
+            inputs += ["", "", "", *pair]
+            kind = "PER_TENSOR" if np.size(scales[layer][0]) == 1 else "PER_CHANNEL"
+            attributes = {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": bits}
+        outputs = [f"attention.{layer}", f"present.{layer}.key", f"present.{layer}.value"]
+        attended = graph.node("GroupQueryAttention", inputs, outputs, domain="com.microsoft", num_heads=shape.heads,
+                              kv_num_heads=shape.kv_heads, do_rotary=1, **attributes)
+        return product(attended, f"blk.{layer}.attn_output.weight")
+
+    def feed_forward(layer, x):
+        gate = product(x, f"blk.{layer}.ffn_gate.weight")
+        gate = graph.node("Mul", [gate, graph.node("Sigmoid", [gate])])
+        inner = graph.node("Mul", [gate, product(x, f"blk.{layer}.ffn_up.weight")])
+        return product(inner, f"blk.{layer}.ffn_down.weight")
+
+    x = graph.node("Gather", [graph.constant("token_embd.weight", weights["token_embd.weight"]), "input_ids"])
+    for layer in range(shape.layers):
+        x = graph.node("Add", [x, attention(layer, norm(x, f"blk.{layer}.attn_norm.weight"))])
+        x = graph.node("Add", [x, feed_forward(layer, norm(x, f"blk.{layer}.ffn_norm.weight"))])
+    logits = product(norm(x, "output_norm.weight"), "output.weight", weights.get("output.weight", weights["token_embd.weight"].T))
+    graph.node("Cast", [logits], ["logits"], to=TensorProto.FLOAT)
+
+    value = helper.make_tensor_value_info
+    row = shape.size // 2 if bits == 4 else shape.size
+    caches = lambda name, rows: [value(f"{name}.{layer}.{part}", cached, ["batch", shape.kv_heads, rows, row])
+                                 for layer in range(shape.layers) for part in ["key", "value"]]
+    inputs = [value("input_ids", TensorProto.INT64, ["batch", "rows"]), value("seqlens_k", TensorProto.INT32, ["batch"]),
+              value("total_sequence_length", TensorProto.INT32, [1]), *caches("past", "past_rows")]
+    outputs = [value("logits", TensorProto.FLOAT, ["batch", "rows", shape.vocabulary]), *caches("present", "present_rows")]
+    whole = helper.make_graph(graph.nodes, "llm", inputs, outputs, list(graph.initializers.values()))
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(whole, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def scales(shape, weights, tokens, per_channel=False, bits=8):
+    """Scales of a quantized KV cache: what the cache of the model in float32 holds after `tokens`, over the largest quantized value."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(build(shape, weights), providers=["CPUExecutionProvider"])
+    rows = len(tokens)
+    feed = {"input_ids": np.array([tokens], np.int64), "seqlens_k": np.array([rows - 1], np.int32),
+            "total_sequence_length": np.array([rows], np.int32)}
+    empty = np.zeros((1, shape.kv_heads, 0, shape.size), np.float32)
+    feed |= {f"past.{layer}.{part}": empty for layer in range(shape.layers) for part in ["key", "value"]}
+    present = session.run(None, feed)[1:]
+    axes = (0, 2) if per_channel else None
+    largest = [np.abs(array).max(axis=axes) / (2 ** (bits - 1) - 1) for array in present]
+    flat = [np.maximum(array, 1e-6).astype(np.float32).reshape(-1) for array in largest]
+    return list(zip(flat[::2], flat[1::2]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("--random", action="store_true", required=True)
+    parser.add_argument("--dtype", choices=["float32", "float16"], default="float32")
+    parser.add_argument("--cache", choices=list(CACHES))
+    options = parser.parse_args()
+    shape, weights, found = SMALL, random_weights(SMALL), None
+    if options.cache:
+        tokens = np.random.default_rng(1).integers(0, shape.vocabulary, min(256, shape.context))
+        found = scales(shape, weights, tokens, bits=CACHES[options.cache][0])
+    with open(options.file, "wb") as file:
+        file.write(build(shape, weights, np.dtype(options.dtype), options.cache, found))
+
+
+if __name__ == "__main__":
+    main()

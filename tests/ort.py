@@ -1,0 +1,345 @@
+#!/usr/bin/env python3
+"""ONNX Runtime with its own GroupQueryAttention and with ours, in the same models: the same tokens, and logits that agree.
+
+    pip install onnxruntime onnx numpy
+    cargo build --release --package gqa-ort
+    python3 tests/ort.py target/release/libgqa_ort.so [names of tests]
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import unittest
+
+import numpy as np
+import onnxruntime
+from onnx import helper
+
+import make_llm
+
+LIBRARY = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else ""
+OURS, THEIRS = True, False
+
+
+def session(model, ours):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 2, 4
+    if ours:
+        options.register_custom_ops_library(LIBRARY)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+class Engine:
+    """A model and a KV cache that past and present share, of so many sequences and rows."""
+
+    def __init__(self, model, ours, batch=1, rows=512):
+        self.session = session(model, ours)
+        self.cache, self.lengths = {}, np.zeros(batch, np.int32)
+        for value in self.session.get_inputs():
+            if value.name.startswith("past."):
+                shape = [batch, value.shape[1], rows, value.shape[3]]
+                array = np.zeros(shape, {"tensor(float)": np.float32, "tensor(float16)": np.float16,
+                                         "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}[value.type])
+                self.cache[value.name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+    def run(self, tokens, new=None):
+        """Logits of new tokens (batch, rows), of which each sequence has the first `new`."""
+        tokens = np.asarray(tokens, np.int64)
+        self.lengths = self.lengths + np.asarray(tokens.shape[1] if new is None else new, np.int32)
+        bound = self.session.io_binding()
+        bound.bind_cpu_input("input_ids", tokens)
+        bound.bind_cpu_input("seqlens_k", (self.lengths - 1).astype(np.int32))
+        bound.bind_cpu_input("total_sequence_length", np.array([self.lengths.max()], np.int32))
+        bound.bind_output("logits")
+        for name, value in self.cache.items():
+            bound.bind_ortvalue_input(name, value)
+            bound.bind_ortvalue_output(name.replace("past", "present"), value)
+        self.session.run_with_iobinding(bound)
+        return bound.get_outputs()[0].numpy()
+
+    def generate(self, prompt, count, chunk=None):
+        """Greedy tokens, and the logits that each was the largest of."""
+        chunks = [prompt[i : i + (chunk or len(prompt))] for i in range(0, len(prompt), chunk or len(prompt))]
+        for part in chunks:
+            logits = self.run([part])[0, -1]
+        tokens, all_logits = [], []
+        for _ in range(count):
+            tokens.append(int(logits.argmax()))
+            all_logits.append(logits)
+            logits = self.run([[tokens[-1]]])[0, -1]
+        return tokens, np.array(all_logits)
+
+    def teach(self, prompt, tokens):
+        """The logits that tokens of another engine follow."""
+        logits = [self.run([prompt])[0, -1]]
+        for token in tokens[:-1]:
+            logits.append(self.run([[token]])[0, -1])
+        return np.array(logits)
+
+
+def prompts(vocabulary=make_llm.SMALL.vocabulary, lengths=(1, 7, 33, 128, 300)):
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
+class RandomModel(unittest.TestCase):
+    """A small model with random weights."""
+
+    shape, weights = make_llm.SMALL, make_llm.random_weights(make_llm.SMALL)
+
+    def model(self, dtype=np.float32, cache=None, per_channel=False):
+        found = None
+        if cache:
+            found = make_llm.scales(self.shape, self.weights, prompts()[-1], per_channel, make_llm.CACHES[cache][0])
+        return make_llm.build(self.shape, self.weights, dtype, cache, found)
+
+    def assert_close(self, got, want, most):
+        difference = np.abs(got - want).max()
+        self.assertLessEqual(difference, most)
+        self.assertGreater(np.abs(want).max(), 1, "logits are no test")
+        return difference
+
+    def test_greedy_tokens_are_the_same(self):
+        model = self.model()
+        for prompt in prompts():
+            want, want_logits = Engine(model, THEIRS).generate(prompt, 64)
+            got, logits = Engine(model, OURS).generate(prompt, 64)
+            self.assertEqual(got, want)
+            self.assert_close(logits, want_logits, 1e-3)
+
+    def test_a_prompt_in_chunks_gives_the_same_tokens(self):
+        model = self.model()
+        for prompt, chunk in zip(prompts()[1:], [3, 16, 50, 7]):
+            want, want_logits = Engine(model, THEIRS).generate(prompt, 16)
+            got, logits = Engine(model, OURS).generate(prompt, 16, chunk)
+            self.assertEqual(got, want)
+            self.assert_close(logits, want_logits, 1e-3)
+
+    def test_sequences_of_different_lengths(self):
+        model, random = self.model(), np.random.default_rng(3)
+        new = np.array([37, 20])
+        padded = random.integers(0, self.shape.vocabulary, (2, 37))
+        steps = random.integers(0, self.shape.vocabulary, (12, 2, 1))
+        logits = {}
+        for whose in [OURS, THEIRS]:
+            engine = Engine(model, whose, batch=2)
+            first = engine.run(padded, new)[[0, 1], new - 1]
+            logits[whose] = np.array([first] + [engine.run(step)[:, 0] for step in steps])
+        self.assert_close(logits[OURS], logits[THEIRS], 1e-3)
+        alone = Engine(model, OURS)
+        of_second = [alone.run(padded[1:, :20])[0, -1]] + [alone.run(step[1:])[0, 0] for step in steps]
+        self.assert_close(logits[OURS][:, 1], np.array(of_second), 1e-3)
+
+    def test_past_and_present_apart(self):
+        """Caches that grow: each call copies the past, as without IO binding."""
+        model, prompt = self.model(), prompts()[2]
+        calls = [prompt] + [[token] for token in prompts()[1]]
+        results = {}
+        for whose in [OURS, THEIRS]:
+            engine, results[whose], length = session(model, whose), [], 0
+            past = {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in engine.get_inputs() if "past" in v.name}
+            for tokens in calls:
+                length += len(tokens)
+                feed = {"input_ids": np.array([tokens], np.int64), "seqlens_k": np.array([length - 1], np.int32),
+                        "total_sequence_length": np.array([length], np.int32)} | past
+                logits, *present = engine.run(None, feed)
+                past = dict(zip(past, present))
+                results[whose].append([logits, *present])
+        for ours, theirs in zip(results[OURS], results[THEIRS]):
+            for got, want in zip(ours, theirs):
+                self.assertEqual(got.shape, want.shape)
+                np.testing.assert_allclose(got, want, atol=1e-3)
+
+    def test_float16(self):
+        model = self.model(np.float16)
+        for prompt in prompts():
+            tokens, want = Engine(model, THEIRS).generate(prompt, 16)
+            self.assert_close(Engine(model, OURS).teach(prompt, tokens), want, 2e-2)
+
+    def test_quantized_caches(self):
+        for cache in ["int8", "int4"]:
+            for per_channel in [False, True]:
+                with self.subTest(cache=cache, per_channel=per_channel):
+                    model = self.model(np.float32, cache, per_channel)
+                    for prompt in prompts():
+                        tokens, want = Engine(model, THEIRS).generate(prompt, 16)
+                        # A sum that lies between two quantized values may become either of them.
+                        self.assert_close(Engine(model, OURS).teach(prompt, tokens), want, 0.3)
+
+    def test_sessions_and_threads_at_once(self):
+        model, results = self.model(), {}
+        want = {i: Engine(model, THEIRS).generate(prompt, 24)[0] for i, prompt in enumerate(prompts())}
+        one = session(model, OURS)
+
+        def generate(i, prompt):
+            engine = Engine(model, OURS)
+            if i % 2:
+                engine.session = one
+            results[i] = engine.generate(prompt, 24)[0]
+
+        threads = [threading.Thread(target=generate, args=job) for job in enumerate(prompts())]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(results, want)
+
+    def test_the_log_names_each_call(self):
+        code = "import ort; ort.Engine(ort.RandomModel().model(), {}).generate([1, 2, 3], 2)"
+        lines = {}
+        for whose in [OURS, THEIRS]:
+            run = subprocess.run([sys.executable, "-c", "import sys; " + code.format(whose), LIBRARY], cwd=os.path.dirname(__file__) or ".",
+                                 env={**os.environ, "GQA_LOG": "debug"}, capture_output=True, text=True, check=True)
+            lines[whose] = re.findall(r"DEBUG .*run backend=\"cpu\" call=GroupQueryAttention.*", run.stderr)
+        self.assertEqual((len(lines[OURS]), len(lines[THEIRS])), (3 * self.shape.layers, 0))
+
+    def test_an_unknown_level_of_the_log_is_an_error(self):
+        code = "import sys; import ort; ort.session(b'', True)"
+        run = subprocess.run([sys.executable, "-c", code, LIBRARY], cwd=os.path.dirname(__file__) or ".",
+                             env={**os.environ, "GQA_LOG": "loud"}, capture_output=True, text=True)
+        self.assertIn("GQA_LOG: got \"loud\"; allowed: error, warn, info, debug, trace", run.stderr)
+
+
+NAMES = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
+         "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight"]
+
+
+def one_node(feed, outputs=3, **attributes):
+    """A model of one node with the inputs in `feed`."""
+    types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feed.items()}
+    value = lambda name: helper.make_tensor_value_info(name, types[name], feed[name].shape)
+    results = ["output", "present_key", "present_value", "output_qk"][:outputs]
+    element, cached = types["query"], types.get("past_key", types["query"])
+    kinds = [element, cached, cached, element]
+    infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(results, kinds)]
+    last = max(NAMES.index(name) for name in feed)
+    names = [name if name in feed else "" for name in NAMES[: last + 1]]
+    node = helper.make_node("GroupQueryAttention", names, results, domain="com.microsoft", **attributes)
+    graph = helper.make_graph([node], "one", [value(name) for name in feed], infos)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def layer(rows, past, total=None, batch=1, heads=6, kv_heads=2, size=32, dtype=np.float32):
+    """Inputs of a call after `past` rows in a cache of `total`."""
+    random = np.random.default_rng(11)
+    noise = lambda *shape: random.standard_normal(shape, dtype=np.float32).astype(dtype)
+    feed = {"query": noise(batch, rows, heads * size), "key": noise(batch, rows, kv_heads * size),
+            "value": noise(batch, rows, kv_heads * size)}
+    if total or past:
+        cache = (batch, kv_heads, total or past, size)
+        feed |= {"past_key": noise(*cache), "past_value": noise(*cache)}
+    return feed | {"seqlens_k": np.full(batch, past + rows - 1, np.int32),
+                   "total_sequence_length": np.array([past + rows], np.int32)}
+
+
+def refusal(model, feed):
+    """The text of the error."""
+    try:
+        session(model, OURS).run(None, feed)
+    except Exception as error:  # ONNX Runtime has a class for each code
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+class Nodes(unittest.TestCase):
+    """Models of one node."""
+
+    def assert_same(self, feed, outputs=3, atol=2e-5, **attributes):
+        model = one_node(feed, outputs, num_heads=6, kv_num_heads=2, **attributes)
+        got, want = (session(model, whose).run(None, feed) for whose in [OURS, THEIRS])
+        for ours, theirs in zip(got, want, strict=True):
+            self.assertEqual((ours.dtype, ours.shape), (theirs.dtype, theirs.shape))
+            np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), atol=atol, rtol=1e-3)
+        return got
+
+    def test_what_a_node_may_have(self):
+        random = np.random.default_rng(5)
+        sinks = {"head_sink": random.standard_normal(6).astype(np.float32)}
+        bias = lambda rows, total: {"attention_bias": random.standard_normal((1, 6, rows, total)).astype(np.float32)}
+        angle = np.outer(np.arange(64), 10_000.0 ** (-np.arange(16) / 16)).astype(np.float32)
+        turns = {"cos_cache": np.cos(angle), "sin_cache": np.sin(angle)}
+        ids = lambda rows, first: {"position_ids": np.arange(first, first + rows)[None]}
+        for rows, past in [(20, 0), (1, 30), (5, 30)]:
+            for name, extra, attributes in [
+                ("plain", {}, {}),
+                ("scale", {}, {"scale": 0.3}),
+                ("softcap", {}, {"softcap": 2.0}),
+                ("window", {}, {"local_window_size": 7}),
+                ("not causal", {}, {"causal": 0}),
+                ("sinks", sinks, {}),
+                ("smooth softmax", {}, {"smooth_softmax": 1}),
+                ("bias", bias(rows, past + rows), {}),
+                ("rotary", turns, {"do_rotary": 1}),
+                ("interleaved", turns, {"do_rotary": 1, "rotary_interleaved": 1}),
+                ("positions", turns | ids(rows, past), {"do_rotary": 1}),
+            ]:
+                with self.subTest(name, rows=rows, past=past):
+                    self.assert_same(layer(rows, past) | extra, **attributes)
+
+    def test_scores_as_an_output(self):
+        for mode in [1, 2]:
+            self.assert_same(layer(9, 0), outputs=4, qk_output=mode)
+
+    def test_packed_query(self):
+        feed = layer(4, 10)
+        feed["query"] = np.concatenate([feed.pop(name) for name in ["query", "key", "value"]], axis=2)
+        self.assert_same(feed)
+
+    def test_a_node_without_present(self):
+        feed = layer(9, 0)
+        model = one_node(feed, 1, num_heads=6, kv_num_heads=2)
+        got, want = (session(model, whose).run(None, feed)[0] for whose in [OURS, THEIRS])
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+    def test_rolling_cache(self):
+        """Of 18 rows, a cache of 16 with a window of 8 keeps 9; those behind them mean nothing."""
+        feed, attributes = layer(3, 15, total=16), {"local_window_size": 8, "sliding_window_cache": 1}
+        model = one_node(feed, num_heads=6, kv_num_heads=2, **attributes)
+        got, want = (session(model, whose).run(None, feed) for whose in [OURS, THEIRS])
+        np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+        for ours, theirs in zip(got[1:], want[1:], strict=True):
+            np.testing.assert_allclose(ours[:, :, :9], theirs[:, :, :9], atol=2e-5)
+
+    def test_qk_norm_which_theirs_refuses_on_the_cpu(self):
+        feed = layer(4, 10)
+        weights = np.random.default_rng(2).uniform(0.5, 1.5, (2, 32)).astype(np.float32)
+        heads = lambda x: x.reshape(*x.shape[:2], -1, 32)
+        normed = lambda x, w: (heads(x) / np.sqrt((heads(x) ** 2).mean(-1, keepdims=True) + 1e-6) * w).reshape(x.shape)
+        by_hand = feed | {"query": normed(feed["query"], weights[0]), "key": normed(feed["key"], weights[1])}
+        normalized = feed | {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
+        want = session(one_node(by_hand, num_heads=6, kv_num_heads=2), THEIRS).run(None, by_hand)
+        got = session(one_node(normalized, num_heads=6, kv_num_heads=2), OURS).run(None, normalized)
+        for ours, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+    def test_errors_are_ours_and_say_what_is_allowed(self):
+        heads = {"num_heads": 6, "kv_num_heads": 2}
+        feed = layer(1, 10, total=16)
+        model = one_node(feed, **heads)
+        far = feed | {"seqlens_k": np.array([16], np.int32)}
+        self.assertRegex(refusal(model, far), r"seqlens_k: got .*; allowed: ")
+        long = feed | {"total_sequence_length": np.array([99], np.int32)}
+        self.assertRegex(refusal(model, long), r"total_sequence_length: got 99; allowed: ")
+        for attributes, text in [
+            ({"num_heads": 6}, "kv_num_heads: got no attribute; allowed: an integer; it is required"),
+            (heads | {"scale": 1}, "scale: got the integer 1; allowed: a float"),
+            (heads | {"k_quant_type": "HALF"}, "k_quant_type: got the string \"HALF\"; allowed: NONE, PER_TENSOR or PER_CHANNEL"),
+            (heads | {"qk_output": 1}, "qk_output: got 1 without the output output_qk; allowed: 0"),
+            (heads | {"causal": 3}, "causal: got 3; allowed: 0 or 1"),
+        ]:
+            self.assertIn(text, refusal(one_node(feed, **attributes), feed))
+        # A session goes on after an error.
+        both = session(model, OURS)
+        with self.assertRaises(Exception):
+            both.run(None, far)
+        self.assertEqual(both.run(["output"], feed)[0].shape, (1, 1, 192))
+
+
+if __name__ == "__main__":
+    if not os.path.isfile(LIBRARY):
+        raise SystemExit(f"ort.py: got {sys.argv[1:]}; allowed: the path of libgqa_ort.so, then names of tests")
+    print(f"onnxruntime {onnxruntime.__version__}, {LIBRARY}", flush=True)
+    unittest.main(argv=[sys.argv[0], *sys.argv[2:]])

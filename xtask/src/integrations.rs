@@ -1,0 +1,61 @@
+//! `cargo xtask test --integrations`: programs of others with these kernels in them, one function
+//! each. They are apart from what CI runs at every commit because they build much and install
+//! packages.
+
+use crate::place;
+use crate::step::{Steps, shown};
+use crate::test::cargo;
+use anyhow::{Context, Result, ensure};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// What is not built or tested with the workspace.
+pub const EXCLUDED: [&str; 2] = ["--exclude", "gqa-ort"];
+
+/// All of them.
+pub fn run(steps: &mut Steps) {
+    steps.run_or_skip("ONNX Runtime", onnx_runtime);
+}
+
+/// The custom-operator library in ONNX Runtime as its users install it.
+fn onnx_runtime() -> Result<Option<String>> {
+    let lint = ["clippy", "--package", "gqa-ort", "--all-targets", "--", "-Dwarnings"];
+    shown(cargo().args(lint))?;
+    let library = onnx_runtime_library()?;
+    let packages = ["onnxruntime==1.32.*", "onnx==1.23.*", "numpy"];
+    let Some(python) = python_with("ort", &packages)? else {
+        return Ok(Some(format!("no python3 that can install {}", packages.join(", "))));
+    };
+    let mut tests = Command::new(python);
+    shown(tests.arg(place::root().join("tests/ort.py")).arg(library)).map(|()| None)
+}
+
+/// Builds the library, in release as it is shipped.
+pub fn onnx_runtime_library() -> Result<PathBuf> {
+    shown(cargo().args(["build", "--release", "--package", "gqa-ort"]))?;
+    let library = place::target().join("release/libgqa_ort.so");
+    ensure!(library.is_file(), "no {}", library.display());
+    Ok(library)
+}
+
+/// The interpreter of a virtual environment with those packages, which is kept for the next time;
+/// `None` where there is no python3, or no registry can be reached.
+pub fn python_with(name: &str, packages: &[&str]) -> Result<Option<PathBuf>> {
+    let folder = place::target().join("python").join(name);
+    let python = folder.join("bin/python");
+    if !python.is_file() && !made(Command::new("python3").args(["-m", "venv"]).arg(&folder))? {
+        return Ok(None);
+    }
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
+    let installed = made(Command::new(&python).args(pip).args(packages))?;
+    Ok(installed.then_some(python))
+}
+
+/// Whether a program ran and succeeded; `false` where it is not there.
+fn made(command: &mut Command) -> Result<bool> {
+    match command.stdin(Stdio::null()).status() {
+        Ok(status) => Ok(status.success()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error).context("cannot start python3"),
+    }
+}
