@@ -160,6 +160,21 @@ impl AttentionCase {
         }
     }
 
+    /// Its tensors by name.
+    pub(crate) fn named(&self) -> Vec<(&'static str, Option<Tensor>)> {
+        let Tensors { q, k, v, mask, past, nonpad } = Tensors::new(self);
+        let [past_key, past_value] = past.map_or([None, None], |past| past.map(Some));
+        vec![
+            ("q", Some(q)),
+            ("k", Some(k)),
+            ("v", Some(v)),
+            ("attn_mask", mask),
+            ("past_key", past_key),
+            ("past_value", past_value),
+            ("nonpad_kv_seqlen", nonpad),
+        ]
+    }
+
     fn shape(&self, heads: usize, rows: usize, size: usize) -> Vec<usize> {
         match self.four_d {
             true => vec![self.batch, heads, rows, size],

@@ -75,6 +75,30 @@ impl Call {
         }
     }
 
+    /// Its tensors by name.
+    pub(crate) fn named(&self) -> Vec<(&'static str, Option<Tensor>)> {
+        let of = |pair: &Option<[Tensor; 2]>, i: usize| pair.as_ref().map(|pair| pair[i].clone());
+        vec![
+            ("query", Some(self.query.clone())),
+            ("key", self.key.clone()),
+            ("value", self.value.clone()),
+            ("past_key", self.past.as_ref().map(|past| past.key.clone())),
+            ("past_value", self.past.as_ref().map(|past| past.value.clone())),
+            ("seqlens_k", Some(self.seqlens_k.clone())),
+            ("total_sequence_length", Some(self.total_sequence_length.clone())),
+            ("cos_cache", self.cos_cache.clone()),
+            ("sin_cache", self.sin_cache.clone()),
+            ("position_ids", self.position_ids.clone()),
+            ("attention_bias", self.attention_bias.clone()),
+            ("head_sink", self.head_sink.clone()),
+            ("k_scale", of(&self.scales, 0)),
+            ("v_scale", of(&self.scales, 1)),
+            ("q_norm_weight", of(&self.norm_weights, 0)),
+            ("k_norm_weight", of(&self.norm_weights, 1)),
+            ("output_scale", self.output_scale.clone()),
+        ]
+    }
+
     /// The next step of the same sequences: new rows behind what `cache` holds now, which must have
     /// room for them.
     pub fn next(&self, cache: KvCache) -> Self {

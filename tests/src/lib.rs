@@ -6,6 +6,7 @@ mod call;
 mod case;
 mod compare;
 mod entries;
+mod hostile;
 mod paged;
 mod parity;
 
@@ -18,5 +19,6 @@ pub use case::{
 };
 pub use compare::{Errors, Tolerance, compare};
 pub use entries::{OTHER_OPERATORS, every_entry};
+pub use hostile::hostile;
 pub use paged::{PagedCase, paged, paged_beside, paged_mixed, paged_prompts, paged_steps};
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};

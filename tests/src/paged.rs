@@ -143,7 +143,34 @@ pub fn paged_prompts(
 }
 
 impl PagedCase {
-    fn op(&self) -> PagedAttention {
+    /// Its tensors by name.
+    pub(crate) fn named(&self) -> Vec<(&'static str, Option<Tensor>)> {
+        let given = Tensors::new(self);
+        let both = |pair: Option<[Tensor; 2]>| pair.map_or([None, None], |pair| pair.map(Some));
+        let ([cos, sin], [k_scale, v_scale]) = (both(given.rotary), both(given.scales));
+        let [q_norm_weight, k_norm_weight] = both(given.norm_weights);
+        vec![
+            ("query", Some(given.query)),
+            ("key", given.key),
+            ("value", given.value),
+            ("cumulative_sequence_length", Some(given.starts)),
+            ("past_seqlens", Some(given.past)),
+            ("block_table", Some(given.table)),
+            ("cos_cache", cos),
+            ("sin_cache", sin),
+            ("slot_mapping", given.slots),
+            ("head_sink", given.head_sink),
+            ("q_norm_weight", q_norm_weight),
+            ("k_norm_weight", k_norm_weight),
+            ("k_scale", k_scale),
+            ("v_scale", v_scale),
+            ("attention_metadata", None),
+            ("key_cache", Some(given.cache.key)),
+            ("value_cache", Some(given.cache.value)),
+        ]
+    }
+
+    pub(crate) fn op(&self) -> PagedAttention {
         let case = &self.case;
         PagedAttention::new((case.kv_heads * case.group) as i64, case.kv_heads as i64)
             .scale(case.scale)

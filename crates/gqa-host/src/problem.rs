@@ -514,18 +514,19 @@ impl Problem {
             let refuse = |allowed: &str| {
                 Err(Error::invalid(names[i], format!("{strides:?} of {dims:?}"), allowed))
             };
-            let bytes =
-                [strides.batch, strides.head, strides.row].map(|n| n * types[i].size() % 16);
+            let apart = [strides.batch, strides.head, strides.row];
+            let is_addressable = |elements| elements <= isize::MAX as usize / 8;
             if self.pages.is_some() {
                 return refuse("contiguous or packed, over a paged KV cache");
             }
             if self.packed && names[i] != "output" {
                 return refuse("contiguous, as the call is packed");
             }
-            if bytes != [0; 3] {
+            if apart.iter().any(|n| n % 16 * types[i].size() % 16 != 0) {
                 return refuse("strides of multiples of 16 bytes");
             }
-            if strides.extent(dims).is_none_or(|extent| extent > isize::MAX as usize / 8) {
+            let extents = apart.map(Some).into_iter().chain([strides.extent(dims)]);
+            if !extents.into_iter().all(|extent| extent.is_some_and(is_addressable)) {
                 return refuse("what can be addressed");
             }
             if names[i] == "output" && !strides.is_injective(dims) {
@@ -556,8 +557,9 @@ impl Problem {
             let allowed = format!("{}, as this call's tensors depend on it", self.total_len);
             return Err(Error::invalid(argument, total_len, allowed));
         }
-        if total_len < self.q_len || (total_len > self.capacity && !self.slides) {
-            let allowed = format!("{} to {}, as the cache holds", self.q_len, self.capacity);
+        let most = if self.slides { i32::MAX as usize } else { self.capacity };
+        if !(self.q_len..=most).contains(&total_len) {
+            let allowed = format!("{} to {most}, as the cache holds", self.q_len);
             return Err(Error::invalid(argument, total_len, allowed));
         }
         Self::new(ProblemFields { total_len, ..self.0.clone() })

@@ -127,6 +127,9 @@ impl Attention {
     ) -> Result<AttentionOutputs> {
         let problem = self.problem(inputs)?;
         let mut outputs = AttentionOutputs::new(&problem)?;
+        if problem.is_empty() {
+            return Ok(outputs);
+        }
         let seqlens_k = inputs.seqlens_k(&problem);
         let mut no_cache = [Tensor::zeros(DType::F32, &[0]), Tensor::zeros(DType::F32, &[0])];
         run(backend, &problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;

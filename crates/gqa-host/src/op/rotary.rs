@@ -40,11 +40,14 @@ impl RotaryEmbedding {
     /// Applies the operator. The result has the shape of X.
     pub fn run(&self, inputs: &RotaryInputs<'_>, backend: &dyn Backend) -> Result<Tensor> {
         let problem = self.problem(inputs)?;
+        let mut output = Tensor::try_zeros("Y", problem.dtype, &problem.output_shape())?;
+        if problem.is_empty() {
+            return Ok(output);
+        }
         let rows = (problem.batch, problem.q_len);
         let (b, s) = rows;
         let every_row: Tensor = Array2::from_shape_fn(rows, |(b, row)| (b * s + row) as i64).into();
         let seqlens_k: Tensor = Array1::from(vec![s as i32 - 1; b]).into();
-        let mut output = Tensor::try_zeros("Y", problem.dtype, &problem.output_shape())?;
         let mut no_cache = [(); 2].map(|()| Tensor::zeros(DType::F32, &[0]));
         let [present_key, present_value] = &mut no_cache;
         run(

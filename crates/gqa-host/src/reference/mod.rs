@@ -229,7 +229,11 @@ impl<'a> Call<'a> {
     fn resident(&self, total: usize) -> usize {
         let ProblemFields { capacity, window, .. } = **self.problem;
         let evicted = capacity + 1 - window.unwrap_or(capacity);
-        (0..total).fold(0, |rows, _| if rows == capacity { rows - evicted + 1 } else { rows + 1 })
+        // Once full, so many rows go and come again and again.
+        match total.saturating_sub(capacity) {
+            0 => total,
+            beyond => capacity - evicted + 1 + (beyond - 1) % evicted,
+        }
     }
 
     /// How many of the sequence's rows are gone before the call.
@@ -447,7 +451,8 @@ impl<'a> Call<'a> {
                 && right.is_none_or(|right| j <= position.saturating_add_unsigned(right as u64))
                 && p.window.is_none_or(|window| j > position.saturating_sub_unsigned(window as u64))
         };
-        let first = (0..total).find(|&j| sees(j)).unwrap_or(0);
+        let oldest = self.first[b] as i64;
+        let first = (oldest..total).find(|&j| sees(j)).unwrap_or(oldest);
         let end = (first..total).find(|&j| !sees(j)).unwrap_or(total);
         first as usize..end as usize
     }

@@ -109,6 +109,7 @@ impl PagedAttention {
         }
         addressable("query", got)?;
         let TensorDesc { dtype: lengths, shape: past } = inputs.past_seqlens;
+        addressable("past_seqlens", past)?;
         let batch = match *past {
             [batch] if batch > 0 || tokens == 0 => batch,
             _ => return Err(Error::invalid("past_seqlens", shape(past), "(batch_size >= 1)")),

@@ -1,0 +1,128 @@
+//! Calls as an engine describes them.
+
+use super::draw::{Draw, TYPES};
+use super::machine::Machine;
+use super::{Report, Scenario, operators};
+use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
+use gqa_host::plan::TensorId;
+use gqa_host::{DType, Layout, QuantFormat, Quantization, RowStrides, Sink};
+
+/// A call that is only planned.
+#[derive(Debug)]
+pub struct Planned {
+    layer: Layer,
+    call: Call,
+    machine: Machine,
+}
+
+#[derive(Debug)]
+enum Call {
+    Dense(Dense),
+    Paged(Paged),
+}
+
+impl Planned {
+    pub fn draw(draw: &mut Draw) -> Self {
+        let kv = 1 + draw.below(4);
+        let [query, kv, size] = [kv * (1 + kv % 3), kv, 64].map(|n| number(draw, n));
+        let dtype = if draw.one_in(8) { draw.of(&TYPES) } else { DType::BF16 };
+        let layer = layer(Layer::new(dtype, Heads { query, kv, size }), draw);
+        let counts = [3, 5, 40].map(|n| number(draw, n));
+        let call = match draw.flag() {
+            true => Call::Dense(dense(counts, draw)),
+            false => Call::Paged(paged(counts, draw)),
+        };
+        Self { layer, call, machine: Machine::draw(draw) }
+    }
+}
+
+/// The number, or a hostile one.
+fn number(draw: &mut Draw, n: usize) -> usize {
+    if draw.one_in(6) { draw.size(n) } else { n }
+}
+
+fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
+    for _ in 0..draw.below(4) {
+        let dim = draw.of(&[16, 64, 64, 0, 7, 128]);
+        let [dim, positions] = [dim, 64].map(|n| number(draw, n));
+        let format = draw.of(&[QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8]);
+        layer = match draw.below(8) {
+            0 => layer.scale(draw.float()),
+            1 => layer.softcap(draw.float()),
+            2 => layer.window(draw.size(8)),
+            3 => layer.bidirectional(),
+            4 => layer.sink(draw.of(&[Sink::None, Sink::Zero, Sink::PerHead])),
+            5 => layer.rope(Rope::new(dim, positions)),
+            6 => layer.qk_norm(draw.float()),
+            _ => layer.quantized(Quantization { format, per_channel: draw.flag() }),
+        };
+    }
+    layer
+}
+
+fn dense([batch, rows, capacity]: [usize; 3], draw: &mut Draw) -> Dense {
+    let mut call = match draw.below(3) {
+        0 => Dense::decode(batch, capacity),
+        1 => Dense::prefill(batch, rows, capacity),
+        _ => Dense::chunk(batch, rows, capacity),
+    };
+    for _ in 0..draw.below(4) {
+        let [batch, head, row] = [(); 3].map(|()| {
+            let stride = 1024 * draw.below(64);
+            number(draw, stride)
+        });
+        let strides = RowStrides { batch, head, row };
+        call = match draw.below(13) {
+            0 => call.longest(draw.size(capacity)),
+            1 => call.nothing_new(),
+            2 => call.layout(draw.of(&[Layout::Bsnh, Layout::Bnsh])),
+            3 => call.query_strides(strides),
+            4 => call.key_value_strides(strides),
+            5 => call.output_strides(strides),
+            6 => call.packed(),
+            7 => call.explicit_positions(),
+            8 => call.bias(draw.flag(), draw.flag()),
+            9 => call.log_sum_exp(),
+            10 => call.float32_output().float8_products(),
+            11 => call.float8_output(),
+            _ => call.prefetch_cache(),
+        };
+    }
+    call
+}
+
+fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
+    let cache = [40, 16, 8].map(|n| number(draw, n));
+    let mut call = match draw.flag() {
+        true => Paged::decode(sequences, cache),
+        false => Paged::new(sequences, tokens, cache),
+    };
+    for _ in 0..draw.below(4) {
+        call = match draw.below(4) {
+            0 => call.most_tokens(number(draw, 2)),
+            1 => call.longest(number(draw, 30)),
+            2 => call.packed(),
+            _ => call.slot_mapping(),
+        };
+    }
+    call
+}
+
+impl Scenario for Planned {
+    fn make(&self, report: &mut Report) {
+        let roles = TensorId::ALL.iter().map(|id| id.name());
+        let problem = match self.call {
+            Call::Dense(call) => {
+                report.expect(operators::GQA, roles);
+                report.note("engine, dense", self.layer.dense(call))
+            }
+            Call::Paged(call) => {
+                report.expect(operators::PAGED, roles.chain(["key_cache", "value_cache"]));
+                report.note("engine, paged", self.layer.paged(call))
+            }
+        };
+        if let Some(problem) = problem {
+            self.machine.plans(&problem, report);
+        }
+    }
+}
