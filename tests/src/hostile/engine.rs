@@ -108,6 +108,9 @@ fn paged([sequences, tokens, _]: [usize; 3], draw: &mut Draw) -> Paged {
     call
 }
 
+/// Tensors of a paged call that its plan knows by other names, or not at all.
+const PAGED_TENSORS: [&str; 3] = ["key_cache", "value_cache", "past_seqlens"];
+
 impl Scenario for Planned {
     fn make(&self, report: &mut Report) {
         let roles = TensorId::ALL.iter().map(|id| id.name());
@@ -117,7 +120,7 @@ impl Scenario for Planned {
                 report.note("engine, dense", self.layer.dense(call))
             }
             Call::Paged(call) => {
-                report.expect(operators::PAGED, roles.chain(["key_cache", "value_cache"]));
+                report.expect(operators::PAGED, roles.chain(PAGED_TENSORS));
                 report.note("engine, paged", self.layer.paged(call))
             }
         };
