@@ -15,6 +15,26 @@ pub const EXCLUDED: [&str; 2] = ["--exclude", "gqa-ort"];
 /// All of them.
 pub fn run(steps: &mut Steps) {
     steps.run_or_skip("ONNX Runtime", onnx_runtime);
+    steps.run_or_skip("candle", candle);
+}
+
+/// The crates for candle, which are a workspace of their own. Their tests are on the CPU, where
+/// candle builds without a CUDA toolkit.
+fn candle() -> Result<Option<String>> {
+    let command = |words: &[&str]| {
+        let mut command = cargo();
+        command.args(words).current_dir(place::root().join("integrations/candle"));
+        command
+    };
+    if !made(&mut command(&["fetch", "--locked"]))? {
+        return Ok(Some("no registry that has candle".to_owned()));
+    }
+    shown(&mut command(&["fmt", "--all", "--check"]))?;
+    let lint = ["clippy", "--locked", "--all-targets", "--", "-Dwarnings"];
+    shown(&mut command(&lint))?;
+    let shim = ["clippy", "--locked", "--package", "candle-flash-attn", "--no-default-features"];
+    shown(command(&shim).args(["--", "-Dwarnings"]))?;
+    shown(&mut command(&["test", "--locked"])).map(|()| None)
 }
 
 /// The custom-operator library in ONNX Runtime as its users install it.

@@ -2,9 +2,15 @@
 
 use crate::attention::{Attention, Rope};
 use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::{Gpu, Pointer};
 use crate::device::store;
 use crate::error::{invalid, ours};
 use crate::rows::{check_shape, check_type, readable, strides};
+#[cfg(feature = "cuda")]
+use candle::CudaStorage;
+#[cfg(feature = "cuda")]
+use candle::backend::BackendDevice;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use gqa_host::backend::IoViews;
@@ -230,6 +236,40 @@ impl CustomOp3 for Step<'_> {
             lse: None,
         };
         cpu::run_rotated(self.problem, io, self.rope)?;
+        Ok((output, shape.clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        query: &CudaStorage,
+        query_layout: &Layout,
+        key: &CudaStorage,
+        key_layout: &Layout,
+        value: &CudaStorage,
+        value_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let [keys, values] = &mut *self.cache.borrow_mut();
+        let (Storage::Cuda(keys), Storage::Cuda(values)) = (keys, values) else {
+            return Err(invalid("query", "a tensor on a GPU", "one where the KV cache is"));
+        };
+        let (device, shape) = (query.device(), query_layout.shape());
+        if !device.same_device(keys.device()) {
+            let got = format!("a tensor on {:?}", device.location());
+            return Err(invalid("query", got, format!("{:?}", keys.device().location())));
+        }
+        let gpu = Gpu::of(device)?;
+        let last = device.clone_htod(self.last)?;
+        let mut output = Gpu::output(query, shape)?;
+        let tensors = Tensors::default()
+            .with(TensorId::Query, Pointer::read("query", query, query_layout, &gpu)?)
+            .with(TensorId::Key, Pointer::read("key", key, key_layout, &gpu)?)
+            .with(TensorId::Value, Pointer::read("value", value, value_layout, &gpu)?)
+            .with(TensorId::SeqlensK, Pointer::of(&last, 0, &gpu))
+            .with(TensorId::PresentKey, Pointer::written("keys", keys, &gpu)?)
+            .with(TensorId::PresentValue, Pointer::written("values", values, &gpu)?)
+            .with(TensorId::Output, Pointer::written("output", &mut output, &gpu)?);
+        gpu.run_rotated(self.problem, tensors, self.rope)?;
         Ok((output, shape.clone()))
     }
 }

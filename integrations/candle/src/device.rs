@@ -13,6 +13,12 @@ pub(crate) fn store(
 ) -> Result<Storage> {
     match device {
         Device::Cpu => cpu::zeros(argument, dtype, shape).map(Storage::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use candle::backend::BackendDevice;
+            crate::attention::element_type(argument, dtype)?;
+            device.zeros_impl(&candle::Shape::from(shape), dtype).map(Storage::Cuda)
+        }
         device => Err(unsupported(device)),
     }
 }

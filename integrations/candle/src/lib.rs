@@ -33,6 +33,8 @@
 mod attention;
 mod cache;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 mod error;
 pub mod flash;

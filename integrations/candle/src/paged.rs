@@ -2,10 +2,16 @@
 
 use crate::attention::Attention;
 use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::{Gpu, Pointer};
 use crate::device::store;
 use crate::error::{invalid, ours};
 use crate::rows::{check_shape, check_type};
 use crate::tables::Tables;
+#[cfg(feature = "cuda")]
+use candle::CudaStorage;
+#[cfg(feature = "cuda")]
+use candle::backend::BackendDevice;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use gqa_host::backend::IoViews;
@@ -189,6 +195,43 @@ impl CustomOp3 for Step<'_> {
             lse: None,
         };
         cpu::run_rotated(self.problem, io, self.attention.rope.as_ref())?;
+        Ok((output, shape.clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        query: &CudaStorage,
+        query_layout: &Layout,
+        key: &CudaStorage,
+        key_layout: &Layout,
+        value: &CudaStorage,
+        value_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let [keys, values] = &mut *self.cache.borrow_mut();
+        let (Storage::Cuda(keys), Storage::Cuda(values)) = (keys, values) else {
+            return Err(invalid("query", "a tensor on a GPU", "one where the KV cache is"));
+        };
+        let (device, shape) = (query.device(), query_layout.shape());
+        if !device.same_device(keys.device()) {
+            let got = format!("a tensor on {:?}", device.location());
+            return Err(invalid("query", got, format!("{:?}", keys.device().location())));
+        }
+        let gpu = Gpu::of(device)?;
+        let (past, starts) = (device.clone_htod(self.past)?, device.clone_htod(self.starts)?);
+        let table = device.clone_htod(self.table)?;
+        let mut output = Gpu::output(query, shape)?;
+        let tensors = Tensors::default()
+            .with(TensorId::Query, Pointer::read("query", query, query_layout, &gpu)?)
+            .with(TensorId::Key, Pointer::read("key", key, key_layout, &gpu)?)
+            .with(TensorId::Value, Pointer::read("value", value, value_layout, &gpu)?)
+            .with(TensorId::SeqlensK, Pointer::of(&past, 0, &gpu))
+            .with(TensorId::CumulativeSequenceLength, Pointer::of(&starts, 0, &gpu))
+            .with(TensorId::BlockTable, Pointer::of(&table, 0, &gpu))
+            .with(TensorId::PresentKey, Pointer::written("keys", keys, &gpu)?)
+            .with(TensorId::PresentValue, Pointer::written("values", values, &gpu)?)
+            .with(TensorId::Output, Pointer::written("output", &mut output, &gpu)?);
+        gpu.run_rotated(self.problem, tensors, self.attention.rope.as_ref())?;
         Ok((output, shape.clone()))
     }
 }

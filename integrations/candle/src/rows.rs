@@ -5,17 +5,19 @@ use candle::{DType, Layout, Result, Tensor};
 use gqa_host::RowStrides;
 
 /// The tensor itself where kernels can read it: the elements of a head are contiguous, and heads,
-/// rows and batch entries are multiples of 16 bytes apart. Otherwise a contiguous copy.
+/// rows and batch entries are multiples of 16 bytes apart, on a GPU from the memory's beginning, too.
+/// Otherwise a contiguous copy.
 pub(crate) fn readable(tensor: &Tensor) -> Result<Tensor> {
     let layout = tensor.layout();
     let (dims, strides, size) = (layout.dims(), layout.stride(), tensor.dtype().size_in_bytes());
     let moves = |i: &usize| dims[*i] > 1;
     let aligned = |i: usize| (strides[i] * size).is_multiple_of(16);
-    let last = dims.len() - 1;
+    let Some(last) = dims.len().checked_sub(1) else { return Ok(tensor.clone()) };
     let in_place = strides[last] == 1 || dims[last] == 1;
-    match in_place && (0..last).filter(moves).all(aligned) {
+    let begins = tensor.device().is_cpu() || (layout.start_offset() * size).is_multiple_of(16);
+    match in_place && begins && (0..last).filter(moves).all(aligned) {
         true => Ok(tensor.clone()),
-        false => tensor.contiguous(),
+        false => tensor.force_contiguous(),
     }
 }
 

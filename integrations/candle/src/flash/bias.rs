@@ -52,6 +52,13 @@ impl Bias {
         cpu::all("bias", &self.values)
     }
 
+    /// The same on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on(&self, device: &candle::CudaDevice) -> Result<candle::CudaStorage> {
+        use candle::backend::BackendDevice;
+        device.storage_from_cpu_storage(&self.values)
+    }
+
     /// Of each head, row and key, by the row's place.
     fn of(
         sizes: Sizes,

@@ -3,20 +3,50 @@
 use super::bias::Bias;
 use super::scores::{Scores, Sizes};
 use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::{Gpu, Pointer};
 use crate::rows::{check_type, readable, strides};
+#[cfg(feature = "cuda")]
+use candle::CudaStorage;
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+use candle::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use gqa_host::plan::{TensorId, Tensors};
-use gqa_host::{Strided, TensorView};
+use gqa_host::{Problem, Strided, TensorView};
 
 /// Attention of query, key and value.
 pub(super) struct Dense {
-    scores: Scores,
+    pub(super) scores: Scores,
+    /// Ranges of places within which rows see all keys, whatever the window says; then a bias says
+    /// all of what is seen.
+    pub(super) ranges: Option<Vec<[i32; 2]>>,
 }
 
 impl Dense {
     pub(super) fn new(scores: Scores) -> Self {
-        Self { scores }
+        Self { scores, ranges: None }
+    }
+
+    /// What is added to scores.
+    fn bias(&self, sizes: Sizes, dtype: DType) -> Result<Option<Bias>> {
+        match &self.ranges {
+            Some(ranges) => Bias::ranges(self.scores.window, ranges, sizes, dtype).map(Some),
+            None => Bias::alibi(&self.scores, sizes, dtype),
+        }
+    }
+
+    /// The problem of tensors with these layouts.
+    fn problem(
+        &self,
+        dtype: DType,
+        [q, k, v]: [&Layout; 3],
+        sizes: Sizes,
+        bias: Option<&Bias>,
+    ) -> Result<Problem> {
+        let mut strided = Strided::default();
+        (strided.query, strided.key, strided.value) = (strides(q), strides(k), strides(v));
+        let window = if self.ranges.is_some() { [None; 2] } else { self.scores.window };
+        let bias = bias.map(|bias| bias.heads);
+        self.scores.problem(dtype, sizes, window, bias, strided)
     }
 
     pub(super) fn apply(self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
@@ -41,12 +71,9 @@ impl CustomOp3 for Dense {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let sizes = Sizes::of([q_layout, k_layout, v_layout])?;
-        let bias = Bias::alibi(&self.scores, sizes, q.dtype())?;
-        let mut strided = Strided::default();
-        strided.query = strides(q_layout);
-        (strided.key, strided.value) = (strides(k_layout), strides(v_layout));
-        let heads = bias.as_ref().map(|bias| bias.heads);
-        let problem = self.scores.problem(q.dtype(), sizes, heads, strided)?;
+        let layouts = [q_layout, k_layout, v_layout];
+        let bias = self.bias(sizes, q.dtype())?;
+        let problem = self.problem(q.dtype(), layouts, sizes, bias.as_ref())?;
         let last = vec![sizes.keys as i32 - 1; sizes.batch];
         let inputs = Tensors::default()
             .with(TensorId::Query, cpu::view("q", q, q_layout)?)
@@ -57,6 +84,40 @@ impl CustomOp3 for Dense {
         let shape = q_layout.shape();
         let mut output = cpu::zeros("output", q.dtype(), shape.dims())?;
         cpu::attend(&problem, inputs, cpu::view_mut("output", &mut output)?)?;
+        Ok((output, shape.clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let layouts = [q_layout, k_layout, v_layout];
+        let sizes = Sizes::of(layouts)?;
+        let bias = self.bias(sizes, q.dtype())?;
+        let problem = self.problem(q.dtype(), layouts, sizes, bias.as_ref())?;
+        let (device, shape) = (q.device(), q_layout.shape());
+        let gpu = Gpu::of(device)?;
+        let last = device.clone_htod(&vec![sizes.keys as i32 - 1; sizes.batch])?;
+        let bias = bias.map(|bias| bias.on(device)).transpose()?;
+        let mut output = Gpu::output(q, shape)?;
+        let tensors = Tensors::default()
+            .with(TensorId::Query, Pointer::read("q", q, q_layout, &gpu)?)
+            .with(TensorId::Key, Pointer::read("k", k, k_layout, &gpu)?)
+            .with(TensorId::Value, Pointer::read("v", v, v_layout, &gpu)?)
+            .with(TensorId::SeqlensK, Pointer::of(&last, 0, &gpu))
+            .with(
+                TensorId::AttentionBias,
+                bias.as_ref().map(|b| Pointer::all(b, &gpu)).transpose()?,
+            )
+            .with(TensorId::Output, Pointer::written("output", &mut output, &gpu)?);
+        gpu.run(&problem, &tensors)?;
+        drop(tensors);
         Ok((output, shape.clone()))
     }
 }

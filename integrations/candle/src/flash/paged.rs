@@ -1,17 +1,25 @@
 //! Sequences of any lengths over a paged KV cache.
 
-use super::bias::Bias;
-use super::scores::{Scores, Sizes};
+use super::dense::Dense;
+use super::scores::Scores;
 use super::varlen::{Starts, integers};
+#[cfg(feature = "cuda")]
+use crate::attention::element_type;
 use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::{Gpu, Pointer};
 use crate::error::{invalid, ours};
-use crate::rows::check_type;
+use crate::rows::{check_type, readable};
+#[cfg(feature = "cuda")]
+use candle::CudaStorage;
+#[cfg(feature = "cuda")]
+use candle::backend::BackendDevice;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use gqa_host::backend::IoViews;
 use gqa_host::engine::{self, Heads, Layer};
 use gqa_host::plan::{TensorId, Tensors};
-use gqa_host::{Problem, Strided, TensorView};
+use gqa_host::{Problem, TensorView};
 use std::ops::Range;
 
 /// Attention of query over blocks of keys and values.
@@ -74,7 +82,11 @@ impl Paged {
         }
         self.starts.check_rows(cache.rows)?;
         self.check_blocks(cache)?;
-        q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, self)
+        let (k, v) = (k.contiguous()?, v.contiguous()?);
+        match self.in_place(cache.size) {
+            true => readable(&q.contiguous()?)?.apply_op3(&k, &v, self),
+            false => self.gathered(cache, [q, &k, &v]),
+        }
     }
 
     /// Errs unless every key has a place.
@@ -143,9 +155,7 @@ impl Paged {
         let dtype = output.dtype();
         let output = cpu::view_mut("output", output)?;
         let problem = self.problem(cache, q.dtype())?;
-        let starts: Vec<i32> = self.starts.rows.iter().map(|n| *n as i32).collect();
-        let past = self.starts.sequences().map(|[rows, keys]| (keys.len() - rows.len()) as i32);
-        let past: Vec<i32> = past.collect();
+        let Lengths { past, starts } = Lengths::of(&self.starts);
         // The cache has all keys: none of the call's own goes anywhere, and none is looked at.
         let slots = vec![-1; cache.rows];
         let none = cpu::zeros("k", dtype, &[cache.rows, cache.kv_heads, cache.size])?;
@@ -164,60 +174,45 @@ impl Paged {
     }
 
     /// Gathers each sequence's keys and values, and has a bias say what a window does not.
-    fn run_gathered<'a>(
-        &self,
-        cache: Cache,
-        query: impl Fn(Range<usize>) -> Result<TensorView<'a>>,
-        [k, v]: [TensorView<'_>; 2],
-        output: &mut CpuStorage,
-    ) -> Result<()> {
-        let dtype = output.dtype();
-        let Cache { heads, kv_heads, size, .. } = cache;
-        for (b, [rows, keys]) in self.starts.sequences().enumerate() {
-            let sizes =
-                Sizes { batch: 1, rows: rows.len(), keys: keys.len(), heads, kv_heads, size };
-            let ranges = self.ranges.as_ref().map(|ranges| &ranges[b][..]);
-            let bias = ranges.map(|ranges| Bias::ranges(self.scores.window, ranges, sizes, dtype));
-            let bias = bias.transpose()?;
-            let open = Scores { window: [None; 2], slopes: None, ..self.scores };
-            let scores = if bias.is_some() { &open } else { &self.scores };
-            let heads_of_bias = bias.as_ref().map(|bias| bias.heads);
-            let problem = scores.problem(dtype, sizes, heads_of_bias, Strided::default())?;
-            let (key, value) =
-                (self.gathered(cache, b, keys.len(), k)?, self.gathered(cache, b, keys.len(), v)?);
-            let part = rows.start * heads * size..rows.end * heads * size;
-            let last = [keys.len() as i32 - 1];
-            let inputs = Tensors::default()
-                .with(TensorId::Query, query(part.clone())?)
-                .with(TensorId::Key, cpu::all("k", &key)?)
-                .with(TensorId::Value, cpu::all("v", &value)?)
-                .with(TensorId::SeqlensK, TensorView::I32(&last))
-                .with(TensorId::AttentionBias, bias.as_ref().map(Bias::view).transpose()?);
-            cpu::attend(&problem, inputs, cpu::part_mut("output", output, part)?)?;
+    fn gathered(&self, cache: Cache, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+        let mut outputs = Vec::new();
+        for (b, [rows, keys]) in
+            self.starts.sequences().enumerate().filter(|(_, s)| !s[0].is_empty())
+        {
+            let places = (0..keys.len()).map(|row| self.place(b, row, cache.block_size));
+            let places = Tensor::from_iter(places, k.device())?;
+            let of = |cache: &Tensor| cache.flatten(0, 1)?.index_select(&places, 0)?.unsqueeze(0);
+            let scores = Scores { slopes: None, ..self.scores };
+            let ranges = self.ranges.as_ref().map(|ranges| ranges[b].clone());
+            let query = q.narrow(0, rows.start, rows.len())?.unsqueeze(0)?;
+            let output = Dense { scores, ranges }.apply([&query, &of(k)?, &of(v)?])?;
+            outputs.push(output.squeeze(0)?);
         }
-        Ok(())
+        match outputs.is_empty() {
+            true => q.zeros_like(),
+            false => Tensor::cat(&outputs, 0),
+        }
     }
 
-    /// So many rows of a sequence, one behind the other.
-    fn gathered(
-        &self,
-        cache: Cache,
-        b: usize,
-        count: usize,
-        from: TensorView<'_>,
-    ) -> Result<CpuStorage> {
-        let (row, block_size) = (cache.kv_heads * cache.size, cache.block_size);
-        let starts = (0..count)
-            .map(|i| self.blocks(b)[i / block_size] as usize * block_size + i % block_size);
-        fn rows<T: Copy>(from: &[T], starts: impl Iterator<Item = usize>, row: usize) -> Vec<T> {
-            starts.flat_map(|place| &from[place * row..][..row]).copied().collect()
-        }
-        Ok(match from {
-            TensorView::F32(from) => CpuStorage::F32(rows(from, starts, row)),
-            TensorView::F16(from) => CpuStorage::F16(rows(from, starts, row)),
-            TensorView::BF16(from) => CpuStorage::BF16(rows(from, starts, row)),
-            other => return Err(invalid("k", other.dtype(), "F32, F16 or BF16")),
-        })
+    /// Where a sequence's row is, through all blocks.
+    fn place(&self, b: usize, row: usize, block_size: usize) -> u32 {
+        let block = self.blocks(b)[row / block_size];
+        block as u32 * block_size as u32 + (row % block_size) as u32
+    }
+}
+
+/// What paged kernels are told of sequences.
+struct Lengths {
+    /// Keys before the rows of each.
+    past: Vec<i32>,
+    /// First row of each, and their number.
+    starts: Vec<i32>,
+}
+
+impl Lengths {
+    fn of(starts: &Starts) -> Self {
+        let past = starts.sequences().map(|[rows, keys]| (keys.len() - rows.len()) as i32);
+        Self { past: past.collect(), starts: starts.rows.iter().map(|n| *n as i32).collect() }
     }
 }
 
@@ -272,12 +267,44 @@ impl CustomOp3 for Paged {
             cpu::view("k", k, k_layout)?,
             cpu::view("v", v, v_layout)?,
         ];
-        let first = q_layout.start_offset();
-        let query = |part: Range<usize>| cpu::part("q", q, first + part.start..first + part.end);
-        match self.in_place(cache.size) {
-            true => self.run_in_place(cache, views, &mut output)?,
-            false => self.run_gathered(cache, query, [views[1], views[2]], &mut output)?,
-        }
+        self.run_in_place(cache, views, &mut output)?;
+        Ok((output, q_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (cache, device) = (Cache::of(q_layout, k_layout)?, q.device());
+        let problem = self.problem(cache, element_type("q", q.dtype())?)?;
+        let (gpu, lengths) = (Gpu::of(device)?, Lengths::of(&self.starts));
+        let (past, starts) =
+            (device.clone_htod(&lengths.past)?, device.clone_htod(&lengths.starts)?);
+        let slots = device.clone_htod(&vec![-1; cache.rows])?;
+        let table = device.clone_htod(&self.table)?;
+        let none = Shape::from((cache.rows, cache.kv_heads, cache.size));
+        let none = device.zeros_impl(&none, q.dtype())?;
+        let mut output = device.zeros_impl(q_layout.shape(), q.dtype())?;
+        let tensors = Tensors::default()
+            .with(TensorId::Query, Pointer::read("q", q, q_layout, &gpu)?)
+            .with(TensorId::Key, Pointer::all(&none, &gpu)?)
+            .with(TensorId::Value, Pointer::all(&none, &gpu)?)
+            .with(TensorId::SeqlensK, Pointer::of(&past, 0, &gpu))
+            .with(TensorId::CumulativeSequenceLength, Pointer::of(&starts, 0, &gpu))
+            .with(TensorId::SlotMapping, Pointer::of(&slots, 0, &gpu))
+            .with(TensorId::BlockTable, Pointer::of(&table, 0, &gpu))
+            // No slot is one of the cache's, so that it is only read.
+            .with(TensorId::PresentKey, Pointer::read("k", k, k_layout, &gpu)?)
+            .with(TensorId::PresentValue, Pointer::read("v", v, v_layout, &gpu)?)
+            .with(TensorId::Output, Pointer::written("output", &mut output, &gpu)?);
+        gpu.run(&problem, &tensors)?;
+        drop(tensors);
         Ok((output, q_layout.shape().clone()))
     }
 }

@@ -79,6 +79,7 @@ impl Scores {
         &self,
         dtype: DType,
         sizes: Sizes,
+        window: [Option<usize>; 2],
         bias: Option<usize>,
         strided: Strided,
     ) -> Result<Problem> {
@@ -103,8 +104,8 @@ impl Scores {
             .num_heads(heads as i64, kv_heads as i64)
             .scale(self.scale)
             .softcap(self.softcap)
-            .left_window_size(bound(self.window[0]))
-            .right_window_size(bound(self.window[1]))
+            .left_window_size(bound(window[0]))
+            .right_window_size(bound(window[1]))
             .problem_from_shapes(&shapes)
             .and_then(|problem| problem.with_strides(strided))
             .map_err(ours)

@@ -3,12 +3,18 @@
 use super::bias::Bias;
 use super::scores::{Scores, Sizes};
 use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::{Gpu, Pointer};
 use crate::error::invalid;
 use crate::rows::{check_type, readable};
+#[cfg(feature = "cuda")]
+use candle::CudaStorage;
+#[cfg(feature = "cuda")]
+use candle::backend::BackendDevice;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use gqa_host::plan::{TensorId, Tensors};
-use gqa_host::{RowStrides, Strided, TensorView};
+use gqa_host::{Problem, RowStrides, Strided, TensorView};
 use std::ops::Range;
 
 /// Where the rows of each sequence are, and its keys.
@@ -120,23 +126,47 @@ fn three(argument: &'static str, tensor: &Tensor) -> Result<[usize; 3]> {
     })
 }
 
-/// Rows of a tensor of shape (rows, heads, size), and the strides that they have.
+/// Strides of so many rows of a tensor of shape (rows, heads, size); `None` where it is contiguous.
+fn strides(layout: &Layout, rows: usize) -> Option<RowStrides> {
+    if layout.is_contiguous() {
+        return None;
+    }
+    let (dims, strides) = (layout.dims(), layout.stride());
+    // Where there is one only, its distance to the next means nothing.
+    let head = if dims[1] > 1 { strides[1] } else { 0 };
+    let row = if rows > 1 { strides[0] } else { 0 };
+    Some(RowStrides { batch: 0, head, row })
+}
+
+/// Rows of such a tensor; where it has strides, all that is behind the first of them.
 fn rows<'a>(
     argument: &'static str,
     storage: &'a CpuStorage,
     layout: &Layout,
     rows: Range<usize>,
-) -> Result<(TensorView<'a>, Option<RowStrides>)> {
-    let (first, stride) = (layout.start_offset(), layout.stride());
-    let start = first + rows.start * stride[0];
-    if layout.is_contiguous() {
-        let end = start + rows.len() * stride[0];
-        return Ok((cpu::part(argument, storage, start..end)?, None));
+) -> Result<TensorView<'a>> {
+    let stride = layout.stride()[0];
+    let all = cpu::count(storage);
+    let start = (layout.start_offset() + rows.start * stride).min(all);
+    let end = if layout.is_contiguous() { start + rows.len() * stride } else { all };
+    cpu::part(argument, storage, start..end)
+}
+
+impl Varlen {
+    /// The problem of one sequence of tensors with these layouts.
+    fn problem(
+        &self,
+        dtype: DType,
+        sizes: Sizes,
+        [q, k, v]: [&Layout; 3],
+        bias: Option<&Bias>,
+    ) -> Result<Problem> {
+        let mut strided = Strided::default();
+        strided.query = strides(q, sizes.rows);
+        (strided.key, strided.value) = (strides(k, sizes.keys), strides(v, sizes.keys));
+        let bias = bias.map(|bias| bias.heads);
+        self.scores.problem(dtype, sizes, self.scores.window, bias, strided)
     }
-    let head = if layout.dims()[1] > 1 { stride[1] } else { 0 };
-    let row = if rows.len() > 1 { stride[0] } else { 0 };
-    let all = cpu::part(argument, storage, start.min(cpu::count(storage))..cpu::count(storage))?;
-    Ok((all, Some(RowStrides { batch: 0, head, row })))
 }
 
 impl CustomOp3 for Varlen {
@@ -156,29 +186,64 @@ impl CustomOp3 for Varlen {
         let (shape, dims) = (q_layout.shape(), q_layout.dims());
         let mut output = cpu::zeros("output", q.dtype(), dims)?;
         let (heads, kv_heads, size) = (dims[1], k_layout.dims()[1], dims[2]);
-        for [q_rows, keys] in self.starts.sequences() {
-            let (rows_count, keys_count) = (q_rows.len(), keys.len());
+        for [q_rows, keys] in self.starts.sequences().filter(|[rows, _]| !rows.is_empty()) {
             let sizes =
-                Sizes { batch: 1, rows: rows_count, keys: keys_count, heads, kv_heads, size };
+                Sizes { batch: 1, rows: q_rows.len(), keys: keys.len(), heads, kv_heads, size };
             let bias = Bias::alibi(&self.scores, sizes, q.dtype())?;
-            let (query, query_strides) = rows("q", q, q_layout, q_rows.clone())?;
-            let (key, key_strides) = rows("k", k, k_layout, keys.clone())?;
-            let (value, value_strides) = rows("v", v, v_layout, keys)?;
-            let mut strided = Strided::default();
-            strided.query = query_strides;
-            (strided.key, strided.value) = (key_strides, value_strides);
-            let bias_heads = bias.as_ref().map(|bias| bias.heads);
-            let problem = self.scores.problem(q.dtype(), sizes, bias_heads, strided)?;
-            let last = [keys_count as i32 - 1];
+            let layouts = [q_layout, k_layout, v_layout];
+            let problem = self.problem(q.dtype(), sizes, layouts, bias.as_ref())?;
+            let last = [keys.len() as i32 - 1];
             let inputs = Tensors::default()
-                .with(TensorId::Query, query)
-                .with(TensorId::Key, key)
-                .with(TensorId::Value, value)
+                .with(TensorId::Query, rows("q", q, q_layout, q_rows.clone())?)
+                .with(TensorId::Key, rows("k", k, k_layout, keys.clone())?)
+                .with(TensorId::Value, rows("v", v, v_layout, keys)?)
                 .with(TensorId::SeqlensK, TensorView::I32(&last))
                 .with(TensorId::AttentionBias, bias.as_ref().map(Bias::view).transpose()?);
             let row = heads * size;
             let to = q_rows.start * row..q_rows.end * row;
             cpu::attend(&problem, inputs, cpu::part_mut("output", &mut output, to)?)?;
+        }
+        Ok((output, shape.clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (device, shape, dims) = (q.device(), q_layout.shape(), q_layout.dims());
+        let (gpu, element) = (Gpu::of(device)?, q.dtype().size_in_bytes());
+        let (heads, kv_heads, size) = (dims[1], k_layout.dims()[1], dims[2]);
+        let mut output = device.zeros_impl(shape, q.dtype())?;
+        for [rows, keys] in self.starts.sequences().filter(|[rows, _]| !rows.is_empty()) {
+            let sizes =
+                Sizes { batch: 1, rows: rows.len(), keys: keys.len(), heads, kv_heads, size };
+            let bias = Bias::alibi(&self.scores, sizes, q.dtype())?;
+            let problem =
+                self.problem(q.dtype(), sizes, [q_layout, k_layout, v_layout], bias.as_ref())?;
+            let last = device.clone_htod(&[keys.len() as i32 - 1])?;
+            let bias = bias.map(|bias| bias.on(device)).transpose()?;
+            let at = |layout: &Layout, row: usize| row * layout.stride()[0];
+            let query = Pointer::read("q", q, q_layout, &gpu)?;
+            let key = Pointer::read("k", k, k_layout, &gpu)?;
+            let value = Pointer::read("v", v, v_layout, &gpu)?;
+            let to = Pointer::written("output", &mut output, &gpu)?;
+            let tensors = Tensors::default()
+                .with(TensorId::Query, query.offset(at(q_layout, rows.start), element))
+                .with(TensorId::Key, key.offset(at(k_layout, keys.start), element))
+                .with(TensorId::Value, value.offset(at(v_layout, keys.start), element))
+                .with(TensorId::SeqlensK, Pointer::of(&last, 0, &gpu))
+                .with(
+                    TensorId::AttentionBias,
+                    bias.as_ref().map(|b| Pointer::all(b, &gpu)).transpose()?,
+                )
+                .with(TensorId::Output, to.offset(rows.start * heads * size, element));
+            gpu.run(&problem, &tensors)?;
         }
         Ok((output, shape.clone()))
     }

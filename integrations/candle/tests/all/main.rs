@@ -3,4 +3,14 @@
 mod cache;
 mod definition;
 mod flash;
+#[path = "../../examples/smollm2/llama.rs"]
+#[expect(dead_code, reason = "the example reads files, too")]
+mod llama;
+mod model;
 mod refusal;
+mod smollm2;
+#[path = "../../examples/smollm2/text.rs"]
+#[expect(dead_code, reason = "the example prints text as it comes")]
+mod text;
+#[path = "../../examples/smollm2/ways.rs"]
+mod ways;

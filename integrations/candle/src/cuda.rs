@@ -1,0 +1,230 @@
+//! Plans in candle's streams, on candle's memory. Nothing is copied, and nothing waited for.
+
+use crate::attention::Rope;
+use crate::error::{invalid, ours};
+use candle::backend::{BackendDevice, BackendStorage};
+use candle::cuda_backend::CudaStorageSlice;
+use candle::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop,
+};
+use candle::{CudaDevice, CudaStorage, DeviceLocation, Layout, Result, Shape, Storage};
+use gqa_host::Problem;
+use gqa_host::driver::{Device, DeviceView, LoadedPlan, Stream, Views, Workspace};
+use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, TensorSpec, Tensors};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A stream of candle's, and what its calls have in common.
+pub(crate) struct Gpu {
+    device: Device,
+    /// candle's, which lives as long as this.
+    theirs: Arc<CudaStream>,
+    ours: Stream,
+    planner: Planner,
+    /// Calls of one stream run one after the other, so that they share it.
+    state: Mutex<State>,
+}
+
+/// Loaded plans and scratch memory.
+#[derive(Default)]
+struct State {
+    /// By the plan's address, which is that of another one only when this has let go of it.
+    loaded: HashMap<*const Plan, LoadedPlan>,
+    scratch: Option<CudaSlice<u8>>,
+    /// Zero between calls.
+    counters: Option<CudaSlice<u32>>,
+}
+
+// SAFETY: the pointers are names, which nothing reads through.
+unsafe impl Send for State {}
+
+/// All that were made: few, as there is one for each stream.
+static GPUS: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
+
+/// What a mutex guards. Nothing here is left half done by a panic.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gpu {
+    /// That of a device's stream.
+    pub(crate) fn of(device: &CudaDevice) -> Result<Arc<Self>> {
+        let (stream, mut gpus) = (device.cuda_stream(), lock(&GPUS));
+        if let Some(gpu) = gpus.iter().find(|gpu| Arc::ptr_eq(&gpu.theirs, &stream)) {
+            return Ok(gpu.clone());
+        }
+        let gpu = Arc::new(Self::new(device, stream)?);
+        gpus.push(gpu.clone());
+        Ok(gpu)
+    }
+
+    fn new(device: &CudaDevice, theirs: Arc<CudaStream>) -> Result<Self> {
+        let DeviceLocation::Cuda { gpu_id } = device.location() else {
+            return Err(invalid("device", format!("{:?}", device.location()), "a CUDA device"));
+        };
+        // Both find the GPU's primary context.
+        let device = Device::open(gpu_id as u32).map_err(gqa_host::Error::from).map_err(ours)?;
+        // SAFETY: the stream lives as long as `theirs`, which is kept beside it.
+        let stream = unsafe { Stream::from_raw(&device, theirs.cu_stream().cast()) };
+        let options = PlanOptions::from_env().map_err(ours)?;
+        let planner = Planner::new(device.info().clone(), options);
+        let ours = stream.map_err(ours)?;
+        Ok(Self { device, theirs, ours, planner, state: Mutex::default() })
+    }
+
+    /// Puts a call into the stream.
+    pub(crate) fn run(&self, problem: &Problem, tensors: &Tensors<Pointer<'_>>) -> Result<()> {
+        let plan = self.planner.plan(problem).map_err(ours)?;
+        let specs = TensorSpec::all(problem);
+        let views = specs.iter().filter_map(|(id, spec)| {
+            let view = DeviceView::new(tensors.get(*id)?.address, spec.dtype, &spec.shape);
+            Some((*id, spec.strides.map_or(view, |strides| view.strided(strides))))
+        });
+        let views: Views<'_> = views.collect();
+        let mut state = lock(&self.state);
+        state.reserve(&plan, &self.theirs)?;
+        state.load(&plan, &self.device)?;
+        let State { loaded, scratch, counters } = &mut *state;
+        let Some(loaded) = loaded.get(&Arc::as_ptr(&plan)) else {
+            return Err(invalid("plan", "none", "the one that was loaded"));
+        };
+        let scratch =
+            scratch.as_mut().map(|slice| (slice.len(), slice.device_ptr_mut(&self.theirs)));
+        let counters = counters.as_mut().map(|slice| slice.device_ptr_mut(&self.theirs));
+        let (bytes, pointer) = scratch.as_ref().map_or((0, 0), |(bytes, (p, _))| (*bytes, *p));
+        let counted = counters.as_ref().map_or(0, |(pointer, _)| *pointer);
+        // SAFETY: `Pointer`s are of candle's memory, as large as layouts say that were checked, and
+        // guards keep it until the stream is done with it. Scratch memory is this stream's.
+        unsafe { loaded.enqueue(&views, Workspace::new(pointer, bytes, counted), &self.ours) }
+            .map_err(ours)
+    }
+
+    /// The same where queries and keys rotate, if there is a rotary embedding.
+    pub(crate) fn run_rotated<'a>(
+        &'a self,
+        problem: &Problem,
+        tensors: Tensors<Pointer<'a>>,
+        rope: Option<&Rope>,
+    ) -> Result<()> {
+        let Some(rope) = rope else { return self.run(problem, &tensors) };
+        let (cos, cos_layout) = rope.cos.storage_and_layout();
+        let (sin, sin_layout) = rope.sin.storage_and_layout();
+        let tensors = tensors
+            .with(TensorId::CosCache, Pointer::read_of("cos", &cos, cos_layout, self)?)
+            .with(TensorId::SinCache, Pointer::read_of("sin", &sin, sin_layout, self)?);
+        self.run(problem, &tensors)
+    }
+
+    /// Memory for an output.
+    pub(crate) fn output(like: &CudaStorage, shape: &Shape) -> Result<CudaStorage> {
+        // SAFETY: kernels write every element of an output.
+        unsafe { like.device().alloc_uninit(shape, like.dtype()) }
+    }
+}
+
+impl State {
+    /// Loaded plans that are kept: as many as a planner keeps.
+    const MOST: usize = 1024;
+
+    /// Makes scratch memory as large as the plan's.
+    fn reserve(&mut self, plan: &Plan, stream: &Arc<CudaStream>) -> Result<()> {
+        let (bytes, counters) = (plan.workspace_bytes(), plan.counters());
+        if self.scratch.as_ref().map_or(0, CudaSlice::len) < bytes {
+            let zeros = stream.alloc_zeros(bytes.next_power_of_two());
+            self.scratch = Some(zeros.map_err(candle::Error::wrap)?);
+        }
+        if self.counters.as_ref().map_or(0, CudaSlice::len) < counters {
+            let zeros = stream.alloc_zeros(counters.next_power_of_two());
+            self.counters = Some(zeros.map_err(candle::Error::wrap)?);
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, plan: &Arc<Plan>, device: &Device) -> Result<()> {
+        if self.loaded.contains_key(&Arc::as_ptr(plan)) {
+            return Ok(());
+        }
+        if self.loaded.len() >= Self::MOST {
+            self.loaded.clear();
+        }
+        let loaded = device.load(plan.clone()).map_err(ours)?;
+        self.loaded.insert(Arc::as_ptr(plan), loaded);
+        Ok(())
+    }
+}
+
+/// Where a tensor is, and candle's note that its stream uses it.
+pub(crate) struct Pointer<'a> {
+    address: u64,
+    _used: SyncOnDrop<'a>,
+}
+
+impl<'a> Pointer<'a> {
+    /// The first element of a tensor that is read.
+    pub(crate) fn read(
+        argument: &'static str,
+        storage: &'a CudaStorage,
+        layout: &Layout,
+        gpu: &'a Gpu,
+    ) -> Result<Self> {
+        let first = layout.start_offset();
+        match &storage.slice {
+            CudaStorageSlice::F32(slice) => Ok(Self::of(slice, first, gpu)),
+            CudaStorageSlice::F16(slice) => Ok(Self::of(slice, first, gpu)),
+            CudaStorageSlice::BF16(slice) => Ok(Self::of(slice, first, gpu)),
+            _ => Err(foreign(argument, storage)),
+        }
+    }
+
+    /// The first element of all there are.
+    pub(crate) fn all(storage: &'a CudaStorage, gpu: &'a Gpu) -> Result<Self> {
+        Self::read("tensor", storage, &Layout::contiguous(0), gpu)
+    }
+
+    /// The same on some device.
+    pub(crate) fn read_of(
+        argument: &'static str,
+        storage: &'a Storage,
+        layout: &Layout,
+        gpu: &'a Gpu,
+    ) -> Result<Self> {
+        match storage {
+            Storage::Cuda(storage) => Self::read(argument, storage, layout, gpu),
+            other => {
+                let got = format!("a tensor on {:?}", other.device().location());
+                Err(invalid(argument, got, "one on the GPU, as the others"))
+            }
+        }
+    }
+
+    /// Element `first` of a slice.
+    pub(crate) fn of<T>(slice: &'a CudaSlice<T>, first: usize, gpu: &'a Gpu) -> Self {
+        let (pointer, used) = slice.device_ptr(&gpu.theirs);
+        Self { address: pointer + (first * size_of::<T>()) as u64, _used: used }
+    }
+
+    /// The first element of a tensor that is written.
+    pub(crate) fn written(
+        argument: &'static str,
+        storage: &'a mut CudaStorage,
+        gpu: &'a Gpu,
+    ) -> Result<Self> {
+        let error = foreign(argument, storage);
+        let (address, used) = match &mut storage.slice {
+            CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&gpu.theirs),
+            CudaStorageSlice::F16(slice) => slice.device_ptr_mut(&gpu.theirs),
+            CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&gpu.theirs),
+            _ => return Err(error),
+        };
+        Ok(Self { address, _used: used })
+    }
+
+    /// The element `elements` of that many bytes further on.
+    pub(crate) fn offset(self, elements: usize, size: usize) -> Self {
+        Self { address: self.address + (elements * size) as u64, ..self }
+    }
+}
+
+fn foreign(argument: &'static str, storage: &CudaStorage) -> candle::Error {
+    invalid(argument, format!("{:?}", storage.dtype()), "F32, F16 or BF16")
+}
