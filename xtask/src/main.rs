@@ -15,6 +15,7 @@ mod ptxas;
 mod ratchet;
 mod step;
 mod test;
+mod wheel;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -45,6 +46,8 @@ enum Verb {
     Bundle,
     /// Package the crates and build a program with them outside of this workspace.
     Embed,
+    /// Make dist/gqa_onnxruntime-*.whl, the library for ONNX Runtime, and try it.
+    Wheel,
     /// Show which tools were found.
     Doctor,
 }
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Verb::Ratchet { bless } => ratchet::run(bless),
         Verb::Bundle => bundle::run(),
         Verb::Embed => embed::run(),
+        Verb::Wheel => wheel::run(),
         Verb::Doctor => doctor::run(),
     };
     match result {
