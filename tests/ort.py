@@ -253,18 +253,34 @@ NAMES = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_
          "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight", "k_norm_weight"]
 
 
+PAGED = ["query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table", "cos_cache",
+         "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale", "attention_metadata"]
+
+
 def one_node(feed, outputs=3, **attributes):
     """A model of one node with the inputs in `feed`."""
     types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feed.items()}
-    value = lambda name: helper.make_tensor_value_info(name, types[name], feed[name].shape)
     results = ["output", "present_key", "present_value", "output_qk"][:outputs]
     element, cached = types["query"], types.get("past_key", types["query"])
     kinds = [element, cached, cached, element]
     infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(results, kinds)]
-    last = max(NAMES.index(name) for name in feed)
-    names = [name if name in feed else "" for name in NAMES[: last + 1]]
-    node = helper.make_node("GroupQueryAttention", names, results, domain="com.microsoft", **attributes)
-    graph = helper.make_graph([node], "one", [value(name) for name in feed], infos)
+    return model_of("GroupQueryAttention", NAMES, feed, infos, **attributes)
+
+
+def one_paged_node(feed, **attributes):
+    """The same of PagedAttention."""
+    kinds = [helper.np_dtype_to_tensor_dtype(feed[name].dtype) for name in ["query", "key_cache", "value_cache"]]
+    names = ["output", "key_cache_out", "value_cache_out"]
+    infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(names, kinds)]
+    return model_of("PagedAttention", PAGED, feed, infos, **attributes)
+
+
+def model_of(kind, order, feed, infos, **attributes):
+    value = lambda name, array: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+    last = max(order.index(name) for name in feed)
+    names = [name if name in feed else "" for name in order[: last + 1]]
+    node = helper.make_node(kind, names, [info.name for info in infos], domain="com.microsoft", **attributes)
+    graph = helper.make_graph([node], "one", [value(*item) for item in feed.items()], infos)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
@@ -362,6 +378,53 @@ class Nodes(unittest.TestCase):
         for ours, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
+    def test_paged_attention(self):
+        """What GroupQueryAttention computes of each sequence alone. Theirs is for CUDA only."""
+        random, block, size = np.random.default_rng(9), 16, 32
+        new, past = np.array([5, 1, 20]), np.array([30, 17, 0])
+        noise = lambda *shape: random.standard_normal(shape, dtype=np.float32)
+        tokens = int(new.sum())
+        feed = {"query": noise(tokens, 6 * size), "key": noise(tokens, 2 * size), "value": noise(tokens, 2 * size),
+                "key_cache": noise(8, block, 2, size), "value_cache": noise(8, block, 2, size),
+                "cumulative_sequence_length": np.array([0, *new.cumsum()], np.int32), "past_seqlens": past.astype(np.int32),
+                "block_table": np.array([[6, 0, 3], [2, 5, -1], [7, 1, -1]], np.int32),
+                "attention_metadata": np.array([20, 35], np.int32)}
+        for metadata in [True, False]:
+            given = {name: array.copy() for name, array in feed.items() if metadata or name != "attention_metadata"}
+            engine = session(one_paged_node(given, num_heads=6, kv_num_heads=2), OURS)
+            bound = engine.io_binding()
+            values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in given.items()}
+            for name, value in values.items():
+                bound.bind_ortvalue_input(name, value)
+            bound.bind_output("output")
+            for name in ["key_cache", "value_cache"]:
+                bound.bind_ortvalue_output(name + "_out", values[name])
+            engine.run_with_iobinding(bound)
+            output = bound.get_outputs()[0].numpy()
+            for b, (rows, before) in enumerate(zip(new, past)):
+                first = int(new[:b].sum())
+                own = slice(first, first + rows)
+                blocks = feed["block_table"][b]
+                gathered = lambda cache: np.concatenate([cache[i] for i in blocks if i >= 0])[None].transpose(0, 2, 1, 3)
+                alone = {name: feed[name][own][None] for name in ["query", "key", "value"]}
+                if before:
+                    alone |= {"past_" + name: np.ascontiguousarray(gathered(feed[name + "_cache"])[:, :, :before]) for name in ["key", "value"]}
+                alone |= {"seqlens_k": np.array([before + rows - 1], np.int32), "total_sequence_length": np.array([before + rows], np.int32)}
+                want = session(one_node(alone, num_heads=6, kv_num_heads=2), THEIRS).run(None, alone)
+                np.testing.assert_allclose(output[own], want[0][0], atol=2e-5)
+                for name, cache in zip(["key_cache", "value_cache"], want[1:]):
+                    np.testing.assert_array_equal(gathered(values[name].numpy())[:, :, : before + rows], cache)
+
+    def test_a_paged_cache_apart_from_its_output_is_refused(self):
+        feed = {"query": np.zeros((1, 192), np.float32), "key": np.zeros((1, 64), np.float32), "value": np.zeros((1, 64), np.float32),
+                "key_cache": np.zeros((2, 16, 2, 32), np.float32), "value_cache": np.zeros((2, 16, 2, 32), np.float32),
+                "cumulative_sequence_length": np.array([0, 1], np.int32), "past_seqlens": np.array([3], np.int32),
+                "block_table": np.array([[1]], np.int32)}
+        text = refusal(one_paged_node(feed, num_heads=6, kv_num_heads=2), feed)
+        self.assertRegex(text, "key_cache: got memory at .*; allowed: one memory for both")
+        text = refusal(one_paged_node(feed, num_heads=6, kv_num_heads=2, kv_cache_layout="LATENT"), feed)
+        self.assertIn("kv_cache_layout: got \"LATENT\"; allowed: \"SEPARATE\"", text)
+
     def test_errors_are_ours_and_say_what_is_allowed(self):
         heads = {"num_heads": 6, "kv_num_heads": 2}
         feed = layer(1, 10, total=16)
@@ -373,7 +436,7 @@ class Nodes(unittest.TestCase):
         for attributes, text in [
             ({"num_heads": 6}, "kv_num_heads: got no attribute; allowed: an integer; it is required"),
             (heads | {"scale": 1}, "scale: got the integer 1; allowed: a float"),
-            (heads | {"k_quant_type": "HALF"}, "k_quant_type: got the string \"HALF\"; allowed: NONE, PER_TENSOR or PER_CHANNEL"),
+            (heads | {"k_quant_type": "HALF"}, "k_quant_type: got \"HALF\"; allowed: NONE, PER_TENSOR or PER_CHANNEL"),
             (heads | {"qk_output": 1}, "qk_output: got 1 without the output output_qk; allowed: 0"),
             (heads | {"causal": 3}, "causal: got 3; allowed: 0 or 1"),
         ]:

@@ -2,7 +2,7 @@
 
 use crate::api::{Api, Failure};
 use gqa_host::Error;
-use gqa_host::op::{GroupQueryAttention, QuantType};
+use gqa_host::op::{GroupQueryAttention, PagedAttention, QuantType};
 use ort_sys::OrtKernelInfo;
 use std::ffi::CStr;
 use std::ptr;
@@ -10,8 +10,10 @@ use std::ptr;
 /// A node, as ONNX Runtime shows it when it makes a kernel.
 #[derive(Clone, Copy)]
 pub struct Node {
-    api: Api,
-    info: *const OrtKernelInfo,
+    /// ONNX Runtime's functions.
+    pub api: Api,
+    /// ONNX Runtime's handle.
+    pub info: *const OrtKernelInfo,
 }
 
 /// An attribute of a node.
@@ -105,6 +107,14 @@ impl Node {
         self.int(name)?.ok_or_else(missing)
     }
 
+    fn text(self, name: &'static CStr) -> Result<Option<String>, Error> {
+        match self.attribute(name) {
+            None => Ok(None),
+            Some(Attribute::Text(text)) => Ok(Some(text)),
+            Some(other) => Err(other.instead_of(utf8(name), "a string")),
+        }
+    }
+
     /// Only 1 turns something on.
     fn on(self, name: &'static CStr) -> Result<bool, Error> {
         Ok(self.int(name)? == Some(1))
@@ -112,15 +122,11 @@ impl Node {
 
     /// k_quant_type or v_quant_type, in letters of either case.
     fn quant_type(self, name: &'static CStr) -> Result<QuantType, Error> {
-        let allowed = "NONE, PER_TENSOR or PER_CHANNEL";
-        let text = match self.attribute(name) {
-            None => return Ok(QuantType::None),
-            Some(Attribute::Text(text)) => text,
-            Some(other) => return Err(other.instead_of(utf8(name), allowed)),
-        };
+        let Some(text) = self.text(name)? else { return Ok(QuantType::None) };
         let all = [QuantType::None, QuantType::PerTensor, QuantType::PerChannel];
         let known = all.into_iter().find(|how| text.eq_ignore_ascii_case(&how.to_string()));
-        known.ok_or_else(|| Attribute::Text(text).instead_of(utf8(name), allowed))
+        let allowed = "NONE, PER_TENSOR or PER_CHANNEL";
+        known.ok_or_else(|| Error::invalid(utf8(name), format!("{text:?}"), allowed))
     }
 
     /// qk_output, which asks for the node's 4th output.
@@ -151,6 +157,43 @@ impl Node {
             .v_quant_type(self.quant_type(c"v_quant_type")?)
             .kv_cache_bit_width(self.int(c"kv_cache_bit_width")?.unwrap_or(0))
             .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?.unwrap_or(1e-6)))
+    }
+
+    /// The operator of a PagedAttention node.
+    pub fn paged_attention(self) -> Result<PagedAttention, Failure> {
+        self.check_layout()?;
+        let heads = [self.required_int(c"num_heads")?, self.required_int(c"kv_num_heads")?];
+        Ok(PagedAttention::new(heads[0], heads[1])
+            .is_causal(self.int(c"is_causal")?.unwrap_or(1))
+            .scale(self.float(c"scale")?.unwrap_or(0.0))
+            .softcap(self.float(c"softcap")?.unwrap_or(0.0))
+            .local_window_size(self.int(c"local_window_size")?.unwrap_or(-1))
+            .do_rotary(self.on(c"do_rotary")?)
+            .rotary_interleaved(self.on(c"rotary_interleaved")?)
+            .k_quant_type(self.quant_type(c"k_quant_type")?)
+            .v_quant_type(self.quant_type(c"v_quant_type")?)
+            .k_cache_dtype(&self.text(c"k_cache_dtype")?.unwrap_or_default())
+            .v_cache_dtype(&self.text(c"v_cache_dtype")?.unwrap_or_default())
+            .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?.unwrap_or(1e-6)))
+    }
+
+    /// Errs where keys and values are not tensors of their own.
+    fn check_layout(self) -> Result<(), Error> {
+        match self.text(c"kv_cache_layout")? {
+            Some(layout) if layout != "SEPARATE" => {
+                let got = format!("{layout:?}");
+                return Err(Error::invalid("kv_cache_layout", got, "\"SEPARATE\""));
+            }
+            _ => {}
+        }
+        for name in [c"rotary_offset", c"v_head_size"] {
+            let number = self.int(name)?.unwrap_or(0);
+            if number != 0 {
+                let allowed = "0, as kv_cache_layout is SEPARATE";
+                return Err(Error::invalid(utf8(name), number, allowed));
+            }
+        }
+        Ok(())
     }
 }
 

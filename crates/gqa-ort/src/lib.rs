@@ -1,5 +1,5 @@
-//! A library that takes the place of ONNX Runtime's `com.microsoft.GroupQueryAttention` in
-//! unmodified models.
+//! A library that takes the place of ONNX Runtime's `com.microsoft.GroupQueryAttention` and
+//! `PagedAttention` in unmodified models.
 //!
 //! A program calls `SessionOptions.register_custom_ops_library(path)`. ONNX Runtime then calls
 //! [`RegisterCustomOps`], which hands it a domain `com.microsoft` with an operator for each
@@ -7,18 +7,27 @@
 //! (`kernel`) from the node's attributes, and calls that with the node's tensors.
 //!
 //! ```text
-//! RegisterCustomOps -> operator::all    which types there are
-//!   CreateKernel    -> attributes       of a node, once
-//!   KernelCompute   -> kernel, value    tensors in ONNX Runtime's memory, nothing is copied
+//! RegisterCustomOps -> operator      which providers and types there are
+//!   CreateKernel    -> attributes    of a node, once
+//!   KernelCompute   -> kernel
+//!                        call, value           tensors in ONNX Runtime's memory
+//!                        group_query, paged    the problem, and room for outputs
+//!                        cpu, cuda             computes, nothing is copied
 //! ```
 //!
 //! What fails becomes an `OrtStatus` with the text of the error (`api`), and so does a panic.
 
 mod api;
 mod attributes;
+mod call;
+mod cpu;
+mod cuda;
+mod group_query;
 mod kernel;
 mod log;
 mod operator;
+mod paged;
+mod schema;
 mod value;
 
 use api::{Api, Failure, guarded};

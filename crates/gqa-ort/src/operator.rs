@@ -1,11 +1,15 @@
-//! Which operators there are: one for each combination of element types.
+//! Which operators there are: one for each provider and combination of element types.
 
 use crate::api::{Api, guarded};
 use crate::attributes::Node;
-use crate::kernel::{INPUTS, Kernel, OUTPUTS};
+use crate::kernel::{Kernel, Provider};
+use crate::schema::Schema;
 use crate::value::{Context, element_type};
+use crate::{group_query, paged};
 use gqa_host::DType;
-use ort_sys::OrtCustomOpInputOutputCharacteristic::{self, INPUT_OUTPUT_OPTIONAL};
+use ort_sys::OrtCustomOpInputOutputCharacteristic::{
+    self, INPUT_OUTPUT_OPTIONAL, INPUT_OUTPUT_REQUIRED,
+};
 use ort_sys::{
     ONNXTensorElementDataType, ORT_API_VERSION, OrtApi, OrtCustomOp, OrtKernelContext,
     OrtKernelInfo, OrtMemType, OrtStatusPtr,
@@ -23,30 +27,40 @@ const QUANTIZED: [DType; 3] = [DType::I8, DType::U8, DType::F8E4M3];
 pub struct Operator {
     /// First, as ONNX Runtime hands back a pointer to it.
     base: OrtCustomOp,
+    schema: &'static Schema,
+    provider: Provider,
     dtype: DType,
     cache: DType,
 }
 
 /// All of them. Of several that fit a node ONNX Runtime takes the first, so that the cache which a
-/// node without past_key makes is not quantized.
+/// node without past_key makes is not quantized. A session needs the operators of all its
+/// providers: where it finds one of some provider only, it asks ONNX Runtime's own kernels of the
+/// others, and fails, because these do not fit our schema.
 pub fn all() -> &'static [Operator] {
     static ALL: LazyLock<Vec<Operator>> = LazyLock::new(|| {
-        let plain = FLOATS.map(|dtype| Operator::new(dtype, dtype));
-        let quantized = FLOATS
-            .iter()
-            .flat_map(|&dtype| QUANTIZED.iter().map(move |&cache| Operator::new(dtype, cache)));
-        plain.into_iter().chain(quantized).collect()
+        let mut all = Vec::new();
+        for schema in [&group_query::SCHEMA, &paged::SCHEMA] {
+            for provider in [Provider::Cpu, Provider::Cuda] {
+                let new = |dtype, cache| Operator::new(schema, provider, dtype, cache);
+                all.extend(FLOATS.map(|dtype| new(dtype, dtype)));
+                all.extend(
+                    FLOATS.iter().flat_map(|&dtype| QUANTIZED.map(|cache| new(dtype, cache))),
+                );
+            }
+        }
+        all
     });
     &ALL
 }
 
 impl Operator {
-    const fn new(dtype: DType, cache: DType) -> Self {
+    fn new(schema: &'static Schema, provider: Provider, dtype: DType, cache: DType) -> Self {
         let base = OrtCustomOp {
             version: ORT_API_VERSION,
             CreateKernel: None,
             GetName: Some(name),
-            GetExecutionProviderType: Some(provider),
+            GetExecutionProviderType: Some(provider_name),
             GetInputType: Some(input_type),
             GetInputTypeCount: Some(input_count),
             GetOutputType: Some(output_type),
@@ -65,34 +79,17 @@ impl Operator {
             InferOutputShapeFn: None,
             GetStartVersion: Some(version),
             GetEndVersion: None,
-            GetMayInplace: None,
-            ReleaseMayInplace: None,
+            GetMayInplace: schema.in_place.then_some(caches),
+            ReleaseMayInplace: schema.in_place.then_some(keep_caches),
             GetAliasMap: None,
             ReleaseAliasMap: None,
         };
-        Self { base, dtype, cache }
+        Self { base, schema, provider, dtype, cache }
     }
 
     /// As ONNX Runtime takes it.
     pub fn base(&self) -> *const OrtCustomOp {
         &raw const self.base
-    }
-
-    fn input_type(&self, index: usize) -> DType {
-        match INPUTS[index] {
-            "past_key" | "past_value" => self.cache,
-            "seqlens_k" | "total_sequence_length" => DType::I32,
-            "position_ids" => DType::I64,
-            "k_scale" | "v_scale" => DType::F32,
-            _ => self.dtype,
-        }
-    }
-
-    fn output_type(&self, index: usize) -> DType {
-        match OUTPUTS[index] {
-            "present_key" | "present_value" => self.cache,
-            _ => self.dtype,
-        }
     }
 }
 
@@ -104,20 +101,28 @@ unsafe fn operator<'a>(op: *const OrtCustomOp) -> &'a Operator {
     unsafe { &*op.cast() }
 }
 
-unsafe extern "system" fn name(_: *const OrtCustomOp) -> *const c_char {
-    c"GroupQueryAttention".as_ptr()
+unsafe extern "system" fn name(op: *const OrtCustomOp) -> *const c_char {
+    // SAFETY: ONNX Runtime has it from `all`
+    unsafe { operator(op) }.schema.name.as_ptr()
 }
 
-unsafe extern "system" fn provider(_: *const OrtCustomOp) -> *const c_char {
-    c"CPUExecutionProvider".as_ptr()
+unsafe extern "system" fn provider_name(op: *const OrtCustomOp) -> *const c_char {
+    // SAFETY: ONNX Runtime has it from `all`
+    let name = match unsafe { operator(op) }.provider {
+        Provider::Cpu => c"CPUExecutionProvider",
+        Provider::Cuda => c"CUDAExecutionProvider",
+    };
+    name.as_ptr()
 }
 
-unsafe extern "system" fn input_count(_: *const OrtCustomOp) -> usize {
-    INPUTS.len()
+unsafe extern "system" fn input_count(op: *const OrtCustomOp) -> usize {
+    // SAFETY: ONNX Runtime has it from `all`
+    unsafe { operator(op) }.schema.inputs.len()
 }
 
-unsafe extern "system" fn output_count(_: *const OrtCustomOp) -> usize {
-    OUTPUTS.len()
+unsafe extern "system" fn output_count(op: *const OrtCustomOp) -> usize {
+    // SAFETY: ONNX Runtime has it from `all`
+    unsafe { operator(op) }.schema.outputs.len()
 }
 
 unsafe extern "system" fn input_type(
@@ -125,7 +130,8 @@ unsafe extern "system" fn input_type(
     index: usize,
 ) -> ONNXTensorElementDataType {
     // SAFETY: ONNX Runtime has it from `all`
-    element_type(unsafe { operator(op) }.input_type(index))
+    let Operator { schema, dtype, cache, .. } = unsafe { operator(op) };
+    element_type(schema.inputs[index].kind.of(*dtype, *cache))
 }
 
 unsafe extern "system" fn output_type(
@@ -133,18 +139,18 @@ unsafe extern "system" fn output_type(
     index: usize,
 ) -> ONNXTensorElementDataType {
     // SAFETY: ONNX Runtime has it from `all`
-    element_type(unsafe { operator(op) }.output_type(index))
+    let Operator { schema, dtype, cache, .. } = unsafe { operator(op) };
+    element_type(schema.outputs[index].kind.of(*dtype, *cache))
 }
 
 unsafe extern "system" fn input_characteristic(
-    _: *const OrtCustomOp,
+    op: *const OrtCustomOp,
     index: usize,
 ) -> OrtCustomOpInputOutputCharacteristic {
-    match INPUTS[index] {
-        "query" | "seqlens_k" | "total_sequence_length" => {
-            OrtCustomOpInputOutputCharacteristic::INPUT_OUTPUT_REQUIRED
-        }
-        _ => INPUT_OUTPUT_OPTIONAL,
+    // SAFETY: ONNX Runtime has it from `all`
+    match unsafe { operator(op) }.schema.inputs[index].required {
+        true => INPUT_OUTPUT_REQUIRED,
+        false => INPUT_OUTPUT_OPTIONAL,
     }
 }
 
@@ -152,15 +158,31 @@ unsafe extern "system" fn output_characteristic(
     _: *const OrtCustomOp,
     index: usize,
 ) -> OrtCustomOpInputOutputCharacteristic {
-    match OUTPUTS[index] {
-        "output" => OrtCustomOpInputOutputCharacteristic::INPUT_OUTPUT_REQUIRED,
-        _ => INPUT_OUTPUT_OPTIONAL,
+    if index == 0 { INPUT_OUTPUT_REQUIRED } else { INPUT_OUTPUT_OPTIONAL }
+}
+
+unsafe extern "system" fn input_memory(op: *const OrtCustomOp, index: usize) -> OrtMemType {
+    // SAFETY: ONNX Runtime has it from `all`
+    match unsafe { operator(op) }.schema.inputs[index].role {
+        Some(_) => OrtMemType::OrtMemTypeDefault,
+        None => OrtMemType::OrtMemTypeCPUInput,
     }
 }
 
-unsafe extern "system" fn input_memory(_: *const OrtCustomOp, _: usize) -> OrtMemType {
-    OrtMemType::OrtMemTypeDefault
+/// Inputs 3 and 4 are outputs 1 and 2.
+unsafe extern "system" fn caches(inputs: *mut *mut c_int, outputs: *mut *mut c_int) -> usize {
+    static INPUTS: [c_int; 2] = [3, 4];
+    static OUTPUTS: [c_int; 2] = [1, 2];
+    // SAFETY: ONNX Runtime has room for the pointers, and only reads what is there
+    unsafe {
+        *inputs = INPUTS.as_ptr().cast_mut();
+        *outputs = OUTPUTS.as_ptr().cast_mut();
+    }
+    INPUTS.len()
 }
+
+/// What `caches` gives is not freed.
+unsafe extern "system" fn keep_caches(_: *mut c_int, _: *mut c_int) {}
 
 unsafe extern "system" fn not_variadic(_: *const OrtCustomOp) -> c_int {
     0
@@ -172,18 +194,18 @@ unsafe extern "system" fn version(_: *const OrtCustomOp) -> c_int {
 }
 
 unsafe extern "system" fn create(
-    _: *const OrtCustomOp,
+    op: *const OrtCustomOp,
     table: *const OrtApi,
     info: *const OrtKernelInfo,
     to: *mut *mut c_void,
 ) -> OrtStatusPtr {
-    // SAFETY: both are ONNX Runtime's
-    let (api, node) = unsafe {
+    // SAFETY: all three are ONNX Runtime's, which has the operator from `all`
+    let (Operator { schema, provider, .. }, api, node) = unsafe {
         let api = Api::from_table(table);
-        (api, Node::new(api, info))
+        (operator(op), api, Node::new(api, info))
     };
     guarded(api, || {
-        let kernel = Box::new(Kernel::new(api, node)?);
+        let kernel = Box::new(Kernel::new(schema, *provider, node)?);
         // SAFETY: ONNX Runtime has room for the pointer
         unsafe { *to = Box::into_raw(kernel).cast() };
         Ok(())

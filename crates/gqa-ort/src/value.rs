@@ -5,7 +5,10 @@ use float8::F8E4M3;
 use gqa_host::plan::TensorId;
 use gqa_host::{DType, Error, TensorDesc, TensorView, TensorViewMut};
 use half::{bf16, f16};
-use ort_sys::{ONNXTensorElementDataType, OrtKernelContext, OrtTensorTypeAndShapeInfo, OrtValue};
+use ort_sys::{
+    ONNXTensorElementDataType, OrtKernelContext, OrtMemoryInfo, OrtTensorTypeAndShapeInfo, OrtValue,
+};
+use std::ffi::c_void;
 use std::{ptr, slice};
 
 /// ONNX Runtime's names of element types.
@@ -30,6 +33,7 @@ pub fn element_type(dtype: DType) -> ONNXTensorElementDataType {
 }
 
 /// A tensor of a call: where it is, wherever that may be.
+#[derive(Clone)]
 pub struct Value {
     /// Element type.
     pub dtype: DType,
@@ -45,6 +49,24 @@ impl Value {
         self.len() == 0
     }
 
+    /// Whether another tensor is this one, in the same memory.
+    pub fn is(&self, other: &Self) -> bool {
+        self.data == other.data && self.shape == other.shape
+    }
+
+    /// The int32 numbers that the host reads.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::view`].
+    pub unsafe fn numbers(&self, name: &'static str) -> Result<&[i32], Error> {
+        match self.dtype {
+            // SAFETY: as the caller says
+            DType::I32 => unsafe { self.slice(name) },
+            other => Err(Error::invalid(name, other, "int32")),
+        }
+    }
+
     /// Type and shape.
     pub fn desc(&self) -> TensorDesc<'_> {
         TensorDesc { dtype: self.dtype, shape: &self.shape }
@@ -56,18 +78,19 @@ impl Value {
     ///
     /// The memory must be the host's and not be written as long as the view is used.
     pub unsafe fn view(&self, id: TensorId) -> Result<TensorView<'_>, Error> {
+        let name = id.name();
         // SAFETY: as the caller says; ONNX Runtime made a tensor of that type and shape
         unsafe {
             Ok(match self.dtype {
-                DType::F32 => self.slice::<f32>(id)?.into(),
-                DType::F16 => self.slice::<f16>(id)?.into(),
-                DType::BF16 => self.slice::<bf16>(id)?.into(),
-                DType::I32 => self.slice::<i32>(id)?.into(),
-                DType::I64 => self.slice::<i64>(id)?.into(),
-                DType::I8 => self.slice::<i8>(id)?.into(),
-                DType::U8 => self.slice::<u8>(id)?.into(),
-                DType::F8E4M3 => self.slice::<F8E4M3>(id)?.into(),
-                other => return Err(foreign(id, other)),
+                DType::F32 => self.slice::<f32>(name)?.into(),
+                DType::F16 => self.slice::<f16>(name)?.into(),
+                DType::BF16 => self.slice::<bf16>(name)?.into(),
+                DType::I32 => self.slice::<i32>(name)?.into(),
+                DType::I64 => self.slice::<i64>(name)?.into(),
+                DType::I8 => self.slice::<i8>(name)?.into(),
+                DType::U8 => self.slice::<u8>(name)?.into(),
+                DType::F8E4M3 => self.slice::<F8E4M3>(name)?.into(),
+                other => return Err(foreign(name, other)),
             })
         }
     }
@@ -78,16 +101,17 @@ impl Value {
     ///
     /// The memory must be the host's and be used by nobody else as long as the view is used.
     pub unsafe fn view_mut(&mut self, id: TensorId) -> Result<TensorViewMut<'_>, Error> {
+        let name = id.name();
         // SAFETY: as the caller says; ONNX Runtime made a tensor of that type and shape
         unsafe {
             Ok(match self.dtype {
-                DType::F32 => self.slice_mut::<f32>(id)?.into(),
-                DType::F16 => self.slice_mut::<f16>(id)?.into(),
-                DType::BF16 => self.slice_mut::<bf16>(id)?.into(),
-                DType::I8 => self.slice_mut::<i8>(id)?.into(),
-                DType::U8 => self.slice_mut::<u8>(id)?.into(),
-                DType::F8E4M3 => self.slice_mut::<F8E4M3>(id)?.into(),
-                other => return Err(foreign(id, other)),
+                DType::F32 => self.slice_mut::<f32>(name)?.into(),
+                DType::F16 => self.slice_mut::<f16>(name)?.into(),
+                DType::BF16 => self.slice_mut::<bf16>(name)?.into(),
+                DType::I8 => self.slice_mut::<i8>(name)?.into(),
+                DType::U8 => self.slice_mut::<u8>(name)?.into(),
+                DType::F8E4M3 => self.slice_mut::<F8E4M3>(name)?.into(),
+                other => return Err(foreign(name, other)),
             })
         }
     }
@@ -95,22 +119,22 @@ impl Value {
     /// # Safety
     ///
     /// As for [`Self::view`], of elements of type `T`.
-    unsafe fn slice<T>(&self, id: TensorId) -> Result<&[T], Error> {
+    unsafe fn slice<T>(&self, name: &'static str) -> Result<&[T], Error> {
         match self.len() {
             0 => Ok(&[]),
             // SAFETY: aligned, and as the caller says
-            len => Ok(unsafe { slice::from_raw_parts(self.aligned(id)?, len) }),
+            len => Ok(unsafe { slice::from_raw_parts(self.aligned(name)?, len) }),
         }
     }
 
     /// # Safety
     ///
     /// As for [`Self::view_mut`], of elements of type `T`.
-    unsafe fn slice_mut<T>(&mut self, id: TensorId) -> Result<&mut [T], Error> {
+    unsafe fn slice_mut<T>(&mut self, name: &'static str) -> Result<&mut [T], Error> {
         match self.len() {
             0 => Ok(&mut []),
             // SAFETY: aligned, and as the caller says
-            len => Ok(unsafe { slice::from_raw_parts_mut(self.aligned(id)?, len) }),
+            len => Ok(unsafe { slice::from_raw_parts_mut(self.aligned(name)?, len) }),
         }
     }
 
@@ -118,18 +142,18 @@ impl Value {
         self.shape.iter().product()
     }
 
-    fn aligned<T>(&self, id: TensorId) -> Result<*mut T, Error> {
+    fn aligned<T>(&self, name: &'static str) -> Result<*mut T, Error> {
         let data = self.data.cast::<T>();
         if data.is_null() || !data.is_aligned() {
             let allowed = format!("an address aligned for {}", self.dtype);
-            return Err(Error::invalid(id.name(), format!("memory at {data:p}"), allowed));
+            return Err(Error::invalid(name, format!("memory at {data:p}"), allowed));
         }
         Ok(data)
     }
 }
 
-fn foreign(id: TensorId, dtype: DType) -> Error {
-    Error::invalid(id.name(), dtype, "a type that the operator has")
+fn foreign(name: &'static str, dtype: DType) -> Error {
+    Error::invalid(name, dtype, "a type that the operator has")
 }
 
 /// The tensors of a running call.
@@ -181,6 +205,31 @@ impl Context {
             }
         }
         self.value(value, name)
+    }
+
+    /// The `CUstream` that the call belongs to.
+    pub fn stream(self) -> Result<*mut c_void, Failure> {
+        let mut stream = ptr::null_mut();
+        let get = self.api.table().KernelContext_GetGPUComputeStream;
+        // SAFETY: the call runs, and the result has room
+        self.api.check(unsafe { get(self.context, &mut stream) }).map(|()| stream)
+    }
+
+    /// Memory for the call, in the order of its stream, which goes back to the allocator that
+    /// `memory` is of. Null for 0 bytes.
+    ///
+    /// # Safety
+    ///
+    /// `memory` must be ONNX Runtime's.
+    pub unsafe fn scratch(
+        self,
+        memory: *const OrtMemoryInfo,
+        bytes: usize,
+    ) -> Result<*mut c_void, Failure> {
+        let mut data = ptr::null_mut();
+        let get = self.api.table().KernelContext_GetScratchBuffer;
+        // SAFETY: the call runs, and the result has room; as the caller says
+        self.api.check(unsafe { get(self.context, memory, bytes, &mut data) }).map(|()| data)
     }
 
     fn value(self, value: *const OrtValue, name: &'static str) -> Result<Option<Value>, Failure> {

@@ -1,0 +1,90 @@
+//! The tensors of a call.
+
+use crate::api::Failure;
+use crate::schema::Schema;
+use crate::value::{Context, Value};
+use gqa_host::plan::TensorId;
+use gqa_host::{Error, Problem, TensorDesc};
+
+/// What a call reads, in the order of its operator's inputs.
+pub struct Given {
+    schema: &'static Schema,
+    values: Vec<Option<Value>>,
+}
+
+impl Given {
+    /// All inputs.
+    pub fn read(context: Context, schema: &'static Schema) -> Result<Self, Failure> {
+        let inputs = schema.inputs.iter().enumerate();
+        let values = inputs.map(|(index, input)| context.input(index, input.name));
+        Ok(Self { schema, values: values.collect::<Result<_, _>>()? })
+    }
+
+    /// The input of that name.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        let index = self.schema.inputs.iter().position(|input| input.name == name)?;
+        self.values[index].as_ref()
+    }
+
+    /// The same, which the call cannot do without.
+    pub fn required(&self, name: &'static str) -> Result<&Value, Error> {
+        let missing = || Error::invalid(name, "no input", "a tensor; it is required");
+        self.get(name).ok_or_else(missing)
+    }
+
+    /// Type and shape of the input.
+    pub fn desc(&self, name: &str) -> Option<TensorDesc<'_>> {
+        self.get(name).map(Value::desc)
+    }
+
+    /// Type and shape of an input that the call cannot do without.
+    pub fn required_desc(&self, name: &'static str) -> Result<TensorDesc<'_>, Error> {
+        self.required(name).map(Value::desc)
+    }
+
+    /// The inputs that are tensors of the call.
+    pub fn by_role(&self) -> impl Iterator<Item = (TensorId, &Value)> {
+        let inputs = self.schema.inputs.iter().zip(&self.values);
+        inputs.filter_map(|(input, value)| Some((input.role?, value.as_ref()?)))
+    }
+}
+
+/// What a call writes; `None` where the node has no such output.
+pub struct Made {
+    /// output
+    pub output: Option<Value>,
+    /// present_key, or key_cache
+    pub present_key: Option<Value>,
+    /// present_value, or value_cache
+    pub present_value: Option<Value>,
+    /// output_qk
+    pub output_qk: Option<Value>,
+}
+
+impl Made {
+    /// The output in that role.
+    pub fn get(&self, id: TensorId) -> Option<&Value> {
+        match id {
+            TensorId::Output => self.output.as_ref(),
+            TensorId::PresentKey => self.present_key.as_ref(),
+            TensorId::PresentValue => self.present_value.as_ref(),
+            TensorId::OutputQk => self.output_qk.as_ref(),
+            _ => None,
+        }
+    }
+}
+
+/// Room for a problem's tensor, in ONNX Runtime's memory or where the caller of the session wants
+/// it; `None` where the problem or the node does not have it.
+pub fn room(
+    context: Context,
+    schema: &Schema,
+    id: TensorId,
+    problem: &Problem,
+) -> Result<Option<Value>, Failure> {
+    let index = schema.outputs.iter().position(|output| output.role == id);
+    match (index, id.spec(problem)) {
+        (Some(index), Some(spec)) => context.output(index, id.name(), &spec.shape),
+        _ => Ok(None),
+    }
+}

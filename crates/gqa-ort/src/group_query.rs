@@ -1,0 +1,118 @@
+//! com.microsoft.GroupQueryAttention.
+
+use crate::api::Failure;
+use crate::call::{Given, Made, room};
+use crate::schema::Kind::{Always, Cache, Element};
+use crate::schema::{Output, Schema, input, numbers};
+use crate::value::{Context, Value};
+use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::plan::TensorId::{self, *};
+use gqa_host::{CacheBinding, DType, Error, Problem};
+
+/// Its inputs and outputs.
+pub static SCHEMA: Schema = Schema {
+    name: c"GroupQueryAttention",
+    inputs: &[
+        input("query", Query, Element).required(),
+        input("key", Key, Element),
+        input("value", TensorId::Value, Element),
+        input("past_key", PastKey, Cache),
+        input("past_value", PastValue, Cache),
+        input("seqlens_k", SeqlensK, Always(DType::I32)).required(),
+        numbers("total_sequence_length").required(),
+        input("cos_cache", CosCache, Element),
+        input("sin_cache", SinCache, Element),
+        input("position_ids", PositionIds, Always(DType::I64)),
+        input("attention_bias", AttentionBias, Element),
+        input("head_sink", HeadSink, Element),
+        input("k_scale", KScale, Always(DType::F32)),
+        input("v_scale", VScale, Always(DType::F32)),
+        input("q_norm_weight", QNormWeight, Element),
+        input("k_norm_weight", KNormWeight, Element),
+    ],
+    outputs: &[
+        Output { kind: Element, role: TensorId::Output },
+        Output { kind: Cache, role: PresentKey },
+        Output { kind: Cache, role: PresentValue },
+        Output { kind: Element, role: OutputQk },
+    ],
+    in_place: false,
+};
+
+/// A call's problem, and room for what it writes.
+///
+/// # Safety
+///
+/// Nobody else may write total_sequence_length meanwhile.
+pub unsafe fn call(
+    op: &GroupQueryAttention,
+    context: Context,
+    given: &Given,
+) -> Result<(Problem, Made), Failure> {
+    // SAFETY: as the caller says
+    let total = unsafe { total_sequence_length(given) }?;
+    let shapes = shapes(given, total)?;
+    let problem = op.problem_from_shapes(&shapes, CacheBinding::Separate)?;
+    let room = |id| room(context, &SCHEMA, id, &problem);
+    let made = Made {
+        output: room(TensorId::Output)?,
+        present_key: room(PresentKey)?,
+        present_value: room(PresentValue)?,
+        output_qk: room(OutputQk)?,
+    };
+    let problem = match shares_cache(given, &made)? {
+        true => op.problem_from_shapes(&shapes, CacheBinding::Shared)?,
+        false => problem,
+    };
+    Ok((problem, made))
+}
+
+/// The number.
+///
+/// # Safety
+///
+/// Nobody else may write it meanwhile.
+unsafe fn total_sequence_length(given: &Given) -> Result<usize, Error> {
+    const NAME: &str = "total_sequence_length";
+    // SAFETY: as the caller says; ONNX Runtime has it in the host's memory
+    match unsafe { given.required(NAME)?.numbers(NAME) }? {
+        &[total] => usize::try_from(total).map_err(|_| Error::invalid(NAME, total, "0 or more")),
+        more => Err(Error::invalid(NAME, format!("{} elements", more.len()), "one element")),
+    }
+}
+
+fn shapes(given: &Given, total: usize) -> Result<Shapes<'_>, Error> {
+    let (query, seqlens_k) = (given.required_desc("query")?, given.required_desc("seqlens_k")?);
+    Ok(Shapes {
+        key: given.desc("key"),
+        value: given.desc("value"),
+        past_key: given.desc("past_key"),
+        past_value: given.desc("past_value"),
+        cos_cache: given.desc("cos_cache"),
+        sin_cache: given.desc("sin_cache"),
+        position_ids: given.desc("position_ids"),
+        attention_bias: given.desc("attention_bias"),
+        head_sink: given.desc("head_sink"),
+        k_scale: given.desc("k_scale"),
+        v_scale: given.desc("v_scale"),
+        q_norm_weight: given.desc("q_norm_weight"),
+        k_norm_weight: given.desc("k_norm_weight"),
+        ..Shapes::new(query, seqlens_k, total)
+    })
+}
+
+/// Whether past and present are one memory: rows are then appended in place.
+fn shares_cache(given: &Given, made: &Made) -> Result<bool, Error> {
+    let is_one = |past: &str, present: Option<&Value>| match (given.get(past), present) {
+        (Some(past), Some(present)) => !past.is_empty() && past.is(present),
+        _ => false,
+    };
+    let keys = is_one("past_key", made.present_key.as_ref());
+    let values = is_one("past_value", made.present_value.as_ref());
+    if keys != values {
+        let one = if keys { "past_key" } else { "past_value" };
+        let allowed = "both in the memory of their present output, or none";
+        return Err(Error::invalid("past_key, past_value", format!("{one} only"), allowed));
+    }
+    Ok(keys)
+}

@@ -1,0 +1,116 @@
+//! com.microsoft.PagedAttention. ONNX Runtime itself has it for CUDA only.
+
+use crate::api::Failure;
+use crate::call::{Given, Made, room};
+use crate::schema::Kind::{Always, Cache, Element};
+use crate::schema::{Output, Schema, input, numbers};
+use crate::value::{Context, Value};
+use gqa_host::op::{Bounds, PagedAttention, PagedShapes};
+use gqa_host::plan::TensorId::{self, *};
+use gqa_host::{DType, Error, Problem};
+
+/// Its inputs and outputs.
+pub static SCHEMA: Schema = Schema {
+    name: c"PagedAttention",
+    inputs: &[
+        input("query", Query, Element).required(),
+        input("key", Key, Element),
+        input("value", TensorId::Value, Element),
+        input("key_cache", PresentKey, Cache).required(),
+        input("value_cache", PresentValue, Cache).required(),
+        input("cumulative_sequence_length", CumulativeSequenceLength, Always(DType::I32))
+            .required(),
+        input("past_seqlens", SeqlensK, Always(DType::I32)).required(),
+        input("block_table", BlockTable, Always(DType::I32)).required(),
+        input("cos_cache", CosCache, Element),
+        input("sin_cache", SinCache, Element),
+        input("slot_mapping", SlotMapping, Always(DType::I32)),
+        input("head_sink", HeadSink, Element),
+        input("q_norm_weight", QNormWeight, Element),
+        input("k_norm_weight", KNormWeight, Element),
+        input("k_scale", KScale, Always(DType::F32)),
+        input("v_scale", VScale, Always(DType::F32)),
+        numbers("attention_metadata"),
+    ],
+    outputs: &[
+        Output { kind: Element, role: TensorId::Output },
+        Output { kind: Cache, role: PresentKey },
+        Output { kind: Cache, role: PresentValue },
+    ],
+    in_place: true,
+};
+
+/// A call's problem, and room for what it writes.
+///
+/// # Safety
+///
+/// Nobody else may write attention_metadata meanwhile.
+pub unsafe fn call(
+    op: &PagedAttention,
+    context: Context,
+    given: &Given,
+) -> Result<(Problem, Made), Failure> {
+    // SAFETY: as the caller says
+    let bounds = unsafe { bounds(given) }?;
+    let problem = op.problem_from_shapes(&shapes(given, bounds)?)?;
+    let room = |id| room(context, &SCHEMA, id, &problem);
+    let made = Made {
+        output: room(TensorId::Output)?,
+        present_key: Some(in_place(given, "key_cache", room(PresentKey)?)?),
+        present_value: Some(in_place(given, "value_cache", room(PresentValue)?)?),
+        output_qk: None,
+    };
+    Ok((problem, made))
+}
+
+/// The cache, which the node's output must be, if it has that.
+fn in_place(given: &Given, name: &'static str, output: Option<Value>) -> Result<Value, Error> {
+    let cache = given.required(name)?;
+    match output {
+        Some(output) if !cache.is_empty() && !cache.is(&output) => {
+            let got = format!("memory at {:p}, and its output at {:p}", cache.data, output.data);
+            Err(Error::invalid(name, got, "one memory for both, as the cache is updated in place"))
+        }
+        _ => Ok(cache.clone()),
+    }
+}
+
+/// attention_metadata: the most new tokens of a sequence and the most in all, where it is given.
+///
+/// # Safety
+///
+/// Nobody else may write it meanwhile.
+unsafe fn bounds(given: &Given) -> Result<Bounds, Error> {
+    const NAME: &str = "attention_metadata";
+    let Some(value) = given.get(NAME) else { return Ok(Bounds::default()) };
+    // SAFETY: as the caller says; ONNX Runtime has it in the host's memory
+    let numbers = unsafe { value.numbers(NAME) }?;
+    let refused = || Error::invalid(NAME, format!("{numbers:?}"), "2 or 3 numbers, 0 or more");
+    let bound = |index: usize| usize::try_from(numbers[index]).map_err(|_| refused());
+    if !(2..=3).contains(&numbers.len()) {
+        return Err(refused());
+    }
+    Ok(Bounds { query_rows: bound(0)?, keys: bound(1)? })
+}
+
+fn shapes(given: &Given, bounds: Bounds) -> Result<PagedShapes<'_>, Error> {
+    Ok(PagedShapes {
+        query: given.required_desc("query")?,
+        key: given.desc("key"),
+        value: given.desc("value"),
+        key_cache: given.required_desc("key_cache")?,
+        value_cache: given.required_desc("value_cache")?,
+        cumulative_sequence_length: given.required_desc("cumulative_sequence_length")?,
+        past_seqlens: given.required_desc("past_seqlens")?,
+        block_table: given.required_desc("block_table")?,
+        cos_cache: given.desc("cos_cache"),
+        sin_cache: given.desc("sin_cache"),
+        slot_mapping: given.desc("slot_mapping"),
+        head_sink: given.desc("head_sink"),
+        q_norm_weight: given.desc("q_norm_weight"),
+        k_norm_weight: given.desc("k_norm_weight"),
+        k_scale: given.desc("k_scale"),
+        v_scale: given.desc("v_scale"),
+        bounds,
+    })
+}
