@@ -3,7 +3,7 @@
     python3 bench/blocks.py --gqa target/release/gqa --block-size 16,64,256
 
 Needs torch with a GPU and FlashAttention-3 (wheel fa3-fwd). Its attention is timed alone, too, on a cache that has the rows. As in peers.py, times are
-medians over replays of CUDA graphs whose calls walk over buffers larger than the second-level cache together. What its build does not take, such as
+medians over replays of CUDA graphs whose calls walk over buffers larger than the L2 cache together. What its build does not take, such as
 small blocks, is told and left out. Exits with 1 if a call of ours fails or is wrong.
 """
 import argparse

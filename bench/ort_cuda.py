@@ -2,7 +2,7 @@
 
     python3 bench/ort_cuda.py --gqa target/release/gqa --out ort.json
 
-Shared cache, rotary embedding (half-split, implicit positions), bfloat16. Each call walks over buffers larger than the second-level cache
+Shared cache, rotary embedding (half-split, implicit positions), bfloat16. Each call walks over buffers larger than the L2 cache
 together. Two times of each side: of the kernels of a run that has the GPU to itself, by the same profiler for both; and of runs back to back,
 ONNX Runtime's through IO binding, ours as replays of a CUDA graph. The two take turns, in another order in each round. Outputs and rows appended
 to the caches are compared with each other. Needs torch with a GPU, onnxruntime-gpu and onnx.

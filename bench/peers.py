@@ -4,7 +4,7 @@
     gqa bench prompt --against peers.json --report prompts.html
 
 Needs torch with a GPU. FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Each time is the median over replays of a
-CUDA graph whose calls walk over buffers larger than the second-level cache together, and of that the median over the rounds. Peers
+CUDA graph whose calls walk over buffers larger than the L2 cache together, and of that the median over the rounds. Peers
 compute attention alone, gqa the operator: it also appends to the cache (and rotates with --rotary). With --cached gqa computes
 attention alone too, in this process and on these buffers, with kernels from one or more folders of PTX. Exits with 1 if gqa fails or nothing takes a call.
 ort_cuda.py has ONNX Runtime.

@@ -357,7 +357,7 @@ fn codes() {
     assert_eq!(accepts(bytes(32)).quantized, per_channel(QuantFormat::Int4));
     refuses(
         bytes(16),
-        "query: got head_size 16; allowed: a head_size that is a multiple of 32, 16 bytes of codes",
+        "query: got head_size 16; allowed: a head_size that is a multiple of 32, 16 bytes of quantized values",
     );
     refuses(
         Call { op: call().op, ..bytes(32) },

@@ -638,7 +638,7 @@ fn tensors_of_quantized_caches() {
     let call = || int8(PerTensor, 1);
     refuses(
         Call { past_key: None, past_value: None, ..call() },
-        "past_key: got no input; allowed: a tensor, whose type says what the codes of a quantized cache are",
+        "past_key: got no input; allowed: a tensor, whose type is the format of the quantized KV cache",
     );
     refuses(
         Call { past_key: zeros(DType::F32, &[2, 2, 2, 16]), ..call() },

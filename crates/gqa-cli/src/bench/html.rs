@@ -81,7 +81,7 @@ fn table(html: &mut String, table: &Table) -> Result<()> {
 }
 
 const NOTES: &str = "<p class=\"note\">Median over the timed runs, with the tenth and the ninetieth percentile. On a GPU calls are replayed \
-from a CUDA graph that walks over several sets of buffers, so that no call finds its inputs in the second-level cache. TFLOP/s counts the \
+from a CUDA graph that walks over several sets of buffers, so that no call finds its inputs in the L2 cache. TFLOP/s counts the \
 multiplications and additions of q·k and p·v that the mask leaves; GB/s counts what must be read or written once. Roofline: the least time \
 by the ceilings below over the median. CPU: processor time of a call, on a GPU to put it into the stream without a graph. Check: sampled \
 rows of this run's output and cache against the f64 reference, and the largest difference. Ratios to others: their time over ours.</p>\n";

@@ -26,7 +26,8 @@ pub(super) fn quantization(
     let quantized = Quantization { format, per_channel };
     let together = Problem::VECTOR_BYTES * quantized.codes_per_element();
     if head_size % together != 0 {
-        let allowed = format!("a head_size that is a multiple of {together}, 16 bytes of codes");
+        let allowed =
+            format!("a head_size that is a multiple of {together}, 16 bytes of quantized values");
         return Err(Error::invalid("query", format!("head_size {head_size}"), allowed));
     }
     Ok(Some(quantized))

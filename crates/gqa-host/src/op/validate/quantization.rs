@@ -59,7 +59,7 @@ pub(in crate::op) fn check_scales(
 /// What the cache's element type says.
 fn format(past_key: Option<TensorDesc<'_>>, bits: i64) -> Result<QuantFormat> {
     let Some(past_key) = past_key else {
-        let allowed = "a tensor, whose type says what the codes of a quantized cache are";
+        let allowed = "a tensor, whose type is the format of the quantized KV cache";
         return Err(Error::invalid("past_key", "no input", allowed));
     };
     match (past_key.dtype, bits) {
