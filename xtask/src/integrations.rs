@@ -1,6 +1,5 @@
 //! `cargo xtask test --integrations`: programs of others with these kernels in them, one function
-//! each. They are apart from what CI runs at every commit because they build much and install
-//! packages.
+//! each. They are apart from the test command because they build much and install packages.
 
 use crate::place;
 use crate::step::{Steps, shown};

@@ -17,13 +17,17 @@ pub struct Args {
     /// calls, build without the simulator and from packages.
     #[arg(long)]
     full: bool,
-    /// Also try the kernels in programs of others, which are built or installed for it.
-    #[arg(long)]
+    /// Only try the kernels in programs of others, which are built or installed for it.
+    #[arg(long, conflicts_with = "full")]
     integrations: bool,
 }
 
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::default();
+    if args.integrations {
+        integrations::run(&mut steps);
+        return steps.finish();
+    }
     steps.run("device toolchain", || {
         println!("{}", Toolchain::find_or_install()?);
         Ok(())
@@ -49,9 +53,6 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("documentation tests", || shown(over_workspace(&["test"]).arg("--doc")));
     if args.full {
         steps.run("use from packages", embed::run);
-    }
-    if args.integrations {
-        integrations::run(&mut steps);
     }
     steps.run("documentation", || {
         shown(over_workspace(&["doc"]).arg("--no-deps").env("RUSTDOCFLAGS", "-Dwarnings"))
