@@ -11,7 +11,8 @@
 
 use super::attend::{Partial, Softmax, buffers, tiles};
 use super::lanes::{exp, tanh};
-use super::panel::{KEYS, Rows, Tile, span};
+use super::panel::{KEYS, Rows, span};
+use super::stored::{Stored, StoredRows, StoredTile};
 use pulp::Simd;
 use std::array;
 use std::ops::Range;
@@ -34,6 +35,22 @@ pub(super) struct FewRows<'a, S: Simd, const R: usize> {
     span: Range<usize>,
 }
 
+/// Calls a function generic over what a tile's rows are stored as.
+macro_rules! for_stored {
+    ($simd:ty, $tile:expr, |$rows:pat_param| $call:expr) => {
+        match $tile {
+            StoredTile::F32($rows) => $call,
+            // What has no vectors reads tiles that were converted.
+            _ if <$simd>::IS_SCALAR => unreachable!("stored rows are read as vectors"),
+            StoredTile::F16($rows) => $call,
+            StoredTile::BF16($rows) => $call,
+            StoredTile::Int8($rows) => $call,
+            StoredTile::Float8($rows) => $call,
+            StoredTile::Int4($rows) => $call,
+        }
+    };
+}
+
 /// A number for each key of a tile.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
@@ -51,6 +68,11 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             let vectors = S::as_simd_f32s(&line).0;
             query.iter_mut().zip(vectors).for_each(|(to, x)| to[row] = *x);
         }
+        if let Some([scales, _]) = rows.scales(S::F32_LANES) {
+            for (c, query) in query.iter_mut().enumerate() {
+                scale(simd, query, scales, c);
+            }
+        }
         let visible: Vec<_> = (0..rows.count()).map(|row| rows.visible(row)).collect();
         let span = span(&visible);
         Self { rows, query, output, max: [f32::MIN; R], sum: [0.0; R], visible, span }
@@ -61,36 +83,47 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     #[inline(always)]
     pub(super) fn run<const BLOCK: usize>(mut self, simd: S, keys: Range<usize>) -> Partial {
         let mut buffers = buffers(self.rows);
-        let mut scores = [Line([0.0; KEYS]); R];
+        let scores = &mut [Line([0.0; KEYS]); R];
         for keys in tiles(keys) {
-            let tile = self.rows.tile(keys, &mut buffers);
-            if let Some(tile) = tile.part(&self.span, self.rows.sizes()) {
-                self.attend::<BLOCK>(simd, tile, &mut scores);
+            let keys = keys.start.max(self.span.start)..keys.end.min(self.span.end);
+            if keys.is_empty() {
+                continue;
             }
+            let rows = self.rows;
+            let stored = if S::IS_SCALAR { None } else { rows.stored(&keys, S::F32_LANES) };
+            let tile = stored.unwrap_or_else(|| {
+                StoredTile::F32(rows.tile(keys.clone(), &mut buffers).rows(rows.sizes()))
+            });
+            self.attend::<BLOCK>(simd, keys, tile, scores);
         }
-        self.partial()
+        self.partial(simd)
     }
 
     #[inline(always)]
-    fn attend<const BLOCK: usize>(&mut self, simd: S, tile: Tile<'_>, scores: &mut [Line; R]) {
-        let count = tile.keys.len() / self.rows.sizes()[0];
-        let seen: [_; R] = array::from_fn(|row| self.seen(row, tile.first, count));
-        self.score::<BLOCK>(simd, tile.keys, scores);
+    fn attend<const BLOCK: usize>(
+        &mut self,
+        simd: S,
+        keys: Range<usize>,
+        tile: StoredTile<'_>,
+        scores: &mut [Line; R],
+    ) {
+        let (first, count) = (keys.start, keys.len());
+        let seen: [_; R] = array::from_fn(|row| self.seen(row, first, count));
+        for_stored!(S, &tile, |[keys, _]| self.score::<BLOCK, _>(simd, keys, count, scores));
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
             if self.rows.problem().bias.is_some() && row < self.visible.len() {
-                self.rows.add_bias(row, tile.first, &mut line.0[..count]);
+                self.rows.add_bias(row, first, &mut line.0[..count]);
             }
             line.0[..seen[row].start].fill(f32::NEG_INFINITY);
             line.0[seen[row].end..].fill(f32::NEG_INFINITY);
         }
         let correction = self.weigh(simd, scores);
-        if seen.iter().all(|keys| *keys == (0..count)) {
-            self.accumulate::<BLOCK>(simd, tile.values, scores, correction, |_, _| true);
-        } else {
-            let sees = |row: usize, key: usize| seen[row].contains(&key);
-            self.accumulate::<BLOCK>(simd, tile.values, scores, correction, sees);
-        }
+        let all = seen.iter().all(|keys| *keys == (0..count));
+        let sees = |row: usize, key: usize| all || seen[row].contains(&key);
+        for_stored!(S, &tile, |[_, values]| {
+            self.accumulate::<BLOCK, _>(simd, values, count, scores, correction, sees)
+        });
     }
 
     /// Which of `count` keys from `first` on a row sees, counted from the first. A row that is
@@ -103,30 +136,40 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
 
     /// Every row times every key.
     #[inline(always)]
-    fn score<const BLOCK: usize>(&self, simd: S, keys: &[f32], scores: &mut [Line; R]) {
-        let size = self.query.len() * S::F32_LANES;
-        let blocks = keys.chunks_exact(BLOCK * size);
-        let single = blocks.remainder();
-        let blocked = blocks.len() * BLOCK;
-        for (i, keys) in blocks.enumerate() {
-            self.dot::<BLOCK>(simd, keys, i * BLOCK, scores);
+    fn score<const BLOCK: usize, E: Stored>(
+        &self,
+        simd: S,
+        keys: &StoredRows<'_, E>,
+        count: usize,
+        scores: &mut [Line; R],
+    ) {
+        let blocked = count / BLOCK * BLOCK;
+        for first in (0..blocked).step_by(BLOCK) {
+            self.dot::<BLOCK, E>(simd, keys, first, scores);
         }
-        for (i, key) in single.chunks_exact(size).enumerate() {
-            self.dot::<1>(simd, key, blocked + i, scores);
+        for first in blocked..count {
+            self.dot::<1, E>(simd, keys, first, scores);
         }
     }
 
     /// Every row times the keys from number `first` on.
     #[inline(always)]
-    fn dot<const BLOCK: usize>(&self, simd: S, keys: &[f32], first: usize, scores: &mut [Line; R]) {
-        let (vectors, count) = (S::as_simd_f32s(keys).0, self.query.len());
-        let keys: [&[S::f32s]; BLOCK] = array::from_fn(|i| &vectors[i * count..][..count]);
+    fn dot<const BLOCK: usize, E: Stored>(
+        &self,
+        simd: S,
+        keys: &StoredRows<'_, E>,
+        first: usize,
+        scores: &mut [Line; R],
+    ) {
+        let size = self.query.len() * S::F32_LANES;
+        let keys: [&[E]; BLOCK] = array::from_fn(|i| keys.row(first + i, size));
         let mut sums = [[simd.splat_f32s(0.0); R]; BLOCK];
         for (c, query) in self.query.iter().enumerate() {
             for i in 0..BLOCK {
-                prefetch_behind(&keys[i][c]);
+                prefetch_behind::<S, E>(keys[i], c);
+                let key = E::vector(simd, keys[i], c);
                 for row in 0..R {
-                    sums[i][row] = simd.mul_add_e_f32s(keys[i][c], query[row], sums[i][row]);
+                    sums[i][row] = simd.mul_add_e_f32s(key, query[row], sums[i][row]);
                 }
             }
         }
@@ -179,30 +222,37 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     /// Adds the values, each times its weights, that a row `sees`: a weight of 0 would not make NaN
     /// harmless.
     #[inline(always)]
-    fn accumulate<const BLOCK: usize>(
+    fn accumulate<const BLOCK: usize, E: Stored>(
         &mut self,
         simd: S,
-        values: &[f32],
+        values: &StoredRows<'_, E>,
+        count: usize,
         weights: &[Line; R],
         correction: [S::f32s; R],
         sees: impl Fn(usize, usize) -> bool,
     ) {
-        let (values, stride) = (S::as_simd_f32s(values).0, self.output.len());
+        let size = self.output.len() * S::F32_LANES;
+        let values = |key| values.row(key, size);
+        let weighted = Weighted { values, count, weights, correction, sees };
         let mut first = 0;
         let (blocks, single) = self.output.as_chunks_mut::<BLOCK>();
         for output in blocks {
-            add_values(simd, output, &values[first..], stride, weights, correction, &sees);
+            weighted.add(simd, output, first);
             first += BLOCK;
         }
         for output in single {
-            let output = array::from_mut(output);
-            add_values(simd, output, &values[first..], stride, weights, correction, &sees);
+            weighted.add(simd, array::from_mut(output), first);
             first += 1;
         }
     }
 
     /// The state of the rows that there are.
-    fn partial(&self) -> Partial {
+    fn partial(mut self, simd: S) -> Partial {
+        if let Some([_, scales]) = self.rows.scales(S::F32_LANES) {
+            for (c, output) in self.output.iter_mut().enumerate() {
+                scale(simd, output, scales, c);
+            }
+        }
         let count = self.visible.len();
         let softmax = |row: usize| Softmax { max: self.max[row], sum: self.sum[row] };
         let output = (0..count).flat_map(|row| self.output.iter().map(move |x| &x[row]));
@@ -216,43 +266,75 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     }
 }
 
-/// Adds a block of vectors of every value, `stride` vectors apart, to the output.
+/// Vector `c` of all rows times their scales: one, or one for each element.
 #[inline(always)]
-fn add_values<S: Simd, const R: usize, const BLOCK: usize>(
-    simd: S,
-    output: &mut [[S::f32s; R]; BLOCK],
-    values: &[S::f32s],
-    stride: usize,
-    weights: &[Line; R],
-    correction: [S::f32s; R],
-    sees: &impl Fn(usize, usize) -> bool,
-) {
-    let mut sums = *output;
-    for i in 0..BLOCK {
-        for row in 0..R {
-            sums[i][row] = simd.mul_f32s(sums[i][row], correction[row]);
-        }
+fn scale<S: Simd, const R: usize>(simd: S, rows: &mut [S::f32s; R], scales: &[f32], c: usize) {
+    let scales = match scales {
+        [scale] => simd.splat_f32s(*scale),
+        scales => S::as_simd_f32s(scales).0[c],
+    };
+    for row in rows {
+        *row = simd.mul_f32s(*row, scales);
     }
-    for (key, value) in values.chunks(stride).enumerate() {
-        let value = &value[..BLOCK];
-        value.iter().for_each(prefetch_behind);
-        for row in 0..R {
-            if sees(row, key) {
-                let weight = simd.splat_f32s(weights[row].0[key]);
-                for i in 0..BLOCK {
-                    sums[i][row] = simd.mul_add_e_f32s(value[i], weight, sums[i][row]);
+}
+
+/// The values of a tile and what they are multiplied by.
+struct Weighted<'a, S: Simd, V, F, const R: usize> {
+    /// A key's value.
+    values: V,
+    count: usize,
+    weights: &'a [Line; R],
+    /// Of what was summed before.
+    correction: [S::f32s; R],
+    /// Whether a row sees a key.
+    sees: F,
+}
+
+impl<'v, S: Simd, V, F, E, const R: usize> Weighted<'_, S, V, F, R>
+where
+    E: Stored + 'v,
+    V: Fn(usize) -> &'v [E],
+    F: Fn(usize, usize) -> bool,
+{
+    /// Adds the vectors from number `first` on of every value to the output.
+    #[inline(always)]
+    fn add<const BLOCK: usize>(&self, simd: S, output: &mut [[S::f32s; R]; BLOCK], first: usize) {
+        let mut sums = *output;
+        for i in 0..BLOCK {
+            for row in 0..R {
+                sums[i][row] = simd.mul_f32s(sums[i][row], self.correction[row]);
+            }
+        }
+        for key in 0..self.count {
+            let value = (self.values)(key);
+            // Not in a closure: it would be compiled for any processor.
+            let mut vectors = [simd.splat_f32s(0.0); BLOCK];
+            for i in 0..BLOCK {
+                prefetch_behind::<S, E>(value, first + i);
+                vectors[i] = E::vector(simd, value, first + i);
+            }
+            for row in 0..R {
+                if (self.sees)(row, key) {
+                    let weight = simd.splat_f32s(self.weights[row].0[key]);
+                    for i in 0..BLOCK {
+                        sums[i][row] = simd.mul_add_e_f32s(vectors[i], weight, sums[i][row]);
+                    }
                 }
             }
         }
+        *output = sums;
     }
-    *output = sums;
 }
 
-/// Asks for what lies some keys behind `vector`: a token waits for memory, not for arithmetic, and
-/// processors see the strides of blocks late.
+/// Asks for what lies some keys behind vector `c` of a row, where a line of memory begins: decode
+/// waits for memory, not for arithmetic, and processors see the strides of blocks late.
 #[inline(always)]
-fn prefetch_behind<V>(vector: &V) {
-    prefetch(vector, 4096);
+fn prefetch_behind<S: Simd, E: Stored>(row: &[E], c: usize) {
+    const LINE: usize = 64;
+    let bytes = S::F32_LANES * size_of::<E>() / E::ELEMENTS;
+    if c % (LINE / bytes.max(1)).max(1) == 0 {
+        prefetch(row.as_ptr(), c * bytes + 4096);
+    }
 }
 
 /// Asks for the memory so many bytes behind an address, whatever is there.

@@ -1,5 +1,6 @@
 //! The operator's floating-point types.
 
+use super::stored::{Stored, StoredRows, StoredTile};
 use crate::{Error, Result, TensorView, TensorViewMut};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -7,7 +8,7 @@ use pulp::{Arch, Simd, WithSimd};
 use std::iter;
 
 /// A type that query, key, value and output can have; everything is computed in `f32`.
-pub(super) trait Element: Copy + Send + Sync + 'static {
+pub(super) trait Element: Stored + Copy + Send + Sync + 'static {
     /// 0
     const ZERO: Self;
 
@@ -24,6 +25,9 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
     fn widen(from: &[Self], to: &mut [f32]) {
         Self::widen_rows(iter::once((from, to)));
     }
+
+    /// Keys and values of a tile that are of this type.
+    fn stored(rows: [StoredRows<'_, Self>; 2]) -> StoredTile<'_>;
 
     /// Rounds to nearest.
     fn narrow(from: &[f32], to: &mut [Self]);
@@ -49,6 +53,10 @@ impl Element for f32 {
 
     fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
         rows.for_each(|(from, to)| to.copy_from_slice(from));
+    }
+
+    fn stored(rows: [StoredRows<'_, Self>; 2]) -> StoredTile<'_> {
+        StoredTile::F32(rows)
     }
 
     fn narrow(from: &[f32], to: &mut [Self]) {
@@ -77,6 +85,10 @@ macro_rules! half_element {
                 Arch::new().dispatch(Widen { rows, number: $number });
             }
 
+            fn stored(rows: [StoredRows<'_, Self>; 2]) -> StoredTile<'_> {
+                StoredTile::$variant(rows)
+            }
+
             fn narrow(from: &[f32], to: &mut [Self]) {
                 to.convert_from_f32_slice(from);
             }
@@ -88,7 +100,7 @@ half_element!(bf16, BF16, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16)
 
 /// What the library does in groups of eight, as integers that vectors of any width have.
 #[inline(always)]
-fn f32_of_f16(x: f16) -> f32 {
+pub(super) fn f32_of_f16(x: f16) -> f32 {
     /// Bits of a mantissa of single precision that half precision has not.
     const DROPPED: u32 = 13;
     /// What exponents of single precision count beyond those of half precision.

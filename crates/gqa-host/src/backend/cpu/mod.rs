@@ -23,6 +23,7 @@ mod rope;
 mod rows;
 mod sequence;
 mod sliding;
+mod stored;
 mod task;
 mod update;
 

@@ -30,14 +30,14 @@ impl Blocks<'_> {
         self.table[b * per_sequence + row / block_size] as usize * block_size + row % block_size
     }
 
-    /// A KV head's row of `size` elements; a later row is asked for, as processors do not see where
-    /// it is.
-    pub(super) fn row<'e, E>(
+    /// Where a KV head's row of `size` elements starts; a later row is asked for, as processors do
+    /// not see where it is.
+    pub(super) fn start<E>(
         &self,
-        elements: &'e [E],
+        elements: &[E],
         [b, head, row]: [usize; 3],
         size: usize,
-    ) -> &'e [E] {
+    ) -> usize {
         const AHEAD: usize = 16;
         let Pages { per_sequence, block_size, blocks, .. } = self.pages;
         let start = |place: usize| (place * self.kv_heads + head) * size;
@@ -49,7 +49,12 @@ impl Blocks<'_> {
             let first = elements.as_ptr().wrapping_add(start(block * block_size + in_block));
             (0..size * size_of::<E>()).step_by(64).for_each(|byte| prefetch(first, byte));
         }
-        &elements[start(self.place(b, row))..][..size]
+        start(self.place(b, row))
+    }
+
+    /// That row.
+    pub(super) fn row<'e, E>(&self, elements: &'e [E], place: [usize; 3], size: usize) -> &'e [E] {
+        &elements[self.start(elements, place, size)..][..size]
     }
 }
 

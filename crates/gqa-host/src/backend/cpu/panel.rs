@@ -13,6 +13,7 @@
 //! ```
 
 use super::lanes::{Lanes, exp, tanh};
+use super::stored::{StoredRows, StoredTile};
 use crate::Problem;
 use pulp::Simd;
 use std::array;
@@ -40,6 +41,13 @@ pub(super) struct Tile<'a> {
 }
 
 impl<'a> Tile<'a> {
+    /// Its rows, as one by one.
+    pub(super) fn rows(self, [key, value]: [usize; 2]) -> [StoredRows<'a, f32>; 2] {
+        let count = self.keys.len() / key;
+        let rows = |elements, size| StoredRows::new(elements, (0..count).map(|row| row * size));
+        [rows(self.keys, key), rows(self.values, value)]
+    }
+
     /// The part that is in `span`; `sizes` are those of a key and of a value.
     pub(super) fn part(self, span: &Range<usize>, [key, value]: [usize; 2]) -> Option<Self> {
         let first = span.start.max(self.first);
@@ -81,6 +89,17 @@ pub(super) trait Rows: Sync {
 
     /// Keys and values, converted in `buffers` where they have to be.
     fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t>;
+
+    /// The same as they are stored, where vectors of so many lanes can be read of them.
+    fn stored(&self, _keys: &Range<usize>, _lanes: usize) -> Option<StoredTile<'_>> {
+        None
+    }
+
+    /// What stored keys and values are still to be multiplied by: one number, or one for each
+    /// element.
+    fn scales(&self, _lanes: usize) -> Option<[&[f32]; 2]> {
+        None
+    }
 
     /// Adds the bias of a row's keys from `first` on.
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]);

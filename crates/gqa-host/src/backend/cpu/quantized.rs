@@ -1,6 +1,8 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
+use super::stored::{Stored, StoredRows, StoredTile};
 use crate::{Error, Problem, QuantFormat, Quantization, Result, TensorView};
+use bytemuck::Pod;
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
 use pulp::{Arch, Simd, WithSimd};
 
@@ -26,6 +28,11 @@ impl<'a> Codes<'a> {
             }
             _ => Err(Error::invalid(name, "no scales", "those of the problem")),
         }
+    }
+
+    /// Numbers that a byte holds.
+    pub(super) fn numbers_per_byte(self) -> usize {
+        self.how.codes_per_element()
     }
 
     /// Bytes of so many numbers.
@@ -67,13 +74,35 @@ impl<'a> Codes<'a> {
         Arch::new().dispatch(Decode { format: self.how.format, scales, rows });
     }
 
+    /// What `bytes` of keys and of values hold, from rows that start at these elements.
+    pub(super) fn stored<'r>(
+        self,
+        bytes: [&'r [u8]; 2],
+        starts: [impl Iterator<Item = usize>; 2],
+    ) -> StoredTile<'r> {
+        match self.how.format {
+            QuantFormat::Int8 => StoredTile::Int8(rows(bytes, starts)),
+            QuantFormat::Float8 => StoredTile::Float8(rows(bytes, starts)),
+            QuantFormat::Int4 => StoredTile::Int4(rows(bytes, starts)),
+        }
+    }
+
     /// The scale of each element of a KV head, or of all.
-    fn scales_of(self, head: usize, size: usize) -> &'a [f32] {
+    pub(super) fn scales_of(self, head: usize, size: usize) -> &'a [f32] {
         if self.how.per_channel { &self.scales[head * size..][..size] } else { &self.scales[..1] }
     }
 }
 
-/// [`Quantized values::decode`], with the widest vectors there are.
+/// Rows of keys and of values.
+fn rows<'r, E: Stored + Pod>(
+    bytes: [&'r [u8]; 2],
+    [keys, values]: [impl Iterator<Item = usize>; 2],
+) -> [StoredRows<'r, E>; 2] {
+    let [key, value] = bytes.map(bytemuck::cast_slice);
+    [StoredRows::new(key, keys), StoredRows::new(value, values)]
+}
+
+/// [`Codes::decode`], with the widest vectors there are.
 struct Decode<'a, R> {
     format: QuantFormat,
     scales: &'a [f32],

@@ -9,6 +9,7 @@ use super::quantized::Codes;
 use super::rope::Rope;
 use super::rows::OutputRow;
 use super::sequence::Sequence;
+use super::stored::{self, StoredRows, StoredTile};
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
 use pulp::Arch;
 use rayon::prelude::*;
@@ -118,7 +119,7 @@ impl<T: Element> Task<'_, T> {
             .into_par_iter()
             .map(|part| part * length..part.saturating_add(1).saturating_mul(length))
             .map(|keys| keys.start.max(span.start)..keys.end.min(span.end))
-            .map(|keys| arch.dispatch(Attend { rows: self, keys }))
+            .map(|keys| stored::dispatch(arch, Attend { rows: self, keys }))
             .collect();
         let mut sums = vec![0.0; self.call.problem.v_head_size];
         let mut finish = |(row, to)| self.finish(row, &parts, &mut sums, to);
@@ -234,6 +235,50 @@ impl<T: Element> Rows for Task<'_, T> {
             keys: cached_keys.in_f32(&rows, p.keys_read(), p.head_size, key_buffer),
             values: values.in_f32(&rows, p.values_read(), p.v_head_size, value_buffer),
         }
+    }
+
+    fn stored(&self, keys: &Range<usize>, lanes: usize) -> Option<StoredTile<'_>> {
+        let (p, head) = (self.call.problem, self.head);
+        let sizes = [p.head_size, p.v_head_size];
+        if lanes < 2 || sizes.iter().any(|size| size % PADDED_TO != 0) {
+            return None;
+        }
+        let places = || keys.clone().map(|row| [self.b, head, row]);
+        let [of_keys, of_values] = [p.keys_read(), p.values_read()]
+            .map(|layout| places().map(move |[b, head, row]| layout.at(b, head, row)));
+        match (self.call.keys, self.call.values) {
+            (Cached::Numbers(k), Cached::Numbers(v)) => {
+                let rows = [StoredRows::new(k, of_keys), StoredRows::new(v, of_values)];
+                Some(T::stored(rows))
+            }
+            (Cached::Codes(codes, k), Cached::Codes(_, v)) => {
+                Some(codes.stored([k, v], [of_keys, of_values]))
+            }
+            (Cached::Blocks(blocks, k), Cached::Blocks(_, v)) => {
+                let start = |elements| move |place| blocks.start(elements, place, sizes[0]);
+                let [of_keys, of_values] = [k, v].map(|elements| places().map(start(elements)));
+                Some(T::stored([StoredRows::new(k, of_keys), StoredRows::new(v, of_values)]))
+            }
+            (Cached::BlocksOfCodes(blocks, codes, k), Cached::BlocksOfCodes(_, _, v)) => {
+                let numbers = |bytes| bytes * codes.numbers_per_byte();
+                let size = codes.bytes(sizes[0]);
+                let start = |bytes| move |place| numbers(blocks.start(bytes, place, size));
+                let [of_keys, of_values] = [k, v].map(|bytes| places().map(start(bytes)));
+                Some(codes.stored([k, v], [of_keys, of_values]))
+            }
+            _ => None,
+        }
+    }
+
+    fn scales(&self, lanes: usize) -> Option<[&[f32]; 2]> {
+        self.stored(&(0..0), lanes)?;
+        let codes_of = |cached| match cached {
+            Cached::Codes(codes, _) | Cached::BlocksOfCodes(_, codes, _) => Some(codes),
+            _ => None,
+        };
+        let (p, keys, values) =
+            (self.call.problem, codes_of(self.call.keys)?, codes_of(self.call.values)?);
+        Some([keys.scales_of(self.head, p.head_size), values.scales_of(self.head, p.v_head_size)])
     }
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
