@@ -59,7 +59,7 @@ impl<T: Element> Rope<T> {
         })
     }
 
-    /// Cosines and sines for [`turn`](Self::turn) of elements `e ..` of the first half of `dim` and
+    /// Cosines and sines for [`rotate`](Self::rotate) of elements `e ..` of the first half of `dim` and
     /// those as far into the second half; NaN at positions outside.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn angles(&self, e: u32, position: i64) -> [[u32; 4]; 2] {

@@ -66,7 +66,7 @@ impl Cpu {
     /// ```
     /// use gqa_host::backend::{IoViews, cpu::Cpu};
     /// use gqa_host::engine::{Dense, Heads, Layer};
-    /// use gqa_host::{DType, TensorViewMut, plan::{TensorId, Tensors}};
+    /// use gqa_host::{DType, TensorView, TensorViewMut, plan::{TensorId, Tensors}};
     ///
     /// // A decode step of one head of 8 elements over a KV cache with room for 4 tokens.
     /// let layer = Layer::new(DType::F32, Heads { query: 1, kv: 1, size: 8 });
@@ -76,10 +76,10 @@ impl Cpu {
     /// let mut output = vec![0.0f32; 8];
     /// let last = [1]; // The index of its last token after the step: it has one token already.
     /// let inputs = Tensors::default()
-    ///     .with(TensorId::Query, (&query[..]).into())
-    ///     .with(TensorId::Key, (&key[..]).into())
-    ///     .with(TensorId::Value, (&value[..]).into())
-    ///     .with(TensorId::SeqlensK, (&last[..]).into());
+    ///     .with(TensorId::Query, TensorView::from(&query[..]))
+    ///     .with(TensorId::Key, TensorView::from(&key[..]))
+    ///     .with(TensorId::Value, TensorView::from(&value[..]))
+    ///     .with(TensorId::SeqlensK, TensorView::from(&last[..]));
     /// Cpu::default().run_on(&step, &mut IoViews {
     ///     inputs,
     ///     output: TensorViewMut::F32(&mut output),
