@@ -1,6 +1,7 @@
 //! What the calls of an attention layer have in common.
 
 use crate::error::invalid;
+use crate::rows::contiguous;
 use candle::{DType, Device, Result, Tensor};
 use gqa_host::engine::{self, Heads, Layer};
 
@@ -31,7 +32,7 @@ impl Rope {
         if table(sin) != table(cos) {
             return Err(invalid("sin", table(sin), format!("{}, as cos", table(cos))));
         }
-        Ok(Self { cos: cos.contiguous()?, sin: sin.contiguous()?, interleaved: false })
+        Ok(Self { cos: contiguous(cos)?, sin: contiguous(sin)?, interleaved: false })
     }
 
     /// The usual angles: position times `theta` to the power of -2i / `dim`, for `positions`

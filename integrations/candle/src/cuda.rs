@@ -29,14 +29,16 @@ pub(crate) struct Gpu {
 #[derive(Default)]
 struct State {
     /// By the plan's address, which is that of another one only when this has let go of it.
-    loaded: HashMap<*const Plan, LoadedPlan>,
+    loaded: HashMap<usize, LoadedPlan>,
     scratch: Option<CudaSlice<u8>>,
     /// Zero between calls.
     counters: Option<CudaSlice<u32>>,
 }
 
-// SAFETY: the pointers are names, which nothing reads through.
-unsafe impl Send for State {}
+/// A plan's address.
+fn name(plan: &Arc<Plan>) -> usize {
+    Arc::as_ptr(plan).addr()
+}
 
 /// All that were made: few, as there is one for each stream.
 static GPUS: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
@@ -85,7 +87,7 @@ impl Gpu {
         state.reserve(&plan, &self.theirs)?;
         state.load(&plan, &self.device)?;
         let State { loaded, scratch, counters } = &mut *state;
-        let Some(loaded) = loaded.get(&Arc::as_ptr(&plan)) else {
+        let Some(loaded) = loaded.get(&name(&plan)) else {
             return Err(invalid("plan", "none", "the one that was loaded"));
         };
         let scratch =
@@ -141,14 +143,14 @@ impl State {
     }
 
     fn load(&mut self, plan: &Arc<Plan>, device: &Device) -> Result<()> {
-        if self.loaded.contains_key(&Arc::as_ptr(plan)) {
+        if self.loaded.contains_key(&name(plan)) {
             return Ok(());
         }
         if self.loaded.len() >= Self::MOST {
             self.loaded.clear();
         }
         let loaded = device.load(plan.clone()).map_err(ours)?;
-        self.loaded.insert(Arc::as_ptr(plan), loaded);
+        self.loaded.insert(name(plan), loaded);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use crate::cpu;
 use crate::cuda::{Gpu, Pointer};
 use crate::device::store;
 use crate::error::{invalid, ours};
-use crate::rows::{check_shape, check_type};
+use crate::rows::{check_shape, check_type, contiguous};
 use crate::tables::Tables;
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
@@ -141,7 +141,7 @@ impl PagedKvCache {
             table: &grown.table,
             cache: RefCell::new([&mut self.keys, &mut self.values]),
         };
-        let (query, key, value) = (query.contiguous()?, key.contiguous()?, value.contiguous()?);
+        let (query, key, value) = (contiguous(query)?, contiguous(key)?, contiguous(value)?);
         let output = query.apply_op3_no_bwd(&key, &value, &step)?;
         self.tables.commit(grown);
         Ok(output)

@@ -5,7 +5,7 @@ use candle::{DType, Layout, Result, Tensor};
 use gqa_host::RowStrides;
 
 /// The tensor itself where kernels can read it: the elements of a head are contiguous, and heads,
-/// rows and batch entries are multiples of 16 bytes apart, on a GPU from the memory's beginning, too.
+/// rows and batch entries are multiples of 16 bytes apart, on a GPU from its memory's start too.
 /// Otherwise a contiguous copy.
 pub(crate) fn readable(tensor: &Tensor) -> Result<Tensor> {
     let layout = tensor.layout();
@@ -19,6 +19,11 @@ pub(crate) fn readable(tensor: &Tensor) -> Result<Tensor> {
         true => Ok(tensor.clone()),
         false => tensor.force_contiguous(),
     }
+}
+
+/// The tensor itself where it is contiguous and kernels can read it; otherwise such a copy.
+pub(crate) fn contiguous(tensor: &Tensor) -> Result<Tensor> {
+    readable(&tensor.contiguous()?)
 }
 
 /// Strides of a tensor of shape (batch, rows, heads, size); `None` where it is contiguous.

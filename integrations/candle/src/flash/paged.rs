@@ -9,7 +9,7 @@ use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::{Gpu, Pointer};
 use crate::error::{invalid, ours};
-use crate::rows::{check_type, readable};
+use crate::rows::{check_type, contiguous};
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
 #[cfg(feature = "cuda")]
@@ -82,9 +82,9 @@ impl Paged {
         }
         self.starts.check_rows(cache.rows)?;
         self.check_blocks(cache)?;
-        let (k, v) = (k.contiguous()?, v.contiguous()?);
+        let (k, v) = (contiguous(k)?, contiguous(v)?);
         match self.in_place(cache.size) {
-            true => readable(&q.contiguous()?)?.apply_op3(&k, &v, self),
+            true => contiguous(q)?.apply_op3(&k, &v, self),
             false => self.gathered(cache, [q, &k, &v]),
         }
     }

@@ -3,6 +3,8 @@
 mod cache;
 mod definition;
 mod flash;
+#[cfg(feature = "cuda")]
+mod gpu;
 #[path = "../../examples/smollm2/llama.rs"]
 #[expect(dead_code, reason = "the example reads files, too")]
 mod llama;

@@ -6,7 +6,7 @@ use crate::ways::{Dense, Flash, Paged, Unfused};
 use candle::{DType, Device, IndexOp, Result, Tensor};
 
 const DEVICE: &Device = &Device::Cpu;
-const CONTEXT: usize = 320;
+const CONTEXT: usize = 2200;
 
 fn config() -> Config {
     Config {
@@ -103,6 +103,17 @@ fn a_prompt_in_chunks_gives_the_same_text() -> Result<()> {
         let chunks: Vec<_> = prompt.chunks(size).collect();
         assert_eq!(text(&mut model, &mut dense(1)?, &chunks, 40)?, want, "chunks of {size}");
     }
+    Ok(())
+}
+
+#[test]
+fn a_cache_carries_over_two_thousand_tokens() -> Result<()> {
+    let (mut model, prompt) = (model()?, prompt(5, 2050));
+    let chunks: Vec<_> = prompt.chunks(205).collect();
+    let want = text(&mut model, &mut unfused()?, &chunks, 20)?;
+    assert_eq!(text(&mut model, &mut dense(1)?, &chunks, 20)?, want);
+    let mut paged = Paged::new(&config(), 1, CONTEXT, DType::F32, DEVICE)?;
+    assert_eq!(text(&mut model, &mut paged, &chunks, 20)?, want);
     Ok(())
 }
 
