@@ -5,7 +5,8 @@
 //! NAME/test_data_set_0/input_0.pb     for input 0 of the graph, and so on
 //! NAME/test_data_set_0/output_0.pb    as input_K.pb; the last outputs may be left out
 //! NAME/meta.json                      optional: {"tolerance": {"atol": 1e-3, "rtol": 1e-3}}
-//! NAME/ignore.json                    optional: {"version": 1, "outputs": {"output_0": [{"start": [0, 2, 0], "stop": [1, 4, 8]}]}}
+//! NAME/ignore.json                    optional: {"version": 1, "outputs": {"output_0": [
+//!                                         {"start": [0, 2, 0], "stop": [1, 4, 8]}]}}
 //! ```
 
 use std::collections::{BTreeMap, HashSet};
