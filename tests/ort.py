@@ -21,11 +21,12 @@ import make_llm
 
 LIBRARY = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else ""
 OURS, THEIRS = True, False
+THREADS = 2
 
 
 def session(model, ours):
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 2, 4
+    options.intra_op_num_threads, options.log_severity_level = THREADS, 4
     if ours:
         options.register_custom_ops_library(LIBRARY)
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -111,7 +111,7 @@ pub static AIDS: [(&str, &str, &str); 2] = [
     (
         "GQA_LOG",
         "`error`, `warn`, `info`, `debug` or `trace`",
-        "the program `gqa` logs to stderr; `debug` gives the sizes of each call, and entry, grid, threads and shared bytes before each launch",
+        "the program `gqa` and the library for ONNX Runtime log to stderr; `debug` gives the sizes of each call, and entry, grid, threads and shared bytes before each launch",
     ),
 ];
 

