@@ -7,6 +7,7 @@
 """
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import unittest
 
 import numpy as np
 import onnxruntime
-from onnx import helper
+from onnx import TensorProto, helper
 
 import make_llm
 
@@ -379,6 +380,54 @@ class Nodes(unittest.TestCase):
         for ours, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
+    def run_cast(self, feed, kinds, **attributes):
+        """Our results in float32 of a node whose inputs are cast to other types first."""
+        casts = [helper.make_node("Cast", [name], [name + "_"], to=kinds[name]) for name in kinds]
+        last = max(NAMES.index(name) for name in feed)
+        names = [(name + "_" if name in kinds else name) if name in feed else "" for name in NAMES[: last + 1]]
+        results = ["output", "present_key", "present_value"]
+        node = helper.make_node("GroupQueryAttention", names, [name + "_" for name in results], domain="com.microsoft",
+                                num_heads=6, kv_num_heads=2, **attributes)
+        back = [helper.make_node("Cast", [name + "_"], [name], to=TensorProto.FLOAT) for name in results]
+        inputs = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for name, a in feed.items()]
+        outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in results]
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        graph = helper.make_graph([*casts, node, *back], "cast", inputs, outputs)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+        return session(model, OURS).run(None, feed)
+
+    def test_bfloat16_which_theirs_refuses_on_the_cpu(self):
+        feed = layer(4, 10)
+        got = self.run_cast(feed, dict.fromkeys(["query", "key", "value", "past_key", "past_value"], TensorProto.BFLOAT16))
+        want = session(one_node(feed, num_heads=6, kv_num_heads=2), THEIRS).run(None, feed)
+        for ours, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=3e-2)
+
+    def test_a_float8_cache_which_theirs_refuses_on_the_cpu(self):
+        feed, scale = layer(4, 10), np.array([0.125], np.float32)
+        quantized = feed | {"k_scale": scale, "v_scale": scale}
+        quantized |= {name: feed[name] / scale for name in ["past_key", "past_value"]}
+        got = self.run_cast(quantized, dict.fromkeys(["past_key", "past_value"], TensorProto.FLOAT8E4M3FN),
+                            k_quant_type="PER_TENSOR", v_quant_type="PER_TENSOR", kv_cache_bit_width=8)
+        want = session(one_node(feed, num_heads=6, kv_num_heads=2), THEIRS).run(None, feed)
+        for ours, theirs in zip(got[1:], want[1:], strict=True):
+            np.testing.assert_allclose(ours * scale, theirs, rtol=0.0626, atol=1e-3)
+        # What attention should give over the numbers that the cache means.
+        meant = feed | {name: (present * scale)[:, :, :10] for name, present in zip(["past_key", "past_value"], got[1:])}
+        rows = lambda present: (present * scale)[:, :, 10:].transpose(0, 2, 1, 3).reshape(1, 4, 64)
+        meant |= {"key": rows(got[1]), "value": rows(got[2])}
+        want = session(one_node(meant, num_heads=6, kv_num_heads=2), THEIRS).run(None, meant)
+        np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+
+    def test_chunks_of_several_sequences_which_theirs_refuses(self):
+        feed = layer(4, 10, batch=2)
+        got = session(one_node(feed, num_heads=6, kv_num_heads=2), OURS).run(None, feed)
+        for b in range(2):
+            alone = {name: array if name == "total_sequence_length" else array[b : b + 1] for name, array in feed.items()}
+            want = session(one_node(alone, num_heads=6, kv_num_heads=2), THEIRS).run(None, alone)
+            for ours, theirs in zip(got, want, strict=True):
+                np.testing.assert_allclose(ours[b : b + 1], theirs, atol=2e-5)
+
     def test_paged_attention(self):
         """What GroupQueryAttention computes of each sequence alone. Theirs is for CUDA only."""
         random, block, size = np.random.default_rng(9), 16, 32
@@ -447,6 +496,84 @@ class Nodes(unittest.TestCase):
         with self.assertRaises(Exception):
             both.run(None, far)
         self.assertEqual(both.run(["output"], feed)[0].shape, (1, 1, 192))
+
+
+def random_call(random):
+    """Inputs, number of outputs, attributes, and each sequence's length, of a call that both take."""
+    group, kv_heads, size = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3]), random.choice([16, 32, 64, 80])
+    heads, dtype = group * kv_heads, random.choice([np.float32, np.float32, np.float16])
+    rows, past = random.choice([(random.randint(1, 40), 0), (random.randint(2, 20), random.randint(1, 60)), (1, random.randint(1, 60))])
+    batch = 1 if past and rows > 1 else random.choice([1, 2, 3])
+    numbers, total = np.random.default_rng(random.getrandbits(32)), rows + past
+    noise = lambda *shape: numbers.standard_normal(shape).astype(dtype)
+    lengths = [total] + [random.randint(rows if past else 1, total) for _ in range(batch - 1)]
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads}
+    feed = {"query": noise(batch, rows, heads * size), "key": noise(batch, rows, kv_heads * size), "value": noise(batch, rows, kv_heads * size)}
+    if random.random() < 0.3:
+        feed["query"] = np.concatenate([feed.pop(name) for name in ["query", "key", "value"]], axis=2)
+    feed |= {"seqlens_k": np.array(lengths, np.int32) - 1, "total_sequence_length": np.array([total], np.int32)}
+    room = random.choice([past, past, total + random.randint(0, 9)])
+    cache = random.choice([None, None, None, "int8", "int4"])
+    if cache:
+        bits, kind = make_llm.CACHES[cache]
+        scales = random.choice([1, kv_heads * size])
+        attributes |= dict.fromkeys(["k_quant_type", "v_quant_type"], "PER_TENSOR" if scales == 1 else "PER_CHANNEL")
+        attributes["kv_cache_bit_width"] = bits
+        feed |= {name: numbers.uniform(2, 6, scales).astype(np.float32) / 2**bits for name in ["k_scale", "v_scale"]}
+        shape, limits = (batch, kv_heads, room, size * bits // 8), np.iinfo(kind)
+        feed |= {name: numbers.integers(limits.min, limits.max, shape).astype(kind) for name in ["past_key", "past_value"]}
+    elif room:
+        feed |= {name: noise(batch, kv_heads, room, size) for name in ["past_key", "past_value"]}
+    if random.random() < 0.5:
+        half = random.choice([size // 2, 8])
+        angle = np.outer(np.arange(total + random.randint(0, 5)), 10_000.0 ** (-np.arange(half) / half))
+        feed |= {"cos_cache": np.cos(angle).astype(dtype), "sin_cache": np.sin(angle).astype(dtype)}
+        attributes |= {"do_rotary": 1, "rotary_interleaved": random.choice([0, 1])}
+    if random.random() < 0.2:
+        feed["head_sink"] = noise(heads)
+    if random.random() < 0.25:
+        feed["attention_bias"] = noise(random.choice([1, batch]), random.choice([1, heads]), rows, total)
+    for name, value in [("scale", random.uniform(0.05, 0.5)), ("softcap", random.uniform(1, 20)), ("smooth_softmax", random.choice([-1, 0, 1]))]:
+        if random.random() < 0.2:
+            attributes[name] = value
+    name, value = random.choice([("causal", 0), ("local_window_size", random.choice([-1, 0, 1, 2, 5, 16, 100])), ("causal", 1)])
+    attributes[name] = value
+    if random.random() < 0.15:
+        attributes["qk_output"] = random.choice([1, 2])
+    return feed, 4 if "qk_output" in attributes else 3, attributes, lengths
+
+
+class RandomNodes(unittest.TestCase):
+    """Random calls, drawn from ORT_SEED or another seed each time."""
+
+    def test_random_calls(self):
+        seed = int(os.environ.get("ORT_SEED", random.getrandbits(32)))
+        print(f"ORT_SEED={seed}", flush=True)
+        for number in range(int(os.environ.get("ORT_CALLS", 150))):
+            feed, outputs, attributes, lengths = random_call(random.Random(seed + number))
+            with self.subTest(number=number, attributes=attributes, shapes={name: array.shape for name, array in feed.items()}):
+                model = one_node(feed, outputs, **attributes)
+                got, want = (session(model, whose).run(None, feed) for whose in [OURS, THEIRS])
+                self.assert_same(feed, lengths, got, want)
+
+    def assert_same(self, feed, lengths, got, want):
+        """Padding and what is behind a sequence's length mean nothing."""
+        exact = feed["query"].dtype == np.float32 and "k_scale" not in feed
+        tolerance = 2e-4 if exact else 2e-2 if "k_scale" not in feed else 0.1
+        rows, total = feed["query"].shape[1], feed["total_sequence_length"][0]
+        for b, length in enumerate(lengths):
+            valid = min(length, rows) if rows == total else rows
+            close = lambda ours, theirs: np.testing.assert_allclose(ours.astype(float), theirs.astype(float), tolerance, tolerance)
+            close(got[0][b, :valid], want[0][b, :valid])
+            for ours, theirs in zip(got[1:3], want[1:3], strict=True):
+                self.assertEqual(ours.shape, theirs.shape)
+                ours, theirs = ours[b, :, :length], theirs[b, :, :length]
+                if ours.dtype == feed["query"].dtype:
+                    close(ours, theirs)
+                else:  # A number between two quantized values may become either of them.
+                    self.assertLessEqual(np.mean(ours != theirs), 0.01)
+            for ours, theirs in zip(got[3:], want[3:], strict=True):
+                close(ours[b, :, :valid, :length], theirs[b, :, :valid, :length])
 
 
 if __name__ == "__main__":

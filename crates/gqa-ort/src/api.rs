@@ -3,7 +3,7 @@
 use gqa_host::Error;
 use ort_sys::{ORT_API_VERSION, OrtApi, OrtApiBase, OrtErrorCode, OrtStatusPtr};
 use std::any::Any;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
@@ -26,15 +26,26 @@ impl From<Error> for Failure {
 }
 
 impl Api {
-    /// The table of the version that this library is made for; `None` where ONNX Runtime is older
-    /// and has said so on stderr.
+    /// The table of the version that this library is made for; where ONNX Runtime is older, the
+    /// status that says so.
     ///
     /// # Safety
     ///
     /// `base` must be ONNX Runtime's, which lives as long as the process.
-    pub unsafe fn from_base(base: *const OrtApiBase) -> Option<Self> {
-        // SAFETY: as the caller says; the table is part of ONNX Runtime's code
-        unsafe { ((*base).GetApi)(ORT_API_VERSION).as_ref() }.map(Self)
+    pub unsafe fn from_base(base: *const OrtApiBase) -> Result<Self, OrtStatusPtr> {
+        // SAFETY: as the caller says; tables are part of ONNX Runtime's code. Each version has the
+        // functions of those before it at the same places, and the first can make a status: of
+        // such a table nothing else is read.
+        unsafe {
+            let get = (*base).GetApi;
+            if let Some(table) = get(ORT_API_VERSION).as_ref() {
+                return Ok(Self(table));
+            }
+            let version = CStr::from_ptr(((*base).GetVersionString)()).to_string_lossy();
+            let text = format!("ONNX Runtime: got version {version}; allowed: 1.18 or newer");
+            let create = (&raw const (*get(1)).CreateStatus).read();
+            Err(create(OrtErrorCode::ORT_FAIL, c_text(&text).as_ptr()))
+        }
     }
 
     /// # Safety
@@ -71,10 +82,13 @@ impl Api {
     }
 
     fn new_status(self, code: OrtErrorCode, text: &str) -> OrtStatusPtr {
-        let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
         // SAFETY: the text ends with a zero and is copied
-        unsafe { (self.0.CreateStatus)(code, text.as_ptr()) }
+        unsafe { (self.0.CreateStatus)(code, c_text(text).as_ptr()) }
     }
+}
+
+fn c_text(text: &str) -> CString {
+    CString::new(text.replace('\0', " ")).unwrap_or_default()
 }
 
 fn code(error: &Error) -> OrtErrorCode {

@@ -45,13 +45,11 @@ pub unsafe extern "system" fn RegisterCustomOps(
     options: *mut OrtSessionOptions,
     base: *const OrtApiBase,
 ) -> OrtStatusPtr {
-    // SAFETY: ONNX Runtime's table lives as long as the process
+    // SAFETY: as the caller says
     match unsafe { Api::from_base(base) } {
-        // SAFETY: the caller gives a session's options
-        Some(api) => guarded(api, || unsafe { register(api, options) }),
-        // Without a table there is nothing to make a status of, and null would mean success: the
-        // session will say that the version asked for is not there.
-        None => OrtStatusPtr(ptr::null_mut()),
+        // SAFETY: as the caller says
+        Ok(api) => guarded(api, || unsafe { register(api, options) }),
+        Err(status) => status,
     }
 }
 
