@@ -489,6 +489,7 @@ class Nodes(unittest.TestCase):
             (heads | {"k_quant_type": "HALF"}, "k_quant_type: got \"HALF\"; allowed: NONE, PER_TENSOR or PER_CHANNEL"),
             (heads | {"qk_output": 1}, "qk_output: got 1 without the output output_qk; allowed: 0"),
             (heads | {"causal": 3}, "causal: got 3; allowed: 0 or 1"),
+            (heads | {"local_window_size": 0}, "local_window_size: got 0; allowed: 1 or more, or -1 for no window"),
         ]:
             self.assertIn(text, refusal(one_node(feed, **attributes), feed))
         # A session goes on after an error.
@@ -536,7 +537,7 @@ def random_call(random):
     for name, value in [("scale", random.uniform(0.05, 0.5)), ("softcap", random.uniform(1, 20)), ("smooth_softmax", random.choice([-1, 0, 1]))]:
         if random.random() < 0.2:
             attributes[name] = value
-    name, value = random.choice([("causal", 0), ("local_window_size", random.choice([-1, 0, 1, 2, 5, 16, 100])), ("causal", 1)])
+    name, value = random.choice([("causal", 0), ("local_window_size", random.choice([-1, 1, 2, 5, 16, 100])), ("causal", 1)])
     attributes[name] = value
     if random.random() < 0.15:
         attributes["qk_output"] = random.choice([1, 2])

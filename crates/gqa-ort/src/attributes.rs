@@ -140,11 +140,6 @@ impl Node {
         Ok(wanted)
     }
 
-    /// local_window_size. ONNX Runtime's CPU kernel takes 0 as no window, too.
-    fn window(self) -> Result<i64, Error> {
-        Ok(self.int(c"local_window_size")?.filter(|&size| size > 0).unwrap_or(-1))
-    }
-
     /// The operator of a GroupQueryAttention node.
     pub fn group_query_attention(self) -> Result<GroupQueryAttention, Failure> {
         let heads = [self.required_int(c"num_heads")?, self.required_int(c"kv_num_heads")?];
@@ -152,7 +147,7 @@ impl Node {
             .causal(self.int(c"causal")?.unwrap_or(1))
             .scale(self.float(c"scale")?.unwrap_or(0.0))
             .softcap(self.float(c"softcap")?.unwrap_or(0.0))
-            .local_window_size(self.window()?)
+            .local_window_size(self.int(c"local_window_size")?.unwrap_or(-1))
             .sliding_window_cache(self.on(c"sliding_window_cache")?)
             .do_rotary(self.on(c"do_rotary")?)
             .rotary_interleaved(self.on(c"rotary_interleaved")?)
