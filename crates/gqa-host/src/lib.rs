@@ -11,6 +11,7 @@ pub mod backend;
 pub mod driver;
 pub mod engine;
 mod error;
+mod merge;
 pub mod op;
 mod paged;
 pub mod plan;
@@ -21,6 +22,7 @@ mod tensor;
 mod view;
 
 pub use error::{Error, Result};
+pub use merge::{State, merge_states};
 pub use problem::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
     QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Sink, Strided, WriteMode,

@@ -2,9 +2,10 @@
 //!
 //! A [`Layer`] says what all calls of an attention layer have in common: element type, heads, and
 //! what happens to scores, queries and keys. A call over it is [`Dense`], where each sequence has a
-//! KV cache of its own, or [`Paged`], where sequences of any lengths share one. Both become a
-//! [`Problem`](crate::Problem), which a [`Planner`](crate::plan::Planner) turns into launches.
-//! Nothing here needs a tensor: an engine's memory is on the GPU.
+//! KV cache of its own, or [`Paged`], where sequences of any lengths share one, or [`External`],
+//! where keys and values are all there are. Each becomes a [`Problem`](crate::Problem), which a
+//! [`Planner`](crate::plan::Planner) turns into launches. Nothing here needs a tensor: an engine's
+//! memory is on the GPU.
 //!
 //! ```
 //! use gqa_host::engine::{Dense, Heads, Layer, Rope};
@@ -20,9 +21,11 @@
 //! ```
 
 mod dense;
+mod external;
 mod paged;
 
 pub use dense::Dense;
+pub use external::External;
 pub use paged::Paged;
 
 use crate::op::{GroupQueryAttention, QuantType};

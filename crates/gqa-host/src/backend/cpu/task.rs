@@ -317,7 +317,7 @@ impl<'a, T: Element> Cached<'a, T> {
         let to = buffer[..buffer_size].chunks_exact_mut(padded).map(|row| &mut row[..size]);
         match self {
             Self::Numbers(elements) => {
-                let starts = (start..).step_by(layout.row).take(of.rows.len());
+                let starts = (0..of.rows.len()).map(|row| start + row * layout.row);
                 T::widen_rows(starts.map(|start| &elements[start..][..size]).zip(to));
             }
             Self::Blocks(blocks, elements) => {
