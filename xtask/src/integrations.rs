@@ -1,20 +1,53 @@
 //! `cargo xtask test --integrations`: programs of others with these kernels in them, one function
 //! each. They are apart from the test command because they build much and install packages.
 
-use crate::place;
 use crate::step::{Steps, shown};
 use crate::test::cargo;
+use crate::{folder, place};
 use anyhow::{Context, Result, ensure};
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// What is not built or tested with the workspace.
-pub const EXCLUDED: [&str; 2] = ["--exclude", "gqa-ort"];
+pub const EXCLUDED: [&str; 4] = ["--exclude", "gqa-ort", "--exclude", "gqa-python"];
 
 /// All of them.
 pub fn run(steps: &mut Steps) {
     steps.run_or_skip("ONNX Runtime", onnx_runtime);
     steps.run_or_skip("candle", candle);
+    steps.run_or_skip("Python", python);
+}
+
+/// The Python package, tested with numpy as its users install it.
+fn python() -> Result<Option<String>> {
+    let lint = ["clippy", "--package", "gqa-python", "--all-targets", "--", "-Dwarnings"];
+    shown(cargo().args(lint))?;
+    let wheels = folder::fresh(&place::target().join("python-wheel"))?;
+    let Some((python, wheel)) = python_wheel(&wheels)? else {
+        return Ok(Some("no python3 that can install maturin, numpy and pytest".to_owned()));
+    };
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
+    shown(Command::new(&python).args(pip).args(["--force-reinstall", "--no-deps"]).arg(wheel))?;
+    let tests = place::root().join("crates/gqa-python/tests");
+    shown(Command::new(python).args(["-m", "pytest", "--quiet"]).arg(tests)).map(|()| None)
+}
+
+/// Builds the Python package's wheel into a folder, in release as it is shipped, and gives it and
+/// the interpreter that tests it; `None` where there is no python3, or no registry can be reached.
+pub fn python_wheel(folder: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
+    let packages = ["maturin>=1.9,<2", "numpy>=2.1", "pytest"];
+    let Some(python) = python_with("gqa", &packages)? else { return Ok(None) };
+    let mut maturin = Command::new(&python);
+    maturin.args(["-m", "maturin", "build", "--release", "--locked", "--out"]).arg(folder);
+    shown(maturin.current_dir(place::root().join("crates/gqa-python")))?;
+    let is_ours = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("gqa-"))
+    };
+    let files = fs::read_dir(folder)?.map(|file| file.map(|file| file.path()));
+    let files = files.collect::<Result<Vec<_>, _>>()?;
+    let wheel = files.into_iter().find(is_ours).context("maturin made no wheel")?;
+    Ok(Some((python, wheel)))
 }
 
 /// The crates for candle, which are a workspace of their own. Their tests are on the CPU, where

@@ -1,7 +1,7 @@
 //! `cargo xtask wheel`: `dist/gqa_onnxruntime-*.whl`, the library for ONNX Runtime as a Python
-//! package, tried in a fresh virtual environment.
+//! package, tried in a fresh virtual environment, and `dist/gqa-*.whl`, the package for Python.
 
-use crate::integrations::{onnx_runtime_library, python_with};
+use crate::integrations::{onnx_runtime_library, python_wheel, python_with};
 use crate::step::shown;
 use crate::{folder, place};
 use anyhow::{Context, Result, ensure};
@@ -17,10 +17,17 @@ const PACKAGES: [&str; 3] = ["onnxruntime", "onnx", "numpy"];
 
 pub fn run() -> Result<()> {
     let wheel = build(&onnx_runtime_library()?)?;
-    let bytes = fs::metadata(&wheel)?.len();
+    check_size(&wheel)?;
+    try_out(&wheel)?;
+    let python = python_wheel(&place::root().join("dist"))?;
+    check_size(&python.context("cannot install maturin")?.1)
+}
+
+fn check_size(wheel: &Path) -> Result<()> {
+    let bytes = fs::metadata(wheel)?.len();
     println!("{}: {:.1} MB", wheel.display(), bytes as f64 / 1e6);
     ensure!(bytes <= MOST_BYTES, "{bytes} bytes, of which {MOST_BYTES} are allowed");
-    try_out(&wheel)
+    Ok(())
 }
 
 fn build(library: &Path) -> Result<PathBuf> {

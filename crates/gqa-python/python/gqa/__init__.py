@@ -1,0 +1,23 @@
+"""flash-attn's functions on kernels in pure Rust: NVIDIA GPUs and the CPU, one wheel.
+
+Tensors may be torch's, on an NVIDIA GPU or the CPU, or arrays with ``__dlpack__`` on the CPU, such
+as numpy's and jax's. Results are tensors of the same library. There is no backward pass.
+"""
+
+from gqa._flash import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    merge_states,
+)
+from gqa._gqa import DriverError, NoDriverError, __version__
+
+__all__ = [
+    "DriverError",
+    "NoDriverError",
+    "__version__",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "merge_states",
+]

@@ -1,0 +1,125 @@
+"""Attention on the CPU: arrays of any library, where they are."""
+
+import operator
+import sys
+
+import numpy as np
+
+from gqa import _gqa
+
+
+def _is_torch(array):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _empty(like, shape, dtype=None, name="q"):
+    """An array like another: torch's for torch's; numpy's for all others."""
+    if _is_torch(like):
+        import torch
+
+        dtype = like.dtype if dtype is None else torch.float32
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return np.empty(shape, _numpy_type(name, like) if dtype is None else dtype)
+
+
+def _numpy_type(name, array):
+    dtype = str(array.dtype)
+    if dtype not in ("float32", "float16"):
+        allowed = "float32, float16 or torch's bfloat16"
+        raise ValueError(f"{name}: got {dtype}; allowed: {allowed}")
+    return np.dtype(dtype)
+
+
+def _as(like, array):
+    """A result as an array of like's library, where that takes numpy's."""
+    namespace = getattr(like, "__array_namespace__", None)
+    if array is None or _is_torch(like) or isinstance(like, np.ndarray) or namespace is None:
+        return array
+    return namespace().from_dlpack(array)
+
+
+def _integers(name, numbers, count=1):
+    """An array of integers; a single one is that of each of count sequences."""
+    if numbers is None or hasattr(numbers, "__dlpack__") and getattr(numbers, "ndim", 1) > 0:
+        return numbers
+    if isinstance(numbers, (list, tuple)):
+        return np.asarray(numbers)
+    try:
+        return np.full(count, operator.index(numbers), np.int64)
+    except (TypeError, OverflowError):
+        raise ValueError(f"{name}: got {numbers!r}; allowed: int32 or int64") from None
+
+
+def _shared(array):
+    """The same memory, without torch's gradient."""
+    return array.detach() if _is_torch(array) else array
+
+
+def _given(arrays):
+    """The arrays that there are."""
+    return {name: _shared(array) for name, array in arrays.items() if array is not None}
+
+
+def _attend(q, k, v, lse_shape, scores, most=(None, None), appended=None, **others):
+    out = _empty(q, tuple(q.shape))
+    lse = None if lse_shape is None else _empty(q, lse_shape, np.float32)
+    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **others}
+    arrays |= {"sinks": scores.sinks, "alibi_slopes": scores.slopes}
+    _gqa.attend(scores, most, appended, _given(arrays))
+    return out, lse
+
+
+def dense(q, k, v, scores, want_lse, mask):
+    lse_shape = _lse_shape(q) if want_lse else None
+    out, lse = _attend(q, k, v, lse_shape, scores, mask=mask)
+    return _as(q, out), _as(q, lse)
+
+
+def _lse_shape(q):
+    batch, rows, heads, _ = q.shape
+    return batch, heads, rows
+
+
+def varlen(q, k, v, starts, most, table, scores, want_lse):
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    where = {name: _integers(name, numbers) for name, numbers in zip(names, starts)}
+    lse_shape = (q.shape[1], q.shape[0]) if want_lse else None
+    out, lse = _attend(q, k, v, lse_shape, scores, most, block_table=table, **where)
+    return _as(q, out), _as(q, lse)
+
+
+def with_kvcache(q, cache, new, rope, places, scores, want_lse):
+    batch, rows = q.shape[:2]
+    where = {
+        "cache_seqlens": _integers("cache_seqlens", places.lengths, batch),
+        "cache_batch_idx": _integers("cache_batch_idx", places.entries, batch),
+        "cache_leftpad": _integers("cache_leftpad", places.first, batch),
+        "block_table": places.table,
+    }
+    rotated = q if new is None else _append(q, cache, new, rope, where, scores)
+    lse_shape = _lse_shape(q) if want_lse else None
+    appended = 0 if new is None else rows
+    out, lse = _attend(rotated, *cache, lse_shape, scores, appended=appended, **where)
+    return _as(q, out), _as(q, lse)
+
+
+def _append(q, cache, new, rope, where, scores):
+    """Appends to the cache; gives q, rotated where there is a rotary embedding."""
+    arrays = {"q": q, "k_cache": cache[0], "v_cache": cache[1], "k": new[0], "v": new[1], **where}
+    rotated, interleaved = None, False
+    if rope is not None:
+        cos, sin, interleaved = rope
+        rotated = _empty(q, tuple(q.shape))
+        arrays |= {"rotary_cos": cos, "rotary_sin": sin, "rotated": rotated}
+    _gqa.append(interleaved, scores.window != (-1, -1), _given(arrays))
+    return q if rotated is None else rotated
+
+
+def merge(outputs, log_sum_exps):
+    first = outputs[0]
+    out = _empty(first, tuple(first.shape), name="outputs")
+    lse = _empty(first, tuple(log_sum_exps[0].shape), np.float32)
+    parts = ([_shared(array) for array in arrays] for arrays in (outputs, log_sum_exps))
+    _gqa.merge_states(*parts, out, lse)
+    return _as(first, out), _as(first, lse)

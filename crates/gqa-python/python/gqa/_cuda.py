@@ -1,0 +1,364 @@
+"""Attention on an NVIDIA GPU, on torch's tensors."""
+
+from typing import NamedTuple
+
+import torch
+
+from gqa import _fallback
+from gqa._launch import ELEMENTS, filled, plan, rising, run
+
+_NEW_BLOCK = 128
+
+
+class _Sequences(NamedTuple):
+    """Where the sequences of a paged call are."""
+
+    starts: torch.Tensor
+    past: torch.Tensor
+    table: torch.Tensor
+    most_tokens: int
+    longest: int
+
+
+def dense(q, k, v, scores, want_lse, mask):
+    _check(q, {"k": k, "v": v}, 4)
+    if k.shape[0] != q.shape[0]:
+        raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
+    return _external(q.detach(), k.detach(), v.detach(), scores, want_lse, mask=mask)
+
+
+def varlen(q, k, v, starts, most, table, scores, want_lse):
+    _check(q, {"k": k, "v": v}, 3 if table is None else 4)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
+    starts, most = _starts(starts, most, q.device)
+    if table is not None:
+        return _varlen_over_blocks(q, (k, v), starts, most, table, scores, want_lse)
+    if is_self and _suits_blocks(q, scores, want_lse):
+        return _over_new_blocks(q, k, v, starts[0], most[0], scores), None
+    k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
+    return _padded(q, k, v, starts, most[0], scores, want_lse)
+
+
+def with_kvcache(q, cache, new, rope, places, scores, want_lse):
+    _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
+    q, cache = q.detach(), [tensor.detach() for tensor in cache]
+    rope = None if rope is None else _rope(rope, q)
+    new = None if new is None else _new(q, new, cache[0])
+    places = _on_device(places, q, cache[0])
+    if places.first is None and _reads_blocks(q, cache, scores, want_lse):
+        in_place = new is not None or places.table is not None
+        if in_place and _rotates(rope, q.shape[1], scores):
+            return _over_blocks(q, cache, new, rope, places, scores), None
+    return _over_rows(q, cache, new, rope, places, scores, want_lse)
+
+
+def merge(outputs, log_sum_exps):
+    for name, tensors in (("outputs", outputs), ("log_sum_exps", log_sum_exps)):
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or tensor.device != outputs[0].device:
+                got = getattr(tensor, "device", type(tensor).__name__)
+                raise _invalid(name, f"a tensor on {got}", f"{outputs[0].device}, as the first")
+    return _fallback.merge(outputs, log_sum_exps)
+
+
+def _invalid(argument, got, allowed):
+    return ValueError(f"{argument}: got {got}; allowed: {allowed}")
+
+
+def _check(q, pair, dimensions):
+    """Errs unless q and two tensors of heads, which have names, agree."""
+    if q.dtype not in ELEMENTS:
+        raise _invalid("q", q.dtype, "float32, float16 or bfloat16")
+    for name, tensor in pair.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.device != q.device:
+            got = getattr(tensor, "device", type(tensor).__name__)
+            raise _invalid(name, f"a tensor on {got}", f"{q.device}, as q")
+        if tensor.dtype != q.dtype or tensor.dim() != dimensions:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise _invalid(name, got, f"{q.dtype} of {dimensions} dimensions")
+        heads, size = tensor.shape[-2:]
+        if size != q.shape[-1] or heads == 0 or q.shape[-2] == 0 or q.shape[-2] % heads:
+            allowed = f"heads of {q.shape[-1]} elements, as many as divide q's {q.shape[-2]}"
+            raise _invalid(name, tuple(tensor.shape), allowed)
+    (_, first), (name, second) = pair.items()
+    if first.shape != second.shape:
+        raise _invalid(name, tuple(second.shape), tuple(first.shape))
+
+
+def _aligned(tensor):
+    """The tensor where it is contiguous and aligned, or else a copy."""
+    is_aligned = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _readable(tensor):
+    """The tensor where kernels can read its strides, or else a contiguous copy."""
+    size = tensor.element_size()
+    moves = [stride for n, stride in zip(tensor.shape[:-1], tensor.stride()) if n > 1]
+    aligned = all(stride * size % 16 == 0 for stride in moves) and tensor.data_ptr() % 16 == 0
+    return tensor if aligned and tensor.stride(-1) == 1 else _aligned(tensor)
+
+
+def _strides(tensor):
+    """Of batch entries, rows and heads; None where the tensor is contiguous."""
+    if tensor.is_contiguous():
+        return None
+    return tuple(stride if n > 1 else 0 for n, stride in zip(tensor.shape[:3], tensor.stride()))
+
+
+def _integers(name, numbers, device, shape):
+    """int32 numbers on the device; a single one is that of every sequence."""
+    if isinstance(numbers, int):
+        return torch.full(shape, numbers, dtype=torch.int32, device=device)
+    numbers = torch.as_tensor(numbers)
+    numbers = numbers.expand(shape) if numbers.dim() == 0 else numbers
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise _invalid(name, numbers.dtype, "int32 or int64")
+    if tuple(numbers.shape) != tuple(shape):
+        raise _invalid(name, tuple(numbers.shape), tuple(shape))
+    return _aligned(numbers.to(device=device, dtype=torch.int32))
+
+
+def _table(table, device, count):
+    shape = tuple(getattr(table, "shape", ()))
+    if len(shape) != 2:
+        raise _invalid("block_table", shape, f"({count}, blocks of a sequence)")
+    return _integers("block_table", table, device, (count, shape[1]))
+
+
+def _starts(starts, most, device):
+    """cu_seqlens of rows and keys, and bounds of the longest sequence's, on the GPU."""
+    shape = tuple(getattr(starts[0], "shape", ()))
+    if len(shape) != 1 or shape[0] < 2:
+        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,), of 1 sequence or more")
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    pairs = zip(names, starts)
+    starts = [_integers(name, numbers, device, shape) for name, numbers in pairs]
+    longest = (
+        int(numbers.diff().max()) if given is None else given
+        for given, numbers in zip(most, starts)
+    )
+    return starts, tuple(longest)
+
+
+def _sinks(scores, q):
+    if scores.sinks is None:
+        return None
+    sinks = torch.as_tensor(scores.sinks).detach()
+    if tuple(sinks.shape) != (q.shape[-2],):
+        raise _invalid("s_aux", tuple(sinks.shape), f"({q.shape[-2]},), one for each head")
+    return _aligned(sinks.to(device=q.device, dtype=q.dtype))
+
+
+def _bias(q, keys, lengths, scores, mask):
+    """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys)."""
+    batch, rows, heads, _ = q.shape
+    if scores.slopes is not None:
+        if mask is not None:
+            raise _invalid("mask", "a tensor", "None with alibi_slopes")
+        slopes = torch.as_tensor(scores.slopes).detach()
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            allowed = f"({heads},) or ({batch}, {heads}), one for each head"
+            raise _invalid("alibi_slopes", tuple(slopes.shape), allowed)
+        return _fallback.alibi(slopes, q, keys, lengths)
+    if mask is None:
+        return None
+    mask = torch.as_tensor(mask).detach()
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or tuple(mask.shape[2:]) != (rows, keys):
+        allowed = f"({batch} or 1, {heads} or 1, {rows}, {keys})"
+        raise _invalid("mask", tuple(mask.shape), allowed)
+    dtype = torch.bool if mask.dtype == torch.bool else q.dtype
+    return _aligned(mask.to(device=q.device, dtype=dtype))
+
+
+def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None):
+    """Attention of q (batch, rows, heads, size) to k and v where they are.
+
+    Sequences have lengths, int32 (batch), or all keys; none has less than shortest.
+    """
+    batch, rows, heads, _ = q.shape
+    keys, kv_heads = k.shape[1:3]
+    sinks, bias = _sinks(scores, q), _bias(q, keys, lengths, scores, mask)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if want_lse else None
+    if q.numel() == 0 or k.numel() == 0:
+        out.zero_()
+        return out, _with_sinks(lse.fill_(-torch.inf), sinks) if want_lse else None
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    declared = None
+    if bias is not None:
+        declared = bias.shape[0] > 1, bias.shape[1] > 1, bias.dtype == torch.bool
+    shortest = keys if shortest is None else min(shortest, keys)
+    numbers = batch, rows, keys, shortest, *map(_strides, (q, k, v)), want_lse, declared
+    tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
+    tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
+    tensors |= {"attention_bias": bias, "head_sink": sinks}
+    run(plan("external", q, kv_heads, scores, *numbers), q.device, tensors)
+    return out, _with_sinks(lse, sinks) if want_lse else None
+
+
+def _with_sinks(lse, sinks):
+    """Log-sum-exps, (batch, heads, rows), whose sink counts where a row sees no key, too."""
+    return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
+
+
+def _padded(q, k, v, starts, rows, scores, want_lse):
+    """Attention of sequences of any lengths to padded keys: the sequence's rows are padded, too."""
+    # Rows are a sequence's last ones, so they are padded at the left.
+    padded = _fallback.padded(q, starts[0][1:] - rows, rows)
+    out, lse = _external(padded, k, v, scores, want_lse, starts[1].diff(), shortest=0)
+    places = _fallback.places_when_padded(q.shape[0], starts[0], rows)
+    if lse is not None:
+        lse = lse.transpose(0, 1).flatten(1)[:, places].contiguous()
+    return out.flatten(0, 1)[places], lse
+
+
+def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse):
+    rows, keys = most
+    table = _table(table, q.device, starts[0].shape[0] - 1)
+    keys = min(keys, table.shape[1] * cache[0].shape[1])
+    if _reads_blocks(q, cache, scores, want_lse):
+        call = _Sequences(starts[0], starts[1].diff() - starts[0].diff(), table, rows, keys)
+        return _paged(q, cache, None, None, call, scores), None
+    k, v = (_fallback.gathered(tensor, table, keys) for tensor in cache)
+    return _padded(q, k, v, starts, rows, scores, want_lse)
+
+
+def _over_new_blocks(q, k, v, starts, rows, scores):
+    """Sequences that see themselves only, over a paged KV cache that is made for the call."""
+    count, columns = starts.shape[0] - 1, -(-rows // _NEW_BLOCK)
+    shape = count * columns, _NEW_BLOCK, *k.shape[1:]
+    cache = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv"]
+    table = rising(q.device, count * columns, 1).view(count, columns)
+    past = filled(q.device, count, 0)
+    call = _Sequences(starts, past, table, rows, columns * _NEW_BLOCK)
+    return _paged(q, cache, (k, v), None, call, scores)
+
+
+def _reads_blocks(q, cache, scores, want_lse):
+    """Whether paged kernels read the cache where it is, and know what becomes of scores."""
+    in_place = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in cache)
+    return in_place and _suits_blocks(q, scores, want_lse) and cache[0].numel() > 0
+
+
+def _suits_blocks(q, scores, want_lse):
+    """Whether paged kernels know what becomes of scores."""
+    known = scores.window[1] in (-1, 0) and scores.slopes is None and not want_lse
+    # A scale of 0 is the usual one there.
+    return known and scores.scale > 0 and q.shape[-1] % 8 == 0 and q.numel() > 0
+
+
+def _paged(q, cache, new, rope, call, scores):
+    """Attention of q (tokens, heads, size) over blocks, which take new keys and values first."""
+    q = _aligned(q)
+    blocks, block_size, kv_heads, _ = cache[0].shape
+    tokens, columns = q.shape[0], call.table.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # Where there are none, none is looked at: queries stand for them.
+    k, v = (q, q) if new is None else (_aligned(x) for x in new)
+    cos, sin, turns = None, None, None
+    if rope is not None:
+        cos, sin, interleaved = rope
+        turns = 2 * cos.shape[1], cos.shape[0], interleaved
+    numbers = (blocks, block_size, columns), call.most_tokens, call.longest, turns, new is None
+    planned = plan("paged", q, kv_heads, scores, call.past.shape[0], tokens, *numbers)
+    tensors = {"query": q, "key": k, "value": v, "output": out}
+    tensors |= {"present_key": cache[0], "present_value": cache[1], "seqlens_k": call.past}
+    tensors |= {"cumulative_sequence_length": call.starts, "block_table": call.table}
+    tensors |= {"cos_cache": cos, "sin_cache": sin, "head_sink": _sinks(scores, q)}
+    tensors["slot_mapping"] = filled(q.device, tokens, -1) if new is None else None
+    run(planned, q.device, tensors)
+    return out
+
+
+def _rope(rope, q):
+    cos, sin, interleaved = rope
+    for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
+        fits = tensor.dim() == 2 and tensor.shape == cos.shape and tensor.dtype == q.dtype
+        if not fits or tensor.device != q.device or 2 * tensor.shape[1] > q.shape[-1]:
+            got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            allowed = f"{q.dtype} (positions, up to {q.shape[-1] // 2}) on {q.device}"
+            raise _invalid(name, got, allowed)
+    return _aligned(cos.detach()), _aligned(sin.detach()), interleaved
+
+
+def _new(q, new, k_cache):
+    _check(q, dict(zip("kv", new)), 4)
+    expected = (*q.shape[:2], *k_cache.shape[2:])
+    if tuple(new[0].shape) != expected:
+        raise _invalid("k", tuple(new[0].shape), expected)
+    return [tensor.detach() for tensor in new]
+
+
+def _on_device(places, q, k_cache):
+    """The same as int32 tensors on q's device."""
+    batch, device = q.shape[0], q.device
+    lengths, entries, first, table = places
+    if table is not None:
+        table = _table(table, device, batch)
+    elif entries is None and k_cache.shape[0] != batch:
+        raise _invalid("k_cache", f"{k_cache.shape[0]} entries", f"{batch}, the batch of q")
+    names = "cache_seqlens", "cache_batch_idx", "cache_leftpad"
+    numbers = [
+        None if given is None else _integers(name, given, device, (batch,))
+        for name, given in zip(names, (lengths, entries, first))
+    ]
+    return type(places)(*numbers, table)
+
+
+def _advances(scores):
+    """Whether queries rotate to the places of the new tokens, rather than all to the first one."""
+    return scores.window != (-1, -1)
+
+
+def _rotates(rope, rows, scores):
+    """Whether kernels rotate queries to where this call wants them."""
+    return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
+
+
+def _over_blocks(q, cache, new, rope, places, scores):
+    """One call appends, rotates and attends."""
+    batch, rows = q.shape[:2]
+    table = places.table
+    if table is None:
+        entries, capacity = cache[0].shape[:2]
+        size = _block_size(capacity)
+        cache = [tensor.view(-1, size, *tensor.shape[2:]) for tensor in cache]
+        table = rising(q.device, entries * capacity // size, 1).view(entries, capacity // size)
+        table = table if places.entries is None else table[places.entries.long()].contiguous()
+    longest = table.shape[1] * cache[0].shape[1]
+    longest = longest if rope is None else min(longest, rope[0].shape[0])
+    past = places.lengths if new is not None else places.lengths - rows
+    call = _Sequences(rising(q.device, batch + 1, rows), past, table, rows, longest)
+    new = new and [tensor.flatten(0, 1) for tensor in new]
+    return _paged(q.flatten(0, 1), cache, new, rope, call, scores).view(q.shape)
+
+
+def _block_size(capacity):
+    """Rows of a block where a sequence's capacity is cut into blocks that kernels read in place."""
+    size = min(capacity & -capacity, 256)
+    return size if size >= 16 else capacity
+
+
+def _over_rows(q, cache, new, rope, places, scores, want_lse):
+    """Appends by torch's functions, and attends to what the cache has then."""
+    rows = q.shape[1]
+    lengths, shortest = places.lengths, 0
+    if new is not None:
+        q = _fallback.appended(q, cache, new, rope, places, _advances(scores))
+        lengths, shortest = lengths + rows, rows
+    k, v = cache
+    if places.table is not None:
+        keys = places.table.shape[1] * k.shape[1]
+        k, v = (_fallback.gathered(tensor, places.table, keys) for tensor in cache)
+    elif places.entries is not None:
+        k, v = (tensor[places.entries.long()] for tensor in cache)
+    if places.first is not None:
+        ends = k.shape[1] if lengths is None else lengths
+        k, v = (_fallback.from_first(tensor, places.first) for tensor in (k, v))
+        lengths, shortest = (ends - places.first).to(torch.int32), 0
+    if lengths is None:
+        return _external(q, k, v, scores, want_lse)
+    return _external(q, k, v, scores, want_lse, lengths, shortest)

@@ -1,0 +1,89 @@
+"""What attention's kernels do not do, by torch's functions."""
+
+import torch
+
+
+def appended(q, cache, new, rope, places, advances):
+    """Puts k and v into the cache; gives q, rotated where there is a rotary embedding."""
+    rows, (k, v), (k_cache, v_cache) = q.shape[1], new, cache
+    at = places.lengths[:, None].long() + torch.arange(rows, device=q.device)
+    positions = at if places.first is None else at - places.first[:, None]
+    if rope is not None:
+        k = _rotated(k, positions, rope)
+        q = _rotated(q, positions if advances else positions[:, :1].expand(-1, rows), rope)
+    if places.table is not None:
+        size = k_cache.shape[1]
+        index = places.table.long().gather(1, at // size), at % size
+    else:
+        entries = places.entries
+        entries = torch.arange(q.shape[0], device=q.device) if entries is None else entries.long()
+        index = entries[:, None].expand(-1, rows), at
+    k_cache[index], v_cache[index] = k, v
+    return q
+
+
+def _rotated(x, positions, rope):
+    cos, sin, interleaved = rope
+    half = cos.shape[1]
+    cos, sin = (turn[positions].float()[:, :, None] for turn in (cos, sin))
+    turning = x[..., : 2 * half].float()
+    if interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
+
+
+def gathered(cache, table, keys):
+    """So many rows of each sequence, out of its blocks."""
+    columns = -(-keys // cache.shape[1])
+    blocks = table[:, :columns].clamp(0, cache.shape[0] - 1).long()
+    return cache[blocks].flatten(1, 2)[:, :keys]
+
+
+def from_first(cache, first):
+    """Each sequence's first token comes to row 0."""
+    keys = cache.shape[1]
+    rows = first[:, None].long() + torch.arange(keys, device=cache.device)
+    rows = rows.clamp(max=keys - 1)[:, :, None, None].expand(-1, -1, *cache.shape[2:])
+    return cache.gather(1, rows)
+
+
+def padded(x, first, count):
+    """So many rows of x from each of first on; what is not there is some row."""
+    if x.shape[0] == 0:
+        return x.new_zeros((first.shape[0], count, *x.shape[1:]))
+    places = first[:, None] + torch.arange(count, device=x.device)
+    return x[places.clamp(0, x.shape[0] - 1).long()]
+
+
+def places_when_padded(count, starts, rows):
+    """Where each of so many rows is, once each sequence's are padded at the left to rows."""
+    row = torch.arange(count, device=starts.device)
+    ends = starts[1:].long()
+    sequence = torch.searchsorted(ends, row, right=True).clamp(max=ends.shape[0] - 1)
+    return ((sequence + 1) * rows - (ends[sequence] - row)).clamp(min=0)
+
+
+def alibi(slopes, q, keys, lengths):
+    """ALiBi as a bias of shape (batch or 1, heads, rows, keys)."""
+    rows, heads = q.shape[1:3]
+    slopes = slopes.to(device=q.device, dtype=torch.float32).reshape(-1, heads, 1, 1)
+    ends = keys if lengths is None else lengths.view(-1, 1, 1, 1)
+    places = torch.arange(rows, device=q.device).view(1, 1, rows, 1) + ends - rows
+    distance = (places - torch.arange(keys, device=q.device)).abs()
+    return (-slopes * distance).to(q.dtype).contiguous()
+
+
+def merge(outputs, log_sum_exps):
+    """Attention over all keys, from attention over parts of them."""
+    lses = torch.stack([lse.float() for lse in log_sum_exps])
+    merged = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - merged).masked_fill(lses == -torch.inf, 0.0)
+    weights = weights.transpose(-1, -2).unsqueeze(-1)
+    out = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
+    for output, weight in zip(outputs, weights):
+        out += torch.where(weight == 0, torch.zeros_like(out), output.float() * weight)
+    return out.to(outputs[0].dtype), merged

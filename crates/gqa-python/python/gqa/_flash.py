@@ -1,0 +1,278 @@
+"""flash-attn's functions: their arguments are checked here, and go to the CPU or to a GPU."""
+
+import operator
+from typing import NamedTuple
+
+from gqa import _cpu
+
+_MOST_KEYS = 2**31 - 1
+# Powers of two that float32 has.
+_LEAST, _MOST = 2.0**-126, 2.0**127
+
+
+class Scores(NamedTuple):
+    """What becomes of scores."""
+
+    scale: float
+    softcap: float
+    window: tuple
+    slopes: object
+    sinks: object
+
+
+class Places(NamedTuple):
+    """Where sequences are in a KV cache."""
+
+    lengths: object
+    entries: object
+    first: object
+    table: object
+
+
+def _invalid(argument, got, allowed):
+    return ValueError(f"{argument}: got {got}; allowed: {allowed}")
+
+
+def _backend(q):
+    """What computes where q is."""
+    device = getattr(getattr(q, "device", None), "type", "cpu")
+    if device == "cpu":
+        return _cpu
+    if device == "cuda":
+        from gqa import _cuda
+
+        return _cuda
+    raise _invalid("q", f"a tensor on {device}", "one on the CPU or an NVIDIA GPU")
+
+
+def _scores(q, softmax_scale, softcap, causal, window_size, slopes, sinks):
+    """What becomes of scores."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale, softcap = _number("softmax_scale", scale), _number("softcap", softcap)
+    try:
+        left, right = (-1 if side is None else operator.index(side) for side in window_size)
+    except (TypeError, ValueError):
+        allowed = "two integers, of which -1 is no bound"
+        raise _invalid("window_size", window_size, allowed) from None
+    left, right = (min(max(side, -1), _MOST_KEYS) for side in (left, right))
+    return Scores(scale, softcap, (left, 0 if causal else right), slopes, sinks)
+
+
+def _number(name, number):
+    """A number that float32 has, too."""
+    if number == 0 or _LEAST <= number <= _MOST:
+        return float(number)
+    raise _invalid(name, number, f"0, or {_LEAST} to {_MOST}")
+
+
+def _check(dimensions, **tensors):
+    """Errs unless the first one has so many dimensions, and where a gradient is wanted."""
+    name, tensor = next(iter(tensors.items()))
+    shape = getattr(tensor, "shape", None)
+    if shape is None:
+        allowed = "an array with __dlpack__: of numpy, torch, jax"
+        raise _invalid(name, type(tensor).__name__, allowed)
+    if len(shape) != dimensions or shape[-1] == 0:
+        allowed = f"{dimensions} dimensions, of which the last is 1 or more"
+        raise _invalid(name, tuple(shape), allowed)
+    for name, tensor in tensors.items():
+        if getattr(tensor, "requires_grad", False) and _grad_enabled():
+            allowed = "none, or a call within torch.no_grad(): there is no backward pass"
+            raise _invalid(name, "a tensor that requires a gradient", allowed)
+
+
+def _no_dropout(dropout_p):
+    if dropout_p != 0:
+        raise _invalid("dropout_p", dropout_p, "0: there is no dropout")
+
+
+def _grad_enabled():
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    *,
+    return_softmax_lse=False,
+    s_aux=None,
+    mask=None,
+):
+    """Attention: softmax(q kᵀ · scale) v.
+
+    q has shape (batch, rows, heads, size), k and v (batch, keys, KV heads, size); KV heads divide
+    the heads. The rows of a sequence are its last ones: row i of n, over m keys, stands at
+    i + m - n, and sees the keys from ``window_size[0]`` before that place to ``window_size[1]``
+    behind it; -1 is no bound, and ``causal`` is 0 behind it. A row that sees no key is 0.
+
+    ``s_aux``, (heads), is an extra logit in each softmax denominator (an attention sink).
+    ``mask``, (batch or 1, heads or 1, rows, keys), hides keys where it is false, or is added to
+    scores. ``deterministic`` changes nothing: results always are.
+
+    Returns the output, of q's shape; with ``return_softmax_lse`` also natural logarithms of the
+    softmax denominators, float32 (batch, heads, rows), -inf where a row sees neither a key nor a
+    sink; with ``return_attn_probs`` a third value, None, too.
+    """
+    _check(4, q=q, k=k, v=v)
+    _no_dropout(dropout_p)
+    scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
+    want_lse = return_softmax_lse or return_attn_probs
+    out, lse = _backend(q).dense(q, k, v, scores, want_lse, mask)
+    return _returned(out, lse, return_softmax_lse, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+    *,
+    return_softmax_lse=False,
+    s_aux=None,
+):
+    """:func:`flash_attn_func` of sequences of any lengths, which lie one behind the other.
+
+    q has shape (rows of all sequences, heads, size), k and v (keys of all, KV heads, size).
+    ``cu_seqlens_q`` and ``cu_seqlens_k``, int32 of shape (sequences + 1), say where each begins and
+    where the last one ends. With ``block_table``, int32 (sequences, blocks of a sequence), k and v
+    are a paged KV cache of shape (blocks, rows of a block, KV heads, size). ``max_seqlen_q`` and
+    ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at.
+
+    Log-sum-exps have shape (heads, rows of all sequences).
+    """
+    _check(3, q=q, k=k, v=v)
+    _no_dropout(dropout_p)
+    scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
+    want_lse = return_softmax_lse or return_attn_probs
+    starts = cu_seqlens_q, cu_seqlens_k
+    most = tuple(None if n is None else operator.index(n) for n in (max_seqlen_q, max_seqlen_k))
+    out, lse = _backend(q).varlen(q, k, v, starts, most, block_table, scores, want_lse)
+    return _returned(out, lse, return_softmax_lse, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+    *,
+    s_aux=None,
+):
+    """Attention over a KV cache, to which k and v are appended in place first.
+
+    q has shape (batch, rows, heads, size); k_cache and v_cache (batch, capacity, KV heads, size),
+    or with ``block_table`` (blocks, rows of a block, KV heads, size); k and v
+    (batch, rows, KV heads, size). ``cache_seqlens``, a number or int32 (batch), has the tokens of
+    each sequence before the call; without it the caches are full. ``cache_batch_idx``, int32
+    (batch), has each sequence's entry of the cache, and ``cache_leftpad`` its first token there.
+
+    With ``rotary_cos`` and ``rotary_sin``, (positions, half of the elements that rotate), k
+    rotates to the places of the new tokens and so does q where the call is causal or has a window;
+    else all rows of q rotate to the first new place. ``rotary_interleaved`` says whether pairs are
+    neighbours rather than halves. ``num_splits`` is a hint that is not needed.
+    """
+    _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
+    places = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    _check_places(places)
+    new = _both("k, v", k, v)
+    rope = _both("rotary_cos, rotary_sin", rotary_cos, rotary_sin)
+    if new is None and rope is not None:
+        raise _invalid("rotary_cos", "an array without k", "None without k and v")
+    if new is not None and cache_seqlens is None:
+        raise _invalid("cache_seqlens", None, "a number or an array, as k is appended")
+    rope = None if rope is None else (*rope, bool(rotary_interleaved))
+    out, lse = _backend(q).with_kvcache(
+        q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def _both(names, first, second):
+    """Both, or None where there is none."""
+    if (first is None) != (second is None):
+        raise _invalid(names, "one of the two", "both or none")
+    return None if first is None else (first, second)
+
+
+def _check_places(places):
+    """Errs where a paged KV cache has what only one of entries can have, or has no lengths."""
+    if places.table is None:
+        return
+    for name, given in (("cache_batch_idx", places.entries), ("cache_leftpad", places.first)):
+        if given is not None:
+            raise _invalid(name, "an array", "None with block_table")
+    if places.lengths is None:
+        raise _invalid("cache_seqlens", None, "a number or an array, with block_table")
+
+
+def merge_states(outputs, log_sum_exps):
+    """Attention over all keys, from attention over any number of parts of them.
+
+    ``outputs`` are what the functions above return for each part, with ``log_sum_exps``, natural
+    logarithms: (batch, rows, heads, size) with (batch, heads, rows), or (rows, heads, size) with
+    (heads, rows). A part whose log-sum-exp is -inf counts nothing, whatever its output holds.
+    Returns the merged output, in the outputs' type, and its log-sum-exp.
+    """
+    outputs, log_sum_exps = list(outputs), list(log_sum_exps)
+    if not outputs or len(outputs) != len(log_sum_exps):
+        got = f"{len(outputs)} outputs and {len(log_sum_exps)} log-sum-exps"
+        raise _invalid("outputs, log_sum_exps", got, "as many of both, 1 or more")
+    shape = tuple(getattr(outputs[0], "shape", ()))
+    if len(shape) not in (3, 4):
+        allowed = "(batch, rows, heads, size) or (rows, heads, size)"
+        raise _invalid("outputs", shape or type(outputs[0]).__name__, allowed)
+    *batch, rows, heads, _ = shape
+    for name, arrays, expected in (
+        ("outputs", outputs, shape),
+        ("log_sum_exps", log_sum_exps, (*batch, heads, rows)),
+    ):
+        for array in arrays:
+            if tuple(getattr(array, "shape", ())) != expected:
+                got = tuple(getattr(array, "shape", ())) or type(array).__name__
+                raise _invalid(name, got, expected)
+    return _backend(outputs[0]).merge(outputs, log_sum_exps)
+
+
+def _returned(out, lse, want_lse, want_probs):
+    if want_probs:
+        return out, lse, None
+    return (out, lse) if want_lse else out

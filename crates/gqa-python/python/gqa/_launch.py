@@ -1,0 +1,107 @@
+"""Plans of calls on an NVIDIA GPU, and how they get into torch's current stream."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from gqa import _gqa
+
+ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_MOST_PLANS = 4096
+_LEAST_COUNTERS = 1 << 16
+_plans = {}
+_counters = {}
+
+
+class _Sizes(NamedTuple):
+    """What the tensors of a call have in common."""
+
+    dtype: str
+    heads: int
+    kv_heads: int
+    size: int
+    scores: object
+    sinks: bool
+
+
+class _Planned(NamedTuple):
+    """A plan, with what every call asks of it."""
+
+    plan: object
+    tensors: list
+    workspace_bytes: int
+    counters: int
+
+
+@functools.cache
+def _gpu(index):
+    return _gqa.Gpu(index)
+
+
+def plan(kind, q, kv_heads, scores, *numbers):
+    """The plan for a call of that kind, which is kept."""
+    (heads, size), sinks = q.shape[-2:], scores.sinks is not None
+    key = (kind, q.device.index, q.dtype, heads, size, kv_heads, sinks)
+    key += (scores.scale, scores.softcap, scores.window, numbers)
+    planned = _plans.get(key)
+    if planned is None:
+        sizes = _Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
+        made = _gpu(q.device.index).plan(getattr(_gqa.Call, kind)(sizes, *numbers))
+        planned = _Planned(made, made.tensors, made.workspace_bytes, made.counters)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = planned
+    return planned
+
+
+def run(planned, device, tensors):
+    """Puts a plan into the current stream, with tensors by their names."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    # The allocator gives a stream's memory to what is behind in it, so it may be freed at once.
+    workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=device)
+    counters = _zeros(device, stream, planned.counters).data_ptr() if planned.counters else 0
+    addresses = [tensors[name].data_ptr() for name in planned.tensors]
+    planned.plan.enqueue(addresses, workspace.data_ptr(), counters, stream)
+
+
+def _zeros(device, stream, count):
+    """Counters, which every call leaves zero: those of the stream, but of a graph its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    known = _counters.get((device.index, stream))
+    if known is None or known.numel() < count:
+        count = max(count, _LEAST_COUNTERS)
+        known = torch.zeros(count, dtype=torch.int32, device=device)
+        _counters[device.index, stream] = known
+    return known
+
+
+def _kept(make):
+    """What make returns, kept; but made anew for a graph, whose memory is its own."""
+    known = {}
+
+    def made(device, *key):
+        if torch.cuda.is_current_stream_capturing():
+            return make(device, *key)
+        # Work of other streams may not see what this one's has not yet written.
+        place = (device.index, torch.cuda.current_stream(device).cuda_stream, *key)
+        if place not in known:
+            if len(known) >= _MOST_PLANS:
+                known.clear()
+            known[place] = make(device, *key)
+        return known[place]
+
+    return made
+
+
+@_kept
+def filled(device, count, number):
+    """The same number, so many times."""
+    return torch.full((count,), number, dtype=torch.int32, device=device)
+
+
+@_kept
+def rising(device, count, step):
+    """0, step and so on: so many numbers."""
+    return torch.arange(0, count * step, step, dtype=torch.int32, device=device)

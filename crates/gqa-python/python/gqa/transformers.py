@@ -1,0 +1,103 @@
+"""``attn_implementation="gqa"`` in transformers' models."""
+
+import warnings
+
+from gqa import flash_attn_func
+
+_warned = set()
+
+
+def register(name="gqa"):
+    """Makes ``attn_implementation=name`` known to transformers.
+
+    Models then attend by :func:`gqa.flash_attn_func`, with their masks, sliding windows, softcaps
+    and sinks. What it cannot do (dropout, gradients, values of another head size) is left to
+    transformers' own ``sdpa``, with one warning for each reason.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    dropout=0.0,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    is_causal=None,
+    **others,
+):
+    """What transformers calls: query (batch, heads, rows, size), key and value likewise.
+
+    Gives the output, (batch, rows, heads, size), and no weights.
+    """
+    reason = _why_not(query, key, value, dropout)
+    if reason is not None:
+        if softcap is not None or s_aux is not None:
+            named = "softcap" if softcap is not None else "s_aux"
+            raise ValueError(f"{named}: got a value in a call with {reason}; allowed: None")
+        return _sdpa(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, reason, others
+        )
+    rows, keys = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = (-1, -1)
+    if attention_mask is not None:
+        # It says all: what is causal, and windows, too.
+        attention_mask, causal = attention_mask[..., :keys].expand(-1, -1, rows, -1), False
+    elif sliding_window is not None and causal:
+        window = (sliding_window - 1, 0)
+    output = flash_attn_func(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scaling,
+        causal=causal and rows > 1,
+        window_size=window,
+        softcap=softcap or 0.0,
+        s_aux=s_aux,
+        mask=attention_mask,
+    )
+    return output, None
+
+
+def _why_not(query, key, value, dropout):
+    """Why the call is not one of ours."""
+    import torch
+
+    if dropout:
+        return "dropout"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return "gradients"
+    if value.shape[-1] != query.shape[-1]:
+        return "values of another head size"
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return str(query.dtype)
+    return None
+
+
+def _sdpa(module, query, key, value, mask, dropout, scaling, is_causal, reason, others):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"gqa has no {reason}: sdpa attends instead", stacklevel=3)
+    return sdpa_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **others,
+    )

@@ -1,0 +1,330 @@
+//! Arrays in host memory, of whatever library: numpy, torch, jax.
+
+use crate::dlpack;
+use crate::element::Element;
+use crate::error::invalid;
+use gqa_host::DType;
+use half::{bf16, f16};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict};
+use std::borrow::Cow;
+
+/// Rust's type of an array's elements.
+pub trait Known: Copy {
+    const DTYPE: DType;
+}
+
+impl Known for f32 {
+    const DTYPE: DType = DType::F32;
+}
+impl Known for f16 {
+    const DTYPE: DType = DType::F16;
+}
+impl Known for bf16 {
+    const DTYPE: DType = DType::BF16;
+}
+
+/// An array where its owner has it.
+pub struct Array {
+    pub name: &'static str,
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    /// In elements.
+    pub strides: Vec<isize>,
+    data: *mut u8,
+    read_only: bool,
+    /// Keeps the memory.
+    _capsule: Py<PyCapsule>,
+}
+
+// SAFETY: the capsule is only kept; the elements are read and written as the functions say that
+// take the array, while its owner lends it to them
+unsafe impl Send for Array {}
+// SAFETY: likewise
+unsafe impl Sync for Array {}
+
+impl Array {
+    /// Of an object that has `__dlpack__`.
+    ///
+    /// # Errors
+    ///
+    /// Unless it has that, in memory of the CPU, and elements of a type that is known.
+    pub fn of(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let capsule = capsule(name, object)?;
+        let (tensor, flags) = described(name, &capsule)?;
+        if tensor.device_type != dlpack::CPU {
+            let got = format!("an array on device type {} of DLPack", tensor.device_type);
+            return Err(invalid(name, got, "one in memory of the CPU, as the others"));
+        }
+        let dtype = dtype(name, tensor)?;
+        let count = usize::try_from(tensor.dimensions).unwrap_or_default();
+        let numbers = |at: *const i64| match count {
+            0 => &[],
+            // SAFETY: DLPack's: as many numbers as there are dimensions
+            _ => unsafe { std::slice::from_raw_parts(at, count) },
+        };
+        let shape: Vec<usize> =
+            numbers(tensor.shape).iter().map(|&n| n.try_into().unwrap_or_default()).collect();
+        let strides = match tensor.strides.is_null() {
+            true => contiguous(&shape),
+            false => numbers(tensor.strides).iter().map(|&n| n as isize).collect(),
+        };
+        // SAFETY: DLPack's: the elements begin so many bytes behind the address
+        let data = unsafe { tensor.data.cast::<u8>().add(tensor.byte_offset as usize) };
+        if data.align_offset(dtype.size()) != 0 && !shape.contains(&0) {
+            let got = format!("an array at {data:p}");
+            return Err(invalid(name, got, format!("a multiple of {} bytes", dtype.size())));
+        }
+        let read_only = flags & dlpack::READ_ONLY != 0;
+        Ok(Self { name, dtype, shape, strides, data, read_only, _capsule: capsule.unbind() })
+    }
+
+    /// The first element's address.
+    pub fn data<T>(&self) -> *const T {
+        self.data.cast()
+    }
+
+    /// The same, to be written.
+    ///
+    /// # Errors
+    ///
+    /// Where the array's owner does not allow that.
+    pub fn data_mut<T>(&self) -> PyResult<*mut T> {
+        match self.read_only {
+            false => Ok(self.data.cast()),
+            true => Err(invalid(self.name, "a read-only array", "one that can be written")),
+        }
+    }
+
+    /// All elements, of which there must be so many, row-major: a copy where they are not
+    /// contiguous.
+    ///
+    /// # Errors
+    ///
+    /// Unless there are, of that type.
+    pub fn elements<T: Known>(&self, count: usize) -> PyResult<Cow<'_, [T]>> {
+        self.check::<T>(count)?;
+        match (count, self.is_contiguous()) {
+            (0, _) => Ok(Cow::Borrowed(&[])),
+            // SAFETY: so many elements lie there; who lends the array does not write it meanwhile
+            (_, true) => Ok(unsafe { std::slice::from_raw_parts(self.data(), count) }.into()),
+            // SAFETY: of that type
+            (_, false) => Ok(unsafe { self.read(|element: T| element) }.into()),
+        }
+    }
+
+    fn check<T: Known>(&self, count: usize) -> PyResult<()> {
+        let is_so = self.dtype == T::DTYPE && self.shape.iter().product::<usize>() == count;
+        match is_so {
+            true => Ok(()),
+            false => {
+                let got = format!("{} {:?}", self.dtype, self.shape);
+                Err(invalid(self.name, got, format!("{count} elements of {}", T::DTYPE)))
+            }
+        }
+    }
+
+    /// All elements of a contiguous array, to be written.
+    ///
+    /// # Errors
+    ///
+    /// As [`elements`](Self::elements), and as [`data_mut`](Self::data_mut).
+    #[expect(clippy::mut_from_ref, reason = "the memory is not the array's own")]
+    pub fn elements_mut<T: Known>(&self, count: usize) -> PyResult<&mut [T]> {
+        self.check::<T>(count)?;
+        if !self.is_contiguous() {
+            return Err(invalid(self.name, "an array with strides", "a contiguous one"));
+        }
+        let data = self.data_mut()?;
+        match count {
+            0 => Ok(&mut []),
+            // SAFETY: so many elements lie there, of an array that was made for this call
+            _ => Ok(unsafe { std::slice::from_raw_parts_mut(data, count) }),
+        }
+    }
+
+    /// Whether some byte may be of both arrays: whether they lie in the same stretch of memory.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.stretch(), other.stretch());
+        a.start < b.end && b.start < a.end
+    }
+
+    /// The addresses from the first byte to the last.
+    fn stretch(&self) -> std::ops::Range<isize> {
+        let (mut first, mut last) = (0, 0);
+        for (&n, &stride) in self.shape.iter().zip(&self.strides) {
+            let reach = (n as isize - 1) * stride;
+            if reach < 0 { first += reach } else { last += reach }
+        }
+        let (start, size) = (self.data as isize, self.dtype.size() as isize);
+        match self.is_empty() {
+            true => start..start,
+            false => start + first * size..start + (last + 1) * size,
+        }
+    }
+
+    pub fn is_contiguous(&self) -> bool {
+        let expected = contiguous(&self.shape);
+        let moves = self.shape.iter().map(|&n| n > 1);
+        let pairs = self.strides.iter().zip(expected).zip(moves);
+        self.is_empty() || pairs.into_iter().all(|((got, wanted), moves)| !moves || *got == wanted)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
+    /// All numbers of an array of integers, row-major.
+    ///
+    /// # Errors
+    ///
+    /// Unless its elements are int32 or int64, and it has that many dimensions.
+    pub fn integers(&self, dimensions: usize) -> PyResult<Vec<i64>> {
+        if self.shape.len() != dimensions {
+            let got = format!("{:?}", self.shape);
+            return Err(invalid(self.name, got, format!("{dimensions} dimensions")));
+        }
+        match self.dtype {
+            // SAFETY: the array's type
+            DType::I32 => Ok(unsafe { self.read::<i32, _>(i64::from) }),
+            // SAFETY: likewise
+            DType::I64 => Ok(unsafe { self.read::<i64, _>(|n| n) }),
+            other => Err(invalid(self.name, other, "int32 or int64")),
+        }
+    }
+
+    /// All numbers of an array of any floating-point type, row-major.
+    ///
+    /// # Errors
+    ///
+    /// Where its elements are of another type.
+    pub fn floats(&self) -> PyResult<Vec<f32>> {
+        match self.dtype {
+            // SAFETY: the array's type
+            DType::F16 => Ok(unsafe { self.read(f16::to_f32) }),
+            // SAFETY: likewise
+            DType::BF16 => Ok(unsafe { self.read(bf16::to_f32) }),
+            // SAFETY: likewise
+            DType::F32 => Ok(unsafe { self.read(|n| n) }),
+            // SAFETY: likewise
+            DType::F64 => Ok(unsafe { self.read(|n: f64| n as f32) }),
+            other => Err(invalid(self.name, other, "float16, bfloat16, float32 or float64")),
+        }
+    }
+
+    /// The same, rounded to an element type.
+    ///
+    /// # Errors
+    ///
+    /// As [`floats`](Self::floats).
+    pub fn numbers<T: Element>(&self) -> PyResult<Vec<T>> {
+        Ok(self.floats()?.into_iter().map(T::from_f32).collect())
+    }
+
+    /// All elements of an array of booleans, row-major.
+    ///
+    /// # Errors
+    ///
+    /// Where its elements are of another type.
+    pub fn booleans(&self) -> PyResult<Vec<bool>> {
+        match self.dtype {
+            // SAFETY: bytes, of which any that is not 0 is true
+            DType::Bool => Ok(unsafe { self.read(|byte: u8| byte != 0) }),
+            other => Err(invalid(self.name, other, "bool")),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// The elements must be of type `T`.
+    unsafe fn read<T: Copy, R>(&self, convert: impl Fn(T) -> R) -> Vec<R> {
+        // SAFETY: an offset of an element, by the strides
+        let element = |at| unsafe { self.data::<T>().offset(at).read() };
+        self.offsets().map(|at| convert(element(at))).collect()
+    }
+
+    /// Where each element is, row-major.
+    fn offsets(&self) -> impl Iterator<Item = isize> {
+        let count: usize = self.shape.iter().product();
+        (0..count).map(|mut i| {
+            let mut at = 0;
+            for (&n, &stride) in self.shape.iter().zip(&self.strides).rev() {
+                at += (i % n) as isize * stride;
+                i /= n;
+            }
+            at
+        })
+    }
+}
+
+fn contiguous(shape: &[usize]) -> Vec<isize> {
+    let mut strides = vec![1; shape.len()];
+    for i in (1..shape.len()).rev() {
+        strides[i - 1] = strides[i] * shape[i] as isize;
+    }
+    strides
+}
+
+/// What `__dlpack__` returns: of version 1 where the library knows that, which allows arrays that
+/// must not be written.
+fn capsule<'py>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyCapsule>> {
+    let py = object.py();
+    if !object.hasattr("__dlpack__")? {
+        let got = object.get_type().name()?.to_string();
+        return Err(invalid(name, got, "an array with __dlpack__: of numpy, torch, jax"));
+    }
+    let options = PyDict::new(py);
+    options.set_item("max_version", (1, 0))?;
+    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__"),
+        result => result,
+    };
+    match capsule {
+        Ok(capsule) => Ok(capsule.cast_into::<PyCapsule>()?),
+        Err(error) => {
+            let got = format!("an array whose __dlpack__ fails: {}", error.value(py));
+            Err(invalid(name, got, "one that can be shared with others"))
+        }
+    }
+}
+
+/// The capsule's tensor and flags.
+fn described<'a>(
+    name: &str,
+    capsule: &'a Bound<'_, PyCapsule>,
+) -> PyResult<(&'a dlpack::Tensor, u64)> {
+    if let Ok(tensor) = capsule.pointer_checked(Some(dlpack::NAME)) {
+        // SAFETY: capsules of that name have a DLManagedTensor, which begins with its tensor
+        return Ok((unsafe { tensor.cast::<dlpack::Tensor>().as_ref() }, 0));
+    }
+    let versioned = capsule.pointer_checked(Some(dlpack::VERSIONED_NAME))?;
+    // SAFETY: capsules of that name have a DLManagedTensorVersioned
+    let versioned = unsafe { versioned.cast::<dlpack::Versioned>().as_ref() };
+    match versioned.major {
+        1 => Ok((&versioned.tensor, versioned.flags)),
+        other => Err(invalid(name, format!("DLPack {other}"), "DLPack 1 or older")),
+    }
+}
+
+/// The element type that DLPack says.
+fn dtype(name: &str, tensor: &dlpack::Tensor) -> PyResult<DType> {
+    match (tensor.code, tensor.bits, tensor.lanes) {
+        (0, 32, 1) => Ok(DType::I32),
+        (0, 64, 1) => Ok(DType::I64),
+        (2, 16, 1) => Ok(DType::F16),
+        (2, 32, 1) => Ok(DType::F32),
+        (2, 64, 1) => Ok(DType::F64),
+        (4, 16, 1) => Ok(DType::BF16),
+        (6, 8, 1) => Ok(DType::Bool),
+        (code, bits, _) => {
+            let kind = ["int", "uint", "handle", "float", "bfloat", "complex", "bool"];
+            let kind = match code {
+                2 => "float",
+                code => kind.get(usize::from(code)).copied().unwrap_or("type"),
+            };
+            let allowed = "float32, float16, bfloat16, int32, int64 or bool";
+            Err(invalid(name, format!("{kind}{bits}"), allowed))
+        }
+    }
+}

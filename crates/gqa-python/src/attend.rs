@@ -1,0 +1,269 @@
+//! Attention on the CPU, sequence by sequence, of arrays where they are.
+
+use crate::array::Array;
+use crate::element::{Element, typed};
+use crate::error::{invalid, raised};
+use crate::heads::{Heads, Place};
+use crate::mask::Bias;
+use crate::scores::Scores;
+use crate::sequences::{Given, Keys, Sequence};
+use gqa_host::backend::{IoViews, cpu::Cpu};
+use gqa_host::engine::{self, External, Paged};
+use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::{CacheView, Error, Strided, TensorView, TensorViewMut};
+use pyo3::prelude::*;
+use rayon::prelude::*;
+
+/// The arrays of a call.
+pub struct Arrays {
+    pub q: Array,
+    pub k: Array,
+    pub v: Array,
+    pub out: Array,
+    pub lse: Option<Array>,
+    /// (heads)
+    pub sinks: Option<Array>,
+    /// (heads) or (sequences, heads)
+    pub slopes: Option<Array>,
+    /// (sequences or 1, heads or 1, rows, keys), of booleans or numbers
+    pub mask: Option<Array>,
+}
+
+/// Computes `out`, and `lse` where there is one.
+///
+/// # Errors
+///
+/// Where arrays do not agree with each other.
+pub fn attend(py: Python<'_>, arrays: &Arrays, given: &Given, scores: Scores) -> PyResult<()> {
+    typed!(arrays.q, typed_attend(py, arrays, given, scores))
+}
+
+fn typed_attend<T: Element>(
+    py: Python<'_>,
+    arrays: &Arrays,
+    given: &Given,
+    scores: Scores,
+) -> PyResult<()> {
+    let call = Call::<T>::of(arrays, given, scores)?;
+    let Heads { entries, rows, heads, size, .. } = call.q;
+    let out = arrays.out.elements_mut(entries * rows * heads * size)?;
+    let lse = arrays.lse.as_ref().map(|lse| lse.elements_mut(entries * rows * heads));
+    let lse = lse.transpose()?;
+    py.detach(|| call.run(out, lse)).map_err(raised)
+}
+
+/// A call whose arrays agree.
+struct Call<T> {
+    q: Heads<T>,
+    k: Heads<T>,
+    v: Heads<T>,
+    sequences: Vec<Sequence>,
+    scores: Scores,
+    sinks: Option<Vec<T>>,
+    bias: Option<Bias<T>>,
+    varlen: bool,
+}
+
+/// A sequence and what it leaves.
+struct Job<'a, T> {
+    index: usize,
+    sequence: &'a Sequence,
+    output: &'a mut [T],
+    lse: Option<Vec<f32>>,
+}
+
+/// q, k and v, which agree.
+fn heads<T: Element>(arrays: &Arrays, varlen: bool, paged: bool) -> PyResult<[Heads<T>; 3]> {
+    let q = match varlen {
+        true => Heads::of(&arrays.q, 3, "(rows of all sequences, heads, size)")?,
+        false => Heads::of(&arrays.q, 4, "(batch, rows, heads, size)")?,
+    };
+    let (dimensions, described) = match (paged, varlen) {
+        (true, _) => (4, "(blocks, rows of a block, KV heads, size)"),
+        (false, true) => (3, "(keys of all sequences, KV heads, size)"),
+        (false, false) => (4, "(batch, keys, KV heads, size)"),
+    };
+    let k = Heads::<T>::of(&arrays.k, dimensions, described)?;
+    let v = Heads::<T>::of(&arrays.v, dimensions, described)?;
+    if k.heads == 0 || q.heads == 0 || q.heads % k.heads != 0 || k.size != q.size {
+        let got = format!("{:?}", arrays.k.shape);
+        let (heads, size) = (q.heads, q.size);
+        let allowed =
+            format!("heads of {size} elements, as q, as many as divide its {heads} heads");
+        return Err(invalid(arrays.k.name, got, allowed));
+    }
+    if arrays.v.shape != arrays.k.shape {
+        let (got, allowed) = (&arrays.v.shape, &arrays.k.shape);
+        return Err(invalid(arrays.v.name, format!("{got:?}"), format!("{allowed:?}")));
+    }
+    Ok([q, k, v])
+}
+
+/// A number for each head.
+fn of_heads<T: Element>(array: &Array, heads: usize) -> PyResult<Vec<T>> {
+    match array.shape == [heads] {
+        true => array.numbers(),
+        false => {
+            let allowed = format!("({heads},), one for each head");
+            Err(invalid(array.name, format!("{:?}", array.shape), allowed))
+        }
+    }
+}
+
+impl<T: Element> Call<T> {
+    fn of(arrays: &Arrays, given: &Given, scores: Scores) -> PyResult<Self> {
+        let varlen = given.q_starts.is_some();
+        let [q, k, v] = heads(arrays, varlen, given.table.is_some())?;
+        let keys = Keys { name: arrays.k.name, entries: k.entries, rows: k.rows };
+        let sequences = Sequence::all(given, [q.entries, q.rows], &keys)?;
+        let sinks = arrays.sinks.as_ref().map(|sinks| of_heads(sinks, q.heads)).transpose()?;
+        let bias = Bias::of(arrays, &q, &k, &sequences)?;
+        Ok(Self { q, k, v, sequences, scores, sinks, bias, varlen })
+    }
+
+    fn layer(&self) -> engine::Layer {
+        let heads = engine::Heads { query: self.q.heads, kv: self.k.heads, size: self.q.size };
+        self.scores.layer(T::DTYPE, heads, self.sinks.is_some())
+    }
+
+    fn run(&self, out: &mut [T], mut lse: Option<&mut [f32]>) -> Result<(), Error> {
+        if lse.is_none() && self.reads_blocks() {
+            return self.run_in_blocks(out);
+        }
+        let mut rest = out;
+        let mut jobs = Vec::with_capacity(self.sequences.len());
+        for (index, sequence) in self.sequences.iter().enumerate() {
+            let (output, behind) = rest.split_at_mut(sequence.rows * self.q.heads * self.q.size);
+            rest = behind;
+            let lse = lse.is_some().then(|| vec![0.; sequence.rows * self.q.heads]);
+            jobs.push(Job { index, sequence, output, lse });
+        }
+        jobs.par_iter_mut().try_for_each(|job| self.sequence(job))?;
+        if let Some(lse) = &mut lse {
+            let of_jobs = jobs.iter().filter_map(|job| Some((job.sequence, job.lse.as_deref()?)));
+            of_jobs.for_each(|(sequence, from)| self.store(sequence, from, lse));
+        }
+        Ok(())
+    }
+
+    /// Puts log-sum-exps of shape (heads, rows) where they belong: into (batch, heads, rows), or
+    /// (heads, rows of all sequences). Where a row sees no key there is its sink only.
+    fn store(&self, sequence: &Sequence, from: &[f32], to: &mut [f32]) {
+        let (heads, rows) = (self.q.heads, sequence.rows);
+        for (head, from) in from.chunks_exact(rows.max(1)).enumerate() {
+            let at = match self.varlen {
+                true => head * self.q.rows + sequence.first_row,
+                false => (sequence.entry * heads + head) * self.q.rows,
+            };
+            let of_none = self.sinks.as_ref().map_or(f32::NEG_INFINITY, |all| all[head].to_f32());
+            for (to, &lse) in to[at..at + rows].iter_mut().zip(from) {
+                *to = if lse == f32::NEG_INFINITY { of_none } else { lse };
+            }
+        }
+    }
+
+    /// Attention of one sequence.
+    fn sequence(&self, job: &mut Job<'_, T>) -> Result<(), Error> {
+        let &Sequence { entry, first_row, rows, keys, .. } = job.sequence;
+        if rows == 0 || keys == 0 {
+            job.output.fill(T::default());
+            job.lse.iter_mut().flatten().for_each(|lse| *lse = f32::NEG_INFINITY);
+            return Ok(());
+        }
+        let place = job.sequence.place();
+        // SAFETY: rows that the arrays have, as the sequences were made for their sizes; whoever
+        // lends them to the call does not write them meanwhile
+        let [query, key, value] = unsafe {
+            let queries = Place::Rows { entry, first: first_row };
+            [self.q.rows(queries, rows), self.k.rows(place, keys), self.v.rows(place, keys)]
+        };
+        let mut strided = Strided::default();
+        strided.query = query.strides;
+        (strided.key, strided.value) = (key.strides, value.strides);
+        let mut call = External::new(1, rows, keys).strides(strided);
+        if let Some(right) = self.scores.behind() {
+            call = call.right_window(right);
+        }
+        if job.lse.is_some() {
+            call = call.log_sum_exp();
+        }
+        let bias = self.bias.as_ref().map(|bias| bias.sequence(job.index, job.sequence));
+        if let Some(bias) = &bias {
+            call = bias.declared(call);
+        }
+        let problem = self.layer().external(call)?;
+        let last = [keys as i32 - 1];
+        let inputs = Tensors::default()
+            .with(TensorId::Query, T::view(&query.elements))
+            .with(TensorId::Key, T::view(&key.elements))
+            .with(TensorId::Value, T::view(&value.elements))
+            .with(TensorId::SeqlensK, TensorView::I32(&last))
+            .with(TensorId::HeadSink, self.sinks.as_deref().map(T::view))
+            .with(TensorId::AttentionBias, bias.as_ref().map(|bias| bias.view()));
+        let [present_key, present_value] = [CacheView::NONE; 2];
+        Cpu::default().run_on(
+            &problem,
+            &mut IoViews {
+                inputs,
+                output: T::view_mut(job.output),
+                present_key,
+                present_value,
+                output_qk: None,
+                lse: job.lse.as_deref_mut().map(TensorViewMut::F32),
+            },
+        )
+    }
+
+    /// Whether all sequences are one call that reads blocks where they are: what paged calls know
+    /// of windows and positions suffices.
+    fn reads_blocks(&self) -> bool {
+        let blocks = self.sequences.iter().all(|sequence| sequence.blocks().is_some());
+        let fits = self.sequences.iter().all(|sequence| sequence.rows <= sequence.keys);
+        let known = matches!(self.scores.behind(), None | Some(0)) && self.bias.is_none();
+        // 0 is the usual scale there.
+        let known = known && self.scores.scale != 0.;
+        let in_place = self.k.is_contiguous && self.v.is_contiguous;
+        blocks && fits && known && in_place && self.q.size % 8 == 0 && !self.sequences.is_empty()
+    }
+
+    /// All sequences in one call.
+    fn run_in_blocks(&self, out: &mut [T]) -> Result<(), Error> {
+        let count = self.sequences.len();
+        let most = |of: fn(&Sequence) -> usize| self.sequences.iter().map(of).max().unwrap_or(0);
+        let tokens = self.q.entries * self.q.rows;
+        let columns = most(|sequence| sequence.blocks().map_or(0, <[usize]>::len)).max(1);
+        let cache = [self.k.entries, self.k.rows, columns];
+        let call = Paged::new(count, tokens, cache)
+            .most_tokens(most(|sequence| sequence.rows))
+            .longest(most(|sequence| sequence.keys))
+            .slot_mapping();
+        let problem = self.layer().paged(call)?;
+        let (mut starts, mut past, mut table) = (vec![0], Vec::new(), Vec::new());
+        for sequence in &self.sequences {
+            starts.push(starts[starts.len() - 1] + sequence.rows as i32);
+            past.push((sequence.keys - sequence.rows) as i32);
+            let blocks = sequence.blocks().unwrap_or_default();
+            table.extend(blocks.iter().map(|&block| block as i32));
+            table.resize(starts.len().saturating_sub(1) * columns, -1);
+        }
+        // The cache has all keys: none of the call's own goes anywhere, and none is looked at.
+        let (slots, none) =
+            (vec![-1; tokens], vec![T::default(); tokens * self.k.heads * self.k.size]);
+        // SAFETY: all rows, which nobody writes meanwhile
+        let (query, keys, values) = unsafe { (self.q.packed(), self.k.all(), self.v.all()) };
+        let inputs = Tensors::default()
+            .with(TensorId::Query, T::view(&query))
+            .with(TensorId::Key, T::view(&none))
+            .with(TensorId::Value, T::view(&none))
+            .with(TensorId::SeqlensK, TensorView::I32(&past))
+            .with(TensorId::CumulativeSequenceLength, TensorView::I32(&starts))
+            .with(TensorId::SlotMapping, TensorView::I32(&slots))
+            .with(TensorId::BlockTable, TensorView::I32(&table))
+            .with(TensorId::HeadSink, self.sinks.as_deref().map(T::view));
+        let (present_key, present_value) = (T::view(keys).into(), T::view(values).into());
+        let output = T::view_mut(out);
+        let mut io =
+            IoViews { inputs, output, present_key, present_value, output_qk: None, lse: None };
+        Cpu::default().run_on(&problem, &mut io)
+    }
+}

@@ -1,0 +1,237 @@
+//! Attention on a GPU, in memory and streams of others: what `_cuda.py` puts into the stream.
+
+use crate::error::{invalid, raised};
+use crate::scores::Scores;
+use gqa_host::driver::{Device, DeviceView, LoadedPlan, Stream, Views, Workspace};
+use gqa_host::engine::{External, Heads, Layer, Paged, Rope};
+use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorSpec};
+use gqa_host::{DType, Problem, RowStrides, Strided};
+use pyo3::prelude::*;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A GPU by its number.
+#[pyclass(frozen)]
+pub struct Gpu(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    planner: Planner,
+    /// By their handle; kept, because each may keep a second stream.
+    streams: Mutex<HashMap<usize, Arc<Stream>>>,
+}
+
+#[pymethods]
+impl Gpu {
+    #[new]
+    fn new(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
+        let opened = py.detach(|| {
+            let device = Device::open(ordinal)?;
+            let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
+            Ok(Inner { device, planner, streams: Mutex::default() })
+        });
+        opened.map(Arc::new).map(Self).map_err(raised)
+    }
+
+    /// The plan for a call, with its kernels compiled.
+    fn plan(&self, py: Python<'_>, call: &Call) -> PyResult<Plan> {
+        let gpu = Arc::clone(&self.0);
+        let loaded = py.detach(|| gpu.device.load(gpu.planner.plan(&call.0)?)).map_err(raised)?;
+        Ok(Plan { gpu, loaded })
+    }
+}
+
+impl Inner {
+    /// # Safety
+    ///
+    /// The stream must exist as long as the GPU is open, as torch's do.
+    unsafe fn stream(&self, raw: usize) -> gqa_host::Result<Arc<Stream>> {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stream) = streams.get(&raw) {
+            return Ok(Arc::clone(stream));
+        }
+        // SAFETY: the caller's
+        let stream = Arc::new(unsafe { Stream::from_raw(&self.device, raw as *mut c_void) }?);
+        streams.insert(raw, Arc::clone(&stream));
+        Ok(stream)
+    }
+}
+
+/// What the tensors of a call have in common.
+#[derive(FromPyObject)]
+struct Sizes {
+    dtype: String,
+    heads: usize,
+    kv_heads: usize,
+    size: usize,
+    scores: Scores,
+    sinks: bool,
+}
+
+impl Sizes {
+    fn layer(&self) -> PyResult<Layer> {
+        let dtype = match self.dtype.as_str() {
+            "float32" => DType::F32,
+            "float16" => DType::F16,
+            "bfloat16" => DType::BF16,
+            other => return Err(invalid("q", other, "float32, float16 or bfloat16")),
+        };
+        let heads = Heads { query: self.heads, kv: self.kv_heads, size: self.size };
+        Ok(self.scores.layer(dtype, heads, self.sinks))
+    }
+}
+
+/// Strides of batch entries, rows and heads.
+type Strides = Option<(usize, usize, usize)>;
+
+fn strides(strides: Strides) -> Option<RowStrides> {
+    strides.map(|(batch, row, head)| RowStrides { batch, row, head })
+}
+
+/// A call that was checked.
+#[pyclass(frozen)]
+pub struct Call(Problem);
+
+#[pymethods]
+impl Call {
+    /// Attention to keys and values where they are.
+    #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
+    #[pyo3(signature = (sizes, batch, rows, keys, shortest, q, k, v, lse, bias))]
+    fn external(
+        sizes: Sizes,
+        batch: usize,
+        rows: usize,
+        keys: usize,
+        shortest: usize,
+        q: Strides,
+        k: Strides,
+        v: Strides,
+        lse: bool,
+        bias: Option<(bool, bool, bool)>,
+    ) -> PyResult<Self> {
+        let mut strided = Strided::default();
+        (strided.query, strided.key, strided.value) = (strides(q), strides(k), strides(v));
+        let mut call = External::new(batch, rows, keys).shortest(shortest).strides(strided);
+        if let Some(right) = sizes.scores.behind() {
+            call = call.right_window(right);
+        }
+        if lse {
+            call = call.log_sum_exp();
+        }
+        call = match bias {
+            Some((per_sequence, per_head, true)) => call.mask(per_sequence, per_head),
+            Some((per_sequence, per_head, false)) => call.bias(per_sequence, per_head),
+            None => call,
+        };
+        sizes.layer()?.external(call).map(Self).map_err(raised)
+    }
+
+    /// Attention over a paged KV cache of so many blocks, rows of a block and blocks of a sequence.
+    #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
+    #[pyo3(signature = (sizes, sequences, tokens, cache, most_tokens, longest, rope, slots))]
+    fn paged(
+        sizes: Sizes,
+        sequences: usize,
+        tokens: usize,
+        cache: (usize, usize, usize),
+        most_tokens: usize,
+        longest: usize,
+        rope: Option<(usize, usize, bool)>,
+        slots: bool,
+    ) -> PyResult<Self> {
+        let mut layer = sizes.layer()?;
+        if let Some((dim, positions, interleaved)) = rope {
+            let rope = Rope::new(dim, positions);
+            layer = layer.rope(if interleaved { rope.interleaved() } else { rope });
+        }
+        let call = Paged::new(sequences, tokens, cache.into());
+        let call = call.most_tokens(most_tokens).longest(longest);
+        let call = if slots { call.slot_mapping() } else { call };
+        layer.paged(call).map(Self).map_err(raised)
+    }
+
+    /// The kernels that a GPU of that name would launch for it, which no GPU is needed to know.
+    fn kernels(&self, gpu: &str) -> PyResult<Vec<&'static str>> {
+        let plan = self.planned(gpu)?;
+        Ok(plan.launches().iter().map(|launch| launch.entry().name).collect())
+    }
+
+    /// Names of the plan's tensors, and how many elements each has, likewise.
+    fn tensors(&self, gpu: &str) -> PyResult<Vec<(&'static str, usize)>> {
+        let plan = self.planned(gpu)?;
+        let elements = |spec: &TensorSpec| spec.shape.iter().product();
+        Ok(plan.tensors().iter().map(|(id, spec)| (id.name(), elements(spec))).collect())
+    }
+}
+
+impl Call {
+    fn planned(&self, gpu: &str) -> PyResult<Arc<gqa_host::plan::Plan>> {
+        let Some(device) = DeviceInfo::known(gpu) else {
+            return Err(invalid("gpu", gpu, "the name of a known GPU, such as h200"));
+        };
+        Planner::new(device, PlanOptions::default()).plan(&self.0).map_err(raised)
+    }
+}
+
+/// A plan whose kernels are on a GPU.
+#[pyclass(frozen)]
+pub struct Plan {
+    gpu: Arc<Inner>,
+    loaded: LoadedPlan,
+}
+
+#[pymethods]
+impl Plan {
+    /// Names of its tensors, in the order in which `enqueue` takes their addresses.
+    #[getter]
+    fn tensors(&self) -> Vec<&'static str> {
+        self.loaded.plan().tensors().iter().map(|(id, _)| id.name()).collect()
+    }
+
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.loaded.plan().workspace_bytes()
+    }
+
+    #[getter]
+    fn counters(&self) -> usize {
+        self.loaded.plan().counters()
+    }
+
+    /// Which kernels it launches, and why.
+    fn explain(&self) -> String {
+        self.loaded.plan().explain().to_string()
+    }
+
+    /// Puts it into a stream. Addresses are those of tensors of the plan's types and shapes: the
+    /// package's functions see to that.
+    fn enqueue(
+        &self,
+        addresses: Vec<u64>,
+        workspace: u64,
+        counters: u64,
+        stream: usize,
+    ) -> PyResult<()> {
+        let plan = self.loaded.plan();
+        if addresses.len() != plan.tensors().len() {
+            return Err(invalid("addresses", addresses.len(), plan.tensors().len()));
+        }
+        let mut views = Views::default();
+        for ((id, spec), &address) in plan.tensors().iter().zip(&addresses) {
+            let view = DeviceView::new(address, spec.dtype, &spec.shape);
+            let view = spec.strides.map_or(view, |strides| view.strided(strides));
+            views = views.with(*id, view);
+        }
+        let workspace = Workspace::new(workspace, plan.workspace_bytes(), counters);
+        // SAFETY: these are torch's tensors, of those types and shapes, whose memory torch gives to
+        // nothing else but what is behind in the same stream; torch's streams last
+        let enqueued = unsafe {
+            let stream = self.gpu.stream(stream);
+            stream.and_then(|stream| self.loaded.enqueue(&views, workspace, &stream))
+        };
+        enqueued.map_err(raised)
+    }
+}

@@ -1,0 +1,40 @@
+//! DLPack: how arrays of others say where their elements are.
+
+use std::ffi::{CStr, c_void};
+
+/// Names of the capsules that `__dlpack__` returns.
+pub const NAME: &CStr = c"dltensor";
+pub const VERSIONED_NAME: &CStr = c"dltensor_versioned";
+
+/// Device type of memory that the CPU reads.
+pub const CPU: i32 = 1;
+
+/// Flag of an array that must not be written.
+pub const READ_ONLY: u64 = 1;
+
+/// `DLTensor`
+#[repr(C)]
+pub struct Tensor {
+    pub data: *mut c_void,
+    pub device_type: i32,
+    pub device_id: i32,
+    pub dimensions: i32,
+    pub code: u8,
+    pub bits: u8,
+    pub lanes: u16,
+    pub shape: *const i64,
+    /// In elements; null where the tensor is contiguous.
+    pub strides: *const i64,
+    pub byte_offset: u64,
+}
+
+/// The beginning of `DLManagedTensorVersioned`.
+#[repr(C)]
+pub struct Versioned {
+    pub major: u32,
+    pub minor: u32,
+    pub manager: *mut c_void,
+    pub deleter: *mut c_void,
+    pub flags: u64,
+    pub tensor: Tensor,
+}

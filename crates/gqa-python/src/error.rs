@@ -1,0 +1,28 @@
+//! Errors as Python's exceptions.
+
+use gqa_host::Error;
+use pyo3::create_exception;
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+create_exception!(gqa, DriverError, PyRuntimeError, "The GPU could not be used.");
+create_exception!(gqa, NoDriverError, DriverError, "There is no NVIDIA driver on this machine.");
+
+/// A caller's error: which argument, what was got and what is allowed.
+pub fn invalid(argument: &str, got: impl ToString, allowed: impl ToString) -> PyErr {
+    let (got, allowed) = (got.to_string(), allowed.to_string());
+    PyValueError::new_err(format!("{argument}: got {got}; allowed: {allowed}"))
+}
+
+/// An error of the library.
+pub fn raised(error: Error) -> PyErr {
+    let text = error.to_string();
+    match error {
+        Error::Driver(gqa_host::driver::DriverError::NoDriver { .. }) => {
+            NoDriverError::new_err(text)
+        }
+        Error::Driver(_) => DriverError::new_err(text),
+        Error::OutOfMemory { .. } => PyMemoryError::new_err(text),
+        _ => PyValueError::new_err(text),
+    }
+}

@@ -1,0 +1,152 @@
+//! What is added to scores: ALiBi, or a mask.
+
+use crate::array::Array;
+use crate::attend::Arrays;
+use crate::element::Element;
+use crate::error::invalid;
+use crate::heads::Heads;
+use crate::sequences::Sequence;
+use gqa_host::engine::External;
+use gqa_host::{DType, TensorView};
+use pyo3::PyResult;
+use std::borrow::Cow;
+
+/// Of all sequences.
+pub enum Bias<T> {
+    /// Slopes of (sequences or 1, heads).
+    Alibi { slopes: Vec<f32>, heads: usize, per_sequence: bool },
+    /// Numbers of (sequences or 1, heads or 1, rows, keys).
+    Numbers(Mask<T>),
+    /// Whether keys are seen, likewise.
+    Seen(Mask<bool>),
+}
+
+pub struct Mask<T> {
+    elements: Vec<T>,
+    /// Elements from one sequence to the next, 0 where all have the same.
+    per_sequence: usize,
+    /// Elements of a sequence.
+    size: usize,
+    per_head: bool,
+}
+
+/// Of one sequence.
+pub enum OfSequence<'a, T: Clone> {
+    Numbers(Cow<'a, [T]>, bool),
+    Seen(&'a [bool], bool),
+}
+
+impl<T: Element> Bias<T> {
+    /// That of a call, if it has one.
+    ///
+    /// # Errors
+    ///
+    /// Where there are two, and where one does not fit the call.
+    pub fn of(
+        arrays: &Arrays,
+        q: &Heads<T>,
+        k: &Heads<T>,
+        sequences: &[Sequence],
+    ) -> PyResult<Option<Self>> {
+        match (&arrays.slopes, &arrays.mask) {
+            (Some(_), Some(_)) => Err(invalid("mask", "an array", "None with alibi_slopes")),
+            (Some(slopes), None) => Self::alibi(slopes, q.heads, sequences.len()).map(Some),
+            (None, Some(mask)) => {
+                check_mask(mask, q, k, sequences)?;
+                Ok(Some(match mask.dtype {
+                    DType::Bool => Self::Seen(Mask::new(mask, mask.booleans()?)),
+                    _ => Self::Numbers(Mask::new(mask, mask.numbers()?)),
+                }))
+            }
+            (None, None) => Ok(None),
+        }
+    }
+
+    fn alibi(slopes: &Array, heads: usize, sequences: usize) -> PyResult<Self> {
+        let per_sequence = match slopes.shape[..] {
+            [n] if n == heads => false,
+            [b, n] if n == heads && b == sequences => true,
+            _ => {
+                let allowed = format!("(heads = {heads}) or (batch = {sequences}, {heads})");
+                return Err(invalid(slopes.name, format!("{:?}", slopes.shape), allowed));
+            }
+        };
+        Ok(Self::Alibi { slopes: slopes.floats()?, heads, per_sequence })
+    }
+
+    /// That of a sequence.
+    pub fn sequence(&self, index: usize, sequence: &Sequence) -> OfSequence<'_, T> {
+        match self {
+            Self::Alibi { slopes, heads, per_sequence } => {
+                let first = if *per_sequence { index * heads } else { 0 };
+                let numbers = alibi_bias(&slopes[first..first + heads], sequence);
+                OfSequence::Numbers(numbers.map(T::from_f32).collect(), true)
+            }
+            Self::Numbers(mask) => OfSequence::Numbers(mask.sequence(index).into(), mask.per_head),
+            Self::Seen(mask) => OfSequence::Seen(mask.sequence(index), mask.per_head),
+        }
+    }
+}
+
+/// Numbers of (heads, rows, keys): a slope times how far a key is from a row's place.
+fn alibi_bias(slopes: &[f32], sequence: &Sequence) -> impl Iterator<Item = f32> {
+    let (rows, keys) = (sequence.rows, sequence.keys);
+    slopes.iter().flat_map(move |slope| {
+        (0..rows).flat_map(move |row| {
+            let place = (row + keys) as f32 - rows as f32;
+            (0..keys).map(move |key| -slope * (place - key as f32).abs())
+        })
+    })
+}
+
+fn check_mask<T>(mask: &Array, q: &Heads<T>, k: &Heads<T>, sequences: &[Sequence]) -> PyResult<()> {
+    let is_whole = |sequence: &Sequence| sequence.rows == q.rows && sequence.keys == k.rows;
+    let (batch, heads) = (sequences.len(), q.heads);
+    match mask.shape[..] {
+        [b, n, rows, keys]
+            if [1, batch].contains(&b)
+                && [1, heads].contains(&n)
+                && [rows, keys] == [q.rows, k.rows]
+                && sequences.iter().all(is_whole) =>
+        {
+            Ok(())
+        }
+        _ => {
+            let allowed = format!(
+                "(batch = {batch} or 1, heads = {heads} or 1, rows = {}, keys = {})",
+                q.rows, k.rows
+            );
+            Err(invalid(mask.name, format!("{:?}", mask.shape), allowed))
+        }
+    }
+}
+
+impl<T> Mask<T> {
+    /// Of an array of four dimensions, with its elements.
+    fn new(array: &Array, elements: Vec<T>) -> Self {
+        let size = array.shape[1..].iter().product();
+        let per_sequence = if array.shape[0] == 1 { 0 } else { size };
+        Self { elements, per_sequence, size, per_head: array.shape[1] > 1 }
+    }
+
+    fn sequence(&self, index: usize) -> &[T] {
+        &self.elements[index * self.per_sequence..][..self.size]
+    }
+}
+
+impl<T: Element> OfSequence<'_, T> {
+    /// The call with such a tensor.
+    pub fn declared(&self, call: External) -> External {
+        match self {
+            Self::Numbers(_, per_head) => call.bias(false, *per_head),
+            Self::Seen(_, per_head) => call.mask(false, *per_head),
+        }
+    }
+
+    pub fn view(&self) -> TensorView<'_> {
+        match self {
+            Self::Numbers(numbers, _) => T::view(numbers),
+            Self::Seen(seen, _) => TensorView::Bool(seen),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+"""Threads, memory and determinism on the CPU."""
+
+import sys
+import threading
+import time
+
+import gqa
+import numpy as np
+from test_errors import arrays
+
+
+def test_the_interpreter_goes_on_meanwhile():
+    noise = np.random.default_rng(1)
+    q, k, v = (noise.standard_normal((1, 1500, 8, 128)).astype(np.float32) for _ in "qkv")
+    ticks, done = [], threading.Event()
+
+    def work():
+        gqa.flash_attn_func(q, k, v)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.is_set():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    thread.join()
+    assert len(ticks) > 3, "the GIL was held"
+
+
+def test_threads_may_call_at_the_same_time():
+    q, k, v = arrays()
+    expected, results = gqa.flash_attn_func(q, k, v), []
+    call = lambda: results.append(gqa.flash_attn_func(q, k, v))
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(results) == 8
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_no_memory_is_kept():
+    q, k, v = arrays()
+    gqa.flash_attn_func(q, k, v)
+    before = [sys.getrefcount(x) for x in (q, k, v)]
+    for _ in range(10):
+        gqa.flash_attn_func(q, k, v, return_softmax_lse=True)
+    assert [sys.getrefcount(x) for x in (q, k, v)] == before
+
+
+def test_a_batch_does_not_change_a_sequences_result():
+    q, k, v = arrays(7, 33)
+    both = gqa.flash_attn_func(q, k, v, causal=True)
+    one = gqa.flash_attn_func(q[1:], k[1:], v[1:], causal=True)
+    np.testing.assert_array_equal(both[1:], one)

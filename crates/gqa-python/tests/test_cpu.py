@@ -1,0 +1,213 @@
+"""All functions on the CPU against the definition, in random calls."""
+
+import definition
+import gqa
+import libraries
+import numpy as np
+import pytest
+
+
+def test_sequences_of_the_same_length(draw):
+    pick = draw.pick
+    batch, rows, keys = pick.choice([1, 3]), pick.choice([1, 2, 7, 33]), pick.choice([1, 5, 33, 70])
+    q = draw.array(batch, rows, draw.heads, draw.size)
+    k, v = (draw.array(batch, keys, draw.kv_heads, draw.size) for _ in "kv")
+    ours = draw.scores()
+    slopes, mask, own = None, None, {}
+    kind = pick.choice(["none", "none", "slopes", "bool", "numbers"])
+    if kind == "slopes":
+        per_sequence = pick.random() < 0.5
+        shape = (batch, draw.heads) if per_sequence else (draw.heads,)
+        # Of few bits, so that they times a distance are exact in float16, too.
+        slopes = 2.0 ** -draw.noise.integers(1, 6, shape).astype(draw.dtype)
+        ours["alibi_slopes"] = slopes
+        slopes = np.broadcast_to(slopes, (batch, draw.heads))
+    elif kind != "none":
+        shape = (pick.choice([1, batch]), pick.choice([1, draw.heads]), rows, keys)
+        mask = draw.normal(*shape)
+        mask = mask > -0.5 if kind == "bool" else mask
+        ours["mask"] = mask
+        mask = np.broadcast_to(mask, (batch, draw.heads, rows, keys))
+    out, lse = draw.call(gqa.flash_attn_func, q, k, v, **ours, return_softmax_lse=True)
+    alone = draw.call(gqa.flash_attn_func, q, k, v, **ours)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    np.testing.assert_array_equal(out, alone)
+    for b in range(batch):
+        if slopes is not None:
+            own["slopes"] = slopes[b]
+        if mask is not None:
+            own["mask"] = mask[b]
+        expected, expected_lse = draw.expected(ours, q[b], k[b], v[b], **own)
+        draw.check(out[b], expected)
+        draw.check_lse(lse[b], expected_lse)
+
+
+def test_sequences_of_any_lengths(draw):
+    pick = draw.pick
+    count = pick.choice([1, 2, 5])
+    rows = [pick.choice([0, 1, 3, 20]) for _ in range(count)]
+    keys = [pick.choice([0, 1, 9, 40]) for _ in range(count)]
+    q = draw.array(sum(rows) or 1, draw.heads, draw.size)[: sum(rows)]
+    starts, key_starts = (np.cumsum([0, *n], dtype=np.int32) for n in (rows, keys))
+    ours = draw.scores()
+    paged = pick.random() < 0.5
+    if paged:
+        block = pick.choice([1, 4, 16])
+        columns = max(-(-n // block) for n in keys) + 1
+        blocks = count * columns + 2
+        k, v = (draw.array(blocks, block, draw.kv_heads, draw.size) for _ in "kv")
+        table = draw.noise.permutation(blocks)[: count * columns].astype(np.int32)
+        table = table.reshape(count, columns)
+        where = {"block_table": table}
+        rows_of = lambda cache, b: cache[table[b]].reshape(-1, draw.kv_heads, draw.size)[: keys[b]]
+    else:
+        k, v = (draw.array(sum(keys) or 1, draw.kv_heads, draw.size)[: sum(keys)] for _ in "kv")
+        where = {}
+        rows_of = lambda cache, b: cache[key_starts[b] : key_starts[b + 1]]
+    longest = max(rows), max(keys)
+    arguments = (q, k, v, starts, key_starts, *longest)
+    ours |= where
+    out, lse = draw.call(
+        gqa.flash_attn_varlen_func, *arguments, **ours, return_softmax_lse=True
+    )
+    alone = draw.call(gqa.flash_attn_varlen_func, *arguments, **ours)
+    draw.check(alone, out.astype(np.float64))
+    assert lse.shape == (draw.heads, sum(rows))
+    for b in range(count):
+        mine = slice(starts[b], starts[b + 1])
+        expected, expected_lse = draw.expected(ours, q[mine], rows_of(k, b), rows_of(v, b))
+        draw.check(out[mine], expected)
+        draw.check(alone[mine], expected)
+        draw.check_lse(lse[:, mine], expected_lse)
+
+
+class KvCache:
+    """A KV cache of 64 rows for each sequence, or more blocks than that."""
+
+    def __init__(self, draw, batch):
+        self.first, self.where = np.zeros(batch, np.int32), {}
+        self.lengths = draw.noise.integers(6, 60, batch).astype(draw.pick.choice(["i4", "i8"]))
+        if draw.pick.random() < 0.2:
+            self.lengths[:] = 11
+            self.where["cache_seqlens"] = 11
+        else:
+            self.where["cache_seqlens"] = self.lengths
+        shape = self.blocks(draw, batch) if draw.pick.random() < 0.5 else self.rows(draw, batch)
+        shape = *shape, draw.kv_heads, draw.size
+        self.keys, self.values = (draw.array(*shape, repeats=False) for _ in "kv")
+
+    def blocks(self, draw, batch):
+        size = draw.pick.choice([2, 16])
+        columns = 64 // size
+        table = draw.noise.permutation(batch * columns + 1)[:-1].reshape(batch, columns)
+        self.where["block_table"] = table.astype(np.int32)
+        self.of = lambda cache, b: cache[table[b]].reshape(64, draw.kv_heads, draw.size)
+        return batch * columns + 1, size
+
+    def rows(self, draw, batch):
+        entries = draw.noise.permutation(batch + 2)[:batch].astype(np.int32)
+        self.where["cache_batch_idx"] = entries
+        if draw.pick.random() < 0.3:
+            self.first = draw.noise.integers(0, 5, batch).astype(np.int32)
+            self.where["cache_leftpad"] = self.first
+        self.of = lambda cache, b: cache[entries[b]]
+        return batch + 2, 64
+
+
+def new_tokens(draw, batch, rows):
+    """Keyword arguments of keys and values that are appended, and of a rotary embedding."""
+    new = {n: draw.array(batch, rows, draw.kv_heads, draw.size) for n in "kv"}
+    if draw.pick.random() < 0.6:
+        angles = draw.noise.random((64, draw.size // draw.pick.choice([2, 4]))) * 6
+        new["rotary_cos"] = np.cos(angles).astype(draw.dtype)
+        new["rotary_sin"] = np.sin(angles).astype(draw.dtype)
+        new["rotary_interleaved"] = draw.pick.random() < 0.5
+    return new
+
+
+def test_kv_caches(draw):
+    pick = draw.pick
+    batch, rows = pick.choice([1, 3]), pick.choice([1, 1, 4])
+    q, cache, ours = draw.array(batch, rows, draw.heads, draw.size), KvCache(draw, batch), {}
+    new = new_tokens(draw, batch, rows) if pick.random() < 0.7 else {}
+    ours = draw.scores()
+    before = [np.array(array) for array in (cache.keys, cache.values)]
+    want_lse = pick.random() < 0.5
+    arguments = {**new, **cache.where, **ours, "return_softmax_lse": want_lse}
+    result = draw.call(gqa.flash_attn_with_kvcache, q, cache.keys, cache.values, **arguments)
+    out, lse = result if want_lse else (result, None)
+    advances = ours["causal"] or ours.get("window_size", (-1, -1)) != (-1, -1)
+    for b in range(batch):
+        keys, values = (np.array(cache.of(array, b), np.float64) for array in before)
+        queries, first, end = q[b], cache.first[b], cache.lengths[b]
+        if new:
+            places = np.arange(rows) + end - first
+            of_queries = places if advances else np.full(rows, places[0])
+            queries = turned(new, queries, of_queries)
+            keys[end : end + rows] = turned(new, new["k"][b], places)
+            values[end : end + rows] = new["v"][b]
+            end += rows
+        draw.check(cache.of(cache.keys, b), keys)
+        draw.check(cache.of(cache.values, b), values)
+        expected, expected_lse = draw.expected(ours, queries, keys[first:end], values[first:end])
+        draw.check(out[b], expected)
+        if want_lse:
+            draw.check_lse(lse[b], expected_lse, 5e-3)
+    written = np.any(np.array(cache.values) != before[1], axis=(-2, -1))
+    assert written.sum() <= (batch * rows if new else 0), "other entries were written"
+
+
+def turned(new, heads, places):
+    """Rows of heads at their places, rotated where new tokens are."""
+    if "rotary_cos" not in new:
+        return heads
+    turns = new["rotary_cos"], new["rotary_sin"], new["rotary_interleaved"]
+    return definition.rotated(heads, places, *turns)
+
+
+def test_states_merge(draw):
+    pick = draw.pick
+    batch, rows, keys = 2, pick.choice([1, 5]), 40
+    q = draw.array(batch, rows, draw.heads, draw.size)
+    k, v = (draw.array(batch, keys, draw.kv_heads, draw.size) for _ in "kv")
+    cuts = sorted(pick.sample(range(1, keys), pick.choice([1, 2, 6])))
+    parts = [
+        draw.call(gqa.flash_attn_func, q, k[:, a:b], v[:, a:b], return_softmax_lse=True)
+        for a, b in zip([0, *cuts], [*cuts, keys])
+    ]
+    empty = np.full_like(parts[0][0], np.nan), np.full_like(parts[0][1], -np.inf)
+    outputs, lses = zip(*parts, empty)
+    out, lse = draw.call(gqa.merge_states, outputs, lses)
+    whole, whole_lse = draw.call(gqa.flash_attn_func, q, k, v, return_softmax_lse=True)
+    draw.check(out, whole.astype(np.float64))
+    draw.check_lse(lse, whole_lse)
+    none = draw.call(gqa.merge_states, [empty[0]] * 2, [empty[1]] * 2)
+    assert not none[0].any() and np.isneginf(none[1]).all()
+    one = draw.call(gqa.merge_states, [outputs[0][0]], [lses[0][0]])
+    draw.check(one[0], outputs[0][0].astype(np.float64))
+
+
+@pytest.mark.skipif(libraries.torch is None, reason="no torch")
+def test_bfloat16(draw):
+    torch = libraries.torch
+    of_heads = draw.heads, draw.kv_heads, draw.kv_heads
+    arrays = [draw.array(2, 9, heads, draw.size) for heads in of_heads]
+    q, k, v = (torch.from_numpy(np.array(array)).bfloat16() for array in arrays)
+    out, lse = gqa.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    for b in range(2):
+        exact = (x[b].float().numpy() for x in (q, k, v))
+        expected, expected_lse = definition.attention(*exact, draw.size**-0.5, causal=True)
+        np.testing.assert_allclose(out[b].float().numpy(), expected, atol=2e-2, rtol=2e-2)
+        draw.check_lse(lse[b].numpy(), expected_lse)
+
+
+@pytest.mark.skipif(libraries.torch is None, reason="no torch")
+def test_tensors_that_want_gradients():
+    torch = libraries.torch
+    q, k, v = (torch.randn(1, 3, 2, 16, requires_grad=name == "v") for name in "qkv")
+    with pytest.raises(ValueError, match="^v: got a tensor that requires a gradient; allowed: "):
+        gqa.flash_attn_func(q, k, v)
+    with torch.no_grad():
+        out = gqa.flash_attn_func(q, k, v)
+    torch.testing.assert_close(out, gqa.flash_attn_func(q, k, v.detach()))

@@ -1,0 +1,107 @@
+"""What goes to a GPU, where there is none: torch on the CPU stands for the kernels.
+
+The cases are those of test_cuda.py. Plans are made by the planner, for an H200.
+"""
+
+import unittest
+from unittest import mock
+
+from gqa import _gqa
+from libraries import torch
+from test_cuda import Cases, expected, rotated
+
+if torch is not None:
+    from gqa import _cuda, _flash, _launch
+
+
+class Planned:
+    """A call that was planned, and what its kernels compute."""
+
+    def __init__(self, kind, q, kv_heads, scores, *numbers):
+        (heads, size), sinks = q.shape[-2:], scores.sinks is not None
+        sizes = _launch._Sizes(_launch.ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
+        call = getattr(_gqa.Call, kind)(sizes, *numbers)
+        self.tensors, self.kernels = call.tensors("h200"), getattr(self, kind)
+        self.scores, self.numbers = scores, numbers
+
+    def run(self, device, tensors):
+        for name, elements in self.tensors:
+            has = tensors[name].numel()
+            assert has >= elements, f"{name} has {has} of {elements} elements"
+            assert tensors[name].data_ptr() % 16 == 0, f"{name} is not aligned"
+        self.kernels(tensors)
+
+    def attend(self, q, k, v, tensors, bias=None):
+        """Attention as kernels define it: where no key is seen a sink does not count."""
+        scores, sinks = self.scores, tensors.get("head_sink")
+        if len(k) == 0:
+            return torch.zeros_like(q), -torch.inf
+        named = {"softcap": scores.softcap, "scale": scores.scale, "bias": bias}
+        _, bare = expected(q, k, v, scores.window, **named)
+        out, lse = expected(q, k, v, scores.window, sinks=sinks, **named)
+        return out, torch.where(bare == -torch.inf, bare, lse)
+
+    def external(self, tensors):
+        batch, rows, keys, shortest, *strides, want_lse, declared = self.numbers
+        given = (tensors[name] for name in ("query", "key", "value"))
+        q, k, v = (in_memory(tensor, by) for tensor, by in zip(given, strides))
+        bias = tensors.get("attention_bias")
+        assert (bias is None) == (declared is None)
+        for b, last in enumerate(tensors["seqlens_k"].tolist()):
+            end = min(max(last + 1, 0), keys)
+            assert end >= shortest, f"{end} keys are less than {shortest}"
+            own = None if bias is None else bias[b if declared[0] else 0][..., :end]
+            out, lse = self.attend(q[b], k[b, :end], v[b, :end], tensors, own)
+            tensors["output"][b] = out
+            if want_lse:
+                tensors["lse"][b] = lse
+
+    def paged(self, tensors):
+        _, _, (_, size, _), most, longest, rope, no_new = self.numbers
+        starts, table = tensors["cumulative_sequence_length"].tolist(), tensors["block_table"]
+        for b, past in enumerate(tensors["seqlens_k"].tolist()):
+            mine = slice(starts[b], starts[b + 1])
+            q, k, v = (tensors[name][mine] for name in ("query", "key", "value"))
+            end = past + len(q)
+            assert len(q) <= most and (end <= longest or len(q) == 0), (len(q), end)
+            if rope is not None:
+                places = torch.arange(past, end)
+                turns = tensors["cos_cache"], tensors["sin_cache"], rope[2]
+                q, k = (rotated(x, places, *turns) for x in (q, k))
+            rows = torch.arange(end)
+            blocks = table[b, rows // size].long(), rows % size
+            if not no_new:
+                for name, new in (("present_key", k), ("present_value", v)):
+                    tensors[name][blocks[0][past:], blocks[1][past:]] = new.to(v.dtype)
+            k, v = (tensors[name][blocks] for name in ("present_key", "present_value"))
+            tensors["output"][mine] = self.attend(q, k, v, tensors)[0]
+
+
+def in_memory(tensor, strides):
+    """The tensor as kernels find it by strides of its first three dimensions."""
+    if strides is None:
+        assert tensor.is_contiguous()
+        return tensor
+    assert all(stride * tensor.element_size() % 16 == 0 for stride in strides)
+    return torch.as_strided(tensor, tensor.shape, (*strides, 1))
+
+
+@unittest.skipIf(torch is None, "no torch")
+class Emulated(Cases, unittest.TestCase):
+    device = "cpu"
+
+    def setUp(self):
+        super().setUp()
+        for patch in (
+            mock.patch.object(_flash, "_backend", lambda q: _cuda),
+            mock.patch.object(_cuda, "plan", Planned),
+            mock.patch.object(_cuda, "run", Planned.run),
+            # Nothing is kept while a graph is captured.
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+
+if __name__ == "__main__":
+    unittest.main()
