@@ -1,11 +1,12 @@
 //! New keys and values go into a KV cache on the CPU, and queries and keys rotate.
 
 use crate::array::Array;
-use crate::element::{Element, typed};
+use crate::element::Element;
 use crate::error::invalid;
 use crate::heads::Heads;
-use crate::sequences::{Numbers, Table};
+use crate::sequences::Given;
 use pyo3::prelude::*;
+use std::ops::Range;
 
 /// The arrays of a call.
 pub struct Arrays {
@@ -18,88 +19,104 @@ pub struct Arrays {
     pub v: Array,
     /// cos and sin, (positions, half of the elements that rotate)
     pub turns: Option<[Array; 2]>,
+    pub turning: Turning,
 }
 
-/// Where sequences are.
-pub struct Places {
-    /// Tokens of each sequence before the call.
-    pub past: Numbers,
-    /// First token of each sequence.
-    pub first: Option<Numbers>,
-    /// The entry of the cache that each sequence has.
-    pub entries: Option<Numbers>,
-    pub table: Option<Table>,
-    pub interleaved: bool,
+/// How a rotary embedding rotates. In Python an object of these attributes.
+#[derive(Clone, Copy, FromPyObject)]
+pub struct Turning {
+    /// Pairs are neighbours, rather than of both halves.
+    interleaved: bool,
     /// Queries rotate to the places of the new tokens, rather than all to that of the first.
-    pub advance: bool,
+    advances: bool,
 }
 
-/// Appends k and v to the cache, and rotates q into `rotated`.
-///
-/// # Errors
-///
-/// Where arrays do not agree, and where there is no room for the tokens. Nothing is written then.
-pub fn append(py: Python<'_>, arrays: &Arrays, places: &Places) -> PyResult<()> {
-    typed!(arrays.q, typed_append(py, arrays, places))
+/// New tokens that fit into a KV cache.
+pub struct Append<'a, T> {
+    q: Heads<T>,
+    new: [Heads<T>; 2],
+    cache: Written<T>,
+    tokens: Vec<Token>,
+    turns: Option<Turns<T>>,
+    /// Takes the rotated queries.
+    rotated: Option<&'a mut [T]>,
+    advances: bool,
 }
 
-fn typed_append<T: Element>(py: Python<'_>, arrays: &Arrays, places: &Places) -> PyResult<()> {
-    let q = Heads::<T>::of(&arrays.q, 4, "(batch, rows, heads, size)")?;
-    let described = match places.table {
-        Some(_) => "(blocks, rows of a block, KV heads, size)",
-        None => "(batch, keys, KV heads, size)",
-    };
-    let caches = [&arrays.key_cache, &arrays.value_cache];
-    let [keys, values] = caches.map(|cache| Heads::<T>::of(cache, 4, described));
-    let (keys, values) = (keys?, values?);
-    let [k, v] = [&arrays.k, &arrays.v].map(|new| {
-        let new = (new, Heads::<T>::of(new, 4, "(batch, new tokens, KV heads, size)")?);
-        let expected = [q.entries, q.rows, keys.heads, keys.size];
-        match new.0.shape == expected {
-            true => Ok(new.1),
-            false => {
-                Err(invalid(new.0.name, format!("{:?}", new.0.shape), format!("{expected:?}")))
-            }
-        }
-    });
-    let (k, v) = (k?, v?);
-    if arrays.value_cache.shape != arrays.key_cache.shape || keys.size != q.size {
-        let got = format!("{:?}, {:?}", arrays.key_cache.shape, arrays.value_cache.shape);
-        let allowed = format!("the same shape twice, with heads of {} elements, as q", q.size);
-        return Err(invalid("k_cache, v_cache", got, allowed));
+impl<'a, T: Element> Append<'a, T> {
+    /// # Errors
+    ///
+    /// Where arrays do not agree, and where there is no room for the tokens.
+    pub fn of(arrays: &'a Arrays, given: &Given) -> PyResult<Self> {
+        let q = Heads::<T>::of(&arrays.q, 4, "(batch, rows, heads, size)")?;
+        let [keys, values] = cache(arrays, given.table.is_some())?;
+        let new = [new_rows(&arrays.k, &q, &keys)?, new_rows(&arrays.v, &q, &keys)?];
+        check_memory(arrays)?;
+        let Turning { interleaved, advances } = arrays.turning;
+        let turns = arrays.turns.as_ref();
+        let turns = turns.map(|[cos, sin]| Turns::<T>::of(cos, sin, q.size, interleaved));
+        let turns = turns.transpose()?;
+        let tokens = tokens(given, &q, &keys, turns.map(|turns| turns.positions))?;
+        let rotated = arrays.rotated.as_ref();
+        let rotated = rotated.map(|to| to.elements_mut(q.entries * q.rows * q.heads * q.size));
+        let cache = Written {
+            keys: (keys, arrays.key_cache.data_mut()?),
+            values: (values, arrays.value_cache.data_mut()?),
+        };
+        Ok(Self { q, new, cache, tokens, turns, rotated: rotated.transpose()?, advances })
     }
-    for new in [&arrays.q, &arrays.k, &arrays.v] {
-        if caches.iter().any(|cache| cache.overlaps(new)) {
-            let allowed = "memory of its own, as the cache is written";
-            return Err(invalid(new.name, "memory of the KV cache", allowed));
-        }
-    }
-    let turns = arrays.turns.as_ref();
-    let turns = turns.map(|[cos, sin]| Turns::<T>::of(cos, sin, q.size, places.interleaved));
-    let turns = turns.transpose()?;
-    let tokens = tokens(places, &q, &keys, turns.map(|turns| turns.positions))?;
-    let rotated = match (&arrays.rotated, turns) {
-        (Some(rotated), Some(turns)) => {
-            let count = q.entries * q.rows * q.heads * q.size;
-            Some((rotated.elements_mut::<T>(count)?, turns))
-        }
-        _ => None,
-    };
-    let to = Written {
-        keys: (keys, arrays.key_cache.data_mut()?),
-        values: (values, arrays.value_cache.data_mut()?),
-    };
-    py.detach(|| {
-        for token in &tokens {
+
+    /// Appends k and v to the cache, and rotates q.
+    pub fn run(self) {
+        for token in &self.tokens {
             // SAFETY: `tokens` found a place in the cache for each, and nobody else uses the cache
             // meanwhile
-            unsafe { to.write(token, [&k, &v], turns) };
+            unsafe { self.cache.write(token, self.new, self.turns) };
         }
-        if let Some((rotated, turns)) = rotated {
-            rotate(&q, &tokens, turns, places.advance, rotated);
+        if let (Some(rotated), Some(turns)) = (self.rotated, self.turns) {
+            rotate(&self.q, &self.tokens, turns, self.advances, rotated);
         }
-    });
-    Ok(())
+    }
+}
+
+/// Keys and values of the cache.
+fn cache<T: Element>(arrays: &Arrays, paged: bool) -> PyResult<[Heads<T>; 2]> {
+    let described = match paged {
+        true => "(blocks, rows of a block, KV heads, size)",
+        false => "(batch, keys, KV heads, size)",
+    };
+    let keys = Heads::<T>::of(&arrays.key_cache, 4, described)?;
+    let values = Heads::<T>::of(&arrays.value_cache, 4, described)?;
+    match arrays.value_cache.shape == arrays.key_cache.shape {
+        true => Ok([keys, values]),
+        false => {
+            let [got, allowed] =
+                [&arrays.value_cache, &arrays.key_cache].map(|array| format!("{:?}", array.shape));
+            Err(invalid("v_cache", got, allowed))
+        }
+    }
+}
+
+/// A row of each new token, of the cache's heads.
+fn new_rows<T: Element>(new: &Array, q: &Heads<T>, cache: &Heads<T>) -> PyResult<Heads<T>> {
+    let expected = [q.entries, q.rows, cache.heads, q.size];
+    match new.shape == expected && cache.size == q.size {
+        true => Heads::of(new, 4, "(batch, new tokens, KV heads, size)"),
+        false => Err(invalid(new.name, format!("{:?}", new.shape), format!("{expected:?}"))),
+    }
+}
+
+/// Errs where something that is read lies in the cache, which is written.
+fn check_memory(arrays: &Arrays) -> PyResult<()> {
+    let caches = [&arrays.key_cache, &arrays.value_cache];
+    let is_in_cache = |array: &Array| caches.iter().any(|cache| cache.overlaps(array));
+    match [&arrays.q, &arrays.k, &arrays.v].into_iter().find(|array| is_in_cache(array)) {
+        Some(array) => {
+            let allowed = "memory of its own, as the cache is written";
+            Err(invalid(array.name, "memory of the KV cache", allowed))
+        }
+        None => Ok(()),
+    }
 }
 
 /// A new token, and where it goes.
@@ -113,52 +130,65 @@ struct Token {
 
 /// Where all tokens go, of sequences that lie in `cache`.
 fn tokens<T>(
-    places: &Places,
+    given: &Given,
     q: &Heads<T>,
     cache: &Heads<T>,
     positions: Option<usize>,
 ) -> PyResult<Vec<Token>> {
-    let Places { past, first, entries, table, .. } = places;
-    past.expect(q.entries)?;
-    [first, entries].into_iter().flatten().try_for_each(|numbers| numbers.expect(q.entries))?;
+    let Given { lengths, first_keys, entries, table, .. } = given;
+    let Some(past) = lengths else {
+        return Err(invalid("cache_seqlens", "None", "a number or an array"));
+    };
+    for numbers in [lengths, first_keys, entries].into_iter().flatten() {
+        numbers.expect(q.entries)?;
+    }
     table.iter().try_for_each(|table| table.expect(q.entries))?;
     if table.is_none() && entries.is_none() && cache.entries != q.entries {
         let got = format!("{} entries", cache.entries);
         return Err(invalid("k_cache", got, format!("{}, the batch of q", q.entries)));
     }
+    let room = table.as_ref().map_or(1, |table| table.per_sequence).saturating_mul(cache.rows);
+    let Some(most) = room.checked_sub(q.rows) else {
+        return Err(invalid("k", format!("{} new tokens", q.rows), format!("up to {room}")));
+    };
     let mut tokens = Vec::with_capacity(q.entries * q.rows);
     for b in 0..q.entries {
-        let room = table.as_ref().map_or(1, |table| table.per_sequence) * cache.rows;
         let what = format!("as {} tokens are appended to {room} rows", q.rows);
-        let Some(most) = room.checked_sub(q.rows) else {
-            return Err(invalid("k", format!("{} new tokens", q.rows), format!("up to {room}")));
-        };
         let before = past.at(b, most, &what)?;
-        let first = match first {
+        let first = match first_keys {
             Some(first) => first.at(b, before, "the length of the sequence")?,
             None => 0,
         };
-        let entry = match entries {
-            Some(entries) => entries.at(b, cache.entries.saturating_sub(1), "the last entry")?,
-            None => b,
-        };
         let end = before + q.rows;
-        let blocks = table.as_ref().map(|table| table.blocks(b, end, [cache.entries, cache.rows]));
-        let blocks = blocks.transpose()?;
         if let Some(positions) = positions.filter(|&positions| end - first > positions) {
             let allowed = format!("{} or more, the tokens of sequence {b}", end - first);
             return Err(invalid("rotary_cos", format!("{positions} positions"), allowed));
         }
-        for row in 0..q.rows {
-            let at = before + row;
-            let place = match &blocks {
-                Some(blocks) => [blocks[at / cache.rows], at % cache.rows],
-                None => [entry, at],
-            };
-            tokens.push(Token { entry: b, row, place, position: at - first });
-        }
+        let places = places(given, b, before..end, cache)?;
+        tokens.extend(places.into_iter().enumerate().map(|(row, place)| {
+            let position = before + row - first;
+            Token { entry: b, row, place, position }
+        }));
     }
     Ok(tokens)
+}
+
+/// Entry and row of the cache that each of a sequence's new tokens has.
+fn places<T>(
+    given: &Given,
+    b: usize,
+    rows: Range<usize>,
+    cache: &Heads<T>,
+) -> PyResult<Vec<[usize; 2]>> {
+    if let Some(table) = &given.table {
+        let blocks = table.blocks(b, rows.end, [cache.entries, cache.rows])?;
+        return Ok(rows.map(|at| [blocks[at / cache.rows], at % cache.rows]).collect());
+    }
+    let entry = match &given.entries {
+        Some(entries) => entries.at(b, cache.entries.saturating_sub(1), "the last entry")?,
+        None => b,
+    };
+    Ok(rows.map(|at| [entry, at]).collect())
 }
 
 /// The cache.
@@ -176,12 +206,12 @@ impl<T: Element> Written<T> {
     /// # Safety
     ///
     /// The token's place must be in the cache, and nobody may use that meanwhile.
-    unsafe fn write(&self, token: &Token, [k, v]: [&Heads<T>; 2], turns: Option<Turns<T>>) {
+    unsafe fn write(&self, token: &Token, [k, v]: [Heads<T>; 2], turns: Option<Turns<T>>) {
         let Token { entry, row, place, position } = *token;
         let turns = turns.map(|turns| (turns, position));
         for (new, (cache, to), turns) in [(k, self.keys, turns), (v, self.values, None)] {
             for head in 0..cache.heads {
-                let numbers = head_of(new, entry, row, head, turns);
+                let numbers = head_of(&new, entry, row, head, turns);
                 let [by_entry, by_row, by_head, by_element] = cache.strides;
                 let at = place[0] as isize * by_entry
                     + place[1] as isize * by_row
@@ -200,12 +230,12 @@ fn rotate<T: Element>(
     q: &Heads<T>,
     tokens: &[Token],
     turns: Turns<T>,
-    advance: bool,
+    advances: bool,
     to: &mut [T],
 ) {
     let mut heads = to.chunks_exact_mut(q.size);
     for &Token { entry, row, position, .. } in tokens {
-        let position = if advance { position } else { position - row };
+        let position = if advances { position } else { position - row };
         for head in 0..q.heads {
             let numbers = head_of(q, entry, row, head, Some((turns, position)));
             heads.next().into_iter().for_each(|to| to.copy_from_slice(&numbers));

@@ -2,7 +2,7 @@
 
 use crate::dlpack;
 use crate::element::Element;
-use crate::error::invalid;
+use crate::error::{invalid, raised, room};
 use gqa_host::DType;
 use half::{bf16, f16};
 use pyo3::exceptions::PyTypeError;
@@ -66,6 +66,10 @@ impl Array {
         };
         let shape: Vec<usize> =
             numbers(tensor.shape).iter().map(|&n| n.try_into().unwrap_or_default()).collect();
+        let elements = shape.iter().try_fold(8usize, |all, &n| all.checked_mul(n.max(1)));
+        if elements.is_none_or(|bytes| isize::try_from(bytes).is_err()) {
+            return Err(invalid(name, format!("{shape:?}"), "what can be addressed"));
+        }
         let strides = match tensor.strides.is_null() {
             true => contiguous(&shape),
             false => numbers(tensor.strides).iter().map(|&n| n as isize).collect(),
@@ -110,7 +114,7 @@ impl Array {
             // SAFETY: so many elements lie there; who lends the array does not write it meanwhile
             (_, true) => Ok(unsafe { std::slice::from_raw_parts(self.data(), count) }.into()),
             // SAFETY: of that type
-            (_, false) => Ok(unsafe { self.read(|element: T| element) }.into()),
+            (_, false) => Ok(unsafe { self.read(|element: T| element) }?.into()),
         }
     }
 
@@ -187,9 +191,9 @@ impl Array {
         }
         match self.dtype {
             // SAFETY: the array's type
-            DType::I32 => Ok(unsafe { self.read::<i32, _>(i64::from) }),
+            DType::I32 => unsafe { self.read::<i32, _>(i64::from) },
             // SAFETY: likewise
-            DType::I64 => Ok(unsafe { self.read::<i64, _>(|n| n) }),
+            DType::I64 => unsafe { self.read::<i64, _>(|n| n) },
             other => Err(invalid(self.name, other, "int32 or int64")),
         }
     }
@@ -202,13 +206,13 @@ impl Array {
     pub fn floats(&self) -> PyResult<Vec<f32>> {
         match self.dtype {
             // SAFETY: the array's type
-            DType::F16 => Ok(unsafe { self.read(f16::to_f32) }),
+            DType::F16 => unsafe { self.read(f16::to_f32) },
             // SAFETY: likewise
-            DType::BF16 => Ok(unsafe { self.read(bf16::to_f32) }),
+            DType::BF16 => unsafe { self.read(bf16::to_f32) },
             // SAFETY: likewise
-            DType::F32 => Ok(unsafe { self.read(|n| n) }),
+            DType::F32 => unsafe { self.read(|n| n) },
             // SAFETY: likewise
-            DType::F64 => Ok(unsafe { self.read(|n: f64| n as f32) }),
+            DType::F64 => unsafe { self.read(|n: f64| n as f32) },
             other => Err(invalid(self.name, other, "float16, bfloat16, float32 or float64")),
         }
     }
@@ -230,7 +234,7 @@ impl Array {
     pub fn booleans(&self) -> PyResult<Vec<bool>> {
         match self.dtype {
             // SAFETY: bytes, of which any that is not 0 is true
-            DType::Bool => Ok(unsafe { self.read(|byte: u8| byte != 0) }),
+            DType::Bool => unsafe { self.read(|byte: u8| byte != 0) },
             other => Err(invalid(self.name, other, "bool")),
         }
     }
@@ -238,10 +242,12 @@ impl Array {
     /// # Safety
     ///
     /// The elements must be of type `T`.
-    unsafe fn read<T: Copy, R>(&self, convert: impl Fn(T) -> R) -> Vec<R> {
+    unsafe fn read<T: Copy, R>(&self, convert: impl Fn(T) -> R) -> PyResult<Vec<R>> {
+        let mut all = room(self.name, self.shape.iter().product()).map_err(raised)?;
         // SAFETY: an offset of an element, by the strides
         let element = |at| unsafe { self.data::<T>().offset(at).read() };
-        self.offsets().map(|at| convert(element(at))).collect()
+        all.extend(self.offsets().map(|at| convert(element(at))));
+        Ok(all)
     }
 
     /// Where each element is, row-major.

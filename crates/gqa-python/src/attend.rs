@@ -1,8 +1,8 @@
 //! Attention on the CPU, sequence by sequence, of arrays where they are.
 
 use crate::array::Array;
-use crate::element::{Element, typed};
-use crate::error::{invalid, raised};
+use crate::element::Element;
+use crate::error::invalid;
 use crate::heads::{Heads, Place};
 use crate::mask::Bias;
 use crate::scores::Scores;
@@ -29,27 +29,33 @@ pub struct Arrays {
     pub mask: Option<Array>,
 }
 
-/// Computes `out`, and `lse` where there is one.
-///
-/// # Errors
-///
-/// Where arrays do not agree with each other.
-pub fn attend(py: Python<'_>, arrays: &Arrays, given: &Given, scores: Scores) -> PyResult<()> {
-    typed!(arrays.q, typed_attend(py, arrays, given, scores))
+/// Attention that can be computed.
+pub struct Attend<'a, T> {
+    call: Call<T>,
+    out: &'a mut [T],
+    lse: Option<&'a mut [f32]>,
 }
 
-fn typed_attend<T: Element>(
-    py: Python<'_>,
-    arrays: &Arrays,
-    given: &Given,
-    scores: Scores,
-) -> PyResult<()> {
-    let call = Call::<T>::of(arrays, given, scores)?;
-    let Heads { entries, rows, heads, size, .. } = call.q;
-    let out = arrays.out.elements_mut(entries * rows * heads * size)?;
-    let lse = arrays.lse.as_ref().map(|lse| lse.elements_mut(entries * rows * heads));
-    let lse = lse.transpose()?;
-    py.detach(|| call.run(out, lse)).map_err(raised)
+impl<'a, T: Element> Attend<'a, T> {
+    /// # Errors
+    ///
+    /// Where arrays do not agree with each other.
+    pub fn of(arrays: &'a Arrays, given: &Given, scores: Scores) -> PyResult<Self> {
+        let call = Call::<T>::of(arrays, given, scores)?;
+        let Heads { entries, rows, heads, size, .. } = call.q;
+        let out = arrays.out.elements_mut(entries * rows * heads * size)?;
+        let lse = arrays.lse.as_ref().map(|lse| lse.elements_mut(entries * rows * heads));
+        Ok(Self { call, out, lse: lse.transpose()? })
+    }
+
+    /// Computes `out`, and `lse` where there is one.
+    ///
+    /// # Errors
+    ///
+    /// Where memory does not suffice.
+    pub fn run(self) -> Result<(), Error> {
+        self.call.run(self.out, self.lse)
+    }
 }
 
 /// A call whose arrays agree.
@@ -175,7 +181,7 @@ impl<T: Element> Call<T> {
         // lends them to the call does not write them meanwhile
         let [query, key, value] = unsafe {
             let queries = Place::Rows { entry, first: first_row };
-            [self.q.rows(queries, rows), self.k.rows(place, keys), self.v.rows(place, keys)]
+            [self.q.rows(queries, rows)?, self.k.rows(place, keys)?, self.v.rows(place, keys)?]
         };
         let mut strided = Strided::default();
         strided.query = query.strides;
@@ -188,6 +194,7 @@ impl<T: Element> Call<T> {
             call = call.log_sum_exp();
         }
         let bias = self.bias.as_ref().map(|bias| bias.sequence(job.index, job.sequence));
+        let bias = bias.transpose()?;
         if let Some(bias) = &bias {
             call = bias.declared(call);
         }
@@ -250,7 +257,7 @@ impl<T: Element> Call<T> {
         let (slots, none) =
             (vec![-1; tokens], vec![T::default(); tokens * self.k.heads * self.k.size]);
         // SAFETY: all rows, which nobody writes meanwhile
-        let (query, keys, values) = unsafe { (self.q.packed(), self.k.all(), self.v.all()) };
+        let (query, keys, values) = unsafe { (self.q.packed()?, self.k.all(), self.v.all()) };
         let inputs = Tensors::default()
             .with(TensorId::Query, T::view(&query))
             .with(TensorId::Key, T::view(&none))

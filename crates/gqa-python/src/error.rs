@@ -14,6 +14,19 @@ pub fn invalid(argument: &str, got: impl ToString, allowed: impl ToString) -> Py
     PyValueError::new_err(format!("{argument}: got {got}; allowed: {allowed}"))
 }
 
+/// Memory for so many elements.
+///
+/// # Errors
+///
+/// Where there is not as much, as arrays that repeat their elements may seem to have more of them
+/// than memory holds.
+pub fn room<T>(argument: &'static str, count: usize) -> Result<Vec<T>, Error> {
+    let mut room = Vec::new();
+    let bytes = count.saturating_mul(size_of::<T>());
+    room.try_reserve_exact(count).map_err(|_| Error::OutOfMemory { argument, bytes })?;
+    Ok(room)
+}
+
 /// An error of the library.
 pub fn raised(error: Error) -> PyErr {
     let text = error.to_string();

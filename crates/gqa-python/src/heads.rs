@@ -2,14 +2,15 @@
 
 use crate::array::Array;
 use crate::element::Element;
-use crate::error::invalid;
-use gqa_host::RowStrides;
+use crate::error::{invalid, room};
+use gqa_host::{Error, RowStrides};
 use pyo3::PyResult;
 use std::borrow::Cow;
 
 /// An array of shape (entries, rows, heads, size), or (rows, heads, size), which has one entry.
 #[derive(Clone, Copy)]
 pub struct Heads<T> {
+    name: &'static str,
     pub data: *const T,
     pub entries: usize,
     pub rows: usize,
@@ -57,6 +58,7 @@ impl<T: Element> Heads<T> {
         let last = dimensions - 3;
         let (entries, entry) = if last == 1 { (shape[0], strides[0]) } else { (1, 0) };
         Ok(Self {
+            name: array.name,
             data: array.data(),
             entries,
             rows: shape[last],
@@ -78,18 +80,22 @@ impl<T: Element> Heads<T> {
 
     /// So many rows: where they are if kernels can read them there, or else a copy.
     ///
+    /// # Errors
+    ///
+    /// Where there is no memory for the copy.
+    ///
     /// # Safety
     ///
     /// The rows must be the array's, and nobody may write them meanwhile.
-    pub unsafe fn rows<'a>(&self, place: Place<'_>, count: usize) -> Rows<'a, T> {
+    pub unsafe fn rows<'a>(&self, place: Place<'_>, count: usize) -> Result<Rows<'a, T>, Error> {
         // SAFETY: the caller's
-        let in_place = unsafe { self.rows_in_place(place, count) };
-        in_place.unwrap_or_else(|| {
-            let mut elements = Vec::with_capacity(count * self.heads * self.size);
-            // SAFETY: the caller's
-            unsafe { self.copy(place, count, &mut elements) };
-            Rows { elements: elements.into(), strides: None }
-        })
+        if let Some(rows) = unsafe { self.rows_in_place(place, count) } {
+            return Ok(rows);
+        }
+        let mut elements = room(self.name, count * self.heads * self.size)?;
+        // SAFETY: the caller's
+        unsafe { self.copy(place, count, &mut elements) };
+        Ok(Rows { elements: elements.into(), strides: None })
     }
 
     /// # Safety
@@ -136,20 +142,24 @@ impl<T: Element> Heads<T> {
 
     /// All rows, contiguous: where they are if they are that, or else a copy.
     ///
+    /// # Errors
+    ///
+    /// Where there is no memory for the copy.
+    ///
     /// # Safety
     ///
     /// Nobody may write them meanwhile.
-    pub unsafe fn packed<'a>(&self) -> Cow<'a, [T]> {
+    pub unsafe fn packed<'a>(&self) -> Result<Cow<'a, [T]>, Error> {
         if self.is_contiguous {
             // SAFETY: it is contiguous; the rest is the caller's
-            return unsafe { self.all() }.into();
+            return Ok(unsafe { self.all() }.into());
         }
-        let mut all = Vec::with_capacity(self.entries * self.rows * self.heads * self.size);
+        let mut all = room(self.name, self.entries * self.rows * self.heads * self.size)?;
         for entry in 0..self.entries {
             // SAFETY: rows of the array; the rest is the caller's
             unsafe { self.copy(Place::Rows { entry, first: 0 }, self.rows, &mut all) };
         }
-        all.into()
+        Ok(all.into())
     }
 
     /// Appends a copy of so many rows.

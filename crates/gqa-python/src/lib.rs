@@ -13,8 +13,11 @@ mod merge;
 mod scores;
 mod sequences;
 
+use append::{Append, Turning};
 use array::Array;
-use error::{DriverError, NoDriverError};
+use attend::Attend;
+use element::{Element, typed};
+use error::{DriverError, NoDriverError, raised};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use scores::Scores;
@@ -41,79 +44,102 @@ impl Arguments<'_, '_> {
         Numbers::of(self.array(name, name)?.as_ref())
     }
 
-    fn table(&self) -> PyResult<Option<Table>> {
-        Table::of(self.array("block_table", "block_table")?.as_ref())
+    /// Which rows and keys sequences have.
+    fn given(&self, appended: usize, most: [Option<i64>; 2]) -> PyResult<Given> {
+        Ok(Given {
+            q_starts: self.numbers("cu_seqlens_q")?,
+            k_starts: self.numbers("cu_seqlens_k")?,
+            most,
+            lengths: self.numbers("cache_seqlens")?,
+            appended,
+            first_keys: self.numbers("cache_leftpad")?,
+            entries: self.numbers("cache_batch_idx")?,
+            table: Table::of(self.array("block_table", "block_table")?.as_ref())?,
+        })
+    }
+
+    /// The arrays of attention; its queries, keys and values have these arguments and names.
+    fn attended(&self, [q, k, v]: [(&str, &'static str); 3]) -> PyResult<attend::Arrays> {
+        Ok(attend::Arrays {
+            q: self.need(q.0, q.1)?,
+            k: self.need(k.0, k.1)?,
+            v: self.need(v.0, v.1)?,
+            out: self.need("out", "out")?,
+            lse: self.array("lse", "lse")?,
+            sinks: self.array("sinks", "s_aux")?,
+            slopes: self.array("alibi_slopes", "alibi_slopes")?,
+            mask: self.array("mask", "mask")?,
+        })
+    }
+
+    /// What is appended to a KV cache, if something is.
+    fn appended(&self, turning: Turning) -> PyResult<Option<append::Arrays>> {
+        let Some(k) = self.array("k", "k")? else { return Ok(None) };
+        let cos = self.array("rotary_cos", "rotary_cos")?;
+        let sin = self.array("rotary_sin", "rotary_sin")?;
+        Ok(Some(append::Arrays {
+            q: self.need("q", "q")?,
+            rotated: self.array("rotated", "q")?,
+            key_cache: self.need("k_cache", "k_cache")?,
+            value_cache: self.need("v_cache", "v_cache")?,
+            k,
+            v: self.need("v", "v")?,
+            turns: cos.zip(sin).map(|(cos, sin)| [cos, sin]),
+            turning,
+        }))
     }
 }
 
-/// Attention on the CPU. To a KV cache, so many tokens were `appended` to each sequence behind its
-/// `cache_seqlens`.
+/// Attention on the CPU.
 #[pyfunction]
 #[pyo3(name = "attend")]
 fn attend_on_cpu(
     py: Python<'_>,
     scores: Scores,
     most: [Option<i64>; 2],
-    appended: Option<usize>,
     arguments: &Bound<'_, PyDict>,
 ) -> PyResult<()> {
     let arguments = Arguments(arguments);
-    let [k, v] = if appended.is_some() { ["k_cache", "v_cache"] } else { ["k", "v"] };
-    let given = Given {
-        q_starts: arguments.numbers("cu_seqlens_q")?,
-        k_starts: arguments.numbers("cu_seqlens_k")?,
-        lengths: arguments.numbers("cache_seqlens")?,
-        appended: appended.unwrap_or_default(),
-        most,
-        first_keys: arguments.numbers("cache_leftpad")?,
-        entries: arguments.numbers("cache_batch_idx")?,
-        table: arguments.table()?,
-    };
-    let arrays = attend::Arrays {
-        q: arguments.need("q", "q")?,
-        k: arguments.need("k", k)?,
-        v: arguments.need("v", v)?,
-        out: arguments.need("out", "out")?,
-        lse: arguments.array("lse", "lse")?,
-        sinks: arguments.array("sinks", "s_aux")?,
-        slopes: arguments.array("alibi_slopes", "alibi_slopes")?,
-        mask: arguments.array("mask", "mask")?,
-    };
-    attend::attend(py, &arrays, &given, scores)
+    let arrays = arguments.attended([("q", "q"), ("k", "k"), ("v", "v")])?;
+    let given = arguments.given(0, most)?;
+    typed!(arrays.q, run(py, &arrays, &given, scores, None))
 }
 
-/// New keys and values go into a KV cache on the CPU.
+/// Attention on the CPU to a KV cache, to which k and v are appended first where they are given.
 #[pyfunction]
-#[pyo3(name = "append")]
-fn append_on_cpu(
+#[pyo3(name = "attend_to_cache")]
+fn attend_to_cache_on_cpu(
     py: Python<'_>,
-    interleaved: bool,
-    advance: bool,
+    scores: Scores,
+    turning: Turning,
     arguments: &Bound<'_, PyDict>,
 ) -> PyResult<()> {
     let arguments = Arguments(arguments);
-    let past = arguments.numbers("cache_seqlens")?;
-    let places = append::Places {
-        past: past
-            .ok_or_else(|| error::invalid("cache_seqlens", "None", "a number or an array"))?,
-        first: arguments.numbers("cache_leftpad")?,
-        entries: arguments.numbers("cache_batch_idx")?,
-        table: arguments.table()?,
-        interleaved,
-        advance,
-    };
-    let cos = arguments.array("rotary_cos", "rotary_cos")?;
-    let sin = arguments.array("rotary_sin", "rotary_sin")?;
-    let arrays = append::Arrays {
-        q: arguments.need("q", "q")?,
-        rotated: arguments.array("rotated", "rotated")?,
-        key_cache: arguments.need("k_cache", "k_cache")?,
-        value_cache: arguments.need("v_cache", "v_cache")?,
-        k: arguments.need("k", "k")?,
-        v: arguments.need("v", "v")?,
-        turns: cos.zip(sin).map(|(cos, sin)| [cos, sin]),
-    };
-    append::append(py, &arrays, &places)
+    let appended = arguments.appended(turning)?;
+    let is_rotated = appended.as_ref().is_some_and(|arrays| arrays.rotated.is_some());
+    let q = if is_rotated { "rotated" } else { "q" };
+    let cache = [(q, "q"), ("k_cache", "k_cache"), ("v_cache", "v_cache")];
+    let arrays = arguments.attended(cache)?;
+    let rows = appended.as_ref().and_then(|arrays| arrays.q.shape.get(1).copied());
+    let given = arguments.given(rows.unwrap_or_default(), [None; 2])?;
+    typed!(arrays.q, run(py, &arrays, &given, scores, appended.as_ref()))
+}
+
+/// All that a caller can do wrong is found before anything is written.
+fn run<T: Element>(
+    py: Python<'_>,
+    arrays: &attend::Arrays,
+    given: &Given,
+    scores: Scores,
+    appended: Option<&append::Arrays>,
+) -> PyResult<()> {
+    let append = appended.map(|arrays| Append::<T>::of(arrays, given)).transpose()?;
+    let attend = Attend::<T>::of(arrays, given, scores)?;
+    py.detach(|| {
+        append.into_iter().for_each(Append::run);
+        attend.run()
+    })
+    .map_err(raised)
 }
 
 /// Attention over all keys, from attention over parts of them, on the CPU.
@@ -147,6 +173,6 @@ fn _gqa(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cuda::Gpu>()?;
     module.add_class::<cuda::Call>()?;
     module.add_function(wrap_pyfunction!(attend_on_cpu, module)?)?;
-    module.add_function(wrap_pyfunction!(append_on_cpu, module)?)?;
+    module.add_function(wrap_pyfunction!(attend_to_cache_on_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(merge_on_cpu, module)?)
 }

@@ -3,11 +3,11 @@
 use crate::array::Array;
 use crate::attend::Arrays;
 use crate::element::Element;
-use crate::error::invalid;
+use crate::error::{invalid, room};
 use crate::heads::Heads;
 use crate::sequences::Sequence;
 use gqa_host::engine::External;
-use gqa_host::{DType, TensorView};
+use gqa_host::{DType, Error, TensorView};
 use pyo3::PyResult;
 use std::borrow::Cow;
 
@@ -75,16 +75,23 @@ impl<T: Element> Bias<T> {
     }
 
     /// That of a sequence.
-    pub fn sequence(&self, index: usize, sequence: &Sequence) -> OfSequence<'_, T> {
-        match self {
+    ///
+    /// # Errors
+    ///
+    /// Where there is no memory for it.
+    pub fn sequence(&self, index: usize, sequence: &Sequence) -> Result<OfSequence<'_, T>, Error> {
+        Ok(match self {
             Self::Alibi { slopes, heads, per_sequence } => {
                 let first = if *per_sequence { index * heads } else { 0 };
-                let numbers = alibi_bias(&slopes[first..first + heads], sequence);
-                OfSequence::Numbers(numbers.map(T::from_f32).collect(), true)
+                let count = heads.saturating_mul(sequence.rows).saturating_mul(sequence.keys);
+                let mut numbers = room("alibi_slopes", count)?;
+                let bias = alibi_bias(&slopes[first..first + heads], sequence);
+                numbers.extend(bias.map(T::from_f32));
+                OfSequence::Numbers(numbers.into(), true)
             }
             Self::Numbers(mask) => OfSequence::Numbers(mask.sequence(index).into(), mask.per_head),
             Self::Seen(mask) => OfSequence::Seen(mask.sequence(index), mask.per_head),
-        }
+        })
     }
 }
 

@@ -343,6 +343,7 @@ class Cases:
         table = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
         turns = torch.zeros(3, 16, device=self.device)
         new = {"k": k.clone(), "v": v.clone(), "cache_seqlens": 0}
+        sinks = {"s_aux": torch.zeros(3, device=self.device)}
         for named, change in (
             ("cache_seqlens", {"cache_seqlens": torch.zeros(3, dtype=torch.int32)}),
             ("cache_seqlens", {"cache_seqlens": torch.zeros(2)}),
@@ -355,9 +356,12 @@ class Cases:
             ("k, v", {"k": k}),
             ("rotary_cos", new | {"rotary_cos": turns, "rotary_sin": turns}),
             ("rotary_cos, rotary_sin", new | {"rotary_cos": turns}),
+            ("s_aux", new | {"k": k[:, :1].clone(), "v": v[:, :1].clone(), "q": q[:, :1]} | sinks),
         ):
+            before = k.clone()
             with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
                 gqa.flash_attn_with_kvcache(**({"q": q, "k_cache": k, "v_cache": v} | change))
+            self.assertTrue(torch.equal(k, before), "the cache was written")
 
 
 @unittest.skipUnless(torch is not None and torch.cuda.is_available(), "torch has no GPU")

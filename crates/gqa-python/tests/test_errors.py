@@ -55,6 +55,8 @@ def test_a_callers_error_is_named(change, named):
         ({"rotary_cos": np.ones((9, 8), np.float32)}, "rotary_cos"),
         ({"append": 3, "cache_seqlens": 2, "rope": (4, 8)}, "rotary_cos"),
         ({"append": 3, "cache_seqlens": 2, "rope": (9, 9)}, "rotary_cos"),
+        ({"append": 3, "cache_seqlens": 2, "s_aux": np.zeros(3)}, "s_aux"),
+        ({"append": 3, "cache_seqlens": 2, "alibi_slopes": np.zeros(3)}, "alibi_slopes"),
     ],
 )
 def test_a_callers_error_about_a_cache_is_named(change, named):
@@ -102,3 +104,17 @@ def test_new_tokens_in_the_cache_itself_are_an_error():
     q, k, v = arrays()
     with pytest.raises(ValueError, match="^k: got memory of the KV cache"):
         gqa.flash_attn_with_kvcache(q, k, v, k[:, :3], k[:, :3].copy(), cache_seqlens=1)
+
+
+def test_more_than_memory_holds_is_an_error():
+    """Arrays that repeat an element seem to have any number of them."""
+    q, k, v = arrays()
+    repeated = lambda shape, dtype: np.lib.stride_tricks.as_strided(
+        np.zeros(1, dtype), shape, (0,) * len(shape)
+    )
+    many = repeated((2, 2**45, 2, 16), np.float32)
+    with pytest.raises(MemoryError, match="^k: got .* bytes; allowed: "):
+        gqa.flash_attn_func(q, many, many)
+    table = repeated((2, 2**50), np.int32)
+    with pytest.raises(MemoryError, match="^block_table: got .* bytes; allowed: "):
+        gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=3, block_table=table)

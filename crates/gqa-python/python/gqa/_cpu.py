@@ -2,10 +2,18 @@
 
 import operator
 import sys
+from typing import NamedTuple
 
 import numpy as np
 
 from gqa import _gqa
+
+
+class _Turning(NamedTuple):
+    """How a rotary embedding rotates."""
+
+    interleaved: bool
+    advances: bool
 
 
 def _is_torch(array):
@@ -61,18 +69,21 @@ def _given(arrays):
     return {name: _shared(array) for name, array in arrays.items() if array is not None}
 
 
-def _attend(q, k, v, lse_shape, scores, most=(None, None), appended=None, **others):
+def _attend(q, lse_shape, scores, turning=None, most=(None, None), **others):
     out = _empty(q, tuple(q.shape))
     lse = None if lse_shape is None else _empty(q, lse_shape, np.float32)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **others}
+    arrays = {"q": q, "out": out, "lse": lse, **others}
     arrays |= {"sinks": scores.sinks, "alibi_slopes": scores.slopes}
-    _gqa.attend(scores, most, appended, _given(arrays))
+    if turning is None:
+        _gqa.attend(scores, most, _given(arrays))
+    else:
+        _gqa.attend_to_cache(scores, turning, _given(arrays))
     return out, lse
 
 
 def dense(q, k, v, scores, want_lse, mask):
     lse_shape = _lse_shape(q) if want_lse else None
-    out, lse = _attend(q, k, v, lse_shape, scores, mask=mask)
+    out, lse = _attend(q, lse_shape, scores, k=k, v=v, mask=mask)
     return _as(q, out), _as(q, lse)
 
 
@@ -83,37 +94,43 @@ def _lse_shape(q):
 
 def varlen(q, k, v, starts, most, table, scores, want_lse):
     names = "cu_seqlens_q", "cu_seqlens_k"
-    where = {name: _integers(name, numbers) for name, numbers in zip(names, starts)}
+    others = {name: _integers(name, numbers) for name, numbers in zip(names, starts)}
+    others |= {"k": k, "v": v, "block_table": table}
     lse_shape = (q.shape[1], q.shape[0]) if want_lse else None
-    out, lse = _attend(q, k, v, lse_shape, scores, most, block_table=table, **where)
+    out, lse = _attend(q, lse_shape, scores, most=most, **others)
     return _as(q, out), _as(q, lse)
 
 
 def with_kvcache(q, cache, new, rope, places, scores, want_lse):
-    batch, rows = q.shape[:2]
-    where = {
+    batch = q.shape[0]
+    arrays = {
+        "k_cache": cache[0],
+        "v_cache": cache[1],
         "cache_seqlens": _integers("cache_seqlens", places.lengths, batch),
         "cache_batch_idx": _integers("cache_batch_idx", places.entries, batch),
         "cache_leftpad": _integers("cache_leftpad", places.first, batch),
         "block_table": places.table,
     }
-    rotated = q if new is None else _append(q, cache, new, rope, where, scores)
-    lse_shape = _lse_shape(q) if want_lse else None
-    appended = 0 if new is None else rows
-    out, lse = _attend(rotated, *cache, lse_shape, scores, appended=appended, **where)
-    return _as(q, out), _as(q, lse)
-
-
-def _append(q, cache, new, rope, where, scores):
-    """Appends to the cache; gives q, rotated where there is a rotary embedding."""
-    arrays = {"q": q, "k_cache": cache[0], "v_cache": cache[1], "k": new[0], "v": new[1], **where}
-    rotated, interleaved = None, False
+    interleaved = False
+    if new is not None:
+        _check_changes(arrays)
+        arrays |= {"k": new[0], "v": new[1]}
     if rope is not None:
         cos, sin, interleaved = rope
         rotated = _empty(q, tuple(q.shape))
         arrays |= {"rotary_cos": cos, "rotary_sin": sin, "rotated": rotated}
-    _gqa.append(interleaved, scores.window != (-1, -1), _given(arrays))
-    return q if rotated is None else rotated
+    turning = _Turning(interleaved, scores.window != (-1, -1))
+    lse_shape = _lse_shape(q) if want_lse else None
+    out, lse = _attend(q, lse_shape, scores, turning, **arrays)
+    return _as(q, out), _as(q, lse)
+
+
+def _check_changes(arrays):
+    """Errs where a cache is jax's, whose arrays never change but do not say so."""
+    for name in ("k_cache", "v_cache"):
+        if type(arrays[name]).__module__.split(".")[0] in ("jax", "jaxlib"):
+            allowed = "one that can be written: numpy's or torch's"
+            raise ValueError(f"{name}: got an array of jax; allowed: {allowed}")
 
 
 def merge(outputs, log_sum_exps):

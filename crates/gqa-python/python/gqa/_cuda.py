@@ -46,6 +46,8 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse):
     rope = None if rope is None else _rope(rope, q)
     new = None if new is None else _new(q, new, cache[0])
     places = _on_device(places, q, cache[0])
+    # What is wrong with them is found before anything is written.
+    _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     if places.first is None and _reads_blocks(q, cache, scores, want_lse):
         in_place = new is not None or places.table is not None
         if in_place and _rotates(rope, q.shape[1], scores):
@@ -151,16 +153,23 @@ def _sinks(scores, q):
     return _aligned(sinks.to(device=q.device, dtype=q.dtype))
 
 
+def _slopes(scores, batch, heads):
+    if scores.slopes is None:
+        return None
+    slopes = torch.as_tensor(scores.slopes).detach()
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        allowed = f"({heads},) or ({batch}, {heads}), one for each head"
+        raise _invalid("alibi_slopes", tuple(slopes.shape), allowed)
+    return slopes
+
+
 def _bias(q, keys, lengths, scores, mask):
     """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys)."""
     batch, rows, heads, _ = q.shape
-    if scores.slopes is not None:
-        if mask is not None:
-            raise _invalid("mask", "a tensor", "None with alibi_slopes")
-        slopes = torch.as_tensor(scores.slopes).detach()
-        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-            allowed = f"({heads},) or ({batch}, {heads}), one for each head"
-            raise _invalid("alibi_slopes", tuple(slopes.shape), allowed)
+    slopes = _slopes(scores, batch, heads)
+    if slopes is not None and mask is not None:
+        raise _invalid("mask", "a tensor", "None with alibi_slopes")
+    if slopes is not None:
         return _fallback.alibi(slopes, q, keys, lengths)
     if mask is None:
         return None
