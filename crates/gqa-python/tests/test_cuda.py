@@ -363,6 +363,11 @@ class Cases:
                 gqa.flash_attn_with_kvcache(**({"q": q, "k_cache": k, "v_cache": v} | change))
             self.assertTrue(torch.equal(k, before), "the cache was written")
 
+    def test_compiled_callers_get_the_same(self):
+        q, k, v = (torch.randn(2, 3, 4, 16, device=self.device) for _ in "qkv")
+        call = lambda q: gqa.flash_attn_func(q * 2, k, v, causal=True) + 1
+        self.near(torch.compile(call, backend="eager")(q), call(q))
+
 
 @unittest.skipUnless(torch is not None and torch.cuda.is_available(), "torch has no GPU")
 class OnAGpu(Cases, unittest.TestCase):

@@ -20,6 +20,7 @@ class _Sequences(NamedTuple):
     longest: int
 
 
+@torch.compiler.disable
 def dense(q, k, v, scores, want_lse, mask):
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
@@ -27,6 +28,7 @@ def dense(q, k, v, scores, want_lse, mask):
     return _external(q.detach(), k.detach(), v.detach(), scores, want_lse, mask=mask)
 
 
+@torch.compiler.disable
 def varlen(q, k, v, starts, most, table, scores, want_lse):
     _check(q, {"k": k, "v": v}, 3 if table is None else 4)
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -40,6 +42,7 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
     return _padded(q, k, v, starts, most[0], scores, want_lse)
 
 
+@torch.compiler.disable
 def with_kvcache(q, cache, new, rope, places, scores, want_lse):
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
     q, cache = q.detach(), [tensor.detach() for tensor in cache]
@@ -55,6 +58,7 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse):
     return _over_rows(q, cache, new, rope, places, scores, want_lse)
 
 
+@torch.compiler.disable
 def merge(outputs, log_sum_exps):
     for name, tensors in (("outputs", outputs), ("log_sum_exps", log_sum_exps)):
         for tensor in tensors:
