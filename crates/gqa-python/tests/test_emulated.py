@@ -57,24 +57,26 @@ class Planned:
                 tensors["lse"][b] = lse
 
     def paged(self, tensors):
-        _, _, (_, size, _), most, longest, rope, no_new = self.numbers
+        _, _, (blocks, size, _), most, longest, rope, no_new = self.numbers
+        rows = {name: tensors[name].flatten(0, -3) for name in ("query", "key", "value")}
+        caches = [tensors[name] for name in ("present_key", "present_value")]
+        caches = [cache.view(blocks, size, *cache.shape[-2:]) for cache in caches]
+        output = tensors["output"].view(rows["query"].shape)
         starts, table = tensors["cumulative_sequence_length"].tolist(), tensors["block_table"]
         for b, past in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])
-            q, k, v = (tensors[name][mine] for name in ("query", "key", "value"))
+            q, k, v = (rows[name][mine] for name in ("query", "key", "value"))
             end = past + len(q)
             assert len(q) <= most and (end <= longest or len(q) == 0), (len(q), end)
             if rope is not None:
-                places = torch.arange(past, end)
                 turns = tensors["cos_cache"], tensors["sin_cache"], rope[2]
-                q, k = (rotated(x, places, *turns) for x in (q, k))
-            rows = torch.arange(end)
-            blocks = table[b, rows // size].long(), rows % size
+                q, k = (rotated(x, torch.arange(past, end), *turns) for x in (q, k))
+            row = torch.arange(end)
+            place = table[b, row // size].long(), row % size
             if not no_new:
-                for name, new in (("present_key", k), ("present_value", v)):
-                    tensors[name][blocks[0][past:], blocks[1][past:]] = new.to(v.dtype)
-            k, v = (tensors[name][blocks] for name in ("present_key", "present_value"))
-            tensors["output"][mine] = self.attend(q, k, v, tensors)[0]
+                for cache, new in zip(caches, (k, v)):
+                    cache[place[0][past:], place[1][past:]] = new.to(cache.dtype)
+            output[mine] = self.attend(q, caches[0][place], caches[1][place], tensors)[0]
 
 
 def in_memory(tensor, strides):

@@ -94,25 +94,13 @@ impl Layer {
     /// Checks a call over keys and values that are all there are.
     ///
     /// # Errors
+    ///
     /// As [`dense`](Self::dense), and where the layer rotates, normalizes or has a quantized KV
     /// cache.
     pub fn external(&self, call: External) -> Result<Problem> {
+        self.check_external()?;
         let External { batch, rows, keys, .. } = call;
         let heads = self.heads;
-        for (argument, has) in [
-            ("rope", self.rope.is_some()),
-            ("qk_norm", self.qk_norm.is_some()),
-            ("quantized", self.quantized.is_some()),
-        ] {
-            if has {
-                let allowed = "none, as keys and values are read where they are";
-                return Err(Error::invalid(argument, "one", allowed));
-            }
-        }
-        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
-            let allowed = "float32, float16 or bfloat16";
-            return Err(Error::invalid("query", self.dtype, allowed));
-        }
         let query = [batch, rows, heads.query.saturating_mul(heads.size)];
         let key = [batch, keys, heads.kv.saturating_mul(heads.size)];
         let extent = |own, n| if own { n } else { 1 };
@@ -148,5 +136,22 @@ impl Layer {
             ..(*problem).clone()
         };
         Problem::new(fields)?.with_strides(call.strided)
+    }
+
+    /// Errs where the layer changes keys or values, and where no kernel has its element type.
+    fn check_external(&self) -> Result<()> {
+        let changes = [
+            ("rope", self.rope.is_some()),
+            ("qk_norm", self.qk_norm.is_some()),
+            ("quantized", self.quantized.is_some()),
+        ];
+        if let Some((argument, _)) = changes.into_iter().find(|(_, has)| *has) {
+            let allowed = "none, as keys and values are read where they are";
+            return Err(Error::invalid(argument, "one", allowed));
+        }
+        match self.dtype {
+            DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+            other => Err(Error::invalid("query", other, "float32, float16 or bfloat16")),
+        }
     }
 }

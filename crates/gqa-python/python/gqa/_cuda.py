@@ -11,11 +11,12 @@ _NEW_BLOCK = 128
 
 
 class _Sequences(NamedTuple):
-    """Where the sequences of a paged call are."""
+    """Where the sequences of a paged call are, in blocks of so many rows."""
 
     starts: torch.Tensor
     past: torch.Tensor
     table: torch.Tensor
+    block_size: int
     most_tokens: int
     longest: int
 
@@ -25,13 +26,12 @@ def dense(q, k, v, scores, want_lse, mask):
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
         raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
-    return _external(q.detach(), k.detach(), v.detach(), scores, want_lse, mask=mask)
+    return _external(q, k, v, scores, want_lse, mask=mask)
 
 
 @torch.compiler.disable
 def varlen(q, k, v, starts, most, table, scores, want_lse):
     _check(q, {"k": k, "v": v}, 3 if table is None else 4)
-    q, k, v = q.detach(), k.detach(), v.detach()
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
     starts, most = _starts(starts, most, q.device)
     if table is not None:
@@ -45,7 +45,6 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
 @torch.compiler.disable
 def with_kvcache(q, cache, new, rope, places, scores, want_lse):
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
-    q, cache = q.detach(), [tensor.detach() for tensor in cache]
     rope = None if rope is None else _rope(rope, q)
     new = None if new is None else _new(q, new, cache[0])
     places = _on_device(places, q, cache[0])
@@ -76,20 +75,22 @@ def _check(q, pair, dimensions):
     """Errs unless q and two tensors of heads, which have names, agree."""
     if q.dtype not in ELEMENTS:
         raise _invalid("q", q.dtype, "float32, float16 or bfloat16")
+    dtype, device = q.dtype, q.device
+    heads, size = q.shape[-2:]
+    (first_name, first), (second_name, second) = pair.items()
     for name, tensor in pair.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.device != q.device:
+        if not isinstance(tensor, torch.Tensor) or tensor.device != device:
             got = getattr(tensor, "device", type(tensor).__name__)
-            raise _invalid(name, f"a tensor on {got}", f"{q.device}, as q")
-        if tensor.dtype != q.dtype or tensor.dim() != dimensions:
+            raise _invalid(name, f"a tensor on {got}", f"{device}, as q")
+        if tensor.dtype != dtype or tensor.dim() != dimensions:
             got = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise _invalid(name, got, f"{q.dtype} of {dimensions} dimensions")
-        heads, size = tensor.shape[-2:]
-        if size != q.shape[-1] or heads == 0 or q.shape[-2] == 0 or q.shape[-2] % heads:
-            allowed = f"heads of {q.shape[-1]} elements, as many as divide q's {q.shape[-2]}"
-            raise _invalid(name, tuple(tensor.shape), allowed)
-    (_, first), (name, second) = pair.items()
+            raise _invalid(name, got, f"{dtype} of {dimensions} dimensions")
+    of_kv = first.shape[-2:]
+    if of_kv[1] != size or of_kv[0] == 0 or heads == 0 or heads % of_kv[0]:
+        allowed = f"heads of {size} elements, as many as divide q's {heads}"
+        raise _invalid(first_name, tuple(first.shape), allowed)
     if first.shape != second.shape:
-        raise _invalid(name, tuple(second.shape), tuple(first.shape))
+        raise _invalid(second_name, tuple(second.shape), tuple(first.shape))
 
 
 def _aligned(tensor):
@@ -117,7 +118,7 @@ def _integers(name, numbers, device, shape):
     """int32 numbers on the device; a single one is that of every sequence."""
     if isinstance(numbers, int):
         return torch.full(shape, numbers, dtype=torch.int32, device=device)
-    numbers = torch.as_tensor(numbers)
+    numbers = numbers if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers)
     numbers = numbers.expand(shape) if numbers.dim() == 0 else numbers
     if numbers.dtype not in (torch.int32, torch.int64):
         raise _invalid(name, numbers.dtype, "int32 or int64")
@@ -233,7 +234,8 @@ def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse):
     table = _table(table, q.device, starts[0].shape[0] - 1)
     keys = min(keys, table.shape[1] * cache[0].shape[1])
     if _reads_blocks(q, cache, scores, want_lse):
-        call = _Sequences(starts[0], starts[1].diff() - starts[0].diff(), table, rows, keys)
+        past, size = starts[1].diff() - starts[0].diff(), cache[0].shape[1]
+        call = _Sequences(starts[0], past, table, size, rows, keys)
         return _paged(q, cache, None, None, call, scores), None
     k, v = (_fallback.gathered(tensor, table, keys) for tensor in cache)
     return _padded(q, k, v, starts, rows, scores, want_lse)
@@ -246,7 +248,7 @@ def _over_new_blocks(q, k, v, starts, rows, scores):
     cache = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv"]
     table = rising(q.device, count * columns, 1).view(count, columns)
     past = filled(q.device, count, 0)
-    call = _Sequences(starts, past, table, rows, columns * _NEW_BLOCK)
+    call = _Sequences(starts, past, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
     return _paged(q, cache, (k, v), None, call, scores)
 
 
@@ -264,24 +266,39 @@ def _suits_blocks(q, scores, want_lse):
 
 
 def _paged(q, cache, new, rope, call, scores):
-    """Attention of q (tokens, heads, size) over blocks, which take new keys and values first."""
+    """Attention of q (..., heads, size) over blocks, which take new keys and values first.
+
+    Only how many elements tensors have is of importance, as they are contiguous.
+    """
     q = _aligned(q)
-    blocks, block_size, kv_heads, _ = cache[0].shape
-    tokens, columns = q.shape[0], call.table.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    (heads, size), kv_heads = q.shape[-2:], cache[0].shape[2]
+    tokens, columns = q.numel() // (heads * size), call.table.shape[1]
+    blocks = cache[0].numel() // (call.block_size * kv_heads * size)
+    out = torch.empty_like(q)
     # Where there are none, none is looked at: queries stand for them.
-    k, v = (q, q) if new is None else (_aligned(x) for x in new)
+    k, v = (q, q) if new is None else (_aligned(new[0]), _aligned(new[1]))
     cos, sin, turns = None, None, None
     if rope is not None:
         cos, sin, interleaved = rope
         turns = 2 * cos.shape[1], cos.shape[0], interleaved
-    numbers = (blocks, block_size, columns), call.most_tokens, call.longest, turns, new is None
-    planned = plan("paged", q, kv_heads, scores, call.past.shape[0], tokens, *numbers)
-    tensors = {"query": q, "key": k, "value": v, "output": out}
-    tensors |= {"present_key": cache[0], "present_value": cache[1], "seqlens_k": call.past}
-    tensors |= {"cumulative_sequence_length": call.starts, "block_table": call.table}
-    tensors |= {"cos_cache": cos, "sin_cache": sin, "head_sink": _sinks(scores, q)}
-    tensors["slot_mapping"] = filled(q.device, tokens, -1) if new is None else None
+    numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest, turns
+    count = call.past.shape[0]
+    planned = plan("paged", q, kv_heads, scores, count, tokens, *numbers, new is None)
+    tensors = {
+        "query": q,
+        "key": k,
+        "value": v,
+        "output": out,
+        "present_key": cache[0],
+        "present_value": cache[1],
+        "seqlens_k": call.past,
+        "cumulative_sequence_length": call.starts,
+        "block_table": call.table,
+        "cos_cache": cos,
+        "sin_cache": sin,
+        "head_sink": _sinks(scores, q),
+        "slot_mapping": filled(q.device, tokens, -1) if new is None else None,
+    }
     run(planned, q.device, tensors)
     return out
 
@@ -302,7 +319,7 @@ def _new(q, new, k_cache):
     expected = (*q.shape[:2], *k_cache.shape[2:])
     if tuple(new[0].shape) != expected:
         raise _invalid("k", tuple(new[0].shape), expected)
-    return [tensor.detach() for tensor in new]
+    return new
 
 
 def _on_device(places, q, k_cache):
@@ -314,10 +331,10 @@ def _on_device(places, q, k_cache):
     elif entries is None and k_cache.shape[0] != batch:
         raise _invalid("k_cache", f"{k_cache.shape[0]} entries", f"{batch}, the batch of q")
     names = "cache_seqlens", "cache_batch_idx", "cache_leftpad"
-    numbers = [
+    numbers = (
         None if given is None else _integers(name, given, device, (batch,))
         for name, given in zip(names, (lengths, entries, first))
-    ]
+    )
     return type(places)(*numbers, table)
 
 
@@ -334,19 +351,18 @@ def _rotates(rope, rows, scores):
 def _over_blocks(q, cache, new, rope, places, scores):
     """One call appends, rotates and attends."""
     batch, rows = q.shape[:2]
+    entries, size = cache[0].shape[:2]
     table = places.table
     if table is None:
-        entries, capacity = cache[0].shape[:2]
-        size = _block_size(capacity)
-        cache = [tensor.view(-1, size, *tensor.shape[2:]) for tensor in cache]
-        table = rising(q.device, entries * capacity // size, 1).view(entries, capacity // size)
-        table = table if places.entries is None else table[places.entries.long()].contiguous()
-    longest = table.shape[1] * cache[0].shape[1]
+        columns = size // _block_size(size)
+        size = _block_size(size)
+        table = rising(q.device, entries * columns, 1).view(entries, columns)
+        table = table if places.entries is None else table[places.entries.long()]
+    longest = table.shape[1] * size
     longest = longest if rope is None else min(longest, rope[0].shape[0])
     past = places.lengths if new is not None else places.lengths - rows
-    call = _Sequences(rising(q.device, batch + 1, rows), past, table, rows, longest)
-    new = new and [tensor.flatten(0, 1) for tensor in new]
-    return _paged(q.flatten(0, 1), cache, new, rope, call, scores).view(q.shape)
+    call = _Sequences(rising(q.device, batch + 1, rows), past, table, size, rows, longest)
+    return _paged(q, cache, new, rope, call, scores)
 
 
 def _block_size(capacity):
