@@ -62,11 +62,16 @@ class Draw:
             ours["s_aux"] = self.normal(self.heads)
         return ours
 
+    def slopes(self, *shape):
+        """ALiBi's slopes, of few bits: times a distance they are exact in float16, too."""
+        return 2.0 ** -self.noise.integers(1, 6, (*shape, self.heads)).astype(self.dtype)
+
     def call(self, function, *positional, **named):
         return libraries.call(self.library, function, *positional, **named)
 
     def expected(self, ours, q, k, v, **others):
         """Output and log-sum-exps of one sequence by the definition."""
+        others.setdefault("slopes", ours.get("alibi_slopes"))
         return definition.attention(
             q,
             k,

@@ -17,9 +17,7 @@ def test_sequences_of_the_same_length(draw):
     kind = pick.choice(["none", "none", "slopes", "bool", "numbers"])
     if kind == "slopes":
         per_sequence = pick.random() < 0.5
-        shape = (batch, draw.heads) if per_sequence else (draw.heads,)
-        # Of few bits, so that they times a distance are exact in float16, too.
-        slopes = 2.0 ** -draw.noise.integers(1, 6, shape).astype(draw.dtype)
+        slopes = draw.slopes(batch) if per_sequence else draw.slopes()
         ours["alibi_slopes"] = slopes
         slopes = np.broadcast_to(slopes, (batch, draw.heads))
     elif kind != "none":
@@ -66,6 +64,8 @@ def test_sequences_of_any_lengths(draw):
         rows_of = lambda cache, b: cache[key_starts[b] : key_starts[b + 1]]
     longest = max(rows), max(keys)
     arguments = (q, k, v, starts, key_starts, *longest)
+    if pick.random() < 0.2:
+        ours["alibi_slopes"] = draw.slopes()
     ours |= where
     out, lse = draw.call(
         gqa.flash_attn_varlen_func, *arguments, **ours, return_softmax_lse=True
@@ -128,9 +128,11 @@ def new_tokens(draw, batch, rows):
 def test_kv_caches(draw):
     pick = draw.pick
     batch, rows = pick.choice([1, 3]), pick.choice([1, 1, 4])
-    q, cache, ours = draw.array(batch, rows, draw.heads, draw.size), KvCache(draw, batch), {}
+    q, cache = draw.array(batch, rows, draw.heads, draw.size), KvCache(draw, batch)
     new = new_tokens(draw, batch, rows) if pick.random() < 0.7 else {}
     ours = draw.scores()
+    if pick.random() < 0.2:
+        ours["alibi_slopes"] = draw.slopes()
     before = [np.array(array) for array in (cache.keys, cache.values)]
     want_lse = pick.random() < 0.5
     arguments = {**new, **cache.where, **ours, "return_softmax_lse": want_lse}

@@ -167,13 +167,24 @@ class Cases:
             ours["softcap"] = 5.0
         if pick.random() < 0.3:
             ours["s_aux"] = torch.randn(self.heads, dtype=self.dtype, device=self.device)
+        if pick.random() < 0.15:
+            ours["alibi_slopes"] = torch.rand(self.heads, device=self.device) / 16
         return ours
 
     def expected(self, ours, q, k, v):
         window = ours.get("window_size", (-1, -1))
         softcap, sinks = ours.get("softcap", 0.0), ours.get("s_aux")
         window = window[0], 0 if ours["causal"] else window[1]
-        return expected(q, k, v, window, softcap, sinks)
+        bias = None
+        if "alibi_slopes" in ours:
+            bias = self.alibi(ours["alibi_slopes"], len(q), len(k))
+        return expected(q, k, v, window, softcap, sinks, bias=bias)
+
+    def alibi(self, slopes, rows, keys):
+        """ALiBi as a bias, rounded as the package rounds it: (heads, rows, keys)."""
+        places = torch.arange(rows, device=self.device)[:, None] + keys - rows
+        distance = (places - torch.arange(keys, device=self.device)).abs()
+        return (-slopes[:, None, None] * distance).to(self.dtype).float()
 
     def near(self, got, wanted):
         tolerance = TOLERANCE[str(got.dtype).removeprefix("torch.")]
@@ -210,9 +221,7 @@ class Cases:
         mask = torch.rand(shape, device=self.device) > 0.3
         mask[..., 0] = True
         slopes = torch.rand(self.heads, device=self.device) / 16
-        places = torch.arange(rows, device=self.device)[:, None] + keys - rows
-        alibi = -slopes[:, None, None] * (places - torch.arange(keys, device=self.device)).abs()
-        alibi = alibi[None].to(self.dtype).float()
+        alibi = self.alibi(slopes, rows, keys)[None]
         numbers = torch.randn(shape, device=self.device, dtype=self.dtype)
         for name, given, bias in (
             ("mask", mask, mask),
