@@ -1,6 +1,6 @@
 //! Sequences in a paged KV cache, and the call that remains when their rows lie side by side.
 
-use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields};
+use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields, Strided};
 use gqa_kernels::prologue::dequantize;
 
 impl Problem {
@@ -16,6 +16,7 @@ impl Problem {
             qk_norm: None,
             rotary: None,
             prefetch_cache: false,
+            strided: Strided::default(),
             ..call
         })
     }

@@ -1,5 +1,6 @@
 //! One validated call: plain numbers, no data.
 
+use crate::plan::TensorId;
 use crate::{DType, Error, Result};
 pub use gqa_kernels::num::Format as QuantFormat;
 use std::borrow::Cow;
@@ -501,25 +502,24 @@ impl Problem {
     ///
     /// # Errors
     /// Where strides are not multiples of 16 bytes, where elements of the output would overlap,
-    /// where tensors cannot be addressed, and where the call is packed or over a paged KV cache.
+    /// where tensors cannot be addressed, where the call is packed, and where the output of a call
+    /// over a paged KV cache is not contiguous.
     pub fn with_strides(&self, strided: Strided) -> Result<Self> {
-        let heads = [self.q_heads, self.kv_heads, self.kv_heads, self.q_heads];
-        let rows = [self.q_len, self.new_len, self.new_len, self.q_len];
-        let sizes = [self.head_size, self.head_size, self.v_head_size, self.v_head_size];
         let types = [self.dtype, self.dtype, self.v_dtype, self.out_dtype];
         let given = [strided.query, strided.key, strided.value, strided.output];
-        let names = ["query", "key", "value", "output"];
+        let ids = [TensorId::Query, TensorId::Key, TensorId::Value, TensorId::Output];
         for (i, strides) in given.into_iter().enumerate().filter_map(|(i, s)| Some((i, s?))) {
-            let dims = [self.batch, heads[i], rows[i], sizes[i]];
+            let is_output = ids[i] == TensorId::Output;
+            let dims = self.row_dims(ids[i]);
             let refuse = |allowed: &str| {
-                Err(Error::invalid(names[i], format!("{strides:?} of {dims:?}"), allowed))
+                Err(Error::invalid(ids[i].name(), format!("{strides:?} of {dims:?}"), allowed))
             };
             let apart = [strides.batch, strides.head, strides.row];
             let is_addressable = |elements| elements <= isize::MAX as usize / 8;
-            if self.pages.is_some() {
-                return refuse("contiguous or packed, over a paged KV cache");
+            if self.pages.is_some() && is_output {
+                return refuse("contiguous, over a paged KV cache");
             }
-            if self.packed && names[i] != "output" {
+            if self.packed && !is_output {
                 return refuse("contiguous, as the call is packed");
             }
             if apart.iter().any(|n| n % 16 * types[i].size() % 16 != 0) {
@@ -529,11 +529,26 @@ impl Problem {
             if !extents.into_iter().all(|extent| extent.is_some_and(is_addressable)) {
                 return refuse("what can be addressed");
             }
-            if names[i] == "output" && !strides.is_injective(dims) {
+            if is_output && !strides.is_injective(dims) {
                 return refuse("strides with which no elements overlap");
             }
         }
         Self::new(ProblemFields { strided, ..self.0.clone() })
+    }
+
+    /// Batch entries, heads, rows and head size of query, key, value or output. Over a paged KV
+    /// cache the tokens of all sequences are rows of one batch entry.
+    pub(crate) fn row_dims(&self, id: TensorId) -> [usize; 4] {
+        let [heads, rows, size] = match id {
+            TensorId::Query => [self.q_heads, self.q_len, self.head_size],
+            TensorId::Key => [self.kv_heads, self.new_len, self.head_size],
+            TensorId::Value => [self.kv_heads, self.new_len, self.v_head_size],
+            _ => [self.q_heads, self.q_len, self.v_head_size],
+        };
+        match self.pages {
+            Some(pages) => [1, heads, pages.tokens, size],
+            None => [self.batch, heads, rows, size],
+        }
     }
 
     /// The same call on contiguous tensors, as tensors in host memory are.

@@ -89,6 +89,16 @@ fn strides_that_kernels_cannot_take_are_refused() {
         assert!(error.starts_with(names) && error.contains("allowed: "), "{error}");
     }
     assert!(layer().dense(call.output_strides(strides(3 * 4096, 128, 4096))).is_ok());
+    let call = Paged::decode(3, [16, 16, 8]);
+    assert!(layer().paged(call.query_strides(ok).key_value_strides(ok)).is_ok());
+    for (call, names) in [
+        (call.query_strides(odd), "query: "),
+        (call.key_value_strides(odd), "key: "),
+        (call.packed().query_strides(ok), "query: "),
+    ] {
+        let error = layer().paged(call).unwrap_err().to_string();
+        assert!(error.starts_with(names) && error.contains("allowed: "), "{error}");
+    }
 }
 
 #[test]

@@ -140,13 +140,7 @@ struct Got<'a> {
 /// Whether so many elements are those of the tensor, or reach as far as its strides do.
 fn has_elements(p: &Problem, id: TensorId, spec: &TensorSpec, len: usize) -> bool {
     let Some(strides) = spec.strides else { return len == spec.len() };
-    let [heads, rows, size] = match id {
-        TensorId::Query => [p.q_heads, p.q_len, p.head_size],
-        TensorId::Key => [p.kv_heads, p.new_len, p.head_size],
-        TensorId::Value => [p.kv_heads, p.new_len, p.v_head_size],
-        _ => [p.q_heads, p.q_len, p.v_head_size],
-    };
-    strides.extent([p.batch, heads, rows, size]).is_some_and(|extent| len >= extent)
+    strides.extent(p.row_dims(id)).is_some_and(|extent| len >= extent)
 }
 
 /// Errs unless there is what the problem has in that role: a tensor of its type and of elements

@@ -16,22 +16,14 @@ impl Rows {
     /// Of a tensor that the problem wants strided.
     fn of(p: &Problem, id: TensorId) -> Option<Self> {
         let (dense, Strided { query, key, value, output, .. }) = (p.contiguous(), p.strided);
-        let (q, n, k, v) = (p.q_heads, p.kv_heads, p.head_size, p.v_head_size);
-        let (strides, element, dims, strided, contiguous) = match id {
-            TensorId::Query => {
-                (query, p.dtype, [q, p.q_len, k], p.query_layout(), dense.query_layout())
-            }
-            TensorId::Key => (key, p.dtype, [n, p.new_len, k], p.key_layout(), dense.key_layout()),
-            TensorId::Value => {
-                (value, p.v_dtype, [n, p.new_len, v], p.value_layout(), dense.value_layout())
-            }
-            TensorId::Output => {
-                (output, p.out_dtype, [q, p.q_len, v], p.output_layout(), dense.output_layout())
-            }
+        let (strides, element, strided, contiguous) = match id {
+            TensorId::Query => (query, p.dtype, p.query_layout(), dense.query_layout()),
+            TensorId::Key => (key, p.dtype, p.key_layout(), dense.key_layout()),
+            TensorId::Value => (value, p.v_dtype, p.value_layout(), dense.value_layout()),
+            TensorId::Output => (output, p.out_dtype, p.output_layout(), dense.output_layout()),
             _ => return None,
         };
-        let [heads, rows, size] = dims;
-        let dims = [p.batch, heads, rows, size];
+        let dims = p.row_dims(id);
         strides.map(|_| Self { dims, element: element.size(), strided, contiguous })
     }
 

@@ -2,7 +2,7 @@
 
 use super::{Layer, count, f32s, i32s};
 use crate::op::{Bounds, PagedAttention, PagedShapes};
-use crate::{Error, Problem, Result, Sink, TensorDesc};
+use crate::{Error, Problem, Result, RowStrides, Sink, Strided, TensorDesc};
 
 /// A call of sequences of any numbers of new tokens over a paged KV cache of shape
 /// (blocks, block size, KV heads, size): `present_key` and `present_value`.
@@ -24,6 +24,7 @@ pub struct Paged {
     longest: usize,
     packed: bool,
     slots: bool,
+    strided: Strided,
 }
 
 impl Paged {
@@ -44,6 +45,7 @@ impl Paged {
             longest: 0,
             packed: false,
             slots: false,
+            strided: Strided { query: None, key: None, value: None, output: None },
         }
     }
 
@@ -68,6 +70,19 @@ impl Paged {
     /// (tokens, (heads + 2 · KV heads) · size).
     pub const fn packed(self) -> Self {
         Self { packed: true, ..self }
+    }
+
+    /// Heads and tokens of the query are `head` and `row` elements apart, multiples of 16 bytes,
+    /// instead of being contiguous. All tokens are in one batch entry: `batch` means nothing.
+    pub const fn query_strides(mut self, strides: RowStrides) -> Self {
+        self.strided.query = Some(strides);
+        self
+    }
+
+    /// Those of key and value are, likewise.
+    pub const fn key_value_strides(mut self, strides: RowStrides) -> Self {
+        (self.strided.key, self.strided.value) = (Some(strides), Some(strides));
+        self
     }
 
     /// The int32 tensor `slot_mapping`, of shape (tokens), says which row of the cache, counted
@@ -101,7 +116,7 @@ impl Layer {
         let (sink, norm) = ([heads.query], [heads.size]);
         let norm = self.qk_norm.map(|_| self.desc(&norm));
         let starts = [call.sequences.saturating_add(1)];
-        self.paged_operator().problem_from_shapes(&PagedShapes {
+        let problem = self.paged_operator().problem_from_shapes(&PagedShapes {
             query: self.desc(&query),
             key,
             value: key,
@@ -119,7 +134,8 @@ impl Layer {
             k_scale: scales,
             v_scale: scales,
             bounds: Bounds { query_rows: call.most_tokens, keys: call.longest },
-        })
+        })?;
+        problem.with_strides(call.strided)
     }
 
     /// The operator that computes the layer over a paged KV cache.

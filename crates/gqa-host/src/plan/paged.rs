@@ -10,8 +10,8 @@
 //! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows to their tokens | | | unless every sequence has one token |
 //!
-//! In the last column queries stay where they are if every sequence has one token and nothing turns
-//! or takes them apart.
+//! In the last column queries stay where they are if every sequence has one token, nothing turns
+//! them or takes them apart, and they are contiguous.
 
 use super::build::{element, find, launch, tensor, u32_of};
 use super::contiguous::Composed;
@@ -246,7 +246,8 @@ impl<'a> Gathered<'a> {
         let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
         let padded = p.batch * p.q_len * p.q_heads * p.head_size;
         let cached: usize = p.gathered().key_cache_shape(p.capacity).iter().product();
-        let moves = !p.has_single_tokens() || p.rotary.is_some() || p.packed;
+        let lies_apart = p.packed || p.strided.query.is_some();
+        let moves = !p.has_single_tokens() || p.rotary.is_some() || lies_apart;
         let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
             true => scratch.take(elements, size),
             false => Ok(Arg::Null),
