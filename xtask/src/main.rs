@@ -14,6 +14,7 @@ mod ptx;
 mod ptxas;
 mod ratchet;
 mod step;
+mod targets;
 mod test;
 mod wheel;
 

@@ -2,7 +2,7 @@
 
 use crate::integrations::{self, EXCLUDED};
 use crate::step::{Steps, shown};
-use crate::{columns, deny, embed, place, ptx, ptxas, ratchet};
+use crate::{columns, deny, embed, place, ptx, ptxas, ratchet, targets};
 use anyhow::Result;
 use clap::Args as ClapArgs;
 use gqa_ptx::Toolchain;
@@ -14,7 +14,7 @@ use std::process::{Command, Stdio};
 #[derive(ClapArgs)]
 pub struct Args {
     /// Also compile and assemble PTX that is of these very sources, run four times as many random
-    /// calls, build without the simulator and from packages.
+    /// calls, build without the simulator, for other targets and from packages.
     #[arg(long)]
     full: bool,
     /// Only try the kernels in programs of others, which are built or installed for it.
@@ -41,6 +41,7 @@ pub fn run(args: &Args) -> Result<()> {
     });
     if args.full {
         steps.run("clippy without the simulator", without_simulator);
+        steps.run_or_skip("other targets", targets::check);
     }
     steps.run("ptx as shipped", || ptx::check_shipped(args.full));
     steps.run_or_skip("ptxas", || ptxas::check(args.full));
