@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// The most columns of a line, as rustfmt has it for code.
 const MOST: usize = 100;
 /// Folders that hold what is built or was measured.
-const LEFT_OUT: [&str; 4] = ["target", "results", "node_modules", ".git"];
+const LEFT_OUT: [&str; 6] = ["target", "bundle", "dist", "results", "node_modules", ".git"];
 
 /// Errs where a comment in Rust or a line of Markdown is longer.
 pub fn check() -> Result<()> {

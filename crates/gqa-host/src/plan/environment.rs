@@ -2,9 +2,8 @@
 
 use super::families::FAMILIES;
 use super::family::Family;
-use super::options::{PlanOption, PlanOptions};
+use super::options::{PlanOption, PlanOptions, is_cluster, is_splits};
 use crate::{Error, Result};
-use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
 
 /// An environment variable that sets a plan option.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +70,7 @@ pub static TABLE: [Variable; 7] = [
         values: "1 to 128",
         meaning: "splits of the keys in {}, instead of their heuristics' choice",
         set: |s, v| {
-            s.splits = Some(v.parse().ok().filter(|n| (1..=MAX_SPLITS).contains(n))?);
+            s.splits = Some(v.parse().ok().filter(|&n| is_splits(n))?);
             Some(())
         },
     },
@@ -81,8 +80,7 @@ pub static TABLE: [Variable; 7] = [
         values: "1, 2, 4, 8 or 16",
         meaning: "blocks of a cluster in {}, instead of their heuristic's choice",
         set: |s, v| {
-            let possible = |n: &u32| n.is_power_of_two() && *n <= MAX_RANKS;
-            s.cluster = Some(v.parse().ok().filter(possible)?);
+            s.cluster = Some(v.parse().ok().filter(|&n| is_cluster(n))?);
             Some(())
         },
     },

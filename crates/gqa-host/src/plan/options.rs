@@ -1,5 +1,8 @@
 //! What a caller decides instead of the planner.
 
+use crate::{Error, Result};
+use gqa_kernels::attention::{decode::MAX_RANKS, split_kv::MAX_SPLITS};
+
 /// Choices that a person makes against the planner's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanOptions {
@@ -11,9 +14,9 @@ pub struct PlanOptions {
     pub disable_memory_efficient_attention: bool,
     /// GQA_DISABLE_FUSED_KV
     pub disable_fused_kv: bool,
-    /// GQA_SPLITS
+    /// GQA_SPLITS: 1 to 128.
     pub splits: Option<u32>,
-    /// GQA_CLUSTER
+    /// GQA_CLUSTER: 1, 2, 4, 8 or 16.
     pub cluster: Option<u32>,
     /// GQA_FORCE
     pub force: Option<&'static str>,
@@ -53,7 +56,31 @@ impl PlanOption {
     }
 }
 
+/// Whether keys may have so many splits.
+pub(super) fn is_splits(n: u32) -> bool {
+    (1..=MAX_SPLITS).contains(&n)
+}
+
+/// Whether clusters may have so many blocks.
+pub(super) fn is_cluster(n: u32) -> bool {
+    n.is_power_of_two() && n <= MAX_RANKS
+}
+
 impl PlanOptions {
+    /// Errs where a number is none that kernels take.
+    pub(super) fn check(&self) -> Result<()> {
+        match (self.splits, self.cluster) {
+            (Some(n), _) if !is_splits(n) => {
+                Err(Error::invalid("options.splits", n, format!("1 to {MAX_SPLITS}")))
+            }
+            (_, Some(n)) if !is_cluster(n) => {
+                let allowed = format!("powers of two up to {MAX_RANKS}");
+                Err(Error::invalid("options.cluster", n, allowed))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether what the option concerns is not to be considered.
     pub(super) fn switches_off(&self, option: PlanOption) -> bool {
         match option {

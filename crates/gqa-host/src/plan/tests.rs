@@ -480,6 +480,21 @@ fn a_device_without_multiprocessors_is_refused() {
 }
 
 #[test]
+fn options_that_no_kernel_takes_are_refused_by_name() {
+    let step = llama(1, 4096);
+    let refused =
+        |options| plan(&step, &device("h200"), &options).map(|_| ()).unwrap_err().to_string();
+    for n in [0, 129, u32::MAX] {
+        let error = refused(PlanOptions { splits: Some(n), ..PlanOptions::default() });
+        assert!(error.contains("options.splits: got "), "{error}");
+    }
+    for n in [0, 3, 32, u32::MAX] {
+        let error = refused(PlanOptions { cluster: Some(n), ..PlanOptions::default() });
+        assert!(error.contains("options.cluster: got "), "{error}");
+    }
+}
+
+#[test]
 fn the_prologue_is_as_short_as_the_call_allows() {
     const ALL: &str = "unpack_qkv_with_rope_and_append_kv";
     let off = PlanOptions::default();
