@@ -93,7 +93,7 @@ struct Report {
 
 /// What errors of each call may name.
 const ALWAYS: &str = "workspace query key value present_key present_value output attention_bias \
-                      total_sequence_length device.multiprocessors";
+                      total_sequence_length device.multiprocessors options.splits options.cluster";
 
 impl Report {
     /// Makes one call.
