@@ -13,10 +13,9 @@ use crate::{CallKind, Error, Problem, Result};
 /// Chooses the kernels for `problem` on `device`.
 ///
 /// # Errors
-/// Where the device has no SMs, or more than a GPU has, and where the options' splits or cluster are
-/// none that kernels take. [`Error::NoKernel`] where no family takes
-/// the call, with each one's reason, or where the call does not take the kernel that `options`
-/// force.
+/// Where the device has no SMs, or more than a GPU has, and where the options' splits or cluster
+/// are none that kernels take. [`Error::NoKernel`] where no family takes the call, with each one's
+/// reason, or where the call does not take the kernel that `options` force.
 pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Result<Plan> {
     check_device(device)?;
     options.check()?;
