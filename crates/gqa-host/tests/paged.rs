@@ -302,7 +302,11 @@ fn blocks() {
     refuses(slots(&[0, 1]), "slot_mapping: got (2); allowed: (num_tokens = 4)");
     refuses(
         Call { tables: Some([float(&[6, 8]), float(&[6, 8])]), ..Call::rotary() },
-        "cos_cache: got (6, 8); allowed: (keys of a sequence >= 7, rotary_dim / 2)",
+        "past_seqlens: got 6 for batch entry 1, which has 1 new tokens; allowed: up to 6 in all, the rows of cos_cache",
+    );
+    refuses(
+        Call { tables: Some([float(&[0, 8]), float(&[0, 8])]), ..Call::rotary() },
+        "cos_cache: got (0, 8); allowed: (max_positions >= 1, rotary_dim / 2)",
     );
 }
 
@@ -398,6 +402,11 @@ fn shapes_alone() {
     assert_eq!(sizes(Bounds::default()), (3, 320));
     assert_eq!(sizes(Bounds { query_rows: 1, keys: 100 }), (1, 100));
     assert_eq!(sizes(Bounds { query_rows: 9, keys: 1000 }), (3, 320));
+    // Sequences may be shorter than what their blocks hold, and so may cos_cache.
+    let tables = Some(desc(DType::BF16, &[50, 32]));
+    let rotates = PagedAttention::new(4, 2).do_rotary(true);
+    let few = PagedShapes { cos_cache: tables, sin_cache: tables, ..shapes(Bounds::default()) };
+    assert_eq!(rotates.problem_from_shapes(&few).unwrap().total_len, 320);
     // What a step reads of a table may be little: its size counts all the same.
     let refusal = |table: &[usize], tokens: usize| {
         let (query, starts) = ([tokens, 512], [table[0] + 1]);

@@ -97,7 +97,19 @@ impl Lengths {
             }
         }
         self.check_bounds(p)?;
+        self.check_positions(p)?;
         inputs.input(TensorId::SlotMapping).map_or(Ok(()), |slots| check_slots(pages, slots))
+    }
+
+    /// Errs unless cos_cache has the positions of all new rows.
+    fn check_positions(&self, p: &Problem) -> Result<()> {
+        let Some(rotary) = p.rotary else { return Ok(()) };
+        let outside = |&[past, new]: &[usize; 2]| new > 0 && past + new > rotary.max_positions;
+        let Some(b) = self.sequences.iter().position(outside) else { return Ok(()) };
+        let [past, new] = self.sequences[b];
+        let got = format!("{past} for batch entry {b}, which has {new} new tokens");
+        let allowed = format!("up to {} in all, the rows of cos_cache", rotary.max_positions);
+        Err(Error::invalid("past_seqlens", got, allowed))
     }
 
     /// Errs unless sequences are as short as the problem says.

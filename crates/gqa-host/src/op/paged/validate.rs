@@ -50,7 +50,7 @@ impl PagedAttention {
             packed: sizes.packed,
             quantized: sizes.quantized,
             qk_norm: sizes.qk_norm(inputs, self.qk_norm_epsilon)?,
-            rotary: self.rotary(inputs, &sizes, total_len)?,
+            rotary: self.rotary(inputs, &sizes)?,
             scale: scale(Some(self.scale).filter(|&scale| scale != 0.0), sizes.head_size),
             softcap: (self.softcap > 0.0).then_some(self.softcap),
             window: usize::try_from(self.local_window_size).ok().filter(|&size| size < total_len),
@@ -128,12 +128,7 @@ impl PagedAttention {
         Ok(sizes)
     }
 
-    fn rotary(
-        &self,
-        inputs: &PagedShapes<'_>,
-        sizes: &Sizes,
-        total_len: usize,
-    ) -> Result<Option<Rotary>> {
+    fn rotary(&self, inputs: &PagedShapes<'_>, sizes: &Sizes) -> Result<Option<Rotary>> {
         let caches = both(("cos_cache", inputs.cos_cache), ("sin_cache", inputs.sin_cache))?;
         let Some((cos, sin)) = caches else {
             let allowed = "cos_cache and sin_cache, which do_rotary = 1 needs";
@@ -142,7 +137,8 @@ impl PagedAttention {
                 false => Ok(None),
             };
         };
-        let positions = Dim::AtLeast("keys of a sequence", total_len);
+        // A sequence need not fill its blocks.
+        let positions = Dim::AtLeast("max_positions", sizes.tokens.min(1));
         sizes.check("cos_cache", cos, &[positions, Dim::Any("rotary_dim / 2")])?;
         let (max_positions, half) = (cos.shape[0], cos.shape[1]);
         let largest = sizes.head_size / 2;
