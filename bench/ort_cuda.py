@@ -1,11 +1,15 @@
 """Times whole GroupQueryAttention calls, this project's and those of ONNX Runtime's CUDA provider, on the same tensors in one process.
 
+    python3 bench/ort_cuda.py --library target/release/libgqa_ort.so --out ort.json
     python3 bench/ort_cuda.py --gqa target/release/gqa --out ort.json
 
-Shared cache, rotary embedding (half-split, implicit positions), bfloat16. Each call walks over buffers larger than the L2 cache
-together. Two times of each side: of the kernels of a run that has the GPU to itself, by the same profiler for both; and of runs back to back,
-ONNX Runtime's through IO binding, ours as replays of a CUDA graph. The two take turns, in another order in each round. Outputs and rows appended
-to the caches are compared with each other. Needs torch with a GPU, onnxruntime-gpu and onnx.
+Shared cache, rotary embedding (half-split, implicit positions), bfloat16. Each call walks over
+buffers larger than the L2 cache together. Two times of each side: of the kernels of a run that has
+the GPU to itself, by the same profiler for both; and of runs back to back. These are runs of a
+session through IO binding, each of which waits for the GPU, for both sides with --library: ours in
+a session with our operators. With --gqa ours are replays of a CUDA graph of what the program
+launches. The two take turns, in another order in each round. Outputs and rows appended to the
+caches are compared with each other. Needs torch with a GPU, onnxruntime-gpu and onnx.
 """
 import argparse
 import json
@@ -18,9 +22,9 @@ from dataclasses import dataclass
 
 import launches
 import numpy
-import onnxruntime
 import timing
-import torch
+import torch  # Before ONNX Runtime, which then finds CUDA's libraries.
+import onnxruntime
 from onnx import TensorProto, helper
 from torch.profiler import ProfilerActivity, profile
 
@@ -93,10 +97,13 @@ def model(call):
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
-def onnx_runtime(call, sets):
-    """Runs of ONNX Runtime, one for each set of tensors."""
+def onnx_runtime(call, sets, library=None):
+    """Runs of ONNX Runtime, with its operators or a library's, one for each set of tensors."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if library:
+        options.register_custom_ops_library(library)
     session = onnxruntime.InferenceSession(model(call), options, providers=["CUDAExecutionProvider"])
     if session.get_providers()[0] != "CUDAExecutionProvider":
         raise RuntimeError("ONNX Runtime has no CUDA provider here")
@@ -159,7 +166,8 @@ def differ(call, theirs, mine):
 
 def measured(call, options):
     sets = tensors(call)
-    run = {"ORT": onnx_runtime(call, sets), "gqa": ours(options.gqa, call, sets)}
+    in_session = options.library and onnx_runtime(call, sets, options.library)
+    run = {"ORT": onnx_runtime(call, sets), "gqa": in_session or ours(options.gqa, call, sets)}
     seen = {}
     for name, runs in run.items():
         sets[0]["output"].fill_(math.nan)
@@ -178,7 +186,8 @@ def measured(call, options):
         random.Random(number + call.total).shuffle(turns)
         for name in turns:
             repeats = max(1, 30 // len(sets))
-            whole = back_to_back(run[name], repeats) if name == "ORT" else timing.timed(run[name], 7)
+            is_session = name == "ORT" or in_session
+            whole = back_to_back(run[name], repeats) if is_session else timing.timed(run[name], 7)
             us, count[name] = kernels(run[name])
             times[name]["kernels"].append(us)
             times[name]["back to back"].append(whole)
@@ -188,7 +197,9 @@ def measured(call, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gqa", required=True, help="this project's program")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--library", help="this project's library for ONNX Runtime")
+    which.add_argument("--gqa", help="this project's program")
     parser.add_argument("--packed", default=TOKENS + " 32/8x128:1x16384", help="calls with packed QKV, as HEADS/KVxSIZE:BATCHxROWS+PAST,…")
     parser.add_argument("--separate", default=PROMPTS, help="calls with separate query, key and value")
     parser.add_argument("--rounds", type=timing.count, default=3)

@@ -118,13 +118,17 @@ def rotations(shape):
 
 
 class Graph:
-    """Nodes and initializers, as they are added."""
+    """Nodes and initializers, as they are added; or inputs, where matrices are `given` in calls."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, given=False):
         self.dtype, self.nodes, self.initializers = np.dtype(dtype), [], {}
+        self.given, self.inputs = given, {}
 
     def constant(self, name, array, dtype=None):
-        if name not in self.initializers:
+        if self.given and np.ndim(array) == 2:
+            kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype or self.dtype))
+            self.inputs[name] = helper.make_tensor_value_info(name, kind, array.shape)
+        elif name not in self.initializers:
             self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(array, dtype or self.dtype), name)
         return name
 
@@ -134,9 +138,12 @@ class Graph:
         return names[0]
 
 
-def build(shape, weights, dtype=np.float32, cache=None, scales=None):
-    """The model. `cache` is None, "int8" or "int4"; then `scales` has k and v of each layer, of one element or one per channel."""
-    graph = Graph(dtype)
+def build(shape, weights, dtype=np.float32, cache=None, scales=None, given=False):
+    """The model. `cache` is None, "int8" or "int4"; then `scales` has k and v of each layer, of one element or one per channel.
+
+    Where matrices are `given`, they are inputs under their names, and only the shapes of those in `weights` count.
+    """
+    graph = Graph(dtype, given)
     element = helper.np_dtype_to_tensor_dtype(graph.dtype)
     bits, cached = CACHES[cache] if cache else (0, graph.dtype)
     cached = helper.np_dtype_to_tensor_dtype(np.dtype(cached))
@@ -185,7 +192,7 @@ def build(shape, weights, dtype=np.float32, cache=None, scales=None):
     caches = lambda name, rows: [value(f"{name}.{layer}.{part}", cached, ["batch", shape.kv_heads, rows, row])
                                  for layer in range(shape.layers) for part in ["key", "value"]]
     inputs = [value("input_ids", TensorProto.INT64, ["batch", "rows"]), value("seqlens_k", TensorProto.INT32, ["batch"]),
-              value("total_sequence_length", TensorProto.INT32, [1]), *caches("past", "past_rows")]
+              value("total_sequence_length", TensorProto.INT32, [1]), *caches("past", "past_rows"), *graph.inputs.values()]
     outputs = [value("logits", TensorProto.FLOAT, ["batch", "rows", shape.vocabulary]), *caches("present", "present_rows")]
     whole = helper.make_graph(graph.nodes, "llm", inputs, outputs, list(graph.initializers.values()))
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]

@@ -42,7 +42,7 @@ impl Api {
                 return Ok(Self(table));
             }
             let version = CStr::from_ptr(((*base).GetVersionString)()).to_string_lossy();
-            let text = format!("ONNX Runtime: got version {version}; allowed: 1.18 or newer");
+            let text = format!("ONNX Runtime: got version {version}; allowed: 1.24 or newer");
             let create = (&raw const (*get(1)).CreateStatus).read();
             Err(create(OrtErrorCode::ORT_FAIL, c_text(&text).as_ptr()))
         }

@@ -1,7 +1,7 @@
 //! The tensors of a call.
 
 use crate::api::Failure;
-use crate::schema::Schema;
+use crate::schema::{Schema, Types};
 use crate::value::{Context, Value};
 use gqa_host::plan::TensorId;
 use gqa_host::{Error, Problem, TensorDesc};
@@ -9,15 +9,18 @@ use gqa_host::{Error, Problem, TensorDesc};
 /// What a call reads, in the order of its operator's inputs.
 pub struct Given {
     schema: &'static Schema,
+    types: Types,
     values: Vec<Option<Value>>,
 }
 
 impl Given {
     /// All inputs.
-    pub fn read(context: Context, schema: &'static Schema) -> Result<Self, Failure> {
-        let inputs = schema.inputs.iter().enumerate();
+    pub fn read(context: Context, schema: &'static Schema, types: Types) -> Result<Self, Failure> {
+        let inputs = schema.inputs.iter().enumerate().take(context.inputs()?);
         let values = inputs.map(|(index, input)| context.input(index, input.name));
-        Ok(Self { schema, values: values.collect::<Result<_, _>>()? })
+        let mut values = values.collect::<Result<Vec<_>, _>>()?;
+        values.resize(schema.inputs.len(), None);
+        Ok(Self { schema, types, values })
     }
 
     /// The input of that name.
@@ -78,13 +81,18 @@ impl Made {
 /// it; `None` where the problem or the node does not have it.
 pub fn room(
     context: Context,
-    schema: &Schema,
+    given: &Given,
     id: TensorId,
     problem: &Problem,
 ) -> Result<Option<Value>, Failure> {
-    let index = schema.outputs.iter().position(|output| output.role == id);
-    match (index, id.spec(problem)) {
-        (Some(index), Some(spec)) => context.output(index, id.name(), &spec.shape),
-        _ => Ok(None),
+    let mut outputs = given.schema.outputs.iter().enumerate();
+    let output = outputs.find(|(_, output)| output.role == id);
+    let (Some((index, output)), Some(spec)) = (output, id.spec(problem)) else { return Ok(None) };
+    // ONNX Runtime has room for elements of the kernel's type.
+    let dtype = output.kind.of(given.types);
+    if dtype != spec.dtype {
+        return Err(Error::invalid(id.name(), dtype, spec.dtype).into());
     }
+    // SAFETY: the output is of the type that the kernel has
+    unsafe { context.output(index, spec) }
 }

@@ -52,18 +52,22 @@ pub unsafe fn call(
     // SAFETY: as the caller says
     let total = unsafe { total_sequence_length(given) }?;
     let shapes = shapes(given, total)?;
-    let problem = op.problem_from_shapes(&shapes, CacheBinding::Separate)?;
-    let room = |id| room(context, &SCHEMA, id, &problem);
+    let bound = |cache| op.problem_from_shapes(&shapes, cache);
+    // Mostly past and present are one memory. Outputs, whose shapes are the same either way, show
+    // it.
+    let problem = bound(CacheBinding::Shared).or_else(|_| bound(CacheBinding::Separate))?;
+    let room = |id| room(context, given, id, &problem);
     let made = Made {
         output: room(TensorId::Output)?,
         present_key: room(PresentKey)?,
         present_value: room(PresentValue)?,
         output_qk: room(OutputQk)?,
     };
-    let problem = match shares_cache(given, &made)? {
-        true => op.problem_from_shapes(&shapes, CacheBinding::Shared)?,
-        false => problem,
+    let cache = match shares_cache(given, &made)? {
+        true => CacheBinding::Shared,
+        false => CacheBinding::Separate,
     };
+    let problem = if problem.cache == cache { problem } else { bound(cache)? };
     Ok((problem, made))
 }
 

@@ -4,7 +4,7 @@ use crate::api::{Api, Failure};
 use crate::attributes::Node;
 use crate::call::Given;
 use crate::cuda::Cuda;
-use crate::schema::Schema;
+use crate::schema::{Schema, Types};
 use crate::value::Context;
 use crate::{cpu, group_query, paged};
 use gqa_host::backend::cpu::Cpu;
@@ -25,6 +25,7 @@ pub struct Kernel {
     /// ONNX Runtime's functions.
     pub api: Api,
     schema: &'static Schema,
+    types: Types,
     operator: Operator,
     device: Device,
 }
@@ -41,7 +42,12 @@ enum Device {
 
 impl Kernel {
     /// The kernel for a node.
-    pub fn new(schema: &'static Schema, provider: Provider, node: Node) -> Result<Self, Failure> {
+    pub fn new(
+        schema: &'static Schema,
+        types: Types,
+        provider: Provider,
+        node: Node,
+    ) -> Result<Self, Failure> {
         let operator = match ptr::eq(schema, &paged::SCHEMA) {
             true => Operator::Paged(node.paged_attention()?),
             false => Operator::GroupQuery(node.group_query_attention()?),
@@ -50,7 +56,7 @@ impl Kernel {
             Provider::Cpu => Device::Cpu(Cpu::default()),
             Provider::Cuda => Device::Cuda(Cuda::new(node)?),
         };
-        Ok(Self { api: node.api, schema, operator, device })
+        Ok(Self { api: node.api, schema, types, operator, device })
     }
 
     /// One call. On a GPU it has only begun when this returns.
@@ -59,7 +65,7 @@ impl Kernel {
     ///
     /// Nobody but the call may use its tensors before it is done.
     pub unsafe fn compute(&self, context: Context) -> Result<(), Failure> {
-        let given = Given::read(context, self.schema)?;
+        let given = Given::read(context, self.schema, self.types)?;
         // SAFETY: as the caller says
         unsafe {
             let (problem, mut made) = match &self.operator {

@@ -3,7 +3,7 @@
 use crate::api::{Api, guarded};
 use crate::attributes::Node;
 use crate::kernel::{Kernel, Provider};
-use crate::schema::Schema;
+use crate::schema::{Schema, Types};
 use crate::value::{Context, element_type};
 use crate::{group_query, paged};
 use gqa_host::DType;
@@ -29,8 +29,7 @@ pub struct Operator {
     base: OrtCustomOp,
     schema: &'static Schema,
     provider: Provider,
-    dtype: DType,
-    cache: DType,
+    types: Types,
 }
 
 /// All of them. Of several that fit a node ONNX Runtime takes the first, so that the cache which a
@@ -42,10 +41,11 @@ pub fn all() -> &'static [Operator] {
         let mut all = Vec::new();
         for schema in [&group_query::SCHEMA, &paged::SCHEMA] {
             for provider in [Provider::Cpu, Provider::Cuda] {
-                let new = |dtype, cache| Operator::new(schema, provider, dtype, cache);
-                all.extend(FLOATS.map(|dtype| new(dtype, dtype)));
+                let new =
+                    |element, cache| Operator::new(schema, provider, Types { element, cache });
+                all.extend(FLOATS.map(|element| new(element, element)));
                 all.extend(
-                    FLOATS.iter().flat_map(|&dtype| QUANTIZED.map(|cache| new(dtype, cache))),
+                    FLOATS.iter().flat_map(|&element| QUANTIZED.map(|cache| new(element, cache))),
                 );
             }
         }
@@ -55,7 +55,7 @@ pub fn all() -> &'static [Operator] {
 }
 
 impl Operator {
-    fn new(schema: &'static Schema, provider: Provider, dtype: DType, cache: DType) -> Self {
+    fn new(schema: &'static Schema, provider: Provider, types: Types) -> Self {
         let base = OrtCustomOp {
             version: ORT_API_VERSION,
             CreateKernel: None,
@@ -84,7 +84,7 @@ impl Operator {
             GetAliasMap: None,
             ReleaseAliasMap: None,
         };
-        Self { base, schema, provider, dtype, cache }
+        Self { base, schema, provider, types }
     }
 
     /// As ONNX Runtime takes it.
@@ -130,8 +130,8 @@ unsafe extern "system" fn input_type(
     index: usize,
 ) -> ONNXTensorElementDataType {
     // SAFETY: ONNX Runtime has it from `all`
-    let Operator { schema, dtype, cache, .. } = unsafe { operator(op) };
-    element_type(schema.inputs[index].kind.of(*dtype, *cache))
+    let Operator { schema, types, .. } = unsafe { operator(op) };
+    element_type(schema.inputs[index].kind.of(*types))
 }
 
 unsafe extern "system" fn output_type(
@@ -139,8 +139,8 @@ unsafe extern "system" fn output_type(
     index: usize,
 ) -> ONNXTensorElementDataType {
     // SAFETY: ONNX Runtime has it from `all`
-    let Operator { schema, dtype, cache, .. } = unsafe { operator(op) };
-    element_type(schema.outputs[index].kind.of(*dtype, *cache))
+    let Operator { schema, types, .. } = unsafe { operator(op) };
+    element_type(schema.outputs[index].kind.of(*types))
 }
 
 unsafe extern "system" fn input_characteristic(
@@ -200,12 +200,12 @@ unsafe extern "system" fn create(
     to: *mut *mut c_void,
 ) -> OrtStatusPtr {
     // SAFETY: all three are ONNX Runtime's, which has the operator from `all`
-    let (Operator { schema, provider, .. }, api, node) = unsafe {
+    let (Operator { schema, provider, types, .. }, api, node) = unsafe {
         let api = Api::from_table(table);
         (operator(op), api, Node::new(api, info))
     };
     guarded(api, || {
-        let kernel = Box::new(Kernel::new(schema, *provider, node)?);
+        let kernel = Box::new(Kernel::new(schema, *types, *provider, node)?);
         // SAFETY: ONNX Runtime has room for the pointer
         unsafe { *to = Box::into_raw(kernel).cast() };
         Ok(())

@@ -53,7 +53,7 @@ pub unsafe fn call(
     // SAFETY: as the caller says
     let bounds = unsafe { bounds(given) }?;
     let problem = op.problem_from_shapes(&shapes(given, bounds)?)?;
-    let room = |id| room(context, &SCHEMA, id, &problem);
+    let room = |id| room(context, given, id, &problem);
     let made = Made {
         output: room(TensorId::Output)?,
         present_key: Some(in_place(given, "key_cache", room(PresentKey)?)?),

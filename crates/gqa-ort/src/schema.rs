@@ -27,6 +27,15 @@ pub enum Kind {
     Always(DType),
 }
 
+/// Element types of a kernel's tensors.
+#[derive(Clone, Copy)]
+pub struct Types {
+    /// That of query.
+    pub element: DType,
+    /// That of the KV cache.
+    pub cache: DType,
+}
+
 /// An input.
 pub struct Input {
     /// As messages name it.
@@ -65,11 +74,11 @@ impl Input {
 }
 
 impl Kind {
-    /// The type, of an operator with those types of query and KV cache.
-    pub fn of(self, element: DType, cache: DType) -> DType {
+    /// The type, among those of a kernel.
+    pub fn of(self, types: Types) -> DType {
         match self {
-            Self::Element => element,
-            Self::Cache => cache,
+            Self::Element => types.element,
+            Self::Cache => types.cache,
             Self::Always(dtype) => dtype,
         }
     }

@@ -2,12 +2,10 @@
 
 use crate::api::{Api, Failure};
 use float8::F8E4M3;
-use gqa_host::plan::TensorId;
+use gqa_host::plan::{TensorId, TensorSpec};
 use gqa_host::{DType, Error, TensorDesc, TensorView, TensorViewMut};
 use half::{bf16, f16};
-use ort_sys::{
-    ONNXTensorElementDataType, OrtKernelContext, OrtMemoryInfo, OrtTensorTypeAndShapeInfo, OrtValue,
-};
+use ort_sys::{ONNXTensorElementDataType, OrtKernelContext, OrtMemoryInfo, OrtValue};
 use std::ffi::c_void;
 use std::{ptr, slice};
 
@@ -171,26 +169,38 @@ impl Context {
         Self { api, context }
     }
 
-    /// An input; `None` where the node has none there.
-    pub fn input(self, index: usize, name: &'static str) -> Result<Option<Value>, Failure> {
-        let (table, mut count, mut value) = (self.api.table(), 0, ptr::null());
-        // SAFETY: the call runs, and the results have room
-        unsafe {
-            self.api.check((table.KernelContext_GetInputCount)(self.context, &mut count))?;
-            if index < count {
-                let status = (table.KernelContext_GetInput)(self.context, index, &mut value);
-                self.api.check(status)?;
-            }
-        }
-        self.value(value, name)
+    /// How many inputs the node has at most.
+    pub fn inputs(self) -> Result<usize, Failure> {
+        let mut count = 0;
+        let get = self.api.table().KernelContext_GetInputCount;
+        // SAFETY: the call runs, and the result has room
+        self.api.check(unsafe { get(self.context, &mut count) }).map(|()| count)
     }
 
-    /// An output of that shape; `None` where the node has none there.
-    pub fn output(
+    /// Input number `index`, of those that there are; `None` where the node has none there.
+    pub fn input(self, index: usize, name: &'static str) -> Result<Option<Value>, Failure> {
+        let (get, mut value) = (self.api.table().KernelContext_GetInput, ptr::null());
+        // SAFETY: the call runs, and the result has room
+        self.api.check(unsafe { get(self.context, index, &mut value) })?;
+        if value.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: the value is one of the call's
+        unsafe {
+            let (dtype, shape) = self.described(value, name)?;
+            Ok(Some(Value { dtype, shape, data: self.data(value.cast_mut())? }))
+        }
+    }
+
+    /// An output of that type and shape; `None` where the node has none there.
+    ///
+    /// # Safety
+    ///
+    /// The type must be the output's.
+    pub unsafe fn output(
         self,
         index: usize,
-        name: &'static str,
-        shape: &[usize],
+        TensorSpec { dtype, shape, .. }: TensorSpec,
     ) -> Result<Option<Value>, Failure> {
         let (table, mut count, mut value) = (self.api.table(), 0, ptr::null_mut());
         // Memory has no tensor whose dimensions are larger than that.
@@ -203,8 +213,11 @@ impl Context {
                 let output = table.KernelContext_GetOutput;
                 self.api.check(output(self.context, index, dims, rank, &mut value))?;
             }
+            if value.is_null() {
+                return Ok(None);
+            }
+            Ok(Some(Value { dtype, shape, data: self.data(value)? }))
         }
-        self.value(value, name)
     }
 
     /// The `CUstream` that the call belongs to.
@@ -232,46 +245,42 @@ impl Context {
         self.api.check(unsafe { get(self.context, memory, bytes, &mut data) }).map(|()| data)
     }
 
-    fn value(self, value: *const OrtValue, name: &'static str) -> Result<Option<Value>, Failure> {
-        if value.is_null() {
-            return Ok(None);
-        }
-        let (table, mut info, mut data) = (self.api.table(), ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the value is one of the call's, and the results have room
-        let described = unsafe {
-            self.api.check((table.GetTensorTypeAndShape)(value, &mut info))?;
-            let described = self.described(info, name);
-            (table.ReleaseTensorTypeAndShapeInfo)(info);
-            self.api.check((table.GetTensorMutableData)(value.cast_mut(), &mut data))?;
-            described?
-        };
-        let (dtype, shape) = described;
-        Ok(Some(Value { dtype, shape, data: data.cast() }))
-    }
-
+    /// Where a tensor's elements are.
+    ///
     /// # Safety
     ///
-    /// `info` must be ONNX Runtime's.
+    /// The value must be one of the call's.
+    unsafe fn data(self, value: *mut OrtValue) -> Result<*mut u8, Failure> {
+        let mut data = ptr::null_mut();
+        let get = self.api.table().GetTensorMutableData;
+        // SAFETY: as the caller says, and the result has room
+        self.api.check(unsafe { get(value, &mut data) }).map(|()| data.cast())
+    }
+
+    /// Type and shape of an input.
+    ///
+    /// # Safety
+    ///
+    /// The value must be one of the call's.
     unsafe fn described(
         self,
-        info: *const OrtTensorTypeAndShapeInfo,
+        value: *const OrtValue,
         name: &'static str,
     ) -> Result<(DType, Vec<usize>), Failure> {
-        let (table, mut rank) = (self.api.table(), 0);
-        let mut element = element_type(DType::F32);
+        let (mut element, mut dims, mut rank) = (element_type(DType::F32), ptr::null(), 0);
+        let get = self.api.table().GetTensorElementTypeAndShapeDataReference;
         // SAFETY: as the caller says, and the results have room
-        let dims = unsafe {
-            self.api.check((table.GetTensorElementType)(info, &mut element))?;
-            self.api.check((table.GetDimensionsCount)(info, &mut rank))?;
-            let mut dims = vec![0i64; rank];
-            self.api.check((table.GetDimensions)(info, dims.as_mut_ptr(), rank))?;
-            dims
-        };
+        self.api.check(unsafe { get(value, &mut element, &mut dims, &mut rank) })?;
         let known = TYPES.iter().find(|(_, theirs)| *theirs == element);
         let known = known.ok_or_else(|| {
             Error::invalid(name, format!("{element:?}"), "a type that the operator has")
-        });
+        })?;
+        let dims = match rank {
+            0 => &[],
+            // SAFETY: the dimensions are the value's, as many as the rank says
+            _ => unsafe { slice::from_raw_parts(dims, rank) },
+        };
         // A tensor that there is has no negative dimensions.
-        Ok((known?.0, dims.into_iter().map(|n| n as usize).collect()))
+        Ok((known.0, dims.iter().map(|&n| n as usize).collect()))
     }
 }
