@@ -8,7 +8,8 @@ buffers larger than the L2 cache together. Two times of each side: of the kernel
 the GPU to itself, by the same profiler for both; and of runs back to back. These are runs of a
 session through IO binding, each of which waits for the GPU, for both sides with --library: ours in
 a session with our operators. With --gqa ours are replays of a CUDA graph of what the program
-launches. The two take turns, in another order in each round. Outputs and rows appended to the
+launches. The profiler comes behind all that: once it has run, calls take longer. The two take
+turns, in another order in each round. Outputs and rows appended to the
 caches are compared with each other. Needs torch with a GPU, onnxruntime-gpu and onnx.
 """
 import argparse
@@ -164,10 +165,14 @@ def differ(call, theirs, mine):
     return worst
 
 
-def measured(call, options):
-    sets = tensors(call)
-    in_session = options.library and onnx_runtime(call, sets, options.library)
-    run = {"ORT": onnx_runtime(call, sets), "gqa": in_session or ours(options.gqa, call, sets)}
+def sides(call, sets, options):
+    """Runs of both sides over the same tensors."""
+    mine = onnx_runtime(call, sets, options.library) if options.library else ours(options.gqa, call, sets)
+    return {"ORT": onnx_runtime(call, sets), "gqa": mine}
+
+
+def checked(call, run, sets, tolerance):
+    """How far the sides' results are from each other, where that is little."""
     seen = {}
     for name, runs in run.items():
         sets[0]["output"].fill_(math.nan)
@@ -177,22 +182,56 @@ def measured(call, options):
         torch.cuda.synchronize()
         seen[name] = {key: sets[0][key].clone() for key in ("output", "present_key", "present_value")}
     off = differ(call, seen["ORT"], seen["gqa"])
-    if not off < options.tolerance:
+    if not off < tolerance:
         raise RuntimeError(f"outputs differ by {off}")
-    times = {"ORT": {"kernels": [], "back to back": []}, "gqa": {"kernels": [], "back to back": []}}
-    count = {}
-    for number in range(options.rounds):
-        turns = ["ORT", "gqa"]
+    return off
+
+
+def medians(call, rounds, measure):
+    """Of what `measure` finds of each side in each round."""
+    samples = {"ORT": [], "gqa": []}
+    for number in range(rounds):
+        turns = list(samples)
         random.Random(number + call.total).shuffle(turns)
         for name in turns:
-            repeats = max(1, 30 // len(sets))
-            is_session = name == "ORT" or in_session
-            whole = back_to_back(run[name], repeats) if is_session else timing.timed(run[name], 7)
-            us, count[name] = kernels(run[name])
-            times[name]["kernels"].append(us)
-            times[name]["back to back"].append(whole)
-    us = {name: {kind: statistics.median(samples) for kind, samples in kinds.items()} for name, kinds in times.items()}
-    return {"call": str(call), **call.__dict__, "us": us, "launches": count, "off": off}
+            samples[name].append(measure(name))
+    return {name: statistics.median(found) for name, found in samples.items()}
+
+
+def timed(call, options):
+    """A row with times of runs back to back."""
+    sets = tensors(call)
+    run = sides(call, sets, options)
+    off = checked(call, run, sets, options.tolerance)
+
+    def measure(name):
+        if name == "gqa" and options.gqa:
+            return timing.timed(run[name], 7)
+        return back_to_back(run[name], max(1, 30 // len(sets)))
+    us = medians(call, options.rounds, measure)
+    return {"call": str(call), **call.__dict__, "back to back": us, "off": off}
+
+
+def profiled(call, options):
+    """What the profiler adds to the row."""
+    sets, count = tensors(call), {}
+    run = sides(call, sets, options)
+
+    def measure(name):
+        us, count[name] = kernels(run[name])
+        return us
+    return {"kernels": medians(call, options.rounds, measure), "launches": count}
+
+
+def attempted(measure, *arguments):
+    """What is measured; None after a failure, which is told."""
+    try:
+        return measure(*arguments)
+    except (RuntimeError, OSError) as reason:
+        print(f"{arguments[0]}: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
+        return None
+    finally:
+        torch.cuda.empty_cache()
 
 
 def main():
@@ -218,25 +257,24 @@ def main():
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, ONNX Runtime {onnxruntime.__version__}")
     print(f"{'':46}{'kernels, us':>24}{'back to back, us':>30}{'launches':>14}")
     print(f"{'':46}{'ORT':>8}{'gqa':>8}{'ratio':>8}{'ORT':>12}{'gqa':>9}{'ratio':>9}{'ORT':>8}{'gqa':>6}  differ by")
-    failed, rows = False, []
-    for call in chosen:
-        try:
-            row = measured(call, options)
-        except (RuntimeError, OSError) as reason:
-            print(f"{call}: {str(reason).splitlines()[0]}", file=sys.stderr, flush=True)
-            failed = True
+    rows = [(call, attempted(timed, call, options)) for call in chosen]
+    whole = []
+    for call, row in rows:
+        seen = row and attempted(profiled, call, options)
+        if not seen:
             continue
-        finally:
-            torch.cuda.empty_cache()
-        us, number = row["us"], row["launches"]
-        ratio = lambda kind: us["ORT"][kind] / us["gqa"][kind]
-        print(f"{row['call']:46}{us['ORT']['kernels']:8.1f}{us['gqa']['kernels']:8.1f}{ratio('kernels'):8.2f}"
-              f"{us['ORT']['back to back']:12.1f}{us['gqa']['back to back']:9.1f}{ratio('back to back'):9.2f}"
-              f"{number['ORT']:8.1f}{number['gqa']:6.1f}  {row['off']:.1e}", flush=True)
-        rows.append(row)
+        whole.append(row | seen)
+        show(whole[-1])
         with open(options.out, "w") as file:
-            json.dump(rows, file, indent=1)
-    return failed
+            json.dump(whole, file, indent=1)
+    return len(whole) < len(chosen)
+
+
+def show(row):
+    of = lambda kind: (row[kind]["ORT"], row[kind]["gqa"], row[kind]["ORT"] / row[kind]["gqa"])
+    (a, b, ratio), (c, d, whole) = of("kernels"), of("back to back")
+    print(f"{row['call']:46}{a:8.1f}{b:8.1f}{ratio:8.2f}{c:12.1f}{d:9.1f}{whole:9.2f}"
+          f"{row['launches']['ORT']:8.1f}{row['launches']['gqa']:6.1f}  {row['off']:.1e}", flush=True)
 
 
 if __name__ == "__main__":

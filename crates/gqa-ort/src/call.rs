@@ -94,5 +94,5 @@ pub fn room(
         return Err(Error::invalid(id.name(), dtype, spec.dtype).into());
     }
     // SAFETY: the output is of the type that the kernel has
-    unsafe { context.output(index, spec) }
+    unsafe { context.output(index, id.name(), spec) }
 }

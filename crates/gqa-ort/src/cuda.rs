@@ -24,13 +24,16 @@ const ALIGNMENT: usize = 256;
 pub struct Cuda {
     gpu: Arc<Gpu>,
     allocator: Allocator,
+    /// Of the streams that the node has computed in, which its session has as long as the node.
+    queues: Mutex<Vec<Arc<Queue>>>,
 }
 
 impl Cuda {
     /// The GPU that the node's provider uses.
     pub fn new(node: Node) -> Result<Self, Failure> {
         let allocator = Allocator::of(node)?;
-        Ok(Self { gpu: Gpu::numbered(allocator.device()?)?, allocator })
+        let (gpu, queues) = (Gpu::numbered(allocator.device()?)?, Mutex::default());
+        Ok(Self { gpu, allocator, queues })
     }
 
     /// Puts a call into the stream. Scratch memory goes back at once: ONNX Runtime gives memory of
@@ -52,7 +55,7 @@ impl Cuda {
         }
         let loaded = self.gpu.loaded(problem)?;
         let plan = loaded.plan();
-        let queue = self.gpu.queue(context.stream()?)?;
+        let queue = self.queue(context.stream()?)?;
         // The plan's problem may have rounded lengths, but its tensors are those of the call.
         let spares = Spares::of(plan, made);
         let bytes = spares.bytes + plan.workspace_bytes();
@@ -75,6 +78,16 @@ impl Cuda {
         // SAFETY: as the caller says; scratch memory is this call's in the stream's order, and
         // nobody else enqueues into the stream while the counters are locked
         Ok(unsafe { loaded.enqueue(&views, workspace, &queue.stream) }?)
+    }
+
+    fn queue(&self, stream: *mut c_void) -> Result<Arc<Queue>, Error> {
+        let mut queues = locked(&self.queues);
+        if let Some(queue) = queues.iter().find(|queue| queue.stream.raw() == stream) {
+            return Ok(Arc::clone(queue));
+        }
+        let queue = self.gpu.queue(stream)?;
+        queues.push(Arc::clone(&queue));
+        Ok(queue)
     }
 }
 
@@ -116,8 +129,8 @@ struct Gpu {
     planner: Planner,
     /// By the address of their plan, which they keep.
     loaded: Mutex<HashMap<usize, Arc<LoadedPlan>>>,
-    /// By their handle.
-    queues: Mutex<HashMap<usize, Arc<Queue>>>,
+    /// By their handle, as long as a node has them.
+    queues: Mutex<HashMap<usize, Weak<Queue>>>,
 }
 
 /// A stream of ONNX Runtime's.
@@ -167,13 +180,14 @@ impl Gpu {
 
     fn queue(&self, stream: *mut c_void) -> Result<Arc<Queue>, Error> {
         let mut queues = locked(&self.queues);
-        if let Some(queue) = queues.get(&(stream as usize)) {
-            return Ok(Arc::clone(queue));
+        queues.retain(|_, queue| queue.strong_count() > 0);
+        if let Some(queue) = queues.get(&(stream as usize)).and_then(Weak::upgrade) {
+            return Ok(queue);
         }
         // SAFETY: ONNX Runtime computes in this stream of the device, as long as sessions run
         let raw = unsafe { Stream::from_raw(&self.device, stream) }?;
         let queue = Arc::new(Queue { stream: raw, counters: Mutex::default() });
-        queues.insert(stream as usize, Arc::clone(&queue));
+        queues.insert(stream as usize, Arc::downgrade(&queue));
         Ok(queue)
     }
 }

@@ -7,6 +7,7 @@ use gqa_host::{DType, Error, TensorDesc, TensorView, TensorViewMut};
 use half::{bf16, f16};
 use ort_sys::{ONNXTensorElementDataType, OrtKernelContext, OrtMemoryInfo, OrtValue};
 use std::ffi::c_void;
+use std::ops::Deref;
 use std::{ptr, slice};
 
 /// ONNX Runtime's names of element types.
@@ -30,13 +31,44 @@ pub fn element_type(dtype: DType) -> ONNXTensorElementDataType {
     known.map_or(ONNXTensorElementDataType::ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED, |t| t.1)
 }
 
+/// Dimensions of a tensor, in no memory of their own: a call reads many.
+#[derive(Clone, Copy)]
+pub struct Dims {
+    sizes: [usize; MOST_DIMS],
+    rank: usize,
+}
+
+/// More than any input or output has.
+const MOST_DIMS: usize = 8;
+
+impl Dims {
+    fn new(name: &'static str, dims: impl ExactSizeIterator<Item = usize>) -> Result<Self, Error> {
+        let rank = dims.len();
+        if rank > MOST_DIMS {
+            let got = format!("{rank} dimensions");
+            return Err(Error::invalid(name, got, format!("up to {MOST_DIMS}")));
+        }
+        let mut sizes = [0; MOST_DIMS];
+        sizes.iter_mut().zip(dims).for_each(|(size, dim)| *size = dim);
+        Ok(Self { sizes, rank })
+    }
+}
+
+impl Deref for Dims {
+    type Target = [usize];
+
+    fn deref(&self) -> &[usize] {
+        &self.sizes[..self.rank]
+    }
+}
+
 /// A tensor of a call: where it is, wherever that may be.
 #[derive(Clone)]
 pub struct Value {
     /// Element type.
     pub dtype: DType,
     /// Dimensions.
-    pub shape: Vec<usize>,
+    pub shape: Dims,
     /// The first element.
     pub data: *mut u8,
 }
@@ -49,7 +81,7 @@ impl Value {
 
     /// Whether another tensor is this one, in the same memory.
     pub fn is(&self, other: &Self) -> bool {
-        self.data == other.data && self.shape == other.shape
+        self.data == other.data && *self.shape == *other.shape
     }
 
     /// The int32 numbers that the host reads.
@@ -200,16 +232,18 @@ impl Context {
     pub unsafe fn output(
         self,
         index: usize,
+        name: &'static str,
         TensorSpec { dtype, shape, .. }: TensorSpec,
     ) -> Result<Option<Value>, Failure> {
         let (table, mut count, mut value) = (self.api.table(), 0, ptr::null_mut());
+        let shape = Dims::new(name, shape.into_iter())?;
         // Memory has no tensor whose dimensions are larger than that.
-        let dims: Vec<i64> = shape.iter().map(|&n| n as i64).collect();
+        let dims = shape.sizes.map(|n| n as i64);
         // SAFETY: the call runs, and the results have room
         unsafe {
             self.api.check((table.KernelContext_GetOutputCount)(self.context, &mut count))?;
             if index < count {
-                let (dims, rank) = (dims.as_ptr(), dims.len());
+                let (dims, rank) = (dims.as_ptr(), shape.rank);
                 let output = table.KernelContext_GetOutput;
                 self.api.check(output(self.context, index, dims, rank, &mut value))?;
             }
@@ -266,7 +300,7 @@ impl Context {
         self,
         value: *const OrtValue,
         name: &'static str,
-    ) -> Result<(DType, Vec<usize>), Failure> {
+    ) -> Result<(DType, Dims), Failure> {
         let (mut element, mut dims, mut rank) = (element_type(DType::F32), ptr::null(), 0);
         let get = self.api.table().GetTensorElementTypeAndShapeDataReference;
         // SAFETY: as the caller says, and the results have room
@@ -281,6 +315,6 @@ impl Context {
             _ => unsafe { slice::from_raw_parts(dims, rank) },
         };
         // A tensor that there is has no negative dimensions.
-        Ok((known.0, dims.iter().map(|&n| n as usize).collect()))
+        Ok((known.0, Dims::new(name, dims.iter().map(|&n| n as usize))?))
     }
 }
