@@ -509,6 +509,29 @@ def decode_step(batch=2, heads=8, kv_heads=2, size=128, room=512, dtype=torch.fl
     return Call("GroupQueryAttention", inputs, specs, attributes, shared)
 
 
+def paged_step(heads=8, kv_heads=2, size=128, block=16, dtype=torch.float16):
+    """Some sequences with a new token, one with a chunk and one with none, in a cache of blocks."""
+    new, past, pages = [1, 1, 37, 0, 1], [100, 3, 20, 50, 600], 48
+    noise = lambda *shape: torch.randn(shape, device=DEVICE).to(dtype)
+    int32 = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    tokens, batch = sum(new), len(new)
+    cache = (batch * pages, block, kv_heads, size)
+    angle = torch.outer(torch.arange(700), 1e4 ** (-torch.arange(size // 2) / (size // 2)))
+    inputs = {"query": noise(tokens, heads * size), "key": noise(tokens, kv_heads * size),
+              "value": noise(tokens, kv_heads * size), "key_cache": noise(*cache),
+              "value_cache": noise(*cache), "past_seqlens": int32(past),
+              "cumulative_sequence_length": int32([sum(new[:i]) for i in range(batch + 1)]),
+              "block_table": torch.randperm(batch * pages).reshape(batch, pages).int().to(DEVICE),
+              "cos_cache": angle.cos().to(dtype).to(DEVICE),
+              "sin_cache": angle.sin().to(dtype).to(DEVICE),
+              "attention_metadata": torch.tensor([max(new), 700], dtype=torch.int32)}
+    specs = {"output": ((tokens, heads * size), dtype), "key_cache_out": (cache, dtype),
+             "value_cache_out": (cache, dtype)}
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": 1}
+    shared = {"key_cache": "key_cache_out", "value_cache": "value_cache_out"}
+    return Call("PagedAttention", inputs, specs, attributes, shared)
+
+
 class Sessions(unittest.TestCase):
     """Decode steps that follow each other in sessions."""
 
@@ -519,10 +542,11 @@ class Sessions(unittest.TestCase):
         outputs = {"output": poisoned(*call.outputs["output"])} | shared
         engine = session(call.model(), ours, **provider)
         bound, seen = bind(engine, inputs, outputs), []
+        lengths = "seqlens_k" if "seqlens_k" in inputs else "past_seqlens"
         for step in range(count):
             query = torch.roll(call.inputs["query"], step, -1)
             inputs["query"].copy_(query)
-            inputs["seqlens_k"].copy_(call.inputs["seqlens_k"] + step)
+            inputs[lengths].copy_(call.inputs[lengths] + step)
             outputs["output"].fill_(math.nan)
             sync()
             engine.run_with_iobinding(bound)
@@ -541,6 +565,20 @@ class Sessions(unittest.TestCase):
                 want = self.steps(call, THEIRS, 12)
                 self.assert_same(self.steps(call, OURS, 12), want)
                 self.assert_same(self.steps(call, OURS, 12, enable_cuda_graph="1"), want)
+
+    def test_a_graph_of_a_paged_cache_and_sequences_of_all_kinds(self):
+        call = paged_step()
+        want = self.steps(call, THEIRS, 12)
+        self.assert_same(self.steps(call, OURS, 12), want)
+        self.assert_same(self.steps(call, OURS, 12, enable_cuda_graph="1"), want)
+
+    def test_a_position_outside_of_cos_cache_is_nan(self):
+        call = paged_step()
+        for name in ["cos_cache", "sin_cache"]:
+            call.inputs[name] = call.inputs[name][:590].contiguous()
+        output = call.run(OURS)["output"]
+        self.assertTrue(output[-1].isnan().all())
+        self.assertTrue(output[:-1].isfinite().all())
 
     def test_sessions_and_threads_at_once(self):
         calls = [decode_step(1 + i % 3, 8, [1, 2, 8][i % 3], 128, 300 + 700 * i) for i in range(8)]
