@@ -5,7 +5,7 @@ use crate::{DType, Error, Result};
 pub use gqa_kernels::num::Format as QuantFormat;
 use std::borrow::Cow;
 use std::hash::{Hash, Hasher};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 
 /// What `seqlens_k` means for this call's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -141,20 +141,24 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The blocks of a sequence of `past` rows and `new` tokens that are read or written: those of
-    /// the rows that some token sees. Blocks wholly before the window may have been given to other
+    /// The rows of a sequence of `past` rows and `new` tokens that some token sees.
+    pub(crate) fn rows_read(window: Option<usize>, past: usize, new: usize) -> Range<usize> {
+        match new {
+            0 => 0..0,
+            _ => window.map_or(0, |window| (past + 1).saturating_sub(window))..past + new,
+        }
+    }
+
+    /// The blocks of those rows. Blocks wholly before the window may have been given to other
     /// sequences.
     pub(crate) fn blocks_read(
         &self,
         window: Option<usize>,
         past: usize,
         new: usize,
-    ) -> std::ops::Range<usize> {
-        let first = window.map_or(0, |window| (past + 1).saturating_sub(window));
-        match new {
-            0 => 0..0,
-            _ => first / self.block_size..(past + new).div_ceil(self.block_size),
-        }
+    ) -> Range<usize> {
+        let rows = Self::rows_read(window, past, new);
+        rows.start / self.block_size..rows.end.div_ceil(self.block_size)
     }
 }
 

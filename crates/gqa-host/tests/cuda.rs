@@ -55,6 +55,23 @@ fn the_gpu_agrees_with_the_reference() {
     }
 }
 
+/// Decode, a mixed batch and a chunk of few tokens, where the kernels of each read the rows.
+#[test]
+#[ignore = "needs a GPU"]
+fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
+    let cuda = Cuda::on(device(), PlanOptions::default()).unwrap();
+    for (rotated, new) in [(false, [1, 1, 1]), (true, [1, 1, 1]), (true, [3, 1, 20])] {
+        let [contiguous, strided] = step::paged::problems(rotated, new);
+        let want = step::paged::run(&contiguous, new, &Reference);
+        for problem in [contiguous, strided] {
+            let got = step::paged::run(&problem, new, &cuda);
+            for (got, want) in got.iter().zip(&want) {
+                assert_close(got, want, tolerance(DType::F16), &format!("{new:?} tokens"));
+            }
+        }
+    }
+}
+
 /// An engine's tests run on the simulated GPU where there is no other.
 #[cfg(feature = "sim")]
 #[test]

@@ -75,6 +75,10 @@ impl Call {
         }
     }
 
+    fn slots(self, values: &[i32]) -> Self {
+        Self { slots: Some(ints(values)), ..self }
+    }
+
     fn problem(&self) -> Result<Problem> {
         let inputs = PagedInputs {
             key: self.key.as_ref(),
@@ -293,7 +297,7 @@ fn blocks() {
         cache(&[5, 4, 2, 16], &[5, 8, 2, 16]),
         "value_cache: got (5, 8, 2, 16); allowed: (num_blocks = 5, block_size = 4, kv_num_heads = 2, head_size = 16)",
     );
-    let slots = |values: &[i32]| Call { slots: Some(ints(values)), ..Call::new() };
+    let slots = |values: &[i32]| Call::new().slots(values);
     assert!(accepts(slots(&[-1, 3, 19, 0])).pages.unwrap().slots);
     refuses(
         slots(&[0, 20, 1, 2]),
@@ -307,6 +311,36 @@ fn blocks() {
     refuses(
         Call { tables: Some([float(&[0, 8]), float(&[0, 8])]), ..Call::rotary() },
         "cos_cache: got (0, 8); allowed: (max_positions >= 1, rotary_dim / 2)",
+    );
+}
+
+#[test]
+fn new_tokens_have_rows_of_their_own() {
+    let tables = |values: &[i32]| Call { table: table(2, values), ..Call::new() };
+    // Sequence 0 writes rows 2 to 4, sequence 1 row 6.
+    refuses(
+        Call { past: ints(&[1, 6]), ..tables(&[4, 0, -9, 3, 4, 99]) },
+        "block_table: got row 18 of the cache for token 2 of batch entry 0, which is new, and for \
+         token 6 of batch entry 1; allowed: a row for each new token that no other token has",
+    );
+    refuses(
+        tables(&[4, 0, -9, 0, 1, 99]),
+        "block_table: got row 0 of the cache for token 4 of batch entry 0, which is new, and for \
+         token 0 of batch entry 1; allowed: a row for each new token that no other token has",
+    );
+    refuses(
+        tables(&[4, 4, -9, 3, 1, 99]),
+        "block_table: got row 16 of the cache for token 4 of batch entry 0, which is new, and for \
+         token 0 of batch entry 0; allowed: a row for each new token that no other token has",
+    );
+    // A prefix of both; all written before any is read; before the window.
+    accepts(Call { past: ints(&[4, 6]), ..tables(&[3, 0, -9, 3, 1, 99]) });
+    accepts(Call { past: ints(&[4, 4]), ..tables(&[3, 0, -9, 3, 0, 99]) }.slots(&[0, 1, 2, 3]));
+    accepts(Call { op: Call::new().op.local_window_size(2), ..tables(&[4, 0, -9, 0, 1, 99]) });
+    refuses(
+        Call::new().slots(&[-1, 3, -1, 3]),
+        "slot_mapping: got row 3 of the cache for token 3 of batch entry 0, which is new, and for \
+         token 6 of batch entry 1; allowed: a row for each new token that no other token has",
     );
 }
 

@@ -87,59 +87,23 @@ fn tensors_may_be_slices_of_larger_ones() {
 /// a GPU that gathers rows, where single tokens that nothing rotates are read where they are.
 #[test]
 fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
-    let heads = Heads { query: 4, kv: 2, size: 64 };
-    let (plain, all) = (Layer::new(DType::F16, heads), (4 + 2 * 2) * 64);
-    let rotated = plain.clone().rope(Rope::new(64, 64));
-    let strides = RowStrides { batch: 0, head: 64, row: all + 8 };
-    for (device_name, layer, new) in [
-        ("h200", &plain, [1, 1, 1]),
-        ("h200", &rotated, [3, 1, 20]),
-        ("a100", &plain, [1, 1, 1]),
-        ("a100", &rotated, [1, 1, 1]),
-        ("v100", &plain, [3, 1, 9]),
+    for (device_name, rotated, new) in [
+        ("h200", false, [1, 1, 1]),
+        ("h200", true, [3, 1, 20]),
+        ("a100", false, [1, 1, 1]),
+        ("a100", true, [1, 1, 1]),
+        ("v100", false, [3, 1, 9]),
     ] {
-        let tokens = new.iter().sum::<i32>() as usize;
-        let most = new.into_iter().max().unwrap_or_default() as usize;
-        let call = Paged::new(3, tokens, [16, 16, 3]).most_tokens(most).longest(48);
-        let contiguous = layer.paged(call).unwrap();
-        let call = call.query_strides(strides).key_value_strides(strides);
-        let strided = layer.paged(call).unwrap();
+        let [contiguous, strided] = step::paged::problems(rotated, new);
         let sim = Sim::default().with_device(device(device_name));
-        let want = paged(&contiguous, new, &sim);
+        let want = step::paged::run(&contiguous, new, &sim);
         let name = format!("{device_name}, {new:?} tokens");
-        assert!(paged(&strided, new, &sim) == want, "{name}");
+        assert!(step::paged::run(&strided, new, &sim) == want, "{name}");
         for backend in [&Reference as &dyn Backend, &Cpu::default()] {
-            let got = paged(&strided, new, backend);
+            let got = step::paged::run(&strided, new, backend);
             assert_close(&got[0], &want[0], tolerance(DType::F16), &name);
         }
     }
-}
-
-/// Output and caches of three sequences with so many new tokens behind 5, 30 and 0.
-fn paged(problem: &Problem, new: [i32; 3], backend: &dyn Backend) -> [Tensor; 3] {
-    let tokens = new.iter().sum::<i32>();
-    let f16 = |shape: &[usize], seed| random(DType::F16, shape, seed);
-    let of_tokens = |width, seed| f16(&[tokens as usize, width], seed);
-    let [query, key, value] = [(256, 1), (128, 2), (128, 3)].map(|(n, seed)| of_tokens(n, seed));
-    let (starts, past) = (int(&[0, new[0], new[0] + new[1], tokens]), int(&[5, 30, 0]));
-    let table = (0..9).map(|i| (i * 7 + 3) % 16).collect::<Vec<i32>>();
-    let table = Tensor::from(ndarray::Array::from_shape_vec((3, 3), table).unwrap());
-    let (cos, sin) = (f16(&[64, 32], 6), f16(&[64, 32], 7));
-    let cache = |seed| f16(&[16, 16, 2, 64], seed);
-    let mut outputs = [Tensor::zeros(DType::F16, query.shape()), cache(4), cache(5)];
-    let [output, present_key, present_value] = &mut outputs;
-    let inputs = Tensors::default()
-        .with(TensorId::Query, &query)
-        .with(TensorId::Key, &key)
-        .with(TensorId::Value, &value)
-        .with(TensorId::SeqlensK, &past)
-        .with(TensorId::CumulativeSequenceLength, &starts)
-        .with(TensorId::BlockTable, &table)
-        .with(TensorId::CosCache, problem.rotary.map(|_| &cos))
-        .with(TensorId::SinCache, problem.rotary.map(|_| &sin));
-    let mut io = Io { inputs, output, present_key, present_value, output_qk: None, lse: None };
-    backend.run(problem, &mut io).unwrap();
-    outputs
 }
 
 /// Of zeros there is no root mean square, and the least epsilon is one that GPUs take for 0.

@@ -5,6 +5,7 @@ mod inputs;
 mod lengths;
 mod quantization;
 mod validate;
+mod written;
 
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 

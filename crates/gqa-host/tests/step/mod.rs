@@ -1,5 +1,7 @@
 //! A small call on a shared cache, on which back ends are compared.
 
+pub mod paged;
+
 use gqa_host::backend::Backend;
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache};
 use gqa_host::{DType, Problem, Tensor};

@@ -1,6 +1,7 @@
 //! What is in the integers that say where sequences and their rows are.
 
 use super::Bounds;
+use super::written::{Places, Written};
 use crate::op::validate::shape;
 use crate::op::validate::values::integers;
 use crate::plan::{TensorId, Tensors};
@@ -70,8 +71,8 @@ impl Lengths {
         Ok(())
     }
 
-    /// Errs unless every row of every sequence has a place in the cache, and sequences are as short
-    /// as the problem says.
+    /// Errs unless every row of every sequence has a place in the cache, new ones one of their own,
+    /// and sequences are as short as the problem says.
     pub(crate) fn check(
         &self,
         p: &Problem,
@@ -98,7 +99,22 @@ impl Lengths {
         }
         self.check_bounds(p)?;
         self.check_positions(p)?;
-        inputs.input(TensorId::SlotMapping).map_or(Ok(()), |slots| check_slots(pages, slots))
+        let slots = inputs.input(TensorId::SlotMapping);
+        let slot_mapping = slots.map(|slots| checked_slots(pages, slots)).transpose()?;
+        self.check_written(p, Places { pages, block_table: table, slot_mapping })
+    }
+
+    /// Errs unless every new token has a row of the cache to itself. With slot_mapping all tokens
+    /// are written before any is read; without it a sequence may not read what another one writes.
+    fn check_written(&self, p: &Problem, places: Places<'_>) -> Result<()> {
+        let written = Written::of(places, &self.sequences)?;
+        if places.slot_mapping.is_some() {
+            return Ok(());
+        }
+        for (b, &[past, new]) in self.sequences.iter().enumerate() {
+            written.check_reader(b, Pages::rows_read(p.window, past, new))?;
+        }
+        Ok(())
     }
 
     /// Errs unless cos_cache has the positions of all new rows.
@@ -127,12 +143,12 @@ impl Lengths {
     }
 }
 
-/// Errs unless new rows go into the cache or nowhere.
-fn check_slots(pages: Pages, slots: TensorView<'_>) -> Result<()> {
+/// The slots; errs unless new rows go into the cache or nowhere.
+fn checked_slots(pages: Pages, slots: TensorView<'_>) -> Result<&[i32]> {
     let rows = (pages.blocks * pages.block_size) as i64;
     let slots = integers("slot_mapping", slots)?;
     match slots.iter().position(|&slot| !(-1..rows).contains(&i64::from(slot))) {
-        None => Ok(()),
+        None => Ok(slots),
         Some(i) => {
             let allowed = format!("-1 to {}, the last row of key_cache", rows - 1);
             Err(Error::invalid("slot_mapping", format!("{} at {i}", slots[i]), allowed))

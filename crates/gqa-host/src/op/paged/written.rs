@@ -1,0 +1,94 @@
+//! Which rows of the cache a call's new tokens are written to, and that nothing else is there.
+
+use crate::{Error, Pages, Result};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Where a call's rows lie in the cache.
+#[derive(Clone, Copy)]
+pub(super) struct Places<'a> {
+    pub pages: Pages,
+    pub block_table: &'a [i32],
+    pub slot_mapping: Option<&'a [i32]>,
+}
+
+impl Places<'_> {
+    /// What says where new rows go.
+    fn argument(self) -> &'static str {
+        if self.slot_mapping.is_some() { "slot_mapping" } else { "block_table" }
+    }
+
+    /// The row of the cache, counted through all blocks, that `block_table` has for a position.
+    fn row(self, at: Position) -> usize {
+        let size = self.pages.block_size;
+        self.first_row(at.sequence, at.position / size) + at.position % size
+    }
+
+    /// The first row of a sequence's block.
+    fn first_row(self, sequence: usize, block: usize) -> usize {
+        let block = self.block_table[sequence * self.pages.per_sequence + block];
+        block as usize * self.pages.block_size
+    }
+
+    /// The row that takes a new token, the `token`th of the call; none takes those of slot -1.
+    fn written(self, token: usize, at: Position) -> Option<usize> {
+        match self.slot_mapping {
+            Some(slots) => usize::try_from(slots[token]).ok(),
+            None => Some(self.row(at)),
+        }
+    }
+}
+
+/// A token of a batch entry.
+#[derive(Clone, Copy, PartialEq)]
+struct Position {
+    sequence: usize,
+    position: usize,
+}
+
+/// The token that each written row takes.
+pub(super) struct Written<'a> {
+    places: Places<'a>,
+    tokens: BTreeMap<usize, Position>,
+}
+
+impl<'a> Written<'a> {
+    /// Of sequences of so many rows before the call, and new ones. Errs where two tokens would be
+    /// written to one row.
+    pub(super) fn of(places: Places<'a>, sequences: &[[usize; 2]]) -> Result<Self> {
+        let mut tokens = BTreeMap::new();
+        let positions = sequences.iter().enumerate().flat_map(|(sequence, &[past, new])| {
+            (past..past + new).map(move |position| Position { sequence, position })
+        });
+        for (token, at) in positions.enumerate() {
+            let Some(row) = places.written(token, at) else { continue };
+            if let Some(other) = tokens.insert(row, at) {
+                return Err(shared(places, row, other, at));
+            }
+        }
+        Ok(Self { places, tokens })
+    }
+
+    /// Errs where a row that a sequence reads at one of these positions takes another token.
+    pub(super) fn check_reader(&self, sequence: usize, read: Range<usize>) -> Result<()> {
+        let size = self.places.pages.block_size;
+        for block in read.start / size..read.end.div_ceil(size) {
+            let first = self.places.first_row(sequence, block);
+            for (&row, &writer) in self.tokens.range(first..first + size) {
+                let at = Position { sequence, position: block * size + row - first };
+                if read.contains(&at.position) && at != writer {
+                    return Err(shared(self.places, row, writer, at));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One row for two tokens.
+fn shared(places: Places<'_>, row: usize, writer: Position, other: Position) -> Error {
+    let [writer, other] =
+        [writer, other].map(|at| format!("token {} of batch entry {}", at.position, at.sequence));
+    let got = format!("row {row} of the cache for {writer}, which is new, and for {other}");
+    Error::invalid(places.argument(), got, "a row for each new token that no other token has")
+}
