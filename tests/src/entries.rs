@@ -34,7 +34,9 @@ pub fn every_entry(
 ) {
     let config = parity::config(name, calls, "cuda");
     let (calls, seed) = (config.cases, config.rng_seed);
-    let wanted = |entry: &&Entry| entry.min_sm <= device.sm && !except.contains(&entry.role);
+    let runs =
+        |entry: &Entry| entry.runs_on(device.sm) && entry.shared_bytes <= device.shared_bytes;
+    let wanted = |entry: &&Entry| runs(entry) && !except.contains(&entry.role);
     let mut left: Vec<_> = entries().filter(wanted).map(|entry| (entry, calls)).collect();
     let kernels = left.len();
     let (mut runner, strategy) = (TestRunner::new(config), any_call());

@@ -4,7 +4,7 @@
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_kernels::params::DecodeParams;
-use gqa_tests::{Case, Parity, parity, sequences, steps, tall_steps};
+use gqa_tests::{Case, Parity, paged_steps, parity, sequences, steps, tall_steps};
 use proptest::strategy::Strategy;
 
 fn clusters(cluster: u32, splits: u32) -> Sim {
@@ -73,6 +73,16 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
 fn decode_is_reference_in_several_clusters() {
     parity("sim, 5 clusters of 1", 40, steps(300), &clusters(1, 5));
     parity("sim, 3 clusters of 4", 20, steps(300), &clusters(4, 3));
+}
+
+/// Tiles of 32 rows where a Hopper has one of 64, and blocks of four warps where larger ones have
+/// no room.
+#[test]
+fn decode_is_reference_on_blackwell() {
+    let on = |name| Sim::default().with_device(DeviceInfo::known(name).expect("a known device"));
+    parity("sim, b200, more than 32 rows", 25, tall_steps(200), &on("b200"));
+    parity("sim, rtx5090", 60, steps(200), &on("rtx5090"));
+    parity("sim, rtx5090, paged", 40, paged_steps(steps(40), 200), &on("rtx5090"));
 }
 
 #[test]

@@ -95,6 +95,18 @@ fn steps_as_planned() {
     run("cuda, steps", 2000, steps(1500), PlanOptions::default());
 }
 
+/// By the kernels that a GeForce RTX 5090 has room for.
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_in_little_shared_memory() {
+    let gpu = cuda(PlanOptions::default());
+    let geforce = DeviceInfo::known("rtx5090").expect("a known device");
+    let info = DeviceInfo { sm: gpu.device().info().sm, ..geforce };
+    let gpu = gpu.with_device(info);
+    parity("cuda, little shared memory", 600, steps(1500), &gpu);
+    parity("cuda, little shared memory, paged", 300, paged_steps(steps(40), 1500), &gpu);
+}
+
 /// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
 #[ignore = "needs a GPU"]

@@ -2,15 +2,15 @@
 
 use crate::{parallel, place};
 use anyhow::{Context, Result, ensure};
-use gqa_kernels::registry::{self, Entry, Family};
-use gqa_ptx::{Builder, Built, Target, Toolchain, post};
+use gqa_kernels::registry::{self, Entry, Family, Target};
+use gqa_ptx::{Builder, Built, Toolchain, post};
 use std::collections::BTreeSet;
 
 /// What to build.
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
     pub family: Family,
-    pub arch: &'static str,
+    pub target: Target,
 }
 
 impl Module {
@@ -19,7 +19,8 @@ impl Module {
         let has_entries =
             |family: &Family| registry::entries().any(|entry| entry.family == *family);
         let families = Family::ALL.into_iter().filter(has_entries);
-        families.flat_map(|family| family.archs().iter().map(move |arch| Self { family, arch }))
+        families
+            .flat_map(|family| family.targets().iter().map(move |&target| Self { family, target }))
     }
 
     /// `tiled` of `family-tiled`.
@@ -30,7 +31,7 @@ impl Module {
 
     /// Such as `tiled.sm_80`.
     pub fn name(self) -> String {
-        format!("{}.{}", self.family_name(), self.arch)
+        format!("{}.{}", self.family_name(), self.target.arch)
     }
 
     /// Compiles it and writes the registry's launch bounds into it.
@@ -38,12 +39,12 @@ impl Module {
         // Builds wait for each other where they share a folder.
         let folder = place::target().join(format!("ptx/{}", parallel::worker()));
         let builder = Builder::new(toolchain, place::kernels(), folder);
-        let features = [self.family.feature(), "quick"];
+        let features = [self.target.feature, "quick"];
         let features = &features[..if quick { 2 } else { 1 }];
-        let mut built = builder.build(&Target {
+        let mut built = builder.build(&gqa_ptx::Target {
             name: &self.name(),
             features,
-            cpu: self.arch,
+            cpu: self.target.arch,
             ptx: self.family.ptx(),
         })?;
         built.ptx = self.bounded(&post::strip(&built.ptx))?;
@@ -70,9 +71,9 @@ impl Module {
     /// Entries of the registry that the PTX has not.
     fn missing(self, ptx: &str) -> Vec<&'static str> {
         let there: BTreeSet<String> = post::entry_names(ptx).into_iter().collect();
-        let wanted =
-            registry::entries().filter(|entry| entry.family == self.family).map(|entry| entry.name);
-        wanted.filter(|name| !there.contains(*name)).collect()
+        let wanted = registry::entries()
+            .filter(|entry| entry.family == self.family && entry.feature == self.target.feature);
+        wanted.map(|entry| entry.name).filter(|name| !there.contains(*name)).collect()
     }
 }
 

@@ -38,7 +38,7 @@ impl Args {
             list.is_empty() || list.iter().any(|chosen| chosen == name)
         };
         Module::all()
-            .filter(|m| chosen(&self.arch, m.arch) && chosen(&self.family, m.family_name()))
+            .filter(|m| chosen(&self.arch, m.target.arch) && chosen(&self.family, m.family_name()))
             .collect()
     }
 
@@ -140,7 +140,7 @@ impl Compiler {
         let built = module.build(&self.toolchain, self.quick)?;
         let row = gqa_ptx::Module {
             family: module.family_name().into(),
-            arch: module.arch.into(),
+            arch: module.target.arch.into(),
             ptx: post::version(&built.ptx)
                 .with_context(|| format!("{}: the PTX has no .version", module.name()))?
                 .into(),

@@ -4,7 +4,7 @@ use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail};
 use clap::Args as ClapArgs;
-use gqa_kernels::registry;
+use gqa_kernels::registry::{self, number};
 use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage};
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Oldest GPU of today's assembler: what is older is assembled for this one.
 const OLDEST: u32 = 75;
 /// Assembled for besides the module's own.
-const TARGETS: [&str; 2] = ["sm_90a", "sm_100a"];
+const TARGETS: [&str; 3] = ["sm_90a", "sm_100a", "sm_120a"];
 
 #[derive(ClapArgs)]
 pub struct Args {
@@ -78,14 +78,11 @@ fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
 
 /// The module's own GPU and the newer ones that run it; with an `a`, a module runs on its own only.
 fn targets(module: &Module) -> Vec<String> {
-    let number = |arch: &str| {
-        arch.trim_start_matches("sm_").trim_end_matches('a').parse().unwrap_or(u32::MAX)
-    };
-    let own = number(&module.arch);
-    if module.arch.ends_with('a') {
+    let (own, only) = number(&module.arch);
+    if only {
         return vec![module.arch.clone()];
     }
-    let newer = TARGETS.into_iter().filter(|arch| number(arch) > own).map(str::to_owned);
+    let newer = TARGETS.into_iter().filter(|arch| number(arch).0 > own).map(str::to_owned);
     [format!("sm_{}", own.max(OLDEST))].into_iter().chain(newer).collect()
 }
 
@@ -162,8 +159,9 @@ mod tests {
 
     #[test]
     fn modules_are_assembled_for_where_they_run() {
-        assert_eq!(targets(&module("sm_70")), ["sm_75", "sm_90a", "sm_100a"]);
-        assert_eq!(targets(&module("sm_80")), ["sm_80", "sm_90a", "sm_100a"]);
+        assert_eq!(targets(&module("sm_70")), ["sm_75", "sm_90a", "sm_100a", "sm_120a"]);
+        assert_eq!(targets(&module("sm_80")), ["sm_80", "sm_90a", "sm_100a", "sm_120a"]);
+        assert_eq!(targets(&module("sm_90")), ["sm_90", "sm_100a", "sm_120a"]);
         assert_eq!(targets(&module("sm_90a")), ["sm_90a"]);
     }
 

@@ -6,6 +6,8 @@
 //! a simulated GPU. Two back ends take the problem directly: a fast CPU implementation and the f64
 //! [`mod@reference`] that all others are compared with.
 
+#![warn(clippy::missing_errors_doc)]
+
 pub mod backend;
 #[cfg(feature = "cuda")]
 pub mod driver;

@@ -3,9 +3,10 @@
 //!
 //! `BLESS=1 cargo test -p gqa-host --test docs` writes the first two.
 
+use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, plan};
-use gqa_host::{CacheBinding, DType, TensorDesc};
+use gqa_host::{CacheBinding, DType, Problem, QuantFormat, Quantization, TensorDesc};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -97,33 +98,84 @@ impl Call {
     }
 }
 
-const DEVICES: [&str; 5] = ["h200", "b200", "a100", "rtx4090", "v100"];
+const DEVICES: [&str; 6] = ["h200", "b200", "rtx5090", "a100", "rtx4090", "v100"];
+
+/// Where decode steps are counted.
+const DECODING: [&str; 8] = ["h100", "b200", "rtx5090", "a100", "l4", "rtx4090", "rtx3090", "t4"];
+
+/// Launches of a decode step, of 8 sequences of up to 8192 keys.
+fn decode_steps() -> Vec<(&'static str, Problem)> {
+    let layer = |dtype| Layer::new(dtype, Heads { query: 32, kv: 8, size: 128 });
+    let rotated = |dtype| layer(dtype).rope(Rope::new(128, 8192));
+    let int8 = Quantization { format: QuantFormat::Int8, per_channel: false };
+    let dense = |layer: Layer| layer.dense(Dense::decode(8, 8192)).unwrap();
+    let paged = |layer: Layer, tokens| {
+        let call = Paged::new(8, 8 * tokens, [4096, 16, 512]).most_tokens(tokens).longest(8192);
+        layer.paged(call).unwrap()
+    };
+    let (bf16, f32) = (DType::BF16, DType::F32);
+    vec![
+        ("a KV cache in one piece", dense(rotated(bf16))),
+        ("the same, float32", dense(rotated(f32))),
+        ("an int8 KV cache", dense(rotated(bf16).quantized(int8))),
+        ("a paged KV cache", paged(rotated(bf16), 1)),
+        ("the same, 4 tokens of each sequence", paged(rotated(bf16), 4)),
+        ("a paged int8 KV cache", paged(rotated(bf16).quantized(int8), 1)),
+    ]
+}
+
+/// A row of a table.
+fn row(text: &mut String, cells: impl IntoIterator<Item = String>) -> std::fmt::Result {
+    cells.into_iter().try_for_each(|cell| write!(text, "| {cell} "))?;
+    writeln!(text, "|")
+}
+
+/// Launches of decode steps, by GPU.
+fn launches(text: &mut String) -> std::fmt::Result {
+    writeln!(
+        text,
+        "\n## Launches of a decode step\n\n\
+         bfloat16, 8 sequences with one new token each, 32 query heads over 8 KV heads of 128, a\n\
+         rotary embedding. Kernels for the H100 have run on it and on an H200; those for other\n\
+         GPUs have run on these, by plans for the others, and on the simulator.\n"
+    )?;
+    let devices = DECODING.map(|name| (name, DeviceInfo::known(name).unwrap()));
+    row(text, ["decode over".to_owned()].into_iter().chain(DECODING.map(str::to_owned)))?;
+    writeln!(text, "|---|{}", "---|".repeat(DECODING.len()))?;
+    for (name, problem) in decode_steps() {
+        let count =
+            |device| plan(&problem, device, &PlanOptions::default()).unwrap().launches().len();
+        let counts = devices.iter().map(|(_, device)| count(device).to_string());
+        row(text, [name.to_owned()].into_iter().chain(counts))?;
+    }
+    Ok(())
+}
 
 fn calls() -> Vec<Call> {
-    let (prompt, token) = (|name| Call::new(name, 2048, 0), |name| Call::new(name, 1, 8191));
+    let (prefill, decode) = (|name| Call::new(name, 2048, 0), |name| Call::new(name, 1, 8191));
     vec![
-        prompt("a prompt of 2048 rows"),
-        Call::new("a chunk of 128 rows after 8064", 128, 8064),
-        Call::new("16 rows after 8176 (speculative decoding)", 16, 8176),
-        token("a token after 8191"),
-        Call { dtype: DType::F16, ..prompt("a prompt, float16") },
-        Call { dtype: DType::F32, ..prompt("a prompt, float32") },
-        Call { dtype: DType::F32, ..token("a token, float32") },
-        Call { op: |op| op.local_window_size(512), ..prompt("a prompt, window 512") },
-        Call { op: |op| op.softcap(30.0), ..prompt("a prompt, softcap") },
-        Call { sink: true, ..prompt("a prompt, head_sink") },
-        Call { op: |op| op.do_rotary(false).causal(0), ..prompt("a prompt, not causal") },
-        Call { op: |op| op.float32_output(true), ..prompt("a prompt, float32_output") },
-        Call { op: |op| op.float32_output(true), ..token("a token, float32_output") },
-        Call { op: |op| op.scale(-1.0), ..prompt("a prompt, negative scale") },
-        Call { bias: true, ..prompt("a prompt, attention_bias") },
-        Call { op: |op| op.qk_output(2), ..prompt("a prompt, output_qk") },
-        Call { head_size: 64, ..prompt("a prompt, head size 64") },
-        Call { head_size: 72, ..token("a token, head size 72") },
-        Call { head_size: 256, ..prompt("a prompt, head size 256") },
-        Call { head_size: 512, ..prompt("a prompt, head size 512") },
-        Call { head_size: 512, ..token("a token, head size 512") },
-        Call { head_size: 576, ..token("a token, head size 576") },
+        prefill("prefill of 2048 tokens"),
+        Call::new("chunked prefill, 128 tokens after 8064", 128, 8064),
+        Call::new("speculative decoding, 16 tokens after 8176", 16, 8176),
+        decode("decode after 8191 tokens"),
+        Call { dtype: DType::F16, ..prefill("prefill, float16") },
+        Call { dtype: DType::F32, ..prefill("prefill, float32") },
+        Call { dtype: DType::F32, ..decode("decode, float32") },
+        Call { op: |op| op.local_window_size(512), ..prefill("prefill, window 512") },
+        Call { op: |op| op.softcap(30.0), ..prefill("prefill, softcap") },
+        Call { sink: true, ..prefill("prefill, head_sink") },
+        Call { op: |op| op.do_rotary(false).causal(0), ..prefill("prefill, not causal") },
+        Call { op: |op| op.float32_output(true), ..prefill("prefill, float32_output") },
+        Call { op: |op| op.float32_output(true), ..decode("decode, float32_output") },
+        Call { op: |op| op.scale(-1.0), ..prefill("prefill, negative scale") },
+        Call { bias: true, ..prefill("prefill, attention_bias") },
+        Call { op: |op| op.qk_output(2), ..prefill("prefill, output_qk") },
+        Call { head_size: 64, ..prefill("prefill, head size 64") },
+        Call { head_size: 72, ..decode("decode, head size 72") },
+        Call { head_size: 256, ..prefill("prefill, head size 256") },
+        Call { head_size: 512, ..prefill("prefill, head size 512") },
+        Call { head_size: 512, ..decode("decode, head size 512") },
+        Call { head_size: 576, ..decode("decode, head size 576") },
     ]
 }
 
@@ -145,15 +197,16 @@ fn kernels(text: &mut String, family: Family) -> std::fmt::Result {
         };
         let size = if entry.head_size > 0 { entry.head_size.to_string() } else { "any".to_owned() };
         let shape = format!(
-            "{size} | {tile} | {} | {} | {}.{}",
+            "{size} | {tile} | {} | {} | {}.{}{}",
             entry.threads,
             entry.shared_bytes,
             entry.min_sm / 10,
-            entry.min_sm % 10
+            entry.min_sm % 10,
+            if entry.runs_on(u32::MAX) { "" } else { " only" }
         );
         let dtype = match entry.role {
-            Role::GeneratePositions | Role::SlideLengths => "integers".to_owned(),
-            Role::SlideKv | Role::PagedGather | Role::PagedScatter => "all".to_owned(),
+            Role::GeneratePositions | Role::RollingLengths => "integers".to_owned(),
+            Role::RollingKv | Role::PagedGather | Role::PagedScatter => "all".to_owned(),
             _ => format!("{:?}", entry.dtype).to_lowercase(),
         };
         match rows.iter_mut().find(|(have, types)| {
@@ -189,16 +242,21 @@ fn support() -> Result<String, std::fmt::Error> {
         }
         writeln!(text)?;
     }
+    launches(&mut text)?;
     writeln!(
         text,
         "\n## Kernels\n\n\
          The registry, `crates/gqa-kernels/src/registry`. A head size takes the smallest tile that\n\
-         holds it. Shared memory in bytes of a block; compute capability: the oldest. PTX is\n\
-         shipped for the targets named."
+         holds it. Shared memory in bytes of a block; compute capability: the oldest, or the\n\
+         only one. PTX is shipped for the targets named."
     )?;
     for family in Family::ALL {
         let name = family.name();
-        writeln!(text, "\n### {name}: {}\n", family.archs().join(", "))?;
+        writeln!(
+            text,
+            "\n### {name}: {}\n",
+            family.targets().iter().map(|target| target.arch).collect::<Vec<_>>().join(", ")
+        )?;
         writeln!(
             text,
             "| kernel | types | head size | rows x keys | threads | shared | compute capability |"

@@ -30,7 +30,7 @@ fn every_known_device_has_a_plan_within_its_means() {
                 let plan =
                     planned(&Step::new(dtype, rows, &[total as i32, rows as i32], total), name);
                 let fits = |launch: &Launch| {
-                    launch.entry().min_sm <= plan.device().sm
+                    launch.entry().runs_on(plan.device().sm)
                         && launch.entry().shared_bytes <= plan.device().shared_bytes
                 };
                 assert!(plan.launches().iter().all(fits), "{}", plan.explain());
@@ -51,7 +51,7 @@ positions: implicit, past + row
 
 attention
   decode_quantized       refused: the KV cache is not quantized
-  decode                 refused: needs wgmma, which compute capability 8.0 has not
+  decode                 refused: needs thread-block clusters, which compute capability 8.0 has not
   split_kv               refused: does not take float32
   hopper_float8          refused: the KV cache is not quantized
   hopper                 refused: does not take float32

@@ -34,7 +34,7 @@ macro_rules! kernels {
         )*
         #[cfg(not(target_arch = "nvptx64"))]
         static $table: &[crate::registry::Entry] = &[
-            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family: $role, $args, $spec),)*
+            $($(#[$meta])* host_entry!($name, $body, $t = $ty, $family: $role, $feature, $args, $spec),)*
         ];
     };
 }
@@ -58,15 +58,16 @@ macro_rules! device_entry {
 
 #[cfg(not(target_arch = "nvptx64"))]
 macro_rules! host_entry {
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty), $spec:tt) => {
-        host_entry!($name, $body, $t = $ty, $family: $role, ([] $($arg: $aty),* ; $p: $pty), $spec)
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ($($arg:ident: $aty:ty),* ; $p:ident: $pty:ty), $spec:tt) => {
+        host_entry!($name, $body, $t = $ty, $family: $role, $feature, ([] $($arg: $aty),* ; $p: $pty), $spec)
     };
-    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
+    ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
        $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
+            feature: $feature,
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             codes: optional!(None $(, Some($codes))?),
@@ -146,7 +147,7 @@ macro_rules! kernels_by_head_size {
 #[cfg(not(target_arch = "nvptx64"))]
 mod entry;
 #[cfg(not(target_arch = "nvptx64"))]
-pub use entry::{Entry, Family, Output, Role, entries, find};
+pub use entry::{Entry, Family, Output, Role, Target, entries, find, number, runs_on};
 
 // A module for each kind of kernel, which the compiler takes apart from the others.
 mod decode;

@@ -81,6 +81,10 @@ struct Ignore {
 }
 
 /// The cases at a path: the folder itself if it is one, else those in folders below it, sorted.
+///
+/// # Errors
+///
+/// Where a folder cannot be listed.
 pub fn find_cases(path: &Path) -> Result<Vec<Case>> {
     if is_case(path) {
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -128,6 +132,10 @@ fn search(
 impl Case {
     /// Runs the case and compares. `limits` win over the case's meta.json, which wins over the
     /// defaults.
+    ///
+    /// # Errors
+    ///
+    /// Where a file cannot be read, and the operator's and the back end's own.
     pub fn check(&self, backend: &dyn Backend, limits: Limits) -> Result<Checked> {
         let limits = limits.or(self.limits()?);
         let model = Model::read(&self.path.join("model.onnx"))?;
@@ -159,6 +167,10 @@ impl Case {
     }
 
     /// The folders test_data_set_*.
+    ///
+    /// # Errors
+    ///
+    /// Where the folder cannot be listed.
     pub fn data_sets(&self) -> Result<Vec<PathBuf>> {
         let mut sets = Vec::new();
         for entry in std::fs::read_dir(&self.path).map_err(|e| Error::io(&self.path, e))? {

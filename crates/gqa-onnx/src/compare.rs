@@ -160,8 +160,11 @@ impl Comparison {
     }
 }
 
-/// Compares every element outside the ignored boxes. Shape and element type must be equal; `Err`
-/// says that a box is not inside.
+/// Compares every element outside the ignored boxes. Shape and element type must be equal.
+///
+/// # Errors
+///
+/// Where a box is not inside.
 pub fn compare(
     got: &Tensor,
     want: &Tensor,

@@ -6,6 +6,8 @@
 //! are not trusted: whatever they hold, the answer is a value or an [`Error`] of one line, and
 //! nothing is allocated by a size that a file merely declares.
 
+#![warn(clippy::missing_errors_doc)]
+
 mod attributes;
 mod case;
 mod compare;

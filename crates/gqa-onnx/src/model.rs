@@ -51,12 +51,20 @@ struct Fed {
 
 impl Model {
     /// Reads and checks a model file.
+    ///
+    /// # Errors
+    ///
+    /// Where the file cannot be read, and those of [`decode`](Self::decode).
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
         Self::decode(&bytes)
     }
 
     /// Decodes and checks a `ModelProto`.
+    ///
+    /// # Errors
+    ///
+    /// Where the bytes are no model of a single node, or its operator is not known.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let model = ModelProto::decode(bytes).map_err(|e| {
             Error::invalid("model", format!("malformed protobuf ({e})"), "a ModelProto")
@@ -79,6 +87,10 @@ impl Model {
     }
 
     /// The call on a data set: a folder with an input_K.pb for each input of the graph.
+    ///
+    /// # Errors
+    ///
+    /// Where an input cannot be read or is missing, and the operator's own.
     pub fn call(&self, data: &Path) -> Result<Call> {
         if let Some((index, _)) =
             numbered_files(data, "input")?.pop_if(|(index, _)| *index >= self.graph_inputs)
@@ -97,6 +109,10 @@ impl Model {
     }
 
     /// Computes the graph's outputs, in the graph's order.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call), and the back end's.
     pub fn run(
         &self,
         call: &Call,

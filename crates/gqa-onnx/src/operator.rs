@@ -150,6 +150,10 @@ impl Call {
     }
 
     /// The validated call, as planners take it.
+    ///
+    /// # Errors
+    ///
+    /// The operator names the input or attribute that is not allowed.
     pub fn problem(&self) -> Result<Problem> {
         match &self.operator {
             Operator::GroupQueryAttention(op) => gqa::problem(op, &self.arguments),
@@ -162,6 +166,10 @@ impl Call {
 
     /// Computes the outputs, in ONNX's order, of which the first `count` are wanted; `None` for
     /// those that the call does not have.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`problem`](Self::problem), and the back end's.
     pub fn run(&self, backend: &dyn Backend, count: usize) -> Result<Vec<Option<Tensor>>> {
         match &self.operator {
             Operator::GroupQueryAttention(op) => gqa::run(op, &self.arguments, backend, count),

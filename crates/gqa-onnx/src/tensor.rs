@@ -36,6 +36,10 @@ pub(crate) fn dtype_of(number: i32) -> Option<DType> {
 }
 
 /// Reads a file that holds one `TensorProto`. `what` names the tensor in errors.
+///
+/// # Errors
+///
+/// Where the file cannot be read, and those of [`decode_tensor`].
 pub fn read_tensor(path: &Path, what: &str) -> Result<Tensor> {
     let unreadable =
         |e| Error::invalid(what, format_args!("{}: {e}", path.display()), "a readable file");
@@ -45,6 +49,10 @@ pub fn read_tensor(path: &Path, what: &str) -> Result<Tensor> {
 
 /// Decodes a `TensorProto`. Nothing is allocated by a declared size: the dimensions must agree with
 /// the data that is there.
+///
+/// # Errors
+///
+/// Where the bytes are no tensor, or one of a type that is not known; the error names `what`.
 pub fn decode_tensor(bytes: &[u8], what: &str) -> Result<Tensor> {
     let proto = TensorProto::decode(bytes)
         .map_err(|e| Error::invalid(what, format!("malformed protobuf ({e})"), "a TensorProto"))?;

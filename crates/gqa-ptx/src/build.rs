@@ -81,6 +81,10 @@ impl<'a> Builder<'a> {
 
     /// Compiles the crate to PTX. The same source and compiler give the same bytes, wherever the
     /// crate lies.
+    ///
+    /// # Errors
+    ///
+    /// Where cargo cannot be started or fails, with what it said, and where it left no PTX.
     pub fn build(&self, target: &Target) -> Result<Built> {
         let path = self.output(target)?;
         let what = format!("compiling {}", target.name);

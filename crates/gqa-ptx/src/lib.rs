@@ -28,6 +28,8 @@
 //! # }
 //! ```
 
+#![warn(clippy::missing_errors_doc)]
+
 mod packed;
 pub use packed::unpack;
 

@@ -47,6 +47,10 @@ pub struct Kernel {
 
 impl Manifest {
     /// Of a file; empty where there is none.
+    ///
+    /// # Errors
+    ///
+    /// Where there is no such file, and where it is no manifest.
     pub fn read(path: &Path) -> Result<Self> {
         if !path.exists() {
             return Ok(Self::default());
@@ -56,6 +60,10 @@ impl Manifest {
     }
 
     /// Into a file.
+    ///
+    /// # Errors
+    ///
+    /// Where the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)
             .map_err(|source| Error::Format { path: path.into(), source })?;
@@ -93,6 +101,10 @@ impl Module {
 
     /// Writes a file for each kernel of a text into the list's folder: a whole PTX text with that
     /// kernel alone, [packed](pack).
+    ///
+    /// # Errors
+    ///
+    /// Where a file cannot be written, and where the text cannot be taken apart.
     pub fn write(&mut self, folder: &Path, ptx: &str) -> Result<()> {
         let folder_of_files = folder.join(&self.arch);
         fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
@@ -108,6 +120,10 @@ impl Module {
     }
 
     /// The text of all kernels.
+    ///
+    /// # Errors
+    ///
+    /// Where a file is missing or damaged.
     pub fn read(&self, folder: &Path) -> Result<String> {
         let mut ptx = String::new();
         for kernel in &self.kernels {
@@ -148,6 +164,10 @@ pub fn sha256(bytes: &[u8]) -> String {
 
 /// SHA-256 over the names and contents of all files in a crate's `Cargo.toml` and `src`: says
 /// whether PTX is of this source without compiling it.
+///
+/// # Errors
+///
+/// Where a source cannot be read.
 pub fn source_hash(krate: &Path) -> Result<String> {
     let mut files = vec![krate.join("Cargo.toml")];
     collect(&krate.join("src"), &mut files)?;

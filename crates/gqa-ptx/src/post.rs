@@ -42,6 +42,10 @@ pub fn strip(ptx: &str) -> String {
 }
 
 /// The PTX with those directives on an entry.
+///
+/// # Errors
+///
+/// Where the text has no such entry.
 pub fn set_bounds(ptx: &str, entry: &str, bounds: Bounds) -> Result<String> {
     let after_signature = entry_named(ptx, entry)?.signature.end + 1;
     let (before, after) = ptx.split_at(after_signature);
@@ -50,6 +54,10 @@ pub fn set_bounds(ptx: &str, entry: &str, bounds: Bounds) -> Result<String> {
 
 /// The PTX with parameter `index` of an entry, a block of bytes, aligned to `bytes`: a tensor map
 /// passed by value wants 64, where rustc stops at 16.
+///
+/// # Errors
+///
+/// Where the text has no such entry, or that has no such parameter.
 pub fn align_parameter(ptx: &str, entry: &str, index: usize, bytes: u32) -> Result<String> {
     let signature = entry_named(ptx, entry)?.signature;
     let parameters = &ptx[signature.clone()];

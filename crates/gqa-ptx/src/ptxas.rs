@@ -48,6 +48,10 @@ pub struct Report {
 impl Ptxas {
     /// In `PATH`, `CUDA_HOME`, `CUDA_PATH`, the usual place of a toolkit, a virtual environment in
     /// `folder`, or the Python packages here, in this order.
+    ///
+    /// # Errors
+    ///
+    /// Where there is none, with the places that were looked at.
     pub fn find(folder: &Path) -> Result<Self> {
         let in_path = env::var_os("PATH")
             .map(|path| env::split_paths(&path).collect::<Vec<_>>())
@@ -73,6 +77,10 @@ impl Ptxas {
 
     /// [`Self::find`]; where that finds nothing, installs the Python package into a virtual
     /// environment in `folder`.
+    ///
+    /// # Errors
+    ///
+    /// Where there is none and it cannot be installed.
     pub fn find_or_install(folder: &Path) -> Result<Self> {
         Self::find(folder).or_else(|_| {
             install(folder).map_err(|error| Error::NoPtxas {
@@ -84,6 +92,10 @@ impl Ptxas {
     }
 
     /// Its version line.
+    ///
+    /// # Errors
+    ///
+    /// Where it cannot be started, or says no version.
     pub fn version(&self) -> Result<String> {
         let (text, _) =
             run("asking ptxas for its version", Command::new(&self.path).arg("--version"))?;
@@ -96,6 +108,10 @@ impl Ptxas {
     }
 
     /// Assembles a PTX file for a GPU such as `sm_90a`; the binary goes beside it.
+    ///
+    /// # Errors
+    ///
+    /// Where it refuses the file, with what it said, and where its report cannot be read.
     pub fn assemble(&self, ptx: &Path, arch: &str) -> Result<Report> {
         let mut command = Command::new(&self.path);
         command

@@ -18,6 +18,10 @@ pub struct Ratchet(BTreeMap<String, BTreeMap<String, Counts>>);
 
 impl Ratchet {
     /// Of a file; empty where there is none.
+    ///
+    /// # Errors
+    ///
+    /// Where there is no such file, and where it holds something else.
     pub fn read(path: &Path) -> Result<Self> {
         if !path.exists() {
             return Ok(Self::default());
@@ -27,6 +31,10 @@ impl Ratchet {
     }
 
     /// Into a file.
+    ///
+    /// # Errors
+    ///
+    /// Where the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)
             .map_err(|source| Error::Format { path: path.into(), source })?;

@@ -26,6 +26,10 @@ pub struct Toolchain {
 
 impl Toolchain {
     /// The first that serves: the toolchain the current folder selects, else the system's.
+    ///
+    /// # Errors
+    ///
+    /// Where the compiler or the source of `core` is missing.
     pub fn find() -> Result<Self> {
         let mut tried = Vec::new();
         for (place, sysroot) in candidates() {
@@ -38,12 +42,20 @@ impl Toolchain {
     }
 
     /// [`Self::find`], after [`Self::install`] if that finds nothing.
+    ///
+    /// # Errors
+    ///
+    /// Where something is missing and rustup cannot install it.
     pub fn find_or_install() -> Result<Self> {
         Self::find().or_else(|_| Self::install())
     }
 
     /// Adds the library source to the rustup toolchain; where that fails, installs Debian's
     /// packages (as root).
+    ///
+    /// # Errors
+    ///
+    /// Where rustup cannot be started, or fails.
     pub fn install() -> Result<Self> {
         let mut tried = Vec::new();
         for (name, install) in

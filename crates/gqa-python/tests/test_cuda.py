@@ -9,10 +9,14 @@ import random
 import sys
 import time
 import unittest
+from unittest import mock
 
 import gqa
 from draws import COUNT, SEED
 from libraries import torch
+
+if torch is not None:
+    from gqa import _steps
 
 TOLERANCE = {"float32": 2e-4, "float16": 6e-3, "bfloat16": 4e-2}
 
@@ -303,6 +307,36 @@ class Cases:
             self.near(out[b], wanted)
             if want_lse:
                 self.near_lse(lse[b], wanted_lse)
+
+    @in_draws
+    def test_steps_like_earlier_ones(self):
+        """Steps of the same shapes, of which only the first is looked at."""
+        batch, where, capacity = self.pick.choice([1, 3]), {}, 256
+        shape = batch, capacity
+        rows_of = lambda cache: cache
+        if self.pick.random() < 0.5:
+            table = torch.randperm(batch * 16, device=self.device).view(batch, 16).int()
+            shape, where = (batch * 16, 16), {"block_table": table}
+            rows_of = lambda cache: cache[table.long()].flatten(1, 2)
+        options, kv = self.options(), (self.kv_heads, self.size)
+        caches = [torch.randn(*shape, *kv, **options) for _ in "kv"]
+        rope = self.rope(capacity) if self.pick.random() < 0.5 else {}
+        lengths = torch.randint(1, 200, (batch,), device=self.device).int()
+        with mock.patch.object(_steps, "keep", wraps=_steps.keep) as kept:
+            for _ in range(3):
+                q = torch.randn(batch, 1, self.heads, self.size, **options)
+                new = {name: torch.randn(batch, 1, *kv, **options) for name in "kv"}
+                given = {**new, **rope, **where, "cache_seqlens": lengths}
+                out = gqa.flash_attn_with_kvcache(q, *caches, **given, causal=True)
+                keys, values = (rows_of(cache) for cache in caches)
+                for b, past in enumerate(lengths.tolist()):
+                    place = torch.arange(past, past + 1, device=self.device)
+                    self.near(keys[b, place], turned(rope, new["k"][b], place))
+                    self.near(values[b, place], new["v"][b])
+                    query, seen = turned(rope, q[b], place), slice(past + 1)
+                    self.near(out[b], expected(query, keys[b, seen], values[b, seen])[0])
+                lengths = lengths + 1
+        self.assertLessEqual(kept.call_count, 1)
 
     def rope(self, capacity):
         """Keyword arguments of a rotary embedding."""

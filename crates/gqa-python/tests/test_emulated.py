@@ -11,7 +11,7 @@ from libraries import torch
 from test_cuda import Cases, expected, rotated
 
 if torch is not None:
-    from gqa import _cuda, _flash, _launch
+    from gqa import _cuda, _flash, _launch, _steps
 
 
 class Planned:
@@ -21,11 +21,12 @@ class Planned:
         (heads, size), sinks = q.shape[-2:], scores.sinks is not None
         sizes = _launch._Sizes(_launch.ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
         call = getattr(_gqa.Call, kind)(sizes, *numbers)
-        self.tensors, self.kernels = call.tensors("h200"), getattr(self, kind)
+        self.elements, self.kernels = dict(call.tensors("h200")), getattr(self, kind)
+        self.tensors = list(self.elements)
         self.scores, self.numbers = scores, numbers
 
     def run(self, device, tensors):
-        for name, elements in self.tensors:
+        for name, elements in self.elements.items():
             has = tensors[name].numel()
             assert has >= elements, f"{name} has {has} of {elements} elements"
             assert tensors[name].data_ptr() % 16 == 0, f"{name} is not aligned"
@@ -79,6 +80,16 @@ class Planned:
             output[mine] = self.attend(q, caches[0][place], caches[1][place], tensors)[0]
 
 
+def enqueue(planned, device, stream, tensors):
+    planned.run(device, dict(zip(planned.tensors, tensors)))
+
+
+def step(arguments, unusual, numbers):
+    """That of a GPU."""
+    is_usual = all(argument is None for argument in unusual)
+    return _steps.key(arguments, numbers) if is_usual else None
+
+
 def in_memory(tensor, strides):
     """The tensor as kernels find it by strides of its first three dimensions."""
     if strides is None:
@@ -98,8 +109,10 @@ class Emulated(Cases, unittest.TestCase):
             mock.patch.object(_flash, "_backend", lambda q: _cuda),
             mock.patch.object(_cuda, "plan", Planned),
             mock.patch.object(_cuda, "run", Planned.run),
-            # Nothing is kept while a graph is captured.
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+            mock.patch.object(_launch, "enqueue", enqueue),
+            mock.patch.object(_flash, "_step", step),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            mock.patch.object(torch.cuda, "current_stream", lambda _: mock.Mock(cuda_stream=0)),
         ):
             patch.start()
             self.addCleanup(patch.stop)

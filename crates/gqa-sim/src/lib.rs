@@ -30,6 +30,8 @@
 //! # Ok::<(), gqa_sim::Fault>(())
 //! ```
 
+#![warn(clippy::missing_errors_doc)]
+
 mod arguments;
 mod arithmetic;
 mod block;

@@ -16,12 +16,20 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Opens GPU number 0; [`DriverError`](crate::driver::DriverError) says why it cannot be used.
+    /// Opens GPU number 0.
+    ///
+    /// # Errors
+    ///
+    /// [`DriverError`](crate::driver::DriverError) says why it cannot be used.
     pub fn new(options: PlanOptions) -> Result<Self> {
         Self::on(Device::open(0)?, options)
     }
 
     /// On a GPU that is open already.
+    ///
+    /// # Errors
+    ///
+    /// The driver's, where the GPU gives no stream.
     pub fn on(device: Device, options: PlanOptions) -> Result<Self> {
         let stream = Stream::new(&device)?;
         let info = device.info().clone();

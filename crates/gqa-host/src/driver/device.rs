@@ -12,11 +12,19 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The CUDA version of the driver; [`DriverError::NoDriver`] where there is none.
+///
+/// # Errors
+///
+/// Where there is no driver, or it does not start.
 pub fn driver_version() -> Result<CudaVersion, DriverError> {
     raw::start()
 }
 
 /// Number of GPUs that the driver finds.
+///
+/// # Errors
+///
+/// Where there is no driver, or it does not start; no GPU is 0.
 pub fn device_count() -> Result<u32, DriverError> {
     raw::start()?;
     raw::device_count()

@@ -3,7 +3,7 @@
 use super::error::{Code, CudaVersion, DriverError};
 use super::raw::{self, Failure, report};
 use super::sys::{RawFunction, RawModule};
-use gqa_kernels::registry::Entry;
+use gqa_kernels::registry::{self, Entry};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,17 +36,7 @@ impl Shipped {
 
     /// Whether a device of that compute capability runs it.
     pub fn runs_on(&self, sm: u32) -> bool {
-        match self.number() {
-            (number, true) => number == sm,
-            (number, false) => number <= sm,
-        }
-    }
-
-    /// (compute capability, whether that one only): later is better.
-    fn number(&self) -> (u32, bool) {
-        let digits = self.arch.trim_start_matches("sm_");
-        let plain = digits.trim_end_matches('a');
-        (plain.parse().unwrap_or(u32::MAX), plain != digits)
+        registry::runs_on(self.arch, sm)
     }
 
     /// Names of its kernels.
@@ -81,8 +71,11 @@ impl Shipped {
         let holds =
             |module: &&Self| module.runs_on(sm) && module.kernels().any(|name| name == entry.name);
         let compiles = |module: &&Self| module.needs() <= driver;
-        let best =
-            SHIPPED.iter().filter(holds).filter(compiles).max_by_key(|module| module.number());
+        let best = SHIPPED
+            .iter()
+            .filter(holds)
+            .filter(compiles)
+            .max_by_key(|module| registry::number(module.arch));
         best.ok_or_else(|| match SHIPPED.iter().filter(holds).min_by_key(|module| module.needs()) {
             Some(module) => DriverError::DriverTooOld {
                 have: driver,
@@ -204,8 +197,8 @@ mod tests {
         assert_eq!(runs("sm_70", sms), [true; 5]);
         assert_eq!(runs("sm_80", sms), [false, true, true, true, true]);
         assert_eq!(runs("sm_90a", sms), [false, false, true, false, false]);
-        assert!(module("sm_90a").number() > module("sm_80").number());
-        assert!(module("sm_90a").number() > module("sm_90").number());
+        assert!(registry::number("sm_90a") > registry::number("sm_80"));
+        assert!(registry::number("sm_90a") > registry::number("sm_90"));
     }
 
     #[test]

@@ -120,6 +120,10 @@ impl Attention {
     }
 
     /// Applies the operator.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`problem`](Self::problem), and the back end's.
     pub fn run(
         &self,
         inputs: &AttentionInputs<'_>,
@@ -190,6 +194,10 @@ pub struct AttentionOutputs {
 
 impl AttentionOutputs {
     /// Room for the outputs of `problem`, or an error where memory has none.
+    ///
+    /// # Errors
+    ///
+    /// Where the outputs are larger than memory can be.
     pub fn new(problem: &Problem) -> Result<Self> {
         let p = problem;
         let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));

@@ -196,6 +196,10 @@ impl GroupQueryAttention {
     }
 
     /// Applies the operator. present_* are new tensors: past is copied, new rows follow.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`problem`](Self::problem), and the back end's.
     pub fn run(&self, inputs: &Inputs<'_>, backend: &dyn Backend) -> Result<Outputs> {
         let problem = self.problem(inputs, CacheBinding::Separate)?;
         let mut outputs = Outputs::new(&problem)?;
@@ -206,6 +210,11 @@ impl GroupQueryAttention {
     /// Applies the operator with a cache that past and present share: `cache` is read as past_key
     /// and past_value (those inputs must be absent) and the new rows are appended in place. The
     /// outputs' present tensors are taken from it and given back.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`problem_in_place`](Self::problem_in_place), and the back end's. The cache may have
+    /// the new rows then.
     pub fn run_in_place(
         &self,
         inputs: &Inputs<'_>,
@@ -344,6 +353,10 @@ pub struct Outputs {
 
 impl Outputs {
     /// Room for the outputs of `problem`, or an error where memory has none.
+    ///
+    /// # Errors
+    ///
+    /// Where the outputs are larger than memory can be.
     pub fn new(problem: &Problem) -> Result<Self> {
         let p = problem;
         let (key, value) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));

@@ -115,6 +115,10 @@ impl PagedAttention {
 
     /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then
     /// every token attends to what its sequence's blocks hold. The result is (num_tokens, N·H).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`problem`](Self::problem), and the back end's. The cache may have the new rows then.
     pub fn run(
         &self,
         inputs: &PagedInputs<'_>,
@@ -139,6 +143,11 @@ impl PagedAttention {
     }
 
     /// Checks the call, what is in its tensors too.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`](crate::Error::Invalid) names the input or attribute that is not allowed,
+    /// what was got and what is allowed.
     pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
         let (tokens, tensors) = (inputs.query.shape().first().copied(), inputs.tensors().views());
         let lengths = Lengths::of(&tensors, tokens.unwrap_or_default())?;

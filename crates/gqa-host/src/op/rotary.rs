@@ -38,6 +38,10 @@ impl RotaryEmbedding {
     }
 
     /// Applies the operator. The result has the shape of X.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`problem`](Self::problem), and the back end's.
     pub fn run(&self, inputs: &RotaryInputs<'_>, backend: &dyn Backend) -> Result<Tensor> {
         let problem = self.problem(inputs)?;
         let mut output = Tensor::try_zeros("Y", problem.dtype, &problem.output_shape())?;
@@ -71,6 +75,11 @@ impl RotaryEmbedding {
     }
 
     /// Checks the call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what is
+    /// allowed.
     pub fn problem(&self, inputs: &RotaryInputs<'_>) -> Result<Problem> {
         let x = inputs.x.desc();
         let (layout, [batch, heads, rows, size]) = self.sizes(x)?;

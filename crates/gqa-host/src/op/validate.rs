@@ -21,6 +21,11 @@ pub(super) use quantization::{check_scales, check_types};
 impl GroupQueryAttention {
     /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that
     /// present shares.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what is
+    /// allowed.
     pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
         let total = values::total_sequence_length(inputs.total_sequence_length)?;
         let problem = self.problem_from_shapes(&Shapes::of(inputs, total), cache)?;
@@ -29,6 +34,10 @@ impl GroupQueryAttention {
     }
 
     /// Checks a call whose past and present are `cache`; past_key and past_value must be absent.
+    ///
+    /// # Errors
+    ///
+    /// As [`problem`](Self::problem).
     pub fn problem_in_place(&self, inputs: &Inputs<'_>, cache: &KvCache) -> Result<Problem> {
         for (argument, past) in [("past_key", inputs.past_key), ("past_value", inputs.past_value)] {
             if let Some(past) = past {
@@ -46,6 +55,10 @@ impl GroupQueryAttention {
 
     /// Checks all that types and shapes show. What seqlens_k and position_ids hold is left: the
     /// kernels keep within their tensors whatever it is.
+    ///
+    /// # Errors
+    ///
+    /// As [`problem`](Self::problem), but for what only elements tell.
     pub fn problem_from_shapes(&self, inputs: &Shapes<'_>, cache: CacheBinding) -> Result<Problem> {
         if cache == CacheBinding::External {
             let allowed = "a cache, shared or separate; an external one is ONNX Attention's";

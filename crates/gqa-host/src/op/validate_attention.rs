@@ -14,6 +14,11 @@ const PRECISIONS: [i64; 4] = [1, 10, 11, 16];
 
 impl Attention {
     /// Checks the call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what is
+    /// allowed.
     pub fn problem(&self, inputs: &AttentionInputs<'_>) -> Result<Problem> {
         let problem = self.problem_from_shapes(&AttentionShapes::of(inputs))?;
         check_lengths(&problem, inputs)?;
@@ -21,6 +26,10 @@ impl Attention {
     }
 
     /// Checks all that types and shapes show. What nonpad_kv_seqlen holds is left.
+    ///
+    /// # Errors
+    ///
+    /// As [`problem`](Self::problem), but for what only elements tell.
     pub fn problem_from_shapes(&self, inputs: &AttentionShapes<'_>) -> Result<Problem> {
         self.check_numbers()?;
         let sizes = self.sizes(inputs)?;

@@ -116,6 +116,10 @@ pub static AIDS: [(&str, &str, &str); 2] = [
 impl PlanOptions {
     /// Reads the process environment. Unknown `GQA_*` names are reported through `tracing` as
     /// warnings.
+    ///
+    /// # Errors
+    ///
+    /// Where a variable has a value that it cannot have; the error names it.
     pub fn from_env() -> Result<Self> {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))

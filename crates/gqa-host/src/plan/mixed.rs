@@ -15,7 +15,7 @@
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
 use super::device::DeviceInfo;
-use super::families::{DecodePaged, DecodePagedCodes, HopperPaged};
+use super::families::{DecodePaged, DecodePagedQuantized, HopperPaged};
 use super::family::{Call, Choice, Family, Job, Task, TileQueue};
 use super::launch::Launch;
 use super::options::PlanOptions;
@@ -68,7 +68,7 @@ impl Attentions {
     ) -> Self {
         let step: &'static dyn Family = match problem.quantized {
             None => &DecodePaged,
-            Some(_) => &DecodePagedCodes,
+            Some(_) => &DecodePagedQuantized,
         };
         let whole = Task::whole(problem, true);
         let consider = |family, problem: &Problem| -> Result<Choice, Rejection> {

@@ -209,6 +209,33 @@ fn flash_attention_wherever_it_can() {
 }
 
 #[test]
+fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
+    let off = PlanOptions::default();
+    let step = |rows| llama(rows, 4096);
+    for (rows, name, want) in [
+        (1, "b200", "decode_f16_d128_r8"),
+        (8, "b200", "decode_f16_d128_r32"),
+        // Two tiles of 32 rows, where an H200 has one of 64.
+        (16, "b200", "decode_f16_d128_r32"),
+        (16, "h200", "decode_f16_d128_r64"),
+        // No room for blocks of eight warps.
+        (1, "rtx5090", "decode_f16_d128_r8_w4"),
+        (4, "gb10", "decode_f16_d128_r16_w4"),
+    ] {
+        let plan = plan(&step(rows), &device(name), &off).unwrap();
+        let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
+        assert_eq!(kernels, [want], "{rows} rows on {name}");
+    }
+    assert_eq!(
+        rejection(&quantized(llama(1, 4096), CODES[0]), "rtx5090", &off, Family::DecodeQuantized),
+        "a block needs 165120 bytes of shared memory, the device has 101376"
+    );
+    let forced = PlanOptions { force: Some("gqa_decode_f16_d128_r64"), ..off };
+    let refused = plan(&step(16), &device("b200"), &forced).unwrap_err().to_string();
+    assert!(refused.contains("needs wgmma, which compute capability 10.0 has not"), "{refused}");
+}
+
+#[test]
 fn wide_heads_take_tiles_that_hold_their_rows_and_fit() {
     for (rows, name, want) in [
         (1, "h200", (16, 64)),
@@ -904,7 +931,7 @@ fn a_step_reads_codes_where_it_can() {
     let staged = |p: &Problem, why: &str| {
         let kernels = kernels(p, &off);
         assert!(kernels.contains(&"quantize_kv_i8"), "{kernels:?}");
-        assert_eq!(rejection(p, "h200", &off, Family::DecodeCodes), why);
+        assert_eq!(rejection(p, "h200", &off, Family::DecodeQuantized), why);
     };
     staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
     staged(&step(|p| p.head_size = 80), "has no tile for head size 80");
@@ -912,11 +939,11 @@ fn a_step_reads_codes_where_it_can() {
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
     staged(&quantized(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
     assert_eq!(
-        rejection(&llama(1, 4096), "h200", &off, Family::DecodeCodes),
+        rejection(&llama(1, 4096), "h200", &off, Family::DecodeQuantized),
         "the KV cache is not quantized"
     );
-    let a100 = rejection(&step(|_| ()), "a100", &off, Family::DecodeCodes);
-    assert_eq!(a100, "needs wgmma, which compute capability 8.0 has not");
+    let a100 = rejection(&step(|_| ()), "a100", &off, Family::DecodeQuantized);
+    assert_eq!(a100, "needs thread-block clusters, which compute capability 8.0 has not");
 }
 
 #[test]
@@ -1272,7 +1299,7 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Prologue if kernel.starts_with("gqa_paged_") => {
                 paged_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if role == Role::SlideBias => {
+            Family::Prologue if role == Role::RollingBias => {
                 rolling_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
             Family::Prologue if kernel.starts_with("gqa_rolling_") => {
@@ -1283,18 +1310,18 @@ fn check(plan: &Plan, launch: &Launch) {
                 let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
                 masked_reach(name, p, element)
             }
-            Family::DecodeCodes if ["k", "v"].contains(name) => {
+            Family::DecodeQuantized if ["k", "v"].contains(name) => {
                 quantized_reach(&plan.problem, launch)
             }
-            Family::DecodeCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
-            Family::DecodePagedCodes if ["k", "v"].contains(name) => {
+            Family::DecodeQuantized if name.ends_with("_scale") => scales_reach(&plan.problem),
+            Family::DecodePagedQuantized if ["k", "v"].contains(name) => {
                 paged_quantized_reach(&plan.problem, launch)
             }
-            Family::DecodePagedCodes if name.ends_with("_scale") => scales_reach(&plan.problem),
-            Family::DecodePaged | Family::DecodePagedCodes => {
+            Family::DecodePagedQuantized if name.ends_with("_scale") => scales_reach(&plan.problem),
+            Family::DecodePaged | Family::DecodePagedQuantized => {
                 decode_paged_reach(name, launch, element)
             }
-            Family::Decode | Family::DecodeCodes => decode_reach(name, launch, element),
+            Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
             Family::HopperFloat8 => float8_reach(name, &plan.problem, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {

@@ -168,17 +168,17 @@ pub type D128R64 = OfElements<16, 4, 2, 8, 8, 2>;
 // Caches of quantized values: for 8 or 16 query rows, with as many bytes under way.
 
 /// Head size 64, 8-bit values.
-pub type D64Codes8<const HALVES: usize> = Decode<8, 4, 1, HALVES, 4, 8, 4>;
+pub type D64Quantized8<const HALVES: usize> = Decode<8, 4, 1, HALVES, 4, 8, 4>;
 /// Head size 128, 8-bit values.
-pub type D128Codes8<const HALVES: usize> = Decode<16, 8, 1, HALVES, 4, 8, 2>;
+pub type D128Quantized8<const HALVES: usize> = Decode<16, 8, 1, HALVES, 4, 8, 2>;
 /// Head size 256, 8-bit values.
-pub type D256Codes8<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 8, 2>;
+pub type D256Quantized8<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 8, 2>;
 /// Head size 64, 4-bit values.
-pub type D64Codes4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 8, 4>;
+pub type D64Quantized4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 8, 4>;
 /// Head size 128, 4-bit values.
-pub type D128Codes4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 8, 2>;
+pub type D128Quantized4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 8, 2>;
 /// Head size 256, 4-bit values.
-pub type D256Codes4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 4, 8, 2>;
+pub type D256Quantized4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 4, 8, 2>;
 
 /// Clusters of one split of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -308,18 +308,19 @@ impl<
     /// Whether the loop leaves no registers to remember in where the block is.
     const FORGETS: bool = Self::IS_TIGHT || D8 >= 32;
     const QUERIES: u32 = Self::MAILBOX_BYTES;
-    const FRESH: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
+    const NEW_TILES: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
     /// Whether the cache holds less than elements: quantized values of them.
-    const HAS_CODES: bool = UNITS < D8;
+    const IS_QUANTIZED: bool = UNITS < D8;
     /// New rows as they are given.
-    const GIVEN: u32 = if Self::HAS_CODES { Self::FRESH + Self::STAGE_BYTES } else { Self::FRESH };
+    const GIVEN: u32 =
+        if Self::IS_QUANTIZED { Self::NEW_TILES + Self::STAGE_BYTES } else { Self::NEW_TILES };
     const GIVEN_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, D8);
-    const DESK: u32 = Self::GIVEN + Self::GIVEN_BYTES;
-    const RINGS: u32 = if Self::HAS_CODES {
-        Self::DESK + ScaleStaging::bytes(Self::HEAD_SIZE)
+    const SCALES: u32 = Self::GIVEN + Self::GIVEN_BYTES;
+    const RINGS: u32 = if Self::IS_QUANTIZED {
+        Self::SCALES + ScaleStaging::bytes(Self::HEAD_SIZE)
     } else {
-        Self::DESK
+        Self::SCALES
     };
     const RING_BYTES: u32 = STAGES * Self::STAGE_BYTES;
     const STATES: u32 = Self::RINGS + Self::TEAMS * Self::RING_BYTES;
@@ -531,7 +532,7 @@ impl<
             cached_keys: Self::fresh_keys(),
             cached_values: Self::fresh_values(),
         };
-        let staging = ScaleStaging::at(Self::DESK, Self::HEAD_SIZE);
+        let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE);
         let opening = Opening { p: &p, place, new_tokens: &new_tokens, tiles: &tiles, prefetches };
         let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;

@@ -5,16 +5,17 @@ use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
 use crate::params::PagedDecodeParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[DECODE_PAGED, DECODE_PAGED_CODES];
+pub(super) static TABLES: &[&[super::Entry]] =
+    &[DECODE_PAGED, DECODE_PAGED_WARPGROUP, DECODE_PAGED_QUANTIZED];
 
 /// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME,
 /// BF16 NAME => SHAPE, BLOCKS PER SM`.
 macro_rules! decode_paged_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
-        decode_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+    ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_paged_kernels!(@rows $table, $feature, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
-        kernels!(DECODE_PAGED, DecodePaged: Attention, "family-decode-paged",
+    (@rows $table:ident, $feature:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        kernels!($table, DecodePaged: Attention, $feature,
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: T, v: T, out: T, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged, T = $t, {
@@ -25,24 +26,28 @@ macro_rules! decode_paged_kernels {
     };
 }
 
-decode_paged_kernels! {
+decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", {
     gqa_decode_paged_f16_d64_r8, gqa_decode_paged_bf16_d64_r8 => decode::D64<1>, 1;
     gqa_decode_paged_f16_d64_r8_w4, gqa_decode_paged_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_paged_f16_d64_r16, gqa_decode_paged_bf16_d64_r16 => decode::D64<2>, 1;
     gqa_decode_paged_f16_d64_r16_w4, gqa_decode_paged_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
     gqa_decode_paged_f16_d64_r32, gqa_decode_paged_bf16_d64_r32 => decode::D64R32, 1;
-    gqa_decode_paged_f16_d64_r64, gqa_decode_paged_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_paged_f16_d128_r8, gqa_decode_paged_bf16_d128_r8 => decode::D128<1>, 1;
     gqa_decode_paged_f16_d128_r8_w4, gqa_decode_paged_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_paged_f16_d128_r16, gqa_decode_paged_bf16_d128_r16 => decode::D128<2>, 1;
     gqa_decode_paged_f16_d128_r16_w4, gqa_decode_paged_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_paged_f16_d128_r32, gqa_decode_paged_bf16_d128_r32 => decode::D128R32, 1;
-    gqa_decode_paged_f16_d128_r64, gqa_decode_paged_bf16_d128_r64 => decode::D128R64, 1;
     gqa_decode_paged_f16_d256_r8, gqa_decode_paged_bf16_d256_r8 => decode::D256<1>, 1;
     gqa_decode_paged_f16_d256_r8_w4, gqa_decode_paged_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_paged_f16_d256_r16, gqa_decode_paged_bf16_d256_r16 => decode::D256<2>, 1;
     gqa_decode_paged_f16_d256_r16_w4, gqa_decode_paged_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
-}
+});
+
+// Tiles of 64 rows, which warpgroups multiply.
+decode_paged_kernels!(DECODE_PAGED_WARPGROUP, "family-decode-paged-warpgroup", {
+    gqa_decode_paged_f16_d64_r64, gqa_decode_paged_bf16_d64_r64 => decode::D64R64, 1;
+    gqa_decode_paged_f16_d128_r64, gqa_decode_paged_bf16_d128_r64 => decode::D128R64, 1;
+});
 
 /// Rows of the decode kernels whose cache consists of blocks of quantized values, for both 16-bit
 /// types: `F16 NAME, BF16 NAME => SHAPE, FORMAT`.
@@ -51,7 +56,7 @@ macro_rules! decode_paged_quantized_kernels {
         decode_paged_quantized_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
-        kernels!(DECODE_PAGED_CODES, DecodePagedCodes: Attention, "family-decode-paged-codes",
+        kernels!(DECODE_PAGED_QUANTIZED, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged_quantized::<$format, _, _>, T = $t, {
@@ -63,22 +68,22 @@ macro_rules! decode_paged_quantized_kernels {
 }
 
 decode_paged_quantized_kernels! {
-    gqa_decode_paged_i8_f16_d64_r8, gqa_decode_paged_i8_bf16_d64_r8 => decode::D64Codes8<1>, Int8;
-    gqa_decode_paged_i8_f16_d64_r16, gqa_decode_paged_i8_bf16_d64_r16 => decode::D64Codes8<2>, Int8;
-    gqa_decode_paged_i8_f16_d128_r8, gqa_decode_paged_i8_bf16_d128_r8 => decode::D128Codes8<1>, Int8;
-    gqa_decode_paged_i8_f16_d128_r16, gqa_decode_paged_i8_bf16_d128_r16 => decode::D128Codes8<2>, Int8;
-    gqa_decode_paged_i8_f16_d256_r8, gqa_decode_paged_i8_bf16_d256_r8 => decode::D256Codes8<1>, Int8;
-    gqa_decode_paged_i8_f16_d256_r16, gqa_decode_paged_i8_bf16_d256_r16 => decode::D256Codes8<2>, Int8;
-    gqa_decode_paged_f8_f16_d64_r8, gqa_decode_paged_f8_bf16_d64_r8 => decode::D64Codes8<1>, Float8;
-    gqa_decode_paged_f8_f16_d64_r16, gqa_decode_paged_f8_bf16_d64_r16 => decode::D64Codes8<2>, Float8;
-    gqa_decode_paged_f8_f16_d128_r8, gqa_decode_paged_f8_bf16_d128_r8 => decode::D128Codes8<1>, Float8;
-    gqa_decode_paged_f8_f16_d128_r16, gqa_decode_paged_f8_bf16_d128_r16 => decode::D128Codes8<2>, Float8;
-    gqa_decode_paged_f8_f16_d256_r8, gqa_decode_paged_f8_bf16_d256_r8 => decode::D256Codes8<1>, Float8;
-    gqa_decode_paged_f8_f16_d256_r16, gqa_decode_paged_f8_bf16_d256_r16 => decode::D256Codes8<2>, Float8;
-    gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Codes4<1>, Int4;
-    gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Codes4<2>, Int4;
-    gqa_decode_paged_i4_f16_d128_r8, gqa_decode_paged_i4_bf16_d128_r8 => decode::D128Codes4<1>, Int4;
-    gqa_decode_paged_i4_f16_d128_r16, gqa_decode_paged_i4_bf16_d128_r16 => decode::D128Codes4<2>, Int4;
-    gqa_decode_paged_i4_f16_d256_r8, gqa_decode_paged_i4_bf16_d256_r8 => decode::D256Codes4<1>, Int4;
-    gqa_decode_paged_i4_f16_d256_r16, gqa_decode_paged_i4_bf16_d256_r16 => decode::D256Codes4<2>, Int4;
+    gqa_decode_paged_i8_f16_d64_r8, gqa_decode_paged_i8_bf16_d64_r8 => decode::D64Quantized8<1>, Int8;
+    gqa_decode_paged_i8_f16_d64_r16, gqa_decode_paged_i8_bf16_d64_r16 => decode::D64Quantized8<2>, Int8;
+    gqa_decode_paged_i8_f16_d128_r8, gqa_decode_paged_i8_bf16_d128_r8 => decode::D128Quantized8<1>, Int8;
+    gqa_decode_paged_i8_f16_d128_r16, gqa_decode_paged_i8_bf16_d128_r16 => decode::D128Quantized8<2>, Int8;
+    gqa_decode_paged_i8_f16_d256_r8, gqa_decode_paged_i8_bf16_d256_r8 => decode::D256Quantized8<1>, Int8;
+    gqa_decode_paged_i8_f16_d256_r16, gqa_decode_paged_i8_bf16_d256_r16 => decode::D256Quantized8<2>, Int8;
+    gqa_decode_paged_f8_f16_d64_r8, gqa_decode_paged_f8_bf16_d64_r8 => decode::D64Quantized8<1>, Float8;
+    gqa_decode_paged_f8_f16_d64_r16, gqa_decode_paged_f8_bf16_d64_r16 => decode::D64Quantized8<2>, Float8;
+    gqa_decode_paged_f8_f16_d128_r8, gqa_decode_paged_f8_bf16_d128_r8 => decode::D128Quantized8<1>, Float8;
+    gqa_decode_paged_f8_f16_d128_r16, gqa_decode_paged_f8_bf16_d128_r16 => decode::D128Quantized8<2>, Float8;
+    gqa_decode_paged_f8_f16_d256_r8, gqa_decode_paged_f8_bf16_d256_r8 => decode::D256Quantized8<1>, Float8;
+    gqa_decode_paged_f8_f16_d256_r16, gqa_decode_paged_f8_bf16_d256_r16 => decode::D256Quantized8<2>, Float8;
+    gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Int4;
+    gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Int4;
+    gqa_decode_paged_i4_f16_d128_r8, gqa_decode_paged_i4_bf16_d128_r8 => decode::D128Quantized4<1>, Int4;
+    gqa_decode_paged_i4_f16_d128_r16, gqa_decode_paged_i4_bf16_d128_r16 => decode::D128Quantized4<2>, Int4;
+    gqa_decode_paged_i4_f16_d256_r8, gqa_decode_paged_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Int4;
+    gqa_decode_paged_i4_f16_d256_r16, gqa_decode_paged_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Int4;
 }

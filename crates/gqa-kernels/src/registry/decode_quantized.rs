@@ -5,7 +5,7 @@ use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
 use crate::params::DecodeParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[DECODE_CODES];
+pub(super) static TABLES: &[&[super::Entry]] = &[DECODE_QUANTIZED];
 
 /// Rows of the decode kernels whose cache holds quantized values, for both 16-bit types: `F16 NAME,
 /// BF16 NAME => SHAPE, FORMAT`.
@@ -14,7 +14,7 @@ macro_rules! decode_quantized_kernels {
         decode_quantized_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
     };
     (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
-        kernels!(DECODE_CODES, DecodeCodes: Attention, "family-decode-codes",
+        kernels!(DECODE_QUANTIZED, DecodeQuantized: Attention, "family-decode-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: u8, v: u8, k_scale: f32, v_scale: f32,
              out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
             $name => <$shape>::run_quantized::<$format, _, _>, T = $t, {
@@ -26,22 +26,22 @@ macro_rules! decode_quantized_kernels {
 }
 
 decode_quantized_kernels! {
-    gqa_decode_i8_f16_d64_r8, gqa_decode_i8_bf16_d64_r8 => decode::D64Codes8<1>, Int8;
-    gqa_decode_i8_f16_d64_r16, gqa_decode_i8_bf16_d64_r16 => decode::D64Codes8<2>, Int8;
-    gqa_decode_i8_f16_d128_r8, gqa_decode_i8_bf16_d128_r8 => decode::D128Codes8<1>, Int8;
-    gqa_decode_i8_f16_d128_r16, gqa_decode_i8_bf16_d128_r16 => decode::D128Codes8<2>, Int8;
-    gqa_decode_i8_f16_d256_r8, gqa_decode_i8_bf16_d256_r8 => decode::D256Codes8<1>, Int8;
-    gqa_decode_i8_f16_d256_r16, gqa_decode_i8_bf16_d256_r16 => decode::D256Codes8<2>, Int8;
-    gqa_decode_f8_f16_d64_r8, gqa_decode_f8_bf16_d64_r8 => decode::D64Codes8<1>, Float8;
-    gqa_decode_f8_f16_d64_r16, gqa_decode_f8_bf16_d64_r16 => decode::D64Codes8<2>, Float8;
-    gqa_decode_f8_f16_d128_r8, gqa_decode_f8_bf16_d128_r8 => decode::D128Codes8<1>, Float8;
-    gqa_decode_f8_f16_d128_r16, gqa_decode_f8_bf16_d128_r16 => decode::D128Codes8<2>, Float8;
-    gqa_decode_f8_f16_d256_r8, gqa_decode_f8_bf16_d256_r8 => decode::D256Codes8<1>, Float8;
-    gqa_decode_f8_f16_d256_r16, gqa_decode_f8_bf16_d256_r16 => decode::D256Codes8<2>, Float8;
-    gqa_decode_i4_f16_d64_r8, gqa_decode_i4_bf16_d64_r8 => decode::D64Codes4<1>, Int4;
-    gqa_decode_i4_f16_d64_r16, gqa_decode_i4_bf16_d64_r16 => decode::D64Codes4<2>, Int4;
-    gqa_decode_i4_f16_d128_r8, gqa_decode_i4_bf16_d128_r8 => decode::D128Codes4<1>, Int4;
-    gqa_decode_i4_f16_d128_r16, gqa_decode_i4_bf16_d128_r16 => decode::D128Codes4<2>, Int4;
-    gqa_decode_i4_f16_d256_r8, gqa_decode_i4_bf16_d256_r8 => decode::D256Codes4<1>, Int4;
-    gqa_decode_i4_f16_d256_r16, gqa_decode_i4_bf16_d256_r16 => decode::D256Codes4<2>, Int4;
+    gqa_decode_i8_f16_d64_r8, gqa_decode_i8_bf16_d64_r8 => decode::D64Quantized8<1>, Int8;
+    gqa_decode_i8_f16_d64_r16, gqa_decode_i8_bf16_d64_r16 => decode::D64Quantized8<2>, Int8;
+    gqa_decode_i8_f16_d128_r8, gqa_decode_i8_bf16_d128_r8 => decode::D128Quantized8<1>, Int8;
+    gqa_decode_i8_f16_d128_r16, gqa_decode_i8_bf16_d128_r16 => decode::D128Quantized8<2>, Int8;
+    gqa_decode_i8_f16_d256_r8, gqa_decode_i8_bf16_d256_r8 => decode::D256Quantized8<1>, Int8;
+    gqa_decode_i8_f16_d256_r16, gqa_decode_i8_bf16_d256_r16 => decode::D256Quantized8<2>, Int8;
+    gqa_decode_f8_f16_d64_r8, gqa_decode_f8_bf16_d64_r8 => decode::D64Quantized8<1>, Float8;
+    gqa_decode_f8_f16_d64_r16, gqa_decode_f8_bf16_d64_r16 => decode::D64Quantized8<2>, Float8;
+    gqa_decode_f8_f16_d128_r8, gqa_decode_f8_bf16_d128_r8 => decode::D128Quantized8<1>, Float8;
+    gqa_decode_f8_f16_d128_r16, gqa_decode_f8_bf16_d128_r16 => decode::D128Quantized8<2>, Float8;
+    gqa_decode_f8_f16_d256_r8, gqa_decode_f8_bf16_d256_r8 => decode::D256Quantized8<1>, Float8;
+    gqa_decode_f8_f16_d256_r16, gqa_decode_f8_bf16_d256_r16 => decode::D256Quantized8<2>, Float8;
+    gqa_decode_i4_f16_d64_r8, gqa_decode_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Int4;
+    gqa_decode_i4_f16_d64_r16, gqa_decode_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Int4;
+    gqa_decode_i4_f16_d128_r8, gqa_decode_i4_bf16_d128_r8 => decode::D128Quantized4<1>, Int4;
+    gqa_decode_i4_f16_d128_r16, gqa_decode_i4_bf16_d128_r16 => decode::D128Quantized4<2>, Int4;
+    gqa_decode_i4_f16_d256_r8, gqa_decode_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Int4;
+    gqa_decode_i4_f16_d256_r16, gqa_decode_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Int4;
 }

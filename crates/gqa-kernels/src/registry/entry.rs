@@ -2,10 +2,43 @@
 
 use crate::num::{DType, Format};
 
+/// What some of a family's kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Such as `sm_80`; with an `a` it runs on that architecture only.
+    pub arch: &'static str,
+    /// Cargo feature of this crate that compiles these kernels.
+    pub feature: &'static str,
+}
+
+impl Target {
+    /// Whether GPUs of that compute capability, times ten, run what is compiled for it.
+    pub fn runs_on(&self, sm: u32) -> bool {
+        runs_on(self.arch, sm)
+    }
+}
+
+/// Whether GPUs of that compute capability, times ten, run PTX for a target such as `sm_80`.
+pub fn runs_on(arch: &str, sm: u32) -> bool {
+    match number(arch) {
+        (number, true) => number == sm,
+        (number, false) => number <= sm,
+    }
+}
+
+/// A target's compute capability, times ten, and whether it is for that one only. Where two targets
+/// run on a GPU, the greater one knows more of it.
+pub fn number(arch: &str) -> (u32, bool) {
+    let digits = arch.trim_start_matches("sm_");
+    let plain = digits.trim_end_matches('a');
+    (plain.parse().unwrap_or(u32::MAX), plain != digits)
+}
+
 /// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`, and `ptx` (times ten) where
-/// the target's first version of PTX does not know all that the family uses.
+/// the target's first version of PTX does not know all that the family uses. A target that has
+/// kernels of its own, and not those of the others, names their feature.
 macro_rules! families {
-    ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal),*] $(, ptx: $ptx:literal)?;)*) => {
+    ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal $(=> $own:literal)?),*] $(, ptx: $ptx:literal)?;)*) => {
         /// Kernels that are compiled into one PTX module.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Family {
@@ -39,9 +72,11 @@ macro_rules! families {
             }
 
             /// Targets the family is shipped for, oldest first.
-            pub const fn archs(self) -> &'static [&'static str] {
+            pub const fn targets(self) -> &'static [Target] {
                 match self {
-                    $(Self::$family => &[$($arch),*],)*
+                    $(Self::$family => &[$(
+                        Target { arch: $arch, feature: optional!($feature $(, $own)?) },
+                    )*],)*
                 }
             }
         }
@@ -74,15 +109,16 @@ families! {
     HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv: "split_kv", "family-split-kv", ["sm_80", "sm_90a"];
-    // `st.async` came after the target.
+    // `st.async` came after the target. Only kernels of 64 rows have warpgroup instructions, which
+    // no other architecture has.
     /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
-    Decode: "decode", "family-decode", ["sm_90a"], ptx: 81;
+    Decode: "decode", "family-decode", ["sm_90", "sm_90a" => "family-decode-warpgroup"], ptx: 81;
     /// The same over a quantized KV cache.
-    DecodeCodes: "decode_quantized", "family-decode-codes", ["sm_90a"], ptx: 81;
+    DecodeQuantized: "decode_quantized", "family-decode-quantized", ["sm_90"], ptx: 81;
     /// The same over a paged KV cache.
-    DecodePaged: "decode_paged", "family-decode-paged", ["sm_90a"], ptx: 81;
+    DecodePaged: "decode_paged", "family-decode-paged", ["sm_90", "sm_90a" => "family-decode-paged-warpgroup"], ptx: 81;
     /// The same over a paged and quantized KV cache.
-    DecodePagedCodes: "decode_paged_quantized", "family-decode-paged-codes", ["sm_90a"], ptx: 81;
+    DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_90"], ptx: 81;
 }
 
 /// Rows of [`Role`] with their names.
@@ -156,11 +192,11 @@ roles! {
     /// Scatters output rows to their tokens.
     PagedScatter: "paged_scatter";
     /// Moves the rows that stay in a rolling cache.
-    SlideKv: "rolling_kv";
+    RollingKv: "rolling_kv";
     /// Writes lengths and positions counted from a rolling cache.
-    SlideLengths: "rolling_lengths";
+    RollingLengths: "rolling_lengths";
     /// Writes attention_bias counted from a rolling cache.
-    SlideBias: "rolling_bias";
+    RollingBias: "rolling_bias";
 }
 
 impl Role {
@@ -191,6 +227,8 @@ pub struct Entry {
     pub name: &'static str,
     /// Module it is compiled into.
     pub family: Family,
+    /// Cargo feature of this crate that compiles it.
+    pub feature: &'static str,
     /// What it does there.
     pub role: Role,
     /// Element type; `F32` where a kernel has integers only.
@@ -241,6 +279,17 @@ impl core::fmt::Debug for Entry {
 }
 
 impl Entry {
+    /// What it is compiled for, oldest first.
+    pub fn targets(&self) -> impl Iterator<Item = &'static Target> {
+        let feature = self.feature;
+        self.family.targets().iter().filter(move |target| target.feature == feature)
+    }
+
+    /// Whether it is compiled for something that GPUs of that compute capability, times ten, run.
+    pub fn runs_on(&self, sm: u32) -> bool {
+        self.targets().any(|target| target.runs_on(sm))
+    }
+
     /// Whether the kernel has a tensor map or pointer argument of that name.
     pub fn takes(&self, argument: &str) -> bool {
         self.arguments.contains(&argument)

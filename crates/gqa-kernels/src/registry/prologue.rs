@@ -195,18 +195,18 @@ kernels!(SCATTER_ROWS, Prologue: ScatterRows, "family-prologue",
     gqa_scatter_rows => scatter_rows, T = f32;
 });
 
-kernels!(SLIDE_KV, Prologue: SlideKv, "family-prologue",
+kernels!(SLIDE_KV, Prologue: RollingKv, "family-prologue",
     (from_k: u8, from_v: u8, to_k: u8, to_v: u8, seqlens_k: i32, lengths: i32, position_ids: i64; p: RollingParams), {
     gqa_rolling_kv => rolling_kv, T = f32, {
         head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70, communicates: true };
 });
 
-kernels!(SLIDE_LENGTHS, Prologue: SlideLengths, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: RollingParams),
+kernels!(SLIDE_LENGTHS, Prologue: RollingLengths, "family-prologue", (seqlens_k: i32, lengths: i32, position_ids: i64; p: RollingParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_rolling_lengths => rolling_lengths, T = f32;
 });
 
-kernels!(SLIDE_BIAS, Prologue: SlideBias, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: RollingBiasParams),
+kernels!(SLIDE_BIAS, Prologue: RollingBias, "family-prologue", (bias: T, seqlens_k: i32, bias_out: T; p: RollingBiasParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_rolling_bias_f32 => rolling_bias::<f32>, T = f32;
     gqa_rolling_bias_f16 => rolling_bias::<f16>, T = f16;

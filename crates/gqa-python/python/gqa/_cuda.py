@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from gqa import _fallback
+from gqa import _fallback, _steps
 from gqa._launch import ELEMENTS, filled, plan, rising, run
 
 _NEW_BLOCK = 128
@@ -43,7 +43,8 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
 
 
 @torch.compiler.disable
-def with_kvcache(q, cache, new, rope, places, scores, want_lse):
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None):
+    """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
     rope = None if rope is None else _rope(rope, q)
     new = None if new is None else _new(q, new, cache[0])
@@ -53,7 +54,7 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse):
     if places.first is None and _reads_blocks(q, cache, scores, want_lse):
         in_place = new is not None or places.table is not None
         if in_place and _rotates(rope, q.shape[1], scores):
-            return _over_blocks(q, cache, new, rope, places, scores), None
+            return _over_blocks(q, cache, new, rope, places, scores, step), None
     return _over_rows(q, cache, new, rope, places, scores, want_lse)
 
 
@@ -266,7 +267,14 @@ def _suits_blocks(q, scores, want_lse):
 
 
 def _paged(q, cache, new, rope, call, scores):
-    """Attention of q (..., heads, size) over blocks, which take new keys and values first.
+    """Attention of q (..., heads, size) over blocks, which take new keys and values first."""
+    planned, tensors = _planned(q, cache, new, rope, call, scores)
+    run(planned, q.device, tensors)
+    return tensors["output"]
+
+
+def _planned(q, cache, new, rope, call, scores):
+    """The plan of that, and its tensors.
 
     Only how many elements tensors have is of importance, as they are contiguous.
     """
@@ -299,8 +307,7 @@ def _paged(q, cache, new, rope, call, scores):
         "head_sink": _sinks(scores, q),
         "slot_mapping": filled(q.device, tokens, -1) if new is None else None,
     }
-    run(planned, q.device, tensors)
-    return out
+    return planned, tensors
 
 
 def _rope(rope, q):
@@ -348,7 +355,7 @@ def _rotates(rope, rows, scores):
     return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
 
 
-def _over_blocks(q, cache, new, rope, places, scores):
+def _over_blocks(q, cache, new, rope, places, scores, step):
     """One call appends, rotates and attends."""
     batch, rows = q.shape[:2]
     entries, size = cache[0].shape[:2]
@@ -361,8 +368,15 @@ def _over_blocks(q, cache, new, rope, places, scores):
     longest = table.shape[1] * size
     longest = longest if rope is None else min(longest, rope[0].shape[0])
     past = places.lengths if new is not None else places.lengths - rows
-    call = _Sequences(rising(q.device, batch + 1, rows), past, table, size, rows, longest)
-    return _paged(q, cache, new, rope, call, scores)
+    starts = rising(q.device, batch + 1, rows)
+    call = _Sequences(starts, past, table, size, rows, longest)
+    planned, tensors = _planned(q, cache, new, rope, call, scores)
+    run(planned, q.device, tensors)
+    # Where entries are picked the table depends on what is in an argument.
+    if step is not None and places.entries is None:
+        constants = [starts] if places.table is not None else [starts, table]
+        _steps.keep(step[0], planned, tensors, step[1], constants)
+    return tensors["output"]
 
 
 def _block_size(capacity):

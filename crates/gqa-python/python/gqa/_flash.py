@@ -1,5 +1,6 @@
 """flash-attn's functions: their arguments are checked here, and go to the CPU or to a GPU."""
 
+import functools
 import operator
 from typing import NamedTuple
 
@@ -209,6 +210,13 @@ def flash_attn_with_kvcache(
     else all rows of q rotate to the first new place. ``rotary_interleaved`` says whether pairs are
     neighbours rather than halves. ``num_splits`` is a hint that is not needed.
     """
+    arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
+    unusual = cache_batch_idx, cache_leftpad, alibi_slopes, s_aux, return_softmax_lse or None
+    numbers = softmax_scale, causal, softcap, rotary_interleaved, window_size
+    step = _step(arguments, unusual, numbers)
+    out = None if step is None else _steps().again(step, arguments)
+    if out is not None:
+        return out
     _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     places = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
@@ -220,10 +228,26 @@ def flash_attn_with_kvcache(
     if new is not None and cache_seqlens is None:
         raise _invalid("cache_seqlens", None, "a number or an array, as k is appended")
     rope = None if rope is None else (*rope, bool(rotary_interleaved))
+    step = {} if step is None else {"step": (step, arguments)}
     out, lse = _backend(q).with_kvcache(
-        q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse
+        q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse, **step
     )
     return (out, lse) if return_softmax_lse else out
+
+
+@functools.cache
+def _steps():
+    from gqa import _steps
+
+    return _steps
+
+
+def _step(arguments, unusual, numbers):
+    """What tells the step of a call on a GPU, if nothing unusual is asked for."""
+    if not getattr(arguments[0], "is_cuda", False):
+        return None
+    is_usual = all(argument is None for argument in unusual)
+    return _steps().key(arguments, numbers) if is_usual else None
 
 
 def _both(names, first, second):

@@ -58,11 +58,20 @@ def plan(kind, q, kv_heads, scores, *numbers):
 def run(planned, device, tensors):
     """Puts a plan into the current stream, with tensors by their names."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    # The allocator gives a stream's memory to what is behind in it, so it may be freed at once.
-    workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=device)
-    counters = _zeros(device, stream, planned.counters).data_ptr() if planned.counters else 0
-    addresses = [tensors[name].data_ptr() for name in planned.tensors]
-    planned.plan.enqueue(addresses, workspace.data_ptr(), counters, stream)
+    enqueue(planned, device, stream, [tensors[name] for name in planned.tensors])
+
+
+def enqueue(planned, device, stream, tensors):
+    """The same into the stream of that handle, the current one, with tensors in the plan's order."""
+    workspace, counters = 0, 0
+    if planned.workspace_bytes:
+        # The allocator gives a stream's memory to what is behind in it, so it may be freed at once.
+        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=device)
+        workspace = workspace.data_ptr()
+    if planned.counters:
+        counters = _zeros(device, stream, planned.counters).data_ptr()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    planned.plan.enqueue(addresses, workspace, counters, stream)
 
 
 def _zeros(device, stream, count):

@@ -25,6 +25,10 @@ struct Sizes {
 
 impl PagedAttention {
     /// Checks all that types and shapes show.
+    ///
+    /// # Errors
+    ///
+    /// As [`problem`](Self::problem), but for what only elements tell.
     pub fn problem_from_shapes(&self, inputs: &PagedShapes<'_>) -> Result<Problem> {
         self.check_numbers()?;
         let sizes = self.sizes(inputs)?;

@@ -1,5 +1,5 @@
-//! `decode`: a decode step in one launch on Hopper, by clusters of blocks: it rotates, appends and
-//! attends; and what its sisters share with it.
+//! `decode`: a decode step in one launch on Hopper and Blackwell, by clusters of blocks: it rotates,
+//! appends and attends; and what its sisters share with it.
 
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::decision::Rejection;
@@ -54,8 +54,7 @@ pub(super) const OPTIONS: &[PlanOption] = &[
 ];
 
 /// What the kernels are made of.
-const NEEDS: [Capability; 3] =
-    [Capability::Wgmma, Capability::Clusters, Capability::ProgrammaticLaunch];
+const NEEDS: [Capability; 2] = [Capability::Clusters, Capability::ProgrammaticLaunch];
 
 /// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys
 /// come from memory once, and that is faster than the larger tiles of other kernels
@@ -73,11 +72,11 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     if p.cache == CacheBinding::Shared && p.new_len > max as usize {
         return Err(Rejection::NewRows { got: p.new_len, max });
     }
-    select::shared_memory(entry, call.device)?;
     shape(call, entry)
 }
 
-/// The kernel for the call's type, head size and rows: as few row tiles as there can be.
+/// The kernel for the call's type, head size and rows: as few row tiles as there can be, and blocks
+/// of half the size only where the device has no room for whole ones.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
     select::capabilities(&NEEDS, call.device)?;
@@ -95,15 +94,25 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     if written().next().is_none() {
         return Err(Rejection::OutputType { got: p.out_dtype });
     }
-    let sized = || written().filter(|entry| entry.head_size as usize == p.head_size);
-    let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
-    let chosen = match call.forced {
-        Some(forced) => sized().find(|entry| entry.name == forced.name),
-        None => sized()
-            .filter(|entry| entry.min_blocks == 1)
-            .min_by_key(|entry| (tiles(entry), entry.rows)),
+    let sized = || {
+        let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
+        let is_sized = |entry: &Entry| entry.head_size as usize == p.head_size;
+        written().filter(move |entry| is_sized(entry) && is_forced(entry))
     };
-    chosen.ok_or(Rejection::OtherHeadSize { got: p.head_size })
+    let smallest = sized().min_by_key(|entry| entry.shared_bytes);
+    let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
+    let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
+    let suited = sized().filter(|entry| runs_on(entry, call.device).is_ok());
+    let chosen = suited.min_by_key(|entry| (tiles(entry), entry.min_blocks, entry.rows));
+    chosen.map_or_else(|| runs_on(smallest, call.device).map(|()| smallest), Ok)
+}
+
+/// Whether the device multiplies as the kernel does, and has the shared memory that it needs.
+fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
+    if !entry.runs_on(device.sm) {
+        return Err(Rejection::Capability { need: Capability::Wgmma, sm: device.sm });
+    }
+    select::shared_memory(entry, device)
 }
 
 /// A head's keys and values must lie row after row.

@@ -8,11 +8,11 @@ use crate::plan::options::PlanOption;
 use crate::{Problem, Result};
 use gqa_kernels::registry::{self, Entry};
 
-pub(in crate::plan) struct DecodePagedCodes;
+pub(in crate::plan) struct DecodePagedQuantized;
 
-impl Family for DecodePagedCodes {
+impl Family for DecodePagedQuantized {
     fn module(&self) -> registry::Family {
-        registry::Family::DecodePagedCodes
+        registry::Family::DecodePagedQuantized
     }
 
     fn is_paged(&self) -> bool {

@@ -9,11 +9,11 @@ use crate::plan::requirements;
 use crate::{Problem, Result};
 use gqa_kernels::registry::{self, Entry};
 
-pub(super) struct DecodeCodes;
+pub(super) struct DecodeQuantized;
 
-impl Family for DecodeCodes {
+impl Family for DecodeQuantized {
     fn module(&self) -> registry::Family {
-        registry::Family::DecodeCodes
+        registry::Family::DecodeQuantized
     }
 
     fn options(&self) -> &'static [PlanOption] {

@@ -21,9 +21,9 @@ use super::family::Family;
 /// All families, best first: the order in which the cascade asks them.
 pub(super) static FAMILIES: [&dyn Family; 15] = [
     &decode_paged::DecodePaged,
-    &decode_paged_quantized::DecodePagedCodes,
+    &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged::HopperPaged,
-    &decode_quantized::DecodeCodes,
+    &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
     &hopper_float8::HopperFloat8,
@@ -38,5 +38,5 @@ pub(super) static FAMILIES: [&dyn Family; 15] = [
 ];
 
 pub(super) use decode_paged::DecodePaged;
-pub(super) use decode_paged_quantized::DecodePagedCodes;
+pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;

@@ -342,13 +342,13 @@ impl<
     /// New keys, unrotated ones no longer.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn fresh_keys<E: Pod>() -> Swizzled<E, UNITS> {
-        Self::tile(Self::FRESH, Self::KEYS)
+        Self::tile(Self::NEW_TILES, Self::KEYS)
     }
 
     /// New values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn fresh_values<E: Pod>() -> Swizzled<E, UNITS> {
-        Self::tile(Self::FRESH + Self::STAGE_BYTES / 2, Self::KEYS)
+        Self::tile(Self::NEW_TILES + Self::STAGE_BYTES / 2, Self::KEYS)
     }
 
     /// The keys of one of the team's stages.
