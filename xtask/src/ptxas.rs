@@ -14,6 +14,15 @@ const OLDEST: u32 = 75;
 /// Assembled for besides the module's own.
 const TARGETS: [&str; 3] = ["sm_90a", "sm_100a", "sm_120a"];
 
+/// Hot entries, without their element type, that lack a few registers on a GPU which they were never
+/// measured on, and the most bytes that they spill there, stored and loaded together.
+const SPILLS: [(&str, &str, u32); 4] = [
+    ("gqa_decode_paged_d128_r32", "sm_100a", 40),
+    ("gqa_decode_paged_d256_r8", "sm_120a", 36),
+    ("gqa_decode_paged_d256_r8_w4", "sm_120a", 40),
+    ("gqa_tiled_masked_d256", "sm_120a", 16),
+];
+
 #[derive(ClapArgs)]
 pub struct Args {
     /// Only modules of this family, e.g. tiled.
@@ -119,7 +128,9 @@ fn judge(reports: &[Assembled]) -> Result<()> {
 fn problems(assembled: &Assembled) -> Vec<String> {
     let Assembled { module, arch, report } = assembled;
     let usage = report.usage.iter().filter(|usage| {
-        is_hot(&usage.entry) && usage.stack + usage.spill_stores + usage.spill_loads > 0
+        let spilled = usage.spill_stores + usage.spill_loads;
+        let tolerated = tolerated(&usage.entry, arch);
+        is_hot(&usage.entry) && (spilled > tolerated || usage.stack > 0 && tolerated == 0)
     });
     let usage = usage.map(|u| {
         format!(
@@ -133,6 +144,13 @@ fn problems(assembled: &Assembled) -> Vec<String> {
     };
     let warnings = report.warnings.iter().filter(|text| text.contains("(C75") && !about_cold(text));
     usage.chain(warnings.map(|text| format!("{module} on {arch}: {text}"))).collect()
+}
+
+/// Bytes that an entry may spill on a GPU.
+fn tolerated(entry: &str, arch: &str) -> u32 {
+    let name = entry.replace("_bf16", "").replace("_f16", "");
+    let row = SPILLS.iter().find(|row| (row.0, row.1) == (name.as_str(), arch));
+    row.map_or(0, |row| row.2)
 }
 
 fn is_hot(entry: &str) -> bool {
@@ -178,6 +196,14 @@ mod tests {
         assert_eq!(count(Usage { entry: entry(), ..Usage::default() }, vec![]), 0);
         assert_eq!(count(Usage { entry: entry(), stack: 8, ..Usage::default() }, vec![]), 1);
         assert_eq!(count(Usage { entry: entry(), spill_loads: 8, ..Usage::default() }, vec![]), 1);
+        let known = |bytes| {
+            let entry = "gqa_tiled_masked_bf16_d256".to_owned();
+            let usage = Usage { entry, stack: 8, spill_stores: bytes, ..Usage::default() };
+            let on =
+                |arch: &str| Assembled { arch: arch.into(), ..assembled(usage.clone(), vec![]) };
+            ["sm_120a", "sm_90a"].map(|arch| problems(&on(arch)).len())
+        };
+        assert_eq!((known(16), known(17)), ([0, 1], [1, 1]));
         assert_eq!(count(Usage { entry: "cold".into(), stack: 8, ..Usage::default() }, vec![]), 0);
         assert_eq!(
             count(Usage { entry: entry(), ..Usage::default() }, vec!["(C7510) serialized".into()]),
