@@ -14,8 +14,8 @@ const OLDEST: u32 = 75;
 /// Assembled for besides the module's own.
 const TARGETS: [&str; 3] = ["sm_90a", "sm_100a", "sm_120a"];
 
-/// Hot entries, without their element type, that lack a few registers on a GPU which they were never
-/// measured on, and the most bytes that they spill there, stored and loaded together.
+/// Hot entries, without their element type, that lack a few registers on a GPU which they were
+/// never measured on, and the most bytes that they spill there, stored and loaded together.
 const SPILLS: [(&str, &str, u32); 4] = [
     ("gqa_decode_paged_d128_r32", "sm_100a", 40),
     ("gqa_decode_paged_d256_r8", "sm_120a", 36),

@@ -33,6 +33,7 @@ pub enum Alignment {
 
 /// What a call leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum CallKind {
     /// Attention's outputs and the cache.
     Attention,

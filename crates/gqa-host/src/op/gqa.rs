@@ -213,8 +213,8 @@ impl GroupQueryAttention {
     ///
     /// # Errors
     ///
-    /// Those of [`problem_in_place`](Self::problem_in_place), and the back end's. The cache may have
-    /// the new rows then.
+    /// Those of [`problem_in_place`](Self::problem_in_place), and the back end's. The cache may
+    /// have the new rows then.
     pub fn run_in_place(
         &self,
         inputs: &Inputs<'_>,

@@ -118,7 +118,8 @@ impl PagedAttention {
     ///
     /// # Errors
     ///
-    /// Those of [`problem`](Self::problem), and the back end's. The cache may have the new rows then.
+    /// Those of [`problem`](Self::problem), and the back end's. The cache may have the new rows
+    /// then.
     pub fn run(
         &self,
         inputs: &PagedInputs<'_>,

@@ -78,8 +78,8 @@ impl RotaryEmbedding {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what is
-    /// allowed.
+    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what
+    /// is allowed.
     pub fn problem(&self, inputs: &RotaryInputs<'_>) -> Result<Problem> {
         let x = inputs.x.desc();
         let (layout, [batch, heads, rows, size]) = self.sizes(x)?;

@@ -24,8 +24,8 @@ impl GroupQueryAttention {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what is
-    /// allowed.
+    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what
+    /// is allowed.
     pub fn problem(&self, inputs: &Inputs<'_>, cache: CacheBinding) -> Result<Problem> {
         let total = values::total_sequence_length(inputs.total_sequence_length)?;
         let problem = self.problem_from_shapes(&Shapes::of(inputs, total), cache)?;

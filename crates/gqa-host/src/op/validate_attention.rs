@@ -17,8 +17,8 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what is
-    /// allowed.
+    /// [`Error::Invalid`] names the input or attribute that is not allowed, what was got and what
+    /// is allowed.
     pub fn problem(&self, inputs: &AttentionInputs<'_>) -> Result<Problem> {
         let problem = self.problem_from_shapes(&AttentionShapes::of(inputs))?;
         check_lengths(&problem, inputs)?;

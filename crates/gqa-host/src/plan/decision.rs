@@ -7,6 +7,7 @@ use std::fmt;
 
 /// Why a family was not taken.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Rejection {
     /// Switched off.
     Disabled {

@@ -24,6 +24,7 @@ pub struct PlanOptions {
 
 /// One of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum PlanOption {
     /// GQA_DISABLE_FLASH_ATTENTION
     DisableFlashAttention,

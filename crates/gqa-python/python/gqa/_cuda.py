@@ -318,7 +318,7 @@ def _rope(rope, q):
             got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             allowed = f"{q.dtype} (positions, up to {q.shape[-1] // 2}) on {q.device}"
             raise _invalid(name, got, allowed)
-    return _aligned(cos.detach()), _aligned(sin.detach()), interleaved
+    return _aligned(cos), _aligned(sin), interleaved
 
 
 def _new(q, new, k_cache):

@@ -1,5 +1,5 @@
-//! `decode`: a decode step in one launch on Hopper and Blackwell, by clusters of blocks: it rotates,
-//! appends and attends; and what its sisters share with it.
+//! `decode`: a decode step in one launch on Hopper and Blackwell, by clusters of blocks: it
+//! rotates, appends and attends; and what its sisters share with it.
 
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::decision::Rejection;
