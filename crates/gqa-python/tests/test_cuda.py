@@ -468,7 +468,7 @@ class OnAGpu(Cases, unittest.TestCase):
             times.append((time.perf_counter() - started) / 50)
         torch.cuda.synchronize()
         print(f"a decode step costs the processor {min(times) * 1e6:.1f} us", file=sys.stderr)
-        self.assertLess(min(times), 100e-6)
+        self.assertLess(min(times), 40e-6)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,6 @@ def enqueue(planned, device, stream, tensors):
     planned.run(device, dict(zip(planned.tensors, tensors)))
 
 
-def step(arguments, unusual, numbers):
-    """That of a GPU."""
-    is_usual = all(argument is None for argument in unusual)
-    return _steps.key(arguments, numbers) if is_usual else None
-
-
 def in_memory(tensor, strides):
     """The tensor as kernels find it by strides of its first three dimensions."""
     if strides is None:
@@ -110,9 +104,9 @@ class Emulated(Cases, unittest.TestCase):
             mock.patch.object(_cuda, "plan", Planned),
             mock.patch.object(_cuda, "run", Planned.run),
             mock.patch.object(_launch, "enqueue", enqueue),
-            mock.patch.object(_flash, "_step", step),
+            mock.patch.object(_flash, "_step", _steps.key),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "current_stream", lambda _: mock.Mock(cuda_stream=0)),
+            mock.patch.object(_launch, "current_stream", lambda _: 0),
         ):
             patch.start()
             self.addCleanup(patch.stop)

@@ -211,9 +211,10 @@ def flash_attn_with_kvcache(
     neighbours rather than halves. ``num_splits`` is a hint that is not needed.
     """
     arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
-    unusual = cache_batch_idx, cache_leftpad, alibi_slopes, s_aux, return_softmax_lse or None
-    numbers = softmax_scale, causal, softcap, rotary_interleaved, window_size
-    step = _step(arguments, unusual, numbers)
+    step = None
+    if cache_batch_idx is cache_leftpad is alibi_slopes is s_aux is None and not return_softmax_lse:
+        numbers = softmax_scale, causal, softcap, rotary_interleaved
+        step = _step(arguments, numbers, window_size)
     out = None if step is None else _steps().again(step, arguments)
     if out is not None:
         return out
@@ -242,12 +243,10 @@ def _steps():
     return _steps
 
 
-def _step(arguments, unusual, numbers):
-    """What tells the step of a call on a GPU, if nothing unusual is asked for."""
-    if not getattr(arguments[0], "is_cuda", False):
-        return None
-    is_usual = all(argument is None for argument in unusual)
-    return _steps().key(arguments, numbers) if is_usual else None
+def _step(arguments, numbers, window):
+    """What tells the step of a call on a GPU."""
+    is_on_gpu = getattr(arguments[0], "is_cuda", False)
+    return _steps().key(arguments, numbers, window) if is_on_gpu else None
 
 
 def _both(names, first, second):

@@ -55,9 +55,14 @@ def plan(kind, q, kv_heads, scores, *numbers):
     return planned
 
 
+def current_stream(device):
+    """The handle of torch's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
 def run(planned, device, tensors):
     """Puts a plan into the current stream, with tensors by their names."""
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device)
     enqueue(planned, device, stream, [tensors[name] for name in planned.tensors])
 
 
@@ -94,7 +99,7 @@ def _kept(make):
         if torch.cuda.is_current_stream_capturing():
             return make(device, *key)
         # Work of other streams may not see what this one's has not yet written.
-        place = (device.index, torch.cuda.current_stream(device).cuda_stream, *key)
+        place = (device.index, current_stream(device), *key)
         if place not in known:
             if len(known) >= _MOST_PLANS:
                 known.clear()

@@ -9,44 +9,43 @@ import torch
 from gqa import _launch
 
 _MOST_STEPS = 4096
-_NUMBERS = int, float, bool, type(None)
+_NUMBERS = {type(None), bool, int, float}
 _steps = {}
 
 
 class _Step(NamedTuple):
-    """A plan, and where its tensors come from."""
+    """A plan, and which of the arguments, the output and the constants its tensors are."""
 
     planned: object
-    # Which of the arguments that are given, the output and the constants each of them is.
     pick: object
     constants: tuple
 
 
-def key(arguments, numbers):
+def key(arguments, numbers, window):
     """What tells a call's step: its arguments, of which some are None, and what else it is given.
 
     None where every call has to be looked at.
     """
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return None
-    *numbers, window = numbers
-    if type(window) is not tuple or any(type(number) not in _NUMBERS for number in numbers):
-        return None
-    if any(type(side) is not int for side in window):
-        return None
     shapes, together = [], 0
+    needs_grad = torch.is_grad_enabled()
     for tensor in arguments:
-        if tensor is None:
-            shapes.append(None)
-        elif type(tensor) is not torch.Tensor or tensor.requires_grad:
-            return None
-        else:
+        if type(tensor) is torch.Tensor:
+            if needs_grad and tensor.requires_grad:
+                return None
             shapes.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
             together |= tensor.data_ptr()
-    if together % 16 != 0:
+        elif tensor is None:
+            shapes.append(None)
+        else:
+            return None
+    if together % 16 != 0 or type(window) is not tuple:
         return None
-    stream = torch.cuda.current_stream(arguments[0].device).cuda_stream
-    return stream, *numbers, window, *shapes
+    numbers = *numbers, *window
+    if not _NUMBERS.issuperset(map(type, numbers)):
+        return None
+    return _launch.current_stream(arguments[0].device), numbers, *shapes
 
 
 def again(key, arguments):
@@ -55,21 +54,20 @@ def again(key, arguments):
     if step is None:
         return None
     out = torch.empty_like(arguments[0])
-    given = (tensor for tensor in arguments if tensor is not None)
-    tensors = step.pick((*given, out, *step.constants))
+    tensors = step.pick((*arguments, out, *step.constants))
     _launch.enqueue(step.planned, out.device, key[0], tensors)
     return out
 
 
 def keep(key, planned, tensors, arguments, constants):
     """Keeps a call whose tensors are its arguments, an output of q's shape and constants."""
-    given = [tensor for tensor in arguments if tensor is not None]
-    pool = [*given, tensors["output"], *constants]
-    places = {id(tensor): place for place, tensor in enumerate(pool)}
+    pool = *arguments, tensors["output"], *constants
+    places = {id(tensor): place for place, tensor in enumerate(pool) if tensor is not None}
     picked = [places.get(id(tensors[name])) for name in planned.tensors]
     # A tensor that is none of these is a copy of an argument, and made anew each time. Of two
     # arguments that are one tensor it is not known which a later call's would be.
-    if None in picked or len(places) < len(pool):
+    is_ambiguous = len(places) < sum(tensor is not None for tensor in pool)
+    if None in picked or is_ambiguous:
         return
     if len(_steps) >= _MOST_STEPS:
         _steps.clear()
