@@ -9,8 +9,6 @@ use crate::error::{invalid, ours};
 use crate::rows::{check_shape, check_type, readable, strides};
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
-#[cfg(feature = "cuda")]
-use candle::backend::BackendDevice;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use gqa_host::backend::IoViews;
@@ -253,13 +251,8 @@ impl CustomOp3 for Step<'_> {
         let (Storage::Cuda(keys), Storage::Cuda(values)) = (keys, values) else {
             return Err(invalid("query", "a tensor on a GPU", "one where the KV cache is"));
         };
-        let (device, shape) = (query.device(), query_layout.shape());
-        if !device.same_device(keys.device()) {
-            let got = format!("a tensor on {:?}", device.location());
-            return Err(invalid("query", got, format!("{:?}", keys.device().location())));
-        }
-        let gpu = Gpu::of(device)?;
-        let last = device.clone_htod(self.last)?;
+        let (gpu, shape) = (Gpu::beside(keys, query)?, query_layout.shape());
+        let last = gpu.numbers(self.last)?;
         let mut output = Gpu::output(query, shape)?;
         let tensors = Tensors::default()
             .with(TensorId::Query, Pointer::read("query", query, query_layout, &gpu)?)

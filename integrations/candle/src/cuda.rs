@@ -4,6 +4,7 @@ use crate::attention::Rope;
 use crate::error::{invalid, ours};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::cuda_backend::CudaStorageSlice;
+use candle::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop,
 };
@@ -11,18 +12,20 @@ use candle::{CudaDevice, CudaStorage, DeviceLocation, Layout, Result, Shape, Sto
 use gqa_host::Problem;
 use gqa_host::driver::{Device, DeviceView, LoadedPlan, Stream, Views, Workspace};
 use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, TensorSpec, Tensors};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
+use std::sync::Arc;
 
-/// A stream of candle's, and what its calls have in common.
+/// A stream of candle's, and what a thread's calls in it have in common.
 pub(crate) struct Gpu {
     device: Device,
     /// candle's, which lives as long as this.
     theirs: Arc<CudaStream>,
     ours: Stream,
     planner: Planner,
-    /// Calls of one stream run one after the other, so that they share it.
-    state: Mutex<State>,
+    /// A thread's calls in one stream run one after the other, so that they share it.
+    state: RefCell<State>,
 }
 
 /// Loaded plans and scratch memory.
@@ -33,31 +36,58 @@ struct State {
     scratch: Option<CudaSlice<u8>>,
     /// Zero between calls.
     counters: Option<CudaSlice<u32>>,
+    /// What the GPU was told last, newest last.
+    numbers: VecDeque<(Vec<i32>, Rc<CudaSlice<i32>>)>,
 }
+
+const NOT_CAPTURED: CUstreamCaptureStatus = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
 /// A plan's address.
 fn name(plan: &Arc<Plan>) -> usize {
     Arc::as_ptr(plan).addr()
 }
 
-/// All that were made: few, as there is one for each stream.
-static GPUS: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
-
-/// What a mutex guards. Nothing here is left half done by a panic.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+thread_local! {
+    /// Those of this thread. They are not shared with others: the streams that candle's devices
+    /// have by default run the calls of each thread on their own, under the same name.
+    static GPUS: RefCell<Vec<Rc<Gpu>>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Gpu {
     /// That of a device's stream.
-    pub(crate) fn of(device: &CudaDevice) -> Result<Arc<Self>> {
-        let (stream, mut gpus) = (device.cuda_stream(), lock(&GPUS));
-        if let Some(gpu) = gpus.iter().find(|gpu| Arc::ptr_eq(&gpu.theirs, &stream)) {
-            return Ok(gpu.clone());
+    ///
+    /// # Errors
+    ///
+    /// Where the stream is being captured: the graph would outlive the memory that calls share.
+    pub(crate) fn of(device: &CudaDevice) -> Result<Rc<Self>> {
+        let stream = device.cuda_stream();
+        if stream.capture_status().map_err(candle::Error::wrap)? != NOT_CAPTURED {
+            return Err(invalid("stream", "one that is being captured", "one that is not"));
         }
-        let gpu = Arc::new(Self::new(device, stream)?);
-        gpus.push(gpu.clone());
-        Ok(gpu)
+        GPUS.with_borrow_mut(|gpus| {
+            if let Some(gpu) = gpus.iter().find(|gpu| gpu.is_of(&stream)) {
+                return Ok(gpu.clone());
+            }
+            let gpu = Rc::new(Self::new(device, stream)?);
+            gpus.push(gpu.clone());
+            Ok(gpu)
+        })
+    }
+
+    /// That of a query, which must be where the KV cache is.
+    pub(crate) fn beside(keys: &CudaStorage, query: &CudaStorage) -> Result<Rc<Self>> {
+        let (device, theirs) = (query.device(), keys.device());
+        if !device.same_device(theirs) {
+            let [got, allowed] = [device, theirs].map(BackendDevice::location);
+            let got = format!("a tensor of a device on {got:?}");
+            let allowed = format!("one of the device of the KV cache, on {allowed:?}");
+            return Err(invalid("query", got, allowed));
+        }
+        Self::of(device)
+    }
+
+    fn is_of(&self, stream: &CudaStream) -> bool {
+        self.theirs.cu_stream() == stream.cu_stream() && self.theirs.context() == stream.context()
     }
 
     fn new(device: &CudaDevice, theirs: Arc<CudaStream>) -> Result<Self> {
@@ -71,7 +101,7 @@ impl Gpu {
         let options = PlanOptions::from_env().map_err(ours)?;
         let planner = Planner::new(device.info().clone(), options);
         let ours = stream.map_err(ours)?;
-        Ok(Self { device, theirs, ours, planner, state: Mutex::default() })
+        Ok(Self { device, theirs, ours, planner, state: RefCell::default() })
     }
 
     /// Puts a call into the stream.
@@ -83,10 +113,10 @@ impl Gpu {
             Some((*id, spec.strides.map_or(view, |strides| view.strided(strides))))
         });
         let views: Views<'_> = views.collect();
-        let mut state = lock(&self.state);
+        let mut state = self.state.borrow_mut();
         state.reserve(&plan, &self.theirs)?;
         state.load(&plan, &self.device)?;
-        let State { loaded, scratch, counters } = &mut *state;
+        let State { loaded, scratch, counters, .. } = &mut *state;
         let Some(loaded) = loaded.get(&name(&plan)) else {
             return Err(invalid("plan", "none", "the one that was loaded"));
         };
@@ -117,6 +147,21 @@ impl Gpu {
         self.run(problem, &tensors)
     }
 
+    /// Numbers on the GPU, to be read. The layers of a model say the same of their sequences one
+    /// after the other, so that most are there already.
+    pub(crate) fn numbers(&self, numbers: &[i32]) -> Result<Rc<CudaSlice<i32>>> {
+        let known = &mut self.state.borrow_mut().numbers;
+        if let Some((_, slice)) = known.iter().find(|(known, _)| known == numbers) {
+            return Ok(slice.clone());
+        }
+        if known.len() >= State::MOST_NUMBERS {
+            known.pop_front();
+        }
+        let slice = Rc::new(self.theirs.clone_htod(numbers).map_err(candle::Error::wrap)?);
+        known.push_back((numbers.to_vec(), slice.clone()));
+        Ok(slice)
+    }
+
     /// Memory for an output.
     pub(crate) fn output(like: &CudaStorage, shape: &Shape) -> Result<CudaStorage> {
         // SAFETY: kernels write every element of an output.
@@ -127,6 +172,9 @@ impl Gpu {
 impl State {
     /// Loaded plans that are kept: as many as a planner keeps.
     const MOST: usize = 1024;
+
+    /// Arrays of numbers that are kept: more than a call has.
+    const MOST_NUMBERS: usize = 8;
 
     /// Makes scratch memory as large as the plan's.
     fn reserve(&mut self, plan: &Plan, stream: &Arc<CudaStream>) -> Result<()> {

@@ -1,11 +1,11 @@
 //! A model of Llama's architecture over candle. How it attends is the caller's.
 
+use super::clock::Clock;
 use candle::quantized::{QMatMul, gguf_file};
 use candle::{D, DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::ops::{rms_norm, silu};
 use gqa_candle::{Attention, Rope};
 use std::io::{Read, Seek};
-use std::time::{Duration, Instant};
 
 /// A model's sizes and constants.
 #[derive(Clone, Debug)]
@@ -114,8 +114,8 @@ pub struct Llama {
     layers: Vec<Layer>,
     norm: Tensor,
     output: QMatMul,
-    /// What attention has taken since this was set back.
-    pub attention: Duration,
+    /// What attention takes.
+    pub attention: Clock,
 }
 
 impl Llama {
@@ -191,7 +191,12 @@ impl Llama {
         });
         let layers = layers.collect::<Result<_>>()?;
         let config = Config { vocabulary: embedding.dim(0)?, ..config };
-        Ok(Self { config, embedding, layers, norm, output, attention: Duration::ZERO })
+        Ok(Self { config, embedding, layers, norm, output, attention: Clock::of(device) })
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> &Device {
+        self.embedding.device()
     }
 
     /// Logits after `tokens`, u32 of shape (batch, tokens): float32 of shape (batch, 1 or tokens,
@@ -213,9 +218,7 @@ impl Llama {
             };
             let query = split(&layer.query, heads)?;
             let (key, value) = (split(&layer.key, kv_heads)?, split(&layer.value, kv_heads)?);
-            let started = Instant::now();
-            let attended = attend.attend(i, &query, &key, &value)?;
-            self.attention += started.elapsed();
+            let attended = self.attention.span(|| attend.attend(i, &query, &key, &value))?;
             x = (x + layer.output.forward(&attended.flatten_from(2)?)?)?;
             let normal = rms_norm(&x, &layer.norm, epsilon)?;
             let gate = silu(&layer.gate.forward(&normal)?)?;

@@ -4,6 +4,7 @@
 //! README of the crate says where the file comes from. Prints the text as it comes, and then tokens
 //! per second and what attention took of the time.
 
+mod clock;
 mod llama;
 mod text;
 mod ways;
@@ -32,8 +33,9 @@ struct Args {
     /// Tokens to generate.
     #[arg(long, default_value_t = 64)]
     tokens: usize,
-    #[arg(long, value_enum, default_value_t = Way::Gqa)]
-    attention: Way,
+    /// One or several, with commas between: each generates the text, and measurements take turns.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "gqa")]
+    attention: Vec<Way>,
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
     /// Element type of activations, and of dense weights.
@@ -79,6 +81,13 @@ enum Number {
     Bfloat16,
 }
 
+impl std::fmt::Display for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let value = self.to_possible_value();
+        f.pad(value.as_ref().map_or("", |value| value.get_name()))
+    }
+}
+
 impl Way {
     /// Room for `capacity` tokens of a sequence.
     fn attend(
@@ -116,17 +125,20 @@ fn main() -> Result<()> {
     let quantized = !args.dense && dtype == DType::F32;
     let weights = if quantized { Weights::Quantized } else { Weights::Dense(dtype) };
     let Some(path) = &args.model else {
-        let model = Llama::random(llama_3_2_1b(), dtype, &device)?;
-        return measure(model, &args, args.context.unwrap_or(8192), dtype, &device);
+        let mut model = Llama::random(llama_3_2_1b(), dtype, &device)?;
+        return measure(&mut model, &args, args.context.unwrap_or(8192), dtype);
     };
     let mut reader = BufReader::new(File::open(path)?);
     let file = Content::read(&mut reader)?;
-    let model = Llama::from_gguf(&file, &mut reader, weights, &device)?;
-    match (args.context, &args.perplexity) {
-        (Some(context), _) => measure(model, &args, context, dtype, &device),
-        (None, Some(text)) => perplexity(model, &Text::of(&file)?, &args, text, dtype, &device),
-        (None, None) => generate(model, &Text::of(&file)?, &args, dtype, &device),
+    let mut model = Llama::from_gguf(&file, &mut reader, weights, &device)?;
+    if let Some(context) = args.context {
+        return measure(&mut model, &args, context, dtype);
     }
+    let text = Text::of(&file)?;
+    args.attention.iter().try_for_each(|&way| match &args.perplexity {
+        Some(path) => perplexity(&mut model, &text, way, path, dtype),
+        None => generate(&mut model, &text, way, &args, dtype),
+    })
 }
 
 fn llama_3_2_1b() -> Config {
@@ -150,28 +162,23 @@ fn row(tokens: &[u32], device: &Device) -> Result<Tensor> {
 }
 
 /// Prints the likeliest text.
-fn generate(
-    mut model: Llama,
-    text: &Text,
-    args: &Args,
-    dtype: DType,
-    device: &Device,
-) -> Result<()> {
+fn generate(model: &mut Llama, text: &Text, way: Way, args: &Args, dtype: DType) -> Result<()> {
+    let device = &model.device().clone();
     let prompt = if args.chat { asked(&args.prompt) } else { args.prompt.clone() };
     let prompt = text.tokens(&prompt)?;
     let capacity = prompt.len() + args.tokens;
     if capacity > model.config.context {
         candle::bail!("{capacity} tokens; the model takes {}", model.config.context);
     }
-    let mut attend = args.attention.attend(&model.config, capacity, dtype, device)?;
+    let mut attend = way.attend(&model.config, capacity, dtype, device)?;
     if !args.chat {
         print!("{}", args.prompt);
     }
-    let mut part = Part::begin(&mut model);
+    let mut part = Part::begin();
     let logits = model.forward(&row(&prompt, device)?, &mut *attend, Logits::Last)?;
     let mut token = likeliest(&logits)?[0];
-    let prefill = part.end(&mut model, prompt.len());
-    part = Part::begin(&mut model);
+    let prefill = part.end(model, prompt.len())?;
+    part = Part::begin();
     let (mut stream, mut steps) = (Stream::default(), 0);
     for _ in 0..args.tokens {
         if text.is_end(token) {
@@ -183,27 +190,27 @@ fn generate(
         token = likeliest(&logits)?[0];
         steps += 1;
     }
-    let decode = part.end(&mut model, steps);
+    let decode = part.end(model, steps)?;
     println!();
-    eprintln!("prefill {prefill}");
-    eprintln!("decode  {decode}");
+    eprintln!("{way} prefill {prefill}");
+    eprintln!("{way} decode  {decode}");
     Ok(())
 }
 
 /// Prints the mean negative log-likelihood of a text's tokens, by windows of up to 1,024 of them.
 fn perplexity(
-    mut model: Llama,
+    model: &mut Llama,
     text: &Text,
-    args: &Args,
+    way: Way,
     path: &PathBuf,
     dtype: DType,
-    device: &Device,
 ) -> Result<()> {
+    let device = &model.device().clone();
     let tokens = text.tokens(&std::fs::read_to_string(path)?)?;
     let (mut sum, mut count) = (0., 0);
     for window in tokens.chunks(1024).filter(|window| window.len() > 1) {
         let (given, wanted) = (&window[..window.len() - 1], &window[1..]);
-        let mut attend = args.attention.attend(&model.config, given.len(), dtype, device)?;
+        let mut attend = way.attend(&model.config, given.len(), dtype, device)?;
         let logits = model.forward(&row(given, device)?, &mut *attend, Logits::All)?.squeeze(0)?;
         let likelihoods = candle_nn::ops::log_softmax(&logits, 1)?;
         let wanted = Tensor::new(wanted, device)?.unsqueeze(1)?;
@@ -212,42 +219,38 @@ fn perplexity(
     }
     let mean = sum / count as f32;
     println!(
-        "{count} tokens: mean negative log-likelihood {mean:.5}, perplexity {:.4}",
+        "{way} {count} tokens: mean negative log-likelihood {mean:.5}, perplexity {:.4}",
         mean.exp()
     );
     Ok(())
 }
 
 /// Prefill of so many tokens, and decode of some behind them: medians.
-fn measure(
-    mut model: Llama,
-    args: &Args,
-    context: usize,
-    dtype: DType,
-    device: &Device,
-) -> Result<()> {
+fn measure(model: &mut Llama, args: &Args, context: usize, dtype: DType) -> Result<()> {
+    let device = &model.device().clone();
     let steps = args.tokens;
     let vocabulary = model.config.vocabulary as u32;
     let tokens: Vec<u32> = (0..context as u32).map(|i| i * 7919 % vocabulary).collect();
-    let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
+    let mut took: Vec<_> = args.attention.iter().map(|way| (*way, [vec![], vec![]])).collect();
     for _ in 0..args.repeat {
-        let capacity = context + steps;
-        let mut attend = args.attention.attend(&model.config, capacity, dtype, device)?;
-        let part = Part::begin(&mut model);
-        let mut logits = model.forward(&row(&tokens, device)?, &mut *attend, Logits::Last)?;
-        let mut token = likeliest(&logits)?;
-        prefills.push(part.end(&mut model, context));
-        for _ in 0..steps {
-            let part = Part::begin(&mut model);
-            logits = model.forward(&row(&token, device)?, &mut *attend, Logits::Last)?;
-            token = likeliest(&logits)?;
-            decodes.push(part.end(&mut model, 1));
+        for (way, [prefills, decodes]) in &mut took {
+            let mut attend = way.attend(&model.config, context + steps, dtype, device)?;
+            let part = Part::begin();
+            let mut logits = model.forward(&row(&tokens, device)?, &mut *attend, Logits::Last)?;
+            let mut token = likeliest(&logits)?;
+            prefills.push(part.end(model, context)?);
+            for _ in 0..steps {
+                let part = Part::begin();
+                logits = model.forward(&row(&token, device)?, &mut *attend, Logits::Last)?;
+                token = likeliest(&logits)?;
+                decodes.push(part.end(model, 1)?);
+            }
         }
     }
-    let way =
-        args.attention.to_possible_value().map_or_else(String::new, |way| way.get_name().into());
-    println!("{way:12} prefill of {context:5} {}", median(prefills));
-    println!("{way:12} decode after {context:3} {}", median(decodes));
+    for (way, [prefills, decodes]) in took {
+        println!("{way:12} prefill of {context:5} {}", median(prefills));
+        println!("{way:12} decode after {context:3} {}", median(decodes));
+    }
     Ok(())
 }
 
@@ -255,13 +258,13 @@ fn measure(
 struct Part(Instant);
 
 impl Part {
-    fn begin(model: &mut Llama) -> Self {
-        model.attention = Duration::ZERO;
+    fn begin() -> Self {
         Self(Instant::now())
     }
 
-    fn end(&self, model: &mut Llama, tokens: usize) -> Took {
-        Took { tokens, all: self.0.elapsed(), attention: model.attention }
+    fn end(&self, model: &mut Llama, tokens: usize) -> Result<Took> {
+        let all = self.0.elapsed();
+        Ok(Took { tokens, all, attention: model.attention.take()? })
     }
 }
 

@@ -111,10 +111,11 @@ impl Unfused {
         if let Some(mask) = self.masks.get(&[rows, keys]) {
             return Ok(mask.clone());
         }
-        let places = (0..rows).flat_map(|row| (0..keys).map(move |key| (row, key)));
-        let hidden = places.map(|(row, key)| key > row + keys - rows);
-        let mask: Vec<f32> = hidden.map(|x| if x { f32::NEG_INFINITY } else { 0. }).collect();
-        let mask = Tensor::from_vec(mask, (rows, keys), like.device())?.to_dtype(like.dtype())?;
+        let device = like.device();
+        let places = Tensor::arange((keys - rows) as u32, keys as u32, device)?.unsqueeze(1)?;
+        let hidden = Tensor::arange(0, keys as u32, device)?.broadcast_gt(&places)?;
+        let number = |x: f32| Tensor::full(x, (rows, keys), device)?.to_dtype(like.dtype());
+        let mask = hidden.where_cond(&number(f32::NEG_INFINITY)?, &number(0.)?)?;
         self.masks.insert([rows, keys], mask.clone());
         Ok(mask)
     }

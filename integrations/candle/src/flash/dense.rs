@@ -103,7 +103,7 @@ impl CustomOp3 for Dense {
         let problem = self.problem(q.dtype(), layouts, sizes, bias.as_ref())?;
         let (device, shape) = (q.device(), q_layout.shape());
         let gpu = Gpu::of(device)?;
-        let last = device.clone_htod(&vec![sizes.keys as i32 - 1; sizes.batch])?;
+        let last = gpu.numbers(&vec![sizes.keys as i32 - 1; sizes.batch])?;
         let bias = bias.map(|bias| bias.on(device)).transpose()?;
         let mut output = Gpu::output(q, shape)?;
         let tensors = Tensors::default()

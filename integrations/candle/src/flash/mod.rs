@@ -8,9 +8,10 @@
 //! place to `right` behind it; `None` is no bound. Causal is `right` of 0. A row that sees no key
 //! is 0.
 //!
-//! Beyond the original, tensors may be on the CPU, where float32 is taken too; head sizes need not
-//! be multiples of 8 unless the cache is paged, nor blocks have a multiple of 32 rows. Backward
-//! passes are an error, as they are there.
+//! Beyond the original, tensors may be on the CPU, and float32 is taken too; head sizes need not be
+//! multiples of 8 unless the cache is paged or, on a GPU, lengths are variable, nor blocks have a
+//! multiple of 32 rows. Backward passes are an error, as they are there. A stream that is captured
+//! into a CUDA graph is refused.
 //!
 //! ALiBi becomes a bias in the element type of the queries, and so is rounded to that.
 

@@ -284,10 +284,8 @@ impl CustomOp3 for Paged {
         let (cache, device) = (Cache::of(q_layout, k_layout)?, q.device());
         let problem = self.problem(cache, element_type("q", q.dtype())?)?;
         let (gpu, lengths) = (Gpu::of(device)?, Lengths::of(&self.starts));
-        let (past, starts) =
-            (device.clone_htod(&lengths.past)?, device.clone_htod(&lengths.starts)?);
-        let slots = device.clone_htod(&vec![-1; cache.rows])?;
-        let table = device.clone_htod(&self.table)?;
+        let (past, starts) = (gpu.numbers(&lengths.past)?, gpu.numbers(&lengths.starts)?);
+        let (slots, table) = (gpu.numbers(&vec![-1; cache.rows])?, gpu.numbers(&self.table)?);
         let none = Shape::from((cache.rows, cache.kv_heads, cache.size));
         let none = device.zeros_impl(&none, q.dtype())?;
         let mut output = device.zeros_impl(q_layout.shape(), q.dtype())?;

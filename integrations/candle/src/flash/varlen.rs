@@ -114,6 +114,12 @@ impl Varlen {
         if heads == 0 || kv_heads == 0 {
             return Err(invalid("q", format!("{heads} heads over {kv_heads}"), "1 or more"));
         }
+        // Kernels read a tensor from where a sequence begins.
+        let aligned = |heads: usize| (heads * size * q.dtype().size_in_bytes()).is_multiple_of(16);
+        if !(q.device().is_cpu() || aligned(heads) && aligned(kv_heads)) {
+            let got = format!("{heads} heads over {kv_heads} of {size} {:?}", q.dtype());
+            return Err(invalid("q", got, "rows of a multiple of 16 bytes, on a GPU"));
+        }
         self.starts.check_rows(rows)?;
         check_end("seqlens_k", &self.starts.keys, keys)?;
         readable(q)?.apply_op3(&readable(k)?, &readable(v)?, self)
@@ -226,7 +232,7 @@ impl CustomOp3 for Varlen {
             let bias = Bias::alibi(&self.scores, sizes, q.dtype())?;
             let problem =
                 self.problem(q.dtype(), sizes, [q_layout, k_layout, v_layout], bias.as_ref())?;
-            let last = device.clone_htod(&[keys.len() as i32 - 1])?;
+            let last = gpu.numbers(&[keys.len() as i32 - 1])?;
             let bias = bias.map(|bias| bias.on(device)).transpose()?;
             let at = |layout: &Layout, row: usize| row * layout.stride()[0];
             let query = Pointer::read("q", q, q_layout, &gpu)?;

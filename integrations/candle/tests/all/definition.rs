@@ -2,15 +2,15 @@
 
 use candle::{Device, IndexOp, Result, Shape, Tensor};
 
-/// Numbers that are made up.
-pub fn noise(shape: impl Into<Shape>, seed: u32) -> Result<Tensor> {
+/// Numbers that are made up, on that device.
+pub fn noise(shape: impl Into<Shape>, seed: u32, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     let numbers = (0..shape.elem_count() as u32).map(|i| {
         let mixed =
             (i.wrapping_mul(2_654_435_761) ^ seed.wrapping_mul(40_503)).wrapping_mul(2_246_822_519);
         (mixed >> 8) as f32 / (1 << 23) as f32 - 1.
     });
-    Tensor::from_iter(numbers, &Device::Cpu)?.reshape(shape)
+    Tensor::from_iter(numbers, device)?.reshape(shape)
 }
 
 /// What becomes of scores.

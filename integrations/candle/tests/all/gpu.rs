@@ -1,46 +1,73 @@
-//! The same on a GPU as on the CPU. Ignored, as it needs one: `cargo test --features cuda gpu --
-//! --ignored`.
+//! On a GPU: long rows and the head sizes of models in every element type, as on the CPU; threads
+//! and streams; what is refused.
 
 use crate::definition::noise;
+use crate::devices::on_gpu;
+use crate::refusal::refusal;
+use candle::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle::{DType, Device, Result, Tensor};
-use gqa_candle::flash::{
-    flash_attn, flash_attn_alibi, flash_attn_varlen, flash_attn_varlen_paged_windowed,
-    flash_attn_windowed,
-};
+use gqa_candle::flash::*;
 use gqa_candle::{Attention, KvCache, PagedKvCache, Rope};
+use std::thread;
+
+/// The largest difference.
+fn apart(got: &Tensor, want: &Tensor) -> Result<f32> {
+    let [got, want] =
+        [got, want].map(|tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32));
+    (got? - want?)?.abs()?.flatten_all()?.max(0)?.to_scalar()
+}
 
 /// Runs `call` on both devices in each element type, and compares what it gives.
 fn alike(call: impl Fn(&Device, DType) -> Result<Tensor>) -> Result<()> {
-    let gpu = Device::new_cuda(0)?;
-    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F16, 4e-3), (DType::BF16, 3e-2)] {
-        let want = call(&Device::Cpu, dtype)?.to_dtype(DType::F32)?;
-        let got = call(&gpu, dtype)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-        let apart = (got - want)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
-        assert!(apart < tolerance, "{dtype:?}: {apart}");
-    }
-    Ok(())
+    on_gpu(|gpu| {
+        for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F16, 4e-3), (DType::BF16, 3e-2)] {
+            let apart = apart(&call(gpu, dtype)?, &call(&Device::Cpu, dtype)?)?;
+            assert!(apart < tolerance, "{dtype:?}: {apart}");
+        }
+        Ok(())
+    })
 }
 
 /// Query, key and value, with heads before rows in memory.
-fn tensors(rows: usize, keys: usize, device: &Device, dtype: DType) -> Result<[Tensor; 3]> {
-    let of = |shape: (usize, usize, usize, usize), seed| {
-        noise(shape, seed)?.to_device(device)?.to_dtype(dtype)?.transpose(1, 2)
+fn tensors(
+    rows: usize,
+    keys: usize,
+    size: usize,
+    device: &Device,
+    dtype: DType,
+) -> Result<[Tensor; 3]> {
+    let of = |heads, rows, seed| {
+        noise((2, heads, rows, size), seed, device)?.to_dtype(dtype)?.transpose(1, 2)
     };
-    Ok([of((2, 6, rows, 64), 1)?, of((2, 2, keys, 64), 2)?, of((2, 2, keys, 64), 3)?])
+    Ok([of(6, rows, 1)?, of(2, keys, 2)?, of(2, keys, 3)?])
+}
+
+fn slopes(device: &Device) -> Result<Tensor> {
+    Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625, 0.03, 0.01], device)
 }
 
 #[test]
-#[ignore = "needs a GPU"]
-fn gpu_functions() -> Result<()> {
-    for [rows, keys] in [[70, 70], [5, 300], [1, 900]] {
+fn functions_are_as_on_the_cpu() -> Result<()> {
+    for [rows, keys, size] in [[70, 70, 64], [200, 200, 128], [5, 300, 64], [1, 900, 128]] {
         alike(|device, dtype| {
-            let [q, k, v] = tensors(rows, keys, device, dtype)?;
-            let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625, 0.03, 0.01], device)?;
+            let [q, k, v] = tensors(rows, keys, size, device, dtype)?;
+            let alibi = &slopes(device)?;
             let outputs = [
                 flash_attn(&q, &k, &v, 0.125, true)?,
                 flash_attn(&q, &k, &v, 0.125, false)?,
                 flash_attn_windowed(&q, &k, &v, 0.125, Some(20), Some(3))?,
-                flash_attn_alibi(&q, &k, &v, &slopes, 0.125, true)?,
+                flash_attn_alibi(&q, &k, &v, alibi, 0.125, true)?,
+                flash_attn_alibi_windowed(&q, &k, &v, alibi, 0.125, Some(20), Some(0))?,
+                flash_attn_alibi_windowed_softcap(
+                    &q,
+                    &k,
+                    &v,
+                    Some(alibi),
+                    0.125,
+                    None,
+                    Some(0),
+                    2.,
+                )?,
             ];
             Tensor::stack(&outputs, 0)
         })?;
@@ -48,42 +75,65 @@ fn gpu_functions() -> Result<()> {
     Ok(())
 }
 
+/// Of three sequences, of which one has no rows: 90 rows over 350 keys.
 #[test]
-#[ignore = "needs a GPU"]
-fn gpu_functions_of_any_lengths() -> Result<()> {
+fn functions_of_any_lengths_are_as_on_the_cpu() -> Result<()> {
     alike(|device, dtype| {
-        let of = |shape: (usize, usize, usize), seed| {
-            noise(shape, seed)?.to_device(device)?.to_dtype(dtype)
+        let of = |rows, heads, seed| noise((rows, heads, 64), seed, device)?.to_dtype(dtype);
+        let (q, k, v) = (&of(90, 6, 1)?, &of(350, 2, 2)?, &of(350, 2, 3)?);
+        let sq = &Tensor::new(&[0u32, 40, 40, 90], device)?;
+        let sk = &Tensor::new(&[0u32, 100, 110, 350], device)?;
+        let alibi = &slopes(device)?;
+        let blocks = |seed| of(16 * 32, 2, seed)?.reshape((16, 32, 2, 64));
+        let table = [[7u32, 4, 2, 9, 0, 0, 0, 0], [1; 8], [3, 5, 6, 8, 10, 11, 12, 13]];
+        let (kb, vb, table) = (&blocks(4)?, &blocks(5)?, &Tensor::new(&table, device)?);
+        let paged = |left, right| {
+            flash_attn_varlen_paged_windowed(
+                q, kb, vb, sq, sk, table, None, 50, 240, 0.125, left, right, 32, None,
+            )
         };
-        let (q, k, v) = (of((12, 6, 64), 1)?, of((26, 2, 64), 2)?, of((26, 2, 64), 3)?);
-        let starts = Tensor::new(&[0u32, 5, 5, 12], device)?;
-        let ends = Tensor::new(&[0u32, 9, 19, 26], device)?;
-        let plain = flash_attn_varlen(&q, &k, &v, &starts, &ends, 7, 10, 0.125, true)?;
-        let blocks = |seed| of((10 * 32, 2, 64), seed)?.reshape((10, 32, 2, 64));
-        let table = Tensor::new(&[[7u32], [4], [2]], device)?;
-        let paged = flash_attn_varlen_paged_windowed(
-            &q,
-            &blocks(4)?,
-            &blocks(5)?,
-            &starts,
-            &ends,
-            &table,
-            None,
-            7,
-            10,
-            0.125,
-            Some(6),
-            Some(0),
-            32,
-            None,
-        )?;
-        Tensor::stack(&[plain, paged], 0)
+        let outputs = [
+            flash_attn_varlen(q, k, v, sq, sk, 50, 240, 0.125, true)?,
+            flash_attn_varlen_windowed(q, k, v, sq, sk, 50, 240, 0.125, Some(9), Some(2))?,
+            flash_attn_varlen_alibi(q, k, v, alibi, sq, sk, 50, 240, 0.125, true)?,
+            flash_attn_varlen_alibi_windowed(
+                q,
+                k,
+                v,
+                alibi,
+                sq,
+                sk,
+                50,
+                240,
+                0.125,
+                Some(9),
+                Some(0),
+            )?,
+            flash_attn_varlen_alibi_windowed_softcap(
+                q,
+                k,
+                v,
+                None,
+                sq,
+                sk,
+                50,
+                240,
+                0.125,
+                None,
+                Some(0),
+                2.,
+            )?,
+            paged(None, Some(0))?,
+            paged(Some(6), Some(0))?,
+            paged(None, None)?,
+            paged(Some(6), Some(6))?,
+        ];
+        Tensor::stack(&outputs, 0)
     })
 }
 
 #[test]
-#[ignore = "needs a GPU"]
-fn gpu_caches() -> Result<()> {
+fn kv_caches_are_as_on_the_cpu() -> Result<()> {
     alike(|device, dtype| {
         let rope = Rope::of_frequency(10_000., 64, 256, dtype, device)?;
         let attention = Attention::new(6, 2, 64).rope(rope);
@@ -92,7 +142,7 @@ fn gpu_caches() -> Result<()> {
         let sequences = [paged.begin(), paged.begin()];
         let mut outputs = Vec::new();
         for tokens in [100, 1, 30, 1] {
-            let [q, k, v] = tensors(tokens, tokens, device, dtype)?;
+            let [q, k, v] = tensors(tokens, tokens, 64, device, dtype)?;
             outputs.push(dense.attend(&q, &k, &v)?);
             let batch = sequences.map(|sequence| (sequence, tokens));
             let flat = |tensor: &Tensor| tensor.flatten(0, 1);
@@ -100,5 +150,99 @@ fn gpu_caches() -> Result<()> {
             outputs.push(output.reshape(q.shape())?);
         }
         Tensor::cat(&outputs, 1)
+    })
+}
+
+/// Streams of candle's devices are every thread's own, under one name, and run side by side.
+#[test]
+fn threads_share_no_scratch_memory() -> Result<()> {
+    on_gpu(|device| {
+        // Prompts, whose rotated queries lie in scratch memory.
+        let rope = Rope::of_frequency(10_000., 64, 600, DType::F32, device)?;
+        let attention = &Attention::new(32, 8, 64).rope(rope);
+        let inputs = |seed| {
+            let of = |heads, seed| noise((1, 600, heads, 64), seed, device);
+            Ok([of(32, seed)?, of(8, seed + 1)?, of(8, seed + 2)?])
+        };
+        let attend = |[q, k, v]: &[Tensor; 3], times| {
+            let mut cache = KvCache::new(attention, 1, 600, DType::F32, device)?;
+            let outputs = (0..times).map(|_| {
+                cache.truncate(0);
+                cache.attend(q, k, v)
+            });
+            outputs.collect::<Result<Vec<_>>>()
+        };
+        let inputs = (0..4).map(|thread| inputs(10 * thread)).collect::<Result<Vec<_>>>()?;
+        let want = inputs.iter().map(|inputs| attend(inputs, 1)).collect::<Result<Vec<_>>>()?;
+        device.synchronize()?;
+        thread::scope(|scope| {
+            let run = |(inputs, want): (_, &Vec<Tensor>)| {
+                let want = want[0].clone();
+                scope.spawn(move || {
+                    let outputs = attend(inputs, 50)?;
+                    outputs.iter().map(|got| apart(got, &want)).collect::<Result<Vec<_>>>()
+                })
+            };
+            let threads: Vec<_> = inputs.iter().zip(&want).map(run).collect();
+            for thread in threads {
+                let apart = thread.join().expect("no panic")?;
+                assert!(apart.iter().all(|apart| *apart < 1e-5), "{apart:?}");
+            }
+            Ok(())
+        })
+    })
+}
+
+#[test]
+fn a_stream_that_is_captured_is_refused() -> Result<()> {
+    on_gpu(|device| {
+        let [q, k, v] = tensors(1, 9, 64, device, DType::F32)?;
+        let stream = device.as_cuda_device()?.cuda_stream();
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        stream.begin_capture(mode).expect("nothing is captured yet");
+        let result = flash_attn(&q, &k, &v, 0.125, true);
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        stream.end_capture(flags).expect("an empty graph");
+        let want = "stream: got one that is being captured; allowed: one that is not";
+        assert_eq!(refusal(result), want);
+        flash_attn(&q, &k, &v, 0.125, true).map(drop)
+    })
+}
+
+#[test]
+fn sequences_that_begin_nowhere_near_sixteen_bytes_are_refused() -> Result<()> {
+    on_gpu(|device| {
+        let of = |heads| noise((4, heads, 5), 1, device);
+        let (q, k, starts) = (of(3)?, of(1)?, Tensor::new(&[0u32, 1, 4], device)?);
+        let result = flash_attn_varlen(&q, &k, &k, &starts, &starts, 3, 3, 1., true);
+        let want = "q: got 3 heads over 1 of 5 F32; \
+                    allowed: rows of a multiple of 16 bytes, on a GPU";
+        assert_eq!(refusal(result), want);
+        Ok(())
+    })
+}
+
+#[test]
+fn tensors_of_other_devices_are_refused() -> Result<()> {
+    on_gpu(|device| {
+        let (again, dtype) = (Device::new_cuda(0)?, DType::F32);
+        let [q, k, v] = tensors(3, 3, 64, device, dtype)?;
+        let rope = Rope::of_frequency(10_000., 64, 8, dtype, &Device::Cpu)?;
+        let attention = Attention::new(6, 2, 64);
+        let text = refusal(KvCache::new(&attention.clone().rope(rope), 2, 8, dtype, device));
+        let want = "cos: got a tensor on Cpu; allowed: Cuda { gpu_id: 0 }, where the KV cache is";
+        assert_eq!(text, want);
+        let mut cache = KvCache::new(&attention, 2, 8, dtype, &again)?;
+        let text = refusal(cache.attend(&q, &k, &v));
+        let want = "query: got a tensor of a device on Cuda { gpu_id: 0 }; \
+                    allowed: one of the device of the KV cache, on Cuda { gpu_id: 0 }";
+        assert_eq!(text, want);
+        let mut cache = KvCache::new(&attention, 2, 8, dtype, &Device::Cpu)?;
+        let text = refusal(cache.attend(&q, &k, &v));
+        assert_eq!(text, "query: got a tensor on a GPU; allowed: one where the KV cache is");
+        assert_eq!(cache.lengths(), [0, 0]);
+        let text = refusal(flash_attn(&q, &k.to_device(&Device::Cpu)?, &v, 1., true));
+        assert!(text.contains("device mismatch"), "{text}");
+        Ok(())
     })
 }

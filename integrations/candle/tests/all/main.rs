@@ -1,7 +1,11 @@
 //! One program, as linking candle takes long.
 
 mod cache;
+#[path = "../../examples/smollm2/clock.rs"]
+#[expect(dead_code, reason = "the example says what attention takes")]
+mod clock;
 mod definition;
+mod devices;
 mod flash;
 #[cfg(feature = "cuda")]
 mod gpu;

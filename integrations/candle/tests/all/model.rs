@@ -1,11 +1,11 @@
 //! A small model of random numbers: it says the same through our kernels as through candle's own
 //! attention.
 
+use crate::devices::on_each;
 use crate::llama::{Attend, Config, Llama, Logits, likeliest};
 use crate::ways::{Dense, Flash, Paged, Unfused};
 use candle::{DType, Device, IndexOp, Result, Tensor};
 
-const DEVICE: &Device = &Device::Cpu;
 const CONTEXT: usize = 2200;
 
 fn config() -> Config {
@@ -23,24 +23,24 @@ fn config() -> Config {
     }
 }
 
-fn model() -> Result<Llama> {
-    Llama::random(config(), DType::F32, DEVICE)
+fn model(device: &Device) -> Result<Llama> {
+    Llama::random(config(), DType::F32, device)
 }
 
-fn dense(batch: usize) -> Result<Dense> {
-    Dense::new(&config(), batch, CONTEXT, DType::F32, DEVICE)
+fn dense(batch: usize, device: &Device) -> Result<Dense> {
+    Dense::new(&config(), batch, CONTEXT, DType::F32, device)
 }
 
-fn unfused() -> Result<Unfused> {
-    Unfused::new(&config(), CONTEXT, DType::F32, DEVICE)
+fn unfused(device: &Device) -> Result<Unfused> {
+    Unfused::new(&config(), CONTEXT, DType::F32, device)
 }
 
 fn prompt(seed: u32, length: usize) -> Vec<u32> {
     (0..length as u32).map(|i| (i * 7919 + seed * 104_729) % 211).collect()
 }
 
-fn row(tokens: &[u32]) -> Result<Tensor> {
-    Tensor::new(tokens, DEVICE)?.unsqueeze(0)
+fn row(tokens: &[u32], device: &Device) -> Result<Tensor> {
+    Tensor::new(tokens, device)?.unsqueeze(0)
 }
 
 /// The likeliest tokens after a prompt that comes in chunks.
@@ -50,20 +50,22 @@ fn text(
     chunks: &[&[u32]],
     count: usize,
 ) -> Result<Vec<u32>> {
+    let device = &model.device().clone();
     let (mut text, mut next) = (Vec::new(), 0);
     for chunk in chunks {
-        next = likeliest(&model.forward(&row(chunk)?, attend, Logits::Last)?)?[0];
+        next = likeliest(&model.forward(&row(chunk, device)?, attend, Logits::Last)?)?[0];
     }
     for _ in 0..count {
         text.push(next);
-        next = likeliest(&model.forward(&row(&[next])?, attend, Logits::Last)?)?[0];
+        next = likeliest(&model.forward(&row(&[next], device)?, attend, Logits::Last)?)?[0];
     }
     Ok(text)
 }
 
 /// Logits of all tokens of a text.
 fn logits(model: &mut Llama, attend: &mut dyn Attend, tokens: &[u32]) -> Result<Tensor> {
-    model.forward(&row(tokens)?, attend, Logits::All)
+    let device = &model.device().clone();
+    model.forward(&row(tokens, device)?, attend, Logits::All)
 }
 
 fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
@@ -72,70 +74,89 @@ fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
 
 #[test]
 fn greedy_text_is_that_of_candles_attention() -> Result<()> {
-    let mut model = model()?;
-    for seed in 0..5 {
-        let prompt = prompt(seed, 20 + 13 * seed as usize);
-        let want = text(&mut model, &mut unfused()?, &[&prompt], 64)?;
-        assert_eq!(text(&mut model, &mut dense(1)?, &[&prompt], 64)?, want);
-        let mut paged = Paged::new(&config(), 1, CONTEXT, DType::F32, DEVICE)?;
-        assert_eq!(text(&mut model, &mut paged, &[&prompt], 64)?, want);
-        let mut flash = Flash::new(&config(), CONTEXT, DType::F32, DEVICE)?;
-        assert_eq!(text(&mut model, &mut flash, &[&prompt], 64)?, want);
-    }
-    Ok(())
+    on_each(|device| {
+        let mut model = model(device)?;
+        for seed in 0..5 {
+            let prompt = prompt(seed, 20 + 13 * seed as usize);
+            let want = text(&mut model, &mut unfused(device)?, &[&prompt], 64)?;
+            assert_eq!(text(&mut model, &mut dense(1, device)?, &[&prompt], 64)?, want);
+            let mut paged = Paged::new(&config(), 1, CONTEXT, DType::F32, device)?;
+            assert_eq!(text(&mut model, &mut paged, &[&prompt], 64)?, want);
+            if device.is_cpu() {
+                let mut flash = Flash::new(&config(), CONTEXT, DType::F32, device)?;
+                assert_eq!(text(&mut model, &mut flash, &[&prompt], 64)?, want);
+            }
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn logits_are_those_of_candles_attention() -> Result<()> {
-    let (mut model, tokens) = (model()?, prompt(7, 300));
-    let want = logits(&mut model, &mut unfused()?, &tokens)?;
-    let got = logits(&mut model, &mut dense(1)?, &tokens)?;
-    let apart = apart(&got, &want)?;
-    assert!(apart < 1e-3, "{apart}");
-    Ok(())
+    on_each(|device| {
+        let (mut model, tokens) = (model(device)?, prompt(7, 300));
+        let want = logits(&mut model, &mut unfused(device)?, &tokens)?;
+        let got = logits(&mut model, &mut dense(1, device)?, &tokens)?;
+        let apart = apart(&got, &want)?;
+        assert!(apart < 1e-3, "{apart}");
+        Ok(())
+    })
 }
 
 #[test]
 fn a_prompt_in_chunks_gives_the_same_text() -> Result<()> {
-    let (mut model, prompt) = (model()?, prompt(3, 150));
-    let want = text(&mut model, &mut dense(1)?, &[&prompt], 40)?;
-    for size in [1, 32, 77] {
-        let chunks: Vec<_> = prompt.chunks(size).collect();
-        assert_eq!(text(&mut model, &mut dense(1)?, &chunks, 40)?, want, "chunks of {size}");
-    }
-    Ok(())
+    on_each(|device| {
+        let (mut model, prompt) = (model(device)?, prompt(3, 150));
+        let want = text(&mut model, &mut dense(1, device)?, &[&prompt], 40)?;
+        for size in [1, 32, 77] {
+            let chunks: Vec<_> = prompt.chunks(size).collect();
+            assert_eq!(
+                text(&mut model, &mut dense(1, device)?, &chunks, 40)?,
+                want,
+                "chunks of {size}"
+            );
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn a_cache_carries_over_two_thousand_tokens() -> Result<()> {
-    let (mut model, prompt) = (model()?, prompt(5, 2050));
-    let chunks: Vec<_> = prompt.chunks(205).collect();
-    let want = text(&mut model, &mut unfused()?, &chunks, 20)?;
-    assert_eq!(text(&mut model, &mut dense(1)?, &chunks, 20)?, want);
-    let mut paged = Paged::new(&config(), 1, CONTEXT, DType::F32, DEVICE)?;
-    assert_eq!(text(&mut model, &mut paged, &chunks, 20)?, want);
-    Ok(())
+    on_each(|device| {
+        let (mut model, prompt) = (model(device)?, prompt(5, 2050));
+        let chunks: Vec<_> = prompt.chunks(205).collect();
+        let want = text(&mut model, &mut unfused(device)?, &chunks, 20)?;
+        assert_eq!(text(&mut model, &mut dense(1, device)?, &chunks, 20)?, want);
+        let mut paged = Paged::new(&config(), 1, CONTEXT, DType::F32, device)?;
+        assert_eq!(text(&mut model, &mut paged, &chunks, 20)?, want);
+        Ok(())
+    })
 }
 
 #[test]
 fn two_sequences_at_once_give_the_texts_of_each() -> Result<()> {
-    let mut model = model()?;
-    let prompts = [prompt(1, 50), prompt(2, 50)];
-    let mut want = Vec::new();
-    for prompt in &prompts {
-        want.push(text(&mut model, &mut dense(1)?, &[prompt], 40)?);
-    }
-    let paged = Paged::new(&config(), 2, CONTEXT, DType::F32, DEVICE)?;
-    let ways: [Box<dyn Attend>; 2] = [Box::new(dense(2)?), Box::new(paged)];
-    for mut attend in ways {
-        let mut texts = vec![Vec::new(), Vec::new()];
-        let mut tokens = Tensor::stack(&[row(&prompts[0])?.i(0)?, row(&prompts[1])?.i(0)?], 0)?;
-        for _ in 0..40 {
-            let next = likeliest(&model.forward(&tokens, &mut *attend, Logits::Last)?)?;
-            texts.iter_mut().zip(&next).for_each(|(text, next)| text.push(*next));
-            tokens = Tensor::new(next, DEVICE)?.unsqueeze(1)?;
+    on_each(|device| {
+        let mut model = model(device)?;
+        let prompts = [prompt(1, 50), prompt(2, 50)];
+        let mut want = Vec::new();
+        for prompt in &prompts {
+            want.push(text(&mut model, &mut dense(1, device)?, &[prompt], 40)?);
         }
-        assert_eq!(texts, want);
-    }
-    Ok(())
+        let paged = Paged::new(&config(), 2, CONTEXT, DType::F32, device)?;
+        let ways: [Box<dyn Attend>; 2] = [Box::new(dense(2, device)?), Box::new(paged)];
+        for mut attend in ways {
+            let mut texts = vec![Vec::new(), Vec::new()];
+            let mut tokens = Tensor::stack(
+                &[row(&prompts[0], device)?.i(0)?, row(&prompts[1], device)?.i(0)?],
+                0,
+            )?;
+            for _ in 0..40 {
+                let next = likeliest(&model.forward(&tokens, &mut *attend, Logits::Last)?)?;
+                texts.iter_mut().zip(&next).for_each(|(text, next)| text.push(*next));
+                tokens = Tensor::new(next, device)?.unsqueeze(1)?;
+            }
+            assert_eq!(texts, want);
+        }
+        Ok(())
+    })
 }
