@@ -150,6 +150,37 @@ fn a_tensor_that_is_missing_or_not_wanted_is_refused() {
     answers(call.run(|_| ()), "output_qk: got a tensor; allowed: none, as the problem has none");
 }
 
+/// The CPU writes positions of its own for a rolling cache.
+#[test]
+fn an_input_that_is_not_wanted_is_not_looked_at() {
+    let float = |shape: &[usize]| {
+        let values = (0..shape.iter().product()).map(|i: usize| (i as f32).sin());
+        Tensor::from_f32(DType::F32, shape, &values.collect::<Vec<_>>()).unwrap()
+    };
+    let (query, new, past) = (float(&[1, 1, 64]), float(&[1, 1, 32]), float(&[1, 2, 4, 16]));
+    let (last, total, angles) = (ints(&[5]), ints(&[6]), float(&[9, 8]));
+    let inputs = Inputs {
+        key: Some(&new),
+        value: Some(&new),
+        past_key: Some(&past),
+        past_value: Some(&past),
+        cos_cache: Some(&angles),
+        sin_cache: Some(&angles),
+        ..Inputs::new(&query, &last, &total)
+    };
+    let op = GroupQueryAttention::new(4, 2).do_rotary(true);
+    let op = op.local_window_size(2).sliding_window_cache(true);
+    let problem = op.problem(&inputs, CacheBinding::Separate).unwrap();
+    let of = |inputs: &Inputs<'_>| {
+        let mut outputs = Outputs::new(&problem).unwrap();
+        Cpu::default().run(&problem, &mut outputs.io(inputs)).unwrap();
+        outputs.output
+    };
+    for foreign in [ints(&[]), Array2::from_elem((1, 1), 0i64).into()] {
+        assert_eq!(of(&Inputs { position_ids: Some(&foreign), ..inputs }), of(&inputs));
+    }
+}
+
 #[test]
 fn lengths_and_positions_that_lead_outside_are_refused() {
     let mut call = Call::new();

@@ -88,6 +88,7 @@ impl SlidingCall<'_> {
     ) -> Result<()> {
         let given = io.inputs;
         let (lengths, positions) = (self.lengths(), self.positions());
+        let is_explicit = self.problem.rotary.is_some_and(|rotary| rotary.explicit.is_some());
         let bias = self.bias(given.input(TensorId::AttentionBias))?;
         let is_shared = self.problem.cache == CacheBinding::Shared;
         let ([past_key, past_value], [present_key, present_value]) = match joined {
@@ -105,7 +106,11 @@ impl SlidingCall<'_> {
             .with(TensorId::SeqlensK, lengths.view())
             .with(
                 TensorId::PositionIds,
-                given.input(TensorId::PositionIds).unwrap_or(positions.view()),
+                if is_explicit {
+                    given.input(TensorId::PositionIds)
+                } else {
+                    Some(positions.view())
+                },
             )
             .with(TensorId::AttentionBias, bias.as_ref().map(Tensor::view));
         let mut inner = IoViews {
