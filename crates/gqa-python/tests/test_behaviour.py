@@ -6,6 +6,8 @@ import time
 
 import gqa
 import numpy as np
+import pytest
+from libraries import torch
 from test_errors import arrays
 
 
@@ -53,3 +55,20 @@ def test_a_batch_does_not_change_a_sequences_result():
     both = gqa.flash_attn_func(q, k, v, causal=True)
     one = gqa.flash_attn_func(q[1:], k[1:], v[1:], causal=True)
     np.testing.assert_array_equal(both[1:], one)
+
+
+@pytest.mark.skipif(torch is None, reason="no torch")
+def test_a_compiled_call_is_in_the_graph():
+    q, k, v = (torch.from_numpy(array) for array in arrays(5, 5))
+    caches = [torch.zeros(len(q), q.shape[1] + 2, *k.shape[2:]) for _ in "kv"]
+
+    def call(q, k_cache, v_cache):
+        out = gqa.flash_attn_func(q, k, v, causal=True)
+        new = {"k": k, "v": v, "cache_seqlens": 0, "causal": True}
+        return out + 1, gqa.flash_attn_with_kvcache(q, k_cache, v_cache, **new) + 1
+
+    whole, cached = torch.compile(call, backend="aot_eager", fullgraph=True)(q, *caches)
+    wanted = gqa.flash_attn_func(q, k, v, causal=True) + 1
+    torch.testing.assert_close(whole, wanted)
+    torch.testing.assert_close(cached, wanted)
+    torch.testing.assert_close(caches[0][:, : k.shape[1]], k)

@@ -406,10 +406,50 @@ class Cases:
                 gqa.flash_attn_with_kvcache(**({"q": q, "k_cache": k, "v_cache": v} | change))
             self.assertTrue(torch.equal(k, before), "the cache was written")
 
-    def test_compiled_callers_get_the_same(self):
+    def compiled(self, call):
+        """The call as one graph."""
+        torch.compiler.reset()
+        backend = "inductor" if self.device == "cuda" else "aot_eager"
+        return torch.compile(call, backend=backend, fullgraph=True)
+
+    def test_a_compiled_call_is_in_the_graph(self):
         q, k, v = (torch.randn(2, 3, 4, 16, device=self.device) for _ in "qkv")
-        call = lambda q: gqa.flash_attn_func(q * 2, k, v, causal=True) + 1
-        self.near(torch.compile(call, backend="eager")(q), call(q))
+        sinks, mask = torch.randn(4, device=self.device), torch.rand(1, 1, 3, 3, device=self.device)
+        starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=self.device)
+
+        def call(q):
+            dense, lse = gqa.flash_attn_func(q * 2, k, v, causal=True, return_softmax_lse=True)
+            other = gqa.flash_attn_func(q.mT.contiguous().mT, k, v, s_aux=sinks, mask=mask)
+            rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, starts, 3, 3
+            varlen, more = gqa.flash_attn_varlen_func(*rows, return_softmax_lse=True)
+            merged = gqa.merge_states([dense, other], [lse, lse])
+            return dense + 1, lse, other, varlen.view(q.shape) - dense, more, *merged
+
+        for got, wanted in zip(self.compiled(call)(q), call(q), strict=True):
+            self.near(got, wanted)
+
+    def test_a_compiled_call_appends_in_place(self):
+        device = self.device
+        q, k, v = (torch.randn(2, 1, 4, 16, device=device) for _ in "qkv")
+        angles = torch.rand(64, 8, device=device)
+        rope = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        table = torch.arange(4, dtype=torch.int32, device=device).view(2, 2)
+        lengths = torch.tensor([5, 20], dtype=torch.int32, device=device)
+        for shape, options in (
+            ((2, 32), {"cache_seqlens": lengths}),
+            ((4, 16), {"cache_seqlens": lengths, "block_table": table}),
+            ((2, 32), {"cache_seqlens": 7, "softcap": 5.0}),
+        ):
+
+            def call(q, *caches):
+                new = {"k": k, "v": v, "causal": True, "return_softmax_lse": True}
+                return gqa.flash_attn_with_kvcache(q * 2, *caches, **new, **rope, **options)
+
+            caches = [torch.randn(*shape, 4, 16, device=device) for _ in "kv"]
+            others = [cache.clone() for cache in caches]
+            got, wanted = self.compiled(call)(q, *caches), call(q, *others)
+            for ours, theirs in zip([*got, *caches], [*wanted, *others], strict=True):
+                self.near(ours, theirs)
 
 
 @unittest.skipUnless(torch is not None and torch.cuda.is_available(), "torch has no GPU")

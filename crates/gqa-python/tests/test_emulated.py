@@ -3,6 +3,7 @@
 The cases are those of test_cuda.py. Plans are made by the planner, for an H200.
 """
 
+import gc
 import unittest
 from unittest import mock
 
@@ -11,7 +12,7 @@ from libraries import torch
 from test_cuda import Cases, expected, rotated
 
 if torch is not None:
-    from gqa import _cuda, _flash, _launch, _steps
+    from gqa import _cuda, _flash, _launch, _ops, _steps
 
 
 class Planned:
@@ -84,6 +85,11 @@ def enqueue(planned, device, stream, tensors):
     planned.run(device, dict(zip(planned.tensors, tensors)))
 
 
+def earlier(arguments, numbers, window):
+    key = _steps.key(arguments, numbers, window)
+    return key, None if key is None else _steps.again(key, arguments)
+
+
 def in_memory(tensor, strides):
     """The tensor as kernels find it by strides of its first three dimensions."""
     if strides is None:
@@ -100,16 +106,36 @@ class Emulated(Cases, unittest.TestCase):
     def setUp(self):
         super().setUp()
         for patch in (
-            mock.patch.object(_flash, "_backend", lambda q: _cuda),
+            mock.patch.object(_flash, "backend", lambda q: _cuda),
             mock.patch.object(_cuda, "plan", Planned),
             mock.patch.object(_cuda, "run", Planned.run),
             mock.patch.object(_launch, "enqueue", enqueue),
-            mock.patch.object(_flash, "_step", _steps.key),
+            mock.patch.object(_flash, "_earlier", earlier),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
             mock.patch.object(_launch, "current_stream", lambda _: 0),
         ):
             patch.start()
             self.addCleanup(patch.stop)
+
+    def test_operators_keep_no_tensors(self):
+        """torch.compile counts what is alive in the memory of its CUDA graphs."""
+        q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
+        cache = [torch.randn(2, 32, 4, 16) for _ in "kv"]
+        scores = _flash.Scores(0.25, 0.0, (-1, 0), None, None)
+        places = _flash.Places(torch.tensor([5, 20], dtype=torch.int32), None, None, None)
+
+        def alive():
+            _ops.dense(q, k, v, scores, True, None)
+            _ops.with_kvcache(q, cache, (k, v), None, places, scores, False)
+            gc.collect()
+            return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+        first = alive()
+        # Shapes that no call had before.
+        q, k, v = (torch.cat([x, x]) for x in (q, k, v))
+        cache = [torch.cat([x, x]) for x in cache]
+        places = places._replace(lengths=places.lengths.repeat(2))
+        self.assertEqual(alive(), first)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ class _Sequences(NamedTuple):
     longest: int
 
 
-@torch.compiler.disable
 def dense(q, k, v, scores, want_lse, mask):
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
@@ -29,7 +28,6 @@ def dense(q, k, v, scores, want_lse, mask):
     return _external(q, k, v, scores, want_lse, mask=mask)
 
 
-@torch.compiler.disable
 def varlen(q, k, v, starts, most, table, scores, want_lse):
     _check(q, {"k": k, "v": v}, 3 if table is None else 4)
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
@@ -42,7 +40,6 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
     return _padded(q, k, v, starts, most[0], scores, want_lse)
 
 
-@torch.compiler.disable
 def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None):
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
@@ -58,7 +55,6 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None):
     return _over_rows(q, cache, new, rope, places, scores, want_lse)
 
 
-@torch.compiler.disable
 def merge(outputs, log_sum_exps):
     for name, tensors in (("outputs", outputs), ("log_sum_exps", log_sum_exps)):
         for tensor in tensors:

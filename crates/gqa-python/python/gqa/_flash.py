@@ -1,6 +1,5 @@
 """flash-attn's functions: their arguments are checked here, and go to the CPU or to a GPU."""
 
-import functools
 import operator
 from typing import NamedTuple
 
@@ -35,6 +34,24 @@ def _invalid(argument, got, allowed):
 
 
 def _backend(q):
+    """What a call goes to."""
+    if not _is_compiling(q):
+        return backend(q)
+    from gqa import _ops
+
+    return _ops
+
+
+def _is_compiling(q):
+    """Whether torch.compile looks at the call."""
+    if not hasattr(q, "is_cuda"):
+        return False
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
+def backend(q):
     """What computes where q is."""
     device = getattr(getattr(q, "device", None), "type", "cpu")
     if device == "cpu":
@@ -211,11 +228,10 @@ def flash_attn_with_kvcache(
     neighbours rather than halves. ``num_splits`` is a hint that is not needed.
     """
     arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
-    step = None
-    if cache_batch_idx is cache_leftpad is alibi_slopes is s_aux is None and not return_softmax_lse:
-        numbers = softmax_scale, causal, softcap, rotary_interleaved
-        step = _step(arguments, numbers, window_size)
-    out = None if step is None else _steps().again(step, arguments)
+    numbers = softmax_scale, causal, softcap, rotary_interleaved
+    unusual = cache_batch_idx is not None or cache_leftpad is not None or return_softmax_lse
+    unusual = unusual or alibi_slopes is not None or s_aux is not None
+    step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if out is not None:
         return out
     _check(4, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
@@ -236,17 +252,14 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-@functools.cache
-def _steps():
+def _earlier(arguments, numbers, window):
+    """What tells the step of a call on a GPU, and its output if it is like an earlier one."""
+    if not getattr(arguments[0], "is_cuda", False):
+        return None, None
     from gqa import _steps
 
-    return _steps
-
-
-def _step(arguments, numbers, window):
-    """What tells the step of a call on a GPU."""
-    is_on_gpu = getattr(arguments[0], "is_cuda", False)
-    return _steps().key(arguments, numbers, window) if is_on_gpu else None
+    key = _steps.key(arguments, numbers, window)
+    return key, None if key is None else _steps.again(key, arguments)
 
 
 def _both(names, first, second):

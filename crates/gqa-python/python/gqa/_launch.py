@@ -1,6 +1,8 @@
 """Plans of calls on an NVIDIA GPU, and how they get into torch's current stream."""
 
+import contextlib
 import functools
+import threading
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,30 @@ _MOST_PLANS = 4096
 _LEAST_COUNTERS = 1 << 16
 _plans = {}
 _counters = {}
+
+
+class _Keeping(threading.local):
+    """Whether tensors are kept for later calls."""
+
+    is_on = True
+
+
+_keeping = _Keeping()
+
+
+@contextlib.contextmanager
+def nothing_kept():
+    """For calls in memory that somebody else counts, as torch.compile does that of its graphs."""
+    before, _keeping.is_on = _keeping.is_on, False
+    try:
+        yield
+    finally:
+        _keeping.is_on = before
+
+
+def _keeps():
+    # The memory of a graph that is captured is its own.
+    return _keeping.is_on and not torch.cuda.is_current_stream_capturing()
 
 
 class _Sizes(NamedTuple):
@@ -80,8 +106,8 @@ def enqueue(planned, device, stream, tensors):
 
 
 def _zeros(device, stream, count):
-    """Counters, which every call leaves zero: those of the stream, but of a graph its own."""
-    if torch.cuda.is_current_stream_capturing():
+    """Counters, which every call leaves zero: those of the stream, where they are kept."""
+    if not _keeps():
         return torch.zeros(count, dtype=torch.int32, device=device)
     known = _counters.get((device.index, stream))
     if known is None or known.numel() < count:
@@ -92,11 +118,11 @@ def _zeros(device, stream, count):
 
 
 def _kept(make):
-    """What make returns, kept; but made anew for a graph, whose memory is its own."""
+    """What make returns, kept where something is."""
     known = {}
 
     def made(device, *key):
-        if torch.cuda.is_current_stream_capturing():
+        if not _keeps():
             return make(device, *key)
         # Work of other streams may not see what this one's has not yet written.
         place = (device.index, current_stream(device), *key)

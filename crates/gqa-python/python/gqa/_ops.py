@@ -1,0 +1,137 @@
+"""The functions as operators of torch's: what torch.compile has in its graphs instead of them."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from gqa import _fallback, _flash, _launch
+
+merge = _fallback.merge
+
+
+def dense(q, k, v, scores, want_lse, mask):
+    out, lse = _dense(q, k, v, *_flat(scores), want_lse, mask)
+    return out, lse if want_lse else None
+
+
+def varlen(q, k, v, starts, most, table, scores, want_lse):
+    out, lse = _varlen(q, k, v, *starts, *most, table, *_flat(scores), want_lse)
+    return out, lse if want_lse else None
+
+
+def with_kvcache(q, cache, new, rope, places, scores, want_lse):
+    k, v = new or (None, None)
+    cos, sin, interleaved = rope or (None, None, False)
+    lengths, *others = places
+    if isinstance(lengths, int):
+        lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
+    places, turns = (lengths, *others), (cos, sin, interleaved)
+    out, lse = _with_kvcache(q, *cache, k, v, *turns, *places, *_flat(scores), want_lse)
+    return out, lse if want_lse else None
+
+
+def _flat(scores):
+    return scores.scale, scores.softcap, *scores.window, scores.slopes, scores.sinks
+
+
+def _computed(name, q, *arguments):
+    """What that function of q's backend gives. Operators have no results that may be missing."""
+    with _launch.nothing_kept():
+        out, lse = getattr(_flash.backend(q), name)(q, *arguments)
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _like(q, want_lse, lse_shape):
+    """Results without their elements."""
+    lse = q.new_empty(lse_shape if want_lse else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("gqa::flash_attn", mutates_args=())
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    slopes: Optional[Tensor],
+    sinks: Optional[Tensor],
+    want_lse: bool,
+    mask: Optional[Tensor],
+) -> Tuple[Tensor, Tensor]:
+    scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
+    return _computed("dense", q, k, v, scores, want_lse, mask)
+
+
+@_dense.register_fake
+def _(q, k, v, scale, softcap, left, right, slopes, sinks, want_lse, mask):
+    batch, rows, heads, _ = q.shape
+    return _like(q, want_lse, (batch, heads, rows))
+
+
+@torch.library.custom_op("gqa::flash_attn_varlen", mutates_args=())
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    most_rows: Optional[int],
+    most_keys: Optional[int],
+    table: Optional[Tensor],
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    slopes: Optional[Tensor],
+    sinks: Optional[Tensor],
+    want_lse: bool,
+) -> Tuple[Tensor, Tensor]:
+    scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
+    starts, most = (q_starts, k_starts), (most_rows, most_keys)
+    return _computed("varlen", q, k, v, starts, most, table, scores, want_lse)
+
+
+@_varlen.register_fake
+def _(q, k, v, q_starts, k_starts, most_rows, most_keys, table, scale, *others):
+    rows, heads, _ = q.shape
+    return _like(q, others[-1], (heads, rows))
+
+
+@torch.library.custom_op("gqa::flash_attn_with_kvcache", mutates_args=("k_cache", "v_cache"))
+def _with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor],
+    v: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    interleaved: bool,
+    lengths: Optional[Tensor],
+    entries: Optional[Tensor],
+    first: Optional[Tensor],
+    table: Optional[Tensor],
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    slopes: Optional[Tensor],
+    sinks: Optional[Tensor],
+    want_lse: bool,
+) -> Tuple[Tensor, Tensor]:
+    scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
+    new = None if k is None else (k, v)
+    rope = None if cos is None else (cos, sin, interleaved)
+    places = _flash.Places(lengths, entries, first, table)
+    cache = k_cache, v_cache
+    return _computed("with_kvcache", q, cache, new, rope, places, scores, want_lse)
+
+
+@_with_kvcache.register_fake
+def _(q, k_cache, v_cache, k, v, cos, sin, interleaved, *others):
+    batch, rows, heads, _ = q.shape
+    return _like(q, others[-1], (batch, heads, rows))
