@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything CI runs.
+//! `cargo xtask test`: what CI runs first; behind it, it runs the same with `--integrations`.
 
 use crate::integrations::{self, EXCLUDED};
 use crate::step::{Steps, shown};
