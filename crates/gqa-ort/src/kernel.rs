@@ -6,7 +6,7 @@ use crate::call::Given;
 use crate::cuda::Cuda;
 use crate::schema::{Schema, Types};
 use crate::value::Context;
-use crate::{cpu, group_query, paged};
+use crate::{cpu, group_query, paged, threads};
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::op::{GroupQueryAttention, PagedAttention};
 use std::ptr;
@@ -73,7 +73,9 @@ impl Kernel {
                 Operator::Paged(op) => paged::call(op, context, &given)?,
             };
             match &self.device {
-                Device::Cpu(cpu) => cpu::run(*cpu, &problem, &given, &mut made),
+                Device::Cpu(cpu) => {
+                    threads::asleep(context, || cpu::run(*cpu, &problem, &given, &mut made))?
+                }
                 Device::Cuda(cuda) => cuda.enqueue(context, &problem, &given, &made),
             }
         }

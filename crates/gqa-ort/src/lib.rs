@@ -28,6 +28,7 @@ mod log;
 mod operator;
 mod paged;
 mod schema;
+mod threads;
 mod value;
 
 use api::{Api, Failure, guarded};

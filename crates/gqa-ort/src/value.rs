@@ -209,6 +209,22 @@ impl Context {
         self.api.check(unsafe { get(self.context, &mut count) }).map(|()| count)
     }
 
+    /// Has ONNX Runtime's threads call a function so often, and waits for that.
+    ///
+    /// # Safety
+    ///
+    /// The function must take `data` from any of them.
+    pub unsafe fn parallel_for(
+        self,
+        count: usize,
+        function: unsafe extern "C" fn(*mut c_void, usize),
+        data: *mut c_void,
+    ) -> Result<(), Failure> {
+        let run = self.api.table().KernelContext_ParallelFor;
+        // SAFETY: the call runs; as the caller says
+        self.api.check(unsafe { run(self.context, function, count, 0, data) })
+    }
+
     /// Input number `index`, of those that there are; `None` where the node has none there.
     pub fn input(self, index: usize, name: &'static str) -> Result<Option<Value>, Failure> {
         let (get, mut value) = (self.api.table().KernelContext_GetInput, ptr::null());
