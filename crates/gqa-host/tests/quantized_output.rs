@@ -8,10 +8,10 @@ use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::engine::{Dense, Heads, Layer};
-use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs};
+use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, Shapes};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{CacheBinding, DType, Layout, Tensor};
+use gqa_host::{CacheBinding, DType, Layout, Tensor, TensorDesc};
 use step::{int, random, tolerance};
 
 const CAPACITY: usize = 200;
@@ -187,4 +187,27 @@ fn a_scale_that_is_none_is_refused() {
         let got = refused(scale, float32);
         assert!(got.contains("output_scale") && got.contains(want), "{got}");
     }
+}
+
+/// Shapes alone may say anything.
+#[test]
+fn the_scale_is_one_element_however_large_its_shape() {
+    let new = TensorDesc { dtype: DType::F32, shape: &[1, 1, 16] };
+    let last = TensorDesc { dtype: DType::I32, shape: &[1] };
+    let of = |scale: &[usize]| {
+        let shapes = Shapes {
+            key: Some(new),
+            value: Some(new),
+            output_scale: Some(TensorDesc { dtype: DType::F32, shape: scale }),
+            ..Shapes::new(new, last, 1)
+        };
+        let operator = GroupQueryAttention::new(1, 1);
+        operator.problem_from_shapes(&shapes, CacheBinding::Separate).map(|p| p.out_dtype)
+    };
+    for odd in [&[usize::MAX, usize::MAX][..], &[2, 0], &[3]] {
+        let error = of(odd).unwrap_err().to_string();
+        assert!(error.starts_with("output_scale: got float32 "), "{error}");
+    }
+    assert_eq!(of(&[1, 1]).unwrap(), DType::F8E4M3);
+    assert_eq!(of(&[]).unwrap(), DType::F8E4M3);
 }

@@ -119,7 +119,7 @@ impl GroupQueryAttention {
             return Ok(if self.float32_output { DType::F32 } else { dtype });
         };
         let got = format!("{} {}", scale.dtype, shape(scale.shape));
-        if scale.dtype != DType::F32 || scale.shape.iter().product::<usize>() != 1 {
+        if scale.dtype != DType::F32 || scale.shape.iter().any(|&size| size != 1) {
             return Err(Error::invalid("output_scale", got, "float32, one element"));
         }
         if self.float32_output {
