@@ -510,7 +510,7 @@ def decode_step(batch=2, heads=8, kv_heads=2, size=128, room=512, dtype=torch.fl
 
 
 def paged_step(heads=8, kv_heads=2, size=128, block=16, dtype=torch.float16):
-    """Some sequences with a new token, one with a chunk and one with none, in a cache of blocks."""
+    """A mixed batch over a paged KV cache: decode steps, a chunk, and a sequence with no token."""
     new, past, pages = [1, 1, 37, 0, 1], [100, 3, 20, 50, 600], 48
     noise = lambda *shape: torch.randn(shape, device=DEVICE).to(dtype)
     int32 = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)
