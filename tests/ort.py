@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import unittest
+from unittest import mock
 
 import numpy as np
 import onnxruntime
@@ -210,6 +211,23 @@ class RandomModel(unittest.TestCase):
         for thread in threads:
             thread.join()
         self.assertEqual(results, want)
+
+    def test_sessions_have_any_number_of_threads(self):
+        """As many as there are cores, fewer and more: they wait while the library computes."""
+        model, prompt = self.model(), list(prompts())[0]
+        want = Engine(model, THEIRS).generate(prompt, 8)[0]
+        for count in (1, 3, 8):
+            with mock.patch.object(sys.modules[__name__], "THREADS", count):
+                engine = Engine(model, OURS)
+            callers, results = [], []
+            for _ in range(3):
+                other = Engine(model, OURS)
+                other.session = engine.session
+                generate = lambda other=other: results.append(other.generate(prompt, 8)[0])
+                callers.append(threading.Thread(target=generate))
+            [caller.start() for caller in callers]
+            [caller.join() for caller in callers]
+            self.assertEqual(results, [want] * 3, f"{count} threads")
 
     def test_the_log_names_each_call(self):
         code = "import ort; ort.Engine(ort.RandomModel().model(), {}).generate([1, 2, 3], 2)"
