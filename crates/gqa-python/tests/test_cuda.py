@@ -338,6 +338,28 @@ class Cases:
                 lengths = lengths + 1
         self.assertLessEqual(kept.call_count, 1)
 
+    @in_draws
+    def test_calls_like_earlier_ones(self):
+        """Calls of the same shapes and strides, of which only the first is looked at."""
+        batch, rows, keys = self.pick.choice([1, 3]), self.pick.choice([1, 1, 7]), 90
+        heads_first, causal = self.pick.random() < 0.5, self.pick.random() < 0.5
+
+        def rows_of_heads(rows, heads):
+            shape = (batch, heads, rows) if heads_first else (batch, rows, heads)
+            tensor = torch.randn(*shape, self.size, **self.options())
+            return tensor.transpose(1, 2) if heads_first else tensor
+
+        with mock.patch.object(_steps, "keep", wraps=_steps.keep) as kept:
+            for _ in range(3):
+                q = rows_of_heads(rows, self.heads)
+                k, v = (rows_of_heads(keys, self.kv_heads) for _ in "kv")
+                out = gqa.flash_attn_func(q, k, v, causal=causal)
+                self.assertTrue(out.is_contiguous())
+                for b in range(batch):
+                    wanted = expected(q[b], k[b], v[b], (-1, 0) if causal else (-1, -1))[0]
+                    self.near(out[b], wanted)
+        self.assertLessEqual(kept.call_count, 1 if self.size % 8 == 0 else 3)
+
     def rope(self, capacity):
         """Keyword arguments of a rotary embedding."""
         half = self.size // self.pick.choice([2, 4])

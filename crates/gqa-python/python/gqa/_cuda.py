@@ -21,11 +21,12 @@ class _Sequences(NamedTuple):
     longest: int
 
 
-def dense(q, k, v, scores, want_lse, mask):
+def dense(q, k, v, scores, want_lse, mask, step=None):
+    """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
         raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
-    return _external(q, k, v, scores, want_lse, mask=mask)
+    return _external(q, k, v, scores, want_lse, mask=mask, step=step)
 
 
 def varlen(q, k, v, starts, most, table, scores, want_lse):
@@ -184,7 +185,7 @@ def _bias(q, keys, lengths, scores, mask):
     return _aligned(mask.to(device=q.device, dtype=dtype))
 
 
-def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None):
+def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None, step=None):
     """Attention of q (batch, rows, heads, size) to k and v where they are.
 
     Sequences have lengths, int32 (batch), or all keys; none has less than shortest.
@@ -206,7 +207,10 @@ def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None)
     tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
     tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
     tensors |= {"attention_bias": bias, "head_sink": sinks}
-    run(plan("external", q, kv_heads, scores, *numbers), q.device, tensors)
+    planned = plan("external", q, kv_heads, scores, *numbers)
+    run(planned, q.device, tensors)
+    if step is not None:
+        _steps.keep(step[0], planned, tensors, step[1], [tensors["seqlens_k"]])
     return out, _with_sinks(lse, sinks) if want_lse else None
 
 

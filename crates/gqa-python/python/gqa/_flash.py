@@ -48,7 +48,9 @@ def _is_compiling(q):
         return False
     import torch
 
-    return torch.compiler.is_compiling()
+    # Older versions have none of it, and no operators either.
+    is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return is_compiling is not None and is_compiling()
 
 
 def backend(q):
@@ -142,11 +144,18 @@ def flash_attn_func(
     softmax denominators, float32 (batch, heads, rows), -inf where a row sees neither a key nor a
     sink; with ``return_attn_probs`` a third value, None, too.
     """
+    arguments, numbers = (q, k, v), (softmax_scale, causal, softcap)
+    want_lse = return_softmax_lse or return_attn_probs
+    unusual = want_lse or dropout_p != 0
+    unusual = unusual or alibi_slopes is not None or s_aux is not None or mask is not None
+    step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    if out is not None:
+        return out
     _check(4, q=q, k=k, v=v)
     _no_dropout(dropout_p)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
-    want_lse = return_softmax_lse or return_attn_probs
-    out, lse = _backend(q).dense(q, k, v, scores, want_lse, mask)
+    step = {} if step is None else {"step": (step, arguments)}
+    out, lse = _backend(q).dense(q, k, v, scores, want_lse, mask, **step)
     return _returned(out, lse, return_softmax_lse, return_attn_probs)
 
 
@@ -254,7 +263,7 @@ def flash_attn_with_kvcache(
 
 def _earlier(arguments, numbers, window):
     """What tells the step of a call on a GPU, and its output if it is like an earlier one."""
-    if not getattr(arguments[0], "is_cuda", False):
+    if not getattr(arguments[0], "is_cuda", False) or _is_compiling(arguments[0]):
         return None, None
     from gqa import _steps
 

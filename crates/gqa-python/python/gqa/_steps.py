@@ -1,4 +1,4 @@
-"""Decode steps on a GPU that are like earlier ones: what was found out about those, from shapes to
+"""Calls on a GPU that are like earlier ones: what was found out about those, from shapes to
 the plan, is not found out again."""
 
 import operator
@@ -26,7 +26,7 @@ def key(arguments, numbers, window):
 
     None where every call has to be looked at.
     """
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         return None
     shapes, together = [], 0
     needs_grad = torch.is_grad_enabled()
@@ -53,7 +53,8 @@ def again(key, arguments):
     step = _steps.get(key)
     if step is None:
         return None
-    out = torch.empty_like(arguments[0])
+    # Contiguous, whatever q's strides are.
+    out = arguments[0].new_empty(arguments[0].shape)
     tensors = step.pick((*arguments, out, *step.constants))
     _launch.enqueue(step.planned, out.device, key[0], tensors)
     return out
