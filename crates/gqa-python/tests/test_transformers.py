@@ -64,6 +64,17 @@ class Models(unittest.TestCase):
     def test_a_static_cache(self):
         self.check(self.model("Llama"), cache_implementation="static")
 
+    def test_a_prompt_in_a_static_cache_without_padding(self):
+        """transformers makes no mask then, and keys are more than rows."""
+        model = self.model("Llama")
+        tokens = torch.randint(2, 97, (2, 11), device=self.device)
+        texts = []
+        for implementation in ("eager", "gqa"):
+            model.set_attn_implementation(implementation)
+            options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+            texts.append(model.generate(tokens, **options).tolist())
+        self.assertEqual(*texts)
+
     def test_a_sliding_window(self):
         self.check(self.model("Mistral", sliding_window=5))
 
@@ -76,6 +87,24 @@ class Models(unittest.TestCase):
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
         self.check(model)
+
+    @unittest.skipUnless(torch and torch.cuda.is_available(), "no GPU")
+    def test_continuous_batching(self):
+        """Sequences of several lengths over transformers' paged KV cache."""
+        model = self.model("Llama")
+        prompts = [torch.randint(2, 97, (n,)).tolist() for n in (11, 40, 3, 70)]
+        options = transformers.GenerationConfig(
+            max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        alone = []
+        for prompt in prompts:
+            tokens = torch.tensor([prompt], device=self.device)
+            text = model.generate(tokens, generation_config=options)
+            alone.append(text[0, len(prompt) :].tolist())
+        model.set_attn_implementation("paged|gqa")
+        texts = model.generate_batch(prompts, generation_config=options)
+        order = sorted(texts.values(), key=lambda text: prompts.index(list(text.prompt_ids)))
+        self.assertEqual([list(text.generated_tokens) for text in order], alone)
 
     def test_gradients_are_left_to_sdpa_with_one_warning(self):
         model = self.model("Llama")

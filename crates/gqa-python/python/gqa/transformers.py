@@ -2,7 +2,7 @@
 
 import warnings
 
-from gqa import flash_attn_func
+from gqa import flash_attn_func, flash_attn_varlen_func
 
 _warned = set()
 
@@ -12,12 +12,14 @@ def register(name="gqa"):
 
     Models then attend by :func:`gqa.flash_attn_func`, with their masks, sliding windows, softcaps
     and sinks. What it cannot do (dropout, gradients, values of another head size) is left to
-    transformers' own ``sdpa``, with one warning for each reason.
+    transformers' own ``sdpa``, with one warning for each reason. Continuous batching attends by
+    :func:`gqa.flash_attn_varlen_func`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention)
+    AttentionInterface.register(f"paged|{name}", paged_attention)
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
@@ -53,7 +55,10 @@ def attention(
     if attention_mask is not None:
         # It says all: what is causal, and windows, too.
         attention_mask, causal = attention_mask[..., :keys].expand(-1, -1, rows, -1), False
-    elif sliding_window is not None and causal:
+    elif causal and 1 < rows < keys:
+        # A prompt in an empty static cache: no row but the first ones has a token.
+        key, value = key[:, :, :rows], value[:, :, :rows]
+    if attention_mask is None and sliding_window is not None and causal:
         window = (sliding_window - 1, 0)
     output = flash_attn_func(
         query.transpose(1, 2),
@@ -65,6 +70,57 @@ def attention(
         softcap=softcap or 0.0,
         s_aux=s_aux,
         mask=attention_mask,
+    )
+    return output, None
+
+
+def paged_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    *,
+    cache,
+    cu_seq_lens_q,
+    cu_seq_lens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    read_index,
+    write_index,
+    softcap=None,
+    s_aux=None,
+    **others,
+):
+    """What transformers calls in continuous batching: tokens of all sequences, as if of one.
+
+    Its cache takes the new tokens' keys and values, and gives those of all, one sequence behind
+    the other.
+    """
+    window = getattr(module, "sliding_window", None)
+    if isinstance(cu_seq_lens_k, dict):
+        kind = "sliding_attention" if window else "full_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    key, value = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=read_index,
+        write_index=write_index,
+    )
+    output = flash_attn_varlen_func(
+        query.squeeze(0).transpose(0, 1),
+        key,
+        value,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=module.scaling,
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=softcap or 0.0,
+        s_aux=s_aux,
     )
     return output, None
 
