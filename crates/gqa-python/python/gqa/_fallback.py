@@ -80,10 +80,10 @@ def alibi(slopes, q, keys, lengths):
 def merge(outputs, log_sum_exps):
     """Attention over all keys, from attention over parts of them."""
     lses = torch.stack([lse.float() for lse in log_sum_exps])
-    merged = torch.logsumexp(lses, 0)
-    weights = torch.exp(lses - merged).masked_fill(lses == -torch.inf, 0.0)
-    weights = weights.transpose(-1, -2).unsqueeze(-1)
-    out = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
-    for output, weight in zip(outputs, weights):
-        out += torch.where(weight == 0, torch.zeros_like(out), output.float() * weight)
-    return out.to(outputs[0].dtype), merged
+    top = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
+    weights = torch.exp(lses - top)
+    total = weights.sum(0)
+    # Where no part counts all weights are 0, and so is what they are divided by.
+    weights = (weights / total.clamp(min=1)).transpose(-1, -2).unsqueeze(-1)
+    out = torch.where(weights == 0, 0.0, torch.stack(list(outputs)) * weights).sum(0)
+    return out.to(outputs[0].dtype), top + torch.log(total)

@@ -1,0 +1,83 @@
+"""Attention over keys that several processes hold a share of each, by torch.distributed."""
+
+import torch
+import torch.distributed as dist
+
+from gqa import flash_attn_with_kvcache
+from gqa._flash import _invalid
+
+
+def context_parallel_decode(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    cache_seqlens=None,
+    block_table=None,
+    softmax_scale=None,
+    softcap=0.0,
+    return_softmax_lse=False,
+    *,
+    s_aux=None,
+    newest=None,
+    group=None,
+):
+    """Causal attention of new tokens over a KV cache of which each rank of a group has a share.
+
+    Every rank of ``group``, by default all, calls with the same q, (batch, rows, heads, size), the
+    rows of the new tokens, and with a KV cache of its own, as
+    :func:`gqa.flash_attn_with_kvcache` takes it. ``cache_seqlens`` has the tokens of each sequence
+    that are in it: any of them, in any order, none too. The new tokens belong to rank ``newest``
+    of the group, by default the last: there k and v, (batch, rows, KV heads, size), are appended,
+    or are the last rows of the cache already. Nothing rotates: keys and q are rotated before.
+
+    ``s_aux``, (heads), counts once. Returns the output over all keys, of q's shape, the same on
+    every rank; with ``return_softmax_lse`` also its log-sum-exps.
+
+    One collective call gathers what each rank's share gives: q's bytes, and 4 for each log-sum-exp.
+    Over NCCL all of it may be captured in a CUDA graph.
+    """
+    count, rank = dist.get_world_size(group), dist.get_rank(group)
+    newest = count - 1 if newest is None else newest
+    if not 0 <= newest < count:
+        raise _invalid("newest", newest, f"a rank of the group, 0 to {count - 1}")
+    is_newest = rank == newest
+    if k is not None and not is_newest:
+        raise _invalid("k", f"a tensor on rank {rank}", f"None but on rank {newest}, newest")
+    out, lse = flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        softmax_scale=softmax_scale,
+        # Every row sees all that other ranks have.
+        causal=is_newest,
+        softcap=softcap,
+        return_softmax_lse=True,
+        s_aux=s_aux if is_newest else None,
+    )
+    if count == 1:
+        return (out, lse) if return_softmax_lse else out
+    outs, lses = _gathered(out, lse, count, group)
+    merged = _merged(outs, lses)
+    return (merged, torch.logsumexp(lses, 0)) if return_softmax_lse else merged
+
+
+def _gathered(out, lse, count, group):
+    """Outputs and log-sum-exps of all ranks, by one call for both."""
+    mine = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (out, lse)])
+    parts = mine.new_empty((count, mine.numel()))
+    dist.all_gather_into_tensor(parts.view(-1), mine, group=group)
+    at = out.numel() * out.element_size()
+    outs, lses = parts[:, :at].view(out.dtype), parts[:, at:].view(lse.dtype)
+    return outs.view(count, *out.shape), lses.view(count, *lse.shape)
+
+
+def _merged(outs, lses):
+    """What merge_states gives of parts whose output is 0 where they have no key, in few kernels."""
+    weights = torch.softmax(lses.clamp(min=torch.finfo(lses.dtype).min), 0)
+    return (outs * weights.transpose(-1, -2).unsqueeze(-1)).sum(0).to(outs.dtype)
