@@ -3,8 +3,8 @@
 use crate::attention::element_type;
 use crate::error::{invalid, ours};
 use candle::{DType, Layout, Result, Tensor};
-use gqa_host::op::{Attention, AttentionShapes};
-use gqa_host::{Problem, Strided, TensorDesc};
+use gqa_host::engine::{External, Heads, Layer};
+use gqa_host::{Problem, Strided};
 
 /// What becomes of scores.
 pub(super) struct Scores {
@@ -84,30 +84,44 @@ impl Scores {
         strided: Strided,
     ) -> Result<Problem> {
         let Sizes { batch, rows, keys, heads, kv_heads, size } = sizes;
-        let dtype = element_type("q", dtype)?;
-        let (query, key) = ([batch, rows, heads * size], [batch, keys, kv_heads * size]);
-        let bias = bias.map(|heads| [1, heads, rows, keys]);
-        let lengths = [batch];
-        let desc = |shape| TensorDesc { dtype, shape };
-        let shapes = AttentionShapes {
-            q: desc(&query),
-            k: desc(&key),
-            v: desc(&key),
-            attn_mask: bias.as_ref().map(|shape| desc(shape)),
-            past_key: None,
-            past_value: None,
-            nonpad_kv_seqlen: Some(TensorDesc { dtype: gqa_host::DType::I64, shape: &lengths }),
+        // What reaches as far as there are keys is no bound.
+        let [left, right] = window.map(|side| side.filter(|n| *n < keys.max(rows)));
+        let layer =
+            Layer::new(element_type("q", dtype)?, Heads { query: heads, kv: kv_heads, size });
+        let layer = layer.scale(self.scale).softcap(self.softcap);
+        let layer = left.map_or(layer.clone(), |left| layer.window(left + 1));
+        let mut call = External::new(batch, rows, keys).strides(strided);
+        let layer = match right {
+            Some(0) => layer,
+            right => {
+                call = right.map_or(call, |right| call.right_window(right));
+                layer.bidirectional()
+            }
         };
-        let bound =
-            |side: Option<usize>| side.filter(|n| *n < keys.max(rows)).map_or(-1, |n| n as i64);
-        Attention::new()
-            .num_heads(heads as i64, kv_heads as i64)
-            .scale(self.scale)
-            .softcap(self.softcap)
-            .left_window_size(bound(window[0]))
-            .right_window_size(bound(window[1]))
-            .problem_from_shapes(&shapes)
-            .and_then(|problem| problem.with_strides(strided))
-            .map_err(ours)
+        if let Some(heads) = bias {
+            call = call.bias(false, heads > 1);
+        }
+        layer.external(call).map_err(ours)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
+
+    #[test]
+    fn prompts_and_tokens_take_the_fast_kernels_of_a_gpu() -> Result<()> {
+        let planner = Planner::new(DeviceInfo::h200(), PlanOptions::default());
+        for (rows, kernel) in [(8192, "gqa_hopper_bf16_d64"), (1, "gqa_split_kv_bf16_d64")] {
+            let sizes = Sizes { batch: 1, rows, keys: 8192, heads: 32, kv_heads: 8, size: 64 };
+            let window = [None, Some(0)];
+            let scores = Scores::new(0.125, window);
+            let problem = scores.problem(DType::BF16, sizes, window, None, Strided::default())?;
+            let plan = planner.plan(&problem).map_err(ours)?;
+            let name = plan.launches().first().map_or("", |launch| launch.entry().name);
+            assert!(name.starts_with(kernel), "{rows}: {name}");
+        }
+        Ok(())
     }
 }
