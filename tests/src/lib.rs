@@ -9,6 +9,7 @@ mod entries;
 mod hostile;
 mod paged;
 mod parity;
+mod tree;
 
 pub use attention::{AttentionCase, AttentionMask, Cache, Hides, attention_case};
 pub use call::Call;
@@ -22,3 +23,4 @@ pub use entries::{OTHER_OPERATORS, every_entry};
 pub use hostile::hostile;
 pub use paged::{PagedCase, paged, paged_beside, paged_mixed, paged_prompts, paged_steps};
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};
+pub use tree::{TreeCase, tree_steps, trees};

@@ -1,10 +1,10 @@
 //! A random but legal PagedAttention call, and its tensors.
 
 use crate::call::Data;
-use crate::compare::{codes_rounded_before, equal_codes, tensors};
+use crate::compare::{codes_rounded_before, equal_codes, optional, tensors};
 use crate::{Case, Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
-use gqa_host::op::{PagedAttention, PagedCache, PagedInputs};
+use gqa_host::op::{PagedAttention, PagedCache, PagedInputs, PagedOutputs};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Tensor};
@@ -63,8 +63,8 @@ pub fn paged_steps(
     )
 }
 
-/// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many: those
-/// of [`paged_steps`] with up to 12 sequences, and one more of 64 tokens or more.
+/// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many, and
+/// nobody wants log-sum-exps: those of [`paged_steps`] with up to 12 sequences, and one more of 64 tokens or more.
 pub fn paged_mixed(
     steps: impl Strategy<Value = Case>,
     max_rows: usize,
@@ -74,7 +74,8 @@ pub fn paged_mixed(
     (paged_steps(steps, max_rows), few, prompt).prop_map(|(case, few, (past, new, place))| {
         let mut sequences = few;
         sequences.insert(place.index(sequences.len() + 1), [past, new]);
-        PagedCase { sequences, ..case }
+        let without_lse = Case { lse: false, ..case.case };
+        PagedCase { sequences, case: without_lse, ..case }
     })
 }
 
@@ -127,7 +128,7 @@ pub fn paged(
 }
 
 /// Calls that the planner gives to `hopper_paged`: as of [`paged`], with a sequence of 64 tokens or
-/// more, in blocks that boxes fit.
+/// more, in blocks that boxes fit, and without log-sum-exps.
 pub fn paged_prompts(
     cases: impl Strategy<Value = Case>,
     max_rows: usize,
@@ -137,6 +138,7 @@ pub fn paged_prompts(
         |(mut case, block_size, longest)| {
             let longest = longest.index(case.sequences.len());
             case.sequences[longest][1] += 64;
+            case.case.lse = false;
             PagedCase { block_size, ..case }
         },
     )
@@ -177,6 +179,7 @@ impl PagedCase {
             .softcap(case.softcap)
             .local_window_size(case.window)
             .is_causal(case.causal.into())
+            .log_sum_exp(case.lse)
             .do_rotary(case.rotary.is_some())
             .rotary_interleaved(matches!(case.rotary, Some((_, true, _))))
             .k_quant_type(case.quant_type())
@@ -348,6 +351,15 @@ impl Tensors {
     }
 }
 
+fn outputs(
+    got: &PagedOutputs,
+    want: &PagedOutputs,
+    tolerance: Tolerance,
+) -> std::result::Result<Errors, String> {
+    optional("lse", &got.lse, &want.lse, tolerance)?;
+    tensors("output", &got.output, &want.output, tolerance)
+}
+
 impl Parity for PagedCase {
     fn dtype(&self) -> DType {
         self.case.dtype
@@ -363,7 +375,7 @@ impl Parity for PagedCase {
         let run = |backend: &dyn Backend| {
             let mut cache = given.cache.clone();
             let output = op.run(&given.inputs(), &mut cache, backend);
-            output.map(|output| (output, cache)).map_err(|e| format!("{}: {e}", backend.name()))
+            output.map(|outputs| (outputs, cache)).map_err(|e| format!("{}: {e}", backend.name()))
         };
         let ((want, want_cache), (got, got_cache)) = (run(&Reference)?, run(backend)?);
         let tolerance = Tolerance::of(&self.case);
@@ -375,9 +387,9 @@ impl Parity for PagedCase {
             let nowhere = Tensor::from(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));
             let inputs = PagedInputs { slot_mapping: Some(&nowhere), ..given.inputs() };
             let want = op.run(&inputs, &mut got_cache.clone(), &Reference);
-            return tensors("output", &got, &want.map_err(|e| e.to_string())?, tolerance);
+            return outputs(&got, &want.map_err(|e| e.to_string())?, tolerance);
         }
-        let errors = tensors("output", &got, &want, tolerance)?;
+        let errors = outputs(&got, &want, tolerance)?;
         let exact = Tolerance { absolute: 0.0, relative: 0.0 };
         let turned = self.case.rotary.is_some() || self.case.qk_norm;
         let keys = if turned { tolerance } else { exact };

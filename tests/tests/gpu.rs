@@ -10,7 +10,7 @@ use gqa_tests::{
     every_entry, float8_prompts, half_dtype, heads_up_to, identical, paged, paged_beside,
     paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantized,
     quantized_output, quantized_steps, rotated_prompts, sequences, sliding, steps, tall_steps,
-    turned_float8_prompts,
+    tree_steps, trees, turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -204,6 +204,20 @@ fn paged_caches() {
     run("cuda, paged prompts", 500, prompts, off());
     let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
     run("cuda, paged prompts of codes", 500, codes, off());
+}
+
+/// A mask over the new tokens: by the decode family, and by all others as a mask over all keys.
+#[test]
+#[ignore = "needs a GPU"]
+fn trees_of_drafts() {
+    run("cuda, trees", 1000, tree_steps(1500), PlanOptions::default());
+    for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
+        run("cuda, trees in clusters", 200, tree_steps(1500), options);
+    }
+    let any = trees(any_dtype(), heads_up_to(256), 300);
+    run("cuda, any trees", 400, any, PlanOptions::default());
 }
 
 /// Sequences of few tokens in the same call as a prompt, by two kernels one after the other and

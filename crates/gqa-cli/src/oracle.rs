@@ -127,7 +127,8 @@ impl Computed<'_> {
     fn check_output(&self, place: Place, kv: Place, sampled: &mut Sampled) -> Result<()> {
         let p = self.problem;
         let position = self.past_length + place.row;
-        let visible = if p.causal { position + 1 } else { self.past_length + p.q_len };
+        let is_causal = p.causal || p.tree_mask;
+        let visible = if is_causal { position + 1 } else { self.past_length + p.q_len };
         let visible = visible - self.first_cached();
         let start = Place { row: 0, ..kv };
         let past_key = self.cached_rows(TensorId::PresentKey, start, visible)?;

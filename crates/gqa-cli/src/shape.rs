@@ -151,6 +151,10 @@ pub struct Layer {
     /// Queries see later keys too.
     #[arg(long)]
     pub bidirectional: bool,
+    /// A mask over the new tokens says what they see of each other: those before them, as in a
+    /// causal call.
+    #[arg(long, conflicts_with_all = ["bidirectional", "sliding_cache"])]
+    pub tree_mask: bool,
 }
 
 /// With which the output of a single standard normal value is no larger than float8e4m3fn has
@@ -187,6 +191,7 @@ impl Layer {
             scale: 0.0,
             smooth_softmax: false,
             bidirectional: false,
+            tree_mask: false,
         }
     }
 
@@ -244,6 +249,7 @@ impl Layer {
             (self.scale != 0.0, format!(" scale={}", self.scale)),
             (self.smooth_softmax, " smooth-softmax".to_owned()),
             (self.bidirectional, " bidirectional".to_owned()),
+            (self.tree_mask, " tree-mask".to_owned()),
         ] {
             if present {
                 features.push_str(&text);
@@ -333,10 +339,13 @@ impl Shape {
 
     /// The validated call with a shared cache; no memory of its size is needed.
     pub fn problem(&self) -> Result<Problem> {
-        if let Some(block_size) = self.layer.block_size {
-            return self.paged_problem(block_size as usize, self.batch * self.query_length);
-        }
-        self.bound(CacheBinding::Shared, self.capacity)
+        let problem = match self.layer.block_size {
+            Some(block_size) => {
+                self.paged_problem(block_size as usize, self.batch * self.query_length)?
+            }
+            None => self.bound(CacheBinding::Shared, self.capacity)?,
+        };
+        Ok(if self.layer.tree_mask { problem.with_tree_mask()? } else { problem })
     }
 
     /// The validated call over blocks with that many tokens of all sequences together, of which the
@@ -414,6 +423,12 @@ impl Shape {
                     Array1::from_elem(spec.len(), scale).into()
                 }
                 TensorId::OutputScale => Array1::from_elem(1, OUTPUT_SCALE).into(),
+                TensorId::TreeMask => {
+                    let word = |i: usize| (u64::MAX >> (63 - i % self.query_length)) as i64;
+                    let words =
+                        Array1::from_shape_fn(spec.len(), word).into_shape_clone(spec.shape)?;
+                    Tensor::from(words.into_dyn())
+                }
                 _ => noise.tensor(spec.dtype, &spec.shape, 1.0)?,
             };
             tensors.set(id, tensor);

@@ -389,6 +389,8 @@ pub struct ProblemFields {
     pub sink: Sink,
     /// Additive bias or boolean mask.
     pub bias: Option<Bias>,
+    /// Which new tokens a token sees is what tree_mask says; then the call is not causal.
+    pub tree_mask: bool,
     /// Score output.
     pub output_qk: QkOutput,
     /// Whether log-sum-exp is wanted.
@@ -452,6 +454,7 @@ impl ProblemFields {
             causal: false,
             sink: Sink::None,
             bias: None,
+            tree_mask: false,
             output_qk: QkOutput::None,
             lse: false,
             prefetch_cache: false,
@@ -539,6 +542,34 @@ impl Problem {
             }
         }
         Self::new(ProblemFields { strided, ..self.0.clone() })
+    }
+
+    /// The same call where the int64 tensor tree_mask, of shape (B, S) or over a paged KV cache
+    /// (tokens of all sequences), says which new tokens of its sequence each new token sees: number
+    /// `j` where bit `j` is set.
+    ///
+    /// # Errors
+    /// Where the call is not causal, or has a window, an attention_bias or output_qk, and where a
+    /// sequence may have more than 64 new tokens.
+    pub fn with_tree_mask(&self) -> Result<Self> {
+        const MOST: usize = u64::BITS as usize;
+        let tokens = format!("{} new tokens of a sequence", self.q_len);
+        let refused = [
+            ("causal", !self.causal, "false".to_owned(), "true, with tree_mask"),
+            ("window", self.window.is_some(), "one".to_owned(), "none, with tree_mask"),
+            ("attention_bias", self.bias.is_some(), "one".to_owned(), "none, with tree_mask"),
+            (
+                "output_qk",
+                self.output_qk != QkOutput::None,
+                "one".to_owned(),
+                "none, with tree_mask",
+            ),
+            ("tree_mask", self.q_len > MOST, tokens, "64 or fewer"),
+        ];
+        match refused.into_iter().find(|(_, is_there, ..)| *is_there) {
+            Some((argument, _, got, allowed)) => Err(Error::invalid(argument, got, allowed)),
+            None => Self::new(ProblemFields { tree_mask: true, causal: false, ..self.0.clone() }),
+        }
     }
 
     /// Batch entries, heads, rows and head size of query, key, value or output. Over a paged KV
@@ -743,6 +774,27 @@ impl Problem {
     /// Shape of output_qk.
     pub fn scores_shape(&self) -> [usize; 4] {
         [self.batch, self.q_heads, self.q_len, self.total_len]
+    }
+
+    /// Whether something besides positions hides keys, or adds to scores.
+    pub(crate) fn has_mask(&self) -> bool {
+        self.bias.is_some() || self.tree_mask
+    }
+
+    /// Shape of tree_mask: (B, S), or over a paged KV cache (tokens of all sequences).
+    pub(crate) fn tree_mask_shape(&self) -> Vec<usize> {
+        match self.pages {
+            Some(pages) => vec![pages.tokens],
+            None => vec![self.batch, self.q_len],
+        }
+    }
+
+    /// Shape of lse: (B, N, S), or over a paged KV cache (N, tokens of all sequences).
+    pub fn lse_shape(&self) -> Vec<usize> {
+        match self.pages {
+            Some(pages) => vec![self.q_heads, pages.tokens],
+            None => vec![self.batch, self.q_heads, self.q_len],
+        }
     }
 
     /// Layout of a dense tensor with `heads` heads of `h` elements and `rows` rows.

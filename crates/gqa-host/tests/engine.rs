@@ -2,6 +2,7 @@
 
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
+use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
 use gqa_host::{
     CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Sink, TensorDesc,
 };
@@ -98,6 +99,54 @@ fn strides_that_kernels_cannot_take_are_refused() {
     ] {
         let error = layer().paged(call).unwrap_err().to_string();
         assert!(error.starts_with(names) && error.contains("allowed: "), "{error}");
+    }
+}
+
+#[test]
+fn trees_of_drafts_are_calls_of_up_to_64_new_tokens() {
+    let cache = [1000, 16, 100];
+    let paged = |tokens| Paged::new(2, 2 * tokens, cache).most_tokens(tokens).tree_mask();
+    let dense = |tokens| Dense::chunk(2, tokens, 1600).tree_mask();
+    for problem in [layer().paged(paged(64)).unwrap(), layer().dense(dense(64)).unwrap()] {
+        assert!(problem.tree_mask && !problem.causal);
+    }
+    for (layer, tokens, names) in [
+        (layer(), 65, "tree_mask: got 65 new tokens"),
+        (layer().bidirectional(), 16, "causal: "),
+        (layer().window(100), 16, "window: "),
+    ] {
+        for error in
+            [layer.paged(paged(tokens)).unwrap_err(), layer.dense(dense(tokens)).unwrap_err()]
+        {
+            let error = error.to_string();
+            assert!(error.starts_with(names) && error.contains("allowed: "), "{error}");
+        }
+    }
+    let error = layer().dense(dense(16).bias(true, true)).unwrap_err().to_string();
+    assert!(error.starts_with("attention_bias: "), "{error}");
+}
+
+#[test]
+fn trees_of_drafts_take_decode_kernels_or_a_mask_over_all_keys() {
+    let kernels = |device: &str, problem| {
+        let planner = Planner::new(DeviceInfo::known(device).unwrap(), PlanOptions::default());
+        let plan = planner.plan(&problem).unwrap();
+        let names = plan.launches().iter().map(|launch| launch.entry().name).collect::<Vec<_>>();
+        (plan.workspace_bytes(), names)
+    };
+    let dense = |layer: Layer, tokens| layer.dense(Dense::chunk(2, tokens, 1600).tree_mask());
+    let call = Paged::new(2, 16, [1000, 16, 100]).most_tokens(8).tree_mask();
+    let paged = layer().paged(call).unwrap();
+    assert_eq!(kernels("h200", dense(layer(), 4).unwrap()).1, ["gqa_decode_tree_bf16_d128_r16"]);
+    assert_eq!(kernels("h200", dense(layer(), 16).unwrap()).1, ["gqa_decode_tree_bf16_d128_r64"]);
+    assert_eq!(kernels("h200", paged.clone()).1, ["gqa_decode_paged_tree_bf16_d128_r32"]);
+    let odd = Layer::new(DType::BF16, Heads { size: 80, ..HEADS });
+    for (device, problem) in
+        [("h200", dense(odd, 16).unwrap()), ("a100", dense(layer(), 4).unwrap()), ("v100", paged)]
+    {
+        let (bytes, names) = kernels(device, problem);
+        assert!(names.contains(&"gqa_tree_mask_rows"), "{device}: {names:?}");
+        assert!(bytes >= 2 * 4 * 1600, "{device}: {bytes}");
     }
 }
 

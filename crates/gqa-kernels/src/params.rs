@@ -340,6 +340,24 @@ pub struct ScatterParams {
     pub circular: u32,
 }
 
+/// Scalars of `tree_mask_rows`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct TreeMaskParams {
+    /// Sequences.
+    pub batch: u32,
+    /// Most new tokens of a sequence, S: 64 at most.
+    pub q_len: u32,
+    /// Columns of the mask, a multiple of 16.
+    pub columns: u32,
+    /// Most keys of a sequence.
+    pub capacity: u32,
+    /// Tokens of all sequences, where these lie one behind the other.
+    pub tokens: u32,
+    /// 1: sequences begin with the new tokens.
+    pub first_prompt: u32,
+}
+
 /// Scalars of `quantize_output`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

@@ -53,6 +53,8 @@ proptest! {
         let [mut present_k, mut present_v] = [(); 2].map(|()| rows(batch * p.capacity, kv_heads));
         let (mut padded, mut out) = (rows(batch * q_len, q_heads), rows(tokens, q_heads));
         let mut lengths = vec![-7i32; batch as usize];
+        let (row_lse, mut lse) =
+            (vec![0.5f32; (batch * q_len * q_heads) as usize], vec![0.5f32; (tokens * q_heads) as usize]);
         start(entry("paged_append", DType::F32), 2, seed, &[
             Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::null(), Arg::read(starts),
             Arg::read(past), Arg::read(table), slots(), if moves { Arg::write(&mut padded) } else { Arg::null() },
@@ -79,7 +81,8 @@ proptest! {
         prop_assert!((0..).zip(&tables).all(|(own, &table)| table == -7 || table == own));
         prop_assert!(lengths.iter().all(|&last| (-1..p.capacity as i32).contains(&last)));
         start(entry("paged_scatter", DType::F32), 2, seed, &[
-            Arg::read(&padded), Arg::read(starts), Arg::read(past), Arg::write(&mut out), Arg::params(&p),
+            Arg::read(&padded), Arg::read(&row_lse), Arg::read(starts), Arg::read(past), Arg::write(&mut out),
+            Arg::write(&mut lse), Arg::params(&p),
         ]).or_else(overlaps)?;
     }
 }
@@ -93,10 +96,12 @@ proptest! {
         (batch, q_len, more, tokens) in (1..=3u32, 1..=4u32, 0..=3u32, 1..=6u32),
         (per_sequence, spare, capacity) in (1..=2u32, 0..=2u32, 7..=32u32),
         [starts, past, table] in [integers(4), integers(3), integers(6)],
-        [appends, has_starts] in any::<[bool; 2]>(),
+        [appends, has_starts, has_tree] in any::<[bool; 3]>(),
+        words in prop::collection::vec(any::<i64>(), 6),
         seed in any::<u64>(),
     ) {
         let (q_heads, kv_heads, head_size, rows) = (4, 2, 64, 16);
+        let height = if has_tree { 16 } else { 8 };
         let blocks = batch * per_sequence + spare;
         let strides = |heads: u32| {
             Strides { batch: 0, head: u64::from(head_size), row: u64::from(heads * head_size) }
@@ -104,13 +109,13 @@ proptest! {
         let (of_queries, of_keys) = (strides(q_heads), strides(kv_heads));
         let attention = AttentionParams {
             q: of_queries, k: of_keys, v: of_keys, out: of_queries, batch, q_heads, kv_heads, head_size, q_len,
-            capacity: capacity.min(per_sequence * rows), causal: 1, scale: 0.125, ..AttentionParams::zeroed()
+            capacity: capacity.min(per_sequence * rows), causal: u32::from(!has_tree), scale: 0.125, ..AttentionParams::zeroed()
         };
         let p = PagedDecodeParams {
             decode: DecodeParams {
                 attention, new_k: of_keys, new_v: of_keys,
                 rotary: RotaryParams { dim: 64, max_positions: 3, ..RotaryParams::default() },
-                new_len: if appends { q_len } else { 0 }, splits: 1, clusters: decode::clusters(&attention, 8), rows: 8,
+                new_len: if appends { q_len } else { 0 }, splits: 1, clusters: decode::clusters(&attention, height), rows: height,
                 at_a_time: 4, ..DecodeParams::zeroed()
             },
             per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, reserved: 0,
@@ -126,16 +131,23 @@ proptest! {
         let own: Vec<_> = (0..(batch * per_sequence) as i32).collect();
         let table = if appends { &own[..] } else { &table[..own.len()] };
         let new = || if appends { Arg::read(&kv) } else { Arg::null() };
-        let entry = entry("decode_paged_bf16_d64_r8", DType::BF16);
+        let name = if has_tree { "decode_paged_tree_bf16_d64_r16" } else { "decode_paged_bf16_d64_r8" };
+        let entry = entry(name, DType::BF16);
         let shape = Launch {
             name: entry.name, grid: decode::grid(&p.decode, 1), threads: entry.threads, shared_bytes: entry.shared_bytes, seed, cluster: 1,
             communicates: entry.communicates, programmatic: true,
         };
-        let started = launch(&shape, &entry.simulate, &[
+        let mut lse = vec![0.5f32; (p.tokens * q_heads) as usize];
+        let mut arguments = vec![
             Arg::read(&q), new(), new(), Arg::read(&angles), Arg::read(&angles), Arg::null(),
             if has_starts { Arg::read(&starts) } else { Arg::null() }, Arg::read(past), Arg::read(table), Arg::null(),
-            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::null(), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
+        ];
+        // Those that there are, and no more.
+        arguments.extend(has_tree.then(|| Arg::read(&words[..p.tokens as usize])));
+        arguments.extend([
+            Arg::write(&mut k), Arg::write(&mut v), Arg::write(&mut out), Arg::write(&mut lse), Arg::null(), Arg::null(), Arg::null(), Arg::params(&p),
         ]);
+        let started = launch(&shape, &entry.simulate, &arguments);
         prop_assert!(started.is_ok(), "{}", started.unwrap_err());
     }
 }

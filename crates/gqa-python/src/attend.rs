@@ -27,6 +27,8 @@ pub struct Arrays {
     pub slopes: Option<Array>,
     /// (sequences or 1, heads or 1, rows, keys), of booleans or numbers
     pub mask: Option<Array>,
+    /// (sequences, rows): bit `j` says whether a row sees row `j`'s key
+    pub tree_mask: Option<Array>,
 }
 
 /// Attention that can be computed.

@@ -131,7 +131,7 @@ impl Call {
     /// Attention over a paged KV cache of so many blocks, rows of a block and blocks of a sequence.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
-    #[pyo3(signature = (sizes, sequences, tokens, cache, most_tokens, longest, rope, slots))]
+    #[pyo3(signature = (sizes, sequences, tokens, cache, most_tokens, longest, rope, slots, lse, tree_mask))]
     fn paged(
         sizes: Sizes,
         sequences: usize,
@@ -141,6 +141,8 @@ impl Call {
         longest: usize,
         rope: Option<(usize, usize, bool)>,
         slots: bool,
+        lse: bool,
+        tree_mask: bool,
     ) -> PyResult<Self> {
         let mut layer = sizes.layer()?;
         if let Some((dim, positions, interleaved)) = rope {
@@ -150,6 +152,8 @@ impl Call {
         let call = Paged::new(sequences, tokens, cache.into());
         let call = call.most_tokens(most_tokens).longest(longest);
         let call = if slots { call.slot_mapping() } else { call };
+        let call = if lse { call.log_sum_exp() } else { call };
+        let call = if tree_mask { call.tree_mask() } else { call };
         layer.paged(call).map(Self).map_err(raised)
     }
 

@@ -69,6 +69,7 @@ impl Arguments<'_, '_> {
             sinks: self.array("sinks", "s_aux")?,
             slopes: self.array("alibi_slopes", "alibi_slopes")?,
             mask: self.array("mask", "mask")?,
+            tree_mask: self.array("tree_mask", "tree_mask")?,
         })
     }
 

@@ -1,4 +1,4 @@
-//! What is added to scores: ALiBi, or a mask.
+//! What is added to scores: ALiBi, or a mask of all keys or of the new ones.
 
 use crate::array::Array;
 use crate::attend::Arrays;
@@ -19,6 +19,8 @@ pub enum Bias<T> {
     Numbers(Mask<T>),
     /// Whether keys are seen, likewise.
     Seen(Mask<bool>),
+    /// Which of its sequence's rows each row sees, by bits, of (sequences, rows).
+    Tree(Vec<i64>),
 }
 
 pub struct Mask<T> {
@@ -33,7 +35,7 @@ pub struct Mask<T> {
 /// Of one sequence.
 pub enum OfSequence<'a, T: Clone> {
     Numbers(Cow<'a, [T]>, bool),
-    Seen(&'a [bool], bool),
+    Seen(Cow<'a, [bool]>, bool),
 }
 
 impl<T: Element> Bias<T> {
@@ -48,6 +50,9 @@ impl<T: Element> Bias<T> {
         k: &Heads<T>,
         sequences: &[Sequence],
     ) -> PyResult<Option<Self>> {
+        if let Some(words) = &arrays.tree_mask {
+            return words.integers(2).map(|words| Some(Self::Tree(words)));
+        }
         match (&arrays.slopes, &arrays.mask) {
             (Some(_), Some(_)) => Err(invalid("mask", "an array", "None with alibi_slopes")),
             (Some(slopes), None) => Self::alibi(slopes, q.heads, sequences.len()).map(Some),
@@ -90,9 +95,24 @@ impl<T: Element> Bias<T> {
                 OfSequence::Numbers(numbers.into(), true)
             }
             Self::Numbers(mask) => OfSequence::Numbers(mask.sequence(index).into(), mask.per_head),
-            Self::Seen(mask) => OfSequence::Seen(mask.sequence(index), mask.per_head),
+            Self::Seen(mask) => OfSequence::Seen(mask.sequence(index).into(), mask.per_head),
+            Self::Tree(words) => {
+                let Sequence { rows, keys, .. } = *sequence;
+                let words = &words[index * rows..][..rows];
+                let mut seen = room("tree_mask", rows.saturating_mul(keys))?;
+                seen.extend(words.iter().flat_map(|&word| sees(word, rows, keys)));
+                OfSequence::Seen(seen.into(), false)
+            }
         })
     }
+}
+
+/// Whether a row with that word sees each key, of which the last ones are those of the rows.
+fn sees(word: i64, rows: usize, keys: usize) -> impl Iterator<Item = bool> {
+    (0..keys).map(move |key| match (key + rows).checked_sub(keys) {
+        Some(row) => word >> row & 1 != 0,
+        None => true,
+    })
 }
 
 /// Numbers of (heads, rows, keys): a slope times how far a key is from a row's place.

@@ -159,6 +159,35 @@ def test_kv_caches(draw):
     assert written.sum() <= (batch * rows if new else 0), "other entries were written"
 
 
+def test_trees_of_drafts(draw):
+    pick = draw.pick
+    batch, rows = pick.choice([1, 3]), pick.choice([1, 4])
+    q, cache = draw.array(batch, rows, draw.heads, draw.size), KvCache(draw, batch)
+    new = new_tokens(draw, batch, rows) if pick.random() < 0.7 else {}
+    ours = {**draw.scores(), "causal": True}
+    ours.pop("window_size", None)
+    words = draw.noise.integers(-(2**63), 2**63 - 1, (batch, rows), np.int64, endpoint=True)
+    before = [np.array(array) for array in (cache.keys, cache.values)]
+    arguments = {**new, **cache.where, **ours, "tree_mask": words, "return_softmax_lse": True}
+    out, lse = draw.call(gqa.flash_attn_with_kvcache, q, cache.keys, cache.values, **arguments)
+    for b in range(batch):
+        keys, values = (np.array(cache.of(array, b), np.float64) for array in before)
+        queries, first, end = q[b], cache.first[b], cache.lengths[b]
+        if new:
+            places = np.arange(rows) + end - first
+            queries = turned(new, queries, places)
+            keys[end : end + rows] = turned(new, new["k"][b], places)
+            values[end : end + rows] = new["v"][b]
+            end += rows
+        row = np.arange(first, end) - end + rows
+        seen = (row < 0) | (words[b][:, None] >> row.clip(0, 63) & 1 != 0)
+        mask = np.broadcast_to(seen, (draw.heads, *seen.shape))
+        given = {**ours, "causal": False}, queries, keys[first:end], values[first:end]
+        expected, expected_lse = draw.expected(*given, mask=mask)
+        draw.check(out[b], expected)
+        draw.check_lse(lse[b], expected_lse, 5e-3)
+
+
 def turned(new, heads, places):
     """Rows of heads at their places, rotated where new tokens are."""
     if "rotary_cos" not in new:

@@ -309,6 +309,41 @@ class Cases:
                 self.near_lse(lse[b], wanted_lse)
 
     @in_draws
+    def test_trees_of_drafts(self):
+        pick = self.pick
+        batch, rows = pick.choice([1, 3]), pick.choice([1, 5, 16, 64])
+        q, cache, new = self.tensor(batch, rows, self.heads, self.size), KvCache(self, batch, rows), {}
+        ours = {name: x for name, x in self.scores().items() if name in ("softcap", "s_aux")}
+        words = torch.randint(-(2**63), 2**63 - 1, (batch, rows), device=self.device)
+        if pick.random() < 0.7:
+            new = {name: self.tensor(batch, rows, self.kv_heads, self.size) for name in "kv"}
+            if pick.random() < 0.5:
+                new |= self.rope(cache.capacity)
+        want_lse = pick.random() < 0.5
+        before = cache.keys.clone(), cache.values.clone()
+        arguments = {**new, **cache.where, **ours, "tree_mask": words, "causal": True}
+        arguments["return_softmax_lse"] = want_lse
+        result = gqa.flash_attn_with_kvcache(q, cache.keys, cache.values, **arguments)
+        out, lse = result if want_lse else (result, None)
+        for b in range(batch):
+            keys, values = (cache.of(tensor, b).float().clone() for tensor in before)
+            queries, end, first = q[b], int(cache.lengths[b]), int(cache.first[b])
+            if new:
+                places = torch.arange(rows, device=self.device) + end - first
+                queries = turned(new, queries, places)
+                keys[end : end + rows] = turned(new, new["k"][b], places)
+                values[end : end + rows] = new["v"][b].float()
+                end += rows
+            row = torch.arange(first, end, device=self.device) - end + rows
+            seen = (row < 0) | (words[b, :, None] >> row.clamp(0, 63) & 1 != 0)
+            given = queries, keys[first:end], values[first:end], (-1, -1)
+            scores = ours.get("softcap", 0.0), ours.get("s_aux")
+            wanted, wanted_lse = expected(*given, *scores, bias=seen[None])
+            self.near(out[b], wanted)
+            if want_lse:
+                self.near_lse(lse[b], wanted_lse)
+
+    @in_draws
     def test_steps_like_earlier_ones(self):
         """Steps of the same shapes, of which only the first is looked at."""
         batch, where, capacity = self.pick.choice([1, 3]), {}, 256

@@ -33,14 +33,15 @@ class Planned:
             assert tensors[name].data_ptr() % 16 == 0, f"{name} is not aligned"
         self.kernels(tensors)
 
-    def attend(self, q, k, v, tensors, bias=None):
+    def attend(self, q, k, v, tensors, bias=None, window=None):
         """Attention as kernels define it: where no key is seen a sink does not count."""
         scores, sinks = self.scores, tensors.get("head_sink")
+        window = scores.window if window is None else window
         if len(k) == 0:
             return torch.zeros_like(q), -torch.inf
         named = {"softcap": scores.softcap, "scale": scores.scale, "bias": bias}
-        _, bare = expected(q, k, v, scores.window, **named)
-        out, lse = expected(q, k, v, scores.window, sinks=sinks, **named)
+        _, bare = expected(q, k, v, window, **named)
+        out, lse = expected(q, k, v, window, sinks=sinks, **named)
         return out, torch.where(bare == -torch.inf, bare, lse)
 
     def external(self, tensors):
@@ -59,7 +60,7 @@ class Planned:
                 tensors["lse"][b] = lse
 
     def paged(self, tensors):
-        _, _, (blocks, size, _), most, longest, rope, no_new = self.numbers
+        _, _, (blocks, size, _), most, longest, rope, no_new, want_lse, has_tree = self.numbers
         rows = {name: tensors[name].flatten(0, -3) for name in ("query", "key", "value")}
         caches = [tensors[name] for name in ("present_key", "present_value")]
         caches = [cache.view(blocks, size, *cache.shape[-2:]) for cache in caches]
@@ -78,7 +79,15 @@ class Planned:
             if not no_new:
                 for cache, new in zip(caches, (k, v)):
                     cache[place[0][past:], place[1][past:]] = new.to(cache.dtype)
-            output[mine] = self.attend(q, caches[0][place], caches[1][place], tensors)[0]
+            others = ()
+            if has_tree:
+                words = tensors["tree_mask"].flatten()[mine][:, None]
+                seen = (row < past) | (words >> (row - past).clamp(0, 63) & 1 != 0)
+                others = seen[None], (-1, -1)
+            out, lse = self.attend(q, caches[0][place], caches[1][place], tensors, *others)
+            output[mine] = out
+            if want_lse:
+                tensors["lse"][:, mine] = lse
 
 
 def enqueue(planned, device, stream, tensors):

@@ -57,6 +57,12 @@ def test_a_callers_error_is_named(change, named):
         ({"append": 3, "cache_seqlens": 2, "rope": (9, 9)}, "rotary_cos"),
         ({"append": 3, "cache_seqlens": 2, "s_aux": np.zeros(3)}, "s_aux"),
         ({"append": 3, "cache_seqlens": 2, "alibi_slopes": np.zeros(3)}, "alibi_slopes"),
+        ({"tree_mask": np.zeros((2, 3), np.int64)}, "causal"),
+        ({"tree_mask": np.zeros((2, 3), np.int64), "causal": True, "window_size": (4, 0)}, "causal"),
+        ({"tree_mask": np.zeros((2, 4), np.int64), "causal": True}, "tree_mask"),
+        ({"tree_mask": np.zeros((2, 3), np.int32), "causal": True}, "tree_mask"),
+        ({"tree_mask": np.zeros((2, 3), np.uint64), "causal": True}, "tree_mask"),
+        ({"tree_mask": [0], "causal": True}, "tree_mask"),
     ],
 )
 def test_a_callers_error_about_a_cache_is_named(change, named):

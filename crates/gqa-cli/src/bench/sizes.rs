@@ -61,7 +61,13 @@ impl Selection {
         };
         let typed =
             |dtype| models.iter().map(move |&(model, layer)| (model, Layer { dtype, ..layer }));
-        self.dtype.iter().copied().flat_map(typed).collect()
+        let layers = self.dtype.iter().copied().flat_map(typed);
+        // What a mask over the new tokens costs shows beside the call without.
+        let masks = if self.layer.tree_mask { &[false, true][..] } else { &[false] };
+        let masked = |(model, layer)| {
+            masks.iter().map(move |&tree_mask| (model, Layer { tree_mask, ..layer }))
+        };
+        layers.flat_map(masked).collect()
     }
 
     fn grid(&self) -> Vec<Size> {

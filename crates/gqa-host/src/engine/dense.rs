@@ -23,6 +23,7 @@ pub struct Dense {
     packed: bool,
     positions: bool,
     bias: Option<[bool; 2]>,
+    tree_mask: bool,
     lse: bool,
     float32_output: bool,
     float8_output: bool,
@@ -55,6 +56,7 @@ impl Dense {
             packed: false,
             positions: false,
             bias: None,
+            tree_mask: false,
             lse: false,
             float32_output: false,
             float8_output: false,
@@ -112,6 +114,15 @@ impl Dense {
     /// `attention_bias`, of shape (batch or 1, heads or 1, rows, longest), is added to scores.
     pub const fn bias(self, per_sequence: bool, per_head: bool) -> Self {
         Self { bias: Some([per_sequence, per_head]), ..self }
+    }
+
+    /// The int64 tensor `tree_mask`, of shape (batch, rows), says which new tokens of its sequence
+    /// each new token sees: number `j` where bit `j` is set, itself and later ones too. All see the
+    /// keys before them. So a tree of drafts is checked at once, of up to 64 tokens. A token that
+    /// sees no key at all has output 0. [Positions](Self::explicit_positions) are those of the
+    /// tree, where the layer rotates.
+    pub const fn tree_mask(self) -> Self {
+        Self { tree_mask: true, ..self }
     }
 
     /// `lse`, float32 of shape (batch, heads, rows), receives natural logarithms of the softmax
@@ -196,14 +207,16 @@ impl Layer {
             output_scale: call.float8_output.then_some(f32s(&[1])),
             ..Shapes::new(self.desc(query.shape()), i32s(&lengths), longest)
         };
-        self.operator()
+        let problem = self
+            .operator()
             .layout(call.layout)
             .log_sum_exp(call.lse)
             .float32_output(call.float32_output)
             .prefetch_cache(call.prefetch_cache)
             .float8_products(call.float8_products)
-            .problem_from_shapes(&shapes, CacheBinding::Shared)?
-            .with_strides(call.strided)
+            .problem_from_shapes(&shapes, CacheBinding::Shared)?;
+        let problem = if call.tree_mask { problem.with_tree_mask()? } else { problem };
+        problem.with_strides(call.strided)
     }
 }
 

@@ -25,6 +25,8 @@ pub struct Paged {
     packed: bool,
     slots: bool,
     strided: Strided,
+    lse: bool,
+    tree_mask: bool,
 }
 
 impl Paged {
@@ -46,6 +48,8 @@ impl Paged {
             packed: false,
             slots: false,
             strided: Strided { query: None, key: None, value: None, output: None },
+            lse: false,
+            tree_mask: false,
         }
     }
 
@@ -90,6 +94,23 @@ impl Paged {
     pub const fn slot_mapping(self) -> Self {
         Self { slots: true, ..self }
     }
+
+    /// `lse`, float32 of shape (heads, tokens), receives natural logarithms of the softmax
+    /// denominators. Prompts' rows are gathered for that.
+    pub const fn log_sum_exp(self) -> Self {
+        Self { lse: true, ..self }
+    }
+
+    /// The int64 tensor `tree_mask`, of shape (tokens), says which new tokens of its sequence each
+    /// new token sees: number `j` where bit `j` is set, itself and later ones too. All see the keys
+    /// before them. So a tree of drafts is checked at once, of up to 64 tokens a sequence, which
+    /// [`most_tokens`](Self::most_tokens) promises. A token that sees no key at all has output 0.
+    ///
+    /// New tokens rotate, and are appended, one behind the other; whose positions are others come
+    /// rotated.
+    pub const fn tree_mask(self) -> Self {
+        Self { tree_mask: true, ..self }
+    }
 }
 
 impl Layer {
@@ -116,7 +137,8 @@ impl Layer {
         let (sink, norm) = ([heads.query], [heads.size]);
         let norm = self.qk_norm.map(|_| self.desc(&norm));
         let starts = [call.sequences.saturating_add(1)];
-        let problem = self.paged_operator().problem_from_shapes(&PagedShapes {
+        let operator = self.paged_operator().log_sum_exp(call.lse);
+        let problem = operator.problem_from_shapes(&PagedShapes {
             query: self.desc(&query),
             key,
             value: key,
@@ -135,6 +157,7 @@ impl Layer {
             v_scale: scales,
             bounds: Bounds { query_rows: call.most_tokens, keys: call.longest },
         })?;
+        let problem = if call.tree_mask { problem.with_tree_mask()? } else { problem };
         problem.with_strides(call.strided)
     }
 

@@ -369,7 +369,7 @@ impl Outputs {
 
     fn without_present(p: &Problem) -> Result<Self> {
         let scores = || Tensor::try_zeros("output_qk", p.dtype, &p.scores_shape());
-        let lse = || Tensor::try_zeros("lse", DType::F32, &[p.batch, p.q_heads, p.q_len]);
+        let lse = || Tensor::try_zeros("lse", DType::F32, &p.lse_shape());
         let empty = Tensor::zeros(p.dtype, &[0]);
         Ok(Self {
             output: Tensor::try_zeros("output", p.out_dtype, &p.output_shape())?,

@@ -11,7 +11,7 @@ mod validate_attention;
 
 pub use attention::{Attention, AttentionInputs, AttentionOutputs};
 pub use gqa::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType};
-pub use paged::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes};
+pub use paged::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedOutputs, PagedShapes};
 pub use rotary::{RotaryEmbedding, RotaryInputs};
 pub use scatter::{ScatterInputs, TensorScatter};
 pub use shapes::Shapes;

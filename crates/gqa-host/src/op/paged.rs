@@ -13,7 +13,7 @@ use super::QuantType;
 use super::validate::values;
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
-use crate::{Problem, Result, Tensor};
+use crate::{DType, Problem, Result, Tensor};
 pub(crate) use lengths::Lengths;
 
 /// The operator's attributes, with ONNX Runtime's defaults.
@@ -32,6 +32,16 @@ pub struct PagedAttention {
     v_quant_type: QuantType,
     k_cache_dtype: String,
     v_cache_dtype: String,
+    lse: bool,
+}
+
+/// What the operator returns.
+#[derive(Clone, Debug)]
+pub struct PagedOutputs {
+    /// (num_tokens, N·H)
+    pub output: Tensor,
+    /// float32 (N, num_tokens) where asked for.
+    pub lse: Option<Tensor>,
 }
 
 impl PagedAttention {
@@ -51,6 +61,7 @@ impl PagedAttention {
             v_quant_type: QuantType::None,
             k_cache_dtype: String::new(),
             v_cache_dtype: String::new(),
+            lse: false,
         }
     }
 
@@ -113,8 +124,13 @@ impl PagedAttention {
         Self { v_cache_dtype: name.to_owned(), ..self }
     }
 
+    /// Also return the logarithm of each softmax denominator (beyond ONNX).
+    pub fn log_sum_exp(self, on: bool) -> Self {
+        Self { lse: on, ..self }
+    }
+
     /// Applies the operator: the tokens' keys and values go into their blocks of `cache`, then
-    /// every token attends to what its sequence's blocks hold. The result is (num_tokens, N·H).
+    /// every token attends to what its sequence's blocks hold.
     ///
     /// # Errors
     ///
@@ -125,9 +141,11 @@ impl PagedAttention {
         inputs: &PagedInputs<'_>,
         cache: &mut PagedCache,
         backend: &dyn Backend,
-    ) -> Result<Tensor> {
+    ) -> Result<PagedOutputs> {
         let problem = self.problem(inputs, cache)?;
         let mut output = Tensor::try_zeros("output", problem.dtype, &problem.output_shape())?;
+        let lse = || Tensor::try_zeros("lse", DType::F32, &problem.lse_shape());
+        let mut lse = problem.lse.then(lse).transpose()?;
         run(
             backend,
             &problem,
@@ -137,10 +155,10 @@ impl PagedAttention {
                 present_key: &mut cache.key,
                 present_value: &mut cache.value,
                 output_qk: None,
-                lse: None,
+                lse: lse.as_mut(),
             },
         )?;
-        Ok(output)
+        Ok(PagedOutputs { output, lse })
     }
 
     /// Checks the call, what is in its tensors too.

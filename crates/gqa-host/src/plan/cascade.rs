@@ -45,6 +45,7 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
     }
     requirements::one_type(call.problem)?;
     quantizes(family, call.problem)?;
+    takes_tree_mask(family, call.problem)?;
     Ok(Choice { family, kernel: family.choose(call)? })
 }
 
@@ -53,6 +54,15 @@ fn quantizes(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
     let writes = |entry: &Entry| entry.family == family.module() && entry.output == Output::E4M3;
     match p.quantizes_output() && !entries().any(writes) {
         true => Err(Rejection::OutputType { got: p.out_dtype }),
+        false => Ok(()),
+    }
+}
+
+/// Few families take a mask over the new tokens.
+fn takes_tree_mask(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
+    let takes = |entry: &Entry| entry.family == family.module() && entry.takes("tree_mask");
+    match p.tree_mask && !entries().any(takes) {
+        true => Err(Rejection::Argument { name: "tree_mask" }),
         false => Ok(()),
     }
 }

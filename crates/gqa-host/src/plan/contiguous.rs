@@ -9,6 +9,7 @@ use super::options::PlanOptions;
 use super::positions::{Positions, positions};
 use super::prologue::prologue;
 use super::scratch::Scratch;
+use super::tree_mask;
 use crate::{CallKind, Problem, Result};
 
 /// What a plan has of the kernels chosen: none where there is nothing to do.
@@ -37,7 +38,11 @@ impl Composed {
             let (launches, _) = prologue(problem, device, fused, nothing, scratch)?;
             return Ok(Self { launches, decisions: Vec::new(), positions });
         }
-        let (choice, decisions) = cascade::choose(&Call::new(problem, device, options))?;
+        let chosen = cascade::choose(&Call::new(problem, device, options));
+        if problem.tree_mask && chosen.is_err() {
+            return tree_mask::compose(problem, device, options, scratch);
+        }
+        let (choice, decisions) = chosen?;
         let by_attention = choice.fuses(problem, fused);
         let (mut launches, rows) = prologue(problem, device, fused, by_attention, scratch)?;
         let task = Task::whole(problem, fused);

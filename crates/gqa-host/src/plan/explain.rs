@@ -229,6 +229,7 @@ fn features(p: &Problem) -> Vec<String> {
         add(true, format!("{kind} of {}x{}x{}x{}", shape[0], shape[1], shape[2], shape[3]));
     }
     add(p.output_qk != QkOutput::None, "output_qk".to_owned());
+    add(p.tree_mask, "a mask over the new tokens".to_owned());
     add(p.lse, "log-sum-exp".to_owned());
     add(p.out_dtype != p.dtype, format!("output {}", p.out_dtype));
     features

@@ -59,6 +59,7 @@ mod sliding;
 mod tensors;
 #[cfg(test)]
 mod tests;
+mod tree_mask;
 
 pub use cascade::candidates;
 pub use compose::plan;

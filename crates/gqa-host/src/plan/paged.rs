@@ -8,7 +8,9 @@
 //! | `paged_dequantize`: dequantized keys and values of the prompts, in blocks in scratch | | where the cache holds quantized values | |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
 //! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
-//! | `paged_scatter`: output rows to their tokens | | | unless every sequence has one token |
+//! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
+//!
+//! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows.
 //!
 //! In the last column queries stay where they are if every sequence has one token, nothing turns
 //! them or takes them apart, and they are contiguous.
@@ -26,6 +28,7 @@ use super::rebind::Rebind;
 use super::rows::Rows;
 use super::scratch::Scratch;
 use super::tensors::TensorId;
+use super::tree_mask::Expanded;
 use crate::{DType, Pages, Problem, Result};
 use gqa_kernels::params::PagedParams;
 use gqa_kernels::prologue::paged_grid;
@@ -69,8 +72,14 @@ pub(super) fn compose(
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
     launches.push(gathered.prologue.append(gathered.moved, device)?);
     launches.push(gathered.gather(device)?);
-    let call = Composed::of(&problem.gathered(), device, options, scratch)?;
-    let rebind = gathered.rebind();
+    let (mut attended, mut rebind) = (problem.gathered(), gathered.rebind());
+    if problem.tree_mask {
+        let expanded = Expanded::new(problem, &attended, device, scratch)?;
+        rebind.0.push(expanded.mask());
+        launches.push(expanded.launch);
+        attended = expanded.problem;
+    }
+    let call = Composed::of(&attended, device, options, scratch)?;
     launches.extend(call.launches.into_iter().map(|launch| rebind.launch(launch)));
     if gathered.output != Arg::Null {
         launches.push(gathered.scatter(device)?);
@@ -238,7 +247,10 @@ struct Gathered<'a> {
     moved: Arg,
     cache: [Arg; 2],
     lengths: Arg,
+    /// Null where the output's rows are tokens, and log-sum-exps nobody's.
     output: Arg,
+    /// Null where nobody wants them.
+    lse: Arg,
 }
 
 impl<'a> Gathered<'a> {
@@ -257,7 +269,8 @@ impl<'a> Gathered<'a> {
             moved: take(moves, padded, size)?,
             cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
             lengths: take(true, p.batch, DType::I32.size())?,
-            output: take(!p.has_single_tokens(), padded, size)?,
+            output: take(!p.has_single_tokens() || p.lse, padded, size)?,
+            lse: take(p.lse, p.batch * p.q_heads * p.q_len, DType::F32.size())?,
         })
     }
 
@@ -274,7 +287,12 @@ impl<'a> Gathered<'a> {
 
     fn scatter(&self, device: &DeviceInfo) -> Result<Launch> {
         let Prologue { problem, params, .. } = &self.prologue;
-        let arguments = [("rows", self.output), ("out", tensor(problem, TensorId::Output, 0))];
+        let arguments = [
+            ("rows", self.output),
+            ("row_lse", self.lse),
+            ("out", tensor(problem, TensorId::Output, 0)),
+            ("lse", tensor(problem, TensorId::Lse, 0)),
+        ];
         let entry = find(Role::PagedScatter, None, None)?;
         self.prologue.launch(entry, &arguments, params, device)
     }
@@ -288,6 +306,7 @@ impl<'a> Gathered<'a> {
             (TensorId::PresentValue, self.cache[1]),
             (TensorId::SeqlensK, self.lengths),
             (TensorId::Output, self.output),
+            (TensorId::Lse, self.lse),
         ])
     }
 }

@@ -47,6 +47,7 @@ pub(super) fn arguments(p: &Problem, rows: &Rows) -> Vec<(&'static str, Arg)> {
         bias,
         mask,
         ("head_sink", tensor(p, TensorId::HeadSink, 0)),
+        ("tree_mask", tensor(p, TensorId::TreeMask, 0)),
         ("lse", tensor(p, TensorId::Lse, 0)),
         ("output_qk", tensor(p, TensorId::OutputQk, 0)),
     ];

@@ -112,10 +112,6 @@ fn rounded_len(problem: &Problem, most: usize) -> usize {
 }
 
 fn rounded_paged(problem: &Problem, pages: Pages) -> Problem {
-    // A log-sum-exp has a column for each of a sequence's tokens.
-    if problem.lse {
-        return problem.clone();
-    }
     let total_len = rounded_len(problem, pages.per_sequence * pages.block_size);
     let most = pages.tokens.min(total_len).max(problem.q_len);
     let q_len = Planner::bucket(problem.q_len).min(most);

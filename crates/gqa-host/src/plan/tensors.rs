@@ -91,6 +91,8 @@ tensors! {
         let dtype = if p.bias?.boolean { DType::Bool } else { p.dtype };
         spec(true, dtype, p.bias_shape()?)
     };
+    /// Which new tokens of its sequence each new token sees: bit `j` for number `j`
+    TreeMask: "tree_mask", Input, |p| spec(p.tree_mask, DType::I64, p.tree_mask_shape());
     /// head_sink
     HeadSink: "head_sink", Input, |p| spec(p.sink == Sink::PerHead, p.dtype, [p.q_heads]);
     /// k_scale
@@ -135,7 +137,7 @@ tensors! {
         spec(p.output_qk != QkOutput::None, p.dtype, p.scores_shape())
     };
     /// log-sum-exp
-    Lse: "lse", Output, |p| spec(p.lse, DType::F32, [p.batch, p.q_heads, p.q_len]);
+    Lse: "lse", Output, |p| spec(p.lse, DType::F32, p.lse_shape());
 }
 
 fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<TensorSpec> {

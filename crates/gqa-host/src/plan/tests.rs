@@ -9,7 +9,7 @@ use crate::{
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
     PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, QuantizeOutputParams,
-    RollingBiasParams, RollingParams, Strides,
+    RollingBiasParams, RollingParams, Strides, TreeMaskParams,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -908,6 +908,9 @@ fn problems() -> impl Iterator<Item = Problem> {
             if kind % 4 == 1 && p.output_qk == QkOutput::None {
                 *p = (*paged(&Problem::new(p.clone()).unwrap())).clone();
             }
+            if kind % 7 == 3 && s <= 64 && p.window.is_none() && p.output_qk == QkOutput::None {
+                (p.tree_mask, p.causal, p.bias) = (true, false, None);
+            }
         })
     })
 }
@@ -1076,7 +1079,6 @@ fn paged(p: &Problem) -> Problem {
         cache: CacheBinding::Shared,
         layout: Layout::Bsnh,
         bias: None,
-        lse: false,
         out_dtype: p.dtype,
         rotary: p.rotary.map(|rotary| Rotary { explicit: None, ..rotary }),
         ..call
@@ -1299,6 +1301,17 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Prologue if kernel.starts_with("gqa_paged_") => {
                 paged_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
+            Family::Prologue if role == Role::TreeMaskRows => {
+                let p: &TreeMaskParams = bytemuck::from_bytes(&launch.params);
+                let rows = (p.batch * p.q_len) as usize;
+                match *name {
+                    "tree_mask" if p.tokens > 0 => p.tokens as usize * 8,
+                    "tree_mask" => rows * 8,
+                    "mask" => rows * p.columns as usize,
+                    "starts" => (p.batch + 1) as usize * 4,
+                    _ => p.batch as usize * 4,
+                }
+            }
             Family::Prologue if role == Role::RollingBias => {
                 rolling_bias_reach(name, bytemuck::from_bytes(&launch.params), element)
             }
@@ -1419,6 +1432,8 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
         "out" => rows(p.tokens, p.q_heads),
+        "row_lse" => (p.batch * p.q_heads * p.q_len) as usize * 4,
+        "lse" => (p.q_heads * p.tokens) as usize * 4,
         other => panic!("{other}"),
     }
 }
@@ -1483,6 +1498,8 @@ fn decode_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "block_table" => (a.batch * paged.per_sequence) as usize * 4,
         "q" => tokens(a.q, a.q_heads),
         "out" => tokens(a.out, a.q_heads),
+        "lse" => (a.q_heads * paged.tokens) as usize * 4,
+        "tree_mask" => paged.tokens as usize * 8,
         "new_k" => tokens(p.new_k, a.kv_heads),
         "new_v" => tokens(p.new_v, a.kv_heads),
         _ => step_reach(name, p, launch, element),
@@ -1507,6 +1524,7 @@ fn step_reach(name: &str, p: &DecodeParams, launch: &Launch, element: usize) -> 
         "partial_out" => (p.splits * a.batch * a.q_heads * a.q_len * a.head_size) as usize * 4,
         "partial_states" => owners * (p.splits * p.rows) as usize * 8,
         "arrivals" => owners * 4,
+        "tree_mask" => (a.batch * a.q_len) as usize * 8,
         _ => attention_reach(name, a, element),
     }
 }

@@ -96,6 +96,7 @@ struct Call<'a> {
     sin: Vec<f64>,
     position_ids: Vec<f64>,
     bias: Vec<f64>,
+    tree_mask: Vec<i64>,
     sink: Vec<f64>,
     q_norm_weight: Vec<f64>,
     k_norm_weight: Vec<f64>,
@@ -148,6 +149,7 @@ impl<'a> Call<'a> {
             sin: values(inputs.input(TensorId::SinCache)),
             position_ids: values(inputs.input(TensorId::PositionIds)),
             bias: values(inputs.input(TensorId::AttentionBias)),
+            tree_mask: words(inputs.input(TensorId::TreeMask)),
             sink: values(inputs.input(TensorId::HeadSink)),
             q_norm_weight: values(inputs.input(TensorId::QNormWeight)),
             k_norm_weight: values(inputs.input(TensorId::KNormWeight)),
@@ -416,6 +418,7 @@ impl<'a> Call<'a> {
         };
         let logit = |j| match self.bias(b, n, s, j) {
             // Hidden, whatever the score: NaN too.
+            _ if self.hides(b, s, j) => f64::NEG_INFINITY,
             f64::NEG_INFINITY => f64::NEG_INFINITY,
             bias => self.capped(self.scaled(&query, b, n, j)) + bias,
         };
@@ -469,6 +472,13 @@ impl<'a> Call<'a> {
         cap.map_or(scaled, |cap| cap * (scaled / cap).tanh())
     }
 
+    /// Whether tree_mask hides key `j`, which it may if that is new.
+    fn hides(&self, b: usize, s: usize, j: usize) -> bool {
+        let first = self.position(b, 0).max(0) as usize;
+        let word = self.tree_mask.get(b * self.problem.q_len + s);
+        word.is_some_and(|word| j >= first && word.wrapping_shr((j - first) as u32) & 1 == 0)
+    }
+
     /// What attention_bias or attn_mask adds.
     fn bias(&self, b: usize, n: usize, s: usize, j: usize) -> f64 {
         let p = self.problem;
@@ -503,6 +513,14 @@ impl<'a> Call<'a> {
     /// A row of output_qk with every key in it.
     fn all(&self, score: impl Fn(usize) -> f64) -> Vec<f64> {
         (0..self.problem.total_len).map(score).collect()
+    }
+}
+
+/// The elements of tree_mask.
+fn words(tensor: Option<&Tensor>) -> Vec<i64> {
+    match tensor {
+        Some(Tensor::I64(words)) => words.iter().copied().collect(),
+        _ => Vec::new(),
     }
 }
 

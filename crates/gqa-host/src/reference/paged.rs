@@ -11,7 +11,8 @@ use ndarray::Array1;
 
 /// Computes a call whose cache consists of blocks.
 pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<Exact> {
-    let mut exact = Exact::default();
+    let lse = vec![f64::NEG_INFINITY; p.q_heads * pages.tokens];
+    let mut exact = Exact { lse, ..Exact::default() };
     let sequences = Sequence::all(p, pages, io)?;
     for sequence in &sequences {
         sequence.append(io)?;
@@ -19,7 +20,10 @@ pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<Exact
     for sequence in &sequences {
         let rows = sequence.attend(io)?;
         exact.output.extend(rows.output);
-        exact.lse.extend(rows.lse);
+        for (i, lse) in rows.lse.into_iter().enumerate() {
+            let (head, token) = (i / sequence.new, sequence.start + i % sequence.new);
+            exact.lse[head * pages.tokens + token] = lse;
+        }
     }
     Ok(exact)
 }
@@ -163,6 +167,10 @@ impl<'a> Sequence<'a> {
         let query = heads(Some(all), 0, n)?;
         let (key, value) = (heads(new_key, n, nk)?, heads(new_value, n + nk, nk)?);
         let last: Tensor = Array1::from(vec![call.total_len as i32 - 1]).into();
+        let words = super::words(io.input(TensorId::TreeMask));
+        let words = words
+            .get(self.start..self.start + self.new)
+            .map(|words| -> Tensor { Array1::from(words.to_vec()).into() });
         let mut output = Tensor::zeros(p.dtype, &[0]);
         compute(
             call,
@@ -173,7 +181,8 @@ impl<'a> Sequence<'a> {
                     .with(TensorId::Key, &key)
                     .with(TensorId::Value, &value)
                     .with(TensorId::SeqlensK, &last)
-                    .with(TensorId::PositionIds, position_ids),
+                    .with(TensorId::PositionIds, position_ids)
+                    .with(TensorId::TreeMask, words.as_ref()),
                 output: &mut output,
                 present_key,
                 present_value,

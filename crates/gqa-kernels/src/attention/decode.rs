@@ -27,9 +27,10 @@
 //! with their strides, unrotated; k, v (batch, KV head, capacity, head size), the cache that is
 //! read and appended to, or (batch, KV head, capacity, bytes of a row) where it is quantized;
 //! then k_scale and v_scale, f32, 1 or (KV head, head size); out, which may be f32, and lse as in
-//! [`tiled`](super::tiled). With splits: partial_out (split, batch, query head, S, head size), f32;
-//! partial_states (split, cluster, rank, row), maxima and sums; arrivals (cluster, rank), counters
-//! that are zero before and after. Clusters are counted without their splits.
+//! [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
+//! (split, batch, query head, S, head size), f32; partial_states (split, cluster, rank, row),
+//! maxima and sums; arrivals (cluster, rank), counters that are zero before and after. Clusters are
+//! counted without their splits.
 //!
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team:
 //! STAGES × (keys [KEYS], values [KEYS])
@@ -58,6 +59,9 @@
 //! **Codes**: a quantized KV cache is streamed as it is, and codes become halves in registers
 //! (`quantized.rs`).
 //!
+//! **Tree mask** (`tree.rs`): in kernels that have one, not the order of the new tokens but a word
+//! for each says which of them it sees. They are told that the call is not causal.
+//!
 //! **Numerics**: rotated rows are rounded to the element type, as the cache holds them. Then as in
 //! [`tiled`](super::tiled); results of warps, ranks and splits are merged in f32.
 
@@ -68,6 +72,7 @@ mod new_tokens;
 mod quantized;
 mod shape;
 mod stream;
+mod tree;
 mod warpgroup;
 
 pub use cached::Cached;
@@ -92,6 +97,7 @@ use exchange::{Mailbox, Output, Splits};
 use layout::SideBySide;
 use new_tokens::{NewTokens, Rotations, Tiles, new_rows};
 use stream::{Cache, Share};
+use tree::Tree;
 
 /// Most ranks of a cluster.
 pub const MAX_RANKS: u32 = 16;
@@ -355,9 +361,9 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, p);
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, Tree::none(), p);
     }
 
     /// The kernel with output of e4m3, times `out_scale`.
@@ -383,9 +389,9 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
-        let output = Output { head_sink, out, out_scale, lse };
+        let output = Output { head_sink, out, out_scale, lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, p);
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, Tree::none(), p);
     }
 
     /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
@@ -416,9 +422,9 @@ impl<
         let new_tokens =
             NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, scales, output, splits, p);
+        Self::step(new_tokens, seqlens_k, SideBySide, scales, output, splits, Tree::none(), p);
     }
 
     /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
@@ -447,10 +453,10 @@ impl<
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
         let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, p.decode);
+        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, Tree::none(), p.decode);
     }
 
     /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
@@ -483,10 +489,80 @@ impl<
         let new_tokens =
             NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(new_tokens, past_seqlens, blocks, scales, output, splits, p.decode);
+        Self::step(
+            new_tokens,
+            past_seqlens,
+            blocks,
+            scales,
+            output,
+            splits,
+            Tree::none(),
+            p.decode,
+        );
+    }
+
+    /// The kernel with a word of `tree_mask`, (batch, S), for each new token: bit `j` says whether
+    /// it sees new token `j` of its sequence.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_tree<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        tree_mask: Global<i64>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let tree = Tree { words: tree_mask };
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, tree, p);
+    }
+
+    /// The same for a paged KV cache; `tree_mask` has a word for each token of all sequences.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged_tree<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        tree_mask: Global<i64>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: PagedDecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
+        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, tree, p.decode);
     }
 
     /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare
@@ -506,6 +582,7 @@ impl<
         scales: C::Scales,
         output: Output<C::Element, O>,
         splits: Splits,
+        tree: Tree,
         p: DecodeParams,
     ) {
         let place = Place::new(&p);
@@ -543,7 +620,7 @@ impl<
             Self::ask_queries(&opening, &rows);
         }
         rows.seqlen = layout.seqlen(a, &rows, Self::length(asked));
-        let share = Share::new::<L>(&p, &rows, place, Self::KEYS);
+        let share = Share::new::<L>(&p, &rows, place, Self::KEYS, tree);
         let rotations = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
@@ -567,11 +644,11 @@ impl<
             }
         }
         if Self::BY_WARPGROUPS {
-            let (states, acc) = Self::attend_together(&p, &rows, &share, cache);
+            let (states, acc) = Self::attend_together(&p, &rows, &share, cache, tree);
             Self::publish_together(states, &acc);
         } else {
             let unit = C::prepare(&tiles, staging, Self::BLOCK);
-            let (states, mut acc) = Self::attend(&p, &rows, &share, cache, unit);
+            let (states, mut acc) = Self::attend(&p, &rows, &share, cache, unit, tree);
             C::scale(&mut acc, staging);
             Self::publish::<C>(states, &acc);
         }
@@ -717,6 +794,18 @@ impl<
         let mut anew = Self::rows(&p.attention, place, layout);
         anew.seqlen = rows.seqlen;
         (place, anew)
+    }
+
+    /// The rows alone, within the loop.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn recompute_rows<L: Layout>(p: &DecodeParams, rows: &Rows, layout: L) -> Rows {
+        if !Self::FORGETS {
+            return *rows;
+        }
+        let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);
+        let mut anew = Self::rows(&p.attention, Place::at(p, block), layout);
+        anew.seqlen = rows.seqlen;
+        anew
     }
 
     /// The rows of a block, whose sequence has no length yet.

@@ -2,12 +2,12 @@
 
 use super::{
     THREADS, append, concat, dequantize, norm, paged, positions, quantize, quantize_output,
-    rolling, rope, scatter, unpack,
+    rolling, rope, scatter, tree, unpack,
 };
 use crate::num::DType;
 use crate::params::{
     PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams, RollingParams,
-    ScatterParams,
+    ScatterParams, TreeMaskParams,
 };
 use crate::registry::{Entry, Role};
 
@@ -38,6 +38,11 @@ pub fn rolling_bias_grid(p: &RollingBiasParams, multiprocessors: u32) -> [u32; 3
 /// Grid of `scatter_rows`, for so many tensors.
 pub fn scatter_rows_grid(p: &ScatterParams, tensors: u32, multiprocessors: u32) -> [u32; 3] {
     of_threads(scatter::scatter_rows_size(p, tensors), multiprocessors)
+}
+
+/// Grid of `tree_mask_rows`.
+pub fn tree_mask_rows_grid(p: &TreeMaskParams, multiprocessors: u32) -> [u32; 3] {
+    of_threads(tree::tree_mask_rows_size(p), multiprocessors)
 }
 
 /// Grid of `quantize_output`.

@@ -23,6 +23,7 @@
 //! | `rotary_rows` | the same, rows of any size | [`rope`] |
 //! | `scatter_rows` | writes rows into a cache at a row of each sequence's own | [`scatter`] |
 //! | `seqlens_to_pos_ids` | positions from lengths | [`positions`] |
+//! | `tree_mask_rows` | a mask over the new tokens, as one over all keys | [`tree`] |
 //! | `rolling_kv`, `rolling_lengths`, `rolling_bias` | a rolling KV cache, as one that does not roll | [`rolling`] |
 
 pub mod append;
@@ -36,6 +37,7 @@ pub mod quantize_output;
 pub mod rolling;
 pub mod rope;
 pub mod scatter;
+pub mod tree;
 pub mod unpack;
 pub mod walk;
 
@@ -57,5 +59,5 @@ mod grid;
 #[cfg(not(target_arch = "nvptx64"))]
 pub use grid::{
     grid, paged_grid, quantize_output_grid, rolling_bias_grid, rolling_kv_grid,
-    rolling_lengths_grid, scatter_rows_grid,
+    rolling_lengths_grid, scatter_rows_grid, tree_mask_rows_grid,
 };

@@ -17,8 +17,9 @@
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
 //! KV head, head size), of quantized values in half words; k_scale, v_scale of one element or (KV
 //! head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch,
-//! KV head, capacity, head size); lengths (batch); out (tokens, query head, head size). Whatever
-//! the integers are, nothing outside of these is touched.
+//! KV head, capacity, head size); lengths (batch); out (tokens, query head, head size); row_lse
+//! (batch, query head, S) and lse (query head, tokens) or null. Whatever the integers are, nothing
+//! outside of these is touched.
 
 use super::quantize::store_vector;
 use super::rope::{Rope, Unturned, pairs};
@@ -277,20 +278,30 @@ pub fn paged_scatter_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, p.q_len, p.q_heads, p.row_vectors]
 }
 
-/// Copies the rows that are tokens to these.
+/// Copies the rows that are tokens to these, and where there are log-sum-exps those, too.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_scatter(
     rows: Global<u8>,
+    row_lse: Global<f32>,
     starts: Global<i32>,
     past_seqlens: Global<i32>,
     out: Global<u8>,
+    lse: Global<f32>,
     p: PagedParams,
 ) {
     for [b, row, head, vector] in Walk::over(paged_scatter_size(&p)) {
         let sequence = sequence_of(&p, starts, past_seqlens, b);
         if let Some(i) = sequence.token(row, p.q_len) {
+            let token = sequence.start + i;
             let words = rows.load_vec(byte(&p, [b * p.q_len + row, p.q_heads, head], vector));
-            out.store_vec(byte(&p, [sequence.start + i, p.q_heads, head], vector), words);
+            out.store_vec(byte(&p, [token, p.q_heads, head], vector), words);
+            if vector == 0 && !lse.is_null() {
+                let of_rows = (b * p.q_heads + head) as usize * p.q_len as usize + row as usize;
+                lse.store(
+                    head as usize * p.tokens as usize + token as usize,
+                    row_lse.load(of_rows),
+                );
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::num::{Code, Float8, Int4, Int8, bf16, e4m3, f16};
 use crate::params::{
     PagedParams, PrologueParams, QuantizeOutputParams, RollingBiasParams, RollingParams,
-    ScatterParams,
+    ScatterParams, TreeMaskParams,
 };
 use crate::prologue::{
     self,
@@ -18,6 +18,7 @@ use crate::prologue::{
     rolling::{rolling_bias, rolling_kv, rolling_lengths},
     rope::{rotary_embedding, rotary_rows},
     scatter::scatter_rows,
+    tree::tree_mask_rows,
     unpack::{unpack_qkv, unpack_qkv_with_rope_and_append_kv},
 };
 
@@ -40,6 +41,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     PAGED_GATHER,
     PAGED_SCATTER,
     SCATTER_ROWS,
+    TREE_MASK_ROWS,
     SLIDE_KV,
     SLIDE_LENGTHS,
     SLIDE_BIAS,
@@ -184,7 +186,7 @@ kernels!(PAGED_GATHER, Prologue: PagedGather, "family-prologue",
     gqa_paged_gather => paged_gather, T = f32;
 });
 
-kernels!(PAGED_SCATTER, Prologue: PagedScatter, "family-prologue", (rows: u8, starts: i32, past_seqlens: i32, out: u8; p: PagedParams),
+kernels!(PAGED_SCATTER, Prologue: PagedScatter, "family-prologue", (rows: u8, row_lse: f32, starts: i32, past_seqlens: i32, out: u8, lse: f32; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_scatter => paged_scatter, T = f32;
 });
@@ -193,6 +195,12 @@ kernels!(SCATTER_ROWS, Prologue: ScatterRows, "family-prologue",
     (k: u8, v: u8, first: i32, present_k: u8, present_v: u8; p: ScatterParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_scatter_rows => scatter_rows, T = f32;
+});
+
+kernels!(TREE_MASK_ROWS, Prologue: TreeMaskRows, "family-prologue",
+    (tree_mask: i64, seqlens_k: i32, starts: i32, past_seqlens: i32, mask: u8; p: TreeMaskParams),
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    gqa_tree_mask_rows => tree_mask_rows, T = f32;
 });
 
 kernels!(SLIDE_KV, Prologue: RollingKv, "family-prologue",

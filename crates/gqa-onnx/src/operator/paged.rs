@@ -102,8 +102,8 @@ pub(super) fn run(
     backend: &dyn Backend,
 ) -> Result<Vec<Option<Tensor>>> {
     let mut cache = cache(arguments)?;
-    let output = op.run(&inputs(arguments)?, &mut cache, backend)?;
-    Ok(vec![Some(output), Some(cache.key), Some(cache.value)])
+    let outputs = op.run(&inputs(arguments)?, &mut cache, backend)?;
+    Ok(vec![Some(outputs.output), Some(cache.key), Some(cache.value)])
 }
 
 fn cache(arguments: &Arguments) -> Result<PagedCache> {

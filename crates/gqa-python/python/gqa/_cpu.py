@@ -101,7 +101,7 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
     return _as(q, out), _as(q, lse)
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse):
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None):
     batch = q.shape[0]
     arrays = {
         "k_cache": cache[0],
@@ -110,6 +110,7 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse):
         "cache_batch_idx": _integers("cache_batch_idx", places.entries, batch),
         "cache_leftpad": _integers("cache_leftpad", places.first, batch),
         "block_table": places.table,
+        "tree_mask": tree,
     }
     interleaved = False
     if new is not None:
@@ -120,6 +121,9 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse):
         rotated = _empty(q, tuple(q.shape))
         arrays |= {"rotary_cos": cos, "rotary_sin": sin, "rotated": rotated}
     turning = _Turning(interleaved, scores.window != (-1, -1))
+    if tree is not None:
+        # It says all that is hidden.
+        scores = scores._replace(window=(-1, -1))
     lse_shape = _lse_shape(q) if want_lse else None
     out, lse = _attend(q, lse_shape, scores, turning, **arrays)
     return _as(q, out), _as(q, lse)

@@ -35,13 +35,13 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
     starts, most = _starts(starts, most, q.device)
     if table is not None:
         return _varlen_over_blocks(q, (k, v), starts, most, table, scores, want_lse)
-    if is_self and _suits_blocks(q, scores, want_lse):
+    if is_self and not want_lse and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores), None
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
     return _padded(q, k, v, starts, most[0], scores, want_lse)
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None):
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=None):
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
     rope = None if rope is None else _rope(rope, q)
@@ -49,11 +49,13 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None):
     places = _on_device(places, q, cache[0])
     # What is wrong with them is found before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
-    if places.first is None and _reads_blocks(q, cache, scores, want_lse):
+    tree = None if tree is None else _aligned(tree.to(q.device))
+    if places.first is None and _reads_blocks(q, cache, scores):
         in_place = new is not None or places.table is not None
+        in_place = in_place or tree is not None and places.lengths is not None
         if in_place and _rotates(rope, q.shape[1], scores):
-            return _over_blocks(q, cache, new, rope, places, scores, step), None
-    return _over_rows(q, cache, new, rope, places, scores, want_lse)
+            return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
+    return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
 
 
 def merge(outputs, log_sum_exps):
@@ -215,7 +217,7 @@ def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None,
 
 
 def _with_sinks(lse, sinks):
-    """Log-sum-exps, (batch, heads, rows), whose sink counts where a row sees no key, too."""
+    """Log-sum-exps, (..., heads, rows), whose sink counts where a row sees no key, too."""
     return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
 
 
@@ -234,10 +236,10 @@ def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse):
     rows, keys = most
     table = _table(table, q.device, starts[0].shape[0] - 1)
     keys = min(keys, table.shape[1] * cache[0].shape[1])
-    if _reads_blocks(q, cache, scores, want_lse):
+    if _reads_blocks(q, cache, scores):
         past, size = starts[1].diff() - starts[0].diff(), cache[0].shape[1]
         call = _Sequences(starts[0], past, table, size, rows, keys)
-        return _paged(q, cache, None, None, call, scores), None
+        return _paged(q, cache, None, None, call, scores, want_lse)
     k, v = (_fallback.gathered(tensor, table, keys) for tensor in cache)
     return _padded(q, k, v, starts, rows, scores, want_lse)
 
@@ -250,30 +252,34 @@ def _over_new_blocks(q, k, v, starts, rows, scores):
     table = rising(q.device, count * columns, 1).view(count, columns)
     past = filled(q.device, count, 0)
     call = _Sequences(starts, past, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
-    return _paged(q, cache, (k, v), None, call, scores)
+    return _paged(q, cache, (k, v), None, call, scores)[0]
 
 
-def _reads_blocks(q, cache, scores, want_lse):
+def _reads_blocks(q, cache, scores):
     """Whether paged kernels read the cache where it is, and know what becomes of scores."""
     in_place = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in cache)
-    return in_place and _suits_blocks(q, scores, want_lse) and cache[0].numel() > 0
+    return in_place and _suits_blocks(q, scores) and cache[0].numel() > 0
 
 
-def _suits_blocks(q, scores, want_lse):
+def _suits_blocks(q, scores):
     """Whether paged kernels know what becomes of scores."""
-    known = scores.window[1] in (-1, 0) and scores.slopes is None and not want_lse
+    known = scores.window[1] in (-1, 0) and scores.slopes is None
     # A scale of 0 is the usual one there.
     return known and scores.scale > 0 and q.shape[-1] % 8 == 0 and q.numel() > 0
 
 
-def _paged(q, cache, new, rope, call, scores):
-    """Attention of q (..., heads, size) over blocks, which take new keys and values first."""
-    planned, tensors = _planned(q, cache, new, rope, call, scores)
+def _paged(q, cache, new, rope, call, scores, want_lse=False):
+    """Attention of q (..., heads, size) over blocks, which take new keys and values first.
+
+    Log-sum-exps have shape (heads, rows).
+    """
+    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse)
     run(planned, q.device, tensors)
-    return tensors["output"]
+    lse = tensors["lse"]
+    return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
 
-def _planned(q, cache, new, rope, call, scores):
+def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
     """The plan of that, and its tensors.
 
     Only how many elements tensors have is of importance, as they are contiguous.
@@ -290,8 +296,8 @@ def _planned(q, cache, new, rope, call, scores):
         cos, sin, interleaved = rope
         turns = 2 * cos.shape[1], cos.shape[0], interleaved
     numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest, turns
-    count = call.past.shape[0]
-    planned = plan("paged", q, kv_heads, scores, count, tokens, *numbers, new is None)
+    count, wanted = call.past.shape[0], (want_lse, tree is not None)
+    planned = plan("paged", q, kv_heads, scores, count, tokens, *numbers, new is None, *wanted)
     tensors = {
         "query": q,
         "key": k,
@@ -305,6 +311,8 @@ def _planned(q, cache, new, rope, call, scores):
         "cos_cache": cos,
         "sin_cache": sin,
         "head_sink": _sinks(scores, q),
+        "tree_mask": tree,
+        "lse": q.new_empty((heads, tokens), dtype=torch.float32) if want_lse else None,
         "slot_mapping": filled(q.device, tokens, -1) if new is None else None,
     }
     return planned, tensors
@@ -355,9 +363,9 @@ def _rotates(rope, rows, scores):
     return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
 
 
-def _over_blocks(q, cache, new, rope, places, scores, step):
+def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
     """One call appends, rotates and attends."""
-    batch, rows = q.shape[:2]
+    batch, rows, heads, _ = q.shape
     entries, size = cache[0].shape[:2]
     table = places.table
     if table is None:
@@ -370,13 +378,17 @@ def _over_blocks(q, cache, new, rope, places, scores, step):
     past = places.lengths if new is not None else places.lengths - rows
     starts = rising(q.device, batch + 1, rows)
     call = _Sequences(starts, past, table, size, rows, longest)
-    planned, tensors = _planned(q, cache, new, rope, call, scores)
+    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
     run(planned, q.device, tensors)
     # Where entries are picked the table depends on what is in an argument.
     if step is not None and places.entries is None:
         constants = [starts] if places.table is not None else [starts, table]
         _steps.keep(step[0], planned, tensors, step[1], constants)
-    return tensors["output"]
+    lse = tensors["lse"]
+    if want_lse:
+        lse = _with_sinks(lse, tensors["head_sink"]).view(heads, batch, rows)
+        lse = lse.transpose(0, 1).contiguous()
+    return tensors["output"], lse
 
 
 def _block_size(capacity):
@@ -385,7 +397,7 @@ def _block_size(capacity):
     return size if size >= 16 else capacity
 
 
-def _over_rows(q, cache, new, rope, places, scores, want_lse):
+def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):
     """Appends by torch's functions, and attends to what the cache has then."""
     rows = q.shape[1]
     lengths, shortest = places.lengths, 0
@@ -402,6 +414,11 @@ def _over_rows(q, cache, new, rope, places, scores, want_lse):
         ends = k.shape[1] if lengths is None else lengths
         k, v = (_fallback.from_first(tensor, places.first) for tensor in (k, v))
         lengths, shortest = (ends - places.first).to(torch.int32), 0
+    mask = None
+    if tree is not None:
+        # It says all that is hidden.
+        scores = scores._replace(window=(-1, -1))
+        mask = _fallback.tree(tree, k.shape[1], lengths)
     if lengths is None:
-        return _external(q, k, v, scores, want_lse)
-    return _external(q, k, v, scores, want_lse, lengths, shortest)
+        return _external(q, k, v, scores, want_lse, mask=mask)
+    return _external(q, k, v, scores, want_lse, lengths, shortest, mask)

@@ -77,6 +77,16 @@ def alibi(slopes, q, keys, lengths):
     return (-slopes * distance).to(q.dtype).contiguous()
 
 
+def tree(words, keys, lengths):
+    """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys)."""
+    rows = words.shape[1]
+    ends = keys if lengths is None else lengths.long()[:, None]
+    row = torch.arange(keys, device=words.device) - ends + rows
+    row = row.expand(words.shape[0], keys)[:, None]
+    seen = words[:, :, None] >> row.clamp(0, 63) & 1 != 0
+    return ((row < 0) | seen)[:, None]
+
+
 def merge(outputs, log_sum_exps):
     """Attention over all keys, from attention over parts of them."""
     lses = torch.stack([lse.float() for lse in log_sum_exps])

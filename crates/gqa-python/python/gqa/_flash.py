@@ -6,6 +6,7 @@ from typing import NamedTuple
 from gqa import _cpu
 
 _MOST_KEYS = 2**31 - 1
+_MOST_DRAFTS = 64
 # Powers of two that float32 has.
 _LEAST, _MOST = 2.0**-126, 2.0**127
 
@@ -222,6 +223,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse=False,
     *,
     s_aux=None,
+    tree_mask=None,
 ):
     """Attention over a KV cache, to which k and v are appended in place first.
 
@@ -235,11 +237,15 @@ def flash_attn_with_kvcache(
     rotates to the places of the new tokens and so does q where the call is causal or has a window;
     else all rows of q rotate to the first new place. ``rotary_interleaved`` says whether pairs are
     neighbours rather than halves. ``num_splits`` is a hint that is not needed.
+
+    ``tree_mask``, int64 (batch, rows) of up to 64 rows, lets a causal call check a tree of drafts:
+    a row sees the keys before its sequence's rows, and row ``j``'s where bit ``j`` is set, its own
+    and later ones too.
     """
     arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
     numbers = softmax_scale, causal, softcap, rotary_interleaved
     unusual = cache_batch_idx is not None or cache_leftpad is not None or return_softmax_lse
-    unusual = unusual or alibi_slopes is not None or s_aux is not None
+    unusual = unusual or any(x is not None for x in (alibi_slopes, s_aux, tree_mask))
     step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if out is not None:
         return out
@@ -247,6 +253,7 @@ def flash_attn_with_kvcache(
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
     places = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     _check_places(places)
+    _check_tree_mask(tree_mask, q, scores)
     new = _both("k, v", k, v)
     rope = _both("rotary_cos, rotary_sin", rotary_cos, rotary_sin)
     if new is None and rope is not None:
@@ -254,9 +261,11 @@ def flash_attn_with_kvcache(
     if new is not None and cache_seqlens is None:
         raise _invalid("cache_seqlens", None, "a number or an array, as k is appended")
     rope = None if rope is None else (*rope, bool(rotary_interleaved))
-    step = {} if step is None else {"step": (step, arguments)}
+    others = {} if step is None else {"step": (step, arguments)}
+    if tree_mask is not None:
+        others["tree"] = tree_mask
     out, lse = _backend(q).with_kvcache(
-        q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse, **step
+        q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse, **others
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -287,6 +296,23 @@ def _check_places(places):
             raise _invalid(name, "an array", "None with block_table")
     if places.lengths is None:
         raise _invalid("cache_seqlens", None, "a number or an array, with block_table")
+
+
+def _check_tree_mask(words, q, scores):
+    """Errs where which rows see which is not said for q's, or not by that alone."""
+    if words is None:
+        return
+    expected = tuple(q.shape[:2])
+    got = str(getattr(words, "dtype", type(words).__name__)), tuple(getattr(words, "shape", ()))
+    if not got[0].endswith("int64") or got[0].endswith("uint64") or got[1] != expected:
+        raise _invalid("tree_mask", f"{got[0]} {got[1]}", f"int64 {expected}")
+    if q.shape[1] > _MOST_DRAFTS:
+        raise _invalid("tree_mask", f"{q.shape[1]} rows", f"{_MOST_DRAFTS} or fewer")
+    if scores.window != (-1, 0):
+        got = f"keys from {scores.window[0]} before to {scores.window[1]} behind"
+        raise _invalid("causal, window_size", got, "True and no window, with tree_mask")
+    if scores.slopes is not None:
+        raise _invalid("alibi_slopes", "an array", "None with tree_mask")
 
 
 def merge_states(outputs, log_sum_exps):

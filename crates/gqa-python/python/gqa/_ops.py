@@ -20,14 +20,14 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
     return out, lse if want_lse else None
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse):
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None):
     k, v = new or (None, None)
     cos, sin, interleaved = rope or (None, None, False)
     lengths, *others = places
     if isinstance(lengths, int):
         lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
     places, turns = (lengths, *others), (cos, sin, interleaved)
-    out, lse = _with_kvcache(q, *cache, k, v, *turns, *places, *_flat(scores), want_lse)
+    out, lse = _with_kvcache(q, *cache, k, v, *turns, *places, *_flat(scores), tree, want_lse)
     return out, lse if want_lse else None
 
 
@@ -35,10 +35,10 @@ def _flat(scores):
     return scores.scale, scores.softcap, *scores.window, scores.slopes, scores.sinks
 
 
-def _computed(name, q, *arguments):
+def _computed(name, q, *arguments, **others):
     """What that function of q's backend gives. Operators have no results that may be missing."""
     with _launch.nothing_kept():
-        out, lse = getattr(_flash.backend(q), name)(q, *arguments)
+        out, lse = getattr(_flash.backend(q), name)(q, *arguments, **others)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -121,6 +121,7 @@ def _with_kvcache(
     right: int,
     slopes: Optional[Tensor],
     sinks: Optional[Tensor],
+    tree: Optional[Tensor],
     want_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
     scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
@@ -128,7 +129,8 @@ def _with_kvcache(
     rope = None if cos is None else (cos, sin, interleaved)
     places = _flash.Places(lengths, entries, first, table)
     cache = k_cache, v_cache
-    return _computed("with_kvcache", q, cache, new, rope, places, scores, want_lse)
+    arguments = cache, new, rope, places, scores, want_lse
+    return _computed("with_kvcache", q, *arguments, **({} if tree is None else {"tree": tree}))
 
 
 @_with_kvcache.register_fake

@@ -112,7 +112,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         for_stored!(S, &tile, |[keys, _]| self.score::<BLOCK, _>(simd, keys, count, scores));
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
-            if self.rows.problem().bias.is_some() && row < self.visible.len() {
+            if self.rows.problem().has_mask() && row < self.visible.len() {
                 self.rows.add_bias(row, first, &mut line.0[..count]);
             }
             line.0[..seen[row].start].fill(f32::NEG_INFINITY);

@@ -186,6 +186,10 @@ impl Cpu {
                 blocks,
             )?,
             bias: inputs.input(TensorId::AttentionBias).map(Bias::of).transpose()?,
+            tree: match inputs.input(TensorId::TreeMask) {
+                Some(TensorView::I64(words)) => words,
+                _ => &[],
+            },
             head_sink: inputs
                 .input(TensorId::HeadSink)
                 .map(|sink| elements("head_sink", sink))

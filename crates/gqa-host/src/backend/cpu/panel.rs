@@ -245,7 +245,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
                 }
             }
         }
-        if self.rows.problem().bias.is_some() && stage >= Stage::Biased {
+        if self.rows.problem().has_mask() && stage >= Stage::Biased {
             self.add_bias(tile.first, scores);
         }
     }

@@ -37,14 +37,16 @@ fn grouped<R>(
     layout: Layout,
     rows: impl Iterator<Item = R>,
 ) -> Vec<R> {
+    // Those of sequences that lie one behind the other are of one batch entry.
+    let tokens = p.pages.map_or(p.q_len, |pages| pages.tokens);
     let mut rows: Vec<_> = rows.map(Some).collect();
     let mut grouped = Vec::with_capacity(rows.len());
     for &Sequence { first: [b, first], rows: count, .. } in sequences {
         for head in 0..p.kv_heads {
             for (token, head) in tokens_and_heads(first..first + count, head, p.group()) {
                 let place = match layout {
-                    Layout::Bsnh => (b * p.q_len + token) * p.q_heads + head,
-                    Layout::Bnsh => (b * p.q_heads + head) * p.q_len + token,
+                    Layout::Bsnh => (b * tokens + token) * p.q_heads + head,
+                    Layout::Bnsh => (b * p.q_heads + head) * tokens + token,
                 };
                 grouped.extend(rows[place].take());
             }

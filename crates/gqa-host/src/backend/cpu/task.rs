@@ -37,6 +37,8 @@ pub(super) struct Call<'a, T> {
     /// Likewise
     pub(super) values: Cached<'a, T>,
     pub(super) bias: Option<Bias<'a, T>>,
+    /// tree_mask, or nothing
+    pub(super) tree: &'a [i64],
     pub(super) head_sink: Option<&'a [T]>,
 }
 
@@ -173,6 +175,18 @@ impl<T: Element> Task<'_, T> {
         Softmax { max, sum }
     }
 
+    /// Leaves no score of the keys from `first` on that tree_mask hides.
+    fn hide_new(&self, row: usize, first: usize, scores: &mut [f32]) {
+        let (p, sequence) = (self.call.problem, self.call.sequences[self.b]);
+        let ([entry, start], past) = (sequence.first, sequence.position.max(0) as usize);
+        let word = self.call.tree[entry * p.q_len + start + self.place(row).0];
+        for (score, key) in scores.iter_mut().zip(first..) {
+            if key >= past && word.wrapping_shr((key - past) as u32) & 1 == 0 {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+    }
+
     fn sink(&self, row: usize) -> Option<f32> {
         match (self.call.problem.sink, self.call.head_sink) {
             (Sink::Zero, _) => Some(0.0),
@@ -283,6 +297,9 @@ impl<T: Element> Rows for Task<'_, T> {
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
         let p = self.call.problem;
+        if p.tree_mask {
+            self.hide_new(row, first, scores);
+        }
         let (Some(bias), Some(layout)) = (self.call.bias, p.bias_layout()) else { return };
         let (s, head) = self.place(row);
         bias.add(layout.at(self.b, head, s) + first, scores);

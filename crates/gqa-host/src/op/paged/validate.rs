@@ -60,6 +60,7 @@ impl PagedAttention {
             window: usize::try_from(self.local_window_size).ok().filter(|&size| size < total_len),
             causal: self.is_causal == 1,
             sink: if sizes.head_sink(inputs)? { Sink::PerHead } else { Sink::None },
+            lse: self.lse,
             ..ProblemFields::plain("PagedAttention", sizes.dtype)
         })?;
         // Row tiles of all sequences, of each of which the last may be begun.

@@ -283,6 +283,8 @@ pub(super) struct Output<T, O> {
     /// Of types that have one.
     pub out_scale: Global<f32>,
     pub lse: Global<f32>,
+    /// Tokens of all sequences, where lse is (query head, token); 0: it is (batch, query head, S).
+    pub tokens: u32,
 }
 
 impl<T: MmaElement, O: OutElement> Output<T, O> {
@@ -307,7 +309,15 @@ impl<T: MmaElement, O: OutElement> Output<T, O> {
             O::store_one(self.out, to, sums[0]);
         }
         if column == 0 && !self.lse.is_null() {
-            self.lse.store(rows.index(a, row), log_sum_exp);
+            self.lse.store(self.index_of_lse(a, rows, row), log_sum_exp);
+        }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn index_of_lse(self, a: &AttentionParams, rows: &Rows, row: Row) -> usize {
+        match self.tokens {
+            0 => rows.index(a, row),
+            tokens => row.head as usize * tokens as usize + (rows.start + row.s) as usize,
         }
     }
 }

@@ -26,6 +26,14 @@ pub trait Layout: Copy {
     /// Lengths of the sequence that has them, of which the device tells `length`.
     fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen;
 
+    /// Which of the call's query rows of one head the tile's row `r` is, counted through all
+    /// sequences; `None` where the tile has no such row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new_row(self, a: &AttentionParams, rows: &Rows, r: u32) -> Option<usize> {
+        let start = if Self::MAY_BE_EMPTY { rows.start } else { rows.batch * a.q_len };
+        (r < rows.count()).then(|| (start + rows.row(r).s) as usize)
+    }
+
     /// Where a row of the head is in a tensor with these strides.
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize;
 

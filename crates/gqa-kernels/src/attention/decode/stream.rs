@@ -12,6 +12,7 @@
 
 use super::cached::{Cached, first_channel};
 use super::layout::Layout;
+use super::tree::Tree;
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
@@ -54,8 +55,14 @@ impl Share {
     /// Every rank's warps take turns, so that all of them together go through the cache side by
     /// side; the new rows are the last rank's.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new<L: Layout>(p: &DecodeParams, rows: &Rows, place: Place, keys: u32) -> Self {
-        let mut span = rows.span();
+    pub fn new<L: Layout>(
+        p: &DecodeParams,
+        rows: &Rows,
+        place: Place,
+        keys: u32,
+        tree: Tree,
+    ) -> Self {
+        let mut span = tree.span(rows);
         if L::PIECE < u32::MAX {
             span.some.first = span.some.first / L::PIECE * L::PIECE;
         }
@@ -273,6 +280,7 @@ impl<
         share: &Share,
         cache: Cache<C, L, UNITS>,
         unit: f32,
+        tree: Tree,
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
         let scale = ScoreScale::new(a.scale * unit, a.softcap);
@@ -310,15 +318,24 @@ impl<
 
             scale.adjust(&mut weights);
             let limit = if is_fresh { u32::MAX } else { share.old_end };
-            if share.span.is_partial(begin, Self::KEYS) || begin + Self::KEYS > limit {
-                mask(&mut weights, begin, |m, half| {
-                    let Visible { first, end } = if Self::IS_TIGHT {
-                        visible_of(m, opaque(row_of(half)))
-                    } else {
-                        visible[m][half]
-                    };
-                    Visible { first, end: end.min(limit) }
-                });
+            let is_partial = share.span.is_partial(begin, Self::KEYS);
+            if is_partial || begin + Self::KEYS > limit {
+                if tree.is_none() {
+                    mask(&mut weights, begin, |m, half| {
+                        let Visible { first, end } = if Self::IS_TIGHT {
+                            visible_of(m, opaque(row_of(half)))
+                        } else {
+                            visible[m][half]
+                        };
+                        Visible { first, end: end.min(limit) }
+                    });
+                } else {
+                    let bounds = [begin, share.past, limit.min(share.span.some.end)];
+                    let rows = Self::recompute_rows(p, rows, cache.layout);
+                    tree.mask(&mut weights, bounds, |m, half| {
+                        cache.layout.new_row(a, &rows, 16 * m as u32 + opaque(row_of(half)))
+                    });
+                }
             }
             weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
 

@@ -9,6 +9,7 @@ use super::Decode;
 use super::cached::Cached;
 use super::layout::Layout;
 use super::stream::{Cache, Share};
+use super::tree::Tree;
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -44,6 +45,7 @@ impl<
         rows: &Rows,
         share: &Share,
         cache: Cache<C, L, UNITS>,
+        tree: Tree,
     ) -> (States<1>, Fragments<1, D8>) {
         let a = &p.attention;
         let scale = ScoreScale::new(a.scale, a.softcap);
@@ -70,11 +72,19 @@ impl<
             if has_rows {
                 scale.adjust(&mut weights);
                 let limit = if is_fresh { u32::MAX } else { share.old_end };
-                if share.span.is_partial(begin, Self::KEYS) || begin + Self::KEYS > limit {
-                    mask(&mut weights, begin, |_, half| {
-                        let Visible { first, end } = visible[half];
-                        Visible { first, end: end.min(limit) }
-                    });
+                let is_partial = share.span.is_partial(begin, Self::KEYS);
+                if is_partial || begin + Self::KEYS > limit {
+                    if tree.is_none() {
+                        mask(&mut weights, begin, |_, half| {
+                            let Visible { first, end } = visible[half];
+                            Visible { first, end: end.min(limit) }
+                        });
+                    } else {
+                        let bounds = [begin, share.past, limit.min(share.span.some.end)];
+                        tree.mask(&mut weights, bounds, |_, half| {
+                            cache.layout.new_row(a, rows, first_row + row_of(half))
+                        });
+                    }
                 }
                 let rescale = |_, half, factor| {
                     for block in 0..D8 {

@@ -1,0 +1,83 @@
+//! A mask over the new tokens: drafts that speculative decoding checks at once are a tree, of which
+//! a token sees its ancestors.
+
+use crate::concept::mask::Visible;
+use crate::simt::Global;
+use crate::tile::fragment::{Fragments, column_of};
+use crate::tile::rows::{Rows, Span};
+
+/// Which new tokens of its sequence each new token sees: bit `j` of its word says whether it sees
+/// number `j`. Each sees all keys before them.
+#[derive(Clone, Copy)]
+pub(super) struct Tree {
+    /// A word for each new token; null: there is no such mask.
+    pub words: Global<i64>,
+}
+
+impl Tree {
+    /// Rows see what their positions say.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn none() -> Self {
+        Self { words: Global::null() }
+    }
+
+    /// What a tile sees: where there is such a mask, no window and no causality.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn span(self, rows: &Rows) -> Span {
+        if self.is_none() {
+            return rows.span();
+        }
+        let of_keys = |end| Visible { first: 0, end };
+        Span { some: of_keys(rows.seqlen.total), all: of_keys(rows.seqlen.past) }
+    }
+
+    /// Whether there is no such mask.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn is_none(self) -> bool {
+        self.words.is_null()
+    }
+
+    /// Hides what rows do not see of the keys `begin..end`, and those from `end` on; the new tokens
+    /// are those from `past` on. `row(m, half)` is the number of a lane's row in the tensor of
+    /// words.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn mask<const M: usize, const N8: usize>(
+        self,
+        scores: &mut Fragments<M, N8>,
+        [begin, past, end]: [u32; 3],
+        row: impl Fn(usize, usize) -> Option<usize>,
+    ) {
+        for m in 0..M {
+            for half in 0..2 {
+                let word = row(m, half).map_or(0, |row| self.words.load(row) as u64);
+                let seen = keys_seen(word, [begin, past, end]) >> column_of();
+                for block in 0..N8 {
+                    for i in 0..2 {
+                        if seen >> (8 * block + i) & 1 == 0 {
+                            scores[m][block][2 * half + i] = f32::NEG_INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Which of the 64 keys from `begin` on, and before `end`, a token with that word sees.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn keys_seen(word: u64, [begin, past, end]: [u32; 3]) -> u64 {
+    let seen = if begin >= past {
+        word.wrapping_shr(begin - past)
+    } else {
+        let before = past - begin;
+        word.wrapping_shl(before) | below(before)
+    };
+    let keys = end.saturating_sub(begin);
+    if keys < u64::BITS { seen & below(keys) } else { seen }
+}
+
+/// The lowest bits, up to 63 of them.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn below(bits: u32) -> u64 {
+    1u64.wrapping_shl(bits).wrapping_sub(1)
+}
