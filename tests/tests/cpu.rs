@@ -1,12 +1,28 @@
 //! The CPU back end against the f64 reference, on random calls.
 
-use gqa_host::backend::cpu::Cpu;
-use gqa_tests::{any_dtype, case, heads_up_to, parity, quantized_output};
+use gqa_host::backend::cpu::{Cpu, Executor, Instructions};
+use gqa_host::backend::{Backend, Io};
+use gqa_host::{Problem, Result};
+use gqa_tests::{
+    any_dtype, case, heads_up_to, identical, parity, quantized, quantized_output, sliding, steps,
+};
 use proptest::prelude::*;
+use std::thread;
 
 #[test]
 fn cpu_is_reference() {
     parity("cpu", 3000, case(any_dtype(), heads_up_to(256), 70), &Cpu::default());
+}
+
+/// With the widest it is what all tests check.
+#[test]
+fn cpu_is_reference_with_fewer_instructions() {
+    for instructions in Instructions::all().into_iter().skip(1) {
+        let (name, cpu) = (format!("cpu, {instructions}"), Cpu::new(instructions));
+        parity(&name, 1000, case(any_dtype(), heads_up_to(256), 70), &cpu);
+        parity(&name, 200, quantized(case(any_dtype(), heads_up_to(256), 70)), &cpu);
+        parity(&name, 200, steps(3000), &cpu);
+    }
 }
 
 #[test]
@@ -19,4 +35,39 @@ fn cpu_is_reference_with_quantized_output() {
 fn cpu_is_reference_for_large_heads() {
     let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
     parity("cpu, large heads", 300, case(any_dtype(), heads, 24), &Cpu::default());
+}
+
+/// The CPU back end on threads that take a call's parts from the last to the first, each twice.
+struct Backwards;
+
+impl Executor for Backwards {
+    fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
+        thread::scope(|scope| {
+            let halves = [count / 2..count, 0..count / 2];
+            halves.map(|half| scope.spawn(move || half.rev().for_each(part)));
+        });
+        (0..count).for_each(part);
+    }
+}
+
+impl Backend for Backwards {
+    fn name(&self) -> &'static str {
+        "cpu, parts backwards"
+    }
+
+    fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
+        Cpu::default().run_by(self, problem, &mut io.views())
+    }
+}
+
+#[test]
+fn the_order_of_parts_changes_nothing() {
+    let cpu = Cpu::default();
+    let same =
+        |name, cases, calls: BoxedStrategy<_>| identical(name, cases, calls, [&Backwards, &cpu]);
+    let any = || case(any_dtype(), heads_up_to(128), 70);
+    same("parts backwards", 500, any().boxed());
+    same("parts backwards, quantized output", 100, quantized_output(any()).boxed());
+    same("parts backwards, rolling cache", 200, sliding(any(), 50).boxed());
+    same("parts backwards, steps", 200, steps(3000).boxed());
 }

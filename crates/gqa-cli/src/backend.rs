@@ -1,9 +1,10 @@
 //! Which back end computes.
 
 use anyhow::{Context, Result};
+use gqa_host::backend::cpu::{Cpu, Instructions};
 #[cfg(feature = "sim")]
 use gqa_host::backend::sim::Sim;
-use gqa_host::backend::{Backend, cpu::Cpu, cuda::Cuda};
+use gqa_host::backend::{Backend, cuda::Cuda};
 use gqa_host::plan::PlanOptions;
 use gqa_host::reference::Reference;
 
@@ -27,13 +28,13 @@ pub enum Choice {
 
 /// The back end of that choice, or why it cannot be used.
 pub fn select(choice: Choice) -> Result<Box<dyn Backend>> {
-    let options = PlanOptions::from_env()?;
+    let (options, cpu) = (PlanOptions::from_env()?, Cpu::new(Instructions::from_env()?));
     Ok(match choice {
         Choice::Auto => match Cuda::new(options) {
             Ok(cuda) => Box::new(cuda),
-            Err(_) => Box::new(Cpu::default()),
+            Err(_) => Box::new(cpu),
         },
-        Choice::Cpu => Box::new(Cpu::default()),
+        Choice::Cpu => Box::new(cpu),
         #[cfg(feature = "sim")]
         Choice::Sim => Box::new(Sim::default().with_options(options)),
         #[cfg(not(feature = "sim"))]
@@ -69,8 +70,9 @@ impl Machine {
                 Ok((Self::Gpu(gpu), device))
             }
             (Err(reason), Choice::Auto) => {
-                let words = format!("CPU, {threads} threads ({reason})");
-                Ok((Self::Host(Box::new(Cpu::default())), words))
+                let instructions = Instructions::from_env()?;
+                let words = format!("CPU, {threads} threads, {instructions} ({reason})");
+                Ok((Self::Host(Box::new(Cpu::new(instructions))), words))
             }
             (Err(reason), _) => Err(reason.context("--backend cuda")),
         }

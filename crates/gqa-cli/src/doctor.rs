@@ -3,13 +3,15 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
+use gqa_host::backend::cpu::Instructions;
 use gqa_host::driver::{Device, device_count, driver_version, shipped};
 use gqa_host::plan::{DeviceInfo, PlanOptions, environment};
 
 /// Prints the report. A machine without a GPU is not an error.
 pub fn run() -> Result<ExitCode> {
     say!("gqa {}", env!("CARGO_PKG_VERSION"));
-    say!("cpu      {} threads", rayon::current_num_threads());
+    let here = Instructions::all().iter().map(Instructions::to_string).collect::<Vec<_>>();
+    say!("cpu      {} threads, {}", rayon::current_num_threads(), here.join(", "));
     match driver_version() {
         Ok(version) => say!("driver   CUDA {version}"),
         Err(reason) => say!("driver   none usable: {reason}"),
@@ -49,8 +51,9 @@ fn settings() -> Result<()> {
         .iter()
         .flat_map(|variable| [Some(variable.name()), variable.alias])
         .flatten();
-    let set: Vec<_> = names.filter(is_set).collect();
-    match PlanOptions::from_env() {
+    let aids = environment::AIDS.iter().map(|(name, ..)| *name);
+    let set: Vec<_> = names.chain(aids).filter(is_set).collect();
+    match PlanOptions::from_env().and_then(|_| Instructions::from_env()) {
         Err(reason) => say!("options {reason}"),
         Ok(_) if set.is_empty() => say!("options none set"),
         Ok(_) => say!("options {}", set.join(", ")),

@@ -3,17 +3,19 @@
 use crate::api::Failure;
 use crate::call::{Given, Made};
 use crate::value::Value;
-use gqa_host::backend::{IoViews, cpu::Cpu};
+use gqa_host::backend::IoViews;
+use gqa_host::backend::cpu::{Cpu, Executor};
 use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::{CacheBinding, Error, Problem, Tensor, TensorViewMut};
 
-/// Computes a call.
+/// Computes a call on those threads.
 ///
 /// # Safety
 ///
 /// Nobody else may use the call's tensors meanwhile.
 pub unsafe fn run(
     cpu: Cpu,
+    executor: &dyn Executor,
     problem: &Problem,
     given: &Given,
     made: &mut Made,
@@ -47,7 +49,7 @@ pub unsafe fn run(
             lse: None,
         }
     };
-    Ok(cpu.run_on(problem, &mut io)?)
+    Ok(cpu.run_by(executor, problem, &mut io)?)
 }
 
 /// Whether an input is only read: a cache that past and present share is written.

@@ -5,9 +5,10 @@ use crate::attributes::Node;
 use crate::call::Given;
 use crate::cuda::Cuda;
 use crate::schema::{Schema, Types};
+use crate::threads::Threads;
 use crate::value::Context;
-use crate::{cpu, group_query, paged, threads};
-use gqa_host::backend::cpu::Cpu;
+use crate::{cpu, group_query, paged};
+use gqa_host::backend::cpu::{Cpu, Instructions};
 use gqa_host::op::{GroupQueryAttention, PagedAttention};
 use std::ptr;
 
@@ -53,7 +54,7 @@ impl Kernel {
             false => Operator::GroupQuery(node.group_query_attention()?),
         };
         let device = match provider {
-            Provider::Cpu => Device::Cpu(Cpu::default()),
+            Provider::Cpu => Device::Cpu(Cpu::new(Instructions::from_env()?)),
             Provider::Cuda => Device::Cuda(Cuda::new(node)?),
         };
         Ok(Self { api: node.api, schema, types, operator, device })
@@ -74,7 +75,7 @@ impl Kernel {
             };
             match &self.device {
                 Device::Cpu(cpu) => {
-                    threads::asleep(context, || cpu::run(*cpu, &problem, &given, &mut made))?
+                    cpu::run(*cpu, &Threads::of(context), &problem, &given, &mut made)
                 }
                 Device::Cuda(cuda) => cuda.enqueue(context, &problem, &given, &made),
             }

@@ -1,65 +1,57 @@
-//! ONNX Runtime's threads while ours compute.
-//!
-//! Where they have no work they spin, on the cores that our threads need. So each of them gets a
-//! share of the call: the first one is all of its work, and the others wait for its end, asleep.
+//! ONNX Runtime's threads compute our calls: those of the session, as many as it was given.
 
-use crate::api::Failure;
 use crate::value::Context;
+use gqa_host::backend::cpu::Executor;
+use std::any::Any;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::sync::{Mutex, PoisonError};
 
-/// A call's work, until somebody takes it, and what came of it.
-struct Call<F, R> {
-    state: Mutex<State<F, R>>,
-    ended: Condvar,
+/// The threads of the session that makes a call.
+pub struct Threads(Context);
+
+// SAFETY: ONNX Runtime lets any thread use its pool
+unsafe impl Sync for Threads {}
+
+impl Threads {
+    /// Those of a call's session, while the call runs.
+    pub fn of(context: Context) -> Self {
+        Self(context)
+    }
 }
 
-type State<F, R> = (Option<F>, Option<thread::Result<R>>);
-
-impl<F: FnOnce() -> R, R> Call<F, R> {
-    fn state(&self) -> MutexGuard<'_, State<F, R>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Does the work if nobody has begun it, or waits for its end.
-    fn share(&self) {
-        let work = self.state().0.take();
-        if let Some(work) = work {
-            let result = catch_unwind(AssertUnwindSafe(work));
-            self.state().1 = Some(result);
-            self.ended.notify_all();
-        } else {
-            drop(self.ended.wait_while(self.state(), |state| state.1.is_none()));
+impl Executor for Threads {
+    fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
+        if count <= 1 {
+            return (0..count).for_each(part);
+        }
+        let parts = Parts { part, panic: Mutex::new(None) };
+        // SAFETY: the parts live until all calls have ended, which is when this returns
+        let run =
+            unsafe { self.0.parallel_for(count, run_part, (&raw const parts).cast_mut().cast()) };
+        if run.is_err() {
+            // It has no threads for us.
+            (0..count).for_each(part);
+        }
+        if let Some(panic) = parts.panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            resume_unwind(panic);
         }
     }
 }
 
-/// # Safety
-///
-/// `call` must be a call of these types, which other threads may share.
-unsafe extern "C" fn share<F: FnOnce() -> R, R>(call: *mut c_void, _: usize) {
-    // SAFETY: as the caller says
-    unsafe { &*call.cast::<Call<F, R>>() }.share();
+/// What threads do, and the panic of one of them, which may not leave it by itself.
+struct Parts<'a> {
+    part: &'a (dyn Fn(usize) + Sync),
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// What `work` gives, which one of ONNX Runtime's threads does, while the others wait for it.
-///
 /// # Safety
 ///
-/// What `work` and its result hold may be used by another thread while this one waits.
-pub unsafe fn asleep<F: FnOnce() -> R, R>(context: Context, work: F) -> Result<R, Failure> {
-    let count = thread::available_parallelism().map_or(1, usize::from);
-    let call = Call { state: Mutex::new((Some(work), None)), ended: Condvar::new() };
-    // SAFETY: the call lives until all shares have ended, which is when this returns
-    unsafe { context.parallel_for(count, share::<F, R>, (&raw const call).cast_mut().cast()) }?;
-    // Where nobody took it.
-    call.share();
-    let result = call.state().1.take();
-    match result {
-        Some(Ok(result)) => Ok(result),
-        Some(Err(panic)) => resume_unwind(panic),
-        None => unreachable!("a share ends with a result"),
+/// `parts` must be [`Parts`].
+unsafe extern "C" fn run_part(parts: *mut c_void, i: usize) {
+    // SAFETY: as the caller says
+    let parts = unsafe { &*parts.cast::<Parts<'_>>() };
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (parts.part)(i))) {
+        *parts.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
     }
 }

@@ -7,7 +7,8 @@ use crate::heads::{Heads, Place};
 use crate::mask::Bias;
 use crate::scores::Scores;
 use crate::sequences::{Given, Keys, Sequence};
-use gqa_host::backend::{IoViews, cpu::Cpu};
+use gqa_host::backend::IoViews;
+use gqa_host::backend::cpu::{Cpu, Instructions};
 use gqa_host::engine::{self, External, Paged};
 use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::{CacheView, Error, Strided, TensorView, TensorViewMut};
@@ -210,7 +211,7 @@ impl<T: Element> Call<T> {
             .with(TensorId::HeadSink, self.sinks.as_deref().map(T::view))
             .with(TensorId::AttentionBias, bias.as_ref().map(|bias| bias.view()));
         let [present_key, present_value] = [CacheView::NONE; 2];
-        Cpu::default().run_on(
+        Cpu::new(Instructions::from_env()?).run_on(
             &problem,
             &mut IoViews {
                 inputs,
@@ -273,6 +274,6 @@ impl<T: Element> Call<T> {
         let output = T::view_mut(out);
         let mut io =
             IoViews { inputs, output, present_key, present_value, output_qk: None, lse: None };
-        Cpu::default().run_on(&problem, &mut io)
+        Cpu::new(Instructions::from_env()?).run_on(&problem, &mut io)
     }
 }

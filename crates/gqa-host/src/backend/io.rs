@@ -81,7 +81,7 @@ impl<'a> Io<'a> {
     }
 
     /// The elements of all tensors.
-    pub(crate) fn views(&mut self) -> IoViews<'_> {
+    pub fn views(&mut self) -> IoViews<'_> {
         IoViews {
             inputs: self.inputs.views(),
             output: self.output.view_mut(),

@@ -3,6 +3,7 @@
 use super::families::FAMILIES;
 use super::family::Family;
 use super::options::{PlanOption, PlanOptions, is_cluster, is_splits};
+use crate::backend::cpu::Instructions;
 use crate::{Error, Result};
 
 /// An environment variable that sets a plan option.
@@ -99,12 +100,17 @@ pub static TABLE: [Variable; 7] = [
 /// Names the folder to which every call writes its tensors.
 pub const DUMP: &str = "GQA_DUMP";
 
-/// Variables that help to find mistakes and decide nothing: name, values, meaning.
-pub static AIDS: [(&str, &str, &str); 2] = [
+/// Variables that are no plan options: name, values, meaning.
+pub static AIDS: [(&str, &str, &str); 3] = [
     (
         DUMP,
         "a folder, made if it is not there",
         "every call of an operator of the library writes its tensors there as `.npy`",
+    ),
+    (
+        Instructions::VARIABLE,
+        "`avx512`, `avx2`, `neon` or `scalar`",
+        "vector instructions that the CPU back end uses, of those that the processor has; the widest where it is not set. The library reads it in `Instructions::from_env`, the program and the packages for Python and ONNX Runtime use that",
     ),
     (
         "GQA_LOG",

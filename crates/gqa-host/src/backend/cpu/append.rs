@@ -1,12 +1,12 @@
 //! The cache: past rows kept or copied, new rows appended, K normalised and rotated.
 
 use super::element::Element;
+use super::executor::{Executor, each, threads_for};
 use super::norm::{Norm, round};
 use super::quantized::Codes;
 use super::rope::Rope;
 use super::sequence::Sequence;
 use crate::{CacheBinding, Problem, RowLayout};
-use rayon::prelude::*;
 
 /// New rows for a cache, and what comes before them.
 pub(super) struct Append<'a, T> {
@@ -22,6 +22,7 @@ pub(super) struct Append<'a, T> {
     pub(super) norm: Option<Norm<'a, T>>,
     /// For K, where it rotates.
     pub(super) rope: Option<&'a Rope<'a, T>>,
+    pub(super) executor: &'a dyn Executor,
 }
 
 impl<T: Element> Append<'_, T> {
@@ -60,7 +61,10 @@ impl<T: Element> Append<'_, T> {
         if present.is_empty() {
             return;
         }
-        present.par_chunks_exact_mut(p.capacity * size).enumerate().for_each(|(i, present)| {
+        let copied = if p.cache == CacheBinding::Separate { p.capacity } else { p.new_len };
+        let work = p.batch * p.kv_heads * copied * self.size * size_of::<T>();
+        let heads = present.chunks_exact_mut(p.capacity * size).enumerate();
+        each(threads_for(work, self.executor), heads, |(i, present)| {
             let sequence = self.sequences[i / p.kv_heads];
             let kept = sequence.kept(p);
             if p.cache == CacheBinding::Separate {

@@ -36,8 +36,9 @@ impl WithSimd for Attend<'_> {
         match self.rows.count() {
             // Up to half of the lanes, sums over lanes cost less than lanes without a row.
             1 if S::F32_LANES >= 2 => self.few::<S, 1, 4>(simd),
-            2..=4 if S::F32_LANES >= 8 && many_registers => self.few::<S, 4, 4>(simd),
-            2..=4 if S::F32_LANES >= 8 => self.few::<S, 4, 2>(simd),
+            2..=3 if S::F32_LANES >= 8 => self.few::<S, 3, 4>(simd),
+            4 if S::F32_LANES >= 8 && many_registers => self.few::<S, 4, 4>(simd),
+            4 if S::F32_LANES >= 8 => self.few::<S, 4, 2>(simd),
             5..=8 if S::F32_LANES >= 16 => self.few::<S, 8, 2>(simd),
             count if count <= S::F32_LANES => self.run::<S, 1, 8>(simd),
             _ if many_registers => self.run::<S, 2, 8>(simd),

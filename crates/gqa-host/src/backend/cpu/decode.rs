@@ -12,6 +12,7 @@
 use super::attend::{Partial, Softmax, buffers, tiles};
 use super::lanes::{exp, tanh};
 use super::panel::{KEYS, Rows, span};
+use super::prefetch::{Later, Spread};
 use super::stored::{Stored, StoredRows, StoredTile};
 use pulp::Simd;
 use std::array;
@@ -82,19 +83,27 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     /// registers at a time.
     #[inline(always)]
     pub(super) fn run<const BLOCK: usize>(mut self, simd: S, keys: Range<usize>) -> Partial {
-        let mut buffers = buffers(self.rows);
+        let rows = self.rows;
+        let stored = |keys: &Range<usize>| match S::IS_SCALAR {
+            true => None,
+            false => rows.stored(keys, S::F32_LANES),
+        };
+        let (span, mut converted) = (self.span.clone(), None);
         let scores = &mut [Line([0.0; KEYS]); R];
-        for keys in tiles(keys) {
-            let keys = keys.start.max(self.span.start)..keys.end.min(self.span.end);
-            if keys.is_empty() {
-                continue;
-            }
-            let rows = self.rows;
-            let stored = if S::IS_SCALAR { None } else { rows.stored(&keys, S::F32_LANES) };
-            let tile = stored.unwrap_or_else(|| {
-                StoredTile::F32(rows.tile(keys.clone(), &mut buffers).rows(rows.sizes()))
+        let mut tiles = tiles(keys)
+            .map(|keys| keys.start.max(span.start)..keys.end.min(span.end))
+            .filter(|keys| !keys.is_empty())
+            .map(|keys| (stored(&keys), keys))
+            .peekable();
+        while let Some((tile, keys)) = tiles.next() {
+            let tile = tile.unwrap_or_else(|| {
+                let buffers = converted.get_or_insert_with(|| buffers(rows));
+                StoredTile::F32(rows.tile(keys.clone(), buffers).rows(rows.sizes()))
             });
-            self.attend::<BLOCK>(simd, keys, tile, scores);
+            let next = tiles.peek().and_then(|(next, keys)| {
+                Some(next.as_ref()?.later_keys(keys.len(), rows.sizes()[0]))
+            });
+            self.attend::<BLOCK>(simd, keys, &tile, next.unwrap_or_default(), scores);
         }
         self.partial(simd)
     }
@@ -104,12 +113,16 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         &mut self,
         simd: S,
         keys: Range<usize>,
-        tile: StoredTile<'_>,
+        tile: &StoredTile<'_>,
+        next: Later<'_>,
         scores: &mut [Line; R],
     ) {
         let (first, count) = (keys.start, keys.len());
+        let v_size = self.rows.sizes()[1];
         let seen: [_; R] = array::from_fn(|row| self.seen(row, first, count));
-        for_stored!(S, &tile, |[keys, _]| self.score::<BLOCK, _>(simd, keys, count, scores));
+        for_stored!(S, tile, |[keys, values]| {
+            self.score::<BLOCK, _>(simd, keys, values.later(count, v_size), count, scores)
+        });
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
             if self.rows.problem().has_mask() && row < self.visible.len() {
@@ -120,9 +133,13 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
         let correction = self.weigh(simd, scores);
         let all = seen.iter().all(|keys| *keys == (0..count));
-        let sees = |row: usize, key: usize| all || seen[row].contains(&key);
-        for_stored!(S, &tile, |[_, values]| {
-            self.accumulate::<BLOCK, _>(simd, values, count, scores, correction, sees)
+        for_stored!(S, tile, |[_, values]| {
+            let weighted = Weighted { values, size: v_size, count, weights: scores, correction };
+            let sees = |row: usize, key| seen[row].contains(&key);
+            match all {
+                true => self.accumulate::<BLOCK, _>(simd, &weighted, next, |_, _| true),
+                false => self.accumulate::<BLOCK, _>(simd, &weighted, next, sees),
+            }
         });
     }
 
@@ -140,11 +157,13 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         &self,
         simd: S,
         keys: &StoredRows<'_, E>,
+        values: Later<'_>,
         count: usize,
         scores: &mut [Line; R],
     ) {
         let blocked = count / BLOCK * BLOCK;
         for first in (0..blocked).step_by(BLOCK) {
+            (first..first + BLOCK).for_each(|row| values.prefetch(row));
             self.dot::<BLOCK, E>(simd, keys, first, scores);
         }
         for first in blocked..count {
@@ -166,7 +185,6 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut sums = [[simd.splat_f32s(0.0); R]; BLOCK];
         for (c, query) in self.query.iter().enumerate() {
             for i in 0..BLOCK {
-                prefetch_behind::<S, E>(keys[i], c);
                 let key = E::vector(simd, keys[i], c);
                 for row in 0..R {
                     sums[i][row] = simd.mul_add_e_f32s(key, query[row], sums[i][row]);
@@ -225,23 +243,19 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     fn accumulate<const BLOCK: usize, E: Stored>(
         &mut self,
         simd: S,
-        values: &StoredRows<'_, E>,
-        count: usize,
-        weights: &[Line; R],
-        correction: [S::f32s; R],
+        weighted: &Weighted<'_, S, E, R>,
+        next: Later<'_>,
         sees: impl Fn(usize, usize) -> bool,
     ) {
-        let size = self.output.len() * S::F32_LANES;
-        let values = |key| values.row(key, size);
-        let weighted = Weighted { values, count, weights, correction, sees };
+        let mut next = Spread::new(next, self.output.len().div_ceil(BLOCK));
         let mut first = 0;
         let (blocks, single) = self.output.as_chunks_mut::<BLOCK>();
         for output in blocks {
-            weighted.add(simd, output, first);
+            weighted.add(simd, output, first, &mut next, &sees);
             first += BLOCK;
         }
         for output in single {
-            weighted.add(simd, array::from_mut(output), first);
+            weighted.add(simd, array::from_mut(output), first, &mut next, &sees);
             first += 1;
         }
     }
@@ -255,14 +269,13 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
         let count = self.visible.len();
         let softmax = |row: usize| Softmax { max: self.max[row], sum: self.sum[row] };
-        let output = (0..count).flat_map(|row| self.output.iter().map(move |x| &x[row]));
-        Partial {
-            softmax: (0..count).map(softmax).collect(),
-            output: output
-                .flat_map(|x| bytemuck::cast_slice(std::slice::from_ref(x)))
-                .copied()
-                .collect(),
+        let mut output = Vec::with_capacity(count * self.output.len() * S::F32_LANES);
+        for row in 0..count {
+            for vectors in &self.output {
+                output.extend_from_slice(bytemuck::cast_slice(&vectors[row..=row]));
+            }
         }
+        Partial { softmax: (0..count).map(softmax).collect(), output }
     }
 }
 
@@ -279,73 +292,51 @@ fn scale<S: Simd, const R: usize>(simd: S, rows: &mut [S::f32s; R], scales: &[f3
 }
 
 /// The values of a tile and what they are multiplied by.
-struct Weighted<'a, S: Simd, V, F, const R: usize> {
-    /// A key's value.
-    values: V,
+struct Weighted<'a, S: Simd, E, const R: usize> {
+    values: &'a StoredRows<'a, E>,
+    /// Numbers of a value.
+    size: usize,
     count: usize,
     weights: &'a [Line; R],
     /// Of what was summed before.
     correction: [S::f32s; R],
-    /// Whether a row sees a key.
-    sees: F,
 }
 
-impl<'v, S: Simd, V, F, E, const R: usize> Weighted<'_, S, V, F, R>
-where
-    E: Stored + 'v,
-    V: Fn(usize) -> &'v [E],
-    F: Fn(usize, usize) -> bool,
-{
+impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
     /// Adds the vectors from number `first` on of every value to the output.
     #[inline(always)]
-    fn add<const BLOCK: usize>(&self, simd: S, output: &mut [[S::f32s; R]; BLOCK], first: usize) {
+    fn add<const BLOCK: usize>(
+        &self,
+        simd: S,
+        output: &mut [[S::f32s; R]; BLOCK],
+        first: usize,
+        next: &mut Spread<'_>,
+        sees: &impl Fn(usize, usize) -> bool,
+    ) {
         let mut sums = *output;
         for i in 0..BLOCK {
             for row in 0..R {
                 sums[i][row] = simd.mul_f32s(sums[i][row], self.correction[row]);
             }
         }
-        for key in 0..self.count {
-            let value = (self.values)(key);
-            // Not in a closure: it would be compiled for any processor.
-            let mut vectors = [simd.splat_f32s(0.0); BLOCK];
-            for i in 0..BLOCK {
-                prefetch_behind::<S, E>(value, first + i);
-                vectors[i] = E::vector(simd, value, first + i);
-            }
-            for row in 0..R {
-                if (self.sees)(row, key) {
-                    let weight = simd.splat_f32s(self.weights[row].0[key]);
-                    for i in 0..BLOCK {
-                        sums[i][row] = simd.mul_add_e_f32s(vectors[i], weight, sums[i][row]);
+        for keys in next.between(self.count) {
+            for key in keys {
+                let value = self.values.row(key, self.size);
+                // Not in a closure: it would be compiled for any processor.
+                let mut vectors = [simd.splat_f32s(0.0); BLOCK];
+                for i in 0..BLOCK {
+                    vectors[i] = E::vector(simd, value, first + i);
+                }
+                for row in 0..R {
+                    if sees(row, key) {
+                        let weight = simd.splat_f32s(self.weights[row].0[key]);
+                        for i in 0..BLOCK {
+                            sums[i][row] = simd.mul_add_e_f32s(vectors[i], weight, sums[i][row]);
+                        }
                     }
                 }
             }
         }
         *output = sums;
     }
-}
-
-/// Asks for what lies some keys behind vector `c` of a row, where a line of memory begins: decode
-/// waits for memory, not for arithmetic, and processors see the strides of blocks late.
-#[inline(always)]
-fn prefetch_behind<S: Simd, E: Stored>(row: &[E], c: usize) {
-    const LINE: usize = 64;
-    let bytes = S::F32_LANES * size_of::<E>() / E::ELEMENTS;
-    if c % (LINE / bytes.max(1)).max(1) == 0 {
-        prefetch(row.as_ptr(), c * bytes + 4096);
-    }
-}
-
-/// Asks for the memory so many bytes behind an address, whatever is there.
-#[inline(always)]
-pub(super) fn prefetch<V>(address: *const V, bytes: usize) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint, of which any address is fine; nothing is read
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast::<i8>().wrapping_add(bytes)) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (address, bytes);
 }

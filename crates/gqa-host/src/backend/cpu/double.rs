@@ -1,16 +1,16 @@
 //! ONNX Attention in double precision: for float64, and where values are of another type than
 //! queries. Rows in parallel, each with all its scores in memory.
 
+use super::executor::{Executor, each, threads_for};
 use super::sequence::Sequence;
 use super::sequences;
 use crate::backend::IoViews;
 use crate::plan::TensorId;
 use crate::{Problem, QkOutput, Result, RowLayout, TensorView, TensorViewMut};
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 /// Computes a call without rotation, sinks and log-sum-exp, which ONNX Attention does not have.
-pub(super) fn run(p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+pub(super) fn run(p: &Problem, io: &mut IoViews<'_>, executor: &dyn Executor) -> Result<()> {
     let sequences = sequences(p, io)?;
     let (key, value) = (io.need(TensorId::Key)?, io.need(TensorId::Value)?);
     let (key, value) = if p.has_present() {
@@ -38,11 +38,7 @@ pub(super) fn run(p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         values: value.to_f64(),
         bias: io.input(TensorId::AttentionBias).map(TensorView::to_f64),
     };
-    let rows = p.q_heads * p.q_len;
-    let rows: Vec<Row> = (0..p.batch * rows)
-        .into_par_iter()
-        .map(|i| call.row(i / rows, i % rows / p.q_len, i % p.q_len))
-        .collect();
+    let rows = call.rows(executor);
     let mut output = vec![0.0; rows.len() * p.v_head_size];
     for (i, row) in rows.iter().enumerate() {
         let (head, s) = (i / p.q_len, i % p.q_len);
@@ -68,12 +64,24 @@ struct Call<'a> {
 }
 
 /// One query row's results.
+#[derive(Default)]
 struct Row {
     output: Vec<f64>,
     scores: Vec<f64>,
 }
 
 impl Call<'_> {
+    /// All rows: (batch, query heads, query length).
+    fn rows(&self, executor: &dyn Executor) -> Vec<Row> {
+        let (p, per_entry) = (self.p, self.p.q_heads * self.p.q_len);
+        let mut rows: Vec<_> = (0..p.batch * per_entry).map(|_| Row::default()).collect();
+        let work = rows.len() * p.total_len * (p.head_size + p.v_head_size);
+        each(threads_for(work, executor), rows.iter_mut().enumerate(), |(i, row)| {
+            *row = self.row(i / per_entry, i % per_entry / p.q_len, i % p.q_len);
+        });
+        rows
+    }
+
     fn row(&self, b: usize, n: usize, s: usize) -> Row {
         let (p, kv_head) = (self.p, n / self.p.group());
         let query = &self.query[p.query_layout().at(b, n, s)..][..p.head_size];

@@ -13,10 +13,14 @@ mod attend;
 mod decode;
 mod double;
 mod element;
+mod executor;
+mod instructions;
 mod lanes;
 mod norm;
 mod paged;
 mod panel;
+mod parts;
+mod prefetch;
 mod quantized;
 mod quantized_output;
 mod rope;
@@ -32,20 +36,22 @@ use crate::plan::TensorId;
 use crate::{CacheBinding, CallKind, DType, Error, Layout, Problem, QkNorm, Result, TensorView};
 use append::Append;
 use element::{Element, elements, elements_mut, foreign};
+pub use executor::{Executor, Rayon};
+use executor::{each, threads_for};
 use half::{bf16, f16};
+pub use instructions::Instructions;
 use norm::Norm;
 use paged::Blocks;
 use quantized::Codes;
-use rayon::prelude::*;
 use rope::Rope;
-use rows::{OutputRow, output_rows};
+use rows::output_rows;
 use sequence::Sequence;
-use task::{Bias, Cached, Call, TASK_ROWS, Task};
+use task::{Bias, Cached, Call};
 
 /// Computes on the CPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cpu {
-    arch: pulp::Arch,
+    instructions: Instructions,
 }
 
 impl Backend for Cpu {
@@ -55,11 +61,16 @@ impl Backend for Cpu {
 
     fn run(&self, problem: &Problem, io: &mut Io<'_>) -> Result<()> {
         io.check(problem)?;
-        self.run_checked(&problem.contiguous(), &mut io.views())
+        self.with(&Rayon).checked(&problem.contiguous(), &mut io.views())
     }
 }
 
 impl Cpu {
+    /// Computes with those instructions; [`Cpu::default`] with the widest.
+    pub fn new(instructions: Instructions) -> Self {
+        Self { instructions }
+    }
+
     /// Computes `problem` on memory of the caller's, without a copy of it. Query, key and value may
     /// have the problem's strides; all else is contiguous.
     ///
@@ -96,17 +107,44 @@ impl Cpu {
     ///
     /// As [`Backend::run`]; and where the problem wants strides of the output.
     pub fn run_on(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+        self.run_by(&Rayon, problem, io)
+    }
+
+    /// The same with the caller's threads.
+    ///
+    /// # Errors
+    ///
+    /// As [`Cpu::run_on`].
+    pub fn run_by(
+        &self,
+        executor: &dyn Executor,
+        problem: &Problem,
+        io: &mut IoViews<'_>,
+    ) -> Result<()> {
         if let Some(strides) = problem.strided.output {
             return Err(Error::invalid("output", format!("{strides:?}"), "contiguous on the CPU"));
         }
         io.check(problem)?;
-        self.run_checked(problem, io)
+        self.with(executor).checked(problem, io)
     }
 
+    fn with<'e>(&self, executor: &'e dyn Executor) -> Run<'e> {
+        Run { arch: self.instructions.0, executor }
+    }
+}
+
+/// What computes a call: instructions and threads.
+#[derive(Clone, Copy)]
+struct Run<'e> {
+    arch: pulp::Arch,
+    executor: &'e dyn Executor,
+}
+
+impl Run<'_> {
     /// Computes a problem on tensors that fit it.
-    fn run_checked(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+    fn checked(&self, problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         match problem.quantizes_output() {
-            true => self.run_quantized(problem, io),
+            true => self.quantized(problem, io),
             false => self.compute(problem, io),
         }
     }
@@ -117,34 +155,36 @@ impl Cpu {
             return Ok(());
         }
         if let CallKind::Update(mode) = problem.computes {
-            return update::run(problem, mode, io);
+            return update::run(problem, mode, io, self.executor);
         }
         if let Some(pages) = problem.pages {
-            return self.run_paged(problem, pages, io);
+            return self.paged(problem, pages, io);
         }
         if let Some(sliding) = problem.sliding() {
-            return self.run_sliding(problem, sliding, io);
+            return self.sliding(problem, sliding, io);
         }
         match problem.dtype {
-            dtype if dtype == DType::F64 || dtype != problem.v_dtype => double::run(problem, io),
-            DType::F16 => self.run_as::<f16>(problem, io),
-            DType::BF16 => self.run_as::<bf16>(problem, io),
-            _ => self.run_as::<f32>(problem, io),
+            dtype if dtype == DType::F64 || dtype != problem.v_dtype => {
+                double::run(problem, io, self.executor)
+            }
+            DType::F16 => self.compute_as::<f16>(problem, io),
+            DType::BF16 => self.compute_as::<bf16>(problem, io),
+            _ => self.compute_as::<f32>(problem, io),
         }
     }
 
-    fn run_as<T: Element>(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+    fn compute_as<T: Element>(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         let sequences = sequences(p, io)?;
         let rope = rope::<T>(p, io)?;
         if p.cache == CacheBinding::Separate || (p.has_present() && p.new_len > 0) {
-            append(p, &sequences, rope.as_ref(), io)?;
+            self.append(p, &sequences, rope.as_ref(), io)?;
         }
         match p.computes {
             CallKind::Attention if p.widens_output() => {
                 self.attend::<T, f32>(p, &sequences, rope.as_ref(), None, io)
             }
             CallKind::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), None, io),
-            CallKind::Rotation => rotate(p, &sequences, rope.as_ref(), io),
+            CallKind::Rotation => self.rotate(p, &sequences, rope.as_ref(), io),
             CallKind::Cache | CallKind::Update(_) => Ok(()),
         }
     }
@@ -197,7 +237,93 @@ impl Cpu {
         };
         let output = elements_mut::<O>("output", io.output.reborrow())?;
         let mut rows = output_rows(p, sequences, output, output_qk, lse);
-        tasks(&call, &mut rows).into_par_iter().for_each(|(task, rows)| task.run(self.arch, rows));
+        parts::run(&call, &mut rows, self.arch, self.executor);
+        Ok(())
+    }
+
+    /// Rotates the query into the output.
+    fn rotate<T: Element>(
+        &self,
+        p: &Problem,
+        sequences: &[Sequence],
+        rope: Option<&Rope<'_, T>>,
+        io: &mut IoViews<'_>,
+    ) -> Result<()> {
+        const ROWS: usize = 64;
+        let (query, layout) =
+            (elements::<T>("query", io.need(TensorId::Query)?)?, p.query_layout());
+        let heads = p.q_heads;
+        let output = elements_mut::<T>("output", io.output.reborrow())?;
+        let executor = threads_for(output.len(), self.executor);
+        // Rows lie in the output as they do in the query.
+        let rows = output.chunks_mut(ROWS * p.head_size).enumerate();
+        each(executor, rows, |(i, rows)| {
+            let mut buffer = vec![0.0; p.head_size];
+            for (row, to) in (i * ROWS..).zip(rows.chunks_exact_mut(p.head_size)) {
+                let [b, head, s] = match p.layout {
+                    Layout::Bsnh => [row / heads / p.q_len, row % heads, row / heads % p.q_len],
+                    Layout::Bnsh => [row / p.q_len / heads, row / p.q_len % heads, row % p.q_len],
+                };
+                T::widen(&query[layout.at(b, head, s)..][..to.len()], &mut buffer);
+                if let Some(rope) = rope {
+                    rope.rotate(b, s, sequences[b], &mut buffer);
+                }
+                T::narrow(&buffer, to);
+            }
+        });
+        Ok(())
+    }
+
+    /// Updates both caches.
+    fn append<T: Element>(
+        &self,
+        p: &Problem,
+        sequences: &[Sequence],
+        rope: Option<&Rope<'_, T>>,
+        io: &mut IoViews<'_>,
+    ) -> Result<()> {
+        let rows = |name, new: Option<_>, layout, size, rope| -> Result<_> {
+            let new = if p.packed { Some(io.need(TensorId::Query)?) } else { new };
+            let new = all(name, new)?;
+            Ok(Append {
+                problem: p,
+                sequences,
+                new,
+                layout,
+                size,
+                norm: None,
+                rope,
+                executor: self.executor,
+            })
+        };
+        let key = rows("key", io.input(TensorId::Key), p.key_layout(), p.head_size, rope)?;
+        let key =
+            Append { norm: norm(p, "k_norm_weight", io.input(TensorId::KNormWeight))?, ..key };
+        let value =
+            rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
+        let codes = [
+            Codes::of(p, "k_scale", io.input(TensorId::KScale))?,
+            Codes::of(p, "v_scale", io.input(TensorId::VScale))?,
+        ];
+        if let [Some(key_codes), Some(value_codes)] = codes {
+            let past_key = io.input(TensorId::PastKey).map(TensorView::bytes).unwrap_or_default();
+            let past_value =
+                io.input(TensorId::PastValue).map(TensorView::bytes).unwrap_or_default();
+            let present_key = io.present_key.appended("present_key")?.into_bytes()?;
+            let present_value = io.present_value.appended("present_value")?.into_bytes()?;
+            key.run_quantized(key_codes, past_key, present_key);
+            value.run_quantized(value_codes, past_value, present_value);
+            return Ok(());
+        }
+        let (past_key, past_value) = (
+            all("past_key", io.input(TensorId::PastKey))?,
+            all("past_value", io.input(TensorId::PastValue))?,
+        );
+        let present_key = elements_mut("present_key", io.present_key.appended("present_key")?)?;
+        let present_value =
+            elements_mut("present_value", io.present_value.appended("present_value")?)?;
+        key.run(past_key, present_key);
+        value.run(past_value, present_value);
         Ok(())
     }
 }
@@ -239,75 +365,6 @@ fn norm<'a, T: Element>(
     Ok(Some(Norm { epsilon, weight: elements(name, weight)? }))
 }
 
-/// Rotates the query into the output.
-fn rotate<T: Element>(
-    p: &Problem,
-    sequences: &[Sequence],
-    rope: Option<&Rope<'_, T>>,
-    io: &mut IoViews<'_>,
-) -> Result<()> {
-    let (query, layout) = (elements::<T>("query", io.need(TensorId::Query)?)?, p.query_layout());
-    let heads = p.q_heads;
-    let output = elements_mut::<T>("output", io.output.reborrow())?;
-    // Rows lie in the output as they do in the query.
-    let rows = output.par_chunks_exact_mut(p.head_size).enumerate();
-    rows.for_each_init(
-        || vec![0.0; p.head_size],
-        |buffer, (row, to)| {
-            let [b, head, s] = match p.layout {
-                Layout::Bsnh => [row / heads / p.q_len, row % heads, row / heads % p.q_len],
-                Layout::Bnsh => [row / p.q_len / heads, row / p.q_len % heads, row % p.q_len],
-            };
-            T::widen(&query[layout.at(b, head, s)..][..to.len()], buffer);
-            if let Some(rope) = rope {
-                rope.rotate(b, s, sequences[b], buffer);
-            }
-            T::narrow(buffer, to);
-        },
-    );
-    Ok(())
-}
-
-/// Updates both caches.
-fn append<T: Element>(
-    p: &Problem,
-    sequences: &[Sequence],
-    rope: Option<&Rope<'_, T>>,
-    io: &mut IoViews<'_>,
-) -> Result<()> {
-    let rows = |name, new: Option<_>, layout, size, rope| -> Result<_> {
-        let new = if p.packed { Some(io.need(TensorId::Query)?) } else { new };
-        let new = all(name, new)?;
-        Ok(Append { problem: p, sequences, new, layout, size, norm: None, rope })
-    };
-    let key = rows("key", io.input(TensorId::Key), p.key_layout(), p.head_size, rope)?;
-    let key = Append { norm: norm(p, "k_norm_weight", io.input(TensorId::KNormWeight))?, ..key };
-    let value = rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
-    let codes = [
-        Codes::of(p, "k_scale", io.input(TensorId::KScale))?,
-        Codes::of(p, "v_scale", io.input(TensorId::VScale))?,
-    ];
-    if let [Some(key_codes), Some(value_codes)] = codes {
-        let past_key = io.input(TensorId::PastKey).map(TensorView::bytes).unwrap_or_default();
-        let past_value = io.input(TensorId::PastValue).map(TensorView::bytes).unwrap_or_default();
-        let present_key = io.present_key.appended("present_key")?.into_bytes()?;
-        let present_value = io.present_value.appended("present_value")?.into_bytes()?;
-        rayon::join(
-            || key.run_quantized(key_codes, past_key, present_key),
-            || value.run_quantized(value_codes, past_value, present_value),
-        );
-        return Ok(());
-    }
-    let (past_key, past_value) = (
-        all("past_key", io.input(TensorId::PastKey))?,
-        all("past_value", io.input(TensorId::PastValue))?,
-    );
-    let present_key = elements_mut("present_key", io.present_key.appended("present_key")?)?;
-    let present_value = elements_mut("present_value", io.present_value.appended("present_value")?)?;
-    rayon::join(|| key.run(past_key, present_key), || value.run(past_value, present_value));
-    Ok(())
-}
-
 /// The elements of a tensor that a call may lack.
 fn all<'a, T: Element>(name: &'static str, tensor: Option<TensorView<'a>>) -> Result<&'a [T]> {
     tensor.map_or(Ok(&[]), |tensor| elements(name, tensor))
@@ -326,26 +383,4 @@ fn cached<'a, T: Element>(
         (None, Some(blocks)) => Ok(Cached::Blocks(blocks, elements(name, tensor)?)),
         (None, None) => elements(name, tensor).map(Cached::Numbers),
     }
-}
-
-/// A task, and the rows that it writes.
-type TaskAndRows<'a, 'r, T, O> = (Task<'a, T>, &'r mut [OutputRow<'r, T, O>]);
-
-/// The rows in tasks of up to [`TASK_ROWS`].
-fn tasks<'a, 'r, T, O>(
-    call: &'a Call<'a, T>,
-    rows: &'r mut [OutputRow<'r, T, O>],
-) -> Vec<TaskAndRows<'a, 'r, T, O>> {
-    let (p, mut tasks, mut rest) = (call.problem, Vec::new(), rows);
-    for (b, sequence) in call.sequences.iter().enumerate() {
-        for head in 0..p.kv_heads {
-            let (own, others) = rest.split_at_mut(sequence.rows * p.group());
-            for (i, rows) in own.chunks_mut(TASK_ROWS).enumerate() {
-                let first = i * TASK_ROWS;
-                tasks.push((Task { call, b, head, first, count: rows.len() }, rows));
-            }
-            rest = others;
-        }
-    }
-    tasks
 }

@@ -1,10 +1,9 @@
 //! Calls whose cache consists of blocks: new rows go to their places, then every token attends to
 //! its sequence's blocks where they are.
 
-use super::decode::prefetch;
 use super::element::{Element, foreign};
 use super::sequence::Sequence;
-use super::{Cpu, rope};
+use super::{Run, rope};
 use crate::backend::IoViews;
 use crate::plan::TensorId;
 use crate::{
@@ -30,40 +29,23 @@ impl Blocks<'_> {
         self.table[b * per_sequence + row / block_size] as usize * block_size + row % block_size
     }
 
-    /// Where a KV head's row of `size` elements starts; a later row is asked for, as processors do
-    /// not see where it is.
-    pub(super) fn start<E>(
-        &self,
-        elements: &[E],
-        [b, head, row]: [usize; 3],
-        size: usize,
-    ) -> usize {
-        const AHEAD: usize = 16;
-        let Pages { per_sequence, block_size, blocks, .. } = self.pages;
-        let start = |place: usize| (place * self.kv_heads + head) * size;
-        let (block, in_block) = ((row + AHEAD) / block_size, (row + AHEAD) % block_size);
-        let later = self.table[b * per_sequence..][..per_sequence].get(block);
-        // What is behind a sequence's own blocks may be anything.
-        let later = later.and_then(|block| usize::try_from(*block).ok());
-        if let Some(block) = later.filter(|block| *block < blocks) {
-            let first = elements.as_ptr().wrapping_add(start(block * block_size + in_block));
-            (0..size * size_of::<E>()).step_by(64).for_each(|byte| prefetch(first, byte));
-        }
-        start(self.place(b, row))
+    /// Where a KV head's row of `size` elements starts.
+    pub(super) fn start(&self, [b, head, row]: [usize; 3], size: usize) -> usize {
+        (self.place(b, row) * self.kv_heads + head) * size
     }
 
     /// That row.
     pub(super) fn row<'e, E>(&self, elements: &'e [E], place: [usize; 3], size: usize) -> &'e [E] {
-        &elements[self.start(elements, place, size)..][..size]
+        &elements[self.start(place, size)..][..size]
     }
 }
 
-impl Cpu {
+impl Run<'_> {
     /// Computes a call whose cache consists of blocks.
-    pub(super) fn run_paged(&self, p: &Problem, pages: Pages, io: &mut IoViews<'_>) -> Result<()> {
+    pub(super) fn paged(&self, p: &Problem, pages: Pages, io: &mut IoViews<'_>) -> Result<()> {
         let table = integers(io, TensorId::BlockTable)?;
         let call = PagedCall {
-            cpu: self,
+            run: self,
             problem: p,
             sequences: sequences(p, io)?,
             blocks: Blocks { pages, table, kv_heads: p.kv_heads },
@@ -80,7 +62,7 @@ impl Cpu {
 
 /// A call and its sequences.
 struct PagedCall<'a> {
-    cpu: &'a Cpu,
+    run: &'a Run<'a>,
     problem: &'a Problem,
     sequences: Vec<Sequence>,
     blocks: Blocks<'a>,
@@ -90,7 +72,7 @@ impl PagedCall<'_> {
     fn attend<T: Element>(&self, io: &mut IoViews<'_>) -> Result<()> {
         let rope = rope::<T>(self.problem, io)?;
         let blocks = Some(self.blocks);
-        self.cpu.attend::<T, T>(self.problem, &self.sequences, rope.as_ref(), blocks, io)
+        self.run.attend::<T, T>(self.problem, &self.sequences, rope.as_ref(), blocks, io)
     }
 
     /// Writes all tokens' keys, normalised and rotated, and values, which are those of one prompt
@@ -130,7 +112,7 @@ impl PagedCall<'_> {
             output_qk: None,
             lse: None,
         };
-        self.cpu.compute(&alone, &mut of_tokens)?;
+        self.run.compute(&alone, &mut of_tokens)?;
         self.scatter(&places, &key, io.present_key.appended("present_key")?.into_bytes()?);
         self.scatter(&places, &value, io.present_value.appended("present_value")?.into_bytes()?);
         Ok(())

@@ -1,17 +1,18 @@
 //! Output in float8e4m3fn times a scale: computed in float32 and rounded then.
 
-use super::Cpu;
+use super::Run;
 use super::element::elements;
+use super::executor::{each, threads_for};
 use crate::backend::IoViews;
 use crate::plan::TensorId;
 use crate::{DType, Problem, ProblemFields, Result, Tensor, TensorViewMut};
 use float8::F8E4M3;
-use rayon::prelude::*;
 
-impl Cpu {
+impl Run<'_> {
     /// Computes a call with quantized output.
-    pub(super) fn run_quantized(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
+    pub(super) fn quantized(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         const MAX: f32 = 448.0;
+        const ELEMENTS: usize = 1 << 14;
         let exact = p.derive(|call| ProblemFields { out_dtype: DType::F32, ..call });
         let scale = elements::<f32>("output_scale", io.need(TensorId::OutputScale)?)?[0];
         let mut output = Tensor::try_zeros("output", DType::F32, &p.output_shape())?;
@@ -24,10 +25,13 @@ impl Cpu {
             lse: io.lse.as_mut().map(TensorViewMut::reborrow),
         };
         self.compute(&exact, &mut inner)?;
-        let rounded = |&x: &f32| F8E4M3::from_f32((x / scale).clamp(-MAX, MAX)).to_bits();
+        let rounded = |x: f32| F8E4M3::from_f32((x / scale).clamp(-MAX, MAX)).to_bits();
         let values = elements::<f32>("output", output.view())?;
-        let codes = io.output.reborrow().into_bytes()?.par_iter_mut();
-        codes.zip(values.par_iter().map(rounded)).for_each(|(to, code)| *to = code);
+        let codes = io.output.reborrow().into_bytes()?.chunks_mut(ELEMENTS);
+        let executor = threads_for(values.len(), self.executor);
+        each(executor, codes.zip(values.chunks(ELEMENTS)), |(to, from)| {
+            to.iter_mut().zip(from).for_each(|(to, x)| *to = rounded(*x));
+        });
         Ok(())
     }
 }

@@ -1,17 +1,17 @@
 //! Calls over a rolling KV cache: rows move, and the call is counted from the cache's first row.
 
-use super::Cpu;
+use super::Run;
 use super::element::foreign;
+use super::executor::{Executor, each, threads_for};
 use crate::backend::IoViews;
 use crate::plan::TensorId;
 use crate::{CacheBinding, CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 use ndarray::{Array1, Array2};
-use rayon::prelude::*;
 
-impl Cpu {
+impl Run<'_> {
     /// Computes a call over a rolling KV cache.
-    pub(super) fn run_sliding(
+    pub(super) fn sliding(
         &self,
         p: &Problem,
         sliding: Sliding,
@@ -25,7 +25,7 @@ impl Cpu {
         if p.is_staged() {
             return call.run_staged(self, io);
         }
-        call.make_room(io)?;
+        call.make_room(self.executor, io)?;
         call.run_inner(self, io, None)
     }
 }
@@ -40,15 +40,17 @@ struct SlidingCall<'a> {
 
 impl SlidingCall<'_> {
     /// Moves what stays besides a token's row, if there is one, to the front.
-    fn make_room(&self, io: &mut IoViews<'_>) -> Result<()> {
+    fn make_room(&self, executor: &dyn Executor, io: &mut IoViews<'_>) -> Result<()> {
         let new = self.problem.q_len;
         let kept = |slide: &Slide| (slide.after as usize).saturating_sub(new);
         self.keep(
+            executor,
             io.input(TensorId::PastKey),
             io.present_key.appended("present_key")?.into_bytes()?,
             kept,
         );
         self.keep(
+            executor,
             io.input(TensorId::PastValue),
             io.present_value.appended("present_value")?.into_bytes()?,
             kept,
@@ -57,21 +59,23 @@ impl SlidingCall<'_> {
     }
 
     /// Several new rows join the past in a cache of their own, of which the last rows stay.
-    fn run_staged(&self, cpu: &Cpu, io: &mut IoViews<'_>) -> Result<()> {
+    fn run_staged(&self, run: &Run<'_>, io: &mut IoViews<'_>) -> Result<()> {
         let p = &self.inner;
         let (keys, values) = (p.key_cache_shape(p.capacity), p.value_cache_shape(p.capacity));
         let mut joined = [
             Tensor::try_zeros("present_key", p.key_cache_dtype(), &keys)?,
             Tensor::try_zeros("present_value", p.value_cache_dtype(), &values)?,
         ];
-        self.run_inner(cpu, io, Some(&mut joined))?;
+        self.run_inner(run, io, Some(&mut joined))?;
         let kept = |slide: &Slide| slide.after as usize;
         self.keep(
+            run.executor,
             Some(joined[0].view()),
             io.present_key.appended("present_key")?.into_bytes()?,
             kept,
         );
         self.keep(
+            run.executor,
             Some(joined[1].view()),
             io.present_value.appended("present_value")?.into_bytes()?,
             kept,
@@ -82,7 +86,7 @@ impl SlidingCall<'_> {
     /// Computes the call counted from the cache, with `joined` as present, or with the caller's.
     fn run_inner(
         &self,
-        cpu: &Cpu,
+        run: &Run<'_>,
         io: &mut IoViews<'_>,
         joined: Option<&mut [Tensor; 2]>,
     ) -> Result<()> {
@@ -121,7 +125,7 @@ impl SlidingCall<'_> {
             output_qk: io.output_qk.as_mut().map(TensorViewMut::reborrow),
             lse: io.lse.as_mut().map(TensorViewMut::reborrow),
         };
-        cpu.compute(&self.inner, &mut inner)
+        run.compute(&self.inner, &mut inner)
     }
 
     /// Rows that attention finds in the cache it reads.
@@ -169,6 +173,7 @@ impl SlidingCall<'_> {
     /// behind them unless past and present are one.
     fn keep(
         &self,
+        executor: &dyn Executor,
         from: Option<TensorView<'_>>,
         to: &mut [u8],
         kept: impl Fn(&Slide) -> usize + Sync,
@@ -178,7 +183,8 @@ impl SlidingCall<'_> {
         let row = per_head / self.problem.capacity;
         let from = from.map(|from| from.bytes().chunks_exact(from.bytes().len() / heads));
         let from: Vec<_> = from.into_iter().flatten().collect();
-        to.par_chunks_exact_mut(per_head).enumerate().for_each(|(head, to)| {
+        let executor = threads_for(to.len(), executor);
+        each(executor, to.chunks_exact_mut(per_head).enumerate(), |(head, to)| {
             let slide = &self.slides[head / self.problem.kv_heads];
             let (first, length) = (slide.evicted as usize * row, kept(slide) * row);
             match from.get(head) {

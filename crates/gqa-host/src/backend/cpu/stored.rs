@@ -5,6 +5,7 @@
 //! quantized KV cache are not applied here.
 
 use super::panel::KEYS;
+use super::prefetch::Later;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
 use std::slice;
@@ -293,6 +294,11 @@ impl<'a, E: Stored> StoredRows<'a, E> {
         Self { elements, starts: all }
     }
 
+    /// The first rows, of so many numbers each, to be read later.
+    pub(super) fn later(&self, count: usize, numbers: usize) -> Later<'_> {
+        Later::new(self.elements, &self.starts[..count], numbers / E::ELEMENTS)
+    }
+
     /// A row of so many numbers.
     #[inline(always)]
     pub(super) fn row(&self, row: usize, numbers: usize) -> &'a [E] {
@@ -308,6 +314,20 @@ pub(super) enum StoredTile<'a> {
     Int8([StoredRows<'a, Int8>; 2]),
     Float8([StoredRows<'a, Float8>; 2]),
     Int4([StoredRows<'a, Int4>; 2]),
+}
+
+impl StoredTile<'_> {
+    /// The first keys, of so many numbers each, to be read later.
+    pub(super) fn later_keys(&self, count: usize, numbers: usize) -> Later<'_> {
+        match self {
+            StoredTile::F32([keys, _]) => keys.later(count, numbers),
+            StoredTile::F16([keys, _]) => keys.later(count, numbers),
+            StoredTile::BF16([keys, _]) => keys.later(count, numbers),
+            StoredTile::Int8([keys, _]) => keys.later(count, numbers),
+            StoredTile::Float8([keys, _]) => keys.later(count, numbers),
+            StoredTile::Int4([keys, _]) => keys.later(count, numbers),
+        }
+    }
 }
 
 #[cfg(test)]

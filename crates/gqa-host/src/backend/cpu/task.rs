@@ -12,11 +12,7 @@ use super::sequence::Sequence;
 use super::stored::{self, StoredRows, StoredTile};
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
 use pulp::Arch;
-use rayon::prelude::*;
 use std::ops::Range;
-
-/// Rows of a task: their keys and values are read, and converted, once.
-pub(super) const TASK_ROWS: usize = 256;
 
 /// Where a task has at most this many rows, its keys are cut into parts of [`PART_KEYS`].
 const FEW_ROWS: usize = 32;
@@ -112,37 +108,60 @@ impl<T: Element> Task<'_, T> {
         (row / group, self.head * group + row % group)
     }
 
-    /// Computes the rows.
-    pub(super) fn run<O: Element>(&self, arch: Arch, rows: &mut [OutputRow<'_, T, O>]) {
+    /// The keys that some row sees.
+    fn span(&self) -> Range<usize> {
         let visible: Vec<_> = (0..self.count).map(|row| self.visible(row)).collect();
-        let span = span(&visible);
-        let length = if self.count <= FEW_ROWS { PART_KEYS } else { usize::MAX };
-        let parts: Vec<Partial> = (span.start / length..span.end.div_ceil(length))
-            .into_par_iter()
-            .map(|part| part * length..part.saturating_add(1).saturating_mul(length))
-            .map(|keys| keys.start.max(span.start)..keys.end.min(span.end))
-            .map(|keys| stored::dispatch(arch, Attend { rows: self, keys }))
-            .collect();
-        let mut sums = vec![0.0; self.call.problem.v_head_size];
-        let mut finish = |(row, to)| self.finish(row, &parts, &mut sums, to);
-        let softmax: Vec<Softmax> = rows.iter_mut().enumerate().map(&mut finish).collect();
-        let mode = self.call.problem.output_qk;
-        if mode != QkOutput::None {
-            let (hidden, keys) = match mode {
-                QkOutput::Biased => (f32::NEG_INFINITY, span),
-                QkOutput::Scaled | QkOutput::Capped => (0.0, 0..self.call.problem.total_len),
-                _ => (0.0, span),
-            };
-            let mut fill = [T::ZERO];
-            T::narrow(&[hidden], &mut fill);
-            rows.iter_mut().flat_map(|row| &mut row.scores).for_each(|to| to.fill(fill[0]));
-            let mut write = |row: usize, first: usize, line: &[f32]| {
-                if let Some(scores) = &mut rows[row].scores {
-                    T::narrow(line, &mut scores[first..][..line.len()]);
-                }
-            };
-            arch.dispatch(Scores { rows: self, keys, softmax: &softmax, write: &mut write });
+        span(&visible)
+    }
+
+    /// The keys that some row sees, cut into parts, of which there is always one.
+    pub(super) fn parts(&self) -> Vec<Range<usize>> {
+        let (span, length) = (self.span(), PART_KEYS);
+        if self.count > FEW_ROWS || span.is_empty() {
+            return vec![span];
         }
+        let parts = (span.start / length..span.end.div_ceil(length))
+            .map(|part| part * length..(part + 1) * length);
+        parts.map(|keys| keys.start.max(span.start)..keys.end.min(span.end)).collect()
+    }
+
+    /// What a part of the keys gives the rows.
+    pub(super) fn attend(&self, arch: Arch, keys: Range<usize>) -> Partial {
+        stored::dispatch(arch, Attend { rows: self, keys })
+    }
+
+    /// Joins all parts and writes the rows.
+    pub(super) fn join<O: Element>(
+        &self,
+        arch: Arch,
+        parts: &[Partial],
+        rows: &mut [OutputRow<'_, T, O>],
+    ) {
+        let mut sums = vec![0.0; self.call.problem.v_head_size];
+        let mut finish = |(row, to)| self.finish(row, parts, &mut sums, to);
+        let softmax: Vec<Softmax> = rows.iter_mut().enumerate().map(&mut finish).collect();
+        if self.call.problem.output_qk != QkOutput::None {
+            self.write_scores(arch, &softmax, rows);
+        }
+    }
+
+    /// Writes the rows of output_qk.
+    fn write_scores<O>(&self, arch: Arch, softmax: &[Softmax], rows: &mut [OutputRow<'_, T, O>]) {
+        let p = self.call.problem;
+        let (hidden, keys) = match p.output_qk {
+            QkOutput::Biased => (f32::NEG_INFINITY, self.span()),
+            QkOutput::Scaled | QkOutput::Capped => (0.0, 0..p.total_len),
+            _ => (0.0, self.span()),
+        };
+        let mut fill = [T::ZERO];
+        T::narrow(&[hidden], &mut fill);
+        rows.iter_mut().flat_map(|row| &mut row.scores).for_each(|to| to.fill(fill[0]));
+        let mut write = |row: usize, first: usize, line: &[f32]| {
+            if let Some(scores) = &mut rows[row].scores {
+                T::narrow(line, &mut scores[first..][..line.len()]);
+            }
+        };
+        arch.dispatch(Scores { rows: self, keys, softmax, write: &mut write });
     }
 
     /// Joins the parts of a row and writes its output, for whose sums there is room.
@@ -269,16 +288,14 @@ impl<T: Element> Rows for Task<'_, T> {
                 Some(codes.stored([k, v], [of_keys, of_values]))
             }
             (Cached::Blocks(blocks, k), Cached::Blocks(_, v)) => {
-                let start = |elements| move |place| blocks.start(elements, place, sizes[0]);
-                let [of_keys, of_values] = [k, v].map(|elements| places().map(start(elements)));
-                Some(T::stored([StoredRows::new(k, of_keys), StoredRows::new(v, of_values)]))
+                let starts = || places().map(|place| blocks.start(place, sizes[0]));
+                Some(T::stored([StoredRows::new(k, starts()), StoredRows::new(v, starts())]))
             }
             (Cached::BlocksOfCodes(blocks, codes, k), Cached::BlocksOfCodes(_, _, v)) => {
-                let numbers = |bytes| bytes * codes.numbers_per_byte();
                 let size = codes.bytes(sizes[0]);
-                let start = |bytes| move |place| numbers(blocks.start(bytes, place, size));
-                let [of_keys, of_values] = [k, v].map(|bytes| places().map(start(bytes)));
-                Some(codes.stored([k, v], [of_keys, of_values]))
+                let start = |place| blocks.start(place, size) * codes.numbers_per_byte();
+                let starts = || places().map(start);
+                Some(codes.stored([k, v], [starts(), starts()]))
             }
             _ => None,
         }

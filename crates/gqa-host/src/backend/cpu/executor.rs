@@ -1,0 +1,68 @@
+//! The threads that compute.
+
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// Threads that compute the parts of a call: rayon's, or those of a program that has its own.
+///
+/// ```
+/// use gqa_host::backend::cpu::Executor;
+///
+/// /// Computes on the thread that calls.
+/// struct Here;
+///
+/// impl Executor for Here {
+///     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
+///         (0..count).for_each(part);
+///     }
+/// }
+/// ```
+pub trait Executor: Sync {
+    /// Calls `part` once with each number below `count`, in any order and on any threads, and
+    /// returns when all of these calls have. What a part that is not called would have written
+    /// stays as it was.
+    fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync));
+}
+
+/// The threads of the pool of rayon's from which a call comes; its global one for calls from other
+/// threads.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rayon;
+
+impl Executor for Rayon {
+    fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
+        (0..count).into_par_iter().for_each(part);
+    }
+}
+
+/// The thread that calls.
+struct Here;
+
+impl Executor for Here {
+    fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
+        (0..count).for_each(part);
+    }
+}
+
+/// Where threads take longer to wake than to compute: so many multiplications, or bytes to copy.
+const SMALL: usize = 1 << 17;
+
+/// The threads for a loop of so many multiplications, or bytes to copy.
+pub(super) fn threads_for(work: usize, executor: &dyn Executor) -> &dyn Executor {
+    if work < SMALL { &Here } else { executor }
+}
+
+/// Does `work` on every item.
+pub(super) fn each<I: Send>(
+    executor: &dyn Executor,
+    items: impl Iterator<Item = I>,
+    work: impl Fn(I) + Sync,
+) {
+    let items: Vec<_> = items.map(|item| Mutex::new(Some(item))).collect();
+    executor.for_each(items.len(), &|i| {
+        let item = items[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(item) = item {
+            work(item);
+        }
+    });
+}

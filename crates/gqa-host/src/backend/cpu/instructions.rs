@@ -1,0 +1,91 @@
+//! Which vector instructions compute.
+
+use crate::{Error, Result};
+use pulp::Arch;
+use std::fmt;
+
+/// Vector instructions that this processor has.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Instructions(pub(super) Arch);
+
+impl Instructions {
+    /// Names the variable that [`Instructions::from_env`] reads.
+    pub const VARIABLE: &str = "GQA_CPU_INSTRUCTIONS";
+
+    /// All that this processor has, the widest first, and `scalar`, which is none of them.
+    pub fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            use pulp::x86::{V3, V4};
+            all.extend(V4::try_new().map(Arch::V4));
+            all.extend(V3::try_new().map(Arch::V3));
+        }
+        #[cfg(target_arch = "aarch64")]
+        all.extend(pulp::aarch64::Neon::try_new().map(Arch::Neon));
+        all.push(Arch::Scalar);
+        all.into_iter().map(Self).collect()
+    }
+
+    /// Those that the environment names; else the widest.
+    ///
+    /// # Errors
+    ///
+    /// Where `GQA_CPU_INSTRUCTIONS` names what this processor does not have.
+    pub fn from_env() -> Result<Self> {
+        match std::env::var_os(Self::VARIABLE) {
+            Some(name) => Self::named(&name.to_string_lossy()),
+            None => Ok(Self::default()),
+        }
+    }
+
+    /// Those of that name.
+    ///
+    /// # Errors
+    ///
+    /// Where this processor does not have them.
+    pub fn named(name: &str) -> Result<Self> {
+        let all = Self::all();
+        all.iter().find(|one| one.name() == name).copied().ok_or_else(|| {
+            let allowed = all.iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
+            Error::invalid(Self::VARIABLE, format!("{name:?}"), format!("{allowed} here"))
+        })
+    }
+
+    /// `avx512`, `avx2` (with FMA and F16C), `neon` or `scalar`.
+    pub fn name(&self) -> &'static str {
+        match self.0 {
+            Arch::Scalar => "scalar",
+            #[cfg(target_arch = "x86_64")]
+            Arch::V3(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Arch::V4(_) => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Arch::Neon(_) => "neon",
+            _ => "other",
+        }
+    }
+}
+
+impl fmt::Display for Instructions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_this_processor() {
+        for one in Instructions::all() {
+            assert_eq!(Instructions::named(one.name()).unwrap().name(), one.name());
+        }
+        let refused = Instructions::named("avx1024").unwrap_err().to_string();
+        assert!(
+            refused.contains("GQA_CPU_INSTRUCTIONS") && refused.contains("scalar"),
+            "{refused}"
+        );
+    }
+}

@@ -1,0 +1,94 @@
+//! A call's rows as tasks, and their keys as parts, each of which any thread computes.
+
+use super::attend::Partial;
+use super::element::Element;
+use super::executor::{Executor, threads_for};
+use super::panel::Rows;
+use super::rows::OutputRow;
+use super::task::{Call, Task};
+use pulp::Arch;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Rows of a task: their keys and values are read, and converted, once.
+const TASK_ROWS: usize = 256;
+
+/// Computes all rows, which are those of [`output_rows`](super::rows::output_rows).
+pub(super) fn run<'r, T: Element, O: Element>(
+    call: &Call<'_, T>,
+    rows: &'r mut [OutputRow<'r, T, O>],
+    arch: Arch,
+    executor: &dyn Executor,
+) {
+    let tasks = tasks(call, rows);
+    let parts: Vec<_> = tasks
+        .iter()
+        .flat_map(|task| task.parts.iter().enumerate().map(move |(part, _)| (task, part)))
+        .collect();
+    let executor = threads_for(work(&tasks), executor);
+    executor.for_each(parts.len(), &|i| {
+        let (task, part) = parts[i];
+        task.run_part(arch, part);
+    });
+}
+
+/// A task whose parts may run at the same time: the last of them to end joins all.
+struct Parts<'a, 'r, T, O> {
+    task: Task<'a, T>,
+    /// The keys of each.
+    parts: Vec<Range<usize>>,
+    state: Mutex<Unjoined<'r, T, O>>,
+}
+
+/// What the parts have given so far, and what they go to.
+struct Unjoined<'r, T, O> {
+    partials: Vec<Option<Partial>>,
+    rows: Option<&'r mut [OutputRow<'r, T, O>]>,
+}
+
+impl<T: Element, O: Element> Parts<'_, '_, T, O> {
+    fn run_part(&self, arch: Arch, part: usize) {
+        let partial = self.task.attend(arch, self.parts[part].clone());
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.partials[part] = Some(partial);
+        if state.partials.iter().all(Option::is_some) {
+            let partials: Vec<_> = state.partials.iter_mut().filter_map(Option::take).collect();
+            if let Some(rows) = state.rows.take() {
+                drop(state);
+                self.task.join(arch, &partials, rows);
+            }
+        }
+    }
+}
+
+/// The rows in tasks of up to [`TASK_ROWS`].
+fn tasks<'a, 'r, T: Element, O>(
+    call: &'a Call<'a, T>,
+    rows: &'r mut [OutputRow<'r, T, O>],
+) -> Vec<Parts<'a, 'r, T, O>> {
+    let (p, mut tasks, mut rest) = (call.problem, Vec::new(), rows);
+    for (b, sequence) in call.sequences.iter().enumerate() {
+        for head in 0..p.kv_heads {
+            let (own, others) = rest.split_at_mut(sequence.rows * p.group());
+            for (i, rows) in own.chunks_mut(TASK_ROWS).enumerate() {
+                let first = i * TASK_ROWS;
+                let task = Task { call, b, head, first, count: rows.len() };
+                let parts = task.parts();
+                let partials = parts.iter().map(|_| None).collect();
+                let state = Mutex::new(Unjoined { partials, rows: Some(rows) });
+                tasks.push(Parts { task, parts, state });
+            }
+            rest = others;
+        }
+    }
+    tasks
+}
+
+/// Multiplications of all tasks, about.
+fn work<T: Element, O>(tasks: &[Parts<'_, '_, T, O>]) -> usize {
+    let of_task = |Parts { task, parts, .. }: &Parts<'_, '_, T, O>| {
+        let keys: usize = parts.iter().map(Range::len).sum();
+        task.count * keys * task.sizes().iter().sum::<usize>()
+    };
+    tasks.iter().map(of_task).sum()
+}
