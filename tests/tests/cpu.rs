@@ -43,8 +43,9 @@ struct Backwards;
 impl Executor for Backwards {
     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
         thread::scope(|scope| {
-            let halves = [count / 2..count, 0..count / 2];
-            halves.map(|half| scope.spawn(move || half.rev().for_each(part)));
+            for half in [count / 2..count, 0..count / 2] {
+                scope.spawn(move || half.rev().for_each(part));
+            }
         });
         (0..count).for_each(part);
     }
