@@ -64,7 +64,8 @@ pub fn paged_steps(
 }
 
 /// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many, and
-/// nobody wants log-sum-exps: those of [`paged_steps`] with up to 12 sequences, and one more of 64 tokens or more.
+/// nobody wants log-sum-exps: those of [`paged_steps`] with up to 12 sequences, and one more of 64
+/// tokens or more.
 pub fn paged_mixed(
     steps: impl Strategy<Value = Case>,
     max_rows: usize,

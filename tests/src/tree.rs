@@ -110,23 +110,23 @@ impl TreeCase {
     }
 
     /// New tokens of a sequence, which are rows of its batch entry where it has a cache of its own.
-    fn new(&self, b: usize) -> usize {
+    fn new_tokens(&self, b: usize) -> usize {
         if self.is_paged() { self.sequences[b][1] } else { self.sequences[0][1] }
     }
 
     fn most_new(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.new(b)).max().unwrap_or(0)
+        (0..self.sequences.len()).map(|b| self.new_tokens(b)).max().unwrap_or(0)
     }
 
     fn tokens(&self) -> usize {
-        (0..self.sequences.len()).map(|b| self.new(b)).sum()
+        (0..self.sequences.len()).map(|b| self.new_tokens(b)).sum()
     }
 
     /// Keys of a sequence before the call, and after it.
     fn lengths(&self, b: usize) -> [usize; 2] {
         match self.first_prompt {
-            true => [0, 1 + self.sequences[b][0] % self.new(b)],
-            false => [self.sequences[b][0], self.sequences[b][0] + self.new(b)],
+            true => [0, 1 + self.sequences[b][0] % self.new_tokens(b)],
+            false => [self.sequences[b][0], self.sequences[b][0] + self.new_tokens(b)],
         }
     }
 
@@ -193,7 +193,7 @@ impl Given {
         let has_new = case.is_paged() || !case.no_new_rows;
         let new = has_new.then(|| [(); 2].map(|()| data.normal(&rows(kv), 1.0)));
         let (cache, table) = Self::cache(case, &mut data);
-        let starts = (0..=count).map(|b| (0..b).map(|b| case.new(b) as i32).sum::<i32>());
+        let starts = (0..=count).map(|b| (0..b).map(|b| case.new_tokens(b) as i32).sum::<i32>());
         let starts = starts.collect::<Vec<_>>();
         let last_or_past = (0..count).map(|b| {
             let [past, total] = case.lengths(b);
@@ -326,7 +326,7 @@ fn words(case: &TreeCase, rng: &mut StdRng) -> (Vec<i64>, Vec<i64>) {
     let (mut words, mut positions) = (Vec::new(), Vec::new());
     for b in 0..case.sequences.len() {
         let first = words.len();
-        for i in 0..case.new(b) {
+        for i in 0..case.new_tokens(b) {
             let parent = (i > 0).then(|| first + rng.random_range(0..i));
             let own = 1i64 << i;
             let ancestors = parent.map_or(0, |parent| words[parent]);
