@@ -37,7 +37,8 @@ fn cpu_is_reference_for_large_heads() {
     parity("cpu, large heads", 300, case(any_dtype(), heads, 24), &Cpu::default());
 }
 
-/// The CPU back end on threads that take a call's parts from the last to the first, each twice.
+/// The CPU back end on threads that take a call's parts from the last to the first, each twice, and
+/// one that is not there.
 struct Backwards;
 
 impl Executor for Backwards {
@@ -47,7 +48,7 @@ impl Executor for Backwards {
                 scope.spawn(move || half.rev().for_each(part));
             }
         });
-        (0..count).for_each(part);
+        (0..=count).for_each(part);
     }
 }
 

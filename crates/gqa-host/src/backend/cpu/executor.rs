@@ -20,7 +20,7 @@ use std::sync::{Mutex, PoisonError};
 pub trait Executor: Sync {
     /// Calls `part` once with each number below `count`, in any order and on any threads, and
     /// returns when all of these calls have. What a part that is not called would have written
-    /// stays as it was.
+    /// stays as it was; a part that is called again, or is not there, changes nothing.
     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync));
 }
 
@@ -60,7 +60,9 @@ pub(super) fn each<I: Send>(
 ) {
     let items: Vec<_> = items.map(|item| Mutex::new(Some(item))).collect();
     executor.for_each(items.len(), &|i| {
-        let item = items[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let item = items
+            .get(i)
+            .and_then(|item| item.lock().unwrap_or_else(PoisonError::into_inner).take());
         if let Some(item) = item {
             work(item);
         }

@@ -27,8 +27,9 @@ pub(super) fn run<'r, T: Element, O: Element>(
         .collect();
     let executor = threads_for(work(&tasks), executor);
     executor.for_each(parts.len(), &|i| {
-        let (task, part) = parts[i];
-        task.run_part(arch, part);
+        if let Some((task, part)) = parts.get(i) {
+            task.run_part(arch, *part);
+        }
     });
 }
 
