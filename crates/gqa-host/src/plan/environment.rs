@@ -110,7 +110,9 @@ pub static AIDS: [(&str, &str, &str); 3] = [
     (
         Instructions::VARIABLE,
         "`avx512`, `avx2`, `neon` or `scalar`",
-        "vector instructions that the CPU back end uses, of those that the processor has; the widest where it is not set. The library reads it in `Instructions::from_env`, the program and the packages for Python and ONNX Runtime use that",
+        "vector instructions of attention on the CPU, of those that the processor has; the widest \
+         where it is not set, and for conversions between types of numbers. The program and the \
+         packages for Python and ONNX Runtime read it, the library in `Instructions::from_env`",
     ),
     (
         "GQA_LOG",

@@ -1,10 +1,11 @@
-//! Which vector instructions compute.
+//! Which vector instructions compute attention.
 
 use crate::{Error, Result};
 use pulp::Arch;
 use std::fmt;
 
-/// Vector instructions that this processor has.
+/// Vector instructions of attention, which this processor has. Conversions between types of numbers
+/// take the widest whatever these are.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Instructions(pub(super) Arch);
 
