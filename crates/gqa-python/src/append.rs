@@ -37,6 +37,8 @@ pub struct Append<'a, T> {
     new: [Heads<T>; 2],
     cache: Written<T>,
     tokens: Vec<Token>,
+    /// The place of each sequence's first new token.
+    starts: Vec<usize>,
     turns: Option<Turns<T>>,
     /// Takes the rotated queries.
     rotated: Option<&'a mut [T]>,
@@ -50,20 +52,26 @@ impl<'a, T: Element> Append<'a, T> {
     pub fn of(arrays: &'a Arrays, given: &Given) -> PyResult<Self> {
         let q = Heads::<T>::of(&arrays.q, 4, "(batch, rows, heads, size)")?;
         let [keys, values] = cache(arrays, given.table.is_some())?;
-        let new = [new_rows(&arrays.k, &q, &keys)?, new_rows(&arrays.v, &q, &keys)?];
+        let new = new_rows(arrays, &q, &keys)?;
         check_memory(arrays)?;
         let Turning { interleaved, advances } = arrays.turning;
         let turns = arrays.turns.as_ref();
         let turns = turns.map(|[cos, sin]| Turns::<T>::of(cos, sin, q.size, interleaved));
         let turns = turns.transpose()?;
-        let tokens = tokens(given, &q, &keys, turns.map(|turns| turns.positions))?;
+        let starts = starts(given, new[0].rows, q.entries, &keys)?;
+        let tokens = tokens(given, &starts, new[0].rows, &keys)?;
+        if let Some(turns) = turns {
+            let turning = new[0].rows.max(if advances { q.rows } else { q.rows.min(1) });
+            check_positions(&starts, turning, turns.positions)?;
+        }
         let rotated = arrays.rotated.as_ref();
         let rotated = rotated.map(|to| to.elements_mut(q.entries * q.rows * q.heads * q.size));
         let cache = Written {
             keys: (keys, arrays.key_cache.data_mut()?),
             values: (values, arrays.value_cache.data_mut()?),
         };
-        Ok(Self { q, new, cache, tokens, turns, rotated: rotated.transpose()?, advances })
+        let rotated = rotated.transpose()?;
+        Ok(Self { q, new, cache, tokens, starts, turns, rotated, advances })
     }
 
     /// Appends k and v to the cache, and rotates q.
@@ -74,7 +82,7 @@ impl<'a, T: Element> Append<'a, T> {
             unsafe { self.cache.write(token, self.new, self.turns) };
         }
         if let (Some(rotated), Some(turns)) = (self.rotated, self.turns) {
-            rotate(&self.q, &self.tokens, turns, self.advances, rotated);
+            rotate(&self.q, &self.starts, turns, self.advances, rotated);
         }
     }
 }
@@ -97,13 +105,19 @@ fn cache<T: Element>(arrays: &Arrays, paged: bool) -> PyResult<[Heads<T>; 2]> {
     }
 }
 
-/// A row of each new token, of the cache's heads.
-fn new_rows<T: Element>(new: &Array, q: &Heads<T>, cache: &Heads<T>) -> PyResult<Heads<T>> {
-    let expected = [q.entries, q.rows, cache.heads, q.size];
-    match new.shape == expected && cache.size == q.size {
+/// Rows of new tokens, of the cache's heads: as many of k as of v.
+fn new_rows<T: Element>(
+    arrays: &Arrays,
+    q: &Heads<T>,
+    cache: &Heads<T>,
+) -> PyResult<[Heads<T>; 2]> {
+    let rows = arrays.k.shape.get(1).copied().unwrap_or_default();
+    let expected = [q.entries, rows, cache.heads, q.size];
+    let of = |new: &Array| match new.shape == expected && cache.size == q.size {
         true => Heads::of(new, 4, "(batch, new tokens, KV heads, size)"),
         false => Err(invalid(new.name, format!("{:?}", new.shape), format!("{expected:?}"))),
-    }
+    };
+    Ok([of(&arrays.k)?, of(&arrays.v)?])
 }
 
 /// Errs where something that is read lies in the cache, which is written.
@@ -125,49 +139,64 @@ struct Token {
     row: usize,
     /// Entry and row of the cache.
     place: [usize; 2],
+    /// The row of its sequence that it is, which it rotates to.
     position: usize,
 }
 
-/// Where all tokens go, of sequences that lie in `cache`.
-fn tokens<T>(
-    given: &Given,
-    q: &Heads<T>,
-    cache: &Heads<T>,
-    positions: Option<usize>,
-) -> PyResult<Vec<Token>> {
+/// The place of the first of so many new tokens of each sequence, all of which lie in `cache`.
+fn starts<T>(given: &Given, rows: usize, batch: usize, cache: &Heads<T>) -> PyResult<Vec<usize>> {
     let Given { lengths, first_keys, entries, table, .. } = given;
     let Some(past) = lengths else {
         return Err(invalid("cache_seqlens", "None", "a number or an array"));
     };
     for numbers in [lengths, first_keys, entries].into_iter().flatten() {
-        numbers.expect(q.entries)?;
+        numbers.expect(batch)?;
     }
-    table.iter().try_for_each(|table| table.expect(q.entries))?;
-    if table.is_none() && entries.is_none() && cache.entries != q.entries {
+    table.iter().try_for_each(|table| table.expect(batch))?;
+    if table.is_none() && entries.is_none() && cache.entries != batch {
         let got = format!("{} entries", cache.entries);
-        return Err(invalid("k_cache", got, format!("{}, the batch of q", q.entries)));
+        return Err(invalid("k_cache", got, format!("{batch}, the batch of q")));
     }
     let room = table.as_ref().map_or(1, |table| table.per_sequence).saturating_mul(cache.rows);
-    let Some(most) = room.checked_sub(q.rows) else {
-        return Err(invalid("k", format!("{} new tokens", q.rows), format!("up to {room}")));
+    let Some(most) = room.checked_sub(rows) else {
+        return Err(invalid("k", format!("{rows} new tokens"), format!("up to {room}")));
     };
-    let mut tokens = Vec::with_capacity(q.entries * q.rows);
-    for b in 0..q.entries {
-        let what = format!("as {} tokens are appended to {room} rows", q.rows);
-        let before = past.at(b, most, &what)?;
-        let first = match first_keys {
-            Some(first) => first.at(b, before, "the length of the sequence")?,
-            None => 0,
-        };
-        let end = before + q.rows;
-        if let Some(positions) = positions.filter(|&positions| end - first > positions) {
-            let allowed = format!("{} or more, the tokens of sequence {b}", end - first);
-            return Err(invalid("rotary_cos", format!("{positions} positions"), allowed));
+    let what = format!("as {rows} tokens are appended to {room} rows");
+    let start = |b: usize| {
+        let start = past.at(b, most, &what)?;
+        if let Some(first) = first_keys {
+            first.at(b, start, "the length of the sequence")?;
         }
-        let places = places(given, b, before..end, cache)?;
+        Ok(start)
+    };
+    (0..batch).map(start).collect()
+}
+
+/// Errs unless so many tokens or rows, of sequences that have a first new one, can rotate.
+fn check_positions(starts: &[usize], turning: usize, positions: usize) -> PyResult<()> {
+    let too_long = |(_, start): &(usize, &usize)| *start + turning > positions;
+    match starts.iter().enumerate().find(too_long) {
+        Some((b, start)) => {
+            let allowed = format!("{} or more, the tokens of sequence {b}", start + turning);
+            Err(invalid("rotary_cos", format!("{positions} positions"), allowed))
+        }
+        None => Ok(()),
+    }
+}
+
+/// So many new tokens of each sequence, from its start on.
+fn tokens<T>(
+    given: &Given,
+    starts: &[usize],
+    rows: usize,
+    cache: &Heads<T>,
+) -> PyResult<Vec<Token>> {
+    let mut tokens = Vec::with_capacity(starts.len() * rows);
+    for (entry, &start) in starts.iter().enumerate() {
+        let places = places(given, entry, start..start + rows, cache)?;
         tokens.extend(places.into_iter().enumerate().map(|(row, place)| {
-            let position = before + row - first;
-            Token { entry: b, row, place, position }
+            let position = start + row;
+            Token { entry, row, place, position }
         }));
     }
     Ok(tokens)
@@ -225,20 +254,22 @@ impl<T: Element> Written<T> {
     }
 }
 
-/// Rotates all queries.
+/// Rotates all queries: to the places of new tokens, or to that of the first one.
 fn rotate<T: Element>(
     q: &Heads<T>,
-    tokens: &[Token],
+    starts: &[usize],
     turns: Turns<T>,
     advances: bool,
     to: &mut [T],
 ) {
     let mut heads = to.chunks_exact_mut(q.size);
-    for &Token { entry, row, position, .. } in tokens {
-        let position = if advances { position } else { position - row };
-        for head in 0..q.heads {
-            let numbers = head_of(q, entry, row, head, Some((turns, position)));
-            heads.next().into_iter().for_each(|to| to.copy_from_slice(&numbers));
+    for (entry, &start) in starts.iter().enumerate() {
+        for row in 0..q.rows {
+            let position = if advances { start + row } else { start };
+            for head in 0..q.heads {
+                let numbers = head_of(q, entry, row, head, Some((turns, position)));
+                heads.next().into_iter().for_each(|to| to.copy_from_slice(&numbers));
+            }
         }
     }
 }

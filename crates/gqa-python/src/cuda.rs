@@ -223,12 +223,11 @@ impl Plan {
         if addresses.len() != plan.tensors().len() {
             return Err(invalid("addresses", addresses.len(), plan.tensors().len()));
         }
-        let mut views = Views::default();
-        for ((id, spec), &address) in plan.tensors().iter().zip(&addresses) {
+        let views = plan.tensors().iter().zip(&addresses).map(|((id, spec), &address)| {
             let view = DeviceView::new(address, spec.dtype, &spec.shape);
-            let view = spec.strides.map_or(view, |strides| view.strided(strides));
-            views = views.with(*id, view);
-        }
+            (*id, spec.strides.map_or(view, |strides| view.strided(strides)))
+        });
+        let views: Views<'_> = views.collect();
         let workspace = Workspace::new(workspace, plan.workspace_bytes(), counters);
         // SAFETY: these are torch's tensors, of those types and shapes, whose memory torch gives to
         // nothing else but what is behind in the same stream; torch's streams last

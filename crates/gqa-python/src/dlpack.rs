@@ -1,6 +1,6 @@
 //! DLPack: how arrays of others say where their elements are.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
 
 /// Names of the capsules that `__dlpack__` returns.
 pub const NAME: &CStr = c"dltensor";
@@ -37,4 +37,24 @@ pub struct Versioned {
     pub deleter: *mut c_void,
     pub flags: u64,
     pub tensor: Tensor,
+}
+
+/// Name of the capsule that a type's `__dlpack_c_exchange_api__` is.
+pub const EXCHANGE_NAME: &CStr = c"dlpack_exchange_api";
+
+/// Describes an object of Python without sharing it: what the description points to is the
+/// object's. Gives 0, or else sets a Python exception.
+pub type Describe = unsafe extern "C" fn(object: *mut c_void, tensor: *mut Tensor) -> c_int;
+
+/// `DLPackExchangeAPI`
+#[repr(C)]
+pub struct Exchange {
+    pub major: u32,
+    pub minor: u32,
+    pub older: *mut c_void,
+    pub allocate: *mut c_void,
+    pub share: *mut c_void,
+    pub make: *mut c_void,
+    pub describe: Option<Describe>,
+    pub current_stream: *mut c_void,
 }

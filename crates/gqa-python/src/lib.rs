@@ -8,6 +8,7 @@ mod dlpack;
 mod element;
 mod error;
 mod heads;
+mod layouts;
 mod mask;
 mod merge;
 mod scores;
@@ -121,7 +122,7 @@ fn attend_to_cache_on_cpu(
     let q = if is_rotated { "rotated" } else { "q" };
     let cache = [(q, "q"), ("k_cache", "k_cache"), ("v_cache", "v_cache")];
     let arrays = arguments.attended(cache)?;
-    let rows = appended.as_ref().and_then(|arrays| arrays.q.shape.get(1).copied());
+    let rows = appended.as_ref().and_then(|arrays| arrays.k.shape.get(1).copied());
     let given = arguments.given(rows.unwrap_or_default(), [None; 2])?;
     typed!(arrays.q, run(py, &arrays, &given, scores, appended.as_ref()))
 }
@@ -173,6 +174,7 @@ fn _gqa(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("NoDriverError", module.py().get_type::<NoDriverError>())?;
     module.add_class::<cuda::Gpu>()?;
     module.add_class::<cuda::Call>()?;
+    module.add_class::<layouts::Layouts>()?;
     module.add_function(wrap_pyfunction!(attend_on_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(attend_to_cache_on_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(merge_on_cpu, module)?)

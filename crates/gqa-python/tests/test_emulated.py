@@ -26,7 +26,7 @@ class Planned:
         self.tensors = list(self.elements)
         self.scores, self.numbers = scores, numbers
 
-    def run(self, device, tensors):
+    def run(self, tensors):
         for name, elements in self.elements.items():
             has = tensors[name].numel()
             assert has >= elements, f"{name} has {has} of {elements} elements"
@@ -90,13 +90,25 @@ class Planned:
                 tensors["lse"][:, mine] = lse
 
 
-def enqueue(planned, device, stream, tensors):
-    planned.run(device, dict(zip(planned.tensors, tensors)))
+# The tensors of a call like earlier ones, by their addresses.
+known = {}
+
+
+def enqueue(planned, output, stream, addresses):
+    tensors = {**known, output.data_ptr(): output}
+    planned.run({name: tensors[at] for name, at in zip(planned.tensors, addresses)})
 
 
 def earlier(arguments, numbers, window):
-    key = _steps.key(arguments, numbers, window)
-    return key, None if key is None else _steps.again(key, arguments)
+    looked = _steps.look(arguments, numbers, window)
+    if looked is None:
+        return None, None
+    key, addresses = looked
+    known.clear()
+    known.update(zip(addresses, arguments))
+    for step in _steps._steps.values():
+        known.update(zip(step.addresses, step.constants))
+    return key, _steps.again(key, arguments[0], addresses)
 
 
 def in_memory(tensor, strides):
@@ -125,6 +137,47 @@ class Emulated(Cases, unittest.TestCase):
         ):
             patch.start()
             self.addCleanup(patch.stop)
+
+    def test_layouts_are_those_that_torch_says(self):
+        if _steps._layouts is None:
+            self.skipTest("torch has no DLPack functions for them")
+        wide = torch.zeros(4, 3, 8, 32)
+        wants_gradient = torch.zeros(8, requires_grad=True)
+        calls = [
+            (wide, None),
+            (None, wide),
+            (wide,),
+            (wide, wide),
+            (wide.int(), None),
+            (wide.bfloat16(), None),
+            (wide.half(), None),
+            (wide[:2], None),
+            (wide[1:3], None),
+            (wide[..., :8], None),
+            (wide[..., 1:], None),
+            (wide.mT, None),
+            (wide.flatten(0, 1), None),
+            (wide.flatten(), None),
+            (torch.zeros(()), None),
+            (torch.zeros(0, 8), None),
+            (torch.zeros(8, 0), None),
+            (wants_gradient,),
+            (torch.nn.Parameter(torch.zeros(8)),),
+            (wide.numpy(),),
+            (3,),
+        ]
+        read = [_steps._read(call, True) for call in calls]
+        said = [_steps._read_in_python(call, True) for call in calls]
+        self.assertIsNone(_steps._read((torch.zeros(2, 2).to_sparse(),), True))
+        self.assertIsNotNone(_steps._read((wants_gradient,), False))
+        for i, (one, wanted) in enumerate(zip(read, said)):
+            self.assertEqual(one is None, wanted is None, f"call {i}")
+            if one is None:
+                continue
+            self.assertEqual(list(one[1]), list(wanted[1]))
+            for other, wanted_other in zip(read, said):
+                if other is not None:
+                    self.assertEqual(one[0] == other[0], wanted[0] == wanted_other[0], f"call {i}")
 
     def test_operators_keep_no_tensors(self):
         """torch.compile counts what is alive in the memory of its CUDA graphs."""

@@ -45,14 +45,14 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
     rope = None if rope is None else _rope(rope, q)
-    new = None if new is None else _new(q, new, cache[0])
     places = _on_device(places, q, cache[0])
+    new = None if new is None else _new(q, new, cache[0], places.table)
     # What is wrong with them is found before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     tree = None if tree is None else _aligned(tree.to(q.device))
     if places.first is None and _reads_blocks(q, cache, scores):
-        in_place = new is not None or places.table is not None
-        in_place = in_place or tree is not None and places.lengths is not None
+        in_place = places.table is not None if new is None else _is_of_rows(new, q)
+        in_place = in_place or tree is not None and new is None and places.lengths is not None
         if in_place and _rotates(rope, q.shape[1], scores):
             return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
@@ -210,7 +210,7 @@ def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None,
     tensors["seqlens_k"] = filled(q.device, batch, keys - 1) if lengths is None else lengths - 1
     tensors |= {"attention_bias": bias, "head_sink": sinks}
     planned = plan("external", q, kv_heads, scores, *numbers)
-    run(planned, q.device, tensors)
+    run(planned, tensors)
     if step is not None:
         _steps.keep(step[0], planned, tensors, step[1], [tensors["seqlens_k"]])
     return out, _with_sinks(lse, sinks) if want_lse else None
@@ -274,7 +274,7 @@ def _paged(q, cache, new, rope, call, scores, want_lse=False):
     Log-sum-exps have shape (heads, rows).
     """
     planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse)
-    run(planned, q.device, tensors)
+    run(planned, tensors)
     lse = tensors["lse"]
     return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
@@ -329,11 +329,15 @@ def _rope(rope, q):
     return _aligned(cos), _aligned(sin), interleaved
 
 
-def _new(q, new, k_cache):
+def _new(q, new, k_cache, table):
     _check(q, dict(zip("kv", new)), 4)
-    expected = (*q.shape[:2], *k_cache.shape[2:])
+    rows = new[0].shape[1]
+    expected = q.shape[0], rows, *k_cache.shape[2:]
     if tuple(new[0].shape) != expected:
         raise _invalid("k", tuple(new[0].shape), expected)
+    room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    if rows > room:
+        raise _invalid("k", f"{rows} new tokens", f"up to {room}")
     return new
 
 
@@ -363,6 +367,11 @@ def _rotates(rope, rows, scores):
     return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
 
 
+def _is_of_rows(new, q):
+    """Whether each row has its new token."""
+    return new[0].shape[1] == q.shape[1]
+
+
 def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
     """One call appends, rotates and attends."""
     batch, rows, heads, _ = q.shape
@@ -379,7 +388,7 @@ def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
     starts = rising(q.device, batch + 1, rows)
     call = _Sequences(starts, past, table, size, rows, longest)
     planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
-    run(planned, q.device, tensors)
+    run(planned, tensors)
     # Where entries are picked the table depends on what is in an argument.
     if step is not None and places.entries is None:
         constants = [starts] if places.table is not None else [starts, table]
@@ -399,9 +408,9 @@ def _block_size(capacity):
 
 def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):
     """Appends by torch's functions, and attends to what the cache has then."""
-    rows = q.shape[1]
     lengths, shortest = places.lengths, 0
     if new is not None:
+        rows = new[0].shape[1]
         q = _fallback.appended(q, cache, new, rope, places, _advances(scores))
         lengths, shortest = lengths + rows, rows
     k, v = cache

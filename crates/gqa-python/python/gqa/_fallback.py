@@ -5,12 +5,13 @@ import torch
 
 def appended(q, cache, new, rope, places, advances):
     """Puts k and v into the cache; gives q, rotated where there is a rotary embedding."""
-    rows, (k, v), (k_cache, v_cache) = q.shape[1], new, cache
-    at = places.lengths[:, None].long() + torch.arange(rows, device=q.device)
-    positions = at if places.first is None else at - places.first[:, None]
+    rows, (k, v), (k_cache, v_cache) = new[0].shape[1], new, cache
+    ends = places.lengths[:, None].long()
+    at = ends + torch.arange(rows, device=q.device)
     if rope is not None:
-        k = _rotated(k, positions, rope)
-        q = _rotated(q, positions if advances else positions[:, :1].expand(-1, rows), rope)
+        k = _rotated(k, at, rope)
+        row = torch.arange(q.shape[1], device=q.device)
+        q = _rotated(q, ends + (row if advances else row * 0), rope)
     if places.table is not None:
         size = k_cache.shape[1]
         index = places.table.long().gather(1, at // size), at % size

@@ -229,13 +229,13 @@ def flash_attn_with_kvcache(
 
     q has shape (batch, rows, heads, size); k_cache and v_cache (batch, capacity, KV heads, size),
     or with ``block_table`` (blocks, rows of a block, KV heads, size); k and v
-    (batch, rows, KV heads, size). ``cache_seqlens``, a number or int32 (batch), has the tokens of
+    (batch, new tokens, KV heads, size). ``cache_seqlens``, a number or int32 (batch), has the tokens of
     each sequence before the call; without it the caches are full. ``cache_batch_idx``, int32
     (batch), has each sequence's entry of the cache, and ``cache_leftpad`` its first token there.
 
     With ``rotary_cos`` and ``rotary_sin``, (positions, half of the elements that rotate), k
-    rotates to the places of the new tokens and so does q where the call is causal or has a window;
-    else all rows of q rotate to the first new place. ``rotary_interleaved`` says whether pairs are
+    rotates to the rows of the cache that take it, from ``cache_seqlens`` on, and so does q where
+    the call is causal or has a window; else all rows of q rotate to the first of them. ``rotary_interleaved`` says whether pairs are
     neighbours rather than halves. ``num_splits`` is a hint that is not needed.
 
     ``tree_mask``, int64 (batch, rows) of up to 64 rows, lets a causal call check a tree of drafts:
@@ -245,7 +245,7 @@ def flash_attn_with_kvcache(
     arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
     numbers = softmax_scale, causal, softcap, rotary_interleaved
     unusual = cache_batch_idx is not None or cache_leftpad is not None or return_softmax_lse
-    unusual = unusual or any(x is not None for x in (alibi_slopes, s_aux, tree_mask))
+    unusual = unusual or alibi_slopes is not None or s_aux is not None or tree_mask is not None
     step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
     if out is not None:
         return out
@@ -276,8 +276,11 @@ def _earlier(arguments, numbers, window):
         return None, None
     from gqa import _steps
 
-    key = _steps.key(arguments, numbers, window)
-    return key, None if key is None else _steps.again(key, arguments)
+    looked = _steps.look(arguments, numbers, window)
+    if looked is None:
+        return None, None
+    key, addresses = looked
+    return key, _steps.again(key, arguments[0], addresses)
 
 
 def _both(names, first, second):

@@ -81,27 +81,28 @@ def plan(kind, q, kv_heads, scores, *numbers):
     return planned
 
 
-def current_stream(device):
-    """The handle of torch's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+def current_stream(index):
+    """The handle of torch's current stream on the GPU of that number."""
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
-def run(planned, device, tensors):
+def run(planned, tensors):
     """Puts a plan into the current stream, with tensors by their names."""
-    stream = current_stream(device)
-    enqueue(planned, device, stream, [tensors[name] for name in planned.tensors])
+    output = tensors["output"]
+    addresses = [tensors[name].data_ptr() for name in planned.tensors]
+    enqueue(planned, output, current_stream(output.get_device()), addresses)
 
 
-def enqueue(planned, device, stream, tensors):
-    """The same into the stream of that handle, the current one, with tensors in the plan's order."""
+def enqueue(planned, output, stream, addresses):
+    """The same into the stream of that handle, the current one, with tensors in the plan's order
+    by their addresses."""
     workspace, counters = 0, 0
     if planned.workspace_bytes:
         # The allocator gives a stream's memory to what is behind in it, so it may be freed at once.
-        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=device)
+        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=output.device)
         workspace = workspace.data_ptr()
     if planned.counters:
-        counters = _zeros(device, stream, planned.counters).data_ptr()
-    addresses = [tensor.data_ptr() for tensor in tensors]
+        counters = _zeros(output.device, stream, planned.counters).data_ptr()
     planned.plan.enqueue(addresses, workspace, counters, stream)
 
 
@@ -125,7 +126,7 @@ def _kept(make):
         if not _keeps():
             return make(device, *key)
         # Work of other streams may not see what this one's has not yet written.
-        place = (device.index, current_stream(device), *key)
+        place = (device.index, current_stream(device.index), *key)
         if place not in known:
             if len(known) >= _MOST_PLANS:
                 known.clear()

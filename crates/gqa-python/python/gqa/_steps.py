@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from gqa import _launch
+from gqa import _gqa, _launch
 
 _MOST_STEPS = 4096
 _NUMBERS = {type(None), bool, int, float}
@@ -19,44 +19,56 @@ class _Step(NamedTuple):
     planned: object
     pick: object
     constants: tuple
+    # Of the constants.
+    addresses: tuple
 
 
-def key(arguments, numbers, window):
-    """What tells a call's step: its arguments, of which some are None, and what else it is given.
+def _read_in_python(arguments, gradients):
+    """What _gqa.Layouts reads, for a torch that is too old for it."""
+    layouts, addresses, together = [], [], 0
+    for tensor in arguments:
+        if tensor is None:
+            layouts.append(None)
+            addresses.append(0)
+        elif type(tensor) is torch.Tensor and not (gradients and tensor.requires_grad):
+            layouts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+            addresses.append(tensor.data_ptr())
+            together |= addresses[-1]
+        else:
+            return None
+    return (tuple(layouts), addresses) if together % 16 == 0 else None
+
+
+_layouts = _gqa.Layouts.of(torch.Tensor)
+_read = _read_in_python if _layouts is None else _layouts.read
+
+
+def look(arguments, numbers, window):
+    """What tells a call's step: its arguments, of which some are None, and what else it is given;
+    and where the arguments are.
 
     None where every call has to be looked at.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    shapes, together = [], 0
-    needs_grad = torch.is_grad_enabled()
-    for tensor in arguments:
-        if type(tensor) is torch.Tensor:
-            if needs_grad and tensor.requires_grad:
-                return None
-            shapes.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-            together |= tensor.data_ptr()
-        elif tensor is None:
-            shapes.append(None)
-        else:
-            return None
-    if together % 16 != 0 or type(window) is not tuple:
+    if type(window) is not tuple or torch.cuda.is_current_stream_capturing():
         return None
     numbers = *numbers, *window
     if not _NUMBERS.issuperset(map(type, numbers)):
         return None
-    return _launch.current_stream(arguments[0].device), numbers, *shapes
+    read = _read(arguments, torch.is_grad_enabled())
+    if read is None:
+        return None
+    layouts, addresses = read
+    return (_launch.current_stream(arguments[0].get_device()), numbers, layouts), addresses
 
 
-def again(key, arguments):
+def again(key, q, addresses):
     """The output of a call like one that was kept, or None."""
     step = _steps.get(key)
     if step is None:
         return None
-    # Contiguous, whatever q's strides are.
-    out = arguments[0].new_empty(arguments[0].shape)
-    tensors = step.pick((*arguments, out, *step.constants))
-    _launch.enqueue(step.planned, out.device, key[0], tensors)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    addresses = step.pick((*addresses, out.data_ptr(), *step.addresses))
+    _launch.enqueue(step.planned, out, key[0], addresses)
     return out
 
 
@@ -72,4 +84,5 @@ def keep(key, planned, tensors, arguments, constants):
         return
     if len(_steps) >= _MOST_STEPS:
         _steps.clear()
-    _steps[key] = _Step(planned, operator.itemgetter(*picked), tuple(constants))
+    addresses = tuple(tensor.data_ptr() for tensor in constants)
+    _steps[key] = _Step(planned, operator.itemgetter(*picked), tuple(constants), addresses)

@@ -1,0 +1,318 @@
+"""Runs flash-attn's own forward tests on this package's functions.
+
+    git clone https://github.com/Dao-AILab/flash-attention
+    python3 bench/flash_attn_tests.py flash-attention --sample 200 --draw 1 -n 8
+
+Needs the wheel `gqa`, torch with an NVIDIA GPU, einops, pytest and Triton, and pytest-xdist for
+`-n`, which like all of pytest's options may be given. Nothing of flash-attn is built or changed:
+`flash_attn` and `flash_attn_interface`, which its tests import, are modules of this process whose
+functions are ours. Of each test a random sample of its cases runs. What this package does not have
+is left out, and counted:
+
+- no gradients are computed: `torch.autograd.grad` gives zeros, so that what a test says of
+  gradients says nothing, and tests of gradients alone do not run;
+- FlashAttention-3's loops over value head sizes and chunks of attention keep the head size of q
+  and no chunks.
+
+Exits with 1 if a case fails.
+"""
+
+import inspect
+import itertools
+import math
+import os
+import random
+import sys
+import time
+import types
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import gqa
+
+FILES = "tests/test_flash_attn.py", "hopper/test_flash_attn.py"
+
+# Tests that do not run at all, and why.
+NOT_OURS = {
+    "test_flash_attn_bwd_overflow": "gradients alone",
+    "test_flash_attn_bwd_transpose": "gradients alone",
+    "test_flash_attn_bwd_varlen_overflow": "gradients alone",
+    "test_flash_attn_deterministic": "gradients alone",
+    "test_flash_attn_varlen_deterministic": "gradients alone",
+    "test_flash_attn_varlen_paged_kv_num_splits": "functions that are not public",
+    "test_flash_attn_generator_arg_must_be_none": "functions that are not public",
+    "test_flash3_bw_compatibility": "functions that are not public",
+    "test_flash_attn_kvcache_paged_block_table_bounds": "lengths on a GPU are not looked at",
+}
+
+# Cases that do not run, by what they ask for.
+LACKING = {
+    "dropout": lambda case: case.get("dropout_p", 0) > 0,
+    "float8": lambda case: case.get("dtype") is torch.float8_e4m3fn,
+    "a second query (qv)": lambda case: case.get("has_qv", False),
+    "sequences shorter than their rows (seqused)": lambda case: case.get("add_unused_qkv", False),
+    "a KV cache with rows of any lengths, unless it is paged and nothing is appended":
+        lambda case: case.get("varlen_q", False) and (case["new_kv"] or not case["page_size"]),
+    "a padding of a paged KV cache":
+        lambda case: case.get("has_leftpad", False) and case.get("page_size") is not None,
+}
+
+
+def lacks(case):
+    """What this package lacks for a case, if anything."""
+    return next((what for what, is_asked in LACKING.items() if is_asked(case)), None)
+
+
+class FlashAttn2:
+    """flash_attn's functions, beside those whose names and arguments are the same."""
+
+    @staticmethod
+    def flash_attn_qkvpacked_func(qkv, *numbers, **others):
+        return gqa.flash_attn_func(*qkv.unbind(2), *numbers, **others)
+
+    @staticmethod
+    def flash_attn_kvpacked_func(q, kv, *numbers, **others):
+        return gqa.flash_attn_func(q, *kv.unbind(2), *numbers, **others)
+
+    @staticmethod
+    def flash_attn_varlen_qkvpacked_func(qkv, starts, most, *numbers, **others):
+        where = starts, starts, most, most
+        return gqa.flash_attn_varlen_func(*qkv.unbind(1), *where, *numbers, **others)
+
+    @staticmethod
+    def flash_attn_varlen_kvpacked_func(q, kv, *numbers, **others):
+        return gqa.flash_attn_varlen_func(q, *kv.unbind(1), *numbers, **others)
+
+
+class FlashAttn3:
+    """flash_attn_interface's functions, by the arguments that this package has, too."""
+
+    # What only changes how fast theirs are.
+    HINTS = {"pack_gqa", "num_splits", "sm_margin", "scheduler_metadata"}
+
+    @classmethod
+    def known(cls, others):
+        """The arguments that are given, and are no hint."""
+        assert others.pop("attention_chunk", 0) == 0
+        return {n: x for n, x in others.items() if n not in cls.HINTS and x is not None}
+
+    @classmethod
+    def flash_attn_func(cls, q, k, v, **others):
+        return gqa.flash_attn_func(q, k, v, **cls.known(others))
+
+    @classmethod
+    def flash_attn_varlen_func(cls, q, k, v, starts, key_starts, *most, **others):
+        others = cls.known(others)
+        for name, begins in (("seqused_q", starts), ("seqused_k", key_starts)):
+            used = others.pop(name, None)
+            assert used is None or torch.equal(used, begins.diff())
+        return gqa.flash_attn_varlen_func(q, k, v, starts, key_starts, *most, **others)
+
+    @classmethod
+    def flash_attn_with_kvcache(cls, q, k_cache, v_cache, k=None, v=None, **others):
+        others = cls.known(others)
+        lengths, table = others["cache_seqlens"], others.pop("page_table", None)
+        assert torch.equal(others.pop("rotary_seqlens", lengths), lengths)
+        if table is not None:
+            entries = others.pop("cache_batch_idx", None)
+            others["block_table"] = table if entries is None else table[entries]
+        if "cu_seqlens_q" not in others:
+            return gqa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **others)
+        starts, most = others.pop("cu_seqlens_q"), others.pop("max_seqlen_q")
+        del others["cache_seqlens"], others["rotary_interleaved"]
+        key_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = others["block_table"].shape[1] * k_cache.shape[1]
+        where = starts, key_starts, most, longest
+        return gqa.flash_attn_varlen_func(q, k_cache, v_cache, *where, **others)
+
+    @staticmethod
+    def flash_attn_combine(outputs, log_sum_exps, out=None, out_dtype=None):
+        parts = outputs.unbind(0), log_sum_exps.transpose(-1, -2).unbind(0)
+        merged, lse = gqa.merge_states(*parts)
+        return merged.to(out_dtype), lse.transpose(-1, -2)
+
+    @staticmethod
+    def get_scheduler_metadata(*numbers, **others):
+        return None
+
+
+def stand_in(name, functions, **others):
+    """A module of that name with those functions."""
+    module = types.ModuleType(name)
+    module.__dict__.update(
+        {each: getattr(functions, each) for each in dir(functions) if "flash_attn" in each}
+    )
+    module.__dict__.update(others)
+    sys.modules[name] = module
+    return module
+
+
+def put_in_place(checkout):
+    """What flash-attn's tests import."""
+    same = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
+    ours = {name: getattr(gqa, name) for name in same}
+    package = stand_in("flash_attn", FlashAttn2, **ours)
+    # Rotary embeddings and padding, which tests compare with, are theirs.
+    package.__path__ = [str(checkout / "flash_attn")]
+    # For dropout, and other GPUs.
+    private = {"_get_block_size_n": None, "USE_TRITON_ROCM": False}
+    stand_in("flash_attn.flash_attn_interface", FlashAttn2, **private)
+    metadata = {"get_scheduler_metadata": FlashAttn3.get_scheduler_metadata}
+    stand_in("flash_attn_interface", FlashAttn3, **metadata)
+    sys.path.append(str(checkout / "hopper"))
+    torch.autograd.grad = no_gradients
+
+
+def no_gradients(outputs, inputs, *others, **more):
+    return tuple(torch.zeros_like(tensor) for tensor in inputs)
+
+
+class Loops:
+    """itertools, as FlashAttention-3's tests have it."""
+
+    @staticmethod
+    def product(first, second):
+        """Of sizes of values and chunks, which alone are both numbers, the last: q's, and none."""
+        if all(type(number) is int for number in (*first, *second)):
+            first, second = first[-1:], second[-1:]
+        return itertools.product(first, second)
+
+
+class Cases:
+    """All that a test is parametrised with."""
+
+    def __init__(self, test):
+        marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+        self.names, self.axes = [], []
+        for mark in marks:
+            names, values = mark.args
+            names = [name.strip() for name in names.split(",")]
+            self.names.append(names)
+            self.axes.append([value if len(names) > 1 else (value,) for value in values])
+        self.count = math.prod(map(len, self.axes))
+
+    def case(self, index):
+        """One of them."""
+        case = {}
+        for names, values in zip(self.names, self.axes):
+            index, at = divmod(index, len(values))
+            case |= zip(names, values[at])
+        return case
+
+    def sample(self, most, seed):
+        """So many that can run, in random order, and how many of those seen lack what."""
+        found, lacking = [], Counter()
+        order = random.Random(seed).sample(range(self.count), self.count)
+        for index in order:
+            case = self.case(index)
+            what = lacks(case)
+            if what is not None:
+                lacking[what] += 1
+            elif len(found) < most:
+                found.append(case)
+        return found, lacking
+
+
+class Plugin:
+    """Samples tests, and counts what became of them."""
+
+    def __init__(self, options):
+        self.options = options
+        self.outcomes, self.failures = defaultdict(Counter), []
+        self.lacking = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, collector, name, obj):
+        if not name.startswith("test_") or not inspect.isfunction(obj):
+            return
+        others = [mark for mark in getattr(obj, "pytestmark", []) if mark.name != "parametrize"]
+        all_cases, most = Cases(obj), self.options.sample
+        if name in NOT_OURS:
+            others.append(pytest.mark.skip(reason=NOT_OURS[name]).mark)
+            most = 1
+        cases, lacking = all_cases.sample(most, f"{self.options.draw} {name}")
+        self.lacking[collector.path.parent.name, name] = all_cases.count, lacking
+        obj.pytestmark = others
+        if all_cases.names:
+            names = [each for names in all_cases.names for each in names]
+            values = [[case[each] for each in names] for case in cases]
+            ids = ["-".join(str(value).removeprefix("torch.") for value in row) for row in values]
+            obj.pytestmark = [*others, pytest.mark.parametrize(names, values, ids=ids).mark]
+
+    def pytest_collection_modifyitems(self, items):
+        random.Random(self.options.draw).shuffle(items)
+        for item in items:
+            if hasattr(item.module, "itertools"):
+                item.module.itertools = Loops
+            folder, name = item.path.parent.name, item.originalname
+            count, lacking = self.lacking.get((folder, name), (1, {}))
+            item.user_properties.append(("cases", (folder, name, count, dict(lacking))))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        if time.time() > self.options.ends:
+            pytest.skip("no time left")
+        try:
+            with torch.no_grad():
+                return (yield)
+        finally:
+            torch.cuda.empty_cache()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.outcome == "passed":
+            return
+        folder, name, count, lacking = dict(report.user_properties)["cases"]
+        outcome = report.outcome
+        if outcome == "skipped":
+            why = report.longrepr[2].removeprefix("Skipped").removeprefix(": ")
+            outcome += f": {why or 'of no meaning, by the test itself'}"
+        if outcome == "failed":
+            errors = [x for x in report.longreprtext.splitlines() if x.startswith("E ")]
+            self.failures.append(f"{report.nodeid}\n  " + "\n  ".join(errors[:3]))
+        self.outcomes[folder, name, count, tuple(lacking.items())][outcome] += 1
+
+    def pytest_terminal_summary(self, terminalreporter):
+        line = terminalreporter.write_line
+        for failure in sorted(self.failures):
+            line(f"failed: {failure}")
+        total = Counter()
+        for (folder, name, count, lacking), outcomes in sorted(self.outcomes.items()):
+            ran = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
+            left_out = "".join(f"; {n} lack {what}" for what, n in lacking)
+            line(f"{folder}/{name}: {ran}; of {count} cases{left_out}")
+            total.update(outcomes)
+        line(f"in all: {', '.join(f'{n} {outcome}' for outcome, n in sorted(total.items()))}")
+
+
+def pytest_addoption(parser):
+    ours = parser.getgroup("flash-attn's tests")
+    ours.addoption("--checkout", type=Path, help="flash-attention's repository")
+    ours.addoption("--sample", type=int, default=100, help="cases of each test")
+    ours.addoption("--draw", type=int, default=1, help="another number is another sample")
+    ours.addoption("--seconds", type=float, default=math.inf, help="begin no case after so many")
+    ours.addoption("--ends", type=float, help="the same, as a time")
+
+
+def pytest_configure(config):
+    if config.option.ends is None:
+        config.option.ends = time.time() + config.option.seconds
+    put_in_place(config.option.checkout)
+    config.pluginmanager.register(Plugin(config.option))
+
+
+def main():
+    checkout, *others = sys.argv[1:]
+    # Processes of pytest-xdist import this file by its name.
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, here)
+    ours = ["-p", Path(__file__).stem, "--checkout", checkout, "--import-mode=importlib"]
+    files = [str(Path(checkout) / file) for file in FILES]
+    sys.exit(pytest.main([*ours, "-p", "no:cacheprovider", "--tb=short", "-q", *others, *files]))
+
+
+if __name__ == "__main__":
+    main()
