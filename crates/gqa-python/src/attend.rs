@@ -221,7 +221,11 @@ impl<T: Element> Call<T> {
                 output_qk: None,
                 lse: job.lse.as_deref_mut().map(TensorViewMut::F32),
             },
-        )
+        )?;
+        if let (Some(lse), Some(Bias::Alibi(alibi))) = (&mut job.lse, &self.bias) {
+            alibi.correct(job.index, job.sequence, lse);
+        }
+        Ok(())
     }
 
     /// Whether all sequences are one call that reads blocks where they are: what paged calls know

@@ -13,14 +13,26 @@ use std::borrow::Cow;
 
 /// Of all sequences.
 pub enum Bias<T> {
-    /// Slopes of (sequences or 1, heads).
-    Alibi { slopes: Vec<f32>, heads: usize, per_sequence: bool },
+    /// Slopes.
+    Alibi(Alibi),
     /// Numbers of (sequences or 1, heads or 1, rows, keys).
     Numbers(Mask<T>),
     /// Whether keys are seen, likewise.
     Seen(Mask<bool>),
     /// Which of its sequence's rows each row sees, by bits, of (sequences, rows).
     Tree(Vec<i64>),
+}
+
+/// How scores fall with the distance of a key from a row.
+pub struct Alibi {
+    /// (sequences or 1, heads)
+    slopes: Vec<f32>,
+    heads: usize,
+    per_sequence: bool,
+    /// Whether a row before all keys counts from the first of them: from its own place they would
+    /// be so far that rounding leaves no difference. That is no matter to a softmax, unless it has
+    /// a sink.
+    shifts: bool,
 }
 
 pub struct Mask<T> {
@@ -55,7 +67,11 @@ impl<T: Element> Bias<T> {
         }
         match (&arrays.slopes, &arrays.mask) {
             (Some(_), Some(_)) => Err(invalid("mask", "an array", "None with alibi_slopes")),
-            (Some(slopes), None) => Self::alibi(slopes, q.heads, sequences.len()).map(Some),
+            (Some(slopes), None) => {
+                let shifts = arrays.sinks.is_none();
+                let alibi = Alibi::of(slopes, q.heads, sequences.len(), shifts)?;
+                Ok(Some(Self::Alibi(alibi)))
+            }
             (None, Some(mask)) => {
                 check_mask(mask, q, k, sequences)?;
                 Ok(Some(match mask.dtype {
@@ -67,18 +83,6 @@ impl<T: Element> Bias<T> {
         }
     }
 
-    fn alibi(slopes: &Array, heads: usize, sequences: usize) -> PyResult<Self> {
-        let per_sequence = match slopes.shape[..] {
-            [n] if n == heads => false,
-            [b, n] if n == heads && b == sequences => true,
-            _ => {
-                let allowed = format!("(heads = {heads}) or (batch = {sequences}, {heads})");
-                return Err(invalid(slopes.name, format!("{:?}", slopes.shape), allowed));
-            }
-        };
-        Ok(Self::Alibi { slopes: slopes.floats()?, heads, per_sequence })
-    }
-
     /// That of a sequence.
     ///
     /// # Errors
@@ -86,12 +90,10 @@ impl<T: Element> Bias<T> {
     /// Where there is no memory for it.
     pub fn sequence(&self, index: usize, sequence: &Sequence) -> Result<OfSequence<'_, T>, Error> {
         Ok(match self {
-            Self::Alibi { slopes, heads, per_sequence } => {
-                let first = if *per_sequence { index * heads } else { 0 };
-                let count = heads.saturating_mul(sequence.rows).saturating_mul(sequence.keys);
-                let mut numbers = room("alibi_slopes", count)?;
-                let bias = alibi_bias(&slopes[first..first + heads], sequence);
-                numbers.extend(bias.map(T::from_f32));
+            Self::Alibi(alibi) => {
+                let rows = alibi.heads.saturating_mul(sequence.rows);
+                let mut numbers = room("alibi_slopes", rows.saturating_mul(sequence.keys))?;
+                numbers.extend(alibi.bias(index, sequence).map(T::from_f32));
                 OfSequence::Numbers(numbers.into(), true)
             }
             Self::Numbers(mask) => OfSequence::Numbers(mask.sequence(index).into(), mask.per_head),
@@ -107,22 +109,60 @@ impl<T: Element> Bias<T> {
     }
 }
 
+impl Alibi {
+    fn of(slopes: &Array, heads: usize, sequences: usize, shifts: bool) -> PyResult<Self> {
+        let per_sequence = match slopes.shape[..] {
+            [n] if n == heads => false,
+            [b, n] if n == heads && b == sequences => true,
+            _ => {
+                let allowed = format!("(heads = {heads}) or (batch = {sequences}, {heads})");
+                return Err(invalid(slopes.name, format!("{:?}", slopes.shape), allowed));
+            }
+        };
+        Ok(Self { slopes: slopes.floats()?, heads, per_sequence, shifts })
+    }
+
+    /// For each head and row of a sequence: the slope, the row's place, which may be before that
+    /// of the first key, 0, and from where it counts.
+    fn rows(
+        &self,
+        index: usize,
+        sequence: &Sequence,
+    ) -> impl Iterator<Item = (f32, f32, f32)> + use<'_> {
+        let first = if self.per_sequence { index * self.heads } else { 0 };
+        let slopes = &self.slopes[first..first + self.heads];
+        let (rows, keys, shifts) = (sequence.rows, sequence.keys, self.shifts);
+        slopes.iter().flat_map(move |&slope| {
+            (0..rows).map(move |row| {
+                let place = (row + keys) as f32 - rows as f32;
+                (slope, place, if shifts { place.max(0.) } else { place })
+            })
+        })
+    }
+
+    /// Numbers of (heads, rows, keys): a slope times how far a key is.
+    fn bias(&self, index: usize, sequence: &Sequence) -> impl Iterator<Item = f32> + use<'_> {
+        let keys = sequence.keys;
+        let rows = self.rows(index, sequence);
+        rows.flat_map(move |(slope, _, from)| {
+            (0..keys).map(move |key| -slope * (from - key as f32).abs())
+        })
+    }
+
+    /// Log-sum-exps of (heads, rows) as from the rows' own places.
+    pub fn correct(&self, index: usize, sequence: &Sequence, lse: &mut [f32]) {
+        let rows = self.rows(index, sequence);
+        lse.iter_mut().zip(rows).for_each(|(lse, (slope, place, from))| {
+            *lse -= slope * (from - place);
+        });
+    }
+}
+
 /// Whether a row with that word sees each key, of which the last ones are those of the rows.
 fn sees(word: i64, rows: usize, keys: usize) -> impl Iterator<Item = bool> {
     (0..keys).map(move |key| match (key + rows).checked_sub(keys) {
         Some(row) => word >> row & 1 != 0,
         None => true,
-    })
-}
-
-/// Numbers of (heads, rows, keys): a slope times how far a key is from a row's place.
-fn alibi_bias(slopes: &[f32], sequence: &Sequence) -> impl Iterator<Item = f32> {
-    let (rows, keys) = (sequence.rows, sequence.keys);
-    slopes.iter().flat_map(move |slope| {
-        (0..rows).flat_map(move |row| {
-            let place = (row + keys) as f32 - rows as f32;
-            (0..keys).map(move |key| -slope * (place - key as f32).abs())
-        })
     })
 }
 

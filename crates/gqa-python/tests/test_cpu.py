@@ -40,6 +40,24 @@ def test_sequences_of_the_same_length(draw):
         draw.check_lse(lse[b], expected_lse)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_alibi_far_before_all_keys(sinks):
+    """Whatever distances are rounded to, those of one row's keys stay apart."""
+    noise = np.random.default_rng(1)
+    q = noise.standard_normal((1, 3000, 2, 16)).astype(np.float16)
+    k, v = (noise.standard_normal((1, 8, 1, 16)).astype(np.float16) for _ in "kv")
+    slopes, others = np.array([0.3, 0.01], np.float32), {}
+    if sinks:
+        # Far rows see little but their sink then.
+        others["s_aux"] = np.zeros(2, np.float16)
+    given = {"alibi_slopes": slopes, "return_softmax_lse": True, **others}
+    out, lse = gqa.flash_attn_func(q, k, v, **given)
+    sinks = others.get("s_aux")
+    wanted, wanted_lse = definition.attention(q[0], k[0], v[0], 0.25, slopes=slopes, sinks=sinks)
+    np.testing.assert_allclose(out[0], wanted, atol=8e-3, rtol=8e-3)
+    np.testing.assert_allclose(lse[0], wanted_lse, atol=1e-2, rtol=1e-3)
+
+
 def test_sequences_of_any_lengths(draw):
     pick = draw.pick
     count = pick.choice([1, 2, 5])

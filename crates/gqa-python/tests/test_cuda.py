@@ -181,14 +181,15 @@ class Cases:
         window = window[0], 0 if ours["causal"] else window[1]
         bias = None
         if "alibi_slopes" in ours:
-            bias = self.alibi(ours["alibi_slopes"], len(q), len(k))
+            bias = self.alibi(ours["alibi_slopes"], len(q), len(k), sinks is None)
         return expected(q, k, v, window, softcap, sinks, bias=bias)
 
-    def alibi(self, slopes, rows, keys):
+    def alibi(self, slopes, rows, keys, shifts=True):
         """ALiBi as a bias, rounded as the package rounds it: (heads, rows, keys)."""
         places = torch.arange(rows, device=self.device)[:, None] + keys - rows
         distance = (places - torch.arange(keys, device=self.device)).abs()
-        return (-slopes[:, None, None] * distance).to(self.dtype).float()
+        ahead, slopes = (-places).clamp(min=0) * shifts, slopes[:, None, None]
+        return (-slopes * (distance - ahead)).to(self.dtype).float() - slopes * ahead
 
     def near(self, got, wanted):
         tolerance = TOLERANCE[str(got.dtype).removeprefix("torch.")]
@@ -236,6 +237,42 @@ class Cases:
             bias = bias.expand(batch, self.heads, rows, keys)
             for b in range(batch):
                 self.near(out[b], expected(q[b], k[b], v[b], bias=bias[b])[0])
+
+    def test_alibi_far_before_all_keys(self):
+        """Whatever distances are rounded to, those of one row's keys stay apart."""
+        for dtype in (torch.float16, torch.bfloat16):
+            options = {"dtype": dtype, "device": self.device}
+            q = torch.randn(1, 3000, 2, 64, **options)
+            k, v = (torch.randn(1, 16, 1, 64, **options) for _ in "kv")
+            slopes = torch.tensor([0.3, 0.01], device=self.device)
+            given = {"alibi_slopes": slopes, "return_softmax_lse": True}
+            out, lse = gqa.flash_attn_func(q, k, v, **given)
+            places = torch.arange(3000, device=self.device)[:, None] - 2984
+            bias = -slopes[:, None, None] * (places - torch.arange(16, device=self.device)).abs()
+            wanted, wanted_lse = expected(q[0], k[0], v[0], bias=bias)
+            self.near(out[0], wanted)
+            self.near_lse(lse[0], wanted_lse)
+
+    def test_more_rows_than_keys_over_blocks(self):
+        """Rows of another text than the keys', over a paged KV cache."""
+        options = {"dtype": torch.float16, "device": self.device}
+        tensor = functools.partial(torch.tensor, device=self.device)
+        rows, keys = [70, 3, 1], [9, 40, 5]
+        k, v = (torch.randn(9, 16, 2, 64, **options) for _ in "kv")
+        table = torch.arange(9, device=self.device).view(3, 3).int()
+        lengths = tensor(keys, dtype=torch.int32)
+        q = torch.randn(sum(rows), 4, 64, **options)
+        starts, key_starts = (tensor([0, *n]).cumsum(0).int() for n in (rows, keys))
+        out = gqa.flash_attn_varlen_func(q, k, v, starts, key_starts, 70, 40, block_table=table)
+        padded = torch.randn(3, 40, 4, 64, **options)
+        cached = gqa.flash_attn_with_kvcache(
+            padded, k, v, cache_seqlens=lengths, block_table=table
+        )
+        for b in range(3):
+            seen = (cache[table[b].long()].flatten(0, 1)[: keys[b]] for cache in (k, v))
+            seen, mine = [*seen], slice(int(starts[b]), int(starts[b + 1]))
+            self.near(out[mine], expected(q[mine], *seen)[0])
+            self.near(cached[b], expected(padded[b], *seen)[0])
 
     @in_draws
     def test_sequences_of_any_lengths(self):
@@ -537,6 +574,17 @@ class OnAGpu(Cases, unittest.TestCase):
                 end = new[b] + 1
                 wanted, _ = expected(q[b], k_cache[b, :end], v_cache[b, :end])
                 self.near(out[b], wanted)
+
+    def test_many_parts_merge_in_little_memory(self):
+        parts = torch.randn(64, 1, 1024, 16, 128, device="cuda")
+        lses = torch.randn(64, 1, 16, 1024, device="cuda")
+        wanted = torch.einsum("pbhr,pbrhd->brhd", torch.softmax(lses, 0), parts)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out, _ = gqa.merge_states(parts.unbind(0), lses.unbind(0))
+        taken = torch.cuda.max_memory_allocated() - before
+        self.assertLess(taken, parts.numel() * parts.element_size() / 2)
+        self.near(out, wanted)
 
     def test_streams_of_torch_are_used(self):
         q, k, v = (torch.randn(1, 512, 8, 128, device="cuda", dtype=torch.float16) for _ in "qkv")

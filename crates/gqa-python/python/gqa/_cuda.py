@@ -50,11 +50,10 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=
     # What is wrong with them is found before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     tree = None if tree is None else _aligned(tree.to(q.device))
-    if places.first is None and _reads_blocks(q, cache, scores):
-        in_place = places.table is not None if new is None else _is_of_rows(new, q)
-        in_place = in_place or tree is not None and new is None and places.lengths is not None
-        if in_place and _rotates(rope, q.shape[1], scores):
-            return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
+    in_place = places.first is None and _reads_blocks(q, cache, scores)
+    in_place = in_place and _is_of_last_rows(q, cache[0], new, places, scores, tree)
+    if in_place and _rotates(rope, q.shape[1], scores):
+        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
 
 
@@ -169,22 +168,23 @@ def _slopes(scores, batch, heads):
 
 
 def _bias(q, keys, lengths, scores, mask):
-    """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys)."""
+    """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys); and
+    how much too great log-sum-exps are by it, if they are."""
     batch, rows, heads, _ = q.shape
     slopes = _slopes(scores, batch, heads)
     if slopes is not None and mask is not None:
         raise _invalid("mask", "a tensor", "None with alibi_slopes")
     if slopes is not None:
-        return _fallback.alibi(slopes, q, keys, lengths)
+        return _fallback.alibi(slopes, q, keys, lengths, scores.sinks is None)
     if mask is None:
-        return None
+        return None, None
     mask = torch.as_tensor(mask).detach()
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or tuple(mask.shape[2:]) != (rows, keys):
         allowed = f"({batch} or 1, {heads} or 1, {rows}, {keys})"
         raise _invalid("mask", tuple(mask.shape), allowed)
     dtype = torch.bool if mask.dtype == torch.bool else q.dtype
-    return _aligned(mask.to(device=q.device, dtype=dtype))
+    return _aligned(mask.to(device=q.device, dtype=dtype)), None
 
 
 def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None, step=None):
@@ -194,7 +194,7 @@ def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None,
     """
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
-    sinks, bias = _sinks(scores, q), _bias(q, keys, lengths, scores, mask)
+    sinks, (bias, excess) = _sinks(scores, q), _bias(q, keys, lengths, scores, mask)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if want_lse else None
     if q.numel() == 0 or k.numel() == 0:
@@ -213,6 +213,7 @@ def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None,
     run(planned, tensors)
     if step is not None:
         _steps.keep(step[0], planned, tensors, step[1], [tensors["seqlens_k"]])
+    lse = lse if excess is None or lse is None else lse - excess
     return out, _with_sinks(lse, sinks) if want_lse else None
 
 
@@ -235,8 +236,8 @@ def _padded(q, k, v, starts, rows, scores, want_lse):
 def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse):
     rows, keys = most
     table = _table(table, q.device, starts[0].shape[0] - 1)
-    keys = min(keys, table.shape[1] * cache[0].shape[1])
-    if _reads_blocks(q, cache, scores):
+    keys = min(keys, _room(cache[0], table))
+    if _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
         past, size = starts[1].diff() - starts[0].diff(), cache[0].shape[1]
         call = _Sequences(starts[0], past, table, size, rows, keys)
         return _paged(q, cache, None, None, call, scores, want_lse)
@@ -259,6 +260,12 @@ def _reads_blocks(q, cache, scores):
     """Whether paged kernels read the cache where it is, and know what becomes of scores."""
     in_place = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in cache)
     return in_place and _suits_blocks(q, scores) and cache[0].numel() > 0
+
+
+def _are_last(rows, keys, scores):
+    """Whether a sequence's rows, up to so many, are its last keys' own, one for one: those of a
+    call that is not causal may be of another text, and any number."""
+    return rows == 1 or rows <= keys and scores.window[1] == 0
 
 
 def _suits_blocks(q, scores):
@@ -335,7 +342,7 @@ def _new(q, new, k_cache, table):
     expected = q.shape[0], rows, *k_cache.shape[2:]
     if tuple(new[0].shape) != expected:
         raise _invalid("k", tuple(new[0].shape), expected)
-    room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    room = _room(k_cache, table)
     if rows > room:
         raise _invalid("k", f"{rows} new tokens", f"up to {room}")
     return new
@@ -367,9 +374,19 @@ def _rotates(rope, rows, scores):
     return rope is None or (rows == 1 or _advances(scores)) and rope[0].shape[1] % 8 == 0
 
 
-def _is_of_rows(new, q):
-    """Whether each row has its new token."""
-    return new[0].shape[1] == q.shape[1]
+def _is_of_last_rows(q, k_cache, new, places, scores, tree):
+    """Whether each row is a key's, one of its sequence's last, in a cache to be read as blocks."""
+    rows = q.shape[1]
+    if new is not None:
+        return new[0].shape[1] == rows
+    if tree is not None:
+        return places.lengths is not None
+    return places.table is not None and _are_last(rows, _room(k_cache, places.table), scores)
+
+
+def _room(k_cache, table):
+    """How many keys a sequence can have."""
+    return k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 
 def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):

@@ -1,6 +1,10 @@
 """What attention's kernels do not do, by torch's functions."""
 
+import functools
+
 import torch
+
+_PARTS_AT_ONCE = 8
 
 
 def appended(q, cache, new, rope, places, advances):
@@ -68,14 +72,21 @@ def places_when_padded(count, starts, rows):
     return ((sequence + 1) * rows - (ends[sequence] - row)).clamp(min=0)
 
 
-def alibi(slopes, q, keys, lengths):
-    """ALiBi as a bias of shape (batch or 1, heads, rows, keys)."""
+def alibi(slopes, q, keys, lengths, shifts):
+    """ALiBi as a bias of shape (batch or 1, heads, rows, keys).
+
+    Where it may shift, a row before all keys counts from the first of them: from its own place
+    they would be so far that rounding leaves no difference. That is no matter to a softmax; gives
+    by how much its logarithm is too great, (batch or 1, heads, rows), too.
+    """
     rows, heads = q.shape[1:3]
     slopes = slopes.to(device=q.device, dtype=torch.float32).reshape(-1, heads, 1, 1)
     ends = keys if lengths is None else lengths.view(-1, 1, 1, 1)
     places = torch.arange(rows, device=q.device).view(1, 1, rows, 1) + ends - rows
     distance = (places - torch.arange(keys, device=q.device)).abs()
-    return (-slopes * distance).to(q.dtype).contiguous()
+    ahead = (-places).clamp(min=0) if shifts else torch.zeros_like(places)
+    bias = (-slopes * (distance - ahead)).to(q.dtype).contiguous()
+    return bias, (slopes * ahead).squeeze(-1)
 
 
 def tree(words, keys, lengths):
@@ -96,5 +107,12 @@ def merge(outputs, log_sum_exps):
     total = weights.sum(0)
     # Where no part counts all weights are 0, and so is what they are divided by.
     weights = (weights / total.clamp(min=1)).transpose(-1, -2).unsqueeze(-1)
-    out = torch.where(weights == 0, 0.0, torch.stack(list(outputs)) * weights).sum(0)
+
+    def merged(first):
+        some = slice(first, first + _PARTS_AT_ONCE)
+        parts = torch.stack(list(outputs[some])) * weights[some]
+        return torch.where(weights[some] == 0, 0.0, parts).sum(0)
+
+    # All at once would take several times the memory of the parts.
+    out = functools.reduce(torch.add, map(merged, range(0, len(outputs), _PARTS_AT_ONCE)))
     return out.to(outputs[0].dtype), top + torch.log(total)
