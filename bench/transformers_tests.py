@@ -1,11 +1,11 @@
 """Runs transformers' own tests of attention with this package as its attention.
 
-    pip download --no-deps --no-binary :all: transformers==5.17.0 && tar xf transformers-*.tar.gz
+    tar xf transformers-5.17.0.tar.gz     # the sources that PyPI has of it
     python3 bench/transformers_tests.py transformers-5.17.0
 
-Needs the wheel `gqa`, torch, parameterized, pytest and the version of transformers whose sources
-these are. Nothing of transformers is changed: the tests are those of its `ModelTesterMixin`, of
-small models with random weights, on a GPU where torch has one. `sdpa` is this package in them.
+Needs the wheel `gqa`, torch, parameterized, pytest and transformers of the same version. Nothing of
+transformers is changed: the tests are those of its `ModelTesterMixin`, of small models with random
+weights, on a GPU where torch has one. `sdpa` is this package in them.
 """
 
 import sys

@@ -69,6 +69,8 @@ class Planned:
         for b, past in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])
             q, k, v = (rows[name][mine] for name in ("query", "key", "value"))
+            # As kernels clamp it.
+            past = max(past, 0)
             end = past + len(q)
             assert len(q) <= most and (end <= longest or len(q) == 0), (len(q), end)
             if rope is not None:
