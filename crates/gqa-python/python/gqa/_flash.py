@@ -228,15 +228,16 @@ def flash_attn_with_kvcache(
     """Attention over a KV cache, to which k and v are appended in place first.
 
     q has shape (batch, rows, heads, size); k_cache and v_cache (batch, capacity, KV heads, size),
-    or with ``block_table`` (blocks, rows of a block, KV heads, size); k and v
-    (batch, new tokens, KV heads, size). ``cache_seqlens``, a number or int32 (batch), has the tokens of
-    each sequence before the call; without it the caches are full. ``cache_batch_idx``, int32
-    (batch), has each sequence's entry of the cache, and ``cache_leftpad`` its first token there.
+    or with ``block_table`` (blocks, rows of a block, KV heads, size); k and v (batch, new tokens,
+    KV heads, size). ``cache_seqlens``, a number or int32 (batch), has the tokens of each sequence
+    before the call; without it the caches are full. ``cache_batch_idx``, int32 (batch), has each
+    sequence's entry of the cache, and ``cache_leftpad`` its first token there.
 
     With ``rotary_cos`` and ``rotary_sin``, (positions, half of the elements that rotate), k
     rotates to the rows of the cache that take it, from ``cache_seqlens`` on, and so does q where
-    the call is causal or has a window; else all rows of q rotate to the first of them. ``rotary_interleaved`` says whether pairs are
-    neighbours rather than halves. ``num_splits`` is a hint that is not needed.
+    the call is causal or has a window; else all rows of q rotate to the first of them.
+    ``rotary_interleaved`` says whether pairs are neighbours rather than halves. ``num_splits`` is a
+    hint that is not needed.
 
     ``tree_mask``, int64 (batch, rows) of up to 64 rows, lets a causal call check a tree of drafts:
     a row sees the keys before its sequence's rows, and row ``j``'s where bit ``j`` is set, its own
