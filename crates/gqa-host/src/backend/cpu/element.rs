@@ -1,14 +1,14 @@
 //! The operator's floating-point types.
 
-use super::stored::{Stored, StoredRows, StoredTile};
 use crate::{Error, Result, TensorView, TensorViewMut};
+use gqa_cpu::{CacheElement, StoredRows, StoredTile, f32_of_f16};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
 use std::iter;
 
 /// A type that query, key, value and output can have; everything is computed in `f32`.
-pub(super) trait Element: Stored + Copy + Send + Sync + 'static {
+pub(super) trait Element: CacheElement + Copy + Send + Sync + 'static {
     /// 0
     const ZERO: Self;
 
@@ -97,25 +97,6 @@ macro_rules! half_element {
 }
 half_element!(f16, F16, f32_of_f16);
 half_element!(bf16, BF16, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16));
-
-/// What the library does in groups of eight, as integers that vectors of any width have.
-#[inline(always)]
-pub(super) fn f32_of_f16(x: f16) -> f32 {
-    /// Bits of a mantissa of single precision that half precision has not.
-    const DROPPED: u32 = 13;
-    /// What exponents of single precision count beyond those of half precision.
-    const BIAS: u32 = (127 - 15) << 23;
-    let bits = u32::from(x.to_bits());
-    let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
-    let widened = (size << DROPPED) + BIAS;
-    // Above these is infinity or none; below those are multiples of the smallest number, to which
-    // the exponent is added and taken away.
-    let widened = if size >= 0x7c00 { widened + BIAS } else { widened };
-    let exponent = BIAS + (1 << 23);
-    let small = f32::from_bits(widened + (1 << 23)) - f32::from_bits(exponent);
-    let number = if size < 0x400 { small } else { f32::from_bits(widened) };
-    f32::from_bits(number.to_bits() | sign)
-}
 
 /// Rows of numbers in `f32`, with the widest vectors there are.
 struct Widen<R, F> {

@@ -1,11 +1,10 @@
 //! A call's rows as tasks, and their keys as parts, each of which any thread computes.
 
-use super::attend::Partial;
 use super::element::Element;
 use super::executor::{Executor, threads_for};
-use super::panel::Rows;
 use super::rows::OutputRow;
 use super::task::{Call, Task};
+use gqa_cpu::{Partial, Rows};
 use pulp::Arch;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};

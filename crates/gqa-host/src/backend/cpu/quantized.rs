@@ -1,8 +1,8 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use super::stored::{Stored, StoredRows, StoredTile};
 use crate::{Error, Problem, QuantFormat, Quantization, Result, TensorView};
 use bytemuck::Pod;
+use gqa_cpu::{CacheElement, StoredRows, StoredTile};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
 use pulp::{Arch, Simd, WithSimd};
 
@@ -94,7 +94,7 @@ impl<'a> Codes<'a> {
 }
 
 /// Rows of keys and of values.
-fn rows<'r, E: Stored + Pod>(
+fn rows<'r, E: CacheElement + Pod>(
     bytes: [&'r [u8]; 2],
     [keys, values]: [impl Iterator<Item = usize>; 2],
 ) -> [StoredRows<'r, E>; 2] {

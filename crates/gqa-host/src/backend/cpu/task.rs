@@ -1,16 +1,14 @@
 //! One KV head's query rows, from their keys to their outputs.
 
-use super::attend::{Attend, Partial, Scores, Softmax};
 use super::element::{Element, elements};
 use super::norm::{Norm, round};
 use super::paged::Blocks;
-use super::panel::{KEYS, PADDED_TO, Rows, Tile, span};
 use super::quantized::Codes;
 use super::rope::Rope;
 use super::rows::OutputRow;
 use super::sequence::Sequence;
-use super::stored::{self, StoredRows, StoredTile};
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
+use gqa_cpu::{KEYS, PADDED_TO, Partial, Rows, Shown, Softmax, StoredRows, StoredTile, Tile, span};
 use pulp::Arch;
 use std::ops::Range;
 
@@ -127,7 +125,7 @@ impl<T: Element> Task<'_, T> {
 
     /// What a part of the keys gives the rows.
     pub(super) fn attend(&self, arch: Arch, keys: Range<usize>) -> Partial {
-        stored::dispatch(arch, Attend { rows: self, keys })
+        gqa_cpu::attend(arch, self, keys)
     }
 
     /// Joins all parts and writes the rows.
@@ -148,10 +146,12 @@ impl<T: Element> Task<'_, T> {
     /// Writes the rows of output_qk.
     fn write_scores<O>(&self, arch: Arch, softmax: &[Softmax], rows: &mut [OutputRow<'_, T, O>]) {
         let p = self.call.problem;
-        let (hidden, keys) = match p.output_qk {
-            QkOutput::Biased => (f32::NEG_INFINITY, self.span()),
-            QkOutput::Scaled | QkOutput::Capped => (0.0, 0..p.total_len),
-            _ => (0.0, self.span()),
+        let (shown, hidden, keys) = match p.output_qk {
+            QkOutput::Biased => (Shown::Biased, f32::NEG_INFINITY, self.span()),
+            QkOutput::Scaled => (Shown::Scaled, 0.0, 0..p.total_len),
+            QkOutput::Capped => (Shown::Capped, 0.0, 0..p.total_len),
+            QkOutput::AfterSoftmax => (Shown::Weights, 0.0, self.span()),
+            QkOutput::BeforeSoftmax | QkOutput::None => (Shown::Biased, 0.0, self.span()),
         };
         let mut fill = [T::ZERO];
         T::narrow(&[hidden], &mut fill);
@@ -161,7 +161,7 @@ impl<T: Element> Task<'_, T> {
                 T::narrow(line, &mut scores[first..][..line.len()]);
             }
         };
-        arch.dispatch(Scores { rows: self, keys, softmax, write: &mut write });
+        gqa_cpu::scores(arch, self, keys, shown, softmax, &mut write);
     }
 
     /// Joins the parts of a row and writes its output, for whose sums there is room.
@@ -221,12 +221,20 @@ impl<T: Element> Task<'_, T> {
 }
 
 impl<T: Element> Rows for Task<'_, T> {
-    fn problem(&self) -> &Problem {
-        self.call.problem
-    }
-
     fn count(&self) -> usize {
         self.count
+    }
+
+    fn keys(&self) -> usize {
+        self.call.problem.total_len
+    }
+
+    fn softcap(&self) -> f32 {
+        self.call.problem.softcap_in_f32()
+    }
+
+    fn has_bias(&self) -> bool {
+        self.call.problem.has_mask()
     }
 
     fn sizes(&self) -> [usize; 2] {

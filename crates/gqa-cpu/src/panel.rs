@@ -14,30 +14,29 @@
 
 use super::lanes::{Lanes, exp, tanh};
 use super::stored::{StoredRows, StoredTile};
-use crate::Problem;
 use pulp::Simd;
 use std::array;
 use std::ops::Range;
 
 /// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a
 /// result.
-pub(super) const KEYS: usize = 64;
+pub const KEYS: usize = 64;
 
 /// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
-pub(super) const PADDED_TO: usize = 16;
+pub const PADDED_TO: usize = 16;
 
 /// Elements of a key per turn of a loop.
 const CHUNK: usize = 8;
 
 /// Consecutive rows of one head's cache.
-#[derive(Clone, Copy)]
-pub(super) struct Tile<'a> {
+#[derive(Clone, Copy, Debug)]
+pub struct Tile<'a> {
     /// Index of its first key.
-    pub(super) first: usize,
+    pub first: usize,
     /// (keys, size of a key)
-    pub(super) keys: &'a [f32],
+    pub keys: &'a [f32],
     /// (keys, size of a value)
-    pub(super) values: &'a [f32],
+    pub values: &'a [f32],
 }
 
 impl<'a> Tile<'a> {
@@ -70,12 +69,18 @@ pub(super) enum Stage {
 }
 
 /// Query rows of one KV head, whatever their type; they count from 0.
-pub(super) trait Rows: Sync {
-    /// The call.
-    fn problem(&self) -> &Problem;
-
+pub trait Rows: Sync {
     /// How many.
     fn count(&self) -> usize;
+
+    /// All keys that there are.
+    fn keys(&self) -> usize;
+
+    /// What scores are capped at; 0: nothing.
+    fn softcap(&self) -> f32;
+
+    /// Whether [`Rows::add_bias`] changes scores.
+    fn has_bias(&self) -> bool;
 
     /// Numbers that a key and a value have in a tile: their head sizes, filled up with zeros to a
     /// multiple of [`PADDED_TO`].
@@ -125,7 +130,7 @@ pub(super) struct Panel<'a, S: Simd, const N: usize> {
 }
 
 /// From the first key that some row sees to the last.
-pub(super) fn span(visible: &[Range<usize>]) -> Range<usize> {
+pub fn span(visible: &[Range<usize>]) -> Range<usize> {
     let seen = || visible.iter().filter(|keys| !keys.is_empty());
     let first = seen().map(|keys| keys.start).min().unwrap_or(0);
     first..seen().map(|keys| keys.end).max().unwrap_or(0)
@@ -236,7 +241,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         for (score, key) in single.iter_mut().zip(single_keys.chunks_exact(size)) {
             self.dot(simd, key, array::from_mut(score));
         }
-        let cap = self.rows.problem().softcap_in_f32();
+        let cap = self.rows.softcap();
         if cap > 0.0 && stage >= Stage::Capped {
             let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
             for score in scores.iter_mut() {
@@ -245,7 +250,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
                 }
             }
         }
-        if self.rows.problem().has_mask() && stage >= Stage::Biased {
+        if self.rows.has_bias() && stage >= Stage::Biased {
             self.add_bias(tile.first, scores);
         }
     }

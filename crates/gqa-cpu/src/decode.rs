@@ -125,7 +125,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         });
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
-            if self.rows.problem().has_mask() && row < self.visible.len() {
+            if self.rows.has_bias() && row < self.visible.len() {
                 self.rows.add_bias(row, first, &mut line.0[..count]);
             }
             line.0[..seen[row].start].fill(f32::NEG_INFINITY);
@@ -200,7 +200,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
 
     #[inline(always)]
     fn cap(&self, simd: S, scores: &mut [Line; R]) {
-        let cap = self.rows.problem().softcap_in_f32();
+        let cap = self.rows.softcap();
         if cap > 0.0 {
             let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
             for line in scores {

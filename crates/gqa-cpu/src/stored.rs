@@ -11,28 +11,40 @@ use pulp::{Arch, Simd, WithSimd};
 use std::slice;
 
 /// What a cache may hold.
-pub(super) trait Stored: Copy {
-    /// Elements of the row that one of these is.
-    const ELEMENTS: usize = 1;
+pub trait CacheElement: Copy {
+    /// Numbers that one of these is.
+    const NUMBERS: usize;
+}
 
+/// The same as vectors. Those of `V3` need F16C: only what [`dispatch`] runs may ask for them.
+pub(super) trait Stored: CacheElement {
     /// Vector number `i` of a row.
     fn vector<S: Simd>(simd: S, row: &[Self], i: usize) -> S::f32s;
 }
 
 /// A quantized value of 8 bits.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
-pub(super) struct Int8(u8);
+pub struct Int8(u8);
 
 /// A quantized value that is a float8e4m3fn.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
-pub(super) struct Float8(u8);
+pub struct Float8(u8);
 
 /// Two quantized values of 4 bits, the first in the low half.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
-pub(super) struct Int4(u8);
+pub struct Int4(u8);
+
+macro_rules! numbers {
+    ($($element:ty: $numbers:literal),*) => {
+        $(impl CacheElement for $element {
+            const NUMBERS: usize = $numbers;
+        })*
+    };
+}
+numbers!(f32: 1, f16: 1, bf16: 1, Int8: 1, Float8: 1, Int4: 2);
 
 impl Stored for f32 {
     #[inline(always)]
@@ -48,7 +60,7 @@ impl Stored for f16 {
         native::f16(simd, lanes).unwrap_or_else(|| {
             let mut vector = simd.splat_f32s(0.0);
             let to: &mut [f32] = bytemuck::cast_slice_mut(slice::from_mut(&mut vector));
-            to.iter_mut().zip(lanes).for_each(|(to, &x)| *to = super::element::f32_of_f16(x));
+            to.iter_mut().zip(lanes).for_each(|(to, &x)| *to = f32_of_f16(x));
             vector
         })
     }
@@ -98,14 +110,32 @@ impl Stored for Float8 {
 }
 
 impl Stored for Int4 {
-    const ELEMENTS: usize = 2;
-
     #[inline(always)]
     fn vector<S: Simd>(simd: S, row: &[Int4], i: usize) -> S::f32s {
         let bytes = &row[i * S::F32_LANES / 2..][..S::F32_LANES / 2];
         let nibbles = native::nibbles(simd, bytemuck::cast_slice(bytes));
         integers(simd, simd.and_u32s(nibbles, simd.splat_u32s(15)), 8)
     }
+}
+
+/// The number as the library `half` has it, which converts in groups of eight, by integers that
+/// vectors of any width have.
+#[inline(always)]
+pub fn f32_of_f16(x: f16) -> f32 {
+    /// Bits of a mantissa of single precision that half precision has not.
+    const DROPPED: u32 = 13;
+    /// What exponents of single precision count beyond those of half precision.
+    const BIAS: u32 = (127 - 15) << 23;
+    let bits = u32::from(x.to_bits());
+    let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
+    let widened = (size << DROPPED) + BIAS;
+    // Above these is infinity or none; below those are multiples of the smallest number, to which
+    // the exponent is added and taken away.
+    let widened = if size >= 0x7c00 { widened + BIAS } else { widened };
+    let exponent = BIAS + (1 << 23);
+    let small = f32::from_bits(widened + (1 << 23)) - f32::from_bits(exponent);
+    let number = if size < 0x400 { small } else { f32::from_bits(widened) };
+    f32::from_bits(number.to_bits() | sign)
 }
 
 /// The elements of a vector.
@@ -128,19 +158,26 @@ pub(super) fn dispatch<Op: WithSimd>(arch: Arch, op: Op) -> Op::Output {
     native::dispatch(arch, op)
 }
 
+/// Runs `op` with the same vectors as its caller, and in a function of its own: many in one take
+/// the compiler longer, and one processor.
+#[inline(always)]
+pub(super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
+    native::apart(simd, op)
+}
+
 /// What has instructions of its own.
 #[cfg(target_arch = "x86_64")]
 mod native {
     use super::{f16, plain};
     use pulp::x86::{V3, V4};
     use pulp::{Arch, Scalar, Simd, WithSimd};
-    use std::any::{Any, TypeId};
+    use std::any::Any;
     use std::arch::x86_64::*;
 
-    /// Whether that is what [`with_f16c`] runs.
+    /// What [`with_f16c`] runs with.
     #[inline(always)]
-    fn is_v3<S: Simd>() -> bool {
-        TypeId::of::<S>() == TypeId::of::<V3>()
+    fn v3<S: Simd>(simd: &S) -> Option<&V3> {
+        <dyn Any>::downcast_ref(simd)
     }
 
     #[inline(always)]
@@ -151,7 +188,7 @@ mod native {
     /// As many half-precision numbers as a vector has lanes, where an instruction converts them.
     #[inline(always)]
     pub(super) fn f16<S: Simd>(simd: S, from: &[f16]) -> Option<S::f32s> {
-        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+        if let (true, Some(from)) = (v3(&simd).is_some(), from.first_chunk::<8>()) {
             // SAFETY: 16 bytes are read; V3 runs inside `with_f16c` only, where there is F16C
             let vector = unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())) };
             return Some(bytemuck::cast(vector));
@@ -165,7 +202,7 @@ mod native {
     /// Bytes, one to a lane.
     #[inline(always)]
     pub(super) fn bytes<S: Simd>(simd: S, from: &[u8]) -> S::u32s {
-        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+        if let (true, Some(from)) = (v3(&simd).is_some(), from.first_chunk::<8>()) {
             // SAFETY: 8 bytes are read; V3 has AVX2
             return bytemuck::cast(unsafe {
                 _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.as_ptr().cast()))
@@ -182,7 +219,7 @@ mod native {
     /// Numbers of 16 bits, one to a lane.
     #[inline(always)]
     pub(super) fn halves<S: Simd>(simd: S, from: &[u16]) -> S::u32s {
-        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+        if let (true, Some(from)) = (v3(&simd).is_some(), from.first_chunk::<8>()) {
             // SAFETY: 16 bytes are read; V3 has AVX2
             return bytemuck::cast(unsafe {
                 _mm256_cvtepu16_epi32(_mm_loadu_si128(from.as_ptr().cast()))
@@ -200,7 +237,7 @@ mod native {
     #[inline(always)]
     pub(super) fn nibbles<S: Simd>(simd: S, from: &[u8]) -> S::u32s {
         let word = |i: usize| from[4 * i..].first_chunk().map(|bytes| i32::from_le_bytes(*bytes));
-        if let (true, Some(word)) = (is_v3::<S>(), word(0)) {
+        if let (true, Some(word)) = (v3(&simd).is_some(), word(0)) {
             // SAFETY: V3 has AVX2
             return bytemuck::cast(unsafe {
                 let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
@@ -228,9 +265,29 @@ mod native {
         }
     }
 
+    #[inline(always)]
+    pub(super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
+        match (v3(&simd), v4(&simd)) {
+            // SAFETY: V3 runs inside `with_f16c` only, so the features were found
+            (Some(simd), _) => unsafe { with_f16c(*simd, op) },
+            // SAFETY: there is a V4 where its features were found only
+            (_, Some(simd)) => unsafe { with_avx512(*simd, op) },
+            _ => simd.vectorize(op),
+        }
+    }
+
     /// What `V3` stands for, and F16C, which processors with AVX2 have.
+    #[inline(never)]
     #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt,f16c")]
     fn with_f16c<Op: WithSimd>(simd: V3, op: Op) -> Op::Output {
+        op.with_simd(simd)
+    }
+
+    /// What `V4` stands for.
+    #[inline(never)]
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl")]
+    #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+    fn with_avx512<Op: WithSimd>(simd: V4, op: Op) -> Op::Output {
         op.with_simd(simd)
     }
 }
@@ -247,6 +304,11 @@ mod native {
 
     pub(super) fn dispatch<Op: WithSimd>(arch: Arch, op: Op) -> Op::Output {
         arch.dispatch(op)
+    }
+
+    #[inline(always)]
+    pub(super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
+        simd.vectorize(op)
     }
 }
 
@@ -280,39 +342,45 @@ mod plain {
 }
 
 /// Rows of a tile, wherever they are.
-pub(super) struct StoredRows<'a, E> {
+pub struct StoredRows<'a, E> {
     elements: &'a [E],
     /// Of each row.
     starts: [usize; KEYS],
 }
 
-impl<'a, E: Stored> StoredRows<'a, E> {
+impl<'a, E: CacheElement> StoredRows<'a, E> {
     /// Rows that start at these elements.
-    pub(super) fn new(elements: &'a [E], starts: impl Iterator<Item = usize>) -> Self {
+    pub fn new(elements: &'a [E], starts: impl Iterator<Item = usize>) -> Self {
         let mut all = [0; KEYS];
-        all.iter_mut().zip(starts).for_each(|(to, start)| *to = start / E::ELEMENTS);
+        all.iter_mut().zip(starts).for_each(|(to, start)| *to = start / E::NUMBERS);
         Self { elements, starts: all }
     }
 
     /// The first rows, of so many numbers each, to be read later.
     pub(super) fn later(&self, count: usize, numbers: usize) -> Later<'_> {
-        Later::new(self.elements, &self.starts[..count], numbers / E::ELEMENTS)
+        Later::new(self.elements, &self.starts[..count], numbers / E::NUMBERS)
     }
 
     /// A row of so many numbers.
     #[inline(always)]
     pub(super) fn row(&self, row: usize, numbers: usize) -> &'a [E] {
-        &self.elements[self.starts[row]..][..numbers / E::ELEMENTS]
+        &self.elements[self.starts[row]..][..numbers / E::NUMBERS]
     }
 }
 
 /// Keys and values of a tile.
-pub(super) enum StoredTile<'a> {
+pub enum StoredTile<'a> {
+    /// Of single precision.
     F32([StoredRows<'a, f32>; 2]),
+    /// Of half precision.
     F16([StoredRows<'a, f16>; 2]),
+    /// Of bfloat16.
     BF16([StoredRows<'a, bf16>; 2]),
+    /// Quantized to 8 bits.
     Int8([StoredRows<'a, Int8>; 2]),
+    /// Quantized to float8e4m3fn.
     Float8([StoredRows<'a, Float8>; 2]),
+    /// Quantized to 4 bits.
     Int4([StoredRows<'a, Int4>; 2]),
 }
 
@@ -342,7 +410,7 @@ mod tests {
 
         #[inline(always)]
         fn with_simd<S: Simd>(self, simd: S) -> Vec<f32> {
-            let vectors = 0..self.0.len() * E::ELEMENTS / S::F32_LANES.max(E::ELEMENTS);
+            let vectors = 0..self.0.len() * E::NUMBERS / S::F32_LANES.max(E::NUMBERS);
             let mut numbers = Vec::new();
             for i in vectors {
                 let vector = [E::vector(simd, self.0, i)];
