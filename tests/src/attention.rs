@@ -344,10 +344,10 @@ impl Parity for AttentionCase {
 
 /// Legal calls with up to `max_rows` query rows and keys, and head sizes up to `max_head_size`.
 pub fn attention_case(
-    dtype: impl Strategy<Value = DType>,
+    dtype: BoxedStrategy<DType>,
     max_head_size: usize,
     max_rows: usize,
-) -> impl Strategy<Value = AttentionCase> {
+) -> BoxedStrategy<AttentionCase> {
     let size = move || {
         prop_oneof![
             3 => (1..=max_head_size / 8).prop_map(|eighths| eighths * 8),
@@ -379,38 +379,47 @@ pub fn attention_case(
         },
     );
     let rest = (proptest::option::of(mask), any::<bool>(), any::<u64>());
-    (dtype, heads, rows, cache, scores, rest).prop_map(
-        |(dtype, heads, (q_len, new_len, square, batch), cache, scores, (mask, four_d, seed))| {
-            let (kv_heads, group, head_size, v_head_size) = heads;
-            let (causal, windows, scale, softcap, mode) = scores;
-            let new_len = if square { q_len } else { new_len };
-            AttentionCase {
+    (dtype, heads, rows, cache, scores, rest)
+        .prop_map(
+            |(
                 dtype,
-                v_dtype: dtype,
-                batch,
-                kv_heads,
-                group,
-                head_size,
-                v_head_size: v_head_size.unwrap_or(head_size),
-                q_len,
-                new_len,
-                cache: match cache {
-                    (0, _, _) => Cache::None,
-                    (1, past, _) => Cache::Past(past),
-                    (_, _, lengths) => {
-                        let valid = lengths.into_iter().take(batch).map(|n| n % (new_len + 1));
-                        Cache::Nonpad(valid.collect())
-                    }
-                },
-                four_d,
-                causal,
-                windows,
-                scale,
-                softcap,
-                mask,
-                mode,
-                seed,
-            }
-        },
-    )
+                heads,
+                (q_len, new_len, square, batch),
+                cache,
+                scores,
+                (mask, four_d, seed),
+            )| {
+                let (kv_heads, group, head_size, v_head_size) = heads;
+                let (causal, windows, scale, softcap, mode) = scores;
+                let new_len = if square { q_len } else { new_len };
+                AttentionCase {
+                    dtype,
+                    v_dtype: dtype,
+                    batch,
+                    kv_heads,
+                    group,
+                    head_size,
+                    v_head_size: v_head_size.unwrap_or(head_size),
+                    q_len,
+                    new_len,
+                    cache: match cache {
+                        (0, _, _) => Cache::None,
+                        (1, past, _) => Cache::Past(past),
+                        (_, _, lengths) => {
+                            let valid = lengths.into_iter().take(batch).map(|n| n % (new_len + 1));
+                            Cache::Nonpad(valid.collect())
+                        }
+                    },
+                    four_d,
+                    causal,
+                    windows,
+                    scale,
+                    softcap,
+                    mask,
+                    mode,
+                    seed,
+                }
+            },
+        )
+        .boxed()
 }

@@ -4,6 +4,7 @@
 use gqa_host::op::{GroupQueryAttention, QuantType};
 use gqa_host::{CacheBinding, DType, Layout, QuantFormat, Quantization};
 use proptest::prelude::*;
+use std::ops::RangeInclusive;
 
 /// Where rotary positions come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -201,18 +202,24 @@ impl Case {
 const EPSILON: f32 = 0.01;
 
 /// Head sizes up to `limit`, most often the usual ones.
-pub fn heads_up_to(limit: usize) -> impl Strategy<Value = usize> {
+pub fn heads_up_to(limit: usize) -> BoxedStrategy<usize> {
     let usual: Vec<usize> =
         [32, 64, 80, 96, 128].into_iter().filter(|&size| size <= limit).collect();
     prop_oneof![proptest::sample::select(usual), (1..=limit / 8).prop_map(|eighths| eighths * 8)]
+        .boxed()
+}
+
+/// Head sizes in that range, multiples of 8.
+pub fn heads_in(sizes: RangeInclusive<usize>) -> BoxedStrategy<usize> {
+    (sizes.start() / 8..=sizes.end() / 8).prop_map(|eighths| eighths * 8).boxed()
 }
 
 /// Legal calls with up to `max_rows` rows in a sequence and the given head sizes.
 pub fn case(
-    dtype: impl Strategy<Value = DType>,
-    head_size: impl Strategy<Value = usize>,
+    dtype: BoxedStrategy<DType>,
+    head_size: BoxedStrategy<usize>,
     max_rows: usize,
-) -> impl Strategy<Value = Case> {
+) -> BoxedStrategy<Case> {
     let phase = prop_oneof![Just(Phase::Prompt), Just(Phase::Chunk), Just(Phase::Token)];
     let shape = (dtype, 1..=3usize, 1..=8usize, head_size, phase, 1..=3usize);
     let sometimes = || proptest::bool::weighted(0.2);
@@ -250,18 +257,20 @@ pub fn case(
             (Just(drawn), rows, 1..=max_rows.max(2) / 2)
         })
         .prop_map(|(drawn, rows, q_len)| assemble(drawn, rows, q_len))
+        .boxed()
 }
 
 /// Every way to quantize a cache, and most often none.
-fn sometimes_quantized() -> impl Strategy<Value = Option<Quantization>> {
-    proptest::option::weighted(0.2, any_quantization())
+fn sometimes_quantized() -> BoxedStrategy<Option<Quantization>> {
+    proptest::option::weighted(0.2, any_quantization()).boxed()
 }
 
 /// Every way to quantize a cache.
-pub fn any_quantization() -> impl Strategy<Value = Quantization> {
+pub fn any_quantization() -> BoxedStrategy<Quantization> {
     let formats = vec![QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
     (proptest::sample::select(formats), any::<bool>())
         .prop_map(|(format, per_channel)| Quantization { format, per_channel })
+        .boxed()
 }
 
 /// A factor on scores that single precision may flush to 0.
@@ -356,81 +365,90 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
 
 /// Calls that the planner gives to the decode family: up to 64 packed query rows, most often up to
 /// 16, its head sizes, no bias, no score output.
-pub fn steps(max_rows: usize) -> impl Strategy<Value = Case> {
+pub fn steps(max_rows: usize) -> BoxedStrategy<Case> {
     let heads = proptest::sample::select(vec![64usize, 80, 96, 128, 128, 192, 256]);
     let up_to = |rows: usize| {
         (1..=rows).prop_flat_map(move |group| (Just(group), 1..=(rows / group).min(16)))
     };
     let rows = prop_oneof![4 => up_to(16), 1 => up_to(64)];
-    (case(crate::half_dtype(), heads, max_rows), rows).prop_map(|(case, (group, rows))| {
-        let q_len = if case.q_len == 1 { 1 } else { rows };
-        step(case, group, q_len)
-    })
+    (case(crate::half_dtype(), heads.boxed(), max_rows), rows)
+        .prop_map(|(case, (group, rows))| {
+            let q_len = if case.q_len == 1 { 1 } else { rows };
+            step(case, group, q_len)
+        })
+        .boxed()
+        .boxed()
 }
 
 /// The same calls on quantized KV caches.
-pub fn quantized(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
-    (cases, any_quantization()).prop_map(|(case, how)| Case { quantized: Some(how), ..case })
+pub fn quantized(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    (cases, any_quantization())
+        .prop_map(|(case, how)| Case { quantized: Some(how), ..case })
+        .boxed()
 }
 
 /// The same calls on rolling KV caches, most often with more rows than the cache has.
-pub fn sliding(
-    cases: impl Strategy<Value = Case>,
-    most_rows: usize,
-) -> impl Strategy<Value = Case> {
-    (cases, 1..=most_rows, 0..=most_rows).prop_map(|(case, window, spare)| {
-        // Rows of quantized values are multiples of 16 bytes.
-        let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
-        let quantized = case.quantized.filter(fits);
-        // The quantized value of a rotated or normalised key may be one of two, and what rows saw
-        // of it may be gone afterwards.
-        let turns = quantized.is_none();
-        Case {
-            sliding: Some(spare),
-            window: window as i64,
-            causal: true,
-            past: if case.first_prompt { vec![0; case.batch()] } else { case.past.clone() },
-            no_new_rows: false,
-            qk_output: 0,
-            quantized,
-            rotary: case.rotary.filter(|_| turns),
-            qk_norm: case.qk_norm && turns,
-            ..case
-        }
-    })
+pub fn sliding(cases: BoxedStrategy<Case>, most_rows: usize) -> BoxedStrategy<Case> {
+    (cases, 1..=most_rows, 0..=most_rows)
+        .prop_map(|(case, window, spare)| {
+            // Rows of quantized values are multiples of 16 bytes.
+            let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
+            let quantized = case.quantized.filter(fits);
+            // The quantized value of a rotated or normalised key may be one of two, and what rows saw
+            // of it may be gone afterwards.
+            let turns = quantized.is_none();
+            Case {
+                sliding: Some(spare),
+                window: window as i64,
+                causal: true,
+                past: if case.first_prompt { vec![0; case.batch()] } else { case.past.clone() },
+                no_new_rows: false,
+                qk_output: 0,
+                quantized,
+                rotary: case.rotary.filter(|_| turns),
+                qk_norm: case.qk_norm && turns,
+                ..case
+            }
+        })
+        .boxed()
 }
 
 /// The same calls with output of float8e4m3fn, of which the largest numbers are clamped.
-pub fn quantized_output(cases: impl Strategy<Value = Case>) -> impl Strategy<Value = Case> {
-    (cases, 0.002f32..0.1).prop_map(|(case, scale)| Case {
-        output_scale: Some(scale),
-        lse: case.lse && case.seed % 4 == 0,
-        ..case
-    })
+pub fn quantized_output(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    (cases, 0.002f32..0.1)
+        .prop_map(|(case, scale)| Case {
+            output_scale: Some(scale),
+            lse: case.lse && case.seed % 4 == 0,
+            ..case
+        })
+        .boxed()
 }
 
 /// Calls that the planner gives to the decode family of quantized KV caches.
-pub fn quantized_steps(max_rows: usize) -> impl Strategy<Value = Case> {
+pub fn quantized_steps(max_rows: usize) -> BoxedStrategy<Case> {
     let heads = proptest::sample::select(vec![64usize, 128, 256]);
-    (quantized(steps(max_rows)), heads).prop_map(|(case, head_size)| Case {
-        head_size,
-        rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
-            (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
-        }),
-        shared: true,
-        float32_output: false,
-        ..case
-    })
+    (quantized(steps(max_rows)), heads)
+        .prop_map(|(case, head_size)| Case {
+            head_size,
+            rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
+                (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
+            }),
+            shared: true,
+            float32_output: false,
+            ..case
+        })
+        .boxed()
 }
 
 /// The same of more than 32 packed query rows and up to 128, of the head sizes that have kernels
 /// for 64.
-pub fn tall_steps(max_rows: usize) -> impl Strategy<Value = Case> {
+pub fn tall_steps(max_rows: usize) -> BoxedStrategy<Case> {
     let heads = proptest::sample::select(vec![64usize, 80, 96, 128]);
     let rows = (1..=16usize)
         .prop_flat_map(|group| (Just(group), 33usize.div_ceil(group)..=(128 / group).min(60)));
-    (case(crate::half_dtype(), heads, max_rows), rows)
+    (case(crate::half_dtype(), heads.boxed(), max_rows), rows)
         .prop_map(|(case, (group, rows))| step(case, group, rows))
+        .boxed()
 }
 
 /// The case with so many query rows and heads to a KV head, without what decode does not do.
@@ -443,7 +461,7 @@ fn step(case: Case, group: usize, q_len: usize) -> Case {
 /// Calls that the planner gives to the Hopper family: from 64 query rows on, a positive scale, no
 /// large softcap, no bias, no score output, output in its type. Few heads, because the simulator
 /// multiplies whole tiles.
-pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
+pub fn prompts(max_head_size: usize, max_rows: usize) -> BoxedStrategy<Case> {
     (case(crate::half_dtype(), heads_up_to(max_head_size), max_rows), 64..=max_rows)
         .prop_filter_map("one row", |(case, rows)| {
             (case.q_len > 1).then(|| Case {
@@ -460,63 +478,74 @@ pub fn prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = C
                 ..case
             })
         })
+        .boxed()
 }
 
 /// The same rotated at positions that are not given, which some kernels do themselves.
-pub fn rotated_prompts(max_head: usize, max_rows: usize) -> impl Strategy<Value = Case> {
-    (1..=16usize, any::<bool>(), prompts(max_head, max_rows)).prop_map(
-        |(sixteenths, interleaved, case)| {
+pub fn rotated_prompts(max_head: usize, max_rows: usize) -> BoxedStrategy<Case> {
+    (1..=16usize, any::<bool>(), prompts(max_head, max_rows))
+        .prop_map(|(sixteenths, interleaved, case)| {
             let sixteenths = sixteenths.min(case.head_size / 16);
             let rotary = (sixteenths, interleaved, Positions::Implicit);
             Case { rotary: (case.head_size % 16 == 0).then_some(rotary), ..case }
-        },
-    )
+        })
+        .boxed()
 }
 
 /// The same behind hundreds of keys, with scores so far apart that a tile of keys raises the
 /// weights of others: some beyond what the first tile left room for, the wider the spread of
 /// queries and keys the more to infinity.
-pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> impl Strategy<Value = Case> {
-    prompts(128, max_rows).prop_map(move |case| Case {
-        spread,
-        past: case.past.iter().map(|past| past + 256).collect(),
-        first_prompt: false,
-        // Else values have the spread of queries, and so have errors.
-        packed: false,
-        // A score of a hundred would feel one rounding of a rotated key or of a normalised query.
-        rotary: None,
-        qk_norm: false,
-        scale: 0.0,
-        softcap: 0.0,
-        window: -1,
-        ..case
-    })
+pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> BoxedStrategy<Case> {
+    prompts(128, max_rows)
+        .prop_map(move |case| Case {
+            spread,
+            past: case.past.iter().map(|past| past + 256).collect(),
+            first_prompt: false,
+            // Else values have the spread of queries, and so have errors.
+            packed: false,
+            // A score of a hundred would feel one rounding of a rotated key or of a normalised query.
+            rotary: None,
+            qk_norm: false,
+            scale: 0.0,
+            softcap: 0.0,
+            window: -1,
+            ..case
+        })
+        .boxed()
 }
 
 /// Prompts over caches of float8 whose products may be of float8.
-pub fn turned_float8_prompts(max_rows: usize) -> impl Strategy<Value = Case> {
+pub fn turned_float8_prompts(max_rows: usize) -> BoxedStrategy<Case> {
     let heads = proptest::sample::select(vec![80usize, 96, 112, 128, 128]);
-    (prompts(128, max_rows), heads, any::<bool>()).prop_map(|(case, head_size, per_channel)| Case {
-        head_size,
-        quantized: Some(Quantization { format: QuantFormat::Float8, per_channel }),
-        float8_products: true,
-        rotary: case.rotary.map(|(dim, pairs, ids)| (1 + (dim - 1) % (head_size / 16), pairs, ids)),
-        softcap: 0.0,
-        lse: false,
-        ..case
-    })
+    (prompts(128, max_rows), heads, any::<bool>())
+        .prop_map(|(case, head_size, per_channel)| Case {
+            head_size,
+            quantized: Some(Quantization { format: QuantFormat::Float8, per_channel }),
+            float8_products: true,
+            rotary: case
+                .rotary
+                .map(|(dim, pairs, ids)| (1 + (dim - 1) % (head_size / 16), pairs, ids)),
+            softcap: 0.0,
+            lse: false,
+            ..case
+        })
+        .boxed()
 }
 
 /// The same, but nothing is rotated or normalised, so that the oracle knows what is rounded.
-pub fn float8_prompts(max_rows: usize) -> impl Strategy<Value = Case> {
-    turned_float8_prompts(max_rows).prop_map(|case| Case { rotary: None, qk_norm: false, ..case })
+pub fn float8_prompts(max_rows: usize) -> BoxedStrategy<Case> {
+    turned_float8_prompts(max_rows)
+        .prop_map(|case| Case { rotary: None, qk_norm: false, ..case })
+        .boxed()
 }
 
 /// Prompts with a bias.
-pub fn biased_prompts(max_head_size: usize, max_rows: usize) -> impl Strategy<Value = Case> {
+pub fn biased_prompts(max_head_size: usize, max_rows: usize) -> BoxedStrategy<Case> {
     let bias = (any::<bool>(), any::<bool>(), 0..4usize);
-    (prompts(max_head_size, max_rows), bias).prop_map(|(case, (batch, head, masked_rows))| Case {
-        bias: Some(Bias { batch, head, masked_rows }),
-        ..case
-    })
+    (prompts(max_head_size, max_rows), bias)
+        .prop_map(|(case, (batch, head, masked_rows))| Case {
+            bias: Some(Bias { batch, head, masked_rows }),
+            ..case
+        })
+        .boxed()
 }

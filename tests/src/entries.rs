@@ -73,13 +73,13 @@ fn forcing(entry: &Entry) -> [PlanOptions; 2] {
 }
 
 /// Any call of the operators.
-fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
+fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
     fn shared<C: Parity + 'static>(case: C) -> Rc<dyn Parity> {
         Rc::new(case)
     }
     let flash = (attention_case(any_dtype(), 256, 60), 1..=200usize);
     let biased = case(any_dtype(), heads_up_to(128), 60);
-    let biased = biased.prop_filter("a bias", |case| case.bias.is_some());
+    let biased = biased.prop_filter("a bias", |case| case.bias.is_some()).boxed();
     prop_oneof![
         1 => case(any_dtype(), heads_up_to(512), 60).prop_map(shared),
         1 => prompts(256, 200).prop_map(shared),
@@ -105,5 +105,5 @@ fn any_call() -> impl Strategy<Value = Rc<dyn Parity>> {
         4 => attention_case(any_dtype(), 512, 40).prop_map(shared),
         1 => attention_case(half_dtype(), 256, 60).prop_map(AttentionCase::for_flash).prop_map(shared),
         1 => flash.prop_map(|(case, rows)| case.for_masked_flash(rows)).prop_map(shared),
-    ]
+    ].boxed()
 }

@@ -34,10 +34,7 @@ pub struct PagedCase {
 /// Calls that the planner gives to the decode families of paged KV caches: a token of each
 /// sequence, or a few, up to 16 packed query rows for each, their head sizes. What the blocks hold
 /// is that of `steps`.
-pub fn paged_steps(
-    steps: impl Strategy<Value = Case>,
-    max_rows: usize,
-) -> impl Strategy<Value = PagedCase> {
+pub fn paged_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let heads = prop::sample::select(vec![64usize, 128, 256]);
     let tokens = prop_oneof![Just(1..=1usize), Just(0..=4usize)];
     let sequences = tokens.prop_flat_map(move |tokens| {
@@ -45,8 +42,8 @@ pub fn paged_steps(
     });
     let blocks = (prop::sample::select(vec![16usize, 32, 64, 256]), 0..=3usize);
     let skipped = prop::option::weighted(0.2, 0..=3usize);
-    (steps, sequences, heads, blocks, skipped).prop_map(
-        |(case, sequences, head_size, (block_size, spare_blocks), skipped)| PagedCase {
+    (steps, sequences, heads, blocks, skipped)
+        .prop_map(|(case, sequences, head_size, (block_size, spare_blocks), skipped)| PagedCase {
             case: Case {
                 head_size,
                 group: 1 + (case.group - 1) % 16,
@@ -59,34 +56,33 @@ pub fn paged_steps(
             block_size,
             spare_blocks,
             skipped,
-        },
-    )
+        })
+        .boxed()
 }
 
 /// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many, and
 /// nobody wants log-sum-exps: those of [`paged_steps`] with up to 12 sequences, and one more of 64
 /// tokens or more.
-pub fn paged_mixed(
-    steps: impl Strategy<Value = Case>,
-    max_rows: usize,
-) -> impl Strategy<Value = PagedCase> {
+pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let few = prop::collection::vec([0..=max_rows, 0..=3usize], 1..=12);
     let prompt = (0..=max_rows, 64..=160usize, any::<prop::sample::Index>());
-    (paged_steps(steps, max_rows), few, prompt).prop_map(|(case, few, (past, new, place))| {
-        let mut sequences = few;
-        sequences.insert(place.index(sequences.len() + 1), [past, new]);
-        let without_lse = Case { lse: false, ..case.case };
-        PagedCase { sequences, case: without_lse, ..case }
-    })
+    (paged_steps(steps, max_rows), few, prompt)
+        .prop_map(|(case, few, (past, new, place))| {
+            let mut sequences = few;
+            sequences.insert(place.index(sequences.len() + 1), [past, new]);
+            let without_lse = Case { lse: false, ..case.case };
+            PagedCase { sequences, case: without_lse, ..case }
+        })
+        .boxed()
 }
 
 /// Such of these calls as the planner gives to two kernels that run beside each other on that many
 /// SMs, and the device of the plan: so slow that calls of any size take long.
 pub fn paged_beside(
-    steps: impl Strategy<Value = Case>,
+    steps: BoxedStrategy<Case>,
     max_rows: usize,
     multiprocessors: u32,
-) -> (impl Strategy<Value = PagedCase>, DeviceInfo) {
+) -> (BoxedStrategy<PagedCase>, DeviceInfo) {
     let slow =
         DeviceInfo { multiprocessors, tensor_flops: 1e12, bandwidth: 1e9, ..DeviceInfo::h200() };
     let device = slow.clone();
@@ -95,7 +91,7 @@ pub fn paged_beside(
         let plan = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
         plan.launches().iter().any(|launch| launch.concurrent())
     });
-    (cases, slow)
+    (cases.boxed(), slow)
 }
 
 /// The same with a token at least.
@@ -107,42 +103,36 @@ fn with_a_token(mut sequences: Vec<[usize; 2]>) -> Vec<[usize; 2]> {
 }
 
 /// Legal calls of up to four sequences, made from those of GroupQueryAttention.
-pub fn paged(
-    cases: impl Strategy<Value = Case>,
-    max_rows: usize,
-) -> impl Strategy<Value = PagedCase> {
+pub fn paged(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let tokens = prop_oneof![2 => Just(1..=1usize), 3 => Just(0..=max_rows)];
     let sequences = tokens.prop_flat_map(move |tokens| {
         prop::collection::vec((0..=max_rows, tokens).prop_map(|(past, new)| [past, new]), 1..=4)
     });
     let blocks = (prop_oneof![Just(1usize), Just(7), Just(16), Just(64)], 0..=3usize);
     let skipped = prop::option::weighted(0.3, 0..=3usize);
-    (cases, sequences, blocks, skipped).prop_map(
-        |(case, sequences, (block_size, spare_blocks), skipped)| {
+    (cases, sequences, blocks, skipped)
+        .prop_map(|(case, sequences, (block_size, spare_blocks), skipped)| {
             let sequences = with_a_token(sequences);
             // Rows of quantized values are multiples of 16 bytes.
             let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
             let case = Case { quantized: case.quantized.filter(fits), ..case };
             PagedCase { case, sequences, block_size, spare_blocks, skipped }
-        },
-    )
+        })
+        .boxed()
 }
 
 /// Calls that the planner gives to `hopper_paged`: as of [`paged`], with a sequence of 64 tokens or
 /// more, in blocks that boxes fit, and without log-sum-exps.
-pub fn paged_prompts(
-    cases: impl Strategy<Value = Case>,
-    max_rows: usize,
-) -> impl Strategy<Value = PagedCase> {
+pub fn paged_prompts(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let block_sizes = prop::sample::select(vec![16usize, 32, 64, 128, 256]);
-    (paged(cases, max_rows), block_sizes, any::<prop::sample::Index>()).prop_map(
-        |(mut case, block_size, longest)| {
+    (paged(cases, max_rows), block_sizes, any::<prop::sample::Index>())
+        .prop_map(|(mut case, block_size, longest)| {
             let longest = longest.index(case.sequences.len());
             case.sequences[longest][1] += 64;
             case.case.lse = false;
             PagedCase { block_size, ..case }
-        },
-    )
+        })
+        .boxed()
 }
 
 impl PagedCase {

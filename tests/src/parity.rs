@@ -12,6 +12,7 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
+use std::rc::Rc;
 
 /// A call that can be compared with the reference.
 pub trait Parity: std::fmt::Debug {
@@ -37,12 +38,18 @@ const SHARE: u32 = 4;
 /// `PARITY_FULL` is set. `PARITY_CASES` overrides their number. A mismatch is shrunk and panics
 /// with the smallest call that shows it. Prints how many calls ran and the error of `output` per
 /// element type.
-pub fn parity<C: Parity>(
+pub fn parity<C: Parity + 'static>(
     name: &str,
     cases: u32,
-    strategy: impl Strategy<Value = C>,
+    strategy: impl Strategy<Value = C> + 'static,
     backend: &dyn Backend,
 ) {
+    run(name, cases, strategy.prop_map(|case| Rc::new(case) as Rc<dyn Parity>).boxed(), backend);
+}
+
+/// The same of any calls: one function, which every test would else compile for each of its
+/// strategies.
+fn run(name: &str, cases: u32, strategy: BoxedStrategy<Rc<dyn Parity>>, backend: &dyn Backend) {
     let seen: RefCell<BTreeMap<String, (usize, Errors)>> = RefCell::default();
     let config = config(name, cases, backend.name());
     let seed = config.rng_seed;
@@ -71,7 +78,7 @@ pub fn parity<C: Parity>(
 pub fn identical(
     name: &str,
     cases: u32,
-    strategy: impl Strategy<Value = Case>,
+    strategy: BoxedStrategy<Case>,
     backends: [&dyn Backend; 2],
 ) {
     let config = config(name, cases, backends[0].name());
@@ -181,7 +188,7 @@ pub fn sequences<B: Backend>(
     name: &str,
     cases: u32,
     steps: usize,
-    strategy: impl Strategy<Value = Case>,
+    strategy: BoxedStrategy<Case>,
     backend: impl Fn() -> B,
 ) {
     let config = config(name, cases, backend().name());
@@ -219,13 +226,13 @@ fn check_sequence(case: &Case, steps: usize, backend: &dyn Backend) -> Result<()
 }
 
 /// All element types of the operator.
-pub fn any_dtype() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F32), half_dtype()]
+pub fn any_dtype() -> BoxedStrategy<DType> {
+    prop_oneof![Just(DType::F32), half_dtype()].boxed()
 }
 
 /// The element types of the tensor cores.
-pub fn half_dtype() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F16), Just(DType::BF16)]
+pub fn half_dtype() -> BoxedStrategy<DType> {
+    prop_oneof![Just(DType::F16), Just(DType::BF16)].boxed()
 }
 
 #[cfg(test)]

@@ -47,9 +47,12 @@ pub struct TreeCase {
 
 /// Calls that the planner gives to the decode families: their types and head sizes, up to 128
 /// packed query rows for each sequence.
-pub fn tree_steps(max_rows: usize) -> impl Strategy<Value = TreeCase> {
+pub fn tree_steps(max_rows: usize) -> BoxedStrategy<TreeCase> {
     let sizes = prop::sample::select(vec![64usize, 128, 256]);
-    (trees(crate::half_dtype(), sizes, max_rows), prop::sample::select(vec![16usize, 32, 64]))
+    (
+        trees(crate::half_dtype(), sizes.boxed(), max_rows),
+        prop::sample::select(vec![16usize, 32, 64]),
+    )
         .prop_map(|(mut case, blocks)| {
             case.block_size = case.block_size.map(|_| blocks);
             let most = if case.heads[2] == 256 { 16 } else { 64 };
@@ -60,21 +63,22 @@ pub fn tree_steps(max_rows: usize) -> impl Strategy<Value = TreeCase> {
             case.heads = [kv * group.min((128 / longest).max(1)), kv, size];
             case
         })
+        .boxed()
 }
 
 /// Calls of any type and head size.
 pub fn trees(
-    dtype: impl Strategy<Value = DType>,
-    head_size: impl Strategy<Value = usize>,
+    dtype: BoxedStrategy<DType>,
+    head_size: BoxedStrategy<usize>,
     max_rows: usize,
-) -> impl Strategy<Value = TreeCase> {
+) -> BoxedStrategy<TreeCase> {
     let new = prop_oneof![3 => 1..=8usize, 1 => 0..=64usize];
     let sequences = prop::collection::vec((0..=max_rows, new), 1..=4);
     let heads = (1..=2usize, 1..=8usize, head_size);
     let block_size = prop::option::of(prop::sample::select(vec![1usize, 7, 16, 64]));
     let softcap = prop::option::weighted(0.2, 0.5..8.0f32);
-    (dtype, heads, sequences, block_size, any::<[bool; 6]>(), softcap, any::<u64>()).prop_map(
-        |(dtype, (kv, group, size), sequences, block_size, flags, softcap, seed)| {
+    (dtype, heads, sequences, block_size, any::<[bool; 6]>(), softcap, any::<u64>())
+        .prop_map(|(dtype, (kv, group, size), sequences, block_size, flags, softcap, seed)| {
             let [first_prompt, no_new_rows, is_tree, rotates, head_sink, lse] = flags;
             let mut sequences: Vec<_> =
                 sequences.into_iter().map(|(past, new)| [past, new]).collect();
@@ -94,8 +98,8 @@ pub fn trees(
                 lse,
                 seed,
             }
-        },
-    )
+        })
+        .boxed()
 }
 
 impl TreeCase {

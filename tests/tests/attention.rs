@@ -17,7 +17,7 @@ fn cpu_is_reference() {
 /// float64, and values of another type than the queries.
 #[test]
 fn cpu_is_reference_in_double_precision() {
-    let float = || prop_oneof![Just(DType::F64), any_dtype()];
+    let float = || prop_oneof![Just(DType::F64), any_dtype()].boxed();
     let mixed = (attention_case(float(), 40, 20), float())
         .prop_map(|(case, v_dtype)| AttentionCase { v_dtype, ..case });
     parity("cpu, float64 and mixed", 500, mixed, &Cpu::default());
@@ -38,7 +38,8 @@ fn sim_flash() {
 /// The same in float32: `tiled_f32`.
 #[test]
 fn sim_flash_float32() {
-    let flash = attention_case(Just(DType::F32), 192, 60).prop_map(AttentionCase::for_flash);
+    let flash =
+        attention_case(Just(DType::F32).boxed(), 192, 60).prop_map(AttentionCase::for_flash);
     parity("sim, flash, float32", 300, flash, &Sim::default());
 }
 

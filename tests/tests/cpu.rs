@@ -4,7 +4,8 @@ use gqa_host::backend::cpu::{Cpu, Executor, Instructions};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::{Problem, Result};
 use gqa_tests::{
-    any_dtype, case, heads_up_to, identical, parity, quantized, quantized_output, sliding, steps,
+    any_dtype, case, heads_in, heads_up_to, identical, parity, quantized, quantized_output,
+    sliding, steps,
 };
 use proptest::prelude::*;
 use std::thread;
@@ -33,7 +34,7 @@ fn cpu_is_reference_with_quantized_output() {
 
 #[test]
 fn cpu_is_reference_for_large_heads() {
-    let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
+    let heads = heads_in(264..=512);
     parity("cpu, large heads", 300, case(any_dtype(), heads, 24), &Cpu::default());
 }
 

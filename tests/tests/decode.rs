@@ -32,12 +32,13 @@ fn decode_is_reference_in_blocks_of_their_own() {
 #[test]
 fn decode_is_reference_in_two_blocks_to_a_multiprocessor() {
     let device = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
-    let takes_halves = |case: &Case| {
+    let backend = Sim::default().with_device(device.clone());
+    let takes_halves = move |case: &Case| {
         let plan = plan(&case.problem().unwrap(), &device, &PlanOptions::default()).unwrap();
         plan.launches().iter().any(|launch| launch.entry().name.ends_with("_w4"))
     };
     let steps = steps(200).prop_filter("blocks of their own", takes_halves);
-    parity("sim, halves", 40, steps, &Sim::default().with_device(device.clone()));
+    parity("sim, halves", 40, steps, &backend);
 }
 
 /// A long sequence, for which ranks ask for keys before they know how many there are, and short

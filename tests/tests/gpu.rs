@@ -7,7 +7,7 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     AttentionCase, Case, OTHER_OPERATORS, Parity, any_dtype, attention_case, biased_prompts, case,
-    every_entry, float8_prompts, half_dtype, heads_up_to, identical, paged, paged_beside,
+    every_entry, float8_prompts, half_dtype, heads_in, heads_up_to, identical, paged, paged_beside,
     paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantized,
     quantized_output, quantized_steps, rotated_prompts, sequences, sliding, steps, tall_steps,
     tree_steps, trees, turned_float8_prompts,
@@ -19,10 +19,10 @@ fn cuda(options: PlanOptions) -> Cuda {
     Cuda::new(options).expect("a GPU")
 }
 
-fn run<C: Parity>(
+fn run<C: Parity + 'static>(
     name: &str,
     cases: u32,
-    strategy: impl Strategy<Value = C>,
+    strategy: impl Strategy<Value = C> + 'static,
     options: PlanOptions,
 ) {
     parity(name, cases, strategy, &cuda(options));
@@ -162,7 +162,8 @@ fn float8_products() {
         let prompts = float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
         run("cuda, float8 products", 300, prompts, options.clone());
         let apart = cuda(PlanOptions { disable_fused_kv: true, ..options.clone() });
-        let prompts = turned_float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
+        let prompts =
+            turned_float8_prompts(800).prop_map(move |case| Case { dtype, ..case }).boxed();
         identical("cuda, float8 operands", 300, prompts, [&cuda(options), &apart]);
     }
 }
@@ -291,7 +292,7 @@ fn a_graph_captured_once_serves_a_thousand_tokens() {
         ..case
     });
     let cuda = cuda(PlanOptions::default());
-    sequences("cuda, graph", 2, 1000, tokens, || Replay::on(cuda.device()));
+    sequences("cuda, graph", 2, 1000, tokens.boxed(), || Replay::on(cuda.device()));
 }
 
 #[test]
@@ -312,7 +313,7 @@ fn without_split_kv() {
 #[test]
 #[ignore = "needs a GPU"]
 fn float32_as_planned() {
-    let cases = case(Just(DType::F32), heads_up_to(192), 400);
+    let cases = case(Just(DType::F32).boxed(), heads_up_to(192), 400);
     run("cuda, float32", 1500, cases, PlanOptions::default());
 }
 
@@ -333,7 +334,7 @@ fn seven_splits() {
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads() {
-    let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
+    let heads = heads_in(264..=512);
     run("cuda, large heads", 300, case(any_dtype(), heads, 60), PlanOptions::default());
 }
 
@@ -341,7 +342,7 @@ fn large_heads() {
 #[test]
 #[ignore = "needs a GPU"]
 fn wide_heads() {
-    let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
+    let cases = |rows| case(half_dtype(), heads_in(264..=512), rows);
     run("cuda, wide heads", 600, cases(300), PlanOptions::default());
     let options = PlanOptions { splits: Some(5), ..PlanOptions::default() };
     run("cuda, wide heads, 5 parts", 300, cases(400), options);
@@ -377,7 +378,8 @@ fn attention_masked_flash() {
 #[test]
 #[ignore = "needs a GPU"]
 fn attention_flash_float32() {
-    let flash = attention_case(Just(DType::F32), 192, 300).prop_map(AttentionCase::for_flash);
+    let flash =
+        attention_case(Just(DType::F32).boxed(), 192, 300).prop_map(AttentionCase::for_flash);
     run("cuda, Attention, flash, float32", 1000, flash, PlanOptions::default());
 }
 

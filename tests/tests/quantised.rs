@@ -64,7 +64,7 @@ fn operands_of_float8_rotated_and_appended_on_the_way() {
         ..PlanOptions::default()
     };
     let [fused, apart] = [false, true].map(|off| Sim::default().with_options(options(off)));
-    let prompts = turned_float8_prompts(200).prop_map(move |case| Case { dtype, ..case });
+    let prompts = turned_float8_prompts(200).prop_map(move |case| Case { dtype, ..case }).boxed();
     identical("sim, float8 operands", 40, prompts, [&fused, &apart]);
 }
 

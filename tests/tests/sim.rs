@@ -5,8 +5,8 @@ use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    Case, OTHER_OPERATORS, any_dtype, case, every_entry, half_dtype, heads_up_to, parity, prompts,
-    quantized_output, quantized_steps, sliding, steps,
+    Case, OTHER_OPERATORS, any_dtype, case, every_entry, half_dtype, heads_in, heads_up_to, parity,
+    prompts, quantized_output, quantized_steps, sliding, steps,
 };
 use proptest::prelude::*;
 
@@ -46,7 +46,7 @@ fn without_split_kv() {
 /// `tiled_f32` where nothing asks for more than flash attention has.
 #[test]
 fn float32_as_planned() {
-    let cases = case(Just(DType::F32), heads_up_to(192), 90);
+    let cases = case(Just(DType::F32).boxed(), heads_up_to(192), 90);
     parity("sim, float32", 400, cases, &sim(PlanOptions::default()));
 }
 
@@ -56,7 +56,7 @@ fn float32_output() {
     let wide = |case| Case { float32_output: true, ..case };
     let on_ampere = case(half_dtype(), heads_up_to(256), 90).prop_map(wide);
     parity("sim, a100, float32 output", 200, on_ampere, &ampere(PlanOptions::default()));
-    let heads = (33..=64usize).prop_map(|eighths| eighths * 8);
+    let heads = heads_in(264..=512);
     let wide_heads = case(half_dtype(), heads, 60).prop_map(wide);
     parity("sim, wide heads, float32 output", 40, wide_heads, &sim(PlanOptions::default()));
     let plain = case(half_dtype(), heads_up_to(128), 24).prop_map(wide);
@@ -100,7 +100,7 @@ fn splits() {
 
 #[test]
 fn large_heads() {
-    let heads = (17..=64usize).prop_map(|eighths| eighths * 8);
+    let heads = heads_in(136..=512);
     parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(PlanOptions::default()));
 }
 
@@ -114,7 +114,7 @@ fn every_kernel() {
 /// `tiled_wide`: every shape that some GPU takes, and parts of the keys.
 #[test]
 fn wide_heads() {
-    let cases = |rows| case(half_dtype(), (33..=64usize).prop_map(|eighths| eighths * 8), rows);
+    let cases = |rows| case(half_dtype(), heads_in(264..=512), rows);
     let on = |name| DeviceInfo::known(name).expect("a known device");
     for name in ["h200", "a100", "rtx4090"] {
         let sim = sim(PlanOptions::default()).with_device(on(name));

@@ -38,12 +38,13 @@ fn decode_takes_trees_in_clusters_and_splits() {
 #[test]
 fn decode_takes_trees_in_two_blocks_to_a_multiprocessor() {
     let device = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
-    let takes_halves = |case: &TreeCase| {
+    let backend = on(device.clone());
+    let takes_halves = move |case: &TreeCase| {
         let plan = plan(&case.problem().unwrap(), &device, &PlanOptions::default()).unwrap();
         plan.launches().iter().any(|launch| launch.entry().name.ends_with("_w4"))
     };
     let steps = tree_steps(200).prop_filter("blocks of their own", takes_halves);
-    parity("sim, trees in halves", 60, steps, &on(device.clone()));
+    parity("sim, trees in halves", 60, steps, &backend);
 }
 
 #[test]

@@ -14,7 +14,8 @@ use gqa_host::op::{
 use gqa_host::plan::{TensorId, plan};
 use gqa_host::{CacheBinding, DType, Layout, Problem, Result, Tensor, WriteMode};
 use ndarray::{Array1, Array2};
-use proptest::{prelude::Just, prop_oneof, sample};
+use proptest::prelude::{Just, Strategy};
+use proptest::{prop_oneof, sample};
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -69,7 +70,7 @@ fn legal(draw: &mut Draw) -> (Op, Named<Tensor>) {
         }
         4..7 => {
             let types = prop_oneof![3 => any_dtype(), 1 => Just(DType::F64)];
-            let mut case = draw.any(attention_case(types, 24, 5));
+            let mut case = draw.any(attention_case(types.boxed(), 24, 5));
             if draw.one_in(6) {
                 case.v_dtype = draw.of(&[DType::F32, DType::F16, DType::BF16, DType::F64]);
             }
@@ -77,7 +78,7 @@ fn legal(draw: &mut Draw) -> (Op, Named<Tensor>) {
         }
         7..10 => {
             let case = small(draw);
-            let case = draw.any(paged(Just(case), 5));
+            let case = draw.any(paged(Just(case).boxed(), 5));
             (Op::Paged(case.op()), case.named())
         }
         10 => rotary(draw),
@@ -89,17 +90,17 @@ fn legal(draw: &mut Draw) -> (Op, Named<Tensor>) {
 /// A call of few and small heads and rows, which may have a quantized cache.
 fn small(draw: &mut Draw) -> Case {
     let sizes = sample::select(vec![8usize, 16, 16, 24, 32, 64]);
-    let case = draw.any(case(any_dtype(), sizes, 6));
+    let case = draw.any(case(any_dtype(), sizes.boxed(), 6));
     let case = Case { kv_heads: 1 + case.kv_heads % 2, group: 1 + case.group % 3, ..case };
-    if draw.one_in(4) { draw.any(quantized(Just(case))) } else { case }
+    if draw.one_in(4) { draw.any(quantized(Just(case).boxed())) } else { case }
 }
 
 fn gqa(draw: &mut Draw) -> (Case, crate::Call) {
     let mut case = small(draw);
     if draw.one_in(4) {
-        case = draw.any(sliding(Just(case), 5));
+        case = draw.any(sliding(Just(case).boxed(), 5));
     } else if draw.one_in(4) {
-        case = draw.any(quantized_output(Just(case)));
+        case = draw.any(quantized_output(Just(case).boxed()));
     }
     let call = crate::Call::new(&case);
     (case, call)
