@@ -22,6 +22,50 @@ pub(crate) struct Stamp {
     pub(crate) time: u32,
 }
 
+/// Accesses at the same time of each one's count, of agents whose numbers lie together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Accesses {
+    block: u32,
+    /// A multiple of 32.
+    first: u32,
+    time: u32,
+    /// Bit `i`: agent `first + i`.
+    pub(super) agents: u32,
+}
+
+impl Accesses {
+    /// That one.
+    pub(super) fn of(Stamp { block, agent, time }: Stamp) -> Self {
+        Self { block, first: agent & !31, time, agents: 1 << (agent % 32) }
+    }
+
+    /// Those of these agents.
+    pub(super) fn by(self, agents: u32) -> Self {
+        Self { agents, ..self }
+    }
+
+    /// Whether these and those are one but for the agents.
+    pub(super) fn is_beside(&self, other: &Self) -> bool {
+        (self.block, self.first, self.time) == (other.block, other.first, other.time)
+    }
+
+    /// The agent's bit, whenever it was; 0 where it lies elsewhere.
+    pub(super) fn bit_of(&self, stamp: Stamp) -> u32 {
+        let one = Self::of(stamp);
+        if (self.block, self.first) == (one.block, one.first) { one.agents } else { 0 }
+    }
+
+    pub(super) fn has(&self, stamp: Stamp) -> bool {
+        self.time == stamp.time && self.agents & self.bit_of(stamp) != 0
+    }
+
+    /// That of the lowest number, if there is any.
+    pub(super) fn first(&self) -> Option<Stamp> {
+        let agent = self.first + self.agents.trailing_zeros();
+        (self.agents != 0).then_some(Stamp { block: self.block, agent, time: self.time })
+    }
+}
+
 /// What is seen of a block: for each agent the number below which its accesses are seen;
 /// missing: 0.
 type Seen = Rc<Vec<u32>>;
@@ -39,13 +83,10 @@ pub(crate) struct View {
 }
 
 impl View {
-    fn seen(&self, agent: u32) -> u32 {
-        self.own.get(agent as usize).copied().unwrap_or(0)
-    }
-
-    fn seen_of(&self, block: u32, agent: u32) -> u32 {
-        let of_block = self.others.as_ref().and_then(|others| others.get(&block));
-        of_block.and_then(|seen| seen.get(agent as usize)).copied().unwrap_or(0)
+    /// What is seen of block `block`, where this is a view of block `own`.
+    fn of(&self, block: u32, own: u32) -> &[u32] {
+        let others = || self.others.as_ref().and_then(|others| others.get(&block));
+        if block == own { &self.own } else { others().map_or(&[], |seen| seen) }
     }
 
     fn is_shared_with(&self, other: &Self) -> bool {
@@ -272,23 +313,34 @@ impl Clocks {
     /// Whether that access is ordered before the thread's next one.
     #[inline]
     pub(crate) fn sees(&self, thread: u32, stamp: Stamp) -> bool {
-        let view = &self.views[thread as usize];
-        if stamp.block != self.block {
-            return view.seen_of(stamp.block, stamp.agent) > stamp.time;
-        }
-        stamp.agent == thread || view.seen(stamp.agent) > stamp.time
+        let Stamp { block, agent, time } = stamp;
+        (block, agent) == (self.block, thread) || self.sees_of(thread, block, agent, time)
+    }
+
+    /// Whether the thread's view has an agent's accesses at `time`.
+    #[inline]
+    fn sees_of(&self, thread: u32, block: u32, agent: u32, time: u32) -> bool {
+        let seen = self.views[thread as usize].of(block, self.block);
+        seen.get(agent as usize).is_some_and(|seen| *seen > time)
+    }
+
+    /// The agents whose accesses are not ordered before the thread's next one.
+    pub(super) fn unseen(&self, thread: u32, accesses: Accesses) -> u32 {
+        let Accesses { block, first, time, agents } = accesses;
+        let seen = self.views[thread as usize].of(block, self.block);
+        let seen = &seen[(first as usize).min(seen.len())..];
+        // All of them, whoever is asked for: that is a vector instruction for many.
+        let lanes = seen.iter().take(32).enumerate();
+        let ordered = lanes.fold(0, |bits, (i, seen)| bits | u32::from(*seen > time) << i);
+        let own = Accesses::of(self.stamp(thread, time));
+        let itself = if (block, first) == (own.block, own.first) { own.agents } else { 0 };
+        agents & !ordered & !itself
     }
 
     /// Whether the thread that wrote so has since fenced its writes for the asynchronous units, and
     /// `thread` knows it.
     pub(super) fn sees_fence(&self, thread: u32, written: Stamp) -> bool {
-        let (view, fence) = (&self.views[thread as usize], self.threads + written.agent);
-        let seen = if written.block == self.block {
-            view.seen(fence)
-        } else {
-            view.seen_of(written.block, fence)
-        };
-        seen > written.time
+        self.sees_of(thread, written.block, self.threads + written.agent, written.time)
     }
 
     /// Whether the thread knows that another block has started.

@@ -4,7 +4,7 @@
 //! Places that were touched alike share one history. A new one is made when a place is touched;
 //! those that no place has any more are dropped now and then.
 
-use super::clocks::{Clocks, Stamp};
+use super::clocks::{Accesses, Clocks, Stamp};
 use crate::fault::{Agent, Hazard};
 use smallvec::{SmallVec, smallvec};
 use std::collections::HashMap;
@@ -63,11 +63,34 @@ enum Written {
 struct History {
     written: Written,
     /// Latest read of each agent, those left out that a later reader has seen.
-    reads: Stamps,
+    reads: Reads,
 }
 
-/// Most often few.
-type Stamps = SmallVec<[Stamp; 4]>;
+/// Most often few: lanes of a warp that read at the same time are one of them.
+#[derive(Clone, Debug, Default)]
+struct Reads(SmallVec<[Accesses; 2]>);
+
+impl Reads {
+    fn has(&self, read: &Stamp) -> bool {
+        self.0.iter().any(|group| group.has(*read))
+    }
+
+    fn add(&mut self, read: Stamp) {
+        let one = Accesses::of(read);
+        match self.0.iter_mut().find(|group| group.is_beside(&one)) {
+            Some(group) => group.agents |= one.agents,
+            None => self.0.push(one),
+        }
+    }
+}
+
+impl FromIterator<Stamp> for Reads {
+    fn from_iter<I: IntoIterator<Item = Stamp>>(stamps: I) -> Self {
+        let mut reads = Self::default();
+        stamps.into_iter().for_each(|read| reads.add(read));
+        reads
+    }
+}
 
 impl Touch {
     pub(crate) fn by(thread: u32, kind: Kind) -> Self {
@@ -115,8 +138,8 @@ impl Touch {
         if !matches!(self.kind, Kind::LandCopy) {
             self.check_overwrite(history, clocks)?;
         }
-        let is_same = history.written == written && history.reads.is_empty();
-        Ok((!is_same).then(|| History { written, reads: Stamps::new() }))
+        let is_same = history.written == written && history.reads.0.is_empty();
+        Ok((!is_same).then(|| History { written, reads: Reads::default() }))
     }
 
     fn read(&self, history: &History, clocks: &Clocks) -> Result<Option<History>, Trouble> {
@@ -125,20 +148,24 @@ impl Touch {
             Written::InFlight(stamp) => return Err(Trouble::InFlight { copier: stamp.agent }),
             written => self.check_written(written, Hazard::ReadAfterWrite, clocks)?,
         }
-        let reads = self.stamps(clocks);
-        if reads.iter().all(|read| history.reads.contains(read)) {
+        let stamps = self.stamps(clocks);
+        if stamps.iter().all(|read| history.reads.has(read)) {
             return Ok(None);
         }
-        let is_kept = |old: &&Stamp| {
-            reads.iter().all(|read| (read.block, read.agent) != (old.block, old.agent))
-                && !self.all_see(**old, clocks)
-        };
-        let kept = history.reads.iter().filter(is_kept).chain(&reads).copied().collect();
-        Ok(Some(History { written: history.written, reads: kept }))
+        let mut reads = Reads::default();
+        for group in &history.reads.0 {
+            let again = stamps.iter().fold(0, |again, read| again | group.bit_of(*read));
+            let agents = self.unseen(group.by(group.agents & !again), clocks);
+            if agents != 0 {
+                reads.0.push(group.by(agents));
+            }
+        }
+        stamps.into_iter().for_each(|read| reads.add(read));
+        Ok(Some(History { written: history.written, reads }))
     }
 
     /// What a read leaves behind.
-    fn stamps(&self, clocks: &Clocks) -> Stamps {
+    fn stamps(&self, clocks: &Clocks) -> SmallVec<[Stamp; 4]> {
         match self.kind {
             Kind::Store(stamp) => smallvec![stamp],
             Kind::Multiply(group) => {
@@ -158,10 +185,13 @@ impl Touch {
             Written::InFlight(stamp) => return race(Hazard::WriteAfterWrite, stamp),
             written => self.check_written(written, Hazard::WriteAfterWrite, clocks)?,
         }
-        match history.reads.iter().find(|read| !self.all_see(**read, clocks)) {
-            Some(read) => race(Hazard::WriteAfterRead, *read),
-            None => Ok(()),
+        for group in &history.reads.0 {
+            let unseen = group.by(self.unseen(*group, clocks));
+            if let Some(read) = unseen.first() {
+                return race(Hazard::WriteAfterRead, read);
+            }
         }
+        Ok(())
     }
 
     /// Whether the write is ordered before this access and visible to it.
@@ -188,6 +218,11 @@ impl Touch {
 
     fn all_see(&self, stamp: Stamp, clocks: &Clocks) -> bool {
         self.issuers.clone().all(|thread| clocks.sees(thread, stamp))
+    }
+
+    /// The agents of these accesses that not all issuers see.
+    fn unseen(&self, accesses: Accesses, clocks: &Clocks) -> u32 {
+        self.issuers.clone().fold(0, |agents, thread| agents | clocks.unseen(thread, accesses))
     }
 }
 
@@ -250,7 +285,7 @@ pub(super) struct Past {
 
 impl Histories {
     pub(super) fn new(words: usize) -> Self {
-        let untouched = History { written: Written::Never, reads: Stamps::new() };
+        let untouched = History { written: Written::Never, reads: Reads::default() };
         Self {
             words: vec![UNTOUCHED; words],
             bytes: HashMap::new(),
@@ -267,7 +302,7 @@ impl Histories {
             Some((stamp, false)) => Written::Thread(stamp),
             Some((stamp, true)) => Written::InFlight(stamp),
         };
-        let id = self.push(History { written, reads: past.readers.into() });
+        let id = self.push(History { written, reads: past.readers.into_iter().collect() });
         if whole_word {
             self.words[offset / 4] = id;
         } else {
