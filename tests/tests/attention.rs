@@ -73,6 +73,15 @@ fn sim_tiled_masked() {
     parity("sim, tiled, masked", 150, masked, &Sim::default().with_device(ampere));
 }
 
+/// The same with few rows, whose keys are split.
+#[test]
+fn sim_split_kv_masked() {
+    let masked = (attention_case(half_dtype(), 256, 300), 1..=20usize)
+        .prop_map(|(case, rows)| case.for_masked_flash(rows));
+    let options = PlanOptions { splits: Some(3), ..PlanOptions::default() };
+    parity("sim, splits, masked", 200, masked, &Sim::default().with_options(options));
+}
+
 #[test]
 fn sim_memory_efficient() {
     let options = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };

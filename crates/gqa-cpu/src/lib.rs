@@ -5,8 +5,8 @@
 //! width of vectors, each number of rows and each type of cache.
 //!
 //! Many rows lie across the lanes of a vector (`panel`); where rows are too few for that, the
-//! elements of a head do (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory is
-//! asked for a tile ahead (`prefetch`).
+//! elements of a head do (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory
+//! is asked for a tile ahead (`prefetch`).
 
 mod attend;
 mod decode;

@@ -170,6 +170,7 @@ fn calls() -> Vec<Call> {
         Call { op: |op| op.float32_output(true), ..decode("decode, float32_output") },
         Call { op: |op| op.scale(-1.0), ..prefill("prefill, negative scale") },
         Call { bias: true, ..prefill("prefill, attention_bias") },
+        Call { bias: true, ..decode("decode, attention_bias") },
         Call { op: |op| op.qk_output(2), ..prefill("prefill, output_qk") },
         Call { head_size: 64, ..prefill("prefill, head size 64") },
         Call { head_size: 72, ..decode("decode, head size 72") },

@@ -53,6 +53,7 @@ attention
   decode_quantized       refused: the KV cache is not quantized
   decode                 refused: needs thread-block clusters, which compute capability 8.0 has not
   split_kv               refused: does not take float32
+  split_kv_masked        refused: there is no attention_bias
   hopper_float8          refused: the KV cache is not quantized
   hopper                 refused: does not take float32
   hopper_masked          refused: there is no attention_bias

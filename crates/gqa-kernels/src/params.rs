@@ -190,12 +190,12 @@ pub struct Float8OperandsParams {
     pub per_channel: u32,
 }
 
-/// Scalars of `general`, `tiled_masked`, `hopper_masked` and the unfused kernels.
+/// Scalars of `general`, of the unfused kernels and of those whose name ends with `_masked`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct MaskedParams {
-    /// As for other kernels; but `causal` and `window` are `left` and `right` here (not in
-    /// `hopper_masked`), and head_size is that of query and key.
+    /// As for other kernels; but `causal` and `window` are `left` and `right` in `general` and the
+    /// unfused kernels, and head_size is that of query and key.
     pub attention: AttentionParams,
     /// Elements of one head of value and output.
     pub v_head_size: u32,
@@ -213,6 +213,18 @@ pub struct MaskedParams {
     pub vectors: u32,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
+}
+
+impl AsRef<AttentionParams> for AttentionParams {
+    fn as_ref(&self) -> &AttentionParams {
+        self
+    }
+}
+
+impl AsRef<AttentionParams> for MaskedParams {
+    fn as_ref(&self) -> &AttentionParams {
+        &self.attention
+    }
 }
 
 /// Scalars of the rotary embedding.

@@ -5,6 +5,7 @@ use super::family::Job;
 use super::launch::{Arg, Launch};
 use super::requirements::writes;
 use crate::{Error, Problem, Result};
+use bytemuck::Pod;
 use gqa_kernels::attention::{combine, split_kv};
 use gqa_kernels::params::AttentionParams;
 use gqa_kernels::registry::{Entry, Role, entries};
@@ -18,21 +19,22 @@ pub(super) fn launches(
     entry: &'static Entry,
     grid: [u32; 3],
     mut arguments: Vec<(&'static str, Arg)>,
-    params: &AttentionParams,
+    params: &(impl Pod + AsRef<AttentionParams>),
     merges: bool,
 ) -> Result<Vec<Launch>> {
     if !merges {
         arguments.extend([("partial_out", Arg::Null), ("partial_lse", Arg::Null)]);
         return Ok(vec![launch(entry, grid, &arguments, params)?]);
     }
-    let (out, lse) = split_kv::partial_elements(params);
+    let merged = params.as_ref();
+    let (out, lse) = split_kv::partial_elements(merged);
     arguments.push(("partial_out", job.scratch.take(out, size_of::<f32>())?));
     arguments.push(("partial_lse", job.scratch.take(lse, size_of::<f32>())?));
     let merge = merge_of(entry, job.problem)?;
-    let merge_grid = combine::grid(params, job.device.multiprocessors * WAVES);
+    let merge_grid = combine::grid(merged, job.device.multiprocessors * WAVES);
     Ok(vec![
         launch(entry, grid, &arguments, params)?,
-        launch(merge, merge_grid, &arguments, params)?,
+        launch(merge, merge_grid, &arguments, merged)?,
     ])
 }
 

@@ -98,7 +98,7 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
 }
 
 /// The same for a kernel that takes a bias or a mask.
-pub(super) fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
+pub(super) fn masked_params(p: &Problem, q: Strides, splits: u32) -> Result<MaskedParams> {
     let bound = |bound: Option<usize>| {
         bound.map_or(u32::MAX, |bound| u32::try_from(bound).unwrap_or(u32::MAX))
     };
@@ -113,7 +113,7 @@ pub(super) fn masked_params(p: &Problem, q: Strides) -> Result<MaskedParams> {
     };
     let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
     Ok(MaskedParams {
-        attention: params(p, q, 1)?,
+        attention: params(p, q, splits)?,
         v_head_size: u32_of("value head size", p.v_head_size)?,
         alignment,
         position: u32_of("past rows", position)?,

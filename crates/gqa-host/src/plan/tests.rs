@@ -175,7 +175,8 @@ fn flash_attention_wherever_it_can() {
             Family::TiledMasked,
         ),
         ("bias", with(llama(64, 0), with_bias), "a100", Family::TiledMasked),
-        ("bias", with(llama(1, 64), with_bias), "h200", Family::HopperMasked),
+        ("bias, a token", with(llama(1, 64), with_bias), "h200", Family::SplitKvMasked),
+        ("bias, a token", with(llama(1, 8191), with_bias), "rtx4090", Family::SplitKvMasked),
         ("bias", with(llama(64, 0), with_bias), "v100", Family::General),
         (
             "bias, head size 264",
@@ -717,11 +718,12 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
     let few = wide(with(llama(40, 8000), |p| p.kv_heads = 4));
     assert_eq!(names(&few, "h200")[1..], ["split_kv_f16_d128", "combine_out32"]);
     let biased = with(prompt.clone(), |p| p.bias = bias(true, true, 2048));
-    assert_eq!(names(&biased, "h200")[1..], ["general_out32"]);
+    assert_eq!(names(&biased, "h200")[1..], ["split_kv_masked_f16_d128", "combine_out32"]);
     let one = PlanOptions { splits: Some(1), ..PlanOptions::default() };
     let merged = plan(&prompt, &device("a100"), &one).unwrap();
     assert_eq!(merged.launches[1].grid[1], 2, "one part alone is rounded");
-    let why = rejection(&biased, "h200", &off, Family::HopperMasked);
+    let whole = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
+    let why = rejection(&biased, "h200", &whole, Family::HopperMasked);
     assert_eq!(why, "does not write output in float32");
     let force =
         PlanOptions { force: Some(find("gqa_decode_f16_d128_r8")), ..PlanOptions::default() };
@@ -815,6 +817,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
         error,
         "no kernel takes this call: decode_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
          decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         split_kv_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_float8 switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -1319,7 +1322,11 @@ fn check(plan: &Plan, launch: &Launch) {
                 rolling_reach(name, bytemuck::from_bytes(&launch.params))
             }
             Family::Prologue => prologue_reach(name, bytemuck::from_bytes(&launch.params), element),
-            Family::General | Family::HopperMasked | Family::TiledMasked | Family::Unfused => {
+            Family::General
+            | Family::HopperMasked
+            | Family::SplitKvMasked
+            | Family::TiledMasked
+            | Family::Unfused => {
                 let p: &MaskedParams = bytemuck::from_bytes(&launch.params);
                 masked_reach(name, p, element)
             }

@@ -31,18 +31,22 @@
 //!
 //! **Numerics**: as in [`tiled`](super::tiled). The warps' results are merged in f32, with the
 //! weights `exp2(max_w - max)`.
+//!
+//! **A bias or a mask** is read where it lies, by the threads whose scores it belongs to
+//! ([`Bias`]), a step ahead of its use: nothing else in the loop waits for memory.
 
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
-use crate::params::AttentionParams;
+use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::{
     Global, Shared, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, fma, lane, st_shared,
     sync_threads, sync_warp, thread_idx, warp,
 };
+use crate::tile::bias::{Bias, add_ahead};
 use crate::tile::copy::{Team, Tile, UNIT, tile_bytes, to_unit, wait_for_all_but};
 use crate::tile::fragment::{Fragments, accumulate, column_of, row_of, scores, zeros};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
-use crate::tile::softmax::{ScoreScale, States, mask, total, weigh};
+use crate::tile::softmax::{ScoreScale, States, mask, to_log2, total, weigh, weigh_plain};
 
 /// Packed query rows of a block.
 pub const ROWS: u32 = 16;
@@ -57,8 +61,9 @@ const WARPS: u32 = 4;
 /// Blocks of 8 keys in a tile.
 const N8: usize = KEYS as usize / 8;
 
-/// A kernel for head sizes up to `8 D8` whose warps have `STAGES` key tiles under way.
-pub struct SplitKv<const D8: usize, const STAGES: u32>;
+/// A kernel for head sizes up to `8 D8` whose warps have `STAGES` key tiles under way; with a bias
+/// or a mask or without.
+pub struct SplitKv<const D8: usize, const STAGES: u32, const MASKED: bool = false>;
 
 // One shape per head size, with as many stages as leave room for three blocks or so on an SM with
 // 227 KB, and for one on an SM with 99.
@@ -81,6 +86,13 @@ pub type D192 = SplitKv<24, 1>;
 pub type D224 = SplitKv<28, 1>;
 /// Head sizes up to 256.
 pub type D256 = SplitKv<32, 1>;
+
+/// Head sizes up to 64, with a bias or a mask.
+pub type MaskedD64 = SplitKv<8, 2, true>;
+/// Head sizes up to 128, with a bias or a mask.
+pub type MaskedD128 = SplitKv<16, 2, true>;
+/// Head sizes up to 256, with a bias or a mask.
+pub type MaskedD256 = SplitKv<32, 1, true>;
 
 /// Blocks of a call.
 pub fn grid(p: &AttentionParams) -> [u32; 3] {
@@ -119,7 +131,50 @@ pub fn splits(p: &AttentionParams, max_keys: u32, multiprocessors: u32) -> u32 {
     (1..=rounds.min(MAX_SPLITS)).min_by_key(|&splits| time(splits)).unwrap_or(1)
 }
 
-impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
+impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, false> {
+    /// The kernel.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_lse: Global<f32>,
+        p: AttentionParams,
+    ) {
+        let tensors = [q, k, v, head_sink, out];
+        Self::block(&p, seqlens_k, None, tensors, [lse, partial_out, partial_lse]);
+    }
+}
+
+impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, true> {
+    /// The kernel with a bias or a mask.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        seqlens_k: Global<i32>,
+        bias: Global<T>,
+        mask: Global<u8>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_lse: Global<f32>,
+        p: MaskedParams,
+    ) {
+        let bias = Some(Bias::new(bias, mask, &p));
+        let tensors = [q, k, v, head_sink, out];
+        Self::block(&p.attention, seqlens_k, bias, tensors, [lse, partial_out, partial_lse]);
+    }
+}
+
+impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES, MASKED> {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
     /// Largest head size.
@@ -140,22 +195,17 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     /// f32 from one row of accumulators to the next: a stage has room for 16 such rows.
     const ACC_PITCH: u32 = Self::HEAD_SIZE + UNIT;
 
-    /// The kernel.
+    /// One block, with a bias or without.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run<T: MmaElement>(
-        q: Global<T>,
-        k: Global<T>,
-        v: Global<T>,
+    fn block<T: MmaElement>(
+        p: &AttentionParams,
         seqlens_k: Global<i32>,
-        head_sink: Global<T>,
-        out: Global<T>,
-        lse: Global<f32>,
-        partial_out: Global<f32>,
-        partial_lse: Global<f32>,
-        p: AttentionParams,
+        bias: Option<Bias<T>>,
+        [q, k, v, head_sink, out]: [Global<T>; 5],
+        [lse, partial_out, partial_lse]: [Global<f32>; 3],
     ) {
         let heads = (p.kv_heads * p.batch).max(1);
-        let rows = Rows::new(&p, seqlens_k, block_idx_x() / heads, block_idx_x() % heads, ROWS);
+        let rows = Rows::new(p, seqlens_k, block_idx_x() / heads, block_idx_x() % heads, ROWS);
         let queries = Tile::<T, D8>::at(0);
         Team::<D8, THREADS>::new(thread_idx()).gather(queries, ROWS, q, p.head_size, |r| {
             let row = rows.row(r);
@@ -163,7 +213,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         });
         cp_async_commit();
 
-        let (states, acc) = Self::attend(&p, &rows, k, v, queries);
+        let (states, acc) = Self::attend(p, &rows, bias, [k, v], queries);
         Self::publish(states, &acc);
         sync_threads();
 
@@ -174,13 +224,13 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
                 let (row, (state, sums)) = (rows.row(r), Self::merge(r, column));
                 if p.splits == 1 {
                     let (factor, log_sum_exp) =
-                        close(&p, row.is_token(), row.head, head_sink, state);
-                    write_row(&p, &rows, row, column, factor, sums, out);
+                        close(p, row.is_token(), row.head, head_sink, state);
+                    write_row(p, &rows, row, column, factor, sums, out);
                     if column == 0 && !lse.is_null() {
-                        lse.store(rows.index(&p, row), log_sum_exp);
+                        lse.store(rows.index(p, row), log_sum_exp);
                     }
                 } else {
-                    write_partial(&p, &rows, row, column, state, sums, partial_out, partial_lse);
+                    write_partial(p, &rows, row, column, state, sums, partial_out, partial_lse);
                 }
             }
         }
@@ -191,17 +241,25 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
     fn attend<T: MmaElement>(
         p: &AttentionParams,
         rows: &Rows,
-        k: Global<T>,
-        v: Global<T>,
+        bias: Option<Bias<T>>,
+        [k, v]: [Global<T>; 2],
         queries: Tile<T, D8>,
     ) -> (States<1>, Fragments<1, D8>) {
         let team = Team::<D8, 32>::new(lane());
         let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
         let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
         let scale = ScoreScale::new(p.scale, p.softcap);
-        let span = rows.span();
-        let visible = [rows.row(row_of(0)).visible, rows.row(row_of(1)).visible];
+        let columns = bias.map_or(u32::MAX, |bias| bias.columns);
+        let span = rows.span().below(columns);
+        let mine = [0, 1].map(|half| rows.row(row_of(half)).below(columns));
         let tiles = span.share(KEYS, block_idx_y(), p.splits);
+        let added = |tile| {
+            let begin = span.some.first + tile * KEYS;
+            let index = |bias: Bias<T>, Row { s, head, .. }| {
+                (s < p.q_len).then(|| bias.row(rows.batch, head, s))
+            };
+            bias.map(|bias| bias.ahead::<1, N8>(begin, |_, half| index(bias, mine[half])))
+        };
         let copy = |place, source, stride, tile| {
             if tile < tiles.end {
                 let begin = span.some.first + tile * KEYS;
@@ -216,6 +274,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
             copy(Self::keys(slot), k, p.k.row, tile + slot * WARPS);
             copy(Self::values(slot), v, p.v.row, tile + slot * WARPS);
         }
+        let mut ahead = added(tile);
         wait_for_all_but(2 * STAGES);
         sync_threads();
 
@@ -231,10 +290,18 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
             copy(Self::keys(slot), k, p.k.row, after);
 
             scale.adjust(&mut weights);
-            if span.is_partial(begin, KEYS) {
-                mask(&mut weights, begin, |_, half| visible[half]);
+            if let Some(numbers) = &ahead {
+                add_ahead(&mut weights, numbers, scale.plain_factor());
             }
-            weigh(&mut states, &mut weights, &mut acc, scale);
+            ahead = added(tile + WARPS);
+            if span.is_partial(begin, KEYS) {
+                mask(&mut weights, begin, |_, half| mine[half].visible);
+            }
+            if MASKED {
+                weigh_plain(&mut states, &mut weights, &mut acc);
+            } else {
+                weigh(&mut states, &mut weights, &mut acc, scale);
+            }
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
@@ -247,7 +314,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES> {
         }
         cp_async_wait::<0>();
         sync_warp();
-        (states, acc)
+        (if MASKED { to_log2(states) } else { states }, acc)
     }
 
     /// The keys of one of the warp's stages.

@@ -109,6 +109,8 @@ families! {
     HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
     /// Tensor-core flash attention over a split of the keys, and the merge.
     SplitKv: "split_kv", "family-split-kv", ["sm_80", "sm_90a"];
+    /// The same with a bias or a mask.
+    SplitKvMasked: "split_kv_masked", "family-split-kv-masked", ["sm_80"];
     // `st.async` came after the target. Only kernels of 64 rows have warpgroup instructions, which
     // no other architecture has.
     /// A whole decode step: rotation, append, attention by clusters of blocks, merge.

@@ -5,10 +5,10 @@ use crate::attention::{
     split_kv,
 };
 use crate::num::{bf16, f16};
-use crate::params::AttentionParams;
+use crate::params::{AttentionParams, MaskedParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, COMBINE, COMBINE_OUT32];
+pub(super) static TABLES: &[&[super::Entry]] = &[SPLIT_KV, SPLIT_KV_MASKED, COMBINE, COMBINE_OUT32];
 
 kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "family-split-kv",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: AttentionParams), communicates: false, {
@@ -22,6 +22,14 @@ kernels_by_head_size!(SPLIT_KV, SplitKv: Attention, "family-split-kv",
     gqa_split_kv_f16_d192, gqa_split_kv_bf16_d192 => split_kv::D192, 3;
     gqa_split_kv_f16_d224, gqa_split_kv_bf16_d224 => split_kv::D224, 2;
     gqa_split_kv_f16_d256, gqa_split_kv_bf16_d256 => split_kv::D256, 2;
+});
+
+kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "family-split-kv-masked",
+    (q: T, k: T, v: T, seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, partial_out: f32, partial_lse: f32; p: MaskedParams), communicates: false, {
+    gqa_split_kv_masked_f16_d128, gqa_split_kv_masked_bf16_d128 => split_kv::MaskedD128, 2;
+}, unless quick {
+    gqa_split_kv_masked_f16_d64, gqa_split_kv_masked_bf16_d64 => split_kv::MaskedD64, 3;
+    gqa_split_kv_masked_f16_d256, gqa_split_kv_masked_bf16_d256 => split_kv::MaskedD256, 2;
 });
 
 kernels!(COMBINE, SplitKv: Merge, "family-split-kv",

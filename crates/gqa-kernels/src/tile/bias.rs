@@ -1,6 +1,6 @@
 //! A bias or a mask on score fragments, read where it lies: any strides, no alignment.
 
-use super::fragment::{Fragments, column_of};
+use super::fragment::{Fragments, column_of, zeros};
 use crate::num::Element;
 use crate::params::{MaskedParams, Strides};
 use crate::simt::Global;
@@ -45,14 +45,50 @@ impl<T: Element> Bias<T> {
                 let row = row(m, half);
                 for block in 0..N8 {
                     for i in 0..2 {
-                        let key = begin + 8 * block as u32 + column_of() + i as u32;
-                        let at = row + key.min(self.columns - 1) as usize;
                         let score = &mut scores[m][block][2 * half + i];
-                        *score = self.apply(*score * factor, at);
+                        *score = self.apply(*score * factor, self.place(row, begin, block, i));
                     }
                 }
             }
         }
+    }
+
+    /// The numbers that [`add_ahead`] adds to these scores: -inf where the byte is 0, else 0. Of
+    /// rows that are `None` nothing is read.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn ahead<const M: usize, const N8: usize>(
+        self,
+        begin: u32,
+        row: impl Fn(usize, usize) -> Option<usize>,
+    ) -> Fragments<M, N8> {
+        let mut numbers = zeros();
+        for m in 0..M {
+            for half in 0..2 {
+                let Some(row) = row(m, half) else { continue };
+                for block in 0..N8 {
+                    for i in 0..2 {
+                        let at = self.place(row, begin, block, i);
+                        numbers[m][block][2 * half + i] = self.number(at);
+                    }
+                }
+            }
+        }
+        numbers
+    }
+
+    /// Index of an element of a lane's row; behind the last one that one again.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place(self, row: usize, begin: u32, block: usize, i: usize) -> usize {
+        let key = begin + 8 * block as u32 + column_of() + i as u32;
+        row + key.min(self.columns - 1) as usize
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn number(self, at: usize) -> f32 {
+        if self.numbers.is_null() {
+            return if self.bytes.load(at) == 0 { f32::NEG_INFINITY } else { 0.0 };
+        }
+        self.numbers.load(at).to_f32()
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -60,7 +96,28 @@ impl<T: Element> Bias<T> {
         if self.numbers.is_null() {
             return if self.bytes.load(at) == 0 { f32::NEG_INFINITY } else { score };
         }
-        let number = self.numbers.load(at).to_f32();
-        if number == f32::NEG_INFINITY { number } else { score + number }
+        sum(score, self.numbers.load(at).to_f32())
+    }
+}
+
+/// -inf hides a key whatever its score.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn sum(score: f32, number: f32) -> f32 {
+    if number == f32::NEG_INFINITY { number } else { score + number }
+}
+
+/// The same as [`Bias::add`], of numbers that were read before.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn add_ahead<const M: usize, const N8: usize>(
+    scores: &mut Fragments<M, N8>,
+    numbers: &Fragments<M, N8>,
+    factor: f32,
+) {
+    for m in 0..M {
+        for block in 0..N8 {
+            for i in 0..4 {
+                scores[m][block][i] = sum(scores[m][block][i] * factor, numbers[m][block][i]);
+            }
+        }
     }
 }

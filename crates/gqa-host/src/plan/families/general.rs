@@ -31,7 +31,7 @@ impl Family for General {
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-        let params = masked_params(job.problem, job.rows.query.strides)?;
+        let params = masked_params(job.problem, job.rows.query.strides, 1)?;
         let grid = general::grid(&params.attention);
         let arguments = arguments(job.problem, &job.rows);
         Ok(vec![launch(kernel.entry, grid, &arguments, &params)?])

@@ -35,7 +35,7 @@ impl Family for HopperMasked {
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let (p, device, entry) = (job.problem, job.device, kernel.entry);
-        let mut params = masked_params(p, job.rows.query.strides)?;
+        let mut params = masked_params(p, job.rows.query.strides, 1)?;
         params.attention.l2_section = kernels::l2_section(&params.attention, device.l2_bytes);
         let grid = kernels::grid(&params.attention, entry.rows, device.multiprocessors);
         let counter = job.scratch.count(1);

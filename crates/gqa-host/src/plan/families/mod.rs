@@ -10,6 +10,7 @@ mod hopper_float8;
 mod hopper_masked;
 mod hopper_paged;
 mod split_kv;
+mod split_kv_masked;
 mod tiled;
 mod tiled_f32;
 mod tiled_masked;
@@ -19,13 +20,14 @@ mod unfused;
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 15] = [
+pub(super) static FAMILIES: [&dyn Family; 16] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged::HopperPaged,
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
+    &split_kv_masked::SplitKvMasked,
     &hopper_float8::HopperFloat8,
     &hopper::Hopper,
     &hopper_masked::HopperMasked,

@@ -28,7 +28,9 @@ impl Family for SplitKv {
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::flash(call.problem)?;
         let entry = select::smallest(self, call)?;
-        Ok(Kernel::split(entry, splits(call, entry)?))
+        // Of those with larger tiles only `hopper` has output in another type.
+        let has_rival = hopper::may_take(call.problem, call.device);
+        Ok(Kernel::split(entry, splits(call, entry, 1, has_rival)?))
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
@@ -43,23 +45,27 @@ impl Family for SplitKv {
 /// `tiled` with few rows.
 const FEW_ROWS: u32 = 64;
 
-/// Into how many parts the keys are split, or why `tiled` does better. GQA_SPLITS and GQA_FORCE
-/// know better than the heuristic.
-fn splits(call: &Call<'_>, entry: &Entry) -> Result<u32, Rejection> {
+/// Into how many parts the keys are split for so many blocks to an SM, or why larger tiles do
+/// better; `has_rival` if some of them have output in another type. GQA_SPLITS and GQA_FORCE know
+/// better than the heuristic.
+pub(super) fn splits(
+    call: &Call<'_>,
+    entry: &Entry,
+    blocks: u32,
+    has_rival: bool,
+) -> Result<u32, Rejection> {
     let (p, device) = (call.problem, call.device);
     let least = select::least_splits(p);
     if let Some(splits) = call.options.splits {
         return Ok(splits.max(least));
     }
     let rows = p.packed_rows();
-    // Of those with larger tiles only `hopper` has output in another type.
-    let has_no_rival = p.widens_output() && !hopper::may_take(p, device);
-    let takes_all = call.options.force.is_some() || has_no_rival;
+    let takes_all = call.options.force.is_some() || p.widens_output() && !has_rival;
     if rows > FEW_ROWS as usize && !takes_all {
         return Err(Rejection::Rows { got: rows, max: FEW_ROWS });
     }
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::OneSplit)?;
-    let splits = split_kv::splits(&params, p.most_keys(), device.multiprocessors);
+    let splits = split_kv::splits(&params, p.most_keys(), blocks * device.multiprocessors);
     // Two row tiles that read the keys each for itself still do.
     if splits == 1 && rows > 2 * entry.rows as usize && !takes_all {
         return Err(Rejection::OneSplit);

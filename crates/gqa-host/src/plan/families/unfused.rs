@@ -28,7 +28,7 @@ impl Family for Unfused {
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let (p, scores) = (job.problem, kernel.entry);
-        let mut params = masked_params(p, job.rows.query.strides)?;
+        let mut params = masked_params(p, job.rows.query.strides, 1)?;
         params.columns = params.columns.min(params.attention.qk_columns);
         let elements = p.scores_shape().iter().try_fold(1usize, |all, &n| all.checked_mul(n));
         let mut arguments = arguments(p, &job.rows);
