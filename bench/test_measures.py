@@ -12,10 +12,11 @@ import sys
 import unittest
 from unittest import mock
 
-TORCH = ["torch", "torch.nn", "torch.nn.functional", "torch.nn.attention", "torch.nn.attention.flex_attention", "onnx"]
-sys.modules.update({name: mock.MagicMock() for name in TORCH})
+MISSING = ["torch", "torch.nn", "torch.nn.functional", "torch.nn.attention", "torch.nn.attention.flex_attention", "onnx", "numpy"]
+sys.modules.update({name: mock.MagicMock() for name in MISSING})
 sys.modules["fa3_fwd_interface"] = None
 
+import cpu_peers
 import figure
 import float8
 import launches
@@ -71,6 +72,15 @@ class Measures(unittest.TestCase):
             times, _, failed = peers.measure(None, options, {"peer": unsupported})
         self.assertEqual((times, failed), ({}, True))
         self.assertIn("nothing was timed", told.getvalue())
+
+    def test_on_the_cpu_nothing_measured_is_a_failure(self):
+        options = argparse.Namespace(gqa="true", threads=1, rounds=1)
+        with self.assertRaisesRegex(RuntimeError, "none of ggml, torch is installed"):
+            cpu_peers.measure(options, {})
+        with self.assertRaisesRegex(RuntimeError, "no call to be timed"):
+            cpu_peers.theirs([], "ggml f16", None, 0)
+        with self.assertRaisesRegex(RuntimeError, "true bench prompt"):
+            cpu_peers.ours("true", 1, [], 1, 512, 0)
 
     def test_rounds_of_masked_prompts_are_shuffled(self):
         self.assertNotIn("random", masked.main.__code__.co_varnames)
