@@ -394,8 +394,8 @@ pub fn sliding(cases: BoxedStrategy<Case>, most_rows: usize) -> BoxedStrategy<Ca
             // Rows of quantized values are multiples of 16 bytes.
             let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
             let quantized = case.quantized.filter(fits);
-            // The quantized value of a rotated or normalised key may be one of two, and what rows saw
-            // of it may be gone afterwards.
+            // The quantized value of a rotated or normalised key may be one of two, and what rows
+            // saw of it may be gone afterwards.
             let turns = quantized.is_none();
             Case {
                 sliding: Some(spare),
@@ -503,7 +503,8 @@ pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> BoxedStrategy<Cas
             first_prompt: false,
             // Else values have the spread of queries, and so have errors.
             packed: false,
-            // A score of a hundred would feel one rounding of a rotated key or of a normalised query.
+            // A score of a hundred would feel one rounding of a rotated key or of a normalised
+            // query.
             rotary: None,
             qk_norm: false,
             scale: 0.0,

@@ -3,9 +3,9 @@
 //!
 //! A task is up to 256 query rows of one KV head: the query heads of a group count as rows, so that
 //! keys and values are read once for all of them. Where a task has few rows its keys are cut into
-//! parts that run in parallel. What computes a part is in [`gqa_cpu`]. A task's memory is its rows and one
-//! tile of keys and values; no score matrix exists. How the work is cut depends on the problem only,
-//! so results do not depend on the number of cores.
+//! parts that run in parallel. What computes a part is in [`gqa_cpu`]. A task's memory is its rows
+//! and one tile of keys and values; no score matrix exists. How the work is cut depends on the
+//! problem only, so results do not depend on the number of cores.
 
 mod append;
 mod double;
