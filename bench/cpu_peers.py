@@ -1,11 +1,13 @@
-"""Times this project's CPU back end beside llama.cpp's ggml_flash_attn_ext and PyTorch's scaled_dot_product_attention, same threads, same run.
+"""Times this project's CPU back end beside llama.cpp's ggml_flash_attn_ext and PyTorch's
+scaled_dot_product_attention: the same threads, the same run.
 
     python3 bench/cpu_peers.py target/release/gqa [--threads N] [--rounds 3] [--out FILE]
 
-Needs numpy and at least one of the wheels ggml-python and torch; what is missing is said and left out. Ours are whole calls, which append
-their rows to the cache, in processes of their own; peers attend only, to caches that have all rows, each head's side by side. All take turns in
-shuffled rounds; each figure is the median of the rounds' medians. Outputs are compared with float64 in the process that was timed. Run it
-on a machine that does nothing else.
+Needs numpy and at least one of the wheels ggml-python and torch; what is missing is said and left
+out. Ours are whole calls, which append their rows to the cache, in processes of their own; peers
+attend only, to caches that have all rows, each head's side by side. All take turns in shuffled
+rounds; each figure is the median of the rounds' medians. Outputs are compared with float64 in the
+process that was timed. Run it on a machine that does nothing else.
 """
 import argparse
 import ctypes
@@ -24,16 +26,21 @@ import numpy as np
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 # Sequences, new rows of each, rows in the cache before.
 CALLS = [(1, 512, 0), (1, 2048, 0), (1, 1, 2048), (1, 1, 8192), (4, 1, 8192)]
-# Each peer's kinds of numbers, our options for the same, and the largest error of an output that still is the same computation: numbers
-# are drawn from a normal distribution.
+# Each peer's kinds of numbers, our options for the same, and the largest error of an output that
+# still is the same computation: numbers are drawn from a normal distribution.
 GGML = {"f16": (["--dtype", "f16"], 1e-2), "q8_0": (["--dtype", "f32", "--kv-cache", "int8"], 5e-2)}
-TORCH = {"float32": (["--dtype", "f32"], 1e-4), "bfloat16": (["--dtype", "bf16"], 5e-2), "float16": (["--dtype", "f16"], 1e-2)}
+TORCH = {
+    "float32": (["--dtype", "f32"], 1e-4),
+    "bfloat16": (["--dtype", "bf16"], 5e-2),
+    "float16": (["--dtype", "f16"], 1e-2),
+}
 # Query rows that are compared with float64.
 CHECKED = 8
 
 
 class Inputs:
-    """Standard normal numbers for a call: query (batch, heads, rows, size), keys and values (batch, KV heads, keys, size)."""
+    """Standard normal numbers for a call: query (batch, heads, rows, size), keys and values
+    (batch, KV heads, keys, size)."""
 
     def __init__(self, batch, rows, past):
         self.rows, self.past = rows, past
@@ -54,7 +61,8 @@ class Inputs:
             weights = np.exp(scores - scores.max())
             error = np.abs(output[b, head, row] - weights @ value / weights.sum()).max()
             if not error <= tolerance:
-                raise RuntimeError(f"{name}: {self.query.shape} after {self.past}: error {error:.2g}; allowed: {tolerance}")
+                call = f"{self.query.shape} after {self.past}"
+                raise RuntimeError(f"{name}: {call}: error {error:.2g}; allowed: {tolerance}")
 
 
 def sampled(run):
@@ -143,10 +151,13 @@ def theirs(calls, name, inputs, tolerance):
 
 def ours(program, threads, options, batch, rows, past):
     """Median milliseconds; the program compares its rows with float64 itself, and fails where they differ."""
-    size = ["token", "--size", f"{batch}x{past}", "--query-length", str(rows)] if past else ["prompt", "--size", f"{batch}x{rows}"]
-    command = [program, "bench", *size, *options, "--backend", "cpu", "--heads", str(HEADS), "--kv-heads", str(KV_HEADS),
-               "--head-size", str(SIZE), "--json"]
-    done = subprocess.run(command, env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, capture_output=True, text=True)
+    prompt = ["prompt", "--size", f"{batch}x{rows}"]
+    token = ["token", "--size", f"{batch}x{past}", "--query-length", str(rows)]
+    layer = ["--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-size", str(SIZE)]
+    size = token if past else prompt
+    command = [program, "bench", *size, *options, *layer, "--backend", "cpu", "--json"]
+    environment = {**os.environ, "RAYON_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     report = json.loads(done.stdout) if done.stdout else {"results": []}
     if done.returncode != 0 or not report["results"]:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or report.get('failed')}")
@@ -163,9 +174,11 @@ def measure(options, there):
         for peer, kind, call in random.Random(number).sample(rows, len(rows)):
             kinds, calls = PEERS[peer]
             (chosen, tolerance), inputs = kinds[kind], Inputs(*call)
+            ways, name = calls(kind, inputs, options.threads), f"{peer} {kind}"
             turns = {"ours": lambda: ours(options.gqa, options.threads, chosen, *call),
-                     "theirs": lambda: theirs(calls(kind, inputs, options.threads), f"{peer} {kind}", inputs, tolerance)}
-            times = {turn: turns[turn]() for turn in random.Random(f"{number}{peer}{kind}{call}").sample(sorted(turns), 2)}
+                     "theirs": lambda: theirs(ways, name, inputs, tolerance)}
+            order = random.Random(f"{number}{name}{call}").sample(sorted(turns), 2)
+            times = {turn: turns[turn]() for turn in order}
             rounds[peer, kind, call].append((times["ours"], times["theirs"]))
     return rounds
 
@@ -188,9 +201,10 @@ def main():
     for (peer, kind, (batch, rows, past)), pairs in rounds.items():
         gqa, other = (statistics.median(column) for column in zip(*pairs))
         spread = max(abs(ours_ / gqa - 1) for ours_, _ in pairs)
-        print(f"{peer:5} {kind:8} {batch} x {rows:4} rows, past {past:4}: gqa {gqa:8.2f} ms (rounds within {spread:.0%}), {peer} {other:8.2f} ms, "
-              f"ratio {other / gqa:.2f}")
-        written.append({"peer": peer, "kind": kind, "batch": batch, "rows": rows, "past": past, "rounds_ms": pairs})
+        print(f"{peer:5} {kind:8} {batch} x {rows:4} rows, past {past:4}: gqa {gqa:8.2f} ms "
+              f"(rounds within {spread:.0%}), {peer} {other:8.2f} ms, ratio {other / gqa:.2f}")
+        call = {"batch": batch, "rows": rows, "past": past}
+        written.append({"peer": peer, "kind": kind, **call, "rounds_ms": pairs})
     with open(options.out, "w") as file:
         json.dump(written, file, indent=1)
 

@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import hashlib
 import io
+import math
 import pathlib
 import subprocess
 import sys
 import unittest
 from unittest import mock
 
-MISSING = ["torch", "torch.nn", "torch.nn.functional", "torch.nn.attention", "torch.nn.attention.flex_attention", "onnx", "numpy"]
+MISSING = ["torch", "torch.nn", "torch.nn.functional", "torch.nn.attention",
+           "torch.nn.attention.flex_attention", "onnx", "numpy"]
 sys.modules.update({name: mock.MagicMock() for name in MISSING})
 sys.modules["fa3_fwd_interface"] = None
 
@@ -21,6 +23,7 @@ import figure
 import float8
 import launches
 import masked
+import masked_rows
 import packed
 import peers
 import timing
@@ -81,6 +84,15 @@ class Measures(unittest.TestCase):
             cpu_peers.theirs([], "ggml f16", None, 0)
         with self.assertRaisesRegex(RuntimeError, "true bench prompt"):
             cpu_peers.ours("true", 1, [], 1, 512, 0)
+
+    def test_a_masked_row_that_differs_is_not_timed(self):
+        far = mock.MagicMock()
+        far.double().__sub__().abs().max().item.return_value = math.nan
+        ways = {"gqa": lambda *_: far}
+        given = {"ways": lambda: ways, "exact": mock.MagicMock(), "tensors": lambda *_: [None] * 4}
+        with mock.patch.multiple(masked_rows, **given), mock.patch.object(masked_rows.timing, "sets", return_value=1):
+            with self.assertRaisesRegex(SystemExit, "gqa differs by nan from float64"):
+                masked_rows.measure((1, 9, 3, 64, 576), 1)
 
     def test_rounds_of_masked_prompts_are_shuffled(self):
         self.assertNotIn("random", masked.main.__code__.co_varnames)
