@@ -2,8 +2,9 @@
 
 use super::decode::FewRows;
 use super::lanes::Lanes;
+use super::native;
 use super::panel::{KEYS, Panel, Rows, Stage, Tile};
-use super::stored;
+use super::scratch::Scratch;
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
@@ -27,7 +28,7 @@ pub struct Partial {
 
 /// Lets all rows see a range of keys, with those instructions.
 pub fn attend(arch: Arch, rows: &dyn Rows, keys: Range<usize>) -> Partial {
-    stored::dispatch(arch, Attend { rows, keys })
+    native::dispatch(arch, Attend { rows, keys })
 }
 
 /// Lets all rows see a range of keys.
@@ -44,14 +45,16 @@ impl WithSimd for Attend<'_> {
         let many_registers = S::REGISTER_COUNT >= 32;
         match self.rows.count() {
             // Up to half of the lanes, sums over lanes cost less than lanes without a row.
-            1 if S::F32_LANES >= 2 => stored::apart(simd, Few::<1, 4>(self)),
-            2..=3 if S::F32_LANES >= 8 => stored::apart(simd, Few::<3, 4>(self)),
-            4 if S::F32_LANES >= 8 && many_registers => stored::apart(simd, Few::<4, 4>(self)),
-            4 if S::F32_LANES >= 8 => stored::apart(simd, Few::<4, 2>(self)),
-            5..=8 if S::F32_LANES >= 16 => stored::apart(simd, Few::<8, 2>(self)),
-            count if count <= S::F32_LANES => stored::apart(simd, Many::<1, 8>(self)),
-            _ if many_registers => stored::apart(simd, Many::<2, 8>(self)),
-            _ => stored::apart(simd, Many::<2, 4>(self)),
+            1 if S::F32_LANES >= 2 => native::apart(simd, Few::<1, 4>(self)),
+            2..=3 if S::F32_LANES >= 8 => native::apart(simd, Few::<3, 4>(self)),
+            4 if S::F32_LANES >= 8 && many_registers => native::apart(simd, Few::<4, 4>(self)),
+            4 if S::F32_LANES >= 8 => native::apart(simd, Few::<4, 2>(self)),
+            5..=6 if S::F32_LANES >= 8 => native::apart(simd, Few::<6, 2>(self)),
+            7..=8 if S::F32_LANES >= 16 => native::apart(simd, Few::<8, 2>(self)),
+            7..=8 if S::F32_LANES >= 8 => native::apart(simd, Few::<8, 1>(self)),
+            count if count <= S::F32_LANES => native::apart(simd, Many::<1, 8>(self)),
+            _ if many_registers => native::apart(simd, Many::<2, 8>(self)),
+            _ => native::apart(simd, Many::<2, 4>(self)),
         }
     }
 }
@@ -77,16 +80,23 @@ impl<const N: usize, const BLOCK: usize> WithSimd for Many<'_, N, BLOCK> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Partial {
         let Attend { rows, keys } = self.0;
-        let mut panels = panels::<S, N>(simd, rows);
-        let mut scores = vec![Lanes::splat(simd, 0.0); KEYS];
-        let mut buffers = buffers(rows);
+        let ([key, value], count) = (rows.sizes(), lanes::<S, N>(rows.count()));
+        let mut scratch = Scratch::new();
+        let [queries, outputs, scores, key_buffer, value_buffer] = scratch.slices([
+            count * key,
+            count * value,
+            KEYS * Lanes::<S, N>::COUNT,
+            KEYS * key,
+            KEYS * value,
+        ]);
+        let mut panels = panels::<S, N>(simd, rows, [queries, outputs]);
         for keys in tiles(keys) {
-            let tile = rows.tile(keys, &mut buffers);
+            let tile = rows.tile(keys, [&mut *key_buffer, &mut *value_buffer]);
             for panel in &mut panels {
-                panel.attend::<BLOCK>(simd, tile, &mut scores);
+                panel.attend::<BLOCK>(simd, tile, bytemuck::cast_slice_mut(scores));
             }
         }
-        partial(&panels, rows.sizes()[1])
+        partial(&panels, value)
     }
 }
 
@@ -136,11 +146,14 @@ impl WithSimd for Scores<'_> {
         };
         let unmasked = Unmasked(self.rows);
         let rows: &dyn Rows = if stage == Stage::Biased { self.rows } else { &unmasked };
-        let panels = panels::<S, 1>(simd, rows);
+        let ([key, value], count) = (rows.sizes(), lanes::<S, 1>(rows.count()));
+        let mut scratch = Scratch::new();
+        let [queries, outputs, key_buffer, value_buffer] =
+            scratch.slices([count * key, count * value, KEYS * key, KEYS * value]);
+        let panels = panels::<S, 1>(simd, rows, [queries, outputs]);
         let mut scores = [Lanes::splat(simd, 0.0); KEYS];
-        let mut buffers = buffers(rows);
         for keys in tiles(self.keys.clone()) {
-            let tile = rows.tile(keys, &mut buffers);
+            let tile = rows.tile(keys, [&mut *key_buffer, &mut *value_buffer]);
             for panel in &panels {
                 let Some(tile) = tile.part(&panel.span, rows.sizes()) else { continue };
                 let scores = &mut scores[..tile.keys.len() / rows.sizes()[0]];
@@ -214,7 +227,7 @@ impl Rows for Unmasked<'_> {
         self.0.query(row, to);
     }
 
-    fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t> {
+    fn tile<'t>(&'t self, keys: Range<usize>, buffers: [&'t mut [f32]; 2]) -> Tile<'t> {
         self.0.tile(keys, buffers)
     }
 
@@ -223,16 +236,24 @@ impl Rows for Unmasked<'_> {
     }
 }
 
-/// The rows, as many side by side as fit.
-#[inline(always)]
-fn panels<S: Simd, const N: usize>(simd: S, rows: &dyn Rows) -> Vec<Panel<'_, S, N>> {
-    let first = (0..rows.count()).step_by(Lanes::<S, N>::COUNT);
-    first.map(|first| Panel::new(simd, rows, first)).collect()
+/// Lanes of the panels that so many rows fill.
+fn lanes<S: Simd, const N: usize>(rows: usize) -> usize {
+    rows.next_multiple_of(Lanes::<S, N>::COUNT)
 }
 
-/// Room for a tile of keys and one of values.
-pub(super) fn buffers(rows: &dyn Rows) -> [Vec<f32>; 2] {
-    rows.sizes().map(|size| vec![0.0; KEYS * size])
+/// The rows, as many side by side as fit, in memory for queries and for outputs.
+#[inline(always)]
+fn panels<'a, S: Simd, const N: usize>(
+    simd: S,
+    rows: &'a dyn Rows,
+    [queries, outputs]: [&'a mut [f32]; 2],
+) -> Vec<Panel<'a, S, N>> {
+    let [key, value] = rows.sizes();
+    let queries = bytemuck::cast_slice_mut(queries).chunks_exact_mut(key);
+    let memory = queries.zip(bytemuck::cast_slice_mut(outputs).chunks_exact_mut(value));
+    let first = (0..rows.count()).step_by(Lanes::<S, N>::COUNT);
+    let panels = first.zip(memory);
+    panels.map(|(first, (query, output))| Panel::new(simd, rows, first, [query, output])).collect()
 }
 
 /// `keys`, cut at multiples of [`KEYS`].

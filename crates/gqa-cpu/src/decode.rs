@@ -9,10 +9,11 @@
 //!   output[row][c]   = output[row][c] · correction[row] + Σ_key weights[row][key] · V[key][c]
 //! ```
 
-use super::attend::{Partial, Softmax, buffers, tiles};
-use super::lanes::{exp, tanh};
-use super::panel::{KEYS, Rows, span};
+use super::attend::{Partial, Softmax, tiles};
+use super::lanes::{self, exp, tanh};
+use super::panel::{KEYS, Rows, common, span};
 use super::prefetch::{Later, Spread};
+use super::scratch::Scratch;
 use super::stored::{Stored, StoredRows, StoredTile};
 use pulp::Simd;
 use std::array;
@@ -88,7 +89,10 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             true => None,
             false => rows.stored(keys, S::F32_LANES),
         };
-        let (span, mut converted) = (self.span.clone(), None);
+        let (span, mut scratch) = (self.span.clone(), Scratch::new());
+        // What is not read where it is will be converted.
+        let room = if stored(&(0..0)).is_some() { 0 } else { KEYS };
+        let mut buffers = scratch.slices(rows.sizes().map(|size| room * size));
         let scores = &mut [Line([0.0; KEYS]); R];
         let mut tiles = tiles(keys)
             .map(|keys| keys.start.max(span.start)..keys.end.min(span.end))
@@ -97,12 +101,10 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             .peekable();
         while let Some((tile, keys)) = tiles.next() {
             let tile = tile.unwrap_or_else(|| {
-                let buffers = converted.get_or_insert_with(|| buffers(rows));
+                let buffers = buffers.each_mut().map(|buffer| &mut **buffer);
                 StoredTile::F32(rows.tile(keys.clone(), buffers).rows(rows.sizes()))
             });
-            let next = tiles.peek().and_then(|(next, keys)| {
-                Some(next.as_ref()?.later_keys(keys.len(), rows.sizes()[0]))
-            });
+            let next = tiles.peek().and_then(|(next, _)| Some(next.as_ref()?.later_keys()));
             self.attend::<BLOCK>(simd, keys, &tile, next.unwrap_or_default(), scores);
         }
         self.partial(simd)
@@ -118,10 +120,9 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         scores: &mut [Line; R],
     ) {
         let (first, count) = (keys.start, keys.len());
-        let v_size = self.rows.sizes()[1];
         let seen: [_; R] = array::from_fn(|row| self.seen(row, first, count));
         for_stored!(S, tile, |[keys, values]| {
-            self.score::<BLOCK, _>(simd, keys, values.later(count, v_size), count, scores)
+            self.score::<BLOCK, _>(simd, keys, values.later(), count, scores)
         });
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
@@ -132,14 +133,11 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             line.0[seen[row].end..].fill(f32::NEG_INFINITY);
         }
         let correction = self.weigh(simd, scores);
-        let all = seen.iter().all(|keys| *keys == (0..count));
         for_stored!(S, tile, |[_, values]| {
-            let weighted = Weighted { values, size: v_size, count, weights: scores, correction };
-            let sees = |row: usize, key| seen[row].contains(&key);
-            match all {
-                true => self.accumulate::<BLOCK, _>(simd, &weighted, next, |_, _| true),
-                false => self.accumulate::<BLOCK, _>(simd, &weighted, next, sees),
-            }
+            let common = common(&seen);
+            let weighted =
+                Weighted { values, count, weights: scores, seen: &seen, common, correction };
+            self.accumulate::<BLOCK, _>(simd, &weighted, next)
         });
     }
 
@@ -163,7 +161,9 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     ) {
         let blocked = count / BLOCK * BLOCK;
         for first in (0..blocked).step_by(BLOCK) {
-            (first..first + BLOCK).for_each(|row| values.prefetch(row));
+            for row in first..first + BLOCK {
+                values.prefetch(row);
+            }
             self.dot::<BLOCK, E>(simd, keys, first, scores);
         }
         for first in blocked..count {
@@ -180,21 +180,34 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         first: usize,
         scores: &mut [Line; R],
     ) {
-        let size = self.query.len() * S::F32_LANES;
-        let keys: [&[E]; BLOCK] = array::from_fn(|i| keys.row(first + i, size));
+        assert_eq!(keys.numbers(), self.query.len() * S::F32_LANES, "numbers of a key");
+        let keys: [&[E]; BLOCK] = array::from_fn(|i| keys.row(first + i));
         let mut sums = [[simd.splat_f32s(0.0); R]; BLOCK];
         for (c, query) in self.query.iter().enumerate() {
             for i in 0..BLOCK {
-                let key = E::vector(simd, keys[i], c);
+                // SAFETY: a key has as many vectors as the query
+                let key = unsafe { E::vector(simd, keys[i], c) };
                 for row in 0..R {
                     sums[i][row] = simd.mul_add_e_f32s(key, query[row], sums[i][row]);
                 }
             }
         }
-        for i in 0..BLOCK {
-            for row in 0..R {
-                scores[row].0[first + i] = simd.reduce_sum_f32s(sums[i][row]);
+        // Four or more at a time, if there are.
+        if R > BLOCK {
+            for i in 0..BLOCK {
+                let of_rows = lanes::sums(simd, &sums[i]);
+                for row in 0..R {
+                    scores[row].0[first + i] = of_rows[row];
+                }
             }
+            return;
+        }
+        for row in 0..R {
+            let mut of_keys = [simd.splat_f32s(0.0); BLOCK];
+            for i in 0..BLOCK {
+                of_keys[i] = sums[i][row];
+            }
+            scores[row].0[first..first + BLOCK].copy_from_slice(&lanes::sums(simd, &of_keys));
         }
     }
 
@@ -237,30 +250,29 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         corrections
     }
 
-    /// Adds the values, each times its weights, that a row `sees`: a weight of 0 would not make NaN
-    /// harmless.
+    /// Adds the values, each times its weights.
     #[inline(always)]
     fn accumulate<const BLOCK: usize, E: Stored>(
         &mut self,
         simd: S,
         weighted: &Weighted<'_, S, E, R>,
         next: Later<'_>,
-        sees: impl Fn(usize, usize) -> bool,
     ) {
         let mut next = Spread::new(next, self.output.len().div_ceil(BLOCK));
         let mut first = 0;
         let (blocks, single) = self.output.as_chunks_mut::<BLOCK>();
         for output in blocks {
-            weighted.add(simd, output, first, &mut next, &sees);
+            weighted.add(simd, output, first, &mut next);
             first += BLOCK;
         }
         for output in single {
-            weighted.add(simd, array::from_mut(output), first, &mut next, &sees);
+            weighted.add(simd, array::from_mut(output), first, &mut next);
             first += 1;
         }
     }
 
     /// The state of the rows that there are.
+    #[inline(always)]
     fn partial(mut self, simd: S) -> Partial {
         if let Some([_, scales]) = self.rows.scales(S::F32_LANES) {
             for (c, output) in self.output.iter_mut().enumerate() {
@@ -294,16 +306,19 @@ fn scale<S: Simd, const R: usize>(simd: S, rows: &mut [S::f32s; R], scales: &[f3
 /// The values of a tile and what they are multiplied by.
 struct Weighted<'a, S: Simd, E, const R: usize> {
     values: &'a StoredRows<'a, E>,
-    /// Numbers of a value.
-    size: usize,
     count: usize,
     weights: &'a [Line; R],
+    /// Keys that each row sees.
+    seen: &'a [Range<usize>; R],
+    /// Those that all rows see.
+    common: Range<usize>,
     /// Of what was summed before.
     correction: [S::f32s; R],
 }
 
 impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
-    /// Adds the vectors from number `first` on of every value to the output.
+    /// Adds the vectors from number `first` on of every value to the output of the rows that see
+    /// it: a weight of 0 would not make NaN harmless.
     #[inline(always)]
     fn add<const BLOCK: usize>(
         &self,
@@ -311,7 +326,6 @@ impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
         output: &mut [[S::f32s; R]; BLOCK],
         first: usize,
         next: &mut Spread<'_>,
-        sees: &impl Fn(usize, usize) -> bool,
     ) {
         let mut sums = *output;
         for i in 0..BLOCK {
@@ -319,24 +333,49 @@ impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
                 sums[i][row] = simd.mul_f32s(sums[i][row], self.correction[row]);
             }
         }
-        for keys in next.between(self.count) {
+        assert!((first + BLOCK) * S::F32_LANES <= self.values.numbers(), "numbers of a value");
+        assert!(self.count <= KEYS, "keys of a tile");
+        let mut first_key = 0;
+        while first_key < self.count {
+            let keys = first_key..first_key + next.ask(self.count - first_key);
+            first_key = keys.end;
             for key in keys {
-                let value = self.values.row(key, self.size);
+                let value = self.values.row(key);
                 // Not in a closure: it would be compiled for any processor.
                 let mut vectors = [simd.splat_f32s(0.0); BLOCK];
                 for i in 0..BLOCK {
-                    vectors[i] = E::vector(simd, value, first + i);
+                    // SAFETY: all values have them, as was asserted
+                    vectors[i] = unsafe { E::vector(simd, value, first + i) };
+                }
+                if self.common.contains(&key) {
+                    for row in 0..R {
+                        self.add_row(simd, row, key, &vectors, &mut sums);
+                    }
+                    continue;
                 }
                 for row in 0..R {
-                    if sees(row, key) {
-                        let weight = simd.splat_f32s(self.weights[row].0[key]);
-                        for i in 0..BLOCK {
-                            sums[i][row] = simd.mul_add_e_f32s(vectors[i], weight, sums[i][row]);
-                        }
+                    if self.seen[row].contains(&key) {
+                        self.add_row(simd, row, key, &vectors, &mut sums);
                     }
                 }
             }
         }
         *output = sums;
+    }
+
+    /// Adds vectors of a key to those of a row.
+    #[inline(always)]
+    fn add_row<const BLOCK: usize>(
+        &self,
+        simd: S,
+        row: usize,
+        key: usize,
+        vectors: &[S::f32s; BLOCK],
+        sums: &mut [[S::f32s; R]; BLOCK],
+    ) {
+        let weight = simd.splat_f32s(self.weights[row].0[key]);
+        for i in 0..BLOCK {
+            sums[i][row] = simd.mul_add_e_f32s(vectors[i], weight, sums[i][row]);
+        }
     }
 }

@@ -1,11 +1,18 @@
 //! Query rows side by side: lane `i` of every vector belongs to row `i` of a panel.
 
+use super::native;
+use bytemuck::{Pod, Zeroable};
 use pulp::Simd;
 
 /// One number for each of the `N · S::F32_LANES` rows of a panel.
 #[derive(Clone, Copy)]
-#[repr(align(64))]
+#[repr(transparent)]
 pub(super) struct Lanes<S: Simd, const N: usize>(pub(super) [S::f32s; N]);
+
+// SAFETY: an array of vectors, which are numbers themselves; all zeros are numbers
+unsafe impl<S: Simd, const N: usize> Zeroable for Lanes<S, N> {}
+// SAFETY: the same, of which any bits are numbers, without padding
+unsafe impl<S: Simd, const N: usize> Pod for Lanes<S, N> {}
 
 impl<S: Simd, const N: usize> Lanes<S, N> {
     /// Rows of a panel.
@@ -28,6 +35,30 @@ impl<S: Simd, const N: usize> Lanes<S, N> {
     pub(super) fn rows_mut(&mut self) -> &mut [f32] {
         bytemuck::cast_slice_mut(&mut self.0)
     }
+}
+
+/// The sum of each vector's lanes.
+#[inline(always)]
+pub(super) fn sums<S: Simd, const M: usize>(simd: S, vectors: &[S::f32s; M]) -> [f32; M] {
+    let mut sums = [0.0; M];
+    let (to_fours, to_rest) = sums.as_chunks_mut();
+    let (fours, rest) = vectors.as_chunks();
+    for (to, four) in to_fours.iter_mut().zip(fours) {
+        *to = native::sums(simd, *four)
+            .unwrap_or_else(|| four.map(|vector| simd.reduce_sum_f32s(vector)));
+    }
+    for (to, vector) in to_rest.iter_mut().zip(rest) {
+        *to = simd.reduce_sum_f32s(*vector);
+    }
+    sums
+}
+
+/// Of each lane the first number where the mask is set, else the second. Calls of
+/// [`Simd::select_f32s`] are not always inlined, and are slow then.
+#[inline(always)]
+pub(super) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
+    let (yes, no) = (simd.transmute_u32s_f32s(yes), simd.transmute_u32s_f32s(no));
+    simd.transmute_f32s_u32s(simd.select_u32s(mask, yes, no))
 }
 
 /// Coefficients, highest power first, of a polynomial whose last ones are written out where it is
@@ -68,7 +99,7 @@ pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let power = simd.add_u32s(exponent, simd.splat_u32s(127 << 23));
     let y = simd.mul_f32s(p, simd.transmute_f32s_u32s(power));
-    simd.select_f32s(simd.less_than_f32s(x, simd.splat_f32s(-87.0)), simd.splat_f32s(0.0), y)
+    select(simd, simd.less_than_f32s(x, simd.splat_f32s(-87.0)), simd.splat_f32s(0.0), y)
 }
 
 /// tanh(x), absolute error below 2⁻²³.
@@ -77,12 +108,13 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let square = simd.mul_f32s(x, x);
     let cubic = simd.mul_f32s(polynomial(simd, TANH, square), square);
     let near_zero = simd.mul_add_e_f32s(cubic, x, x);
-    let (size, one) = (simd.abs_f32s(x), simd.splat_f32s(1.0));
+    let size = simd.and_u32s(simd.transmute_u32s_f32s(x), simd.splat_u32s(0x7fff_ffff));
+    let (size, one) = (simd.transmute_f32s_u32s(size), simd.splat_f32s(1.0));
     let t = exp(simd, simd.mul_f32s(size, simd.splat_f32s(-2.0)));
     let y = simd.div_f32s(simd.sub_f32s(one, t), simd.add_f32s(one, t));
     let negative = simd.less_than_f32s(x, simd.splat_f32s(0.0));
-    let signed = simd.select_f32s(negative, simd.neg_f32s(y), y);
-    simd.select_f32s(simd.less_than_f32s(size, simd.splat_f32s(0.625)), near_zero, signed)
+    let signed = select(simd, negative, simd.sub_f32s(simd.splat_f32s(0.0), y), y);
+    select(simd, simd.less_than_f32s(size, simd.splat_f32s(0.625)), near_zero, signed)
 }
 
 #[cfg(test)]

@@ -6,15 +6,20 @@
 //!
 //! Many rows lie across the lanes of a vector (`panel`); where rows are too few for that, the
 //! elements of a head do (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory
-//! is asked for a tile ahead (`prefetch`).
+//! is asked for a tile ahead (`prefetch`); what many rows read is converted first ([`widen`]).
+//! Instructions that pulp has no word for are in `native`.
 
 mod attend;
 mod decode;
 mod lanes;
+mod native;
 mod panel;
 mod prefetch;
+mod scratch;
 mod stored;
+mod widen;
 
 pub use attend::{Partial, Shown, Softmax, attend, scores};
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
-pub use stored::{CacheElement, Float8, Int4, Int8, StoredRows, StoredTile, f32_of_f16};
+pub use stored::{CacheElement, Float8, Int4, Int8, StoredRows, StoredTile};
+pub use widen::widen;

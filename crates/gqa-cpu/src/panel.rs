@@ -12,7 +12,7 @@
 //!   output[h]    = output[h] · correction + Σ_key V[key][h] · weights[key]
 //! ```
 
-use super::lanes::{Lanes, exp, tanh};
+use super::lanes::{Lanes, exp, select, tanh};
 use super::stored::{StoredRows, StoredTile};
 use pulp::Simd;
 use std::array;
@@ -43,7 +43,8 @@ impl<'a> Tile<'a> {
     /// Its rows, as one by one.
     pub(super) fn rows(self, [key, value]: [usize; 2]) -> [StoredRows<'a, f32>; 2] {
         let count = self.keys.len() / key;
-        let rows = |elements, size| StoredRows::new(elements, (0..count).map(|row| row * size));
+        let starts = |size| (0..count).map(move |row| row * size);
+        let rows = |elements, size| StoredRows::new(elements, starts(size), size);
         [rows(self.keys, key), rows(self.values, value)]
     }
 
@@ -92,8 +93,8 @@ pub trait Rows: Sync {
     /// A row of the query, rotated and scaled; what is behind it in `to` stays.
     fn query(&self, row: usize, to: &mut [f32]);
 
-    /// Keys and values, converted in `buffers` where they have to be.
-    fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t>;
+    /// Keys and values, converted in `buffers`, whatever is there, where they have to be.
+    fn tile<'t>(&'t self, keys: Range<usize>, buffers: [&'t mut [f32]; 2]) -> Tile<'t>;
 
     /// The same as they are stored, where vectors of so many lanes can be read of them.
     fn stored(&self, _keys: &Range<usize>, _lanes: usize) -> Option<StoredTile<'_>> {
@@ -116,9 +117,9 @@ pub(super) struct Panel<'a, S: Simd, const N: usize> {
     /// The row in the first lane.
     pub(super) first: usize,
     /// Rotated and scaled: one entry per element of the head.
-    query: Vec<Lanes<S, N>>,
+    query: &'a mut [Lanes<S, N>],
     /// Sum of weighted values, likewise.
-    pub(super) output: Vec<Lanes<S, N>>,
+    pub(super) output: &'a mut [Lanes<S, N>],
     /// Largest score so far; the smallest finite number at first.
     pub(super) max: Lanes<S, N>,
     /// Sum of weights so far.
@@ -134,6 +135,12 @@ pub fn span(visible: &[Range<usize>]) -> Range<usize> {
     let seen = || visible.iter().filter(|keys| !keys.is_empty());
     let first = seen().map(|keys| keys.start).min().unwrap_or(0);
     first..seen().map(|keys| keys.end).max().unwrap_or(0)
+}
+
+/// The keys that every row sees.
+pub(super) fn common(visible: &[Range<usize>]) -> Range<usize> {
+    let first = visible.iter().map(|keys| keys.start).max().unwrap_or(0);
+    first..visible.iter().map(|keys| keys.end).min().unwrap_or(0).max(first)
 }
 
 /// Keys that each row sees, counted from the first of a tile: `start <= key < end`.
@@ -157,17 +164,24 @@ impl<S: Simd, const N: usize> Mask<S, N> {
         let hidden = simd.splat_f32s(f32::NEG_INFINITY);
         for (key, score) in scores.iter_mut().enumerate() {
             for n in 0..N {
-                score.0[n] = simd.select_f32s(self.sees(simd, key, n), score.0[n], hidden);
+                score.0[n] = select(simd, self.sees(simd, key, n), score.0[n], hidden);
             }
         }
     }
 }
 
 impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
-    /// The rows from `first` on, as many as there are and have room.
-    pub(super) fn new(simd: S, rows: &'a dyn Rows, first: usize) -> Self {
+    /// The rows from `first` on, as many as there are and have room, in memory for a query and an
+    /// output.
+    pub(super) fn new(
+        simd: S,
+        rows: &'a dyn Rows,
+        first: usize,
+        [query, output]: [&'a mut [Lanes<S, N>]; 2],
+    ) -> Self {
         let zero = Lanes::splat(simd, 0.0);
-        let [mut query, output] = rows.sizes().map(|size| vec![zero; size]);
+        query.fill(zero);
+        output.fill(zero);
         let count = Lanes::<S, N>::COUNT.min(rows.count() - first);
         let mut line = vec![0.0; query.len()];
         for lane in 0..count {
@@ -175,17 +189,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
             query.iter_mut().zip(&line).for_each(|(to, x)| to.rows_mut()[lane] = *x);
         }
         let visible: Vec<_> = (0..count).map(|lane| rows.visible(first + lane)).collect();
-        let span = span(&visible);
-        Self {
-            rows,
-            first,
-            query,
-            output,
-            max: Lanes::splat(simd, f32::MIN),
-            sum: zero,
-            visible,
-            span,
-        }
+        let (span, max) = (span(&visible), Lanes::splat(simd, f32::MIN));
+        Self { rows, first, query, output, max, sum: zero, visible, span }
     }
 
     /// Lets the rows see a tile. `scores` is scratch for [`KEYS`] keys.
@@ -333,9 +338,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
                         let more = simd.mul_add_e_f32s(value, weight.0[n], sums[i][n]);
                         sums[i][n] = match mask {
                             None => more,
-                            Some(mask) => {
-                                simd.select_f32s(mask.sees(simd, key, n), more, sums[i][n])
-                            }
+                            Some(mask) => select(simd, mask.sees(simd, key, n), more, sums[i][n]),
                         };
                     }
                 }

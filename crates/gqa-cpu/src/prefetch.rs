@@ -4,7 +4,6 @@
 //! row by row, so that memory is read in its order. Processors would see that order only where rows
 //! lie one behind the other and are read once.
 
-use std::ops::Range;
 use std::ptr;
 
 /// Rows that are read later.
@@ -39,7 +38,11 @@ impl<'a> Later<'a> {
         const LINE: usize = 64;
         if let Some(start) = self.starts.get(row) {
             let row = self.first.wrapping_add(start * self.element);
-            (0..self.row).step_by(LINE).for_each(|byte| prefetch(row.wrapping_add(byte)));
+            let mut byte = 0;
+            while byte < self.row {
+                prefetch(row.wrapping_add(byte));
+                byte += LINE;
+            }
         }
     }
 }
@@ -59,15 +62,13 @@ impl<'a> Spread<'a> {
         Self { rows, row: 0, every: passes }
     }
 
-    /// The numbers below `count`, which a pass reads, cut where another row is asked for.
+    /// Asks for another row before so many rows are read, whose number is returned: at most
+    /// `left`. Not an iterator: what it calls would be called, with all sums in memory meanwhile.
     #[inline(always)]
-    pub(super) fn between(&mut self, count: usize) -> impl Iterator<Item = Range<usize>> {
-        let every = self.every;
-        (0..count).step_by(every).map(move |first| {
-            self.rows.prefetch(self.row);
-            self.row += 1;
-            first..(first + every).min(count)
-        })
+    pub(super) fn ask(&mut self, left: usize) -> usize {
+        self.rows.prefetch(self.row);
+        self.row += 1;
+        self.every.min(left)
     }
 }
 

@@ -53,13 +53,14 @@ impl Rows for MadeUp {
         });
     }
 
-    fn tile<'t>(&'t self, keys: Range<usize>, buffers: &'t mut [Vec<f32>; 2]) -> Tile<'t> {
+    fn tile<'t>(&'t self, keys: Range<usize>, mut buffers: [&'t mut [f32]; 2]) -> Tile<'t> {
         for (buffer, size) in buffers.iter_mut().zip(self.sizes()) {
             let numbers = keys.start * size..keys.end * size;
             buffer.iter_mut().zip(numbers).for_each(|(to, i)| *to = Self::number(i, size));
         }
         let [key, value] = self.sizes().map(|size| keys.len() * size);
-        Tile { first: keys.start, keys: &buffers[0][..key], values: &buffers[1][..value] }
+        let [keys_of, values] = buffers;
+        Tile { first: keys.start, keys: &keys_of[..key], values: &values[..value] }
     }
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {

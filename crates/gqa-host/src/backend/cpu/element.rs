@@ -1,10 +1,9 @@
 //! The operator's floating-point types.
 
 use crate::{Error, Result, TensorView, TensorViewMut};
-use gqa_cpu::{CacheElement, StoredRows, StoredTile, f32_of_f16};
+use gqa_cpu::{CacheElement, StoredRows, StoredTile};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use pulp::{Arch, Simd, WithSimd};
 use std::iter;
 
 /// A type that query, key, value and output can have; everything is computed in `f32`.
@@ -69,7 +68,7 @@ impl Element for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ty, $variant:ident, $number:expr) => {
+    ($t:ty, $variant:ident) => {
         impl Element for $t {
             const ZERO: Self = <$t>::ZERO;
 
@@ -82,7 +81,7 @@ macro_rules! half_element {
             }
 
             fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
-                Arch::new().dispatch(Widen { rows, number: $number });
+                gqa_cpu::widen(&[], rows);
             }
 
             fn stored(rows: [StoredRows<'_, Self>; 2]) -> StoredTile<'_> {
@@ -95,30 +94,8 @@ macro_rules! half_element {
         }
     };
 }
-half_element!(f16, F16, f32_of_f16);
-half_element!(bf16, BF16, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16));
-
-/// Rows of numbers in `f32`, with the widest vectors there are.
-struct Widen<R, F> {
-    rows: R,
-    number: F,
-}
-
-impl<'a, T, R, F> WithSimd for Widen<R, F>
-where
-    T: Copy + 'a,
-    R: Iterator<Item = (&'a [T], &'a mut [f32])>,
-    F: Fn(T) -> f32,
-{
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        for (from, to) in self.rows {
-            to.iter_mut().zip(from).for_each(|(to, &from)| *to = (self.number)(from));
-        }
-    }
-}
+half_element!(f16, F16);
+half_element!(bf16, BF16);
 
 /// The elements of the call's tensor `name`.
 pub(super) fn elements<'a, T: Element>(

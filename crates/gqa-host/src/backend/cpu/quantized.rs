@@ -1,10 +1,8 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
 use crate::{Error, Problem, QuantFormat, Quantization, Result, TensorView};
-use bytemuck::Pod;
 use gqa_cpu::{CacheElement, StoredRows, StoredTile};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
-use pulp::{Arch, Simd, WithSimd};
 
 /// How one of the two caches is quantized.
 #[derive(Clone, Copy)]
@@ -71,19 +69,24 @@ impl<'a> Codes<'a> {
         rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,
     ) {
         let scales = self.scales_of(head, size);
-        Arch::new().dispatch(Decode { format: self.how.format, scales, rows });
+        match self.how.format {
+            QuantFormat::Int8 => widen::<gqa_cpu::Int8>(scales, rows),
+            QuantFormat::Float8 => widen::<gqa_cpu::Float8>(scales, rows),
+            QuantFormat::Int4 => widen::<gqa_cpu::Int4>(scales, rows),
+        }
     }
 
-    /// What `bytes` of keys and of values hold, from rows that start at these elements.
+    /// What `bytes` of keys and of values hold: rows of these sizes that start at these elements.
     pub(super) fn stored<'r>(
         self,
         bytes: [&'r [u8]; 2],
         starts: [impl Iterator<Item = usize>; 2],
+        sizes: [usize; 2],
     ) -> StoredTile<'r> {
         match self.how.format {
-            QuantFormat::Int8 => StoredTile::Int8(rows(bytes, starts)),
-            QuantFormat::Float8 => StoredTile::Float8(rows(bytes, starts)),
-            QuantFormat::Int4 => StoredTile::Int4(rows(bytes, starts)),
+            QuantFormat::Int8 => StoredTile::Int8(rows(bytes, starts, sizes)),
+            QuantFormat::Float8 => StoredTile::Float8(rows(bytes, starts, sizes)),
+            QuantFormat::Int4 => StoredTile::Int4(rows(bytes, starts, sizes)),
         }
     }
 
@@ -94,53 +97,19 @@ impl<'a> Codes<'a> {
 }
 
 /// Rows of keys and of values.
-fn rows<'r, E: CacheElement + Pod>(
+fn rows<'r, E: CacheElement>(
     bytes: [&'r [u8]; 2],
     [keys, values]: [impl Iterator<Item = usize>; 2],
+    [key_size, value_size]: [usize; 2],
 ) -> [StoredRows<'r, E>; 2] {
     let [key, value] = bytes.map(bytemuck::cast_slice);
-    [StoredRows::new(key, keys), StoredRows::new(value, values)]
+    [StoredRows::new(key, keys, key_size), StoredRows::new(value, values, value_size)]
 }
 
-/// [`Codes::decode`], with the widest vectors there are.
-struct Decode<'a, R> {
-    format: QuantFormat,
-    scales: &'a [f32],
-    rows: R,
-}
-
-impl<'r, R: Iterator<Item = (&'r [u8], &'r mut [f32])>> WithSimd for Decode<'_, R> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let scales = self.scales;
-        for (codes, row) in self.rows {
-            match self.format {
-                QuantFormat::Int8 => widen(codes, scales, row, |code| [Int8::decode(code)]),
-                QuantFormat::Float8 => widen(codes, scales, row, |code| [Float8::decode(code)]),
-                QuantFormat::Int4 => {
-                    widen(codes, scales, row, |two| [two, two >> 4].map(Int4::decode));
-                }
-            }
-        }
-    }
-}
-
-/// The numbers of a row's bytes, of `N` quantized values each.
-#[inline(always)]
-fn widen<const N: usize>(
-    bytes: &[u8],
+/// The numbers of rows of quantized values, times their scales.
+fn widen<'r, E: CacheElement>(
     scales: &[f32],
-    row: &mut [f32],
-    numbers: impl Fn(u32) -> [f32; N],
+    rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,
 ) {
-    let row = row.as_chunks_mut::<N>().0.iter_mut().zip(bytes);
-    match scales {
-        [scale] => row.for_each(|(to, &byte)| *to = numbers(byte.into()).map(|x| x * scale)),
-        scales => row.zip(scales.as_chunks::<N>().0).for_each(|((to, &byte), scale)| {
-            *to = numbers(byte.into());
-            to.iter_mut().zip(scale).for_each(|(x, scale)| *x *= scale);
-        }),
-    }
+    gqa_cpu::widen::<E>(scales, rows.map(|(codes, to)| (bytemuck::cast_slice(codes), to)));
 }

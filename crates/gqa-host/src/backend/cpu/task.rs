@@ -266,7 +266,7 @@ impl<T: Element> Rows for Task<'_, T> {
     fn tile<'t>(
         &'t self,
         keys: Range<usize>,
-        [key_buffer, value_buffer]: &'t mut [Vec<f32>; 2],
+        [key_buffer, value_buffer]: [&'t mut [f32]; 2],
     ) -> Tile<'t> {
         let p = self.call.problem;
         let rows = CachedRows { b: self.b, head: self.head, rows: keys.clone() };
@@ -289,21 +289,22 @@ impl<T: Element> Rows for Task<'_, T> {
             .map(|layout| places().map(move |[b, head, row]| layout.at(b, head, row)));
         match (self.call.keys, self.call.values) {
             (Cached::Numbers(k), Cached::Numbers(v)) => {
-                let rows = [StoredRows::new(k, of_keys), StoredRows::new(v, of_values)];
-                Some(T::stored(rows))
+                let keys = StoredRows::new(k, of_keys, sizes[0]);
+                Some(T::stored([keys, StoredRows::new(v, of_values, sizes[1])]))
             }
             (Cached::Codes(codes, k), Cached::Codes(_, v)) => {
-                Some(codes.stored([k, v], [of_keys, of_values]))
+                Some(codes.stored([k, v], [of_keys, of_values], sizes))
             }
             (Cached::Blocks(blocks, k), Cached::Blocks(_, v)) => {
                 let starts = || places().map(|place| blocks.start(place, sizes[0]));
-                Some(T::stored([StoredRows::new(k, starts()), StoredRows::new(v, starts())]))
+                let rows = |elements| StoredRows::new(elements, starts(), sizes[0]);
+                Some(T::stored([rows(k), rows(v)]))
             }
             (Cached::BlocksOfCodes(blocks, codes, k), Cached::BlocksOfCodes(_, _, v)) => {
                 let size = codes.bytes(sizes[0]);
                 let start = |place| blocks.start(place, size) * codes.numbers_per_byte();
                 let starts = || places().map(start);
-                Some(codes.stored([k, v], [starts(), starts()]))
+                Some(codes.stored([k, v], [starts(), starts()], sizes))
             }
             _ => None,
         }
@@ -340,8 +341,8 @@ struct CachedRows {
 }
 
 impl<'a, T: Element> Cached<'a, T> {
-    /// Rows of `size` elements in `f32`, each filled up with the buffer's zeros: the elements
-    /// themselves, or a copy in `buffer`.
+    /// Rows of `size` elements in `f32`, each filled up with zeros: the elements themselves, or a
+    /// copy in `buffer`.
     fn in_f32(
         self,
         of: &CachedRows,
@@ -354,6 +355,9 @@ impl<'a, T: Element> Cached<'a, T> {
         let buffer_size = of.rows.len() * padded;
         if let (Self::Numbers(elements), true) = (self, size == padded && layout.row == size) {
             return T::in_f32(&elements[start..][..buffer_size], buffer);
+        }
+        if size < padded {
+            buffer.fill(0.0);
         }
         let places = || of.rows.clone().map(|row| [of.b, of.head, row]);
         let to = buffer[..buffer_size].chunks_exact_mut(padded).map(|row| &mut row[..size]);

@@ -1,0 +1,245 @@
+//! Instructions of x86-64 that pulp has no word for: AVX2 with F16C, which processors have
+//! together, and AVX-512. On other vectors these functions give nothing.
+
+pub(super) use of_this_processor::*;
+
+/// The highest bit of an exponent of half precision.
+pub(super) const EXPONENT: i16 = 0x4000;
+
+/// The lowest bit of a mantissa of float8e4m3fn, in half precision.
+pub(super) const LEAST: i16 = 0x80;
+
+/// What exponents of half precision count beyond those of float8e4m3fn.
+pub(super) const FLOAT8_UNIT: f32 = 256.0;
+
+#[cfg(target_arch = "x86_64")]
+mod of_this_processor {
+    use super::{EXPONENT, FLOAT8_UNIT, LEAST};
+    use pulp::x86::{V3, V4};
+    use pulp::{Arch, Scalar, Simd, WithSimd};
+    use std::any::{Any, TypeId};
+    use std::arch::x86_64::*;
+
+    /// Runs `op` with the vectors of `arch`, and such conversions as go with them.
+    pub(in super::super) fn dispatch<Op: WithSimd>(arch: Arch, op: Op) -> Op::Output {
+        match arch {
+            // SAFETY: the features were found
+            Arch::V3(simd) if is_x86_feature_detected!("f16c") => unsafe { with_f16c(simd, op) },
+            Arch::V3(_) => op.with_simd(Scalar),
+            arch => arch.dispatch(op),
+        }
+    }
+
+    /// Runs `op` with the same vectors as its caller, and in a function of its own: many in one
+    /// take the compiler longer, and one processor.
+    #[inline(always)]
+    pub(in super::super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
+        match (v3(&simd), v4(&simd)) {
+            // SAFETY: V3 runs inside `with_f16c` only, so the features were found
+            (Some(simd), _) => unsafe { with_f16c(*simd, op) },
+            // SAFETY: there is a V4 where its features were found only
+            (_, Some(simd)) => unsafe { with_avx512(*simd, op) },
+            _ => simd.vectorize(op),
+        }
+    }
+
+    /// What `V3` stands for, and F16C.
+    #[inline(never)]
+    #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt,f16c")]
+    fn with_f16c<Op: WithSimd>(simd: V3, op: Op) -> Op::Output {
+        op.with_simd(simd)
+    }
+
+    /// What `V4` stands for.
+    #[inline(never)]
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl")]
+    #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+    fn with_avx512<Op: WithSimd>(simd: V4, op: Op) -> Op::Output {
+        op.with_simd(simd)
+    }
+
+    #[inline(always)]
+    fn v3<S: Simd>(simd: &S) -> Option<&V3> {
+        <dyn Any>::downcast_ref(simd)
+    }
+
+    #[inline(always)]
+    fn v4<S: Simd>(simd: &S) -> Option<&V4> {
+        <dyn Any>::downcast_ref(simd)
+    }
+
+    /// Whether it is what [`with_f16c`] runs with.
+    #[inline(always)]
+    fn is_v3<S: Simd>() -> bool {
+        TypeId::of::<S>() == TypeId::of::<V3>()
+    }
+
+    /// The sum of each vector's lanes: fewer shuffles than one vector at a time takes.
+    #[inline(always)]
+    pub(in super::super) fn sums<S: Simd>(simd: S, of: [S::f32s; 4]) -> Option<[f32; 4]> {
+        if is_v3::<S>() {
+            let of: [__m256; 4] = of.map(bytemuck::cast);
+            // SAFETY: V3 has AVX2
+            return Some(bytemuck::cast(unsafe {
+                let [a, b, c, d] = of;
+                let ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                let cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                let (low, high) =
+                    (_mm256_shuffle_ps::<FIRST>(ab, cd), _mm256_shuffle_ps::<LAST>(ab, cd));
+                let quarters = _mm256_add_ps(low, high);
+                _mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps::<1>(quarters))
+            }));
+        }
+        v4(&simd)?;
+        let of: [__m512; 4] = of.map(bytemuck::cast);
+        // SAFETY: there is a V4, whose AVX-512 this is
+        Some(bytemuck::cast(unsafe {
+            let [a, b, c, d] = of;
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let (low, high) =
+                (_mm512_shuffle_ps::<FIRST>(ab, cd), _mm512_shuffle_ps::<LAST>(ab, cd));
+            let quarters = _mm512_add_ps(low, high);
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(quarters)));
+            let halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), high);
+            _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves))
+        }))
+    }
+
+    /// Of a shuffle: the first two of both vectors, the last two of both.
+    const FIRST: i32 = 0x44;
+    const LAST: i32 = 0xee;
+
+    /// As many half-precision numbers as a vector has lanes.
+    #[inline(always)]
+    pub(in super::super) fn f16<S: Simd>(simd: S, from: &[u16]) -> Option<S::f32s> {
+        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+            // SAFETY: 16 bytes are read; V3 runs inside `with_f16c` only, where there is F16C
+            let vector = unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())) };
+            return Some(bytemuck::cast(vector));
+        }
+        let (v4, from) = (v4(&simd)?, from.first_chunk::<16>()?);
+        // SAFETY: 32 bytes are read; V4 has AVX
+        let bits = unsafe { _mm256_loadu_si256(from.as_ptr().cast()) };
+        Some(bytemuck::cast(v4.avx512f._mm512_cvtph_ps(bits)))
+    }
+
+    /// As many numbers of type bfloat16.
+    #[inline(always)]
+    pub(in super::super) fn bf16<S: Simd>(simd: S, from: &[u16]) -> Option<S::f32s> {
+        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+            // SAFETY: 16 bytes are read; V3 has AVX2
+            return Some(bytemuck::cast(unsafe {
+                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.as_ptr().cast()));
+                _mm256_slli_epi32::<16>(bits)
+            }));
+        }
+        let (v4, from) = (v4(&simd)?, from.first_chunk::<16>()?);
+        // SAFETY: 32 bytes are read; V4 has AVX
+        let bits = unsafe { _mm256_loadu_si256(from.as_ptr().cast()) };
+        let bits = v4.avx512f._mm512_cvtepu16_epi32(bits);
+        Some(bytemuck::cast(v4.avx512f._mm512_slli_epi32::<16>(bits)))
+    }
+
+    /// As many integers of 8 bits.
+    #[inline(always)]
+    pub(in super::super) fn int8<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
+        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+            // SAFETY: 8 bytes are read; V3 has AVX2
+            return Some(bytemuck::cast(unsafe {
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.as_ptr().cast())))
+            }));
+        }
+        let (v4, from) = (v4(&simd)?, from.first_chunk::<16>()?);
+        // SAFETY: 16 bytes are read; SSE2 is everywhere
+        let bytes = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+        let integers = v4.avx512f._mm512_cvtepi8_epi32(bytes);
+        Some(bytemuck::cast(v4.avx512f._mm512_cvtepi32_ps(integers)))
+    }
+
+    /// As many numbers of type float8e4m3fn.
+    ///
+    /// A half-precision number with the same bits, of which exponents have one more, is the
+    /// number over [`FLOAT8_UNIT`], subnormal or not; none is a NaN, which is made one.
+    #[inline(always)]
+    pub(in super::super) fn float8<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
+        if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
+            // SAFETY: 8 bytes are read; V3 runs inside `with_f16c` only
+            return Some(bytemuck::cast(unsafe {
+                let bits = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.as_ptr().cast()));
+                let size_and_sign = _mm_set1_epi16(!EXPONENT);
+                let number = _mm_and_si128(_mm_slli_epi16::<7>(bits), size_and_sign);
+                let above = _mm_add_epi16(number, _mm_set1_epi16(LEAST));
+                let nan = _mm_and_si128(above, _mm_set1_epi16(EXPONENT));
+                let halves = _mm256_cvtph_ps(_mm_or_si128(number, nan));
+                _mm256_mul_ps(halves, _mm256_set1_ps(FLOAT8_UNIT))
+            }));
+        }
+        let (v4, from) = (v4(&simd)?, from.first_chunk::<16>()?);
+        // SAFETY: 16 bytes are read; V4 has AVX2
+        let halves = unsafe {
+            let bits = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.as_ptr().cast()));
+            let size_and_sign = _mm256_set1_epi16(!EXPONENT);
+            let number = _mm256_and_si256(_mm256_slli_epi16::<7>(bits), size_and_sign);
+            let above = _mm256_add_epi16(number, _mm256_set1_epi16(LEAST));
+            let nan = _mm256_and_si256(above, _mm256_set1_epi16(EXPONENT));
+            _mm256_or_si256(number, nan)
+        };
+        let numbers: S::f32s = bytemuck::cast(v4.avx512f._mm512_cvtph_ps(halves));
+        Some(simd.mul_f32s(numbers, simd.splat_f32s(FLOAT8_UNIT)))
+    }
+
+    /// As many integers of 4 bits less 8, the low half of a byte first.
+    #[inline(always)]
+    pub(in super::super) fn int4<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
+        let word = |i: usize| from[4 * i..].first_chunk().map(|bytes| i32::from_le_bytes(*bytes));
+        if let (true, Some(word)) = (is_v3::<S>(), word(0)) {
+            // SAFETY: V3 has AVX2
+            return Some(bytemuck::cast(unsafe {
+                let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+                let halves = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
+                let integers = _mm256_and_si256(halves, _mm256_set1_epi32(15));
+                _mm256_cvtepi32_ps(_mm256_sub_epi32(integers, _mm256_set1_epi32(8)))
+            }));
+        }
+        let (v4, low, high) = (v4(&simd)?, word(0)?, word(1)?);
+        let (v4, set) = (v4.avx512f, v4.avx._mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+        let words = v4._mm512_inserti64x4::<1>(v4._mm512_set1_epi32(low), {
+            // SAFETY: V4 has AVX
+            unsafe { _mm256_set1_epi32(high) }
+        });
+        let halves = v4._mm512_srlv_epi32(words, v4._mm512_broadcast_i64x4(set));
+        // Indices of a table are the lowest four bits.
+        let table = v4._mm512_setr_ps(
+            -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,
+        );
+        Some(bytemuck::cast(v4._mm512_permutexvar_ps(halves, table)))
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod of_this_processor {
+    use pulp::{Arch, Simd, WithSimd};
+
+    pub(in super::super) fn dispatch<Op: WithSimd>(arch: Arch, op: Op) -> Op::Output {
+        arch.dispatch(op)
+    }
+
+    #[inline(always)]
+    pub(in super::super) fn apart<S: Simd, Op: WithSimd>(simd: S, op: Op) -> Op::Output {
+        simd.vectorize(op)
+    }
+
+    pub(in super::super) fn sums<S: Simd>(_: S, _: [S::f32s; 4]) -> Option<[f32; 4]> {
+        None
+    }
+
+    macro_rules! none {
+        ($($name:ident($element:ty)),*) => {$(
+            pub(in super::super) fn $name<S: Simd>(_: S, _: &[$element]) -> Option<S::f32s> {
+                None
+            }
+        )*};
+    }
+    none!(f16(u16), bf16(u16), int8(u8), float8(u8), int4(u8));
+}

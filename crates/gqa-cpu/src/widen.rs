@@ -1,0 +1,167 @@
+//! Elements of a KV cache as numbers, row by row: what is read many times is converted once.
+
+use super::native;
+use super::stored::{CacheElement, Stored};
+use pulp::{Arch, Scalar256b, Simd, WithSimd};
+use std::array;
+
+/// Elements of the widest vector, of such as are a number each.
+const WIDEST: usize = 16;
+
+/// Of each pair of rows the numbers of the first, times their scales, into the second; `scales` has
+/// one for each number, one for all, or none.
+///
+/// # Panics
+///
+/// Where a row has fewer numbers than are asked for.
+pub fn widen<'a, E: CacheElement>(
+    scales: &[f32],
+    rows: impl Iterator<Item = (&'a [E], &'a mut [f32])>,
+) {
+    native::dispatch(Arch::new(), Widen { scales, rows });
+}
+
+/// [`widen`], with the widest vectors there are.
+struct Widen<'s, R> {
+    scales: &'s [f32],
+    rows: R,
+}
+
+impl<'a, E: Stored, R: Iterator<Item = (&'a [E], &'a mut [f32])>> WithSimd for Widen<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match S::IS_SCALAR {
+            // Some elements are more than one number.
+            true => self.run(Scalar256b),
+            false => self.run(simd),
+        }
+    }
+}
+
+impl<'a, E: Stored, R: Iterator<Item = (&'a [E], &'a mut [f32])>> Widen<'_, R> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        match self.scales {
+            [] => self.times(simd, Unscaled),
+            [scale] => self.times(simd, OneScale(*scale)),
+            scales => self.times(simd, Scales(scales)),
+        }
+    }
+
+    #[inline(always)]
+    fn times<S: Simd>(self, simd: S, factor: impl Factor) {
+        for (from, to) in self.rows {
+            widen_row(simd, factor, from, to);
+        }
+    }
+}
+
+#[inline(always)]
+fn widen_row<S: Simd, E: Stored>(simd: S, factor: impl Factor, from: &[E], to: &mut [f32]) {
+    /// Vectors in a turn of the loop.
+    const TURN: usize = 4;
+    assert!(to.len() <= from.len() * E::NUMBERS, "numbers of a row");
+    let (vectors, rest) = S::as_mut_simd_f32s(to);
+    let whole = vectors.len();
+    let (turns, single) = vectors.as_chunks_mut::<TURN>();
+    let turned = turns.len() * TURN;
+    for (turn, to) in turns.iter_mut().enumerate() {
+        for i in 0..TURN {
+            // SAFETY: there are as many numbers as in `to`
+            let numbers = unsafe { E::vector(simd, from, turn * TURN + i) };
+            to[i] = factor.times(simd, turn * TURN + i, numbers);
+        }
+    }
+    for (i, to) in single.iter_mut().enumerate() {
+        // SAFETY: there are as many numbers as in `to`
+        let numbers = unsafe { E::vector(simd, from, turned + i) };
+        *to = factor.times(simd, turned + i, numbers);
+    }
+    if !rest.is_empty() {
+        let left = &from[whole * S::F32_LANES / E::NUMBERS..];
+        let left: [E; WIDEST] = array::from_fn(|i| *left.get(i).unwrap_or(&E::zeroed()));
+        // SAFETY: as many elements as any vector has
+        let numbers = unsafe { E::vector(simd, &left, 0) };
+        let numbers = [factor.times(simd, whole, numbers)];
+        rest.copy_from_slice(&bytemuck::cast_slice(&numbers)[..rest.len()]);
+    }
+}
+
+/// What numbers of a row are multiplied by. Not a closure: it would be compiled for any processor.
+trait Factor: Copy {
+    /// Vector `i` of a row times its scales.
+    fn times<S: Simd>(self, simd: S, i: usize, numbers: S::f32s) -> S::f32s;
+}
+
+#[derive(Clone, Copy)]
+struct Unscaled;
+
+impl Factor for Unscaled {
+    #[inline(always)]
+    fn times<S: Simd>(self, _: S, _: usize, numbers: S::f32s) -> S::f32s {
+        numbers
+    }
+}
+
+#[derive(Clone, Copy)]
+struct OneScale(f32);
+
+impl Factor for OneScale {
+    #[inline(always)]
+    fn times<S: Simd>(self, simd: S, _: usize, numbers: S::f32s) -> S::f32s {
+        simd.mul_f32s(numbers, simd.splat_f32s(self.0))
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Scales<'a>(&'a [f32]);
+
+impl Factor for Scales<'_> {
+    #[inline(always)]
+    fn times<S: Simd>(self, simd: S, i: usize, numbers: S::f32s) -> S::f32s {
+        let (vectors, rest) = S::as_simd_f32s(self.0);
+        if let Some(scales) = vectors.get(i) {
+            return simd.mul_f32s(numbers, *scales);
+        }
+        let mut scales = [simd.splat_f32s(0.0)];
+        let to: &mut [f32] = bytemuck::cast_slice_mut(&mut scales);
+        to[..rest.len()].copy_from_slice(rest);
+        simd.mul_f32s(numbers, scales[0])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Int4, Int8};
+    use std::iter;
+
+    #[track_caller]
+    fn check<E: CacheElement>(bytes: &[u8], numbers: &[f32], scales: &[f32]) {
+        let mut got = vec![0.0; numbers.len()];
+        widen::<E>(scales, iter::once((bytemuck::cast_slice(bytes), &mut got[..])));
+        let scale = |i: usize| if scales.is_empty() { 1.0 } else { scales[i % scales.len()] };
+        let want: Vec<_> = numbers.iter().enumerate().map(|(i, x)| x * scale(i)).collect();
+        assert_eq!(got, want);
+    }
+
+    #[test]
+    fn rows_of_any_length_have_any_scales() {
+        let bytes: Vec<u8> = (0..140).map(|i| (i * 37 % 256) as u8).collect();
+        let halves = |byte: &u8| [byte & 15, byte >> 4].map(|half| f32::from(half) - 8.0);
+        for length in 1..=bytes.len() {
+            let bytes = &bytes[..length];
+            let eights: Vec<_> = bytes.iter().map(|byte| f32::from(*byte as i8)).collect();
+            let fours: Vec<_> = bytes.iter().flat_map(halves).collect();
+            let scales: Vec<_> = (0..2 * length).map(|i| 0.25 + i as f32).collect();
+            for each in [0, 1, length] {
+                check::<Int8>(bytes, &eights, &scales[..each]);
+            }
+            for each in [0, 1, 2 * length] {
+                check::<Int4>(bytes, &fours, &scales[..each]);
+            }
+        }
+    }
+}
