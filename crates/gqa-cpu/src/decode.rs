@@ -185,7 +185,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut sums = [[simd.splat_f32s(0.0); R]; BLOCK];
         for (c, query) in self.query.iter().enumerate() {
             for i in 0..BLOCK {
-                // SAFETY: a key has as many vectors as the query
+                // SAFETY: a key has as many vectors as the query; `attend` is in `dispatch`
                 let key = unsafe { E::vector(simd, keys[i], c) };
                 for row in 0..R {
                     sums[i][row] = simd.mul_add_e_f32s(key, query[row], sums[i][row]);
@@ -344,7 +344,7 @@ impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
                 // Not in a closure: it would be compiled for any processor.
                 let mut vectors = [simd.splat_f32s(0.0); BLOCK];
                 for i in 0..BLOCK {
-                    // SAFETY: all values have them, as was asserted
+                    // SAFETY: all values have them, as was asserted; `attend` is in `dispatch`
                     vectors[i] = unsafe { E::vector(simd, value, first + i) };
                 }
                 if self.common.contains(&key) {

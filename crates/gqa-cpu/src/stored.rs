@@ -17,8 +17,7 @@ pub trait CacheElement: Stored {}
 
 impl<E: Stored> CacheElement for E {}
 
-/// The same as vectors. Those of `V3` need F16C: only what `native::dispatch` runs may ask for
-/// them.
+/// The same as vectors.
 pub trait Stored: Pod {
     /// Numbers that one of these is.
     const NUMBERS: usize = 1;
@@ -27,7 +26,8 @@ pub trait Stored: Pod {
     ///
     /// # Safety
     ///
-    /// The row has that vector: loops over rows are too short for a question each time.
+    /// The row has that vector: loops over rows are too short for a question each time. And what
+    /// asks is run by `native::dispatch`, since vectors of `V3` need F16C.
     unsafe fn vector<S: Simd>(simd: S, row: &[Self], i: usize) -> S::f32s;
 }
 
@@ -255,7 +255,7 @@ mod tests {
             let vectors = 0..self.0.len() * E::NUMBERS / S::F32_LANES.max(E::NUMBERS);
             let mut numbers = Vec::new();
             for i in vectors {
-                // SAFETY: there are so many
+                // SAFETY: there are so many; `native::dispatch` runs this, or vectors are arrays
                 let vector = [unsafe { E::vector(simd, self.0, i) }];
                 numbers.extend_from_slice(bytemuck::cast_slice(&vector));
             }
