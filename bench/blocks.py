@@ -2,7 +2,7 @@
 
     python3 bench/blocks.py --gqa target/release/gqa --block-size 16,64,256
 
-Needs torch with a GPU and FlashAttention-3 (wheel fa3-fwd). Its attention is timed alone, too, on a cache that has the rows. As in peers.py, times are
+Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Its attention is timed alone, too, on a cache that has the rows. As in peers.py, times are
 medians over replays of CUDA graphs whose calls walk over buffers larger than the L2 cache together. What its build does not take, such as
 small blocks, is told and left out. Exits with 1 if a call of ours fails or is wrong.
 """
@@ -15,10 +15,14 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-import fa3_fwd_interface as fa3
 import launches
 import timing
 import torch
+
+try:
+    import fa3_fwd_interface as fa3
+except ImportError:
+    fa3 = None
 
 # Sequences x new rows + rows before them; others of the same call behind "&".
 SIZES = "8x512+1024,32x128+1024,8x2048+0,1x8192+0,1x1+1023,1x1+8191,8x1+8191,32x1+2047,32x1+8191,8x4+8188,31x1+4095&1x512+3584"
@@ -94,8 +98,8 @@ def tensors(call):
     }
 
 
-def ours(program, call, sets, switches=()):
-    plan = launches.explain(program, "--dtype", "bf16", "--rotary", "half", "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
+def ours(program, device, call, sets, switches=()):
+    plan = launches.explain(program, "--device", device, "--dtype", "bf16", "--rotary", "half", "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
                             call.starts[-1], "--query-length", call.longest, "--past-length", call.total - call.longest, "--heads", call.heads, "--kv-heads",
                             call.kv_heads, "--head-size", call.head_size, *(["--kv-cache", call.kv_cache] if call.kv_cache else []), switches=switches)
     sets[0]["output"].fill_(math.nan)
@@ -153,18 +157,20 @@ def error_of(call, t, sequence):
     return (got - scores.softmax(1) @ v).abs().max().item()
 
 
-def measure(program, call, rounds, replays, switches):
+def measure(program, device, call, rounds, replays, switches):
     first = tensors(call)
     # Ours read no dequantized values, and must find nothing in the L2 cache all the same.
     count = timing.sets(sum(each.numel() * each.element_size() for name, each in first.items() if not name.startswith("numbers_")))
     sets = [first] + [tensors(call) for _ in range(count - 1)]
-    runs, note = ours(program, call, sets)
+    runs, note = ours(program, device, call, sets)
     peers = {"gqa": runs}
     if switches:
-        switched, other = ours(program, call, sets, switches)
+        switched, other = ours(program, device, call, sets, switches)
         if other.split(";")[0] != note.split(";")[0]:
             peers[f"gqa, {other}"] = switched
-    peers |= {"FlashAttention-3": flash_attention_3(call, sets, True), "its attention alone": flash_attention_3(call, sets, False)}
+    if fa3:
+        peers["FlashAttention-3"] = flash_attention_3(call, sets, True)
+        peers["its attention alone"] = flash_attention_3(call, sets, False)
     times = {name: [] for name in peers}
     for number in range(rounds):
         turns = list(peers.items())
@@ -189,6 +195,7 @@ def measure(program, call, rounds, replays, switches):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True, help="this project's program")
+    parser.add_argument("--device", default="h200", help="ours are planned for this GPU, with the kernels that it gets")
     parser.add_argument("--size", default=SIZES, help="SEQUENCESxROWS+PAST, several of a call joined by &, calls separated by commas")
     parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE")
     parser.add_argument("--block-size", default="16,64,256", help="several separated by commas")
@@ -209,7 +216,7 @@ def main():
     kv, size = rest.split("x")
     for text in options.size.split(","):
         for block_size in map(int, options.block_size.split(",")):
-            measure(options.gqa, Call(text, int(query), int(kv), int(size), block_size, options.kv_cache), options.rounds, options.replays, options.switch)
+            measure(options.gqa, options.device, Call(text, int(query), int(kv), int(size), block_size, options.kv_cache), options.rounds, options.replays, options.switch)
 
 
 if __name__ == "__main__":

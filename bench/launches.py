@@ -40,21 +40,20 @@ def call(name, *arguments):
 
 
 @functools.cache
-def function(folder, entry, shared_bytes, cluster):
-    """The kernel, from a module of its own: a whole family takes long to assemble."""
-    major, minor = torch.cuda.get_device_capability()
+def function(folder, entry, shared_bytes, cluster, sm):
+    """The kernel as GPUs of that compute capability, times ten, get it, from a module of its own: a whole family takes long to
+    assemble."""
     modules = [m for m in packed.modules(folder) if any(kernel["name"] == entry for kernel in m["kernels"])]
-    usable = [m for m in modules if (m["arch"] == f"sm_{major}{minor}a" or
-                                     not m["arch"].endswith("a") and int(m["arch"][3:]) <= 10 * major + minor)]
+    usable = [m for m in modules if m["arch"] == f"sm_{sm}a" or not m["arch"].endswith("a") and int(m["arch"][3:]) <= sm]
     if not usable:
-        raise RuntimeError(f"{entry}: {folder} has no module for compute capability {major}.{minor}; plans here are those of an H200")
+        raise RuntimeError(f"{entry}: {folder} has no module for compute capability {sm / 10}")
     module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))
     text = packed.ptx(folder, module, entry).encode() + b"\0"
     loaded, found = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(loaded), text)
     call("cuModuleGetFunction", ctypes.byref(found), loaded, entry.encode())
     call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, shared_bytes)
-    if cluster > PORTABLE_CLUSTER:
+    if cluster > PORTABLE_CLUSTER and sm >= 90:
         call("cuFuncSetAttribute", found, NON_PORTABLE_CLUSTER, 1)
     return found
 
@@ -88,11 +87,12 @@ class Launches:
         self.launches = [self.prepared(launch, pathlib.Path(folder)) for launch in plan["launches"]]
 
     def prepared(self, launch, folder):
-        found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"])
+        found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"], self.plan["sm"])
         params = (ctypes.c_ubyte * len(launch["params"]))(*launch["params"])
         values = [self.value(value) for value in launch["values"]] + [params]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        wanted = [(CLUSTER, [launch["cluster"], 1, 1])] if launch["max_cluster"] > 1 else []
+        has_clusters = launch["max_cluster"] > 1 and self.plan["sm"] >= 90
+        wanted = [(CLUSTER, [launch["cluster"], 1, 1])] if has_clusters else []
         wanted += [(PROGRAMMATIC, [1])] if launch["programmatic"] else []
         attributes = (Attribute * 2)(*[Attribute(id, 0, (ctypes.c_uint * 16)(*value)) for id, value in wanted])
         config = Config((ctypes.c_uint * 3)(*launch["grid"]), (ctypes.c_uint * 3)(launch["threads"], 1, 1), launch["shared_bytes"],
@@ -132,7 +132,7 @@ class Launches:
 
 
 def explain(program, *options, switches=()):
-    """The plan of a call on an H200, with these environment switches (NAME=VALUE)."""
+    """The plan of a call, on an H200 where no `--device` is named, with these environment switches (NAME=VALUE)."""
     environment = os.environ | dict(switch.split("=", 1) for switch in switches)
     done = subprocess.run([program, "explain", "--json", *map(str, options)], capture_output=True, text=True, env=environment)
     if done.returncode:

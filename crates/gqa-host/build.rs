@@ -1,7 +1,8 @@
-//! Embeds the shipped PTX: a table row for each module of `ptx/manifest.json`, with each kernel's
-//! file. A file that is missing, or is another than the list says, ends the build.
+//! Embeds the shipped PTX: a table row for each module of `ptx/manifest.json`, with the files of its
+//! kernels. A file that is missing, or is another than the list says, ends the build.
 
 use gqa_ptx::{Manifest, Module};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
@@ -24,14 +25,17 @@ fn main() -> Result<()> {
 }
 
 fn row(folder: &Path, module: &Module) -> Result<String> {
-    let kernels = module.kernels.iter().map(|kernel| {
-        let path = folder.join(module.file(&kernel.name));
-        kernel.read(&path)?;
-        Ok(format!("        ({:?}, include_bytes!({path:?})),\n", kernel.name))
+    let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for kernel in &module.kernels {
+        kernel.read(folder)?;
+        files.entry(&kernel.file).or_default().push(&kernel.name);
+    }
+    let files = files.iter().map(|(file, kernels)| {
+        format!("        (&{kernels:?}, include_bytes!({:?})),\n", folder.join(file))
     });
-    let kernels = kernels.collect::<Result<String>>()?;
+    let files = files.collect::<String>();
     let Module { family, arch, ptx, .. } = module;
     Ok(format!(
-        "    Shipped {{ family: {family:?}, arch: {arch:?}, ptx_version: {ptx:?}, kernels: &[\n{kernels}    ] }},\n"
+        "    Shipped {{ family: {family:?}, arch: {arch:?}, ptx_version: {ptx:?}, files: &[\n{files}    ] }},\n"
     ))
 }

@@ -107,6 +107,22 @@ fn steps_in_little_shared_memory() {
     parity("cuda, little shared memory, paged", 300, paged_steps(steps(40), 1500), &gpu);
 }
 
+/// As planned for GPUs without clusters, by the kernels that those get.
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_as_planned_for_ampere_and_ada() {
+    for (name, cases) in [("a100", 400), ("rtx4090", 100)] {
+        let device = DeviceInfo::known(name).expect("a known device");
+        let gpu = cuda(PlanOptions::default()).with_device(device);
+        parity(&format!("cuda, {name}"), cases, steps(1500), &gpu);
+        parity(&format!("cuda, {name}, codes"), cases, quantized_steps(1500), &gpu);
+        parity(&format!("cuda, {name}, blocks"), cases, paged_steps(steps(40), 1500), &gpu);
+        let codes = paged_steps(quantized(steps(40)), 1500);
+        parity(&format!("cuda, {name}, blocks of codes"), cases, codes, &gpu);
+        parity(&format!("cuda, {name}, trees"), cases, tree_steps(1500), &gpu);
+    }
+}
+
 /// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
 #[ignore = "needs a GPU"]

@@ -45,9 +45,9 @@ impl Module {
             name: &self.name(),
             features,
             cpu: self.target.arch,
-            ptx: self.family.ptx(),
+            ptx: self.target.ptx,
         })?;
-        built.ptx = self.bounded(&post::strip(&built.ptx))?;
+        built.ptx = self.bounded(&post::number_labels_alone(&post::strip(&built.ptx)))?;
         ensure!(
             quick || self.missing(&built.ptx).is_empty(),
             "{}: the PTX lacks {:?}",

@@ -85,9 +85,12 @@ fn write(compiled: Vec<Compiled>, args: &Args) -> Result<()> {
         let is_known = |name: &str| Module::all().any(|module| module.name() == name);
         manifest.modules.retain(|row| is_known(&row.name()));
     }
-    for Compiled { mut row, text, .. } in compiled {
-        row.write(&place::shipped(), &text)?;
-        manifest.put(row);
+    let length = |compiled: &Compiled| compiled.text.len() as u64;
+    let written = longest_first(compiled, length, |Compiled { mut row, text, .. }| {
+        row.write(&place::shipped(), &text).map(|()| row)
+    });
+    for row in written {
+        manifest.put(row?);
     }
     for file in strays(&manifest)? {
         fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
@@ -169,11 +172,8 @@ fn warn(compiled: &[Compiled]) {
 
 /// Files of kernels that the manifest does not name.
 fn strays(manifest: &Manifest) -> Result<Vec<PathBuf>> {
-    let files = |module: &gqa_ptx::Module| {
-        module.kernels.iter().map(|kernel| module.file(&kernel.name)).collect::<Vec<_>>()
-    };
-    let named: BTreeSet<_> =
-        manifest.modules.iter().flat_map(files).map(|file| place::shipped().join(file)).collect();
+    let kernels = manifest.modules.iter().flat_map(|module| &module.kernels);
+    let named: BTreeSet<_> = kernels.map(|kernel| place::shipped().join(&kernel.file)).collect();
     let mut strays = Vec::new();
     for folder in entries(&place::shipped())?.into_iter().filter(|path| path.is_dir()) {
         strays.extend(entries(&folder)?.into_iter().filter(|path| !named.contains(path)));

@@ -37,9 +37,9 @@ pub fn run() -> Result<ExitCode> {
 /// PTX inside this program.
 fn kernels() -> Result<()> {
     for module in shipped() {
-        say!("ptx      {}: {} kernels", module.name(), module.kernels().len());
+        say!("ptx      {}: {} kernels", module.name(), module.kernels().count());
     }
-    let all: usize = shipped().iter().map(|module| module.kernels().len()).sum();
+    let all: usize = shipped().iter().map(|module| module.kernels().count()).sum();
     say!("ptx      {all} kernels in all");
     Ok(())
 }

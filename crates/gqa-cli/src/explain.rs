@@ -108,6 +108,7 @@ fn json(plan: &Plan) -> Value {
     json!({
         "problem": explanation.problem,
         "device": explanation.device,
+        "sm": plan.device().sm,
         "positions": explanation.positions,
         "decisions": decisions.collect::<Vec<_>>(),
         "launches": launches.collect::<Vec<_>>(),

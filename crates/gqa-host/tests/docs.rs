@@ -136,9 +136,10 @@ fn launches(text: &mut String) -> std::fmt::Result {
         text,
         "\n## Launches of a decode step\n\n\
          bfloat16, 8 sequences with one new token each, 32 query heads over 8 KV heads of 128, a\n\
-         rotary embedding. Kernels for the H100 have run on it and on an H200, and plans for an\n\
-         RTX 5090 on an H200. No Blackwell GPU was at hand; the simulator runs plans for a B200\n\
-         and an RTX 5090 in the test command.\n"
+         rotary embedding. Kernels for the H100 have run on it and on an H200, plans for an\n\
+         RTX 5090 on an H200, and plans for an A100 and an RTX 4090, with the kernels of those,\n\
+         on an H100. No other GPU was at hand. The simulator runs plans for an A100, a B200 and\n\
+         an RTX 5090 in the test command.\n"
     )?;
     let devices = DECODING.map(|name| (name, DeviceInfo::known(name).unwrap()));
     row(text, ["decode over".to_owned()].into_iter().chain(DECODING.map(str::to_owned)))?;

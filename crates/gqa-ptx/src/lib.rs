@@ -31,7 +31,8 @@
 #![warn(clippy::missing_errors_doc)]
 
 mod packed;
-pub use packed::unpack;
+mod text;
+pub use {packed::unpack, text::alone};
 
 #[cfg(feature = "build")]
 mod build;
@@ -49,8 +50,6 @@ pub mod post;
 mod ptxas;
 #[cfg(feature = "build")]
 mod ratchet;
-#[cfg(feature = "build")]
-mod text;
 #[cfg(feature = "build")]
 mod toolchain;
 

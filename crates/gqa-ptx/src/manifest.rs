@@ -1,9 +1,10 @@
-//! The PTX a crate ships: a file for each kernel, and a list of what they hold and come from.
+//! The PTX a crate ships: files of kernels, and a list of what they hold and come from.
 
 use crate::text::apart;
 use crate::{Error, Result, pack, unpack};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -36,11 +37,13 @@ pub struct Module {
     pub kernels: Vec<Kernel>,
 }
 
-/// A kernel's file.
+/// A kernel, and the file that holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kernel {
     /// Entry name.
     pub name: String,
+    /// Where its file lies, from the list's folder on.
+    pub file: String,
     /// [`sha256`] of the file.
     pub sha256: String,
 }
@@ -94,13 +97,8 @@ impl Module {
         self.assembled == self.sha256
     }
 
-    /// Where a kernel's file lies, from the list's folder on.
-    pub fn file(&self, kernel: &str) -> PathBuf {
-        [&self.arch, &format!("{kernel}.{EXTENSION}")].iter().collect()
-    }
-
-    /// Writes a file for each kernel of a text into the list's folder: a whole PTX text with that
-    /// kernel alone, [packed](pack).
+    /// Writes files into the list's folder that hold all kernels of a text, each a whole PTX text,
+    /// [packed](pack). Kernels that differ in the 16-bit type and the tile alone share one.
     ///
     /// # Errors
     ///
@@ -108,14 +106,24 @@ impl Module {
     pub fn write(&mut self, folder: &Path, ptx: &str) -> Result<()> {
         let folder_of_files = folder.join(&self.arch);
         fs::create_dir_all(&folder_of_files).map_err(Error::io("make", &folder_of_files))?;
-        self.kernels.clear();
         let (header, kernels) = apart(ptx);
-        for (name, text) in kernels {
-            let path = folder.join(self.file(name));
-            let bytes = pack(&[header, text].concat()).map_err(Error::io("pack", &path))?;
-            fs::write(&path, &bytes).map_err(Error::io("write", &path))?;
-            self.kernels.push(Kernel { name: name.into(), sha256: sha256(&bytes) });
+        let file = |kernel: &str| format!("{}/{}.{EXTENSION}", self.arch, common_name(kernel));
+        let mut texts: BTreeMap<String, String> = BTreeMap::new();
+        for (name, text) in &kernels {
+            texts.entry(file(name)).or_insert_with(|| header.into()).push_str(text);
         }
+        let mut hashes = BTreeMap::new();
+        for (file, text) in texts {
+            let path = folder.join(&file);
+            let bytes = pack(&text).map_err(Error::io("pack", &path))?;
+            fs::write(&path, &bytes).map_err(Error::io("write", &path))?;
+            hashes.insert(file, sha256(&bytes));
+        }
+        let kernel = |(name, _): (&str, &str)| {
+            let file = file(name);
+            Kernel { name: name.into(), sha256: hashes[&file].clone(), file }
+        };
+        self.kernels = kernels.into_iter().map(kernel).collect();
         Ok(())
     }
 
@@ -125,15 +133,21 @@ impl Module {
     ///
     /// Where a file is missing or damaged.
     pub fn read(&self, folder: &Path) -> Result<String> {
-        let mut ptx = String::new();
+        let mut texts = BTreeMap::new();
         for kernel in &self.kernels {
-            let path = folder.join(self.file(&kernel.name));
-            let text = unpack(&kernel.read(&path)?).map_err(Error::io("unpack", &path))?;
-            let (header, kernels) = apart(&text);
+            let path = folder.join(&kernel.file);
+            let text = unpack(&kernel.read(folder)?).map_err(Error::io("unpack", &path))?;
+            texts.insert(&kernel.file, text);
+        }
+        let mut ptx = String::new();
+        for Kernel { name, file, .. } in &self.kernels {
+            let (header, kernels) = apart(&texts[file]);
             if ptx.is_empty() {
                 ptx.push_str(header);
             }
-            kernels.into_iter().for_each(|(_, text)| ptx.push_str(text));
+            let text = kernels.into_iter().find(|(other, _)| other == name);
+            let missing = || Error::Damaged { path: folder.join(file) };
+            ptx.push_str(text.ok_or_else(missing)?.1);
         }
         Ok(ptx)
     }
@@ -145,17 +159,27 @@ impl Kernel {
     /// # Errors
     ///
     /// Where the file is not there or is not the one that the list means.
-    pub fn read(&self, path: &Path) -> Result<Vec<u8>> {
-        let bytes = fs::read(path).map_err(Error::io("read", path))?;
+    pub fn read(&self, folder: &Path) -> Result<Vec<u8>> {
+        let path = folder.join(&self.file);
+        let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
         if sha256(&bytes) != self.sha256 {
-            return Err(Error::Damaged { path: path.into() });
+            return Err(Error::Damaged { path });
         }
         Ok(bytes)
     }
 }
 
-/// Of a kernel's file.
+/// Of files of kernels.
 pub const EXTENSION: &str = "ptx.packed";
+
+/// A kernel's name without the 16-bit element type and what follows the head size, if it has one.
+fn common_name(kernel: &str) -> String {
+    let is_head_size =
+        |word: &str| word.strip_prefix('d').is_some_and(|size| size.parse::<u32>().is_ok());
+    let words: Vec<_> = kernel.split('_').filter(|word| !["f16", "bf16"].contains(word)).collect();
+    let end = words.iter().position(|word| is_head_size(word)).map_or(words.len(), |at| at + 1);
+    words[..end].join("_")
+}
 
 /// SHA-256 in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
@@ -224,7 +248,7 @@ mod tests {
             source: text("s"),
             sha256: text("h"),
             assembled: text(""),
-            kernels: vec![Kernel { name: text("e"), sha256: text("h") }],
+            kernels: vec![Kernel { name: text("e"), file: text("sm/e"), sha256: text("h") }],
         }
     }
 
@@ -252,23 +276,27 @@ mod tests {
     }
 
     #[test]
-    fn kernels_come_back_from_a_file_each() {
+    fn kernels_come_back_from_their_files() {
         let Folder(folder) = &Folder::new("kernels");
+        let ptx = SAMPLE.replace("scale_more", "add_bf16_d64_r8");
+        let third =
+            SAMPLE[SAMPLE.find(".visible").unwrap()..].replace("scale_more", "add_f16_d64_r16_w4");
+        let ptx = ptx + &third.replace("scale", "last");
         let mut module = module("f", "sm_80");
-        module.write(folder, SAMPLE).unwrap();
+        module.write(folder, &ptx).unwrap();
         let names: Vec<_> = module.kernels.iter().map(|kernel| kernel.name.as_str()).collect();
-        assert_eq!(names, ["scale", "scale_more"]);
-        assert_eq!(module.read(folder).unwrap(), SAMPLE);
-        let path = folder.join("sm_80/scale_more.ptx.packed");
-        let alone = unpack(&fs::read(&path).unwrap()).unwrap();
-        assert!(alone.starts_with(".version ") && alone.ends_with("}\n"), "{alone}");
-        assert_eq!(alone.matches(".entry ").count(), 1);
+        assert_eq!(names, ["scale", "add_bf16_d64_r8", "last", "add_f16_d64_r16_w4"]);
+        assert_eq!(module.read(folder).unwrap(), ptx);
+        let path = folder.join("sm_80/add_d64.ptx.packed");
+        let shared = unpack(&fs::read(&path).unwrap()).unwrap();
+        assert!(shared.starts_with(".version ") && shared.ends_with("}\n"), "{shared}");
+        assert_eq!(shared.matches(".entry add_").count(), 2);
 
         let mut bytes = fs::read(&path).unwrap();
         bytes.push(0);
         fs::write(&path, bytes).unwrap();
         let error = module.read(folder).unwrap_err().to_string();
-        assert!(error.contains("scale_more.ptx.packed is damaged"), "{error}");
+        assert!(error.contains("add_d64.ptx.packed is damaged"), "{error}");
         fs::remove_file(&path).unwrap();
         assert!(module.read(folder).unwrap_err().to_string().contains("cannot read"));
     }

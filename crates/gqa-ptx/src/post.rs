@@ -41,6 +41,20 @@ pub fn strip(ptx: &str) -> String {
     text
 }
 
+/// The PTX with labels that do not tell which of the text's functions theirs is: that changes with
+/// every function in front of it, and labels are local.
+pub fn number_labels_alone(ptx: &str) -> String {
+    const LABEL: &str = "$L__BB";
+    let mut parts = ptx.split(LABEL);
+    let mut text = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let rest = part.trim_start_matches(|c: char| c.is_ascii_digit());
+        text.push_str(LABEL);
+        text.push_str(rest);
+    }
+    text
+}
+
 /// The PTX with those directives on an entry.
 ///
 /// # Errors
@@ -114,6 +128,13 @@ mod tests {
             let error = align_parameter(SAMPLE, "scale", index, 64).unwrap_err().to_string();
             assert!(error.contains("scale_param_0"), "{why}: {error}");
         }
+    }
+
+    #[test]
+    fn labels_lose_the_number_of_their_function() {
+        let text = "\t@%p1 bra \t$L__BB12_2;\n$L__BB12_2:\n";
+        assert_eq!(number_labels_alone(text), "\t@%p1 bra \t$L__BB_2;\n$L__BB_2:\n");
+        assert_eq!(number_labels_alone("ret;"), "ret;");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The little of PTX's grammar that is needed to find things in it.
 
+#[cfg(feature = "build")]
 use crate::{Error, Result};
 use std::ops::Range;
 
@@ -10,6 +11,7 @@ pub(crate) struct EntryText<'a> {
     /// What stands between the parentheses.
     pub signature: Range<usize>,
     /// What stands between the braces.
+    #[cfg_attr(not(feature = "build"), expect(dead_code, reason = "who builds reads it"))]
     pub body: Range<usize>,
 }
 
@@ -21,6 +23,7 @@ pub(crate) fn entries(ptx: &str) -> Vec<EntryText<'_>> {
 }
 
 /// The entry of that name.
+#[cfg(feature = "build")]
 pub(crate) fn entry_named<'a>(ptx: &'a str, name: &str) -> Result<EntryText<'a>> {
     let all = entries(ptx);
     let has = || all.iter().map(|entry| entry.name.to_owned()).collect();
@@ -42,6 +45,13 @@ pub(crate) fn apart(ptx: &str) -> (&str, Vec<(&str, &str)>) {
     let texts = starts.iter().zip(ends).map(|(&(name, start), end)| (name, &ptx[start..end]));
     let header = starts.first().map_or(ptx, |&(_, start)| &ptx[..start]);
     (header, texts.collect())
+}
+
+/// A whole PTX text with that kernel of another one alone; `None` where it is not there.
+pub fn alone(ptx: &str, kernel: &str) -> Option<String> {
+    let (header, kernels) = apart(ptx);
+    let (_, text) = kernels.into_iter().find(|(name, _)| *name == kernel)?;
+    Some([header, text].concat())
 }
 
 /// The entry whose name starts at `start`.
@@ -133,6 +143,8 @@ mod tests {
         let texts: String = kernels.iter().map(|(_, text)| *text).collect();
         assert_eq!(header.to_owned() + &texts, SAMPLE);
         assert_eq!(apart(header), (header, Vec::new()));
+        assert_eq!(alone(SAMPLE, "scale_more"), Some(header.to_owned() + kernels[1].1));
+        assert_eq!(alone(SAMPLE, "more"), None);
     }
 
     #[test]

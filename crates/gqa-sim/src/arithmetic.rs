@@ -123,8 +123,26 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
 
 /// The difference of each half, as f16. SM 80.
 pub fn sub_f16x2(a: u32, b: u32) -> u32 {
-    let half =
-        |shift: u32| f32_to_f16(f16_to_f32((a >> shift) as u16) - f16_to_f32((b >> shift) as u16));
+    halves([a, b], |[a, b]| a - b)
+}
+
+/// The product of each half, as f16. SM 80.
+pub fn mul_f16x2(a: u32, b: u32) -> u32 {
+    halves([a, b], |[a, b]| a * b)
+}
+
+/// `a·b + c` of each half, as f16, rounded once. SM 80.
+pub fn fma_f16x2(a: u32, b: u32, c: u32) -> u32 {
+    halves([a, b, c], |[a, b, c]| a * b + c)
+}
+
+/// What `function` makes of the lower halves, rounded to f16, and of the upper ones. In double
+/// precision products of halves are exact.
+fn halves<const N: usize>(operands: [u32; N], function: impl Fn([f64; N]) -> f64) -> u32 {
+    let half = |shift: u32| {
+        let result = function(operands.map(|pair| f16_to_f32((pair >> shift) as u16).into()));
+        if result.is_nan() { CANONICAL_NAN_16 } else { half::f16::from_f64(result).to_bits() }
+    };
     pack(half(0), half(16))
 }
 
@@ -186,7 +204,10 @@ pub fn max_u16x2(a: u32, b: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{e4m3x2_to_f16x2, f16_to_f32, f32x2_to_e4m3x2, max_u16x2, prmt, sub_f16x2};
+    use super::{
+        e4m3x2_to_f16x2, f16_to_f32, f32x2_to_e4m3x2, fma_f16x2, max_u16x2, mul_f16x2, prmt,
+        sub_f16x2,
+    };
 
     #[test]
     fn halves_do_not_mix() {
@@ -198,6 +219,16 @@ mod tests {
         let pair = |lo, hi| super::f32x2_to_f16x2(lo, hi);
         assert_eq!(sub_f16x2(pair(1024.0, -2.5), pair(1152.0, 65504.0)), pair(-128.0, -65504.0));
         assert_eq!(sub_f16x2(pair(0.0, f32::NAN), pair(1.0, 1.0)), pair(-1.0, f32::NAN));
+    }
+
+    #[test]
+    fn halves_are_multiplied_and_rounded_once() {
+        let pair = |lo, hi| super::f32x2_to_f16x2(lo, hi);
+        let (a, b) = (pair(1.0 + 1.0 / 1024.0, 480.0), pair(1.0 + 1.0 / 1024.0, 144.0));
+        assert_eq!(mul_f16x2(a, b), pair(1.0 + 2.0 / 1024.0, f32::INFINITY));
+        // What rounding the product would lose.
+        let c = pair(-1.0 - 2.0 / 1024.0, f32::NAN);
+        assert_eq!(fma_f16x2(a, b, c), pair(1.0 / 1_048_576.0, f32::NAN));
     }
 
     #[test]

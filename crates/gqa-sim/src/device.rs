@@ -8,7 +8,7 @@ use bytemuck::Pod;
 
 pub use crate::arithmetic::{
     e4m3x2_to_f16x2, exp2, f16_to_f32, f32_to_f16, f32x2_to_bf16x2, f32x2_to_e4m3x2,
-    f32x2_to_f16x2, fma, log2, max, max_u16x2, prmt, rcp, rsqrt, sub_f16x2,
+    f32x2_to_f16x2, fma, fma_f16x2, log2, max, max_u16x2, mul_f16x2, prmt, rcp, rsqrt, sub_f16x2,
 };
 pub use crate::cluster::{
     cluster_arrive, cluster_arrive_relaxed, cluster_rank, cluster_size, cluster_wait, ld_peer,

@@ -36,7 +36,8 @@ impl Cuda {
         Ok(Self { device, stream, options, info })
     }
 
-    /// Plans for another device of this compute capability, with no more shared memory.
+    /// Plans for another device, of this compute capability or an older one, with no more shared
+    /// memory, and takes the kernels that it would get.
     pub fn with_device(self, info: DeviceInfo) -> Self {
         Self { info, ..self }
     }

@@ -96,10 +96,10 @@ mod tests {
     fn step() -> Plan {
         let f16 = |shape| TensorDesc { dtype: DType::F16, shape };
         let shapes = Shapes {
-            past_key: Some(f16(&[1, 8, 4096, 128])),
-            past_value: Some(f16(&[1, 8, 4096, 128])),
+            past_key: Some(f16(&[1, 8, 4096, 72])),
+            past_value: Some(f16(&[1, 8, 4096, 72])),
             ..Shapes::new(
-                f16(&[1, 1, 48 * 128]),
+                f16(&[1, 1, 48 * 72]),
                 TensorDesc { dtype: DType::I32, shape: &[1] },
                 4096,
             )

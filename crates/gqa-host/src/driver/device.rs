@@ -48,7 +48,7 @@ impl Inner {
             let Properties { name, sm, .. } = properties;
             return Err(DriverError::UnsupportedDevice { name, sm });
         }
-        let modules = Modules::new(properties.sm, version);
+        let modules = Modules::new(version);
         let memory_bytes = properties.memory_bytes;
         Ok(Self { modules, context, info: info(properties), memory_bytes })
     }
@@ -121,10 +121,10 @@ impl Device {
         self.0.context.enter()
     }
 
-    /// The kernel, from its module, which is loaded when it is first asked for. The context must
-    /// be entered.
-    pub(super) fn kernel(&self, entry: &'static Entry) -> Result<Kernel, DriverError> {
-        self.0.modules.kernel(entry)
+    /// The kernel as GPUs of compute capability `sm`, times ten, get it, from its module, which is
+    /// loaded when it is first asked for. The context must be entered.
+    pub(super) fn kernel(&self, entry: &'static Entry, sm: u32) -> Result<Kernel, DriverError> {
+        self.0.modules.kernel(entry, sm)
     }
 
     /// Errs unless `argument` belongs to this device.

@@ -8,7 +8,7 @@ use super::raw::module::{self, Shape};
 use super::raw::{self, Failure};
 use super::stream::Stream;
 use super::views::{self, Views, Workspace};
-use crate::plan::{Launch, Plan};
+use crate::plan::{Capability, DeviceInfo, Launch, Plan};
 use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
 use std::ffi::c_void;
@@ -32,7 +32,8 @@ pub(super) struct LoadedKernel {
 }
 
 impl Device {
-    /// Compiles and finds the plan's kernels. Worth keeping as long as calls of that shape come.
+    /// Compiles and finds the plan's kernels: those that the GPU which the plan was made for gets.
+    /// Worth keeping as long as calls of that shape come.
     ///
     /// # Errors
     /// Where the plan was made for a newer GPU, or for one with more shared memory, and where the
@@ -44,8 +45,8 @@ impl Device {
         let kernels = plan.launches().iter().map(|launch| {
             launch.check_cluster()?;
             Addresses::unknown(launch)?;
-            let kernel = self.kernel(launch.entry())?;
-            Ok(LoadedKernel { kernel, shape: shape(launch) })
+            let kernel = self.kernel(launch.entry(), plan.device().sm)?;
+            Ok(LoadedKernel { kernel, shape: shape(launch, plan.device()) })
         });
         let kernels = kernels.collect::<Result<_>>()?;
         Ok(LoadedPlan { device: self.clone(), plan, kernels })
@@ -74,15 +75,16 @@ impl Device {
     }
 }
 
-fn shape(launch: &Launch) -> Shape {
+fn shape(launch: &Launch, device: &DeviceInfo) -> Shape {
     let entry = launch.entry();
+    // A kernel made for clusters is launched as one even of one block: its instructions for them
+    // are illegal otherwise. What it is on a device without clusters has none.
+    let has_cluster = entry.max_cluster > 1 && device.has(Capability::Clusters);
     Shape {
         grid: launch.grid(),
         threads: entry.threads,
         shared_bytes: entry.shared_bytes,
-        // A kernel made for clusters is launched as one even of one block: its instructions for
-        // them are illegal otherwise.
-        cluster: if entry.max_cluster > 1 { launch.cluster() } else { 0 },
+        cluster: if has_cluster { launch.cluster() } else { 0 },
         programmatic: launch.programmatic(),
         urgent: launch.concurrent(),
     }

@@ -3,7 +3,9 @@
 use super::error::{Code, CudaVersion, DriverError};
 use super::raw::{self, Failure, report};
 use super::sys::{RawFunction, RawModule};
+use crate::plan::Capability;
 use gqa_kernels::registry::{self, Entry};
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,8 +19,8 @@ pub struct Shipped {
     pub arch: &'static str,
     /// PTX version, such as `8.0`.
     pub ptx_version: &'static str,
-    /// Names, and PTX with that kernel alone as `gqa_ptx::pack` makes it.
-    kernels: &'static [(&'static str, &'static [u8])],
+    /// Names of kernels, and PTX with those alone as `gqa_ptx::pack` makes it.
+    files: &'static [(&'static [&'static str], &'static [u8])],
 }
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
@@ -40,8 +42,8 @@ impl Shipped {
     }
 
     /// Names of its kernels.
-    pub fn kernels(&self) -> impl ExactSizeIterator<Item = &'static str> {
-        self.kernels.iter().map(|(name, _)| *name)
+    pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
+        self.files.iter().flat_map(|(names, _)| *names).copied()
     }
 
     /// The PTX of a kernel; `None` where it is of another module. A driver compiles all that it is
@@ -51,8 +53,10 @@ impl Shipped {
     ///
     /// None, unless this program was damaged after it was built.
     pub fn ptx(&self, kernel: &str) -> std::io::Result<Option<String>> {
-        let packed = self.kernels.iter().find(|(name, _)| *name == kernel);
-        packed.map(|(_, packed)| gqa_ptx::unpack(packed)).transpose()
+        let Some((_, packed)) = self.files.iter().find(|(names, _)| names.contains(&kernel)) else {
+            return Ok(None);
+        };
+        Ok(gqa_ptx::alone(&gqa_ptx::unpack(packed)?, kernel))
     }
 
     /// First CUDA version whose driver compiles it.
@@ -70,13 +74,14 @@ impl Shipped {
     ) -> Result<&'static Self, DriverError> {
         let holds =
             |module: &&Self| module.runs_on(sm) && module.kernels().any(|name| name == entry.name);
-        let compiles = |module: &&Self| module.needs() <= driver;
-        let best = SHIPPED
-            .iter()
-            .filter(holds)
-            .filter(compiles)
-            .max_by_key(|module| registry::number(module.arch));
-        best.ok_or_else(|| match SHIPPED.iter().filter(holds).min_by_key(|module| module.needs()) {
+        let mut modules: Vec<_> = SHIPPED.iter().filter(holds).collect();
+        modules.sort_by_key(|module| Reverse(registry::number(module.arch)));
+        // What is compiled for GPUs without clusters takes each block of one for a cluster.
+        if entry.max_cluster > 1 {
+            modules.truncate(1);
+        }
+        let best = modules.iter().find(|module| module.needs() <= driver);
+        best.copied().ok_or_else(|| match modules.iter().min_by_key(|module| module.needs()) {
             Some(module) => DriverError::DriverTooOld {
                 have: driver,
                 need: module.needs(),
@@ -105,36 +110,42 @@ type Place = Arc<Mutex<Option<Kernel>>>;
 
 /// What a device has loaded: a module for each kernel.
 pub(super) struct Modules {
-    sm: u32,
     version: CudaVersion,
-    places: Mutex<HashMap<&'static str, Place>>,
+    /// By the entry's name and the module's target.
+    places: Mutex<HashMap<(&'static str, &'static str), Place>>,
 }
 
 impl Modules {
-    pub(super) fn new(sm: u32, version: CudaVersion) -> Self {
-        Self { sm, version, places: Mutex::default() }
+    pub(super) fn new(version: CudaVersion) -> Self {
+        Self { version, places: Mutex::default() }
     }
 
-    /// The kernel; compiled and loaded if it is asked for the first time. The device's context
+    /// The kernel as GPUs of compute capability `sm`, times ten, get it, which is the device's or
+    /// an older one; compiled and loaded if it is asked for the first time. The device's context
     /// must be entered.
-    pub(super) fn kernel(&self, entry: &'static Entry) -> Result<Kernel, DriverError> {
-        let place = lock(&self.places).entry(entry.name).or_default().clone();
+    pub(super) fn kernel(&self, entry: &'static Entry, sm: u32) -> Result<Kernel, DriverError> {
+        let shipped = Shipped::find(entry, sm, self.version)?;
+        let place = lock(&self.places).entry((entry.name, shipped.arch)).or_default().clone();
         let mut place = lock(&place);
         match *place {
             Some(kernel) => Ok(kernel),
-            None => Ok(*place.insert(self.load(entry)?)),
+            None => Ok(*place.insert(self.load(entry, sm, shipped)?)),
         }
     }
 
-    fn load(&self, entry: &'static Entry) -> Result<Kernel, DriverError> {
+    fn load(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        shipped: &Shipped,
+    ) -> Result<Kernel, DriverError> {
         let started = std::time::Instant::now();
-        let missing = || DriverError::MissingKernel { entry: entry.name, sm: self.sm };
+        let missing = || DriverError::MissingKernel { entry: entry.name, sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
-        let shipped = Shipped::find(entry, self.sm, self.version)?;
         let module = load(shipped, entry.name, self.version)?.ok_or_else(missing)?;
+        let cluster = if Capability::Clusters.is_of(sm) { entry.max_cluster } else { 1 };
         // SAFETY: the module was just loaded.
-        let function =
-            unsafe { raw::module::function(module, &name, entry.shared_bytes, entry.max_cluster) };
+        let function = unsafe { raw::module::function(module, &name, entry.shared_bytes, cluster) };
         let function = function.inspect_err(|_| unload(module))?;
         let seconds = started.elapsed().as_secs_f64();
         tracing::debug!(entry = entry.name, module = shipped.name(), seconds, "compiled PTX");
@@ -187,7 +198,7 @@ mod tests {
     use super::*;
 
     fn module(arch: &'static str) -> Shipped {
-        Shipped { family: "tiled", arch, ptx_version: "8.0", kernels: &[] }
+        Shipped { family: "tiled", arch, ptx_version: "8.0", files: &[] }
     }
 
     #[test]
@@ -202,6 +213,20 @@ mod tests {
     }
 
     #[test]
+    fn kernels_with_clusters_are_not_replaced_by_those_without() {
+        let find = |name, sm, version| {
+            Shipped::find(registry::find(name).unwrap(), sm, CudaVersion::for_ptx(version))
+        };
+        let arch = |name, sm, version| find(name, sm, version).unwrap().arch;
+        let step = "gqa_decode_f16_d128_r8";
+        assert_eq!([arch(step, 80, 70), arch(step, 90, 81)], ["sm_80", "sm_90"]);
+        assert!(matches!(find(step, 90, 80), Err(DriverError::DriverTooOld { .. })));
+        assert!(matches!(find(step, 75, 81), Err(DriverError::MissingKernel { .. })));
+        let prompt = "gqa_tiled_f16_d128";
+        assert_eq!([arch(prompt, 90, 80), arch(prompt, 90, 70)], ["sm_90a", "sm_80"]);
+    }
+
+    #[test]
     fn a_module_names_the_driver_that_it_needs() {
         assert_eq!(module("sm_90a").needs().to_string(), "12.0");
     }
@@ -209,7 +234,7 @@ mod tests {
     #[test]
     fn shipped_modules_hold_the_kernels_they_name() {
         for module in shipped() {
-            assert!(module.kernels().len() > 0, "{}", module.name());
+            assert!(module.kernels().next().is_some(), "{}", module.name());
             for kernel in module.kernels() {
                 let text = module.ptx(kernel).unwrap().unwrap();
                 assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");

@@ -46,7 +46,7 @@ pub enum Capability {
 
 impl Capability {
     /// Whether GPUs of that compute capability, times ten, have it.
-    const fn is_of(self, sm: u32) -> bool {
+    pub(crate) const fn is_of(self, sm: u32) -> bool {
         match self {
             Self::Clusters | Self::Tma | Self::ProgrammaticLaunch | Self::RegisterHandover => {
                 sm >= 90

@@ -107,7 +107,8 @@ fn flash_attention_wherever_it_can() {
         ("prompt", llama(4096, 0), "t4", Family::General),
         ("chunk", llama(512, 2048), "h200", Family::Hopper),
         ("token", llama(1, 4096), "h200", Family::Decode),
-        ("token", llama(1, 4096), "a100", Family::SplitKv),
+        ("token", llama(1, 4096), "a100", Family::Decode),
+        ("token", llama(1, 4096), "rtx4090", Family::Decode),
         (
             "token of head size 72",
             with(llama(1, 4096), |p| p.head_size = 72),
@@ -227,13 +228,45 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
         let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
         assert_eq!(kernels, [want], "{rows} rows on {name}");
     }
-    assert_eq!(
-        rejection(&quantized(llama(1, 4096), CODES[0]), "rtx5090", &off, Family::DecodeQuantized),
-        "a block needs 165120 bytes of shared memory, the device has 101376"
-    );
     let forced = PlanOptions { force: Some("gqa_decode_f16_d128_r64"), ..off };
     let refused = plan(&step(16), &device("b200"), &forced).unwrap_err().to_string();
     assert!(refused.contains("needs wgmma, which compute capability 10.0 has not"), "{refused}");
+}
+
+#[test]
+fn a_token_step_is_one_launch_without_clusters_too() {
+    let off = PlanOptions::default();
+    let float32 = |p: Problem| with(p, |p| p.out_dtype = DType::F32);
+    let eight = |p: Problem| with(p, |p| p.batch = 8);
+    for (problem, name, want) in [
+        (llama(1, 8191), "a100", "decode_f16_d128_r8"),
+        (eight(llama(1, 8191)), "a100", "decode_f16_d128_r8"),
+        // Two tiles of 16 rows read keys once where the L2 cache holds them.
+        (llama(8, 4096), "a100", "decode_f16_d128_r16"),
+        (with(llama(8, 8184), |p| p.batch = 4), "a100", "decode_f16_d128_r32_w4"),
+        (llama(1, 8191), "rtx4090", "decode_f16_d128_r8_w4"),
+        (float32(llama(1, 8191)), "a100", "decode_out32_f16_d128_r16"),
+        (float32(llama(1, 8191)), "l4", "decode_out32_f16_d128_r16_w4"),
+        (quantized(llama(1, 8191), CODES[0]), "a100", "decode_i8_f16_d128_r8"),
+        (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r16_w4"),
+        (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_f8_f16_d128_r16_w4"),
+        (over_blocks(8, 1, 500), "a100", "decode_paged_f16_d128_r8"),
+        (over_blocks(8, 4, 500), "rtx3090", "decode_paged_f16_d128_r16_w4"),
+        (quantized(over_blocks(8, 1, 500), CODES[0]), "l4", "decode_paged_i8_f16_d128_r16_w4"),
+    ] {
+        let plan = plan(&problem, &device(name), &off).unwrap();
+        let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
+        assert_eq!(kernels, [want], "{name}");
+        let launch = &plan.launches[0];
+        let blackwell = name == "rtx5090";
+        assert!(blackwell || !launch.programmatic && launch.cluster == 1, "{name}");
+    }
+    // Half of the SMs take in what memory delivers; splits meet at counters, one for each head.
+    let alone = plan(&llama(1, 8191), &device("a100"), &off).unwrap();
+    assert_eq!((alone.launches[0].grid, alone.counters), ([7, 8, 1], 8));
+    let clusters = PlanOptions { cluster: Some(2), ..PlanOptions::default() };
+    let why = rejection(&llama(1, 4096), "a100", &clusters, Family::Decode);
+    assert_eq!(why, "needs thread-block clusters, which compute capability 8.0 has not");
 }
 
 #[test]
@@ -330,6 +363,13 @@ fn many_short_sequences_take_two_blocks_to_a_multiprocessor() {
     assert_eq!(planned(32, 512), "gqa_decode_f16_d128_r8_w4");
     assert_eq!(planned(32, 8192), "gqa_decode_f16_d128_r8");
     assert_eq!(planned(16, 512), "gqa_decode_f16_d128_r8");
+    let codes = |batch, total: usize| {
+        let step = with(llama(1, total - 1), |p| p.batch = batch);
+        let plan = plan(&quantized(step, CODES[0]), &device("h200"), &PlanOptions::default());
+        plan.unwrap().launches[0].entry.name
+    };
+    assert_eq!(codes(32, 512), "gqa_decode_i8_f16_d128_r16_w4");
+    assert_eq!(codes(128, 2048), "gqa_decode_i8_f16_d128_r8");
     // Who says how many blocks there are means whole ones.
     let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(entry(32, 512, &alone), "gqa_decode_f16_d128_r8");
@@ -671,13 +711,14 @@ fn positions_are_honoured_generated_or_implied() {
 
 #[test]
 fn the_keys_of_a_long_sequence_are_split_and_merged() {
-    let long = plan(&llama(1, 8000), &device("a100"), &PlanOptions::default()).unwrap();
+    let of_72 = |p| with(p, |p: &mut ProblemFields| p.head_size = 72);
+    let long = plan(&of_72(llama(1, 8000)), &device("a100"), &PlanOptions::default()).unwrap();
     let names: Vec<_> = long.launches.iter().map(kernel).collect();
     assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
     let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
     assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
     // As many blocks as there are SMs already: nothing to gain.
-    let wide = with(llama(1, 100), |p| p.batch = 512);
+    let wide = with(of_72(llama(1, 100)), |p| p.batch = 512);
     assert_eq!(plan(&wide, &device("a100"), &PlanOptions::default()).unwrap().launches.len(), 2);
     let seven = PlanOptions { splits: Some(7), ..PlanOptions::default() };
     let forced = plan(&wide, &device("a100"), &seven).unwrap();
@@ -948,8 +989,8 @@ fn a_step_reads_codes_where_it_can() {
         rejection(&llama(1, 4096), "h200", &off, Family::DecodeQuantized),
         "the KV cache is not quantized"
     );
-    let a100 = rejection(&step(|_| ()), "a100", &off, Family::DecodeQuantized);
-    assert_eq!(a100, "needs thread-block clusters, which compute capability 8.0 has not");
+    let t4 = rejection(&step(|_| ()), "t4", &off, Family::DecodeQuantized);
+    assert_eq!(t4, "needs compute capability 8.0, the device has 7.5");
 }
 
 #[test]
@@ -1150,7 +1191,8 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         assert_eq!((many.primary, many.secondary, many.is_secondary), (64, 132 - 64, helps));
     }
     // Four tokens of each fill sixteen rows, eight 32.
-    for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32")] {
+    for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32_w4")]
+    {
         let several = mixed(512 + 31 * tokens);
         assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
     }

@@ -14,6 +14,9 @@
 //! rows behind the old ones are written. So no block reads a cache row that another one writes.
 //! Where the cache holds all rows already there is no such tile.
 //!
+//! **Before SM 90** every block is a cluster, and splits of the keys meet in global memory: the
+//! same source, compiled for a target without clusters.
+//!
 //! **Merge** (`exchange.rs`): a rank owns an equal share of the output's columns, of all rows
 //! together. It sends every other rank that one's columns of its own result, and the maxima and
 //! sums of the rows, into mailboxes whose barrier counts the bytes, waits for its own mailbox, and
@@ -78,7 +81,7 @@ mod warpgroup;
 pub use cached::Cached;
 pub use layout::{Blocks, Layout};
 pub use quantized::{Codes, Scales};
-pub use shape::{Shape, shape};
+pub use shape::{Device, Shape, shape};
 
 use super::out::OutElement;
 use crate::num::{MmaCode, MmaElement, e4m3};
@@ -127,8 +130,8 @@ pub type OfElements<
 
 // One shape per head size, for 8 or 16 query rows (`HALVES` of 16), and `R32` and `R64` for as many
 // where registers hold their output, with as many bytes under way as an SM's share of the memory's
-// bandwidth needs. `W4`, of four warps, are half of those for 8 and 16, of which an SM holds two:
-// one block streams while the other begins or ends, for where blocks come in waves.
+// bandwidth needs. `W4`, of four warps, are half of those for 8, 16 and 32, of which an SM holds
+// two: one block streams while the other begins or ends, for where blocks come in waves.
 
 /// Head size 64.
 pub type D64<const HALVES: usize> = OfElements<8, 1, HALVES, 4, 8, 2>;
@@ -162,6 +165,10 @@ pub type D80R32 = OfElements<10, 2, 2, 4, 8, 2>;
 pub type D96R32 = OfElements<12, 2, 2, 4, 8, 1>;
 /// Head size 128, 32 rows.
 pub type D128R32 = OfElements<16, 2, 2, 4, 8, 1>;
+/// Head size 64, 32 rows, half an SM.
+pub type D64R32W4 = OfElements<8, 2, 2, 4, 4, 2>;
+/// Head size 128, 32 rows, half an SM.
+pub type D128R32W4 = OfElements<16, 2, 2, 4, 4, 1>;
 /// Head size 64, 64 rows.
 pub type D64R64 = OfElements<8, 4, 2, 8, 8, 4>;
 /// Head size 80, 64 rows.
@@ -185,6 +192,21 @@ pub type D64Quantized4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 8, 4>;
 pub type D128Quantized4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 8, 2>;
 /// Head size 256, 4-bit values.
 pub type D256Quantized4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 4, 8, 2>;
+
+// The same with four warps and fewer stages, for GPUs with 99 KB of shared memory a block.
+
+/// Head size 64, 8-bit values, less shared memory.
+pub type D64Quantized8W4<const HALVES: usize> = Decode<8, 4, 1, HALVES, 4, 4, 4>;
+/// Head size 128, 8-bit values, less shared memory.
+pub type D128Quantized8W4<const HALVES: usize> = Decode<16, 8, 1, HALVES, 4, 4, 1>;
+/// Head size 256, 8-bit values, less shared memory.
+pub type D256Quantized8W4<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 4, 1>;
+/// Head size 64, 4-bit values, less shared memory.
+pub type D64Quantized4W4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 4, 2>;
+/// Head size 128, 4-bit values, less shared memory.
+pub type D128Quantized4W4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 4, 1>;
+/// Head size 256, 4-bit values, less shared memory.
+pub type D256Quantized4W4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 2, 4, 2>;
 
 /// Clusters of one split of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -291,7 +313,7 @@ impl<
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
 {
     /// Oldest compute capability, times ten.
-    pub const MIN_SM: u32 = 90;
+    pub const MIN_SM: u32 = 80;
     /// Whether warpgroups multiply: more rows than a warp's registers hold.
     const BY_WARPGROUPS: bool = M > 2;
     /// The head size.
@@ -303,8 +325,10 @@ impl<
     /// Threads of a block.
     pub const THREADS: u32 = WARPS * 32;
     /// Shared memory of a block.
-    pub const SHARED_BYTES: u32 =
-        Self::STATES + Self::TEAMS * Self::ROWS * size_of::<[f32; 2]>() as u32;
+    pub const SHARED_BYTES: u32 = {
+        assert!(4 * Self::ROWS * Self::ACC_PITCH <= Self::RING_BYTES, "accumulators need a ring");
+        Self::STATES + Self::TEAMS * Self::ROWS * size_of::<[f32; 2]>() as u32
+    };
 
     /// Whether an SM has two such blocks.
     const IS_HALF: bool = WARPS < 8;
@@ -569,7 +593,7 @@ impl<
     /// them.
     const fn assert_codes<F: MmaCode>() {
         assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
-        assert!(Self::HEAD_SIZE <= Self::THREADS);
+        assert!(Self::HEAD_SIZE <= quantized::CHANNELS as u32 * Self::THREADS);
         assert!(Self::ROWS * D8 as u32 <= quantized::PASSES as u32 * Self::THREADS);
     }
 
@@ -629,9 +653,9 @@ impl<
         if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
         }
-        let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE);
+        let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE, Self::THREADS);
         wait_for_all_but(2 * STAGES);
-        C::keep(scale, staging);
+        C::keep(scale, staging, Self::THREADS);
         Self::sync_block();
         if p.rotary.dim > 0 || p.new_len > 0 {
             new_tokens.rotate(&rows, &tiles, rotations, Self::THREADS);

@@ -1,10 +1,11 @@
 //! Quantized values as the tensor cores take them: halves, two to a word.
 //!
 //! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading
-//! one of a power of two next to which halves are one apart, which is then subtracted.
+//! one of a power of two next to which halves are one apart, which is then subtracted. GPUs from SM
+//! 89 on have an instruction for float8; code for older ones multiplies.
 
 use super::code::{Code, Float8, Int4, Int8};
-use crate::simt::{e4m3x2_to_f16x2, prmt, sub_f16x2};
+use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};
 
 /// A format whose quantized values become halves.
 pub trait MmaCode: Code {
@@ -47,14 +48,35 @@ impl MmaCode for Int4 {
     }
 }
 
+/// Whether the target has an instruction that makes halves of float8.
+const CONVERTS_FLOAT8: bool = cfg!(any(not(target_arch = "nvptx64"), target_feature = "sm_89"));
+
 impl MmaCode for Float8 {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, then 1 and 3.
         const SORTED: u32 = 0x3120;
+        if !CONVERTS_FLOAT8 {
+            return [multiplied(codes << 8), multiplied(codes), 0, 0];
+        }
         let codes = prmt(codes, 0, SORTED);
         [e4m3x2_to_f16x2(codes as u16), e4m3x2_to_f16x2((codes >> 16) as u16), 0, 0]
     }
+}
+
+/// Two numbers of format e4m3, in bytes 1 and 3, as halves. Exponent and mantissa one bit further
+/// down are those of a half that is 2^8 times too small. Multiplied by 144 on the way the greatest
+/// number is still a half, and what stands for NaN, one step above it, is infinite, which 0 makes a
+/// NaN of; multiplied by 1/144 every number is rounded to itself.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn multiplied(codes: u32) -> u32 {
+    const SIGNS: u32 = 0x8000_8000;
+    const SIZES: u32 = 0x7f00_7f00;
+    /// 2^8 · 144 and 1/144, twice.
+    const RAISE: u32 = 0x7880_7880;
+    const LOWER: u32 = 0x1f1c_1f1c;
+    let raised = mul_f16x2(codes & SIGNS | (codes & SIZES) >> 1, RAISE);
+    fma_f16x2(raised, LOWER, mul_f16x2(raised, 0))
 }
 
 #[cfg(test)]
@@ -76,6 +98,23 @@ mod tests {
                 }
             }
             assert!(words[C::PER_HALF_WORD..].iter().all(|&word| word == 0));
+        }
+    }
+
+    /// What code for GPUs before SM 89 does.
+    #[test]
+    fn float8_becomes_halves_by_multiplication() {
+        for codes in 0..=u16::MAX {
+            let spread = prmt(codes.into(), 0, 0x1404);
+            for (i, half) in [multiplied(spread) as u16, (multiplied(spread) >> 16) as u16]
+                .into_iter()
+                .enumerate()
+            {
+                let want = Float8::decode(u32::from(codes) >> (8 * i));
+                let got = f16_to_f32(half);
+                let same = got.to_bits() == want.to_bits();
+                assert!(same || got.is_nan() && want.is_nan(), "{codes:#x}: {i}: {got} for {want}");
+            }
         }
     }
 

@@ -32,6 +32,7 @@ decode_kernels!(DECODE, "family-decode", Element: run(out: T), {
     gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
     gqa_decode_f16_d64_r16_w4, gqa_decode_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
     gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::D64R32, 1;
+    gqa_decode_f16_d64_r32_w4, gqa_decode_bf16_d64_r32_w4 => decode::D64R32W4, 2;
     gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>, 1;
     gqa_decode_f16_d80_r8_w4, gqa_decode_bf16_d80_r8_w4 => decode::D80W4<1>, 2;
     gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>, 1;
@@ -47,6 +48,7 @@ decode_kernels!(DECODE, "family-decode", Element: run(out: T), {
     gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>, 1;
     gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::D128R32, 1;
+    gqa_decode_f16_d128_r32_w4, gqa_decode_bf16_d128_r32_w4 => decode::D128R32W4, 2;
     gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>, 1;
     gqa_decode_f16_d192_r8_w4, gqa_decode_bf16_d192_r8_w4 => decode::D192W4<1>, 2;
     gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>, 1;
@@ -65,14 +67,17 @@ decode_kernels!(DECODE_WARPGROUP, "family-decode-warpgroup", Element: run(out: T
     gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::D128R64, 1;
 });
 
-// Output in f32: one shape per head size.
+// Output in f32: one shape per head size, and one that 99 KB of shared memory hold.
 decode_kernels!(DECODE_OUT32, "family-decode", F32: run(out_f32: f32), {
     gqa_decode_out32_f16_d64_r16, gqa_decode_out32_bf16_d64_r16 => decode::D64<2>, 1;
+    gqa_decode_out32_f16_d64_r16_w4, gqa_decode_out32_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
     gqa_decode_out32_f16_d80_r16, gqa_decode_out32_bf16_d80_r16 => decode::D80<2>, 1;
     gqa_decode_out32_f16_d96_r16, gqa_decode_out32_bf16_d96_r16 => decode::D96<2>, 1;
     gqa_decode_out32_f16_d128_r16, gqa_decode_out32_bf16_d128_r16 => decode::D128<2>, 1;
+    gqa_decode_out32_f16_d128_r16_w4, gqa_decode_out32_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_out32_f16_d192_r16, gqa_decode_out32_bf16_d192_r16 => decode::D192<2>, 1;
     gqa_decode_out32_f16_d256_r16, gqa_decode_out32_bf16_d256_r16 => decode::D256<2>, 1;
+    gqa_decode_out32_f16_d256_r16_w4, gqa_decode_out32_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
 });
 
 // Output in e4m3 times a scale, likewise.

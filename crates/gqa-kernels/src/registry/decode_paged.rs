@@ -37,11 +37,13 @@ decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", run_paged(), {
     gqa_decode_paged_f16_d64_r16, gqa_decode_paged_bf16_d64_r16 => decode::D64<2>, 1;
     gqa_decode_paged_f16_d64_r16_w4, gqa_decode_paged_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
     gqa_decode_paged_f16_d64_r32, gqa_decode_paged_bf16_d64_r32 => decode::D64R32, 1;
+    gqa_decode_paged_f16_d64_r32_w4, gqa_decode_paged_bf16_d64_r32_w4 => decode::D64R32W4, 2;
     gqa_decode_paged_f16_d128_r8, gqa_decode_paged_bf16_d128_r8 => decode::D128<1>, 1;
     gqa_decode_paged_f16_d128_r8_w4, gqa_decode_paged_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_paged_f16_d128_r16, gqa_decode_paged_bf16_d128_r16 => decode::D128<2>, 1;
     gqa_decode_paged_f16_d128_r16_w4, gqa_decode_paged_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_paged_f16_d128_r32, gqa_decode_paged_bf16_d128_r32 => decode::D128R32, 1;
+    gqa_decode_paged_f16_d128_r32_w4, gqa_decode_paged_bf16_d128_r32_w4 => decode::D128R32W4, 2;
     gqa_decode_paged_f16_d256_r8, gqa_decode_paged_bf16_d256_r8 => decode::D256<1>, 1;
     gqa_decode_paged_f16_d256_r8_w4, gqa_decode_paged_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_paged_f16_d256_r16, gqa_decode_paged_bf16_d256_r16 => decode::D256<2>, 1;
@@ -72,40 +74,49 @@ decode_paged_kernels!(DECODE_PAGED_TREE_WARPGROUP, "family-decode-paged-warpgrou
 });
 
 /// Rows of the decode kernels whose cache consists of blocks of quantized values, for both 16-bit
-/// types: `F16 NAME, BF16 NAME => SHAPE, FORMAT`.
+/// types: `F16 NAME, BF16 NAME => SHAPE, FORMAT, BLOCKS PER SM`.
 macro_rules! decode_paged_quantized_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty, $format:ident;)*) => {
-        decode_paged_quantized_kernels!(@rows $($f16: f16 => $shape, $format; $bf16: bf16 => $shape, $format;)*);
+    ($($f16:ident, $bf16:ident => $shape:ty, $format:ident, $min_blocks:literal;)*) => {
+        decode_paged_quantized_kernels!(@rows $($f16: f16 => $shape, $format, $min_blocks; $bf16: bf16 => $shape, $format, $min_blocks;)*);
     };
-    (@rows $($name:ident: $t:ident => $shape:ty, $format:ident;)*) => {
+    (@rows $($name:ident: $t:ident => $shape:ty, $format:ident, $min_blocks:literal;)*) => {
         kernels!(DECODE_PAGED_QUANTIZED, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
             $name => <$shape>::run_paged_quantized::<$format, _, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
                 cluster: decode::MAX_RANKS, communicates: true, codes: $format::FORMAT };
         )* });
     };
 }
 
 decode_paged_quantized_kernels! {
-    gqa_decode_paged_i8_f16_d64_r8, gqa_decode_paged_i8_bf16_d64_r8 => decode::D64Quantized8<1>, Int8;
-    gqa_decode_paged_i8_f16_d64_r16, gqa_decode_paged_i8_bf16_d64_r16 => decode::D64Quantized8<2>, Int8;
-    gqa_decode_paged_i8_f16_d128_r8, gqa_decode_paged_i8_bf16_d128_r8 => decode::D128Quantized8<1>, Int8;
-    gqa_decode_paged_i8_f16_d128_r16, gqa_decode_paged_i8_bf16_d128_r16 => decode::D128Quantized8<2>, Int8;
-    gqa_decode_paged_i8_f16_d256_r8, gqa_decode_paged_i8_bf16_d256_r8 => decode::D256Quantized8<1>, Int8;
-    gqa_decode_paged_i8_f16_d256_r16, gqa_decode_paged_i8_bf16_d256_r16 => decode::D256Quantized8<2>, Int8;
-    gqa_decode_paged_f8_f16_d64_r8, gqa_decode_paged_f8_bf16_d64_r8 => decode::D64Quantized8<1>, Float8;
-    gqa_decode_paged_f8_f16_d64_r16, gqa_decode_paged_f8_bf16_d64_r16 => decode::D64Quantized8<2>, Float8;
-    gqa_decode_paged_f8_f16_d128_r8, gqa_decode_paged_f8_bf16_d128_r8 => decode::D128Quantized8<1>, Float8;
-    gqa_decode_paged_f8_f16_d128_r16, gqa_decode_paged_f8_bf16_d128_r16 => decode::D128Quantized8<2>, Float8;
-    gqa_decode_paged_f8_f16_d256_r8, gqa_decode_paged_f8_bf16_d256_r8 => decode::D256Quantized8<1>, Float8;
-    gqa_decode_paged_f8_f16_d256_r16, gqa_decode_paged_f8_bf16_d256_r16 => decode::D256Quantized8<2>, Float8;
-    gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Int4;
-    gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Int4;
-    gqa_decode_paged_i4_f16_d128_r8, gqa_decode_paged_i4_bf16_d128_r8 => decode::D128Quantized4<1>, Int4;
-    gqa_decode_paged_i4_f16_d128_r16, gqa_decode_paged_i4_bf16_d128_r16 => decode::D128Quantized4<2>, Int4;
-    gqa_decode_paged_i4_f16_d256_r8, gqa_decode_paged_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Int4;
-    gqa_decode_paged_i4_f16_d256_r16, gqa_decode_paged_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Int4;
+    gqa_decode_paged_i8_f16_d64_r8, gqa_decode_paged_i8_bf16_d64_r8 => decode::D64Quantized8<1>, Int8, 1;
+    gqa_decode_paged_i8_f16_d64_r16, gqa_decode_paged_i8_bf16_d64_r16 => decode::D64Quantized8<2>, Int8, 1;
+    gqa_decode_paged_i8_f16_d64_r16_w4, gqa_decode_paged_i8_bf16_d64_r16_w4 => decode::D64Quantized8W4<2>, Int8, 2;
+    gqa_decode_paged_i8_f16_d128_r8, gqa_decode_paged_i8_bf16_d128_r8 => decode::D128Quantized8<1>, Int8, 1;
+    gqa_decode_paged_i8_f16_d128_r16, gqa_decode_paged_i8_bf16_d128_r16 => decode::D128Quantized8<2>, Int8, 1;
+    gqa_decode_paged_i8_f16_d128_r16_w4, gqa_decode_paged_i8_bf16_d128_r16_w4 => decode::D128Quantized8W4<2>, Int8, 2;
+    gqa_decode_paged_i8_f16_d256_r8, gqa_decode_paged_i8_bf16_d256_r8 => decode::D256Quantized8<1>, Int8, 1;
+    gqa_decode_paged_i8_f16_d256_r16, gqa_decode_paged_i8_bf16_d256_r16 => decode::D256Quantized8<2>, Int8, 1;
+    gqa_decode_paged_i8_f16_d256_r8_w4, gqa_decode_paged_i8_bf16_d256_r8_w4 => decode::D256Quantized8W4<1>, Int8, 2;
+    gqa_decode_paged_f8_f16_d64_r8, gqa_decode_paged_f8_bf16_d64_r8 => decode::D64Quantized8<1>, Float8, 1;
+    gqa_decode_paged_f8_f16_d64_r16, gqa_decode_paged_f8_bf16_d64_r16 => decode::D64Quantized8<2>, Float8, 1;
+    gqa_decode_paged_f8_f16_d64_r16_w4, gqa_decode_paged_f8_bf16_d64_r16_w4 => decode::D64Quantized8W4<2>, Float8, 2;
+    gqa_decode_paged_f8_f16_d128_r8, gqa_decode_paged_f8_bf16_d128_r8 => decode::D128Quantized8<1>, Float8, 1;
+    gqa_decode_paged_f8_f16_d128_r16, gqa_decode_paged_f8_bf16_d128_r16 => decode::D128Quantized8<2>, Float8, 1;
+    gqa_decode_paged_f8_f16_d128_r16_w4, gqa_decode_paged_f8_bf16_d128_r16_w4 => decode::D128Quantized8W4<2>, Float8, 2;
+    gqa_decode_paged_f8_f16_d256_r8, gqa_decode_paged_f8_bf16_d256_r8 => decode::D256Quantized8<1>, Float8, 1;
+    gqa_decode_paged_f8_f16_d256_r16, gqa_decode_paged_f8_bf16_d256_r16 => decode::D256Quantized8<2>, Float8, 1;
+    gqa_decode_paged_f8_f16_d256_r8_w4, gqa_decode_paged_f8_bf16_d256_r8_w4 => decode::D256Quantized8W4<1>, Float8, 2;
+    gqa_decode_paged_i4_f16_d64_r8, gqa_decode_paged_i4_bf16_d64_r8 => decode::D64Quantized4<1>, Int4, 1;
+    gqa_decode_paged_i4_f16_d64_r16, gqa_decode_paged_i4_bf16_d64_r16 => decode::D64Quantized4<2>, Int4, 1;
+    gqa_decode_paged_i4_f16_d64_r16_w4, gqa_decode_paged_i4_bf16_d64_r16_w4 => decode::D64Quantized4W4<2>, Int4, 2;
+    gqa_decode_paged_i4_f16_d128_r8, gqa_decode_paged_i4_bf16_d128_r8 => decode::D128Quantized4<1>, Int4, 1;
+    gqa_decode_paged_i4_f16_d128_r16, gqa_decode_paged_i4_bf16_d128_r16 => decode::D128Quantized4<2>, Int4, 1;
+    gqa_decode_paged_i4_f16_d128_r16_w4, gqa_decode_paged_i4_bf16_d128_r16_w4 => decode::D128Quantized4W4<2>, Int4, 2;
+    gqa_decode_paged_i4_f16_d256_r8, gqa_decode_paged_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Int4, 1;
+    gqa_decode_paged_i4_f16_d256_r16, gqa_decode_paged_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Int4, 1;
+    gqa_decode_paged_i4_f16_d256_r8_w4, gqa_decode_paged_i4_bf16_d256_r8_w4 => decode::D256Quantized4W4<1>, Int4, 2;
 }

@@ -9,6 +9,8 @@ pub struct Target {
     pub arch: &'static str,
     /// Cargo feature of this crate that compiles these kernels.
     pub feature: &'static str,
+    /// PTX version, times ten, where the target's first one does not know all that they use.
+    pub ptx: Option<u32>,
 }
 
 impl Target {
@@ -34,11 +36,11 @@ pub fn number(arch: &str) -> (u32, bool) {
     (plain.parse().unwrap_or(u32::MAX), plain != digits)
 }
 
-/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`, and `ptx` (times ten) where
-/// the target's first version of PTX does not know all that the family uses. A target that has
+/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`; behind a target `ptx` (times
+/// ten) where its first version of PTX does not know all that the family uses. A target that has
 /// kernels of its own, and not those of the others, names their feature.
 macro_rules! families {
-    ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal $(=> $own:literal)?),*] $(, ptx: $ptx:literal)?;)*) => {
+    ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal $(ptx $ptx:literal)? $(=> $own:literal)?),*];)*) => {
         /// Kernels that are compiled into one PTX module.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Family {
@@ -63,19 +65,15 @@ macro_rules! families {
                 }
             }
 
-            /// PTX version, times ten, where the target's first one does not know all that the
-            /// family uses.
-            pub const fn ptx(self) -> Option<u32> {
-                match self {
-                    $(Self::$family => optional!(None $(, Some($ptx))?),)*
-                }
-            }
-
             /// Targets the family is shipped for, oldest first.
             pub const fn targets(self) -> &'static [Target] {
                 match self {
                     $(Self::$family => &[$(
-                        Target { arch: $arch, feature: optional!($feature $(, $own)?) },
+                        Target {
+                            arch: $arch,
+                            feature: optional!($feature $(, $own)?),
+                            ptx: optional!(None $(, Some($ptx))?),
+                        },
                     )*],)*
                 }
             }
@@ -111,16 +109,17 @@ families! {
     SplitKv: "split_kv", "family-split-kv", ["sm_80", "sm_90a"];
     /// The same with a bias or a mask.
     SplitKvMasked: "split_kv_masked", "family-split-kv-masked", ["sm_80"];
-    // `st.async` came after the target. Only kernels of 64 rows have warpgroup instructions, which
-    // no other architecture has.
+    // Before SM 90 there are no clusters: a block is one, and splits of the keys meet in global
+    // memory. `st.async` came after that target. Only kernels of 64 rows have warpgroup
+    // instructions, which no other architecture has.
     /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
-    Decode: "decode", "family-decode", ["sm_90", "sm_90a" => "family-decode-warpgroup"], ptx: 81;
+    Decode: "decode", "family-decode", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-warpgroup"];
     /// The same over a quantized KV cache.
-    DecodeQuantized: "decode_quantized", "family-decode-quantized", ["sm_90"], ptx: 81;
+    DecodeQuantized: "decode_quantized", "family-decode-quantized", ["sm_80", "sm_90" ptx 81];
     /// The same over a paged KV cache.
-    DecodePaged: "decode_paged", "family-decode-paged", ["sm_90", "sm_90a" => "family-decode-paged-warpgroup"], ptx: 81;
+    DecodePaged: "decode_paged", "family-decode-paged", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-paged-warpgroup"];
     /// The same over a paged and quantized KV cache.
-    DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_90"], ptx: 81;
+    DecodePagedQuantized: "decode_paged_quantized", "family-decode-paged-quantized", ["sm_80", "sm_90" ptx 81];
 }
 
 /// Rows of [`Role`] with their names.

@@ -14,14 +14,14 @@
 //! | shared memory | `ld_shared::<T>(address)`, `st_shared::<T>(address, v)`, `ld_shared_vec(address)`, `st_shared_vec(address, [u32; 4])` on byte addresses that start at `shared_base()` |
 //! | async copy | `cp_async_16(shared address, Global<T>, element index, valid)`, `cp_async_commit()`, `cp_async_wait::<N>()` |
 //! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)`, `mma_m16n8k8_tf32(..)` |
-//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `rsqrt(x)`, `fma(a, b, c)`, `max(a, b)`, `max_u16x2(a, b)` (SM 90), `sub_f16x2(a, b)` (SM 80), `prmt(a, b, selector)` |
-//! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80), `e4m3x2_to_f16x2(u16) -> u32`, `f32x2_to_e4m3x2(lo, hi) -> u16` (SM 90) |
+//! | arithmetic | `exp2(x)`, `log2(x)`, `rcp(x)`, `rsqrt(x)`, `fma(a, b, c)`, `max(a, b)`, `max_u16x2(a, b)` (SM 90), `sub_f16x2(a, b)`, `mul_f16x2(a, b)`, `fma_f16x2(a, b, c)` (SM 80), `prmt(a, b, selector)` |
+//! | conversion | `f16_to_f32(u16)`, `f32_to_f16(f32)`, `f32x2_to_f16x2(lo, hi) -> u32`, `f32x2_to_bf16x2(lo, hi) -> u32` (pairs: SM 80), `e4m3x2_to_f16x2(u16) -> u32`, `f32x2_to_e4m3x2(lo, hi) -> u16` (SM 89) |
 //! | barriers in memory | `mbarrier_init(address, arrivals)`, `fence_mbarrier_init()`, `mbarrier_arrive(address)`, `mbarrier_arrive_expect(address, bytes)`, `mbarrier_wait(address, parity)` (SM 90) |
 //! | TMA | [`TensorMap`], `tma_load(shared address, map, [u32; 4], mbarrier)`, `tma_store(map, [u32; 4], shared address)`, `bulk_commit()`, `bulk_wait_read()`, `prefetch_tensor_map(map)`, `fence_proxy_async()` (SM 90) |
-//! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90) |
+//! | cluster | `cluster_rank()`, `cluster_size()`, `cluster_arrive()`, `cluster_arrive_relaxed()`, `cluster_wait()`, [`sync_cluster`]; [`Peer`]`<T>` from [`Shared::on`], or `peer_address(address, rank)` with `ld_peer`, `st_peer`, `ld_peer_vec`, `st_peer_vec`, `st_async`, `st_async_vec2`, `st_async_vec`; `mbarrier_arrive_peer(address)`, `mbarrier_arrive_expect_peer(address, bytes)`, `mbarrier_wait_cluster(address, parity)` (SM 90; before, rank and size are those of a block alone) |
 //! | bulk copy | `bulk_load(shared address, Global<T>, element index, bytes, mbarrier)`, `bulk_load_hinted(.., CachePolicy)`, `evict_first()`, `evict_last()` (SM 90) |
 //! | between blocks | [`Global`]`<u32>`: `atomic_add`, `atomic_inc`, each also `_acq_rel`, `load_acquire`, `load_relaxed`, `store_release`, `store_relaxed`; `fence_gpu()` |
-//! | between grids | `grid_dependency_wait()`, `launch_dependents()` (SM 90) |
+//! | between grids | `grid_dependency_wait()`, `launch_dependents()` |
 //! | warpgroup | `wgmma_{f16,bf16,e4m3}`, `wgmma_add_*`, `wgmma_registers_*`, `wgmma_fence()`, `wgmma_commit()`, `wgmma_wait::<N>()`, `registers_raise::<N>()`, `registers_lower::<N>()`, `named_barrier_sync(id, threads)`, `named_barrier_arrive(id, threads)` (SM 90a) |
 //! | optimiser | `opaque(u32)`: the same value, of unknown origin; [`Rolled`] |
 //! | abort | `trap()` |

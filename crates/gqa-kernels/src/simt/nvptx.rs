@@ -427,10 +427,14 @@ arithmetic! {
     f32_to_f16(value: reg32 f32) -> reg16 u16 = "cvt.rn.f16.f32 {}, {};";
     /// The difference of each half, as f16. SM 80.
     sub_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "sub.rn.f16x2 {}, {}, {};";
+    /// The product of each half, as f16. SM 80.
+    mul_f16x2(a: reg32 u32, b: reg32 u32) -> reg32 u32 = "mul.rn.f16x2 {}, {}, {};";
+    /// `a·b + c` of each half, as f16, rounded once. SM 80.
+    fma_f16x2(a: reg32 u32, b: reg32 u32, c: reg32 u32) -> reg32 u32 = "fma.rn.f16x2 {}, {}, {}, {};";
     /// Four of the eight bytes of `a`, the lower ones, and `b`: each of the selector's four lower
     /// nibbles names one, or with its upper bit set eight times that one's sign.
     prmt(a: reg32 u32, b: reg32 u32, selector: reg32 u32) -> reg32 u32 = "prmt.b32 {}, {}, {}, {};";
-    /// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 90.
+    /// Two numbers of format e4m3 as f16, the first in the low half. Exact. SM 89.
     e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
 }
 
@@ -457,7 +461,7 @@ pub fn f32x2_to_bf16x2(lo: f32, hi: f32) -> u32 {
 }
 
 /// Rounds two values to e4m3, the first into the low byte; what is greater than 448 becomes 448.
-/// SM 90.
+/// SM 89.
 #[inline(always)]
 pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     let packed;

@@ -1,5 +1,5 @@
-//! `decode`: a decode step in one launch on Hopper and Blackwell, by clusters of blocks: it
-//! rotates, appends and attends; and what its sisters share with it.
+//! `decode`: a decode step in one launch, by clusters of blocks where the GPU has them: it rotates,
+//! appends and attends; and what its sisters share with it.
 
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::decision::Rejection;
@@ -16,6 +16,7 @@ use gqa_kernels::attention::decode::{self, Shape};
 use gqa_kernels::num::Format;
 use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides};
 use gqa_kernels::registry::{self, Entry, entries};
+use std::cmp::Reverse;
 
 pub(super) struct Decode;
 
@@ -53,9 +54,6 @@ pub(super) const OPTIONS: &[PlanOption] = &[
     PlanOption::Cluster,
 ];
 
-/// What the kernels are made of.
-const NEEDS: [Capability; 2] = [Capability::Clusters, Capability::ProgrammaticLaunch];
-
 /// Most packed query rows. Row tiles read the keys each for itself: where all run at a time, keys
 /// come from memory once, and that is faster than the larger tiles of other kernels
 /// (`docs/perf-log.md`).
@@ -79,7 +77,6 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 /// of half the size only where the device has no room for whole ones.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
-    select::capabilities(&NEEDS, call.device)?;
     let codes = p.quantized.map(|how| how.format);
     let is_typed = |entry: &&Entry| {
         entry.family == module
@@ -102,14 +99,37 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     };
     let smallest = sized().min_by_key(|entry| entry.shared_bytes);
     let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
-    let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
+    let shared = row_tiles_share_keys(call);
+    let tiles = |entry: &Entry| match p.packed_rows().div_ceil(entry.rows as usize) {
+        2 if shared => 1,
+        tiles => tiles,
+    };
     let suited = sized().filter(|entry| runs_on(entry, call.device).is_ok());
-    let chosen = suited.min_by_key(|entry| (tiles(entry), entry.min_blocks, entry.rows));
+    let order =
+        |entry: &&Entry| (tiles(entry), entry.min_blocks, entry.rows, Reverse(entry.threads));
+    let chosen = suited.min_by_key(order);
     chosen.map_or_else(|| runs_on(smallest, call.device).map(|()| smallest), Ok)
 }
 
-/// Whether the device multiplies as the kernel does, and has the shared memory that it needs.
+/// Whether two row tiles that run at a time read keys once, because the L2 cache holds the KV
+/// cache. Then they are faster than one of more rows that no cluster shares
+/// (`docs/results/2026-11-26-h100-ampere`).
+fn row_tiles_share_keys(call: &Call<'_>) -> bool {
+    let (p, device) = (call.problem, call.device);
+    let heads = p.kv_heads.saturating_mul(p.batch);
+    let bytes = [p.most_keys() as usize, p.head_size, 2 * p.dtype.size()]
+        .into_iter()
+        .try_fold(heads, usize::checked_mul);
+    let fits = bytes.is_some_and(|bytes| bytes as u64 <= device.l2_bytes);
+    fits && !device.has(Capability::Clusters) && 2 * heads <= device.multiprocessors as usize
+}
+
+/// Whether the device is new enough, multiplies as the kernel does, and has the shared memory that
+/// it needs.
 fn runs_on(entry: &Entry, device: &DeviceInfo) -> Result<(), Rejection> {
+    if entry.min_sm > device.sm {
+        return Err(Rejection::ComputeCapability { have: device.sm, need: entry.min_sm });
+    }
     if !entry.runs_on(device.sm) {
         return Err(Rejection::Capability { need: Capability::Wgmma, sm: device.sm });
     }
@@ -147,19 +167,20 @@ fn values_per_element(entry: &Entry) -> u32 {
     }
 }
 
-/// The same kernel in blocks of half the size, if an SM has room for two.
+/// The same kernel, or one for more rows, in blocks of half the size, if an SM has room for two.
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     /// What a block takes of an SM's shared memory besides its own.
     const RESERVED: u32 = 1024;
     let is_half = |other: &&Entry| {
         other.family == entry.family
-            && other.dtype == entry.dtype
-            && (other.head_size, other.rows) == (entry.head_size, entry.rows)
+            && (other.dtype, other.codes) == (entry.dtype, entry.codes)
+            && other.head_size == entry.head_size
+            && other.rows >= entry.rows
             && other.arguments == entry.arguments
             && other.min_blocks == 2
     };
     let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;
-    entries().find(is_half).filter(fits)
+    entries().filter(is_half).min_by_key(|half| half.rows).filter(fits)
 }
 
 /// The options' clusters and splits, or those with which the call ends first, and the kernel for
@@ -167,15 +188,22 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
 fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
     let (p, device, options) = (call.problem, call.device, call.options);
     has_grid(p, &Kernel::whole(entry))?;
+    if options.cluster.is_some_and(|blocks| blocks > 1) {
+        select::capabilities(&[Capability::Clusters], device)?;
+    }
     let mut params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
     // Keys cost what their bytes cost.
     params.head_size /= values_per_element(entry);
     let kernel = match (options.cluster, options.splits) {
         (None, None) => {
             let half = if options.force.is_none() { half_of(entry, device) } else { None };
-            let (keys, sms) = (p.most_keys(), device.multiprocessors);
+            let gpu = decode::Device {
+                multiprocessors: device.multiprocessors,
+                has_clusters: device.has(Capability::Clusters),
+                halves: half.map(|half| if half.codes.is_none() { 1 } else { 4 }),
+            };
             let Shape { ranks, splits, together } =
-                decode::shape(&params, entry.rows, keys, sms, half.is_some());
+                decode::shape(&params, entry.rows, p.most_keys(), gpu);
             let entry = half.filter(|_| together == 2).unwrap_or(entry);
             Kernel { entry, splits, cluster: ranks }
         }
@@ -211,14 +239,20 @@ fn has_counters(params: &AttentionParams, kernel: &Kernel) -> Result<(), Rejecti
 /// The launch.
 pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     let params = step_params(kernel, &job, attention_params(kernel, &job)?)?;
+    let device = job.device;
     let bound = bound(kernel, job, &params)?;
     let grid = decode::grid(&params, kernel.cluster);
-    in_clusters(kernel, launch(kernel.entry, grid, &bound, &params)?)
+    in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
 }
 
-/// A launch that may begin while the one ahead of it still runs.
-pub(super) fn in_clusters(kernel: &Kernel, launch: Launch) -> Result<Vec<Launch>> {
-    Ok(vec![Launch { cluster: kernel.cluster, programmatic: true, ..launch }])
+/// A launch that may begin while the one ahead of it still runs, where the device has such.
+pub(super) fn in_clusters(
+    kernel: &Kernel,
+    device: &DeviceInfo,
+    launch: Launch,
+) -> Result<Vec<Launch>> {
+    let programmatic = device.has(Capability::ProgrammaticLaunch);
+    Ok(vec![Launch { cluster: kernel.cluster, programmatic, ..launch }])
 }
 
 /// Attention's part of the parameters: of a quantized cache strides are in bytes.

@@ -53,7 +53,7 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 }
 
 pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-    let (p, longest) = (job.problem, job.task.longest);
+    let (p, device, longest) = (job.problem, job.device, job.task.longest);
     let pages = p.pages.ok_or_else(|| Error::NoKernel("the KV cache is not paged".to_owned()))?;
     let params = decode::step_params(kernel, &job, attention_params(kernel, &job)?)?;
     let mut bound = decode::bound(kernel, job, &params)?;
@@ -66,7 +66,7 @@ pub(super) fn launches(kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
     ]);
     let grid = kernels::grid(&params, kernel.cluster);
     let params = paged_params(params, pages, longest)?;
-    decode::in_clusters(kernel, launch(kernel.entry, grid, &bound, &params)?)
+    decode::in_clusters(kernel, device, launch(kernel.entry, grid, &bound, &params)?)
 }
 
 /// The cache is (block, row, head), and the output's rows are tokens.

@@ -27,11 +27,17 @@ pub trait Cached: Copy {
     /// blocks.
     const GROUP: u32;
 
-    /// Asks for the thread's part of the scales of a KV head.
-    fn ask(scales: Self::Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> Self::Scale;
+    /// Asks for the part of one of `threads` threads of the scales of a KV head.
+    fn ask(
+        scales: Self::Scales,
+        p: &DecodeParams,
+        kv_head: u32,
+        head_size: u32,
+        threads: u32,
+    ) -> Self::Scale;
 
     /// Leaves it where the block can read it.
-    fn keep(scale: Self::Scale, staging: ScaleStaging);
+    fn keep(scale: Self::Scale, staging: ScaleStaging, threads: u32);
 
     /// Makes of `tokens` new rows, rotated, what the cache holds.
     fn encode<const D8: usize, const UNITS: usize>(
@@ -136,10 +142,10 @@ impl<T: MmaElement> Cached for T {
     const GROUP: u32 = 1;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask((): (), _: &DecodeParams, _: u32, _: u32) {}
+    fn ask((): (), _: &DecodeParams, _: u32, _: u32, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn keep((): (), _: ScaleStaging) {}
+    fn keep((): (), _: ScaleStaging, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode<const D8: usize, const UNITS: usize>(

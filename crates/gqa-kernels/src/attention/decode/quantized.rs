@@ -49,25 +49,35 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     type Operand = f16;
     type Cell = u8;
     type Scales = Scales;
-    type Scale = [f32; 2];
+    type Scale = [[f32; 2]; CHANNELS];
     const GROUP: u32 = 16 / F::BITS;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask(scales: Scales, p: &DecodeParams, kv_head: u32, head_size: u32) -> [f32; 2] {
-        let channel = thread_idx();
-        if channel >= head_size {
-            return [0.0; 2];
-        }
-        let index = if p.per_channel != 0 { kv_head * head_size + channel } else { 0 };
-        [scales.k, scales.v].map(|scale| scale.load(index as usize))
+    fn ask(
+        scales: Scales,
+        p: &DecodeParams,
+        kv_head: u32,
+        head_size: u32,
+        threads: u32,
+    ) -> [[f32; 2]; CHANNELS] {
+        core::array::from_fn(|pass| {
+            let channel = thread_idx() + pass as u32 * threads;
+            if channel >= head_size {
+                return [0.0; 2];
+            }
+            let index = if p.per_channel != 0 { kv_head * head_size + channel } else { 0 };
+            [scales.k, scales.v].map(|scale| scale.load(index as usize))
+        })
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn keep([key, value]: [f32; 2], staging: ScaleStaging) {
-        let channel = thread_idx();
-        if channel < staging.channels {
-            staging.keys.store(channel, key);
-            staging.values.store(channel, value);
+    fn keep(scales: [[f32; 2]; CHANNELS], staging: ScaleStaging, threads: u32) {
+        for (pass, [key, value]) in scales.into_iter().enumerate() {
+            let channel = thread_idx() + pass as u32 * threads;
+            if channel < staging.channels {
+                staging.keys.store(channel, key);
+                staging.values.store(channel, value);
+            }
         }
     }
 
@@ -157,8 +167,11 @@ fn encode_word<T: MmaElement, F: MmaCode>(given: Shared<T>, scales: Shared<f32>)
     (0..F::PER_WORD).fold(0, |word, i| word | code(i))
 }
 
+/// Channels of which a thread knows the scales at most.
+pub(super) const CHANNELS: usize = 2;
+
 /// Units of queries that a thread prepares at most.
-pub(super) const PASSES: usize = 2;
+pub(super) const PASSES: usize = 4;
 
 /// The thread's units of queries, times the scales of keys.
 struct Scaled([[f32; 8]; PASSES]);

@@ -18,15 +18,31 @@ pub struct Shape {
     pub together: u32,
 }
 
+/// What the choice depends on of a GPU and of a kernel for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Device {
+    /// SMs.
+    pub multiprocessors: u32,
+    /// Whether there are clusters of blocks.
+    pub has_clusters: bool,
+    /// By how many parts in 32 two blocks beside each other stream slower than one, where the
+    /// kernel has blocks of half the size, of which an SM holds two.
+    pub halves: Option<u32>,
+}
+
 impl Shape {
-    /// Those there are; two blocks to an SM where `halves` says that the kernel has blocks of half
-    /// the size.
-    fn all(halves: bool) -> impl Iterator<Item = Self> {
-        let whole = [1, 2, 4, 8].into_iter().flat_map(|ranks| {
-            let splits = (0..=MAX_SPLITS.ilog2()).map(|log| 1 << log);
-            splits.map(move |splits| Self { ranks, splits, together: 1 })
+    /// Those there are. Without clusters splits alone share keys, so there is any number of them.
+    fn all(device: Device) -> impl Iterator<Item = Self> {
+        let [ranks, logs, splits] = match device.has_clusters {
+            true => [4, MAX_SPLITS.ilog2() + 1, 0],
+            false => [0, 0, MAX_SPLITS],
+        };
+        let clusters = (0..ranks).flat_map(move |rank| {
+            (0..logs).map(move |log| Self { ranks: 1 << rank, splits: 1 << log, together: 1 })
         });
-        whole.chain(halves.then_some(Self { ranks: 1, splits: 1, together: 2 }))
+        let alone = (1..=splits).map(|splits| Self { ranks: 1, splits, together: 1 });
+        let half = device.halves.map(|_| Self { ranks: 1, splits: 1, together: 2 });
+        clusters.chain(alone).chain(half)
     }
 
     /// Clusters that run at a time. Multiprocessors come in pairs, and pairs in groups that a
@@ -38,31 +54,24 @@ impl Shape {
     }
 }
 
-/// The arrangement with which the call ends first on a device with that many SMs, if the longest
-/// sequence has `max_keys` keys; `rows` is the height of a row tile, and `halves` whether there are
-/// blocks of which an SM holds two.
+/// The arrangement with which the call ends first on a device, if the longest sequence has
+/// `max_keys` keys; `rows` is the height of a row tile.
 ///
 /// Half of an H200's SMs can take in all that its memory delivers, so that more blocks than that at
 /// a time do not read faster, and clusters that do not fit at a time come in another wave. The
 /// constants were fitted to measurements (`docs/perf-log.md`).
-pub fn shape(
-    p: &AttentionParams,
-    rows: u32,
-    max_keys: u32,
-    multiprocessors: u32,
-    halves: bool,
-) -> Shape {
+pub fn shape(p: &AttentionParams, rows: u32, max_keys: u32, device: Device) -> Shape {
     let keys =
         if p.window > 0 { max_keys.min(p.window.saturating_add(p.q_len - 1)) } else { max_keys };
     let sensible = |shape: &Shape| shape.splits == 1 || keys / (shape.ranks * shape.splits) >= 64;
     let default = Shape { ranks: 1, splits: 1, together: 1 };
-    let time = |shape: &Shape| shape.time(p, rows, keys, multiprocessors);
-    Shape::all(halves).filter(sensible).min_by_key(time).unwrap_or(default)
+    let time = |shape: &Shape| shape.time(p, rows, keys, device);
+    Shape::all(device).filter(sensible).min_by_key(time).unwrap_or(default)
 }
 
 impl Shape {
     /// Times are in keys of head size 128 that one block streams alone.
-    fn time(self, p: &AttentionParams, rows: u32, keys: u32, multiprocessors: u32) -> u64 {
+    fn time(self, p: &AttentionParams, rows: u32, keys: u32, device: Device) -> u64 {
         /// To merge ranks at all, and over one more.
         const RANKS: u64 = 64;
         const RANK: u64 = 8;
@@ -78,8 +87,8 @@ impl Shape {
         } else {
             0
         };
-        let at_a_time = self.at_a_time(multiprocessors);
-        let wave = |clusters| self.wave(clusters, p, rows, keys, multiprocessors);
+        let at_a_time = self.at_a_time(device.multiprocessors);
+        let wave = |clusters| self.wave(clusters, p, rows, keys, device);
         let last = match clusters % at_a_time {
             0 => 0,
             rest => wave(rest),
@@ -88,14 +97,7 @@ impl Shape {
     }
 
     /// So many clusters at a time.
-    fn wave(
-        self,
-        clusters: u64,
-        p: &AttentionParams,
-        rows: u32,
-        keys: u32,
-        multiprocessors: u32,
-    ) -> u64 {
+    fn wave(self, clusters: u64, p: &AttentionParams, rows: u32, keys: u32, device: Device) -> u64 {
         /// To start a block and end it.
         const WAVE: u64 = 384;
         let Self { ranks, splits, together } = self;
@@ -104,7 +106,7 @@ impl Shape {
         // blocks beside each other.
         let streamed = match (splits, together) {
             (1, 1) => streamed,
-            (1, _) => streamed + streamed / 32,
+            (1, _) => streamed + streamed * u64::from(device.halves.unwrap_or(0)) / 32,
             _ => streamed + streamed / 16,
         };
         // Per block, of what all blocks of a wave get together; row tiles get the same keys, of
@@ -117,8 +119,9 @@ impl Shape {
             (_, 33..) => 13,
             _ => 10,
         };
-        let alone = u64::from(multiprocessors) * tenths / 10;
-        WAVE + streamed * (2 * blocks).max(alone) / u64::from(multiprocessors.max(1))
+        let multiprocessors = u64::from(device.multiprocessors);
+        let alone = multiprocessors * tenths / 10;
+        WAVE + streamed * (2 * blocks).max(alone) / multiprocessors.max(1)
     }
 }
 
@@ -126,6 +129,8 @@ impl Shape {
 mod tests {
     use super::*;
     use bytemuck::Zeroable;
+
+    const HOPPER: Device = Device { multiprocessors: 132, has_clusters: true, halves: Some(1) };
 
     fn shape_of(batch: u32, kv_heads: u32, keys: u32) -> Shape {
         let p = AttentionParams {
@@ -136,7 +141,7 @@ mod tests {
             head_size: 128,
             ..AttentionParams::zeroed()
         };
-        shape(&p, 8, keys, 132, true)
+        shape(&p, 8, keys, HOPPER)
     }
 
     fn chosen(batch: u32, kv_heads: u32, keys: u32) -> (u32, u32) {
@@ -174,7 +179,8 @@ mod tests {
             ..AttentionParams::zeroed()
         };
         let of = |p: &AttentionParams| {
-            let Shape { ranks, splits, .. } = shape(p, 64, 8192, 132, false);
+            let device = Device { halves: None, ..HOPPER };
+            let Shape { ranks, splits, .. } = shape(p, 64, 8192, device);
             (ranks, splits)
         };
         assert_eq!(of(&p), (2, 4));
@@ -199,6 +205,23 @@ mod tests {
         for (batch, keys) in [(16, 512), (17, 2048), (20, 1024), (24, 2048), (32, 8192)] {
             assert_eq!(shape_of(batch, 8, keys).together, 1, "{batch} x {keys}");
         }
+    }
+
+    #[test]
+    fn without_clusters_splits_take_half_of_the_multiprocessors() {
+        let ampere = Device { multiprocessors: 108, has_clusters: false, halves: None };
+        let p = AttentionParams {
+            batch: 1,
+            q_heads: 32,
+            kv_heads: 8,
+            q_len: 1,
+            head_size: 128,
+            ..AttentionParams::zeroed()
+        };
+        let of = |p: &AttentionParams, keys| shape(p, 8, keys, ampere);
+        assert_eq!(of(&p, 8192), Shape { ranks: 1, splits: 7, together: 1 });
+        assert_eq!(of(&p, 64).splits, 1);
+        assert_eq!(of(&AttentionParams { batch: 32, ..p }, 8192).splits, 1);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Blocks of a cluster: their barrier and each other's shared memory. SM 90.
+//! Blocks of a cluster: their barrier and each other's shared memory. SM 90; code for older GPUs
+//! has clusters of one block, and calls nothing that concerns others.
 
 use bytemuck::Pod;
 use core::arch::asm;
@@ -17,18 +18,21 @@ unsafe extern "C" {
     fn wait();
 }
 
+/// Whether the target has clusters.
+const HAS_CLUSTERS: bool = cfg!(target_feature = "sm_90");
+
 /// Block within the cluster.
 #[inline(always)]
 pub fn cluster_rank() -> u32 {
     // SAFETY: reading a special register has no precondition.
-    unsafe { rank() }
+    if HAS_CLUSTERS { unsafe { rank() } } else { 0 }
 }
 
 /// Blocks of the cluster.
 #[inline(always)]
 pub fn cluster_size() -> u32 {
     // SAFETY: as above.
-    unsafe { size() }
+    if HAS_CLUSTERS { unsafe { size() } } else { 1 }
 }
 
 /// Arrives at the cluster's barrier and makes this thread's accesses known there.

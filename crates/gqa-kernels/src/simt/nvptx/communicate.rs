@@ -89,16 +89,25 @@ pub fn fence_gpu() {
     unsafe { asm!("fence.acq_rel.gpu;", options(nostack)) }
 }
 
-/// Waits until the grids before this one have ended and their memory can be seen. SM 90.
+/// Whether a grid can start before the one ahead of it has ended.
+const HAS_DEPENDENT_LAUNCH: bool = cfg!(target_feature = "sm_90");
+
+/// Waits until the grids before this one have ended and their memory can be seen; code for GPUs
+/// before SM 90 starts no earlier.
 #[inline(always)]
 pub fn grid_dependency_wait() {
-    // SAFETY: no precondition.
-    unsafe { dependency_wait() }
+    if HAS_DEPENDENT_LAUNCH {
+        // SAFETY: no precondition.
+        unsafe { dependency_wait() }
+    }
 }
 
-/// Lets the grid after this one start, once all blocks have said so or exited. SM 90.
+/// Lets the grid after this one start, once all blocks have said so or exited; it starts behind
+/// this one in code for GPUs before SM 90.
 #[inline(always)]
 pub fn launch_dependents() {
-    // SAFETY: no precondition.
-    unsafe { dependents() }
+    if HAS_DEPENDENT_LAUNCH {
+        // SAFETY: no precondition.
+        unsafe { dependents() }
+    }
 }

@@ -1,0 +1,192 @@
+"""Times decode steps as they are planned for a GPU, of which this need not be one, beside FlashAttention-2 in one run.
+
+    python3 bench/steps.py --gqa target/release/gqa --device a100
+    python3 bench/steps.py --gqa target/release/gqa --device a100 --kv-cache int8 --switch GQA_FORCE=gqa_split_kv_bf16_d128
+
+Needs torch with a GPU at least as new. Ours rotate, append and attend, and run the kernels that the named GPU gets; "attention alone"
+is over a cache that has the new rows, which is what FlashAttention-2 (that of PyTorch) is timed on. Over a quantized cache there is no such
+peer: its rows are compared with those of the cache of numbers. As in peers.py, times are medians over replays of CUDA graphs whose calls
+walk over buffers larger than the L2 cache together, rounds are interleaved. Each way is compared with float64 first. Exits with 1 if
+one is wrong.
+"""
+import argparse
+import math
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+
+import launches
+import timing
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SIZES = "1x1024,1x8192,8x8192,32x2048,32x8192"
+HEADS = "32/8x128"
+# What a code of 1 stands for.
+SCALES = {"float8": 1.0, "int8": 1 / 32, "int4": 1 / 2}
+LARGEST_ERROR = 0.03
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token of each sequence; `keys` counts it."""
+    batch: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    kv_cache: str | None
+
+    def options(self, device):
+        cache = ["--kv-cache", self.kv_cache] if self.kv_cache else []
+        return ["--device", device, "--dtype", "bf16", "--batch", self.batch, "--query-length", 1, "--past-length", self.keys - 1,
+                "--heads", self.heads, "--kv-heads", self.kv_heads, "--head-size", self.head_size, *cache]
+
+
+def encoded(kv_cache, numbers):
+    """Quantized values of numbers, and the numbers that they are."""
+    scale = SCALES[kv_cache]
+    if kv_cache == "float8":
+        codes = numbers.to(torch.float8_e4m3fn)
+        return codes, codes.float()
+    if kv_cache == "int8":
+        codes = (numbers / scale).round().clamp(-128, 127).to(torch.int8)
+        return codes, codes.float() * scale
+    codes = (numbers.float() / scale).round().clamp(-8, 7)
+    raised = (codes + 8).to(torch.uint8)
+    return raised[..., ::2] | raised[..., 1::2] << 4, codes * scale
+
+
+def tensors(step):
+    """By role."""
+    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(step.keys, step.head_size // 2, device="cuda") * math.tau
+    found = {
+        "query": normal(step.batch, 1, step.heads * step.head_size),
+        "key": normal(step.batch, 1, step.kv_heads * step.head_size),
+        "value": normal(step.batch, 1, step.kv_heads * step.head_size),
+        "cos_cache": angles.cos().bfloat16(),
+        "sin_cache": angles.sin().bfloat16(),
+        "seqlens_k": torch.full((step.batch,), step.keys - 1, device="cuda", dtype=torch.int32),
+        "output": torch.empty(step.batch, 1, step.heads * step.head_size, device="cuda", dtype=torch.bfloat16),
+    }
+    for name in ("key", "value"):
+        numbers = normal(step.batch, step.kv_heads, step.keys, step.head_size)
+        if step.kv_cache:
+            found[f"{name[0]}_scale"] = torch.tensor([SCALES[step.kv_cache]], device="cuda")
+            numbers = encoded(step.kv_cache, numbers)[0]
+        found[f"present_{name}"] = numbers
+    return found
+
+
+def decoded(step, cache):
+    """The numbers of a cache, in float64."""
+    if not step.kv_cache:
+        return cache.double()
+    if step.kv_cache != "int4":
+        return cache.double() * SCALES[step.kv_cache]
+    codes = torch.stack((cache & 15, cache >> 4), -1).flatten(-2)
+    return (codes.double() - 8) * SCALES["int4"]
+
+
+def error(step, t, rotates):
+    """Largest difference of the last sequence's output from float64, over the cache as the call left it."""
+    group, size = step.heads // step.kv_heads, step.head_size
+    q = t["query"][-1].double().view(step.kv_heads, group, size)
+    if rotates:
+        cos, sin = (t[name][step.keys - 1].double() for name in ("cos_cache", "sin_cache"))
+        left, right = q.chunk(2, -1)
+        q = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+    k, v = (decoded(step, t[f"present_{name}"][-1]) for name in ("key", "value"))
+    want = (q @ k.transpose(1, 2) / math.sqrt(size)).softmax(-1) @ v
+    return (t["output"][-1].double().view_as(want) - want).abs().max().item()
+
+
+def ours(options, step, sets, more, switches=(), folder=launches.SHIPPED):
+    plan = launches.explain(options.gqa, *step.options(options.device), *more, switches=switches)
+    entries = ", ".join(launch["entry"] for launch in plan["launches"])
+    sets[0]["output"].fill_(math.nan)
+    prepared = [launches.Launches(plan, each, folder) for each in sets]
+    prepared[0].run()
+    wrong = error(step, sets[0], "--rotary" in more)
+    if not wrong < LARGEST_ERROR:
+        raise RuntimeError(f"{entries}: off by {wrong:.1e} from float64")
+    return [each.run for each in prepared], entries
+
+
+def flash_attention_2(step, sets):
+    def run(t):
+        q = t["query"].view(step.batch, step.heads, 1, step.head_size)
+
+        def attend():
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return F.scaled_dot_product_attention(q, t["present_key"], t["present_value"], enable_gqa=step.heads != step.kv_heads)
+        return attend
+    sets[0]["output"].copy_(run(sets[0])().view_as(sets[0]["output"]))
+    if not (wrong := error(step, sets[0], False)) < LARGEST_ERROR:
+        raise RuntimeError(f"FlashAttention-2: off by {wrong:.1e} from float64")
+    return [run(t) for t in sets]
+
+
+def ways(options, step, sets):
+    """Runs by name; of plans that several ways have, one."""
+    found, seen = {}, set()
+    for name, more in (("whole step", ["--rotary", "half"]), ("attention alone", ["--cached"])):
+        for switches in ([], *([switch] for switch in options.switch)):
+            runs, entries = ours(options, step, sets, more, switches)
+            if (entries, name) not in seen or any(switch.startswith("GQA_SPLITS") for switch in switches):
+                found[", ".join([name, *switches, entries])] = runs
+                seen.add((entries, name))
+        for folder in options.ptx:
+            found[f"{name}, kernels of {folder}"] = ours(options, step, sets, more, folder=folder)[0]
+    if not step.kv_cache:
+        found["FlashAttention-2"] = flash_attention_2(step, sets)
+    return found
+
+
+def measure(options, step):
+    first = tensors(step)
+    caches = sum(first[name].numel() * first[name].element_size() for name in ("present_key", "present_value"))
+    sets = [first] + [tensors(step) for _ in range(timing.sets(caches) - 1)]
+    found = ways(options, step, sets)
+    times = {name: [] for name in found}
+    for number in range(options.rounds):
+        turns = list(found.items())
+        # A kernel finds the clock as the one before left it.
+        random.Random(number).shuffle(turns)
+        for name, runs in turns:
+            times[name].append(timing.timed(runs, options.replays))
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    own = next(us for name, us in medians.items() if name.startswith("attention alone"))
+    print(f"{step.batch} x {step.keys}, {step.heads}/{step.kv_heads} x {step.head_size}, cache of {step.kv_cache or 'bfloat16'}")
+    for name, us in medians.items():
+        print(f"  {us:9.1f} us  {us / own:5.2f}  {caches / us / 1e3:5.0f} GB/s  {name}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gqa", required=True, help="this project's program")
+    parser.add_argument("--device", default="a100", help="the GPU that is planned for")
+    parser.add_argument("--size", default=SIZES, help="SEQUENCESxKEYS, several separated by commas")
+    parser.add_argument("--heads", default=HEADS, help="QUERY/KVxSIZE, several separated by commas")
+    parser.add_argument("--kv-cache", default="", help=f"of {', '.join(SCALES)}, several separated by commas; a cache of bfloat16 where it is empty")
+    parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
+    parser.add_argument("--ptx", action="append", default=[], help="a folder of other kernels under the same names: ours once more, with those")
+    parser.add_argument("--rounds", type=timing.count, default=3)
+    parser.add_argument("--replays", type=timing.count, default=20)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(0), "torch", torch.__version__, " ".join(sys.argv))
+    for text in options.heads.split(","):
+        query, rest = text.split("/")
+        kv, size = rest.split("x")
+        for length in options.size.split(","):
+            batch, keys = length.split("x")
+            for kv_cache in options.kv_cache.split(","):
+                measure(options, Step(int(batch), int(keys), int(query), int(kv), int(size), kv_cache or None))
+
+
+if __name__ == "__main__":
+    main()
