@@ -1,5 +1,5 @@
-//! Embeds the shipped PTX: a table row for each module of `ptx/manifest.json`, with the files of its
-//! kernels. A file that is missing, or is another than the list says, ends the build.
+//! Embeds the shipped PTX: a table row for each module of `ptx/manifest.json`, with the files of
+//! its kernels. A file that is missing, or is another than the list says, ends the build.
 
 use gqa_ptx::{Manifest, Module};
 use std::collections::BTreeMap;

@@ -36,9 +36,9 @@ pub fn number(arch: &str) -> (u32, bool) {
     (plain.parse().unwrap_or(u32::MAX), plain != digits)
 }
 
-/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`; behind a target `ptx` (times
-/// ten) where its first version of PTX does not know all that the family uses. A target that has
-/// kernels of its own, and not those of the others, names their feature.
+/// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`; behind a target `ptx`
+/// (times ten) where its first version of PTX does not know all that the family uses. A target that
+/// has kernels of its own, and not those of the others, names their feature.
 macro_rules! families {
     ($($(#[$doc:meta])* $family:ident: $name:literal, $feature:literal, [$($arch:literal $(ptx $ptx:literal)? $(=> $own:literal)?),*];)*) => {
         /// Kernels that are compiled into one PTX module.
