@@ -4,7 +4,7 @@ use crate::text::apart;
 use crate::{Error, Result, pack, unpack};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -133,21 +133,19 @@ impl Module {
     ///
     /// Where a file is missing or damaged.
     pub fn read(&self, folder: &Path) -> Result<String> {
-        let mut texts = BTreeMap::new();
-        for kernel in &self.kernels {
+        let files: BTreeMap<_, _> =
+            self.kernels.iter().map(|kernel| (&kernel.file, kernel)).collect();
+        let (mut ptx, mut texts) = (String::new(), HashMap::new());
+        for kernel in files.into_values() {
             let path = folder.join(&kernel.file);
             let text = unpack(&kernel.read(folder)?).map_err(Error::io("unpack", &path))?;
-            texts.insert(&kernel.file, text);
+            let (header, kernels) = apart(&text);
+            ptx = header.to_owned();
+            texts.extend(kernels.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())));
         }
-        let mut ptx = String::new();
         for Kernel { name, file, .. } in &self.kernels {
-            let (header, kernels) = apart(&texts[file]);
-            if ptx.is_empty() {
-                ptx.push_str(header);
-            }
-            let text = kernels.into_iter().find(|(other, _)| other == name);
             let missing = || Error::Damaged { path: folder.join(file) };
-            ptx.push_str(text.ok_or_else(missing)?.1);
+            ptx.push_str(texts.get(name).ok_or_else(missing)?);
         }
         Ok(ptx)
     }

@@ -235,13 +235,19 @@ mod tests {
     fn shipped_modules_hold_the_kernels_they_name() {
         for module in shipped() {
             assert!(module.kernels().next().is_some(), "{}", module.name());
-            for kernel in module.kernels() {
-                let text = module.ptx(kernel).unwrap().unwrap();
-                assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
-                assert_eq!(text.matches(".entry ").count(), 1, "{kernel}");
-                assert!(text.starts_with(".version ") && text.ends_with("}\n"), "{kernel}");
-                assert!(text.contains(&format!("\n.target {}\n", module.arch)), "{kernel}");
+            for (kernels, packed) in module.files {
+                let file = gqa_ptx::unpack(packed).unwrap();
+                assert_eq!(file.matches(".entry ").count(), kernels.len(), "{kernels:?}");
+                for kernel in *kernels {
+                    let text = gqa_ptx::alone(&file, kernel).unwrap();
+                    assert!(text.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
+                    assert_eq!(text.matches(".entry ").count(), 1, "{kernel}");
+                    assert!(text.starts_with(".version ") && text.ends_with("}\n"), "{kernel}");
+                    assert!(text.contains(&format!("\n.target {}\n", module.arch)), "{kernel}");
+                }
             }
+            let first = module.kernels().next().unwrap();
+            assert!(module.ptx(first).unwrap().unwrap().contains(first));
             assert_eq!(module.ptx("gqa").unwrap(), None);
         }
     }
