@@ -92,6 +92,8 @@ fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
         ("h200", true, [3, 1, 20]),
         ("a100", false, [1, 1, 1]),
         ("a100", true, [1, 1, 1]),
+        ("v100", false, [1, 1, 1]),
+        ("v100", true, [1, 1, 1]),
         ("v100", false, [3, 1, 9]),
     ] {
         let [contiguous, strided] = step::paged::problems(rotated, new);

@@ -141,7 +141,8 @@ impl Module {
             let text = unpack(&kernel.read(folder)?).map_err(Error::io("unpack", &path))?;
             let (header, kernels) = apart(&text);
             ptx = header.to_owned();
-            texts.extend(kernels.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())));
+            texts
+                .extend(kernels.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())));
         }
         for Kernel { name, file, .. } in &self.kernels {
             let missing = || Error::Damaged { path: folder.join(file) };
