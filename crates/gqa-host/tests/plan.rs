@@ -51,7 +51,7 @@ positions: implicit, past + row
 
 attention
   decode_quantized       refused: the KV cache is not quantized
-  decode                 refused: needs thread-block clusters, which compute capability 8.0 has not
+  decode                 refused: does not take float32
   split_kv               refused: does not take float32
   split_kv_masked        refused: there is no attention_bias
   hopper_float8          refused: the KV cache is not quantized
