@@ -6,7 +6,9 @@ use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
-use gqa_tests::{AttentionCase, any_dtype, attention_case, half_dtype, parity};
+use gqa_tests::{
+    AttentionCase, AttentionMask, Cache, Hides, any_dtype, attention_case, half_dtype, parity,
+};
 use proptest::prelude::*;
 
 #[test]
@@ -80,6 +82,46 @@ fn sim_split_kv_masked() {
         .prop_map(|(case, rows)| case.for_masked_flash(rows));
     let options = PlanOptions { splits: Some(3), ..PlanOptions::default() };
     parity("sim, splits, masked", 200, masked, &Sim::default().with_options(options));
+}
+
+/// Causal rows of which a bias hides every key that they see, by the lowest number: they see them
+/// all alike, which splits and their merge must not take for none.
+#[test]
+fn rows_hidden_by_the_lowest_number_are_rows_with_keys() {
+    let mask = AttentionMask {
+        boolean: false,
+        rank: 1,
+        repeats: [false; 3],
+        short: 0,
+        hides: Hides::Lowest,
+    };
+    let case = move |seed| AttentionCase {
+        dtype: DType::BF16,
+        v_dtype: DType::BF16,
+        batch: 2,
+        kv_heads: 1,
+        group: 6,
+        head_size: 96,
+        v_head_size: 96,
+        q_len: 14,
+        new_len: 14,
+        cache: Cache::None,
+        four_d: false,
+        causal: true,
+        windows: [-1, -1],
+        scale: None,
+        softcap: 0.0,
+        mask: Some(mask.clone()),
+        mode: None,
+        seed,
+    };
+    let sim = |splits| {
+        let options = PlanOptions { splits: Some(splits), ..PlanOptions::default() };
+        Sim::default().with_options(options)
+    };
+    for splits in [1, 2, 3] {
+        parity("sim, lowest", 20, any::<u64>().prop_map(case.clone()), &sim(splits));
+    }
 }
 
 #[test]

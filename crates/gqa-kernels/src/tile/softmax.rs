@@ -140,10 +140,16 @@ pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
     }
 }
 
-/// States of [`weigh_plain`] as others have them.
+/// States of [`weigh_plain`] as others have them. A finite maximum stays finite: a row whose keys
+/// all have the lowest number as their bias is not one without keys.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
-    let log2 = |state: SoftmaxState| SoftmaxState { max: state.max * LOG2_E, ..state };
+    let log2 = |state: SoftmaxState| {
+        let product = state.max * LOG2_E;
+        let is_finite = state.max.abs() <= f32::MAX;
+        let max = if is_finite { product.max(f32::MIN).min(f32::MAX) } else { product };
+        SoftmaxState { max, ..state }
+    };
     states.map(|block| block.map(log2))
 }
 
