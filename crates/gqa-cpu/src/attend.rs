@@ -1,11 +1,18 @@
 //! All rows past a range of keys, tile by tile.
 
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::decode::FewRows;
-use super::lanes::Lanes;
+use super::instructions::Instructions;
+use super::lanes::{self, Lanes};
 use super::native;
-use super::panel::{KEYS, Panel, Rows, Stage, Tile};
+#[cfg(target_arch = "x86_64")]
+use super::pairs;
+use super::panel::{KEYS, Panel, Products, Rows, Stage, Tile, span};
 use super::scratch::Scratch;
-use pulp::{Arch, Simd, WithSimd};
+use super::singles::Singles;
+use pulp::{Simd, WithSimd};
+use std::mem;
 use std::ops::Range;
 
 /// A row's largest score and its sum of weights relative to that.
@@ -17,31 +24,37 @@ pub struct Softmax {
     pub sum: f32,
 }
 
-/// What a range of keys gives the rows.
-#[derive(Clone, Debug)]
-pub struct Partial {
-    /// Of each row.
-    pub softmax: Vec<Softmax>,
-    /// (rows, size of a value in a tile): sums of weighted values.
-    pub output: Vec<f32>,
-}
+/// Takes a row, its softmax, and the sum of its weighted values, as many numbers as a value has in
+/// a tile.
+pub type Write<'w> = dyn FnMut(usize, Softmax, &[f32]) + 'w;
 
-/// Lets all rows see a range of keys, with those instructions.
-pub fn attend(arch: Arch, rows: &dyn Rows, keys: Range<usize>) -> Partial {
-    native::dispatch(arch, Attend { rows, keys })
+/// Lets all rows see a range of keys, by those instructions. `write` takes what that gives each.
+pub fn attend(
+    instructions: Instructions,
+    rows: &dyn Rows,
+    keys: Range<usize>,
+    write: &mut Write<'_>,
+) {
+    let attend = Attend { rows, keys, write };
+    #[cfg(target_arch = "x86_64")]
+    if let Some(amx) = instructions.tiles.filter(|_| pairs::fit(rows)) {
+        return amx::attend(amx, attend);
+    }
+    native::dispatch(instructions.vectors, attend);
 }
 
 /// Lets all rows see a range of keys.
-struct Attend<'a> {
-    rows: &'a dyn Rows,
-    keys: Range<usize>,
+pub(super) struct Attend<'a> {
+    pub(super) rows: &'a dyn Rows,
+    pub(super) keys: Range<usize>,
+    pub(super) write: &'a mut Write<'a>,
 }
 
 impl WithSimd for Attend<'_> {
-    type Output = Partial;
+    type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Partial {
+    fn with_simd<S: Simd>(self, simd: S) {
         let many_registers = S::REGISTER_COUNT >= 32;
         match self.rows.count() {
             // Up to half of the lanes, sums over lanes cost less than lanes without a row.
@@ -63,11 +76,12 @@ impl WithSimd for Attend<'_> {
 struct Few<'a, const R: usize, const BLOCK: usize>(Attend<'a>);
 
 impl<const R: usize, const BLOCK: usize> WithSimd for Few<'_, R, BLOCK> {
-    type Output = Partial;
+    type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Partial {
-        FewRows::<S, R>::new(simd, self.0.rows).run::<BLOCK>(simd, self.0.keys)
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Attend { rows, keys, write } = self.0;
+        FewRows::<S, R>::new(simd, rows).run::<BLOCK>(simd, keys, write);
     }
 }
 
@@ -75,28 +89,44 @@ impl<const R: usize, const BLOCK: usize> WithSimd for Few<'_, R, BLOCK> {
 struct Many<'a, const N: usize, const BLOCK: usize>(Attend<'a>);
 
 impl<const N: usize, const BLOCK: usize> WithSimd for Many<'_, N, BLOCK> {
-    type Output = Partial;
+    type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Partial {
-        let Attend { rows, keys } = self.0;
-        let ([key, value], count) = (rows.sizes(), lanes::<S, N>(rows.count()));
-        let mut scratch = Scratch::new();
-        let [queries, outputs, scores, key_buffer, value_buffer] = scratch.slices([
-            count * key,
-            count * value,
-            KEYS * Lanes::<S, N>::COUNT,
-            KEYS * key,
-            KEYS * value,
-        ]);
-        let mut panels = panels::<S, N>(simd, rows, [queries, outputs]);
-        for keys in tiles(keys) {
-            let tile = rows.tile(keys, [&mut *key_buffer, &mut *value_buffer]);
-            for panel in &mut panels {
-                panel.attend::<BLOCK>(simd, tile, bytemuck::cast_slice_mut(scores));
-            }
+    fn with_simd<S: Simd>(self, simd: S) {
+        let scale = self.0.rows.scale();
+        many::<S, _, N>(simd, Singles::<BLOCK> { scale }, self.0);
+    }
+}
+
+/// Any number of rows, in panels whose products are computed like that.
+#[inline(always)]
+pub(super) fn many<S: Simd, P: Products<S, N>, const N: usize>(
+    simd: S,
+    products: P,
+    Attend { rows, keys, write }: Attend<'_>,
+) {
+    let [key, value] = rows.sizes().map(|size| size.next_multiple_of(P::PADDED_TO));
+    let count = lanes_of::<S, N>(rows.count());
+    let mut scratch = Scratch::new();
+    let [queries, outputs, scores, lines, key_buffer, value_buffer] = scratch.slices([
+        count * key,
+        count * value,
+        KEYS * Lanes::<S, N>::COUNT,
+        S::F32_LANES * key.max(value),
+        KEYS * key,
+        KEYS * value,
+    ]);
+    let mut panels = panels::<S, P, N>(simd, products, rows, [queries, outputs], lines);
+    let spans: Vec<_> = panels.iter().map(|panel| panel.span.clone()).collect();
+    let seen = span(&spans);
+    for keys in tiles(keys.start.max(seen.start)..keys.end.min(seen.end)) {
+        let tile = products.tile(simd, rows, &keys, [&mut *key_buffer, &mut *value_buffer]);
+        for panel in &mut panels {
+            panel.attend(simd, products, &keys, &tile, bytemuck::cast_slice_mut(scores));
         }
-        partial(&panels, value)
+    }
+    for panel in &panels {
+        finish(simd, panel, rows.sizes()[1], lines, write);
     }
 }
 
@@ -116,14 +146,14 @@ pub enum Shown {
 /// The scores once more, now that the softmax of each row is known. `write` takes a row, a key, and
 /// the numbers from there on.
 pub fn scores(
-    arch: Arch,
+    instructions: Instructions,
     rows: &dyn Rows,
     keys: Range<usize>,
     shown: Shown,
     softmax: &[Softmax],
     write: &mut dyn FnMut(usize, usize, &[f32]),
 ) {
-    arch.dispatch(Scores { rows, keys, shown, softmax, write });
+    instructions.vectors.dispatch(Scores { rows, keys, shown, softmax, write });
 }
 
 struct Scores<'a> {
@@ -146,20 +176,26 @@ impl WithSimd for Scores<'_> {
         };
         let unmasked = Unmasked(self.rows);
         let rows: &dyn Rows = if stage == Stage::Biased { self.rows } else { &unmasked };
-        let ([key, value], count) = (rows.sizes(), lanes::<S, 1>(rows.count()));
+        let ([key, value], count) = (rows.sizes(), lanes_of::<S, 1>(rows.count()));
         let mut scratch = Scratch::new();
-        let [queries, outputs, key_buffer, value_buffer] =
-            scratch.slices([count * key, count * value, KEYS * key, KEYS * value]);
-        let panels = panels::<S, 1>(simd, rows, [queries, outputs]);
+        let [queries, outputs, lines, key_buffer, value_buffer] = scratch.slices([
+            count * key,
+            count * value,
+            S::F32_LANES * key,
+            KEYS * key,
+            KEYS * value,
+        ]);
+        let products = Singles::<8> { scale: rows.scale() };
+        let panels = panels::<S, _, 1>(simd, products, rows, [queries, outputs], lines);
         let mut scores = [Lanes::splat(simd, 0.0); KEYS];
         for keys in tiles(self.keys.clone()) {
-            let tile = rows.tile(keys, [&mut *key_buffer, &mut *value_buffer]);
+            let tile = rows.tile(keys.clone(), [&mut *key_buffer, &mut *value_buffer]);
             for panel in &panels {
-                let Some(tile) = tile.part(&panel.span, rows.sizes()) else { continue };
-                let scores = &mut scores[..tile.keys.len() / rows.sizes()[0]];
-                panel.score::<8>(simd, tile, stage, scores);
+                let Some(part) = panel.part::<Singles<8>>(&keys) else { continue };
+                let (first, scores) = (keys.start + part.start, &mut scores[..part.len()]);
+                panel.score(simd, products, &keys, &tile, part, stage, scores);
                 for lane in 0..panel.visible.len() {
-                    self.write_row(panel, lane, tile.first, scores);
+                    self.write_row(panel, lane, first, scores);
                 }
             }
         }
@@ -203,6 +239,10 @@ impl Rows for Unmasked<'_> {
         self.0.keys()
     }
 
+    fn scale(&self) -> f32 {
+        self.0.scale()
+    }
+
     fn softcap(&self) -> f32 {
         self.0.softcap()
     }
@@ -237,23 +277,39 @@ impl Rows for Unmasked<'_> {
 }
 
 /// Lanes of the panels that so many rows fill.
-fn lanes<S: Simd, const N: usize>(rows: usize) -> usize {
+fn lanes_of<S: Simd, const N: usize>(rows: usize) -> usize {
     rows.next_multiple_of(Lanes::<S, N>::COUNT)
 }
 
-/// The rows, as many side by side as fit, in memory for queries and for outputs.
+/// The rows, as many side by side as fit, in memory for queries and for outputs, and for the
+/// queries of a vector's rows.
 #[inline(always)]
-fn panels<'a, S: Simd, const N: usize>(
+fn panels<'a, S: Simd, P: Products<S, N>, const N: usize>(
     simd: S,
+    products: P,
     rows: &'a dyn Rows,
     [queries, outputs]: [&'a mut [f32]; 2],
+    lines: &mut [f32],
 ) -> Vec<Panel<'a, S, N>> {
-    let [key, value] = rows.sizes();
-    let queries = bytemuck::cast_slice_mut(queries).chunks_exact_mut(key);
-    let memory = queries.zip(bytemuck::cast_slice_mut(outputs).chunks_exact_mut(value));
-    let first = (0..rows.count()).step_by(Lanes::<S, N>::COUNT);
-    let panels = first.zip(memory);
-    panels.map(|(first, (query, output))| Panel::new(simd, rows, first, [query, output])).collect()
+    let mut queries: &mut [Lanes<S, N>] = bytemuck::cast_slice_mut(queries);
+    let mut outputs: &mut [Lanes<S, N>] = bytemuck::cast_slice_mut(outputs);
+    let count = rows.count().div_ceil(Lanes::<S, N>::COUNT);
+    let [key, value] = [queries.len(), outputs.len()].map(|entries| entries / count);
+    let mut panels = Vec::with_capacity(count);
+    for panel in 0..count {
+        // Not in chunks: a value may have no numbers.
+        let memory = [take(&mut queries, key), take(&mut outputs, value)];
+        let first = panel * Lanes::<S, N>::COUNT;
+        panels.push(Panel::new(simd, products, rows, first, memory, lines));
+    }
+    panels
+}
+
+/// The first of them, which are left out from then on.
+fn take<'a, T>(entries: &mut &'a mut [T], count: usize) -> &'a mut [T] {
+    let (taken, rest) = mem::take(entries).split_at_mut(count);
+    *entries = rest;
+    taken
 }
 
 /// `keys`, cut at multiples of [`KEYS`].
@@ -264,19 +320,22 @@ pub(super) fn tiles(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
         .map(move |tile| tile.max(keys.start)..(tile + KEYS).min(keys.end))
 }
 
-/// The state of all rows, each row's output together.
-fn partial<S: Simd, const N: usize>(panels: &[Panel<'_, S, N>], size: usize) -> Partial {
-    let mut partial = Partial { softmax: Vec::new(), output: Vec::new() };
-    for panel in panels {
-        let count = panel.visible.len();
-        let states = panel.max.rows().iter().zip(panel.sum.rows()).take(count);
-        partial.softmax.extend(states.map(|(&max, &sum)| Softmax { max, sum }));
-        let start = partial.output.len();
-        partial.output.resize(start + count * size, 0.0);
-        for (h, numbers) in panel.output.iter().enumerate() {
-            let to = partial.output[start + h..].iter_mut().step_by(size);
-            to.zip(&numbers.rows()[..count]).for_each(|(to, x)| *to = *x);
+/// Writes the rows of a panel, with so many numbers of each.
+#[inline(always)]
+fn finish<S: Simd, const N: usize>(
+    simd: S,
+    panel: &Panel<'_, S, N>,
+    size: usize,
+    lines: &mut [f32],
+    write: &mut Write<'_>,
+) {
+    let (stride, count) = (panel.output.len(), panel.visible.len());
+    let [max, sum] = [panel.max.rows(), panel.sum.rows()];
+    for n in 0..N {
+        lanes::lanes_to_rows(simd, panel.output, n, lines);
+        for lane in n * S::F32_LANES..count.min((n + 1) * S::F32_LANES) {
+            let line = &lines[lane % S::F32_LANES * stride..][..size];
+            write(panel.first + lane, Softmax { max: max[lane], sum: sum[lane] }, line);
         }
     }
-    partial
 }

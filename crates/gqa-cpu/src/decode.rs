@@ -9,7 +9,7 @@
 //!   output[row][c]   = output[row][c] · correction[row] + Σ_key weights[row][key] · V[key][c]
 //! ```
 
-use super::attend::{Partial, Softmax, tiles};
+use super::attend::{Softmax, Write, tiles};
 use super::lanes::{self, exp, tanh};
 use super::panel::{KEYS, Rows, common, span};
 use super::prefetch::{Later, Spread};
@@ -67,6 +67,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut line = vec![0.0; rows.sizes()[0]];
         for row in 0..rows.count() {
             rows.query(row, &mut line);
+            line.iter_mut().for_each(|x| *x *= rows.scale());
             let vectors = S::as_simd_f32s(&line).0;
             query.iter_mut().zip(vectors).for_each(|(to, x)| to[row] = *x);
         }
@@ -83,7 +84,12 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     /// What a range of keys gives the rows; `BLOCK` keys, and as many vectors of values, are in
     /// registers at a time.
     #[inline(always)]
-    pub(super) fn run<const BLOCK: usize>(mut self, simd: S, keys: Range<usize>) -> Partial {
+    pub(super) fn run<const BLOCK: usize>(
+        mut self,
+        simd: S,
+        keys: Range<usize>,
+        write: &mut Write<'_>,
+    ) {
         let rows = self.rows;
         let stored = |keys: &Range<usize>| match S::IS_SCALAR {
             true => None,
@@ -102,12 +108,12 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         while let Some((tile, keys)) = tiles.next() {
             let tile = tile.unwrap_or_else(|| {
                 let buffers = buffers.each_mut().map(|buffer| &mut **buffer);
-                StoredTile::F32(rows.tile(keys.clone(), buffers).rows(rows.sizes()))
+                StoredTile::F32(rows.tile(keys.clone(), buffers).rows(keys.len(), rows.sizes()))
             });
             let next = tiles.peek().and_then(|(next, _)| Some(next.as_ref()?.later_keys()));
             self.attend::<BLOCK>(simd, keys, &tile, next.unwrap_or_default(), scores);
         }
-        self.partial(simd)
+        self.finish(simd, write);
     }
 
     #[inline(always)]
@@ -271,23 +277,20 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
     }
 
-    /// The state of the rows that there are.
+    /// Writes the rows that there are.
     #[inline(always)]
-    fn partial(mut self, simd: S) -> Partial {
+    fn finish(mut self, simd: S, write: &mut Write<'_>) {
         if let Some([_, scales]) = self.rows.scales(S::F32_LANES) {
             for (c, output) in self.output.iter_mut().enumerate() {
                 scale(simd, output, scales, c);
             }
         }
-        let count = self.visible.len();
-        let softmax = |row: usize| Softmax { max: self.max[row], sum: self.sum[row] };
-        let mut output = Vec::with_capacity(count * self.output.len() * S::F32_LANES);
-        for row in 0..count {
-            for vectors in &self.output {
-                output.extend_from_slice(bytemuck::cast_slice(&vectors[row..=row]));
-            }
+        let mut line = vec![0.0; self.rows.sizes()[1]];
+        for row in 0..self.visible.len() {
+            let vectors = S::as_mut_simd_f32s(&mut line).0;
+            vectors.iter_mut().zip(&self.output).for_each(|(to, rows)| *to = rows[row]);
+            write(row, Softmax { max: self.max[row], sum: self.sum[row] }, &line);
         }
-        Partial { softmax: (0..count).map(softmax).collect(), output }
     }
 }
 

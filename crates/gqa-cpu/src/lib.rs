@@ -4,22 +4,35 @@
 //! What compiles longest is here, apart from what changes most: every loop is compiled for each
 //! width of vectors, each number of rows and each type of cache.
 //!
-//! Many rows lie across the lanes of a vector (`panel`); where rows are too few for that, the
-//! elements of a head do (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory
-//! is asked for a tile ahead (`prefetch`); what many rows read is converted first ([`widen`]).
-//! Instructions that pulp has no word for are in `native`.
+//! Many rows lie across the lanes of a vector (`panel`), and are multiplied by single numbers
+//! (`singles`) or by pairs of bfloat16 (`pairs`); where rows are too few for that, the elements of
+//! a head lie there (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory is
+//! asked for a tile ahead (`prefetch`); what many rows read is converted first ([`widen`]).
+//! Instructions that pulp has no word for are in `native` and `amx`.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attend;
 mod decode;
+mod instructions;
 mod lanes;
 mod native;
+mod pairs;
 mod panel;
 mod prefetch;
 mod scratch;
+mod singles;
 mod stored;
 mod widen;
 
-pub use attend::{Partial, Shown, Softmax, attend, scores};
+#[cfg(test)]
+extern crate self as gqa_cpu;
+#[cfg(test)]
+#[path = "../tests/made_up/mod.rs"]
+mod made_up;
+
+pub use attend::{Shown, Softmax, Write, attend, scores};
+pub use instructions::Instructions;
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
 pub use stored::{CacheElement, Float8, Int4, Int8, StoredRows, StoredTile};
 pub use widen::widen;

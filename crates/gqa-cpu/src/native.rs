@@ -106,6 +106,85 @@ mod of_this_processor {
         }))
     }
 
+    /// Transposes a square of vectors.
+    #[inline(always)]
+    pub(in super::super) fn transpose<S: Simd>(simd: S, block: &mut [S::f32s]) -> bool {
+        if let (true, Some(block)) = (is_v3::<S>(), block.first_chunk_mut::<8>()) {
+            // SAFETY: V3 has AVX2
+            *block = unsafe { transpose_8(block.map(bytemuck::cast)) }.map(bytemuck::cast);
+            return true;
+        }
+        if let (Some(_), Some(block)) = (v4(&simd), block.first_chunk_mut::<16>()) {
+            // SAFETY: there is a V4, whose AVX-512 this is
+            *block = unsafe { transpose_16(block.map(bytemuck::cast)) }.map(bytemuck::cast);
+            return true;
+        }
+        false
+    }
+
+    #[inline(always)]
+    unsafe fn transpose_8(rows: [__m256; 8]) -> [__m256; 8] {
+        let mut twos = rows;
+        let mut fours = rows;
+        // SAFETY: the caller has AVX2
+        unsafe {
+            for i in 0..4 {
+                let (a, b) = (rows[2 * i], rows[2 * i + 1]);
+                (twos[2 * i], twos[2 * i + 1]) =
+                    (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            }
+            // Quarter `q` of vector `4 * i + k`: column `4 * q + k` of the rows from `4 * i` on.
+            for (i, k) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let (a, b) = (twos[4 * i + k], twos[4 * i + 2 + k]);
+                fours[4 * i + 2 * k] = _mm256_shuffle_ps::<FIRST>(a, b);
+                fours[4 * i + 2 * k + 1] = _mm256_shuffle_ps::<LAST>(a, b);
+            }
+            for k in 0..4 {
+                let (a, b) = (fours[k], fours[4 + k]);
+                twos[k] = _mm256_permute2f128_ps::<0x20>(a, b);
+                twos[4 + k] = _mm256_permute2f128_ps::<0x31>(a, b);
+            }
+        }
+        twos
+    }
+
+    #[inline(always)]
+    unsafe fn transpose_16(rows: [__m512; 16]) -> [__m512; 16] {
+        /// Of the quarters of two vectors: the even ones of both, the odd ones of both.
+        const EVEN: i32 = 0x88;
+        const ODD: i32 = 0xdd;
+        let mut twos = rows;
+        let mut fours = rows;
+        // SAFETY: the caller has AVX-512
+        unsafe {
+            for i in 0..8 {
+                let (a, b) = (rows[2 * i], rows[2 * i + 1]);
+                (twos[2 * i], twos[2 * i + 1]) =
+                    (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            // Quarter `q` of vector `4 * i + k`: column `4 * q + k` of the rows from `4 * i` on.
+            for i in 0..4 {
+                for k in 0..2 {
+                    let (a, b) = (twos[4 * i + k], twos[4 * i + 2 + k]);
+                    fours[4 * i + 2 * k] = _mm512_shuffle_ps::<FIRST>(a, b);
+                    fours[4 * i + 2 * k + 1] = _mm512_shuffle_ps::<LAST>(a, b);
+                }
+            }
+            for k in 0..4 {
+                let [a, b, c, d] = [fours[k], fours[4 + k], fours[8 + k], fours[12 + k]];
+                let (ab, cd) =
+                    (_mm512_shuffle_f32x4::<EVEN>(a, b), _mm512_shuffle_f32x4::<EVEN>(c, d));
+                twos[k] = _mm512_shuffle_f32x4::<EVEN>(ab, cd);
+                twos[8 + k] = _mm512_shuffle_f32x4::<ODD>(ab, cd);
+                let (ab, cd) =
+                    (_mm512_shuffle_f32x4::<ODD>(a, b), _mm512_shuffle_f32x4::<ODD>(c, d));
+                twos[4 + k] = _mm512_shuffle_f32x4::<EVEN>(ab, cd);
+                twos[12 + k] = _mm512_shuffle_f32x4::<ODD>(ab, cd);
+            }
+        }
+        twos
+    }
+
     /// Of a shuffle: the first two of both vectors, the last two of both.
     const FIRST: i32 = 0x44;
     const LAST: i32 = 0xee;
@@ -232,6 +311,10 @@ mod of_this_processor {
 
     pub(in super::super) fn sums<S: Simd>(_: S, _: [S::f32s; 4]) -> Option<[f32; 4]> {
         None
+    }
+
+    pub(in super::super) fn transpose<S: Simd>(_: S, _: &mut [S::f32s]) -> bool {
+        false
     }
 
     macro_rules! none {

@@ -1,21 +1,20 @@
 //! Attention of a panel of query rows to tiles of keys and values: online softmax, one row per
 //! lane.
 //!
-//! Rows lie across the lanes of a vector, so keys and values are read as single numbers, straight
-//! from the cache, and everything per row (maximum, sum, mask) is one vector operation for all
-//! rows. Both products are the same loop: a block of numbers times a vector of rows, summed in
-//! registers.
+//! Rows lie across the lanes of a vector, so everything per row (maximum, sum, mask) is one vector
+//! operation for all rows. Both products are sums of a number of the cache times a vector of rows:
 //!
 //! ```text
 //!   scores[key]  = Σ_h   K[key][h] · query[h]         for each key of the tile
 //!   weights[key] = exp(scores[key] - maximum)
 //!   output[h]    = output[h] · correction + Σ_key V[key][h] · weights[key]
 //! ```
+//!
+//! By which instructions these are computed, and from what, is the affair of [`Products`].
 
-use super::lanes::{Lanes, exp, select, tanh};
+use super::lanes::{self, Lanes, exp, select, tanh};
 use super::stored::{StoredRows, StoredTile};
 use pulp::Simd;
-use std::array;
 use std::ops::Range;
 
 /// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a
@@ -25,14 +24,9 @@ pub const KEYS: usize = 64;
 /// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
 pub const PADDED_TO: usize = 16;
 
-/// Elements of a key per turn of a loop.
-const CHUNK: usize = 8;
-
 /// Consecutive rows of one head's cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Tile<'a> {
-    /// Index of its first key.
-    pub first: usize,
     /// (keys, size of a key)
     pub keys: &'a [f32],
     /// (keys, size of a value)
@@ -40,21 +34,11 @@ pub struct Tile<'a> {
 }
 
 impl<'a> Tile<'a> {
-    /// Its rows, as one by one.
-    pub(super) fn rows(self, [key, value]: [usize; 2]) -> [StoredRows<'a, f32>; 2] {
-        let count = self.keys.len() / key;
+    /// Its rows, of which there are so many, as one by one.
+    pub(super) fn rows(self, count: usize, [key, value]: [usize; 2]) -> [StoredRows<'a, f32>; 2] {
         let starts = |size| (0..count).map(move |row| row * size);
         let rows = |elements, size| StoredRows::new(elements, starts(size), size);
         [rows(self.keys, key), rows(self.values, value)]
-    }
-
-    /// The part that is in `span`; `sizes` are those of a key and of a value.
-    pub(super) fn part(self, span: &Range<usize>, [key, value]: [usize; 2]) -> Option<Self> {
-        let first = span.start.max(self.first);
-        let end = span.end.min(self.first + self.keys.len() / key);
-        let part = (first < end).then(|| first - self.first..end - self.first)?;
-        let keys = &self.keys[part.start * key..part.end * key];
-        Some(Self { first, keys, values: &self.values[part.start * value..part.end * value] })
     }
 }
 
@@ -77,6 +61,9 @@ pub trait Rows: Sync {
     /// All keys that there are.
     fn keys(&self) -> usize;
 
+    /// What q·k is multiplied by.
+    fn scale(&self) -> f32;
+
     /// What scores are capped at; 0: nothing.
     fn softcap(&self) -> f32;
 
@@ -90,7 +77,8 @@ pub trait Rows: Sync {
     /// Keys that a row sees.
     fn visible(&self, row: usize) -> Range<usize>;
 
-    /// A row of the query, rotated and scaled; what is behind it in `to` stays.
+    /// A row of the query, rotated and not scaled; what is behind it in `to` stays. Where the cache
+    /// is of bfloat16, so are its numbers.
     fn query(&self, row: usize, to: &mut [f32]);
 
     /// Keys and values, converted in `buffers`, whatever is there, where they have to be.
@@ -111,14 +99,68 @@ pub trait Rows: Sync {
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]);
 }
 
+/// How a panel's products are computed, and from what.
+pub(super) trait Products<S: Simd, const N: usize>: Copy {
+    /// Keys that are multiplied together: scores of a few of them take as long as of all.
+    const TOGETHER: usize;
+
+    /// Numbers that a row in a tile has a multiple of; itself a multiple of [`PADDED_TO`].
+    const PADDED_TO: usize = PADDED_TO;
+
+    /// What is read of a tile: rows of keys and values.
+    type Tile<'t>;
+
+    /// Keys and values, in `buffers` where they have to be converted.
+    fn tile<'t>(
+        self,
+        simd: S,
+        rows: &'t dyn Rows,
+        keys: &Range<usize>,
+        buffers: [&'t mut [f32]; 2],
+    ) -> Self::Tile<'t>;
+
+    /// How many keys a tile of so many has, with such as fill it up.
+    fn filled(count: usize) -> usize;
+
+    /// Makes of a query's numbers what [`Products::score`] takes.
+    fn prepare(self, simd: S, query: &mut [Lanes<S, N>]);
+
+    /// Scaled scores of such keys of a tile, whose query has `size` numbers.
+    fn score(
+        self,
+        simd: S,
+        query: &[Lanes<S, N>],
+        tile: &Self::Tile<'_>,
+        keys: Range<usize>,
+        scores: &mut [Lanes<S, N>],
+    );
+
+    /// `output` times `correction`, and such values of a tile times their weights.
+    fn accumulate(
+        self,
+        simd: S,
+        tile: &Self::Tile<'_>,
+        keys: Range<usize>,
+        weights: &mut [Lanes<S, N>],
+        correction: Lanes<S, N>,
+        output: &mut [Lanes<S, N>],
+    );
+
+    /// Number `h` of a value in a tile, of which each has `size`.
+    fn value(tile: &Self::Tile<'_>, size: usize, key: usize, h: usize) -> f32;
+
+    /// Whether all of them are finite.
+    fn is_finite(tile: &Self::Tile<'_>, size: usize, key: usize) -> bool;
+}
+
 /// Query rows and the state of their softmax.
 pub(super) struct Panel<'a, S: Simd, const N: usize> {
     rows: &'a dyn Rows,
     /// The row in the first lane.
     pub(super) first: usize,
-    /// Rotated and scaled: one entry per element of the head.
+    /// Rotated and prepared.
     query: &'a mut [Lanes<S, N>],
-    /// Sum of weighted values, likewise.
+    /// Sum of weighted values: one entry per element of the head.
     pub(super) output: &'a mut [Lanes<S, N>],
     /// Largest score so far; the smallest finite number at first.
     pub(super) max: Lanes<S, N>,
@@ -128,6 +170,8 @@ pub(super) struct Panel<'a, S: Simd, const N: usize> {
     pub(super) visible: Vec<Range<usize>>,
     /// The keys from the first to the last that some row sees.
     pub(super) span: Range<usize>,
+    /// The keys that every row sees.
+    common: Range<usize>,
 }
 
 /// From the first key that some row sees to the last.
@@ -143,7 +187,7 @@ pub(super) fn common(visible: &[Range<usize>]) -> Range<usize> {
     first..visible.iter().map(|keys| keys.end).min().unwrap_or(0).max(first)
 }
 
-/// Keys that each row sees, counted from the first of a tile: `start <= key < end`.
+/// Keys that each row sees, counted from the first of some: `start <= key < end`.
 struct Mask<S: Simd, const N: usize> {
     start: Lanes<S, N>,
     end: Lanes<S, N>,
@@ -158,94 +202,128 @@ impl<S: Simd, const N: usize> Mask<S, N> {
         simd.and_m32s(begun, simd.less_than_f32s(key, self.end.0[n]))
     }
 
-    /// Scores that a row does not see become -inf.
+    /// Of each row that sees key number `key` the first number, of the others the second.
     #[inline(always)]
-    fn hide(&self, simd: S, scores: &mut [Lanes<S, N>]) {
-        let hidden = simd.splat_f32s(f32::NEG_INFINITY);
-        for (key, score) in scores.iter_mut().enumerate() {
-            for n in 0..N {
-                score.0[n] = select(simd, self.sees(simd, key, n), score.0[n], hidden);
-            }
+    fn of(&self, simd: S, key: usize, yes: Lanes<S, N>, no: Lanes<S, N>) -> Lanes<S, N> {
+        let mut lanes = no;
+        for n in 0..N {
+            lanes.0[n] = select(simd, self.sees(simd, key, n), yes.0[n], no.0[n]);
         }
+        lanes
     }
 }
 
 impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
     /// The rows from `first` on, as many as there are and have room, in memory for a query and an
     /// output.
-    pub(super) fn new(
+    #[inline(always)]
+    pub(super) fn new<P: Products<S, N>>(
         simd: S,
+        products: P,
         rows: &'a dyn Rows,
         first: usize,
         [query, output]: [&'a mut [Lanes<S, N>]; 2],
+        lines: &mut [f32],
     ) -> Self {
         let zero = Lanes::splat(simd, 0.0);
-        query.fill(zero);
         output.fill(zero);
         let count = Lanes::<S, N>::COUNT.min(rows.count() - first);
-        let mut line = vec![0.0; query.len()];
-        for lane in 0..count {
-            rows.query(first + lane, &mut line);
-            query.iter_mut().zip(&line).for_each(|(to, x)| to.rows_mut()[lane] = *x);
+        for n in 0..N {
+            lines.fill(0.0);
+            let lanes = n * S::F32_LANES..count.min((n + 1) * S::F32_LANES);
+            for (lane, line) in lanes.zip(lines.chunks_exact_mut(query.len().max(1))) {
+                rows.query(first + lane, line);
+            }
+            lanes::rows_to_lanes(simd, lines, n, query);
         }
+        products.prepare(simd, query);
         let visible: Vec<_> = (0..count).map(|lane| rows.visible(first + lane)).collect();
-        let (span, max) = (span(&visible), Lanes::splat(simd, f32::MIN));
-        Self { rows, first, query, output, max, sum: zero, visible, span }
+        let (span, common, max) = (span(&visible), common(&visible), Lanes::splat(simd, f32::MIN));
+        Self { rows, first, query, output, max, sum: zero, visible, span, common }
     }
 
-    /// Lets the rows see a tile. `scores` is scratch for [`KEYS`] keys.
+    /// The keys of a tile, counted from its first, that some row sees, with those that are
+    /// multiplied together with them.
+    pub(super) fn part<P: Products<S, N>>(&self, tile: &Range<usize>) -> Option<Range<usize>> {
+        let (start, end) = (self.span.start.max(tile.start), self.span.end.min(tile.end));
+        (start < end).then(|| {
+            let start = (start - tile.start) / P::TOGETHER * P::TOGETHER;
+            let end = (end - tile.start).next_multiple_of(P::TOGETHER);
+            start..end.min(P::filled(tile.len()))
+        })
+    }
+
+    /// Lets the rows see the tile of such keys. `scores` is scratch for [`KEYS`] keys.
     #[inline(always)]
-    pub(super) fn attend<const BLOCK: usize>(
+    pub(super) fn attend<P: Products<S, N>>(
         &mut self,
         simd: S,
-        tile: Tile<'_>,
+        products: P,
+        keys: &Range<usize>,
+        tile: &P::Tile<'_>,
         scores: &mut [Lanes<S, N>],
     ) {
-        let Some(tile) = tile.part(&self.span, self.rows.sizes()) else { return };
-        let scores = &mut scores[..tile.keys.len() / self.query.len()];
-        self.score::<BLOCK>(simd, tile, Stage::Biased, scores);
-        let mask = self.mask(simd, tile.first, scores.len());
+        let Some(part) = self.part::<P>(keys) else { return };
+        let scores = &mut scores[..part.len()];
+        self.score(simd, products, keys, tile, part.clone(), Stage::Biased, scores);
+        let mask = self.mask(simd, keys, &part);
         if let Some(mask) = &mask {
-            mask.hide(simd, scores);
+            let hidden = Lanes::splat(simd, f32::NEG_INFINITY);
+            for (key, score) in scores.iter_mut().enumerate() {
+                *score = mask.of(simd, key, *score, hidden);
+            }
         }
         let correction = self.weigh(simd, scores);
         match &mask {
-            None => self.accumulate::<BLOCK>(simd, tile.values, scores, correction, None),
-            mask => self.accumulate::<BLOCK>(simd, tile.values, scores, correction, mask.as_ref()),
+            Some(mask) if !self.harmless::<P>(keys, tile, &part) => {
+                self.accumulate_seen::<P>(simd, tile, part, scores, correction, mask);
+            }
+            _ => products.accumulate(simd, tile, part, scores, correction, self.output),
         }
     }
 
-    /// The mask of `count` keys from `first` on; `None` where every row sees all of them.
-    fn mask(&self, simd: S, first: usize, count: usize) -> Option<Mask<S, N>> {
-        if self.visible.iter().all(|keys| keys.start <= first && first + count <= keys.end) {
+    /// The mask of such keys of a tile, in which those that fill it up are hidden; `None` where
+    /// every row sees all of them.
+    fn mask(&self, simd: S, keys: &Range<usize>, part: &Range<usize>) -> Option<Mask<S, N>> {
+        let (first, last) = (keys.start + part.start, keys.start + part.end);
+        if self.common.start <= first && last <= self.common.end && last <= keys.end {
             return None;
         }
         let mut mask = Mask { start: Lanes::splat(simd, 0.0), end: Lanes::splat(simd, 0.0) };
-        for (row, keys) in self.visible.iter().enumerate() {
-            mask.start.rows_mut()[row] = keys.start.saturating_sub(first).min(count) as f32;
-            mask.end.rows_mut()[row] = keys.end.saturating_sub(first).min(count) as f32;
+        for (row, seen) in self.visible.iter().enumerate() {
+            let end = seen.end.min(keys.end);
+            mask.start.rows_mut()[row] = seen.start.saturating_sub(first).min(part.len()) as f32;
+            mask.end.rows_mut()[row] = end.saturating_sub(first).min(part.len()) as f32;
         }
         Some(mask)
     }
 
-    /// Scores of all keys of a tile up to a stage, not yet masked.
+    /// Whether values that not every row sees, times a weight of 0, are 0: all are finite.
+    fn harmless<P: Products<S, N>>(
+        &self,
+        keys: &Range<usize>,
+        tile: &P::Tile<'_>,
+        part: &Range<usize>,
+    ) -> bool {
+        let mut not_common = part.clone().filter(|key| !self.common.contains(&(keys.start + key)));
+        not_common.all(|key| P::is_finite(tile, self.output.len(), key))
+    }
+
+    /// Scores of such keys of a tile up to a stage, not yet masked.
     #[inline(always)]
-    pub(super) fn score<const BLOCK: usize>(
+    pub(super) fn score<P: Products<S, N>>(
         &self,
         simd: S,
-        tile: Tile<'_>,
+        products: P,
+        keys: &Range<usize>,
+        tile: &P::Tile<'_>,
+        part: Range<usize>,
         stage: Stage,
         scores: &mut [Lanes<S, N>],
     ) {
-        let size = self.query.len();
-        let (blocks, single) = scores.as_chunks_mut::<BLOCK>();
-        let (block_keys, single_keys) = tile.keys.split_at(blocks.len() * BLOCK * size);
-        for (scores, keys) in blocks.iter_mut().zip(block_keys.chunks_exact(BLOCK * size)) {
-            self.dot(simd, keys, scores);
-        }
-        for (score, key) in single.iter_mut().zip(single_keys.chunks_exact(size)) {
-            self.dot(simd, key, array::from_mut(score));
-        }
+        let there = part.start..part.end.min(keys.len());
+        let first = keys.start + part.start;
+        products.score(simd, self.query, tile, part, scores);
         let cap = self.rows.softcap();
         if cap > 0.0 && stage >= Stage::Capped {
             let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
@@ -256,7 +334,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
             }
         }
         if self.rows.has_bias() && stage >= Stage::Biased {
-            self.add_bias(tile.first, scores);
+            self.add_bias(first, &mut scores[..there.len()]);
         }
     }
 
@@ -271,97 +349,56 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// `BLOCK` keys times all queries.
-    #[inline(always)]
-    fn dot<const BLOCK: usize>(&self, simd: S, keys: &[f32], scores: &mut [Lanes<S, N>; BLOCK]) {
-        let size = self.query.len();
-        let keys: [&[[f32; CHUNK]]; BLOCK] =
-            array::from_fn(|i| keys[i * size..][..size].as_chunks().0);
-        let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
-        for (c, query) in self.query.as_chunks::<CHUNK>().0.iter().enumerate() {
-            let keys: [&[f32; CHUNK]; BLOCK] = array::from_fn(|i| &keys[i][c]);
-            for h in 0..CHUNK {
-                for i in 0..BLOCK {
-                    let key = simd.splat_f32s(keys[i][h]);
-                    for n in 0..N {
-                        sums[i][n] = simd.mul_add_e_f32s(key, query[h].0[n], sums[i][n]);
-                    }
-                }
-            }
-        }
-        for i in 0..BLOCK {
-            scores[i].0 = sums[i];
-        }
-    }
-
     /// Turns scores into weights relative to the largest score so far. Returns what everything
     /// summed before is multiplied by.
     #[inline(always)]
     fn weigh(&mut self, simd: S, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
-        let mut correction = self.max;
-        for n in 0..N {
-            let mut max = self.max.0[n];
-            for score in scores.iter() {
-                max = simd.max_f32s(max, score.0[n]);
+        let (mut max, mut correction) = (self.max, self.max);
+        for score in scores.iter() {
+            for n in 0..N {
+                max.0[n] = simd.max_f32s(max.0[n], score.0[n]);
             }
-            correction.0[n] = exp(simd, simd.sub_f32s(self.max.0[n], max));
-            let mut sum = simd.mul_f32s(self.sum.0[n], correction.0[n]);
-            for score in scores.iter_mut() {
-                score.0[n] = exp(simd, simd.sub_f32s(score.0[n], max));
-                sum = simd.add_f32s(sum, score.0[n]);
-            }
-            (self.max.0[n], self.sum.0[n]) = (max, sum);
         }
+        for n in 0..N {
+            correction.0[n] = exp(simd, simd.sub_f32s(self.max.0[n], max.0[n]));
+            self.sum.0[n] = simd.mul_f32s(self.sum.0[n], correction.0[n]);
+        }
+        self.max = max;
+        let mut sum = self.sum;
+        for score in scores.iter_mut() {
+            for n in 0..N {
+                score.0[n] = exp(simd, simd.sub_f32s(score.0[n], max.0[n]));
+                sum.0[n] = simd.add_f32s(sum.0[n], score.0[n]);
+            }
+        }
+        self.sum = sum;
         correction
     }
 
-    /// Adds the values, each times its weights. A row takes nothing from a key that it does not
-    /// see: a weight of 0 would not make NaN harmless.
+    /// Adds the values, each times its weights, to the rows that see it: a weight of 0 would not
+    /// make NaN harmless.
     #[inline(always)]
-    fn accumulate<const BLOCK: usize>(
+    fn accumulate_seen<P: Products<S, N>>(
         &mut self,
         simd: S,
-        values: &[f32],
+        tile: &P::Tile<'_>,
+        part: Range<usize>,
         weights: &[Lanes<S, N>],
         correction: Lanes<S, N>,
-        mask: Option<&Mask<S, N>>,
+        mask: &Mask<S, N>,
     ) {
-        let stride = self.output.len() / BLOCK;
-        let values = values.as_chunks::<BLOCK>().0;
-        for (c, output) in self.output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-            let mut sums = corrected(simd, output, correction);
+        let size = self.output.len();
+        for (h, output) in self.output.iter_mut().enumerate() {
+            let mut sums = output.times(simd, correction);
             for (key, weight) in weights.iter().enumerate() {
-                let value = &values[key * stride + c];
-                for i in 0..BLOCK {
-                    let value = simd.splat_f32s(value[i]);
-                    for n in 0..N {
-                        let more = simd.mul_add_e_f32s(value, weight.0[n], sums[i][n]);
-                        sums[i][n] = match mask {
-                            None => more,
-                            Some(mask) => select(simd, mask.sees(simd, key, n), more, sums[i][n]),
-                        };
-                    }
+                let value = simd.splat_f32s(P::value(tile, size, part.start + key, h));
+                let mut more = sums;
+                for n in 0..N {
+                    more.0[n] = simd.mul_add_e_f32s(value, weight.0[n], sums.0[n]);
                 }
+                sums = mask.of(simd, key, more, sums);
             }
-            for i in 0..BLOCK {
-                output[i].0 = sums[i];
-            }
+            *output = sums;
         }
     }
-}
-
-/// `output` relative to a new maximum.
-#[inline(always)]
-fn corrected<S: Simd, const N: usize, const BLOCK: usize>(
-    simd: S,
-    output: &[Lanes<S, N>; BLOCK],
-    correction: Lanes<S, N>,
-) -> [[S::f32s; N]; BLOCK] {
-    let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
-    for i in 0..BLOCK {
-        for n in 0..N {
-            sums[i][n] = simd.mul_f32s(output[i].0[n], correction.0[n]);
-        }
-    }
-    sums
 }

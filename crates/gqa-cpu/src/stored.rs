@@ -200,6 +200,17 @@ impl<'a, E: CacheElement> StoredRows<'a, E> {
         self.size * E::NUMBERS
     }
 
+    /// Rows.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// A row, if there is one of that number.
+    #[inline(always)]
+    pub(super) fn get(&self, row: usize) -> Option<&'a [E]> {
+        (row < self.count).then(|| self.row(row))
+    }
+
     /// A row.
     #[inline(always)]
     pub(super) fn row(&self, row: usize) -> &'a [E] {

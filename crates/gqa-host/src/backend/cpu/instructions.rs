@@ -1,13 +1,12 @@
-//! Which vector instructions compute attention.
+//! Which instructions compute attention.
 
 use crate::{Error, Result};
-use pulp::Arch;
 use std::fmt;
 
-/// Vector instructions of attention, which this processor has. Conversions between types of numbers
-/// take the widest whatever these are.
+/// Instructions of attention, which this processor has: vectors, and such as multiply bfloat16.
+/// Conversions between types of numbers take the widest whatever these are.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Instructions(pub(super) Arch);
+pub struct Instructions(pub(super) gqa_cpu::Instructions);
 
 impl Instructions {
     /// Names the variable that [`Instructions::from_env`] reads.
@@ -15,17 +14,7 @@ impl Instructions {
 
     /// All that this processor has, the widest first, and `scalar`, which is none of them.
     pub fn all() -> Vec<Self> {
-        let mut all = Vec::new();
-        #[cfg(target_arch = "x86_64")]
-        {
-            use pulp::x86::{V3, V4};
-            all.extend(V4::try_new().map(Arch::V4));
-            all.extend(V3::try_new().map(Arch::V3));
-        }
-        #[cfg(target_arch = "aarch64")]
-        all.extend(pulp::aarch64::Neon::try_new().map(Arch::Neon));
-        all.push(Arch::Scalar);
-        all.into_iter().map(Self).collect()
+        gqa_cpu::Instructions::all().into_iter().map(Self).collect()
     }
 
     /// Those that the environment names; else the widest.
@@ -53,18 +42,10 @@ impl Instructions {
         })
     }
 
-    /// `avx512`, `avx2` (with FMA and F16C), `neon` or `scalar`.
+    /// `amx` (AVX-512, and tiles for prefill in bfloat16), `avx512`, `avx2` (with FMA and F16C),
+    /// `neon` or `scalar`.
     pub fn name(&self) -> &'static str {
-        match self.0 {
-            Arch::Scalar => "scalar",
-            #[cfg(target_arch = "x86_64")]
-            Arch::V3(_) => "avx2",
-            #[cfg(target_arch = "x86_64")]
-            Arch::V4(_) => "avx512",
-            #[cfg(target_arch = "aarch64")]
-            Arch::Neon(_) => "neon",
-            _ => "other",
-        }
+        self.0.name()
     }
 }
 

@@ -122,14 +122,14 @@ impl Cpu {
     }
 
     fn with<'e>(&self, executor: &'e dyn Executor) -> Run<'e> {
-        Run { arch: self.instructions.0, executor }
+        Run { instructions: self.instructions, executor }
     }
 }
 
 /// What computes a call: instructions and threads.
 #[derive(Clone, Copy)]
 struct Run<'e> {
-    arch: pulp::Arch,
+    instructions: Instructions,
     executor: &'e dyn Executor,
 }
 
@@ -230,7 +230,7 @@ impl Run<'_> {
         };
         let output = elements_mut::<O>("output", io.output.reborrow())?;
         let mut rows = output_rows(p, sequences, output, output_qk, lse);
-        parts::run(&call, &mut rows, self.arch, self.executor);
+        parts::run(&call, &mut rows, self.instructions, self.executor);
         Ok(())
     }
 

@@ -2,12 +2,12 @@
 
 use super::element::Element;
 use super::executor::{Executor, threads_for};
+use super::instructions::Instructions;
 use super::rows::OutputRow;
-use super::task::{Call, Task};
-use gqa_cpu::{Partial, Rows};
-use pulp::Arch;
+use super::task::{Call, Partial, Task};
+use gqa_cpu::Rows;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Rows of a task: their keys and values are read, and converted, once.
 const TASK_ROWS: usize = 256;
@@ -16,7 +16,7 @@ const TASK_ROWS: usize = 256;
 pub(super) fn run<'r, T: Element, O: Element>(
     call: &Call<'_, T>,
     rows: &'r mut [OutputRow<'r, T, O>],
-    arch: Arch,
+    instructions: Instructions,
     executor: &dyn Executor,
 ) {
     let tasks = tasks(call, rows);
@@ -27,7 +27,7 @@ pub(super) fn run<'r, T: Element, O: Element>(
     let executor = threads_for(work(&tasks), executor);
     executor.for_each(parts.len(), &|i| {
         if let Some((task, part)) = parts.get(i) {
-            task.run_part(arch, *part);
+            task.run_part(instructions, *part);
         }
     });
 }
@@ -46,18 +46,29 @@ struct Unjoined<'r, T, O> {
     rows: Option<&'r mut [OutputRow<'r, T, O>]>,
 }
 
-impl<T: Element, O: Element> Parts<'_, '_, T, O> {
-    fn run_part(&self, arch: Arch, part: usize) {
-        let partial = self.task.attend(arch, self.parts[part].clone());
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+impl<'r, T: Element, O: Element> Parts<'_, 'r, T, O> {
+    fn run_part(&self, instructions: Instructions, part: usize) {
+        let keys = self.parts[part].clone();
+        if self.parts.len() == 1 {
+            if let Some(rows) = self.state().rows.take() {
+                self.task.run(instructions, keys, rows);
+            }
+            return;
+        }
+        let partial = self.task.attend(instructions, keys);
+        let mut state = self.state();
         state.partials[part] = Some(partial);
         if state.partials.iter().all(Option::is_some) {
             let partials: Vec<_> = state.partials.iter_mut().filter_map(Option::take).collect();
             if let Some(rows) = state.rows.take() {
                 drop(state);
-                self.task.join(arch, &partials, rows);
+                self.task.join(instructions, &partials, rows);
             }
         }
+    }
+
+    fn state(&self) -> MutexGuard<'_, Unjoined<'r, T, O>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

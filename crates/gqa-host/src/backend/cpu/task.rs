@@ -1,6 +1,7 @@
 //! One KV head's query rows, from their keys to their outputs.
 
 use super::element::{Element, elements};
+use super::instructions::Instructions;
 use super::norm::{Norm, round};
 use super::paged::Blocks;
 use super::quantized::Codes;
@@ -8,8 +9,8 @@ use super::rope::Rope;
 use super::rows::OutputRow;
 use super::sequence::Sequence;
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
-use gqa_cpu::{KEYS, PADDED_TO, Partial, Rows, Shown, Softmax, StoredRows, StoredTile, Tile, span};
-use pulp::Arch;
+use gqa_cpu::{KEYS, PADDED_TO, Rows, Shown, Softmax, StoredRows, StoredTile, Tile, span};
+use std::iter;
 use std::ops::Range;
 
 /// Where a task has at most this many rows, its keys are cut into parts of [`PART_KEYS`].
@@ -87,6 +88,15 @@ impl<'a, T: Element> Bias<'a, T> {
     }
 }
 
+/// What a part of the keys gives a task's rows.
+#[derive(Debug, Default)]
+pub(super) struct Partial {
+    /// Of each row.
+    softmax: Vec<Softmax>,
+    /// (rows, size of a value in a tile): sums of weighted values.
+    output: Vec<f32>,
+}
+
 /// Query rows of one KV head, in the order of [`output_rows`](super::rows::output_rows), from
 /// `first` on.
 pub(super) struct Task<'a, T> {
@@ -112,10 +122,14 @@ impl<T: Element> Task<'_, T> {
         span(&visible)
     }
 
-    /// The keys that some row sees, cut into parts, of which there is always one.
+    /// The keys that some row sees, cut into parts, of which there is always one. Where rows are
+    /// many it has all keys, as looking for those that they see takes a while.
     pub(super) fn parts(&self) -> Vec<Range<usize>> {
+        if self.count > FEW_ROWS {
+            return vec![0..self.keys()];
+        }
         let (span, length) = (self.span(), PART_KEYS);
-        if self.count > FEW_ROWS || span.is_empty() {
+        if span.is_empty() {
             return vec![span];
         }
         let parts = (span.start / length..span.end.div_ceil(length))
@@ -124,28 +138,60 @@ impl<T: Element> Task<'_, T> {
     }
 
     /// What a part of the keys gives the rows.
-    pub(super) fn attend(&self, arch: Arch, keys: Range<usize>) -> Partial {
-        gqa_cpu::attend(arch, self, keys)
+    pub(super) fn attend(&self, instructions: Instructions, keys: Range<usize>) -> Partial {
+        let mut partial = Partial::default();
+        gqa_cpu::attend(instructions.0, self, keys, &mut |_, softmax, output| {
+            partial.softmax.push(softmax);
+            partial.output.extend_from_slice(output);
+        });
+        partial
     }
 
     /// Joins all parts and writes the rows.
     pub(super) fn join<O: Element>(
         &self,
-        arch: Arch,
+        instructions: Instructions,
         parts: &[Partial],
         rows: &mut [OutputRow<'_, T, O>],
     ) {
         let mut sums = vec![0.0; self.call.problem.v_head_size];
-        let mut finish = |(row, to)| self.finish(row, parts, &mut sums, to);
+        let size = self.sizes()[1];
+        let mut finish = |(row, to)| {
+            let parts = parts.iter();
+            let of_row = parts.map(|part| (part.softmax[row], &part.output[row * size..][..size]));
+            self.finish(row, of_row, &mut sums, to)
+        };
         let softmax: Vec<Softmax> = rows.iter_mut().enumerate().map(&mut finish).collect();
-        if self.call.problem.output_qk != QkOutput::None {
-            self.write_scores(arch, &softmax, rows);
-        }
+        self.write_scores(instructions, &softmax, rows);
+    }
+
+    /// The same where all keys are one part.
+    pub(super) fn run<O: Element>(
+        &self,
+        instructions: Instructions,
+        keys: Range<usize>,
+        rows: &mut [OutputRow<'_, T, O>],
+    ) {
+        let mut sums = vec![0.0; self.call.problem.v_head_size];
+        let mut softmax = Vec::with_capacity(rows.len());
+        gqa_cpu::attend(instructions.0, self, keys, &mut |row, state, output| {
+            let part = iter::once((state, output));
+            softmax.push(self.finish(row, part, &mut sums, &mut rows[row]));
+        });
+        self.write_scores(instructions, &softmax, rows);
     }
 
     /// Writes the rows of output_qk.
-    fn write_scores<O>(&self, arch: Arch, softmax: &[Softmax], rows: &mut [OutputRow<'_, T, O>]) {
+    fn write_scores<O>(
+        &self,
+        instructions: Instructions,
+        softmax: &[Softmax],
+        rows: &mut [OutputRow<'_, T, O>],
+    ) {
         let p = self.call.problem;
+        if p.output_qk == QkOutput::None {
+            return;
+        }
         let (shown, hidden, keys) = match p.output_qk {
             QkOutput::Biased => (Shown::Biased, f32::NEG_INFINITY, self.span()),
             QkOutput::Scaled => (Shown::Scaled, 0.0, 0..p.total_len),
@@ -161,29 +207,27 @@ impl<T: Element> Task<'_, T> {
                 T::narrow(line, &mut scores[first..][..line.len()]);
             }
         };
-        gqa_cpu::scores(arch, self, keys, shown, softmax, &mut write);
+        gqa_cpu::scores(instructions.0, self, keys, shown, softmax, &mut write);
     }
 
     /// Joins the parts of a row and writes its output, for whose sums there is room.
-    fn finish<O: Element>(
+    fn finish<'p, O: Element>(
         &self,
         row: usize,
-        parts: &[Partial],
+        parts: impl Iterator<Item = (Softmax, &'p [f32])> + Clone,
         sums: &mut [f32],
         to: &mut OutputRow<'_, T, O>,
     ) -> Softmax {
         let sink = if self.visible(row).is_empty() { None } else { self.sink(row) };
-        let states = || parts.iter().map(|part| part.softmax[row]);
+        let states = || parts.clone().map(|(state, _)| state);
         let max = states().map(|state| state.max).chain(sink).fold(f32::MIN, f32::max);
         let weight = |state: Softmax| (state.max - max).exp();
         let sum = states().map(|state| state.sum * weight(state)).sum::<f32>()
             + sink.map_or(0.0, |sink| (sink - max).exp());
         sums.fill(0.0);
-        let stride = self.sizes()[1];
         if sum != 0.0 {
-            for part in parts {
-                let factor = weight(part.softmax[row]) / sum;
-                let values = &part.output[row * stride..][..sums.len()];
+            for (state, values) in parts {
+                let factor = weight(state) / sum;
                 sums.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
             }
         }
@@ -229,6 +273,10 @@ impl<T: Element> Rows for Task<'_, T> {
         self.call.problem.total_len
     }
 
+    fn scale(&self) -> f32 {
+        self.call.problem.scale as f32
+    }
+
     fn softcap(&self) -> f32 {
         self.call.problem.softcap_in_f32()
     }
@@ -259,8 +307,6 @@ impl<T: Element> Rows for Task<'_, T> {
             rope.rotate(self.b, s, self.call.sequences[self.b], to);
             round::<T>(to);
         }
-        let scale = self.call.problem.scale as f32;
-        to.iter_mut().for_each(|x| *x *= scale);
     }
 
     fn tile<'t>(
@@ -272,7 +318,6 @@ impl<T: Element> Rows for Task<'_, T> {
         let rows = CachedRows { b: self.b, head: self.head, rows: keys.clone() };
         let Call { keys: cached_keys, values, .. } = self.call;
         Tile {
-            first: keys.start,
             keys: cached_keys.in_f32(&rows, p.keys_read(), p.head_size, key_buffer),
             values: values.in_f32(&rows, p.values_read(), p.v_head_size, value_buffer),
         }

@@ -1,0 +1,140 @@
+//! Products of a panel by single numbers of `f32`: keys and values are read one by one, straight
+//! from the cache where it is of `f32`, and multiplied by vectors of rows.
+//!
+//! Both products are the same loop: a block of numbers times a vector of rows, summed in registers.
+
+use super::lanes::Lanes;
+use super::panel::{Products, Rows, Tile};
+use pulp::Simd;
+use std::array;
+use std::ops::Range;
+
+/// Elements of a key per turn of a loop.
+const CHUNK: usize = 8;
+
+/// Products of `BLOCK` numbers at a time with vectors of rows.
+#[derive(Clone, Copy)]
+pub(super) struct Singles<const BLOCK: usize> {
+    /// Of scores.
+    pub(super) scale: f32,
+}
+
+impl<S: Simd, const N: usize, const BLOCK: usize> Products<S, N> for Singles<BLOCK> {
+    const TOGETHER: usize = BLOCK;
+
+    type Tile<'t> = Tile<'t>;
+
+    #[inline(always)]
+    fn tile<'t>(
+        self,
+        _: S,
+        rows: &'t dyn Rows,
+        keys: &Range<usize>,
+        buffers: [&'t mut [f32]; 2],
+    ) -> Tile<'t> {
+        rows.tile(keys.clone(), buffers)
+    }
+
+    fn filled(count: usize) -> usize {
+        count
+    }
+
+    #[inline(always)]
+    fn prepare(self, simd: S, query: &mut [Lanes<S, N>]) {
+        let scale = Lanes::splat(simd, self.scale);
+        query.iter_mut().for_each(|numbers| *numbers = numbers.times(simd, scale));
+    }
+
+    #[inline(always)]
+    fn score(
+        self,
+        simd: S,
+        query: &[Lanes<S, N>],
+        tile: &Tile<'_>,
+        keys: Range<usize>,
+        scores: &mut [Lanes<S, N>],
+    ) {
+        let mut keys = &tile.keys[keys.start * query.len()..keys.end * query.len()];
+        let (blocks, single) = scores.as_chunks_mut::<BLOCK>();
+        for scores in blocks {
+            let (block, others) = keys.split_at(BLOCK * query.len());
+            dot(simd, query, block, scores);
+            keys = others;
+        }
+        for score in single {
+            let (key, others) = keys.split_at(query.len());
+            dot(simd, query, key, array::from_mut(score));
+            keys = others;
+        }
+    }
+
+    #[inline(always)]
+    fn accumulate(
+        self,
+        simd: S,
+        tile: &Tile<'_>,
+        keys: Range<usize>,
+        weights: &mut [Lanes<S, N>],
+        correction: Lanes<S, N>,
+        output: &mut [Lanes<S, N>],
+    ) {
+        let stride = output.len() / BLOCK;
+        let values = &tile.values.as_chunks::<BLOCK>().0[keys.start * stride..keys.end * stride];
+        for (c, output) in output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
+            for i in 0..BLOCK {
+                sums[i] = output[i].times(simd, correction).0;
+            }
+            for (key, weight) in weights.iter().enumerate() {
+                let value = &values[key * stride + c];
+                for i in 0..BLOCK {
+                    let value = simd.splat_f32s(value[i]);
+                    for n in 0..N {
+                        sums[i][n] = simd.mul_add_e_f32s(value, weight.0[n], sums[i][n]);
+                    }
+                }
+            }
+            for i in 0..BLOCK {
+                output[i].0 = sums[i];
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn value(tile: &Tile<'_>, size: usize, key: usize, h: usize) -> f32 {
+        tile.values[key * size + h]
+    }
+
+    #[inline(always)]
+    fn is_finite(tile: &Tile<'_>, size: usize, key: usize) -> bool {
+        // All of them, by vectors.
+        tile.values[key * size..][..size].iter().fold(true, |all, x| all & x.is_finite())
+    }
+}
+
+/// `BLOCK` keys times all queries.
+#[inline(always)]
+fn dot<S: Simd, const N: usize, const BLOCK: usize>(
+    simd: S,
+    query: &[Lanes<S, N>],
+    keys: &[f32],
+    scores: &mut [Lanes<S, N>; BLOCK],
+) {
+    let size = query.len();
+    let keys: [&[[f32; CHUNK]]; BLOCK] = array::from_fn(|i| keys[i * size..][..size].as_chunks().0);
+    let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
+    for (c, query) in query.as_chunks::<CHUNK>().0.iter().enumerate() {
+        let keys: [&[f32; CHUNK]; BLOCK] = array::from_fn(|i| &keys[i][c]);
+        for h in 0..CHUNK {
+            for i in 0..BLOCK {
+                let key = simd.splat_f32s(keys[i][h]);
+                for n in 0..N {
+                    sums[i][n] = simd.mul_add_e_f32s(key, query[h].0[n], sums[i][n]);
+                }
+            }
+        }
+    }
+    for i in 0..BLOCK {
+        scores[i].0 = sums[i];
+    }
+}
