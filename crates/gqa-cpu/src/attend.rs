@@ -108,19 +108,21 @@ pub(super) fn many<S: Simd, P: Products<S, N>, const N: usize>(
     let [key, value] = rows.sizes().map(|size| size.next_multiple_of(P::PADDED_TO));
     let count = lanes_of::<S, N>(rows.count());
     let mut scratch = Scratch::new();
-    let [queries, outputs, scores, lines, key_buffer, value_buffer] = scratch.slices([
+    let [queries, outputs, scores, lines, key_buffer, value_buffer, packed] = scratch.slices([
         count * key,
         count * value,
         KEYS * Lanes::<S, N>::COUNT,
         S::F32_LANES * key.max(value),
         KEYS * key,
         KEYS * value,
+        KEYS * value,
     ]);
     let mut panels = panels::<S, P, N>(simd, products, rows, [queries, outputs], lines);
     let spans: Vec<_> = panels.iter().map(|panel| panel.span.clone()).collect();
     let seen = span(&spans);
     for keys in tiles(keys.start.max(seen.start)..keys.end.min(seen.end)) {
-        let tile = products.tile(simd, rows, &keys, [&mut *key_buffer, &mut *value_buffer]);
+        let buffers = [&mut *key_buffer, &mut *value_buffer, &mut *packed];
+        let tile = products.tile(simd, rows, &keys, buffers);
         for panel in &mut panels {
             panel.attend(simd, products, &keys, &tile, bytemuck::cast_slice_mut(scores));
         }
@@ -178,18 +180,20 @@ impl WithSimd for Scores<'_> {
         let rows: &dyn Rows = if stage == Stage::Biased { self.rows } else { &unmasked };
         let ([key, value], count) = (rows.sizes(), lanes_of::<S, 1>(rows.count()));
         let mut scratch = Scratch::new();
-        let [queries, outputs, lines, key_buffer, value_buffer] = scratch.slices([
+        let [queries, outputs, lines, key_buffer, value_buffer, packed] = scratch.slices([
             count * key,
             count * value,
             S::F32_LANES * key,
             KEYS * key,
+            KEYS * value,
             KEYS * value,
         ]);
         let products = Singles::<8> { scale: rows.scale() };
         let panels = panels::<S, _, 1>(simd, products, rows, [queries, outputs], lines);
         let mut scores = [Lanes::splat(simd, 0.0); KEYS];
         for keys in tiles(self.keys.clone()) {
-            let tile = rows.tile(keys.clone(), [&mut *key_buffer, &mut *value_buffer]);
+            let buffers = [&mut *key_buffer, &mut *value_buffer, &mut *packed];
+            let tile = Products::<S, 1>::tile(products, simd, rows, &keys, buffers);
             for panel in &panels {
                 let Some(part) = panel.part::<Singles<8>>(&keys) else { continue };
                 let (first, scores) = (keys.start + part.start, &mut scores[..part.len()]);

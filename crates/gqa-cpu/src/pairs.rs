@@ -84,13 +84,13 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
         simd: S,
         rows: &'t dyn Rows,
         keys: &Range<usize>,
-        buffers: [&'t mut [f32]; 2],
+        [keys_buffer, values_buffer, _]: [&'t mut [f32]; 3],
     ) -> PairedTile<'t> {
         let Some(StoredTile::BF16([stored_keys, stored])) = rows.stored(keys, S::F32_LANES) else {
             unreachable!("what does not fit is not multiplied in pairs")
         };
         let [key, value] = rows.sizes().map(|size| size.next_multiple_of(TOGETHER));
-        let [keys, values] = buffers.map(bytemuck::cast_slice_mut);
+        let [keys, values] = [keys_buffer, values_buffer].map(bytemuck::cast_slice_mut);
         let (keys, values) = (&mut keys[..KEYS * key / 2], &mut values[..KEY_PAIRS * value]);
         copy(&stored_keys, keys, key / 2);
         transpose(simd, &stored, values);

@@ -110,13 +110,14 @@ pub(super) trait Products<S: Simd, const N: usize>: Copy {
     /// What is read of a tile: rows of keys and values.
     type Tile<'t>;
 
-    /// Keys and values, in `buffers` where they have to be converted.
+    /// Keys and values, in `buffers` for a tile's keys, for its values and once more for those,
+    /// where they have to be in another form.
     fn tile<'t>(
         self,
         simd: S,
         rows: &'t dyn Rows,
         keys: &Range<usize>,
-        buffers: [&'t mut [f32]; 2],
+        buffers: [&'t mut [f32]; 3],
     ) -> Self::Tile<'t>;
 
     /// How many keys a tile of so many has, with such as fill it up.

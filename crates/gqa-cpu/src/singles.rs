@@ -2,6 +2,7 @@
 //! from the cache where it is of `f32`, and multiplied by vectors of rows.
 //!
 //! Both products are the same loop: a block of numbers times a vector of rows, summed in registers.
+//! Values are put into its order before, once for all panels of a task.
 
 use super::lanes::Lanes;
 use super::panel::{Products, Rows, Tile};
@@ -22,7 +23,7 @@ pub(super) struct Singles<const BLOCK: usize> {
 impl<S: Simd, const N: usize, const BLOCK: usize> Products<S, N> for Singles<BLOCK> {
     const TOGETHER: usize = BLOCK;
 
-    type Tile<'t> = Tile<'t>;
+    type Tile<'t> = PackedTile<'t>;
 
     #[inline(always)]
     fn tile<'t>(
@@ -30,9 +31,12 @@ impl<S: Simd, const N: usize, const BLOCK: usize> Products<S, N> for Singles<BLO
         _: S,
         rows: &'t dyn Rows,
         keys: &Range<usize>,
-        buffers: [&'t mut [f32]; 2],
-    ) -> Tile<'t> {
-        rows.tile(keys.clone(), buffers)
+        [key_buffer, value_buffer, packed]: [&'t mut [f32]; 3],
+    ) -> PackedTile<'t> {
+        let (tile, count) = (rows.tile(keys.clone(), [key_buffer, value_buffer]), keys.len());
+        let packed = &mut packed[..tile.values.len()];
+        pack::<BLOCK>(tile.values, count, packed);
+        PackedTile { tile, packed, count }
     }
 
     fn filled(count: usize) -> usize {
@@ -50,11 +54,11 @@ impl<S: Simd, const N: usize, const BLOCK: usize> Products<S, N> for Singles<BLO
         self,
         simd: S,
         query: &[Lanes<S, N>],
-        tile: &Tile<'_>,
+        tile: &PackedTile<'_>,
         keys: Range<usize>,
         scores: &mut [Lanes<S, N>],
     ) {
-        let mut keys = &tile.keys[keys.start * query.len()..keys.end * query.len()];
+        let mut keys = &tile.tile.keys[keys.start * query.len()..keys.end * query.len()];
         let (blocks, single) = scores.as_chunks_mut::<BLOCK>();
         for scores in blocks {
             let (block, others) = keys.split_at(BLOCK * query.len());
@@ -72,21 +76,20 @@ impl<S: Simd, const N: usize, const BLOCK: usize> Products<S, N> for Singles<BLO
     fn accumulate(
         self,
         simd: S,
-        tile: &Tile<'_>,
+        tile: &PackedTile<'_>,
         keys: Range<usize>,
         weights: &mut [Lanes<S, N>],
         correction: Lanes<S, N>,
         output: &mut [Lanes<S, N>],
     ) {
-        let stride = output.len() / BLOCK;
-        let values = &tile.values.as_chunks::<BLOCK>().0[keys.start * stride..keys.end * stride];
+        let values = tile.packed.as_chunks::<BLOCK>().0;
         for (c, output) in output.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let values = &values[c * tile.count..][keys.clone()];
             let mut sums = [[simd.splat_f32s(0.0); N]; BLOCK];
             for i in 0..BLOCK {
                 sums[i] = output[i].times(simd, correction).0;
             }
-            for (key, weight) in weights.iter().enumerate() {
-                let value = &values[key * stride + c];
+            for (value, weight) in values.iter().zip(&*weights) {
                 for i in 0..BLOCK {
                     let value = simd.splat_f32s(value[i]);
                     for n in 0..N {
@@ -101,14 +104,40 @@ impl<S: Simd, const N: usize, const BLOCK: usize> Products<S, N> for Singles<BLO
     }
 
     #[inline(always)]
-    fn value(tile: &Tile<'_>, size: usize, key: usize, h: usize) -> f32 {
-        tile.values[key * size + h]
+    fn value(tile: &PackedTile<'_>, size: usize, key: usize, h: usize) -> f32 {
+        tile.tile.values[key * size + h]
     }
 
     #[inline(always)]
-    fn is_finite(tile: &Tile<'_>, size: usize, key: usize) -> bool {
+    fn is_finite(tile: &PackedTile<'_>, size: usize, key: usize) -> bool {
         // All of them, by vectors.
-        tile.values[key * size..][..size].iter().fold(true, |all, x| all & x.is_finite())
+        tile.tile.values[key * size..][..size].iter().fold(true, |all, x| all & x.is_finite())
+    }
+}
+
+/// Keys and values.
+pub(super) struct PackedTile<'t> {
+    tile: Tile<'t>,
+    /// (size of a value over `BLOCK`, keys, `BLOCK`)
+    packed: &'t [f32],
+    /// Keys.
+    count: usize,
+}
+
+/// Values of `count` keys in the order in which they are multiplied: a cache has no room for as
+/// many lines as there are keys, of which a block each is read, until their next blocks are.
+#[inline(always)]
+fn pack<const BLOCK: usize>(values: &[f32], count: usize, packed: &mut [f32]) {
+    /// Keys whose blocks fill lines of a cache.
+    const LINE: usize = 4;
+    let (values, packed) = (values.as_chunks::<BLOCK>().0, packed.as_chunks_mut::<BLOCK>().0);
+    let blocks = values.len() / count;
+    for first in (0..count).step_by(LINE) {
+        for c in 0..blocks {
+            for key in first..count.min(first + LINE) {
+                packed[c * count + key] = values[key * blocks + c];
+            }
+        }
     }
 }
 
