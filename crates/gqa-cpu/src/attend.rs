@@ -8,17 +8,18 @@ use super::lanes::{self, Lanes};
 use super::native;
 #[cfg(target_arch = "x86_64")]
 use super::pairs;
-use super::panel::{KEYS, Panel, Products, Rows, Stage, Tile, span};
+use super::panel::{Panel, Products, Rows, Stage, TILE, Tile, span};
 use super::scratch::Scratch;
 use super::singles::Singles;
 use pulp::{Simd, WithSimd};
 use std::mem;
 use std::ops::Range;
 
-/// A row's largest score and its sum of weights relative to that.
+/// A number that is about a row's largest score, and its sum of weights relative to that.
 #[derive(Clone, Copy, Debug)]
 pub struct Softmax {
-    /// Largest score; the smallest finite number where there is none.
+    /// At most a little less than the largest score; the smallest finite number where there is
+    /// none.
     pub max: f32,
     /// Sum of `exp(score - max)`.
     pub sum: f32,
@@ -111,16 +112,17 @@ pub(super) fn many<S: Simd, P: Products<S, N>, const N: usize>(
     let [queries, outputs, scores, lines, key_buffer, value_buffer, packed] = scratch.slices([
         count * key,
         count * value,
-        KEYS * Lanes::<S, N>::COUNT,
+        P::TILE * Lanes::<S, N>::COUNT,
         S::F32_LANES * key.max(value),
-        KEYS * key,
-        KEYS * value,
-        KEYS * value,
+        P::TILE * key,
+        P::TILE * value,
+        P::TILE * value,
     ]);
     let mut panels = panels::<S, P, N>(simd, products, rows, [queries, outputs], lines);
     let spans: Vec<_> = panels.iter().map(|panel| panel.span.clone()).collect();
     let seen = span(&spans);
-    for keys in tiles(keys.start.max(seen.start)..keys.end.min(seen.end)) {
+    let keys = keys.start.max(seen.start)..keys.end.min(seen.end);
+    for keys in tiles(keys, P::TILE) {
         let buffers = [&mut *key_buffer, &mut *value_buffer, &mut *packed];
         let tile = products.tile(simd, rows, &keys, buffers);
         for panel in &mut panels {
@@ -184,14 +186,14 @@ impl WithSimd for Scores<'_> {
             count * key,
             count * value,
             S::F32_LANES * key,
-            KEYS * key,
-            KEYS * value,
-            KEYS * value,
+            TILE * key,
+            TILE * value,
+            TILE * value,
         ]);
         let products = Singles::<8> { scale: rows.scale() };
         let panels = panels::<S, _, 1>(simd, products, rows, [queries, outputs], lines);
-        let mut scores = [Lanes::splat(simd, 0.0); KEYS];
-        for keys in tiles(self.keys.clone()) {
+        let mut scores = [Lanes::splat(simd, 0.0); TILE];
+        for keys in tiles(self.keys.clone(), TILE) {
             let buffers = [&mut *key_buffer, &mut *value_buffer, &mut *packed];
             let tile = Products::<S, 1>::tile(products, simd, rows, &keys, buffers);
             for panel in &panels {
@@ -227,7 +229,7 @@ impl Scores<'_> {
             Shown::Weights => (score - max).exp() / sum,
             _ => score,
         };
-        let mut line = [0.0; KEYS];
+        let mut line = [0.0; TILE];
         let line = &mut line[..keys.len()];
         let scores = &scores[keys.start - first..keys.end - first];
         line.iter_mut().zip(scores).for_each(|(to, score)| *to = number(score.rows()[lane]));
@@ -316,12 +318,12 @@ fn take<'a, T>(entries: &mut &'a mut [T], count: usize) -> &'a mut [T] {
     taken
 }
 
-/// `keys`, cut at multiples of [`KEYS`].
-pub(super) fn tiles(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let first = keys.start / KEYS * KEYS;
+/// `keys`, cut at multiples of `length`.
+pub(super) fn tiles(keys: Range<usize>, length: usize) -> impl Iterator<Item = Range<usize>> {
+    let first = keys.start / length * length;
     (first..keys.end)
-        .step_by(KEYS)
-        .map(move |tile| tile.max(keys.start)..(tile + KEYS).min(keys.end))
+        .step_by(length)
+        .map(move |tile| tile.max(keys.start)..(tile + length).min(keys.end))
 }
 
 /// Writes the rows of a panel, with so many numbers of each.

@@ -11,7 +11,7 @@
 
 use super::attend::{Softmax, Write, tiles};
 use super::lanes::{self, exp, tanh};
-use super::panel::{KEYS, Rows, common, span};
+use super::panel::{Rows, TILE, common, span};
 use super::prefetch::{Later, Spread};
 use super::scratch::Scratch;
 use super::stored::{Stored, StoredRows, StoredTile};
@@ -56,7 +56,7 @@ macro_rules! for_stored {
 /// A number for each key of a tile.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Line([f32; KEYS]);
+struct Line([f32; TILE]);
 
 impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
     /// All rows, of which there are at most `R`.
@@ -97,10 +97,10 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         };
         let (span, mut scratch) = (self.span.clone(), Scratch::new());
         // What is not read where it is will be converted.
-        let room = if stored(&(0..0)).is_some() { 0 } else { KEYS };
+        let room = if stored(&(0..0)).is_some() { 0 } else { TILE };
         let mut buffers = scratch.slices(rows.sizes().map(|size| room * size));
-        let scores = &mut [Line([0.0; KEYS]); R];
-        let mut tiles = tiles(keys)
+        let scores = &mut [Line([0.0; TILE]); R];
+        let mut tiles = tiles(keys, TILE)
             .map(|keys| keys.start.max(span.start)..keys.end.min(span.end))
             .filter(|keys| !keys.is_empty())
             .map(|keys| (stored(&keys), keys))
@@ -337,7 +337,7 @@ impl<S: Simd, E: Stored, const R: usize> Weighted<'_, S, E, R> {
             }
         }
         assert!((first + BLOCK) * S::F32_LANES <= self.values.numbers(), "numbers of a value");
-        assert!(self.count <= KEYS, "keys of a tile");
+        assert!(self.count <= TILE, "keys of a tile");
         let mut first_key = 0;
         while first_key < self.count {
             let keys = first_key..first_key + next.ask(self.count - first_key);

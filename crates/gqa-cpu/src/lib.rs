@@ -35,4 +35,4 @@ pub use attend::{Shown, Softmax, Write, attend, scores};
 pub use instructions::Instructions;
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
 pub use stored::{CacheElement, Float8, Int4, Int8, StoredRows, StoredTile};
-pub use widen::widen;
+pub use widen::{narrow, widen};

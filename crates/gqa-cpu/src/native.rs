@@ -15,6 +15,7 @@ pub(super) const FLOAT8_UNIT: f32 = 256.0;
 #[cfg(target_arch = "x86_64")]
 mod of_this_processor {
     use super::{EXPONENT, FLOAT8_UNIT, LEAST};
+    use bytemuck::{Pod, Zeroable};
     use pulp::x86::{V3, V4};
     use pulp::{Arch, Scalar, Simd, WithSimd};
     use std::any::{Any, TypeId};
@@ -111,19 +112,24 @@ mod of_this_processor {
     pub(in super::super) fn transpose<S: Simd>(simd: S, block: &mut [S::f32s]) -> bool {
         if let (true, Some(block)) = (is_v3::<S>(), block.first_chunk_mut::<8>()) {
             // SAFETY: V3 has AVX2
-            *block = unsafe { transpose_8(block.map(bytemuck::cast)) }.map(bytemuck::cast);
+            unsafe { transpose_8(block) };
             return true;
         }
         if let (Some(_), Some(block)) = (v4(&simd), block.first_chunk_mut::<16>()) {
             // SAFETY: there is a V4, whose AVX-512 this is
-            *block = unsafe { transpose_16(block.map(bytemuck::cast)) }.map(bytemuck::cast);
+            unsafe { transpose_16(block) };
             return true;
         }
         false
     }
 
     #[inline(always)]
-    unsafe fn transpose_8(rows: [__m256; 8]) -> [__m256; 8] {
+    unsafe fn transpose_8<V: Pod>(block: &mut [V; 8]) {
+        // No `map`: it would be called.
+        let mut rows = [__m256::zeroed(); 8];
+        for i in 0..8 {
+            rows[i] = bytemuck::cast(block[i]);
+        }
         let mut twos = rows;
         let mut fours = rows;
         // SAFETY: the caller has AVX2
@@ -145,14 +151,20 @@ mod of_this_processor {
                 twos[4 + k] = _mm256_permute2f128_ps::<0x31>(a, b);
             }
         }
-        twos
+        for i in 0..8 {
+            block[i] = bytemuck::cast(twos[i]);
+        }
     }
 
     #[inline(always)]
-    unsafe fn transpose_16(rows: [__m512; 16]) -> [__m512; 16] {
+    unsafe fn transpose_16<V: Pod>(block: &mut [V; 16]) {
         /// Of the quarters of two vectors: the even ones of both, the odd ones of both.
         const EVEN: i32 = 0x88;
         const ODD: i32 = 0xdd;
+        let mut rows = [__m512::zeroed(); 16];
+        for i in 0..16 {
+            rows[i] = bytemuck::cast(block[i]);
+        }
         let mut twos = rows;
         let mut fours = rows;
         // SAFETY: the caller has AVX-512
@@ -182,7 +194,9 @@ mod of_this_processor {
                 twos[12 + k] = _mm512_shuffle_f32x4::<ODD>(ab, cd);
             }
         }
-        twos
+        for i in 0..16 {
+            block[i] = bytemuck::cast(twos[i]);
+        }
     }
 
     /// Of a shuffle: the first two of both vectors, the last two of both.

@@ -72,6 +72,9 @@ pub(super) struct PairedTile<'t> {
 }
 
 impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
+    // Sums are taken from memory and brought back for each tile.
+    const TILE: usize = KEYS;
+
     const TOGETHER: usize = TOGETHER;
 
     const PADDED_TO: usize = TOGETHER;

@@ -17,9 +17,12 @@ use super::stored::{StoredRows, StoredTile};
 use pulp::Simd;
 use std::ops::Range;
 
-/// Keys in a tile. Tiles begin at multiples of it, so that how the work is cut never changes a
-/// result.
-pub const KEYS: usize = 64;
+/// Keys in a tile, at most.
+pub const KEYS: usize = 128;
+
+/// Keys in a tile of what is not multiplied in pairs. Tiles begin at multiples of their length, so
+/// that how the work is cut never changes a result.
+pub(super) const TILE: usize = KEYS / 2;
 
 /// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
 pub const PADDED_TO: usize = 16;
@@ -41,6 +44,10 @@ impl<'a> Tile<'a> {
         [rows(self.keys, key), rows(self.values, value)]
     }
 }
+
+/// How much larger a score may be than the number that a weight is relative to: what was summed
+/// before does not have to be multiplied whenever a score is a little larger.
+const ROOM: f32 = 4.0;
 
 /// How far scores are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,6 +108,9 @@ pub trait Rows: Sync {
 
 /// How a panel's products are computed, and from what.
 pub(super) trait Products<S: Simd, const N: usize>: Copy {
+    /// Keys in a tile.
+    const TILE: usize = TILE;
+
     /// Keys that are multiplied together: scores of a few of them take as long as of all.
     const TOGETHER: usize;
 
@@ -163,7 +173,8 @@ pub(super) struct Panel<'a, S: Simd, const N: usize> {
     query: &'a mut [Lanes<S, N>],
     /// Sum of weighted values: one entry per element of the head.
     pub(super) output: &'a mut [Lanes<S, N>],
-    /// Largest score so far; the smallest finite number at first.
+    /// What weights are relative to: about the largest score so far, and the smallest finite
+    /// number at first.
     pub(super) max: Lanes<S, N>,
     /// Sum of weights so far.
     pub(super) sum: Lanes<S, N>,
@@ -254,7 +265,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         })
     }
 
-    /// Lets the rows see the tile of such keys. `scores` is scratch for [`KEYS`] keys.
+    /// Lets the rows see the tile of such keys. `scores` is scratch for a tile.
     #[inline(always)]
     pub(super) fn attend<P: Products<S, N>>(
         &mut self,
@@ -350,21 +361,26 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// Turns scores into weights relative to the largest score so far. Returns what everything
-    /// summed before is multiplied by.
+    /// Turns scores into weights relative to a number that is no more than [`ROOM`] below the
+    /// largest score so far. Returns what everything summed before is multiplied by: mostly 1.
     #[inline(always)]
     fn weigh(&mut self, simd: S, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
-        let (mut max, mut correction) = (self.max, self.max);
+        let mut max = self.max;
         for score in scores.iter() {
             for n in 0..N {
                 max.0[n] = simd.max_f32s(max.0[n], score.0[n]);
             }
         }
-        for n in 0..N {
-            correction.0[n] = exp(simd, simd.sub_f32s(self.max.0[n], max.0[n]));
-            self.sum.0[n] = simd.mul_f32s(self.sum.0[n], correction.0[n]);
+        let mut correction = Lanes::splat(simd, 1.0);
+        if self.leaves_room(simd, max) {
+            max = self.max;
+        } else {
+            for n in 0..N {
+                correction.0[n] = exp(simd, simd.sub_f32s(self.max.0[n], max.0[n]));
+                self.sum.0[n] = simd.mul_f32s(self.sum.0[n], correction.0[n]);
+            }
+            self.max = max;
         }
-        self.max = max;
         let mut sum = self.sum;
         for score in scores.iter_mut() {
             for n in 0..N {
@@ -374,6 +390,16 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
         self.sum = sum;
         correction
+    }
+
+    /// Whether weights of scores up to `max` are numbers that can be summed with those before.
+    #[inline(always)]
+    fn leaves_room(&self, simd: S, max: Lanes<S, N>) -> bool {
+        let mut above = simd.splat_f32s(0.0);
+        for n in 0..N {
+            above = simd.max_f32s(simd.sub_f32s(max.0[n], self.max.0[n]), above);
+        }
+        simd.reduce_max_f32s(above) <= ROOM
     }
 
     /// Adds the values, each times its weights, to the rows that see it: a weight of 0 would not

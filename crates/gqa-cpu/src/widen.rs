@@ -1,7 +1,9 @@
-//! Elements of a KV cache as numbers, row by row: what is read many times is converted once.
+//! Elements of a KV cache as numbers, row by row: what is read many times is converted once. And
+//! numbers as elements of bfloat16.
 
 use super::native;
 use super::stored::{CacheElement, Stored};
+use half::bf16;
 use pulp::{Arch, Scalar256b, Simd, WithSimd};
 use std::array;
 
@@ -132,11 +134,60 @@ impl Factor for Scales<'_> {
     }
 }
 
+/// Of each number the nearest of bfloat16.
+pub fn narrow(from: &[f32], to: &mut [bf16]) {
+    native::dispatch(Arch::new(), Narrow { from, to });
+}
+
+/// [`narrow`], with the widest vectors there are.
+struct Narrow<'a> {
+    from: &'a [f32],
+    to: &'a mut [bf16],
+}
+
+impl WithSimd for Narrow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to = bf16::from_bits(nearest(from.to_bits()));
+        }
+    }
+}
+
+/// The number as the library `half` rounds it, by integers that vectors have.
+#[inline(always)]
+fn nearest(bits: u32) -> u16 {
+    /// Bits of a number of single precision, but for its sign, above which it is none.
+    const INFINITY: u32 = 0x7f80_0000;
+    const QUIET: u32 = 0x40;
+    let even = (bits >> 16) & 1;
+    let rounded = bits.wrapping_add(0x7fff + even) >> 16;
+    let is_nan = bits & 0x7fff_ffff > INFINITY;
+    (if is_nan { bits >> 16 | QUIET } else { rounded }) as u16
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Int4, Int8};
     use std::iter;
+
+    #[test]
+    fn narrowed_are_the_numbers_of_the_library() {
+        let bits = (0..=u16::MAX).flat_map(|high| {
+            let low = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+            low.map(|low| u32::from(high) << 16 | low)
+        });
+        let numbers: Vec<_> = bits.map(f32::from_bits).collect();
+        let mut got = vec![bf16::ZERO; numbers.len()];
+        narrow(&numbers, &mut got);
+        for (got, number) in got.iter().zip(&numbers) {
+            let want = bf16::from_f32(*number);
+            assert_eq!(got.to_bits(), want.to_bits(), "{number} is {want}");
+        }
+    }
 
     #[track_caller]
     fn check<E: CacheElement>(bytes: &[u8], numbers: &[f32], scales: &[f32]) {

@@ -68,7 +68,7 @@ impl Element for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ty, $variant:ident) => {
+    ($t:ty, $variant:ident, $narrow:expr) => {
         impl Element for $t {
             const ZERO: Self = <$t>::ZERO;
 
@@ -89,13 +89,13 @@ macro_rules! half_element {
             }
 
             fn narrow(from: &[f32], to: &mut [Self]) {
-                to.convert_from_f32_slice(from);
+                $narrow(from, to);
             }
         }
     };
 }
-half_element!(f16, F16);
-half_element!(bf16, BF16);
+half_element!(f16, F16, |from, to: &mut [f16]| to.convert_from_f32_slice(from));
+half_element!(bf16, BF16, gqa_cpu::narrow);
 
 /// The elements of the call's tensor `name`.
 pub(super) fn elements<'a, T: Element>(

@@ -17,7 +17,7 @@ use std::ops::Range;
 const FEW_ROWS: usize = 32;
 
 /// Keys of a part; a multiple of [`KEYS`].
-const PART_KEYS: usize = 16 * KEYS;
+const PART_KEYS: usize = 8 * KEYS;
 
 /// What attention reads.
 pub(super) struct Call<'a, T> {
@@ -218,7 +218,7 @@ impl<T: Element> Task<'_, T> {
         sums: &mut [f32],
         to: &mut OutputRow<'_, T, O>,
     ) -> Softmax {
-        let sink = if self.visible(row).is_empty() { None } else { self.sink(row) };
+        let sink = self.sink(row).filter(|_| !self.visible(row).is_empty());
         let states = || parts.clone().map(|(state, _)| state);
         let max = states().map(|state| state.max).chain(sink).fold(f32::MIN, f32::max);
         let weight = |state: Softmax| (state.max - max).exp();
