@@ -199,7 +199,7 @@ impl WithSimd for Scores<'_> {
             for panel in &panels {
                 let Some(part) = panel.part::<Singles<8>>(&keys) else { continue };
                 let (first, scores) = (keys.start + part.start, &mut scores[..part.len()]);
-                panel.score(simd, products, &keys, &tile, part, stage, scores);
+                panel.score(simd, products, (&keys, &tile), part, stage, scores);
                 for lane in 0..panel.visible.len() {
                     self.write_row(panel, lane, first, scores);
                 }

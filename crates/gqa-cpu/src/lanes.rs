@@ -136,7 +136,8 @@ pub(super) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s)
 type Coefficients = [f32; 5];
 
 /// (2^r - 1) / r for |r| <= 1/2; with 1 + r times that, the relative error is below 2⁻²³.
-const EXP2: Coefficients = [1.326_471_5e-3, 9.671_513e-3, 5.550_734e-2, 0.240_222_42, 0.693_147];
+const EXP2: Coefficients =
+    [1.330_06e-3, 9.669_692e-3, 5.550_558_5e-2, 0.240_222_83, std::f32::consts::LN_2];
 
 /// (tanh(x) - x) / x³ in x² for |x| < 0.625.
 const TANH: Coefficients =
@@ -159,8 +160,7 @@ pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let magic = simd.splat_f32s(1.5 * 8_388_608.0);
     let log2_e = simd.splat_f32s(std::f32::consts::LOG2_E);
     let shifted = simd.mul_add_e_f32s(x, log2_e, magic);
-    let n = simd.sub_f32s(shifted, magic);
-    let r = simd.mul_add_e_f32s(x, log2_e, simd.sub_f32s(simd.splat_f32s(0.0), n));
+    let r = simd.mul_add_e_f32s(x, log2_e, simd.sub_f32s(magic, shifted));
     let p = simd.mul_add_e_f32s(polynomial(simd, EXP2, r), r, simd.splat_f32s(1.0));
     let exponent =
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));

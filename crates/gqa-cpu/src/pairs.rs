@@ -160,11 +160,11 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
 impl<P> InPairs<P> {
     /// Entries in pairs, in half of their memory.
     #[inline(always)]
-    fn pair<'l, S: Simd, const N: usize>(
+    fn pair<S: Simd, const N: usize>(
         self,
         simd: S,
-        entries: &'l mut [Lanes<S, N>],
-    ) -> &'l mut [Lanes<S, N>]
+        entries: &mut [Lanes<S, N>],
+    ) -> &mut [Lanes<S, N>]
     where
         P: Pairs<S, N>,
     {

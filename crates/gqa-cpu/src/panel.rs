@@ -277,7 +277,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
     ) {
         let Some(part) = self.part::<P>(keys) else { return };
         let scores = &mut scores[..part.len()];
-        self.score(simd, products, keys, tile, part.clone(), Stage::Biased, scores);
+        self.score(simd, products, (keys, tile), part.clone(), Stage::Biased, scores);
         let mask = self.mask(simd, keys, &part);
         if let Some(mask) = &mask {
             let hidden = Lanes::splat(simd, f32::NEG_INFINITY);
@@ -327,8 +327,7 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         &self,
         simd: S,
         products: P,
-        keys: &Range<usize>,
-        tile: &P::Tile<'_>,
+        (keys, tile): (&Range<usize>, &P::Tile<'_>),
         part: Range<usize>,
         stage: Stage,
         scores: &mut [Lanes<S, N>],
