@@ -126,7 +126,7 @@ impl<T: Element> Task<'_, T> {
     /// many it has all keys, as looking for those that they see takes a while.
     pub(super) fn parts(&self) -> Vec<Range<usize>> {
         if self.count > FEW_ROWS {
-            return vec![0..self.keys()];
+            return iter::once(0..self.keys()).collect();
         }
         let (span, length) = (self.span(), PART_KEYS);
         if span.is_empty() {
