@@ -152,8 +152,8 @@ fn polynomial<S: Simd>(simd: S, coefficients: Coefficients, x: S::f32s) -> S::f3
     y
 }
 
-/// e^x for x < 80, relative error below 2⁻²² + 2⁻²⁵·|x|; 0 below the smallest normal number, NaN for
-/// NaN.
+/// e^x for x < 80, relative error below 2⁻²² + 2⁻²⁵·|x|; 0 below the smallest normal number, and
+/// NaN for NaN.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     // Adding this rounds to an integer and leaves it in the low bits.

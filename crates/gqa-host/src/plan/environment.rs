@@ -110,10 +110,10 @@ pub static AIDS: [(&str, &str, &str); 3] = [
     (
         Instructions::VARIABLE,
         "`amx`, `avx512`, `avx2`, `neon` or `scalar`",
-        "instructions of attention on the CPU, of those that the processor has; the widest where it \
-         is not set, and for conversions between types of numbers. `amx` is `avx512` with tiles for \
-         prefill in bfloat16. The program and the packages for Python and ONNX Runtime read it, the \
-         library in `Instructions::from_env`",
+        "instructions of attention on the CPU, of those that the processor has; the widest where \
+         it is not set, and for conversions between types of numbers. `amx` is `avx512` with tiles \
+         for prefill in bfloat16. The program and the packages for Python and ONNX Runtime read \
+         it, the library in `Instructions::from_env`",
     ),
     (
         "GQA_LOG",
