@@ -17,6 +17,7 @@ mod decode;
 mod instructions;
 mod lanes;
 mod native;
+#[cfg(any(target_arch = "x86_64", test))]
 mod pairs;
 mod panel;
 mod prefetch;

@@ -201,11 +201,13 @@ impl<'a, E: CacheElement> StoredRows<'a, E> {
     }
 
     /// Rows.
+    #[cfg(any(target_arch = "x86_64", test))]
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
     /// A row, if there is one of that number.
+    #[cfg(any(target_arch = "x86_64", test))]
     #[inline(always)]
     pub(super) fn get(&self, row: usize) -> Option<&'a [E]> {
         (row < self.count).then(|| self.row(row))
