@@ -59,7 +59,8 @@ impl Ceilings {
         })
     }
 
-    /// Of the CPU: both are measured. It computes 16-bit elements in float32.
+    /// Of the CPU: both are measured. It computes 16-bit elements in float32, but for prefill in
+    /// bfloat16 where it has tiles (AMX), which is beyond this ceiling.
     pub fn of_cpu() -> Self {
         let arithmetic = Rate {
             per_second: best(|| Arch::new().dispatch(MultiplyAdd)),
