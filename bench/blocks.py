@@ -2,7 +2,8 @@
 
     python3 bench/blocks.py --gqa target/release/gqa --block-size 16,64,256
 
-Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Its attention is timed alone, too, on a cache that has the rows. As in peers.py, times are
+Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. Its
+attention is timed alone, too, on a cache that has the rows. As in peers.py, times are
 medians over replays of CUDA graphs whose calls walk over buffers larger than the L2 cache together. What its build does not take, such as
 small blocks, is told and left out. Exits with 1 if a call of ours fails or is wrong.
 """
@@ -99,7 +100,8 @@ def tensors(call):
 
 
 def ours(program, device, call, sets, switches=()):
-    plan = launches.explain(program, "--device", device, "--dtype", "bf16", "--rotary", "half", "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
+    plan = launches.explain(program, "--device", device, "--dtype", "bf16", "--rotary", "half",
+                            "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
                             call.starts[-1], "--query-length", call.longest, "--past-length", call.total - call.longest, "--heads", call.heads, "--kv-heads",
                             call.kv_heads, "--head-size", call.head_size, *(["--kv-cache", call.kv_cache] if call.kv_cache else []), switches=switches)
     sets[0]["output"].fill_(math.nan)
@@ -216,7 +218,8 @@ def main():
     kv, size = rest.split("x")
     for text in options.size.split(","):
         for block_size in map(int, options.block_size.split(",")):
-            measure(options.gqa, options.device, Call(text, int(query), int(kv), int(size), block_size, options.kv_cache), options.rounds, options.replays, options.switch)
+            call = Call(text, int(query), int(kv), int(size), block_size, options.kv_cache)
+            measure(options.gqa, options.device, call, options.rounds, options.replays, options.switch)
 
 
 if __name__ == "__main__":

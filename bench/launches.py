@@ -41,10 +41,11 @@ def call(name, *arguments):
 
 @functools.cache
 def function(folder, entry, shared_bytes, cluster, sm):
-    """The kernel as GPUs of that compute capability, times ten, get it, from a module of its own: a whole family takes long to
-    assemble."""
+    """The kernel as GPUs of that compute capability, times ten, get it, from a module of its own: a
+    whole family takes long to assemble."""
     modules = [m for m in packed.modules(folder) if any(kernel["name"] == entry for kernel in m["kernels"])]
-    usable = [m for m in modules if m["arch"] == f"sm_{sm}a" or not m["arch"].endswith("a") and int(m["arch"][3:]) <= sm]
+    runs = lambda arch: arch == f"sm_{sm}a" or not arch.endswith("a") and int(arch[3:]) <= sm
+    usable = [m for m in modules if runs(m["arch"])]
     if not usable:
         raise RuntimeError(f"{entry}: {folder} has no module for compute capability {sm / 10}")
     module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))

@@ -1,4 +1,5 @@
-"""PTX as this repository ships it, crates/gqa-host/ptx/: files of kernels, described in crates/gqa-ptx/src/packed.rs."""
+"""PTX as this repository ships it, crates/gqa-host/ptx/: files of kernels, described in
+crates/gqa-ptx/src/packed.rs."""
 import collections
 import json
 import lzma
@@ -18,7 +19,8 @@ def ptx(folder, module, kernel):
     row = next(row for row in module["kernels"] if row["name"] == kernel)
     # Older folders have a file for each kernel and do not name it.
     packed = (folder / row.get("file", f"{module['arch']}/{kernel}.ptx.packed")).read_bytes()
-    header, *entries = re.split(r"(?m)^(?=\.visible \.entry )", absolute(lzma.decompress(packed, lzma.FORMAT_ALONE).decode()))
+    text = absolute(lzma.decompress(packed, lzma.FORMAT_ALONE).decode())
+    header, *entries = re.split(r"(?m)^(?=\.visible \.entry )", text)
     return header + next(text for text in entries if text.startswith(f".visible .entry {kernel}("))
 
 

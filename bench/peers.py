@@ -139,8 +139,8 @@ def layer(call):
 def attention_alone(program, folder, *chosen):
     """The program's plan, launched from here on a cache that holds all rows; `chosen` are options of `gqa explain`."""
     def peer(call, sets, replays):
-        plan = launches.explain(program, "--cached", *chosen, "--batch", call.batch, "--query-length", call.query_length,
-                                "--past-length", call.past_length, *layer(call))
+        sizes = ["--batch", call.batch, "--query-length", call.query_length, "--past-length", call.past_length]
+        plan = launches.explain(program, "--cached", *chosen, *sizes, *layer(call))
         lengths = torch.full((call.batch,), call.total - 1, device="cuda", dtype=torch.int32)
 
         def prepared(q, k, v):
@@ -275,7 +275,8 @@ def main():
     parser.add_argument("--bidirectional", action="store_true")
     parser.add_argument("--rotary", action="store_true", help="gqa rotates too")
     parser.add_argument("--cached", action="store_true", help="gqa computes attention alone")
-    parser.add_argument("--device", default="h200", help="with --cached: gqa plans as for this GPU, and takes the kernels that it would get")
+    parser.add_argument("--device", default="h200",
+                        help="with --cached: gqa plans as for this GPU, and takes the kernels that it would get")
     parser.add_argument("--prefetch-cache", action="store_true", help="with --cached: gqa once more, told that no launch writes what the next one reads, as is so here")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="with --cached: folders of kernels, several separated by commas")
     parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
@@ -296,10 +297,11 @@ def main():
     chosen = {name: PEERS[name] for name in wanted}
     if options.cached and options.gqa:
         for number, folder in enumerate(options.ptx.split(",")):
-            chosen["gqa" if number == 0 else f"gqa {folder}"] = attention_alone(options.gqa, folder, "--device", options.device)
+            name = "gqa" if number == 0 else f"gqa {folder}"
+            chosen[name] = attention_alone(options.gqa, folder, "--device", options.device)
         if options.prefetch_cache:
-            chosen["gqa, prefetch cache"] = attention_alone(options.gqa, options.ptx.split(",")[0], "--device", options.device,
-                                                            "--prefetch-cache")
+            device, folder = ["--device", options.device], options.ptx.split(",")[0]
+            chosen["gqa, prefetch cache"] = attention_alone(options.gqa, folder, *device, "--prefetch-cache")
     written = {"provenance": provenance(), "ceilings": ceilings(), "results": [], "gqa": []}
     for name, value in written["provenance"].items():
         print(f"{name:16} {value}")

@@ -1,13 +1,16 @@
-"""Times decode steps as they are planned for a GPU, of which this need not be one, beside FlashAttention-2 in one run.
+"""Times decode steps as they are planned for a GPU, of which this need not be one, beside
+FlashAttention-2 in one run.
 
     python3 bench/steps.py --gqa target/release/gqa --device a100
-    python3 bench/steps.py --gqa target/release/gqa --device a100 --kv-cache int8 --switch GQA_FORCE=gqa_split_kv_bf16_d128
+    python3 bench/steps.py --gqa target/release/gqa --device a100 --kv-cache int8 \\
+        --switch GQA_FORCE=gqa_split_kv_bf16_d128
 
-Needs torch with a GPU at least as new. Ours rotate, append and attend, and run the kernels that the named GPU gets; "attention alone"
-is over a cache that has the new rows, which is what FlashAttention-2 (that of PyTorch) is timed on. Over a quantized cache there is no such
-peer: its rows are compared with those of the cache of numbers. As in peers.py, times are medians over replays of CUDA graphs whose calls
-walk over buffers larger than the L2 cache together, rounds are interleaved. Each way is compared with float64 first. Exits with 1 if
-one is wrong.
+Needs torch with a GPU at least as new. Ours rotate, append and attend, and run the kernels that the
+named GPU gets; "attention alone" is over a cache that has the new rows, which is what
+FlashAttention-2 (that of PyTorch) is timed on. It reads no quantized cache: those rows are to be
+compared with those of the cache of numbers. As in peers.py, times are medians over replays of CUDA
+graphs whose calls walk over buffers larger than the L2 cache together, and rounds are interleaved.
+Each way is compared with float64 first. Exits with 1 if one is wrong.
 """
 import argparse
 import math
@@ -41,8 +44,9 @@ class Step:
 
     def options(self, device):
         cache = ["--kv-cache", self.kv_cache] if self.kv_cache else []
-        return ["--device", device, "--dtype", "bf16", "--batch", self.batch, "--query-length", 1, "--past-length", self.keys - 1,
-                "--heads", self.heads, "--kv-heads", self.kv_heads, "--head-size", self.head_size, *cache]
+        sizes = ["--batch", self.batch, "--query-length", 1, "--past-length", self.keys - 1]
+        heads = ["--heads", self.heads, "--kv-heads", self.kv_heads, "--head-size", self.head_size]
+        return ["--device", device, "--dtype", "bf16", *sizes, *heads, *cache]
 
 
 def encoded(kv_cache, numbers):
@@ -70,8 +74,8 @@ def tensors(step):
         "cos_cache": angles.cos().bfloat16(),
         "sin_cache": angles.sin().bfloat16(),
         "seqlens_k": torch.full((step.batch,), step.keys - 1, device="cuda", dtype=torch.int32),
-        "output": torch.empty(step.batch, 1, step.heads * step.head_size, device="cuda", dtype=torch.bfloat16),
     }
+    found["output"] = torch.empty_like(found["query"])
     for name in ("key", "value"):
         numbers = normal(step.batch, step.kv_heads, step.keys, step.head_size)
         if step.kv_cache:
@@ -92,7 +96,8 @@ def decoded(step, cache):
 
 
 def error(step, t, rotates):
-    """Largest difference of the last sequence's output from float64, over the cache as the call left it."""
+    """Largest difference of the last sequence's output from float64, over the cache as the call
+    left it."""
     group, size = step.heads // step.kv_heads, step.head_size
     q = t["query"][-1].double().view(step.kv_heads, group, size)
     if rotates:
@@ -113,16 +118,18 @@ def ours(options, step, sets, more, switches=(), folder=launches.SHIPPED):
     wrong = error(step, sets[0], "--rotary" in more)
     if not wrong < LARGEST_ERROR:
         raise RuntimeError(f"{entries}: off by {wrong:.1e} from float64")
-    return [each.run for each in prepared], entries
+    shapes = tuple((each["entry"], *each["grid"], each["cluster"]) for each in plan["launches"])
+    return [each.run for each in prepared], entries, shapes
 
 
 def flash_attention_2(step, sets):
     def run(t):
         q = t["query"].view(step.batch, step.heads, 1, step.head_size)
+        k, v, grouped = t["present_key"], t["present_value"], step.heads != step.kv_heads
 
         def attend():
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return F.scaled_dot_product_attention(q, t["present_key"], t["present_value"], enable_gqa=step.heads != step.kv_heads)
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
         return attend
     sets[0]["output"].copy_(run(sets[0])().view_as(sets[0]["output"]))
     if not (wrong := error(step, sets[0], False)) < LARGEST_ERROR:
@@ -131,16 +138,18 @@ def flash_attention_2(step, sets):
 
 
 def ways(options, step, sets):
-    """Runs by name; of plans that several ways have, one."""
-    found, seen = {}, set()
+    """Runs by name; of plans that several switches give, one."""
+    found = {}
     for name, more in (("whole step", ["--rotary", "half"]), ("attention alone", ["--cached"])):
+        plans = set()
         for switches in ([], *([switch] for switch in options.switch)):
-            runs, entries = ours(options, step, sets, more, switches)
-            if (entries, name) not in seen or any(switch.startswith("GQA_SPLITS") for switch in switches):
+            runs, entries, shapes = ours(options, step, sets, more, switches)
+            if shapes not in plans:
                 found[", ".join([name, *switches, entries])] = runs
-                seen.add((entries, name))
+                plans.add(shapes)
         for folder in options.ptx:
-            found[f"{name}, kernels of {folder}"] = ours(options, step, sets, more, folder=folder)[0]
+            others, *_ = ours(options, step, sets, more, folder=folder)
+            found[f"{name}, kernels of {folder}"] = others
     if not step.kv_cache:
         found["FlashAttention-2"] = flash_attention_2(step, sets)
     return found
@@ -148,7 +157,7 @@ def ways(options, step, sets):
 
 def measure(options, step):
     first = tensors(step)
-    caches = sum(first[name].numel() * first[name].element_size() for name in ("present_key", "present_value"))
+    caches = sum(first[name].nbytes for name in ("present_key", "present_value"))
     sets = [first] + [tensors(step) for _ in range(timing.sets(caches) - 1)]
     found = ways(options, step, sets)
     times = {name: [] for name in found}
@@ -160,20 +169,25 @@ def measure(options, step):
             times[name].append(timing.timed(runs, options.replays))
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     own = next(us for name, us in medians.items() if name.startswith("attention alone"))
-    print(f"{step.batch} x {step.keys}, {step.heads}/{step.kv_heads} x {step.head_size}, cache of {step.kv_cache or 'bfloat16'}")
+    heads = f"{step.heads}/{step.kv_heads} x {step.head_size}"
+    print(f"{step.batch} x {step.keys}, {heads}, cache of {step.kv_cache or 'bfloat16'}")
     for name, us in medians.items():
         print(f"  {us:9.1f} us  {us / own:5.2f}  {caches / us / 1e3:5.0f} GB/s  {name}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True, help="this project's program")
     parser.add_argument("--device", default="a100", help="the GPU that is planned for")
     parser.add_argument("--size", default=SIZES, help="SEQUENCESxKEYS, several separated by commas")
     parser.add_argument("--heads", default=HEADS, help="QUERY/KVxSIZE, several separated by commas")
-    parser.add_argument("--kv-cache", default="", help=f"of {', '.join(SCALES)}, several separated by commas; a cache of bfloat16 where it is empty")
-    parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
-    parser.add_argument("--ptx", action="append", default=[], help="a folder of other kernels under the same names: ours once more, with those")
+    parser.add_argument("--kv-cache", default="",
+                        help=f"of {', '.join(SCALES)}, several separated by commas; else bfloat16")
+    parser.add_argument("--switch", action="append", default=[],
+                        help="NAME=VALUE: ours once more, as planned with it, if that differs")
+    parser.add_argument("--ptx", action="append", default=[],
+                        help="a folder of other kernels under the same names: ours with those too")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=20)
     options = parser.parse_args()
@@ -185,7 +199,8 @@ def main():
         for length in options.size.split(","):
             batch, keys = length.split("x")
             for kv_cache in options.kv_cache.split(","):
-                measure(options, Step(int(batch), int(keys), int(query), int(kv), int(size), kv_cache or None))
+                numbers = map(int, (batch, keys, query, kv, size))
+                measure(options, Step(*numbers, kv_cache or None))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ fn rows_hidden_by_the_lowest_number_are_rows_with_keys() {
         windows: [-1, -1],
         scale: None,
         softcap: 0.0,
-        mask: Some(mask.clone()),
+        mask: Some(mask),
         mode: None,
         seed,
     };
@@ -120,7 +120,7 @@ fn rows_hidden_by_the_lowest_number_are_rows_with_keys() {
         Sim::default().with_options(options)
     };
     for splits in [1, 2, 3] {
-        parity("sim, lowest", 20, any::<u64>().prop_map(case.clone()), &sim(splits));
+        parity("sim, lowest", 20, any::<u64>().prop_map(case), &sim(splits));
     }
 }
 

@@ -94,7 +94,7 @@ fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
 }
 
 /// The module's own GPU and the newer ones that run it; with an `a`, a module runs on its own only.
-/// Kernels with clusters run nowhere where there is a newer module of them.
+/// A GPU takes kernels with clusters from the newest module that it runs, and from no other.
 fn targets(module: &Module) -> Vec<String> {
     let (own, only) = number(&module.arch);
     if only {

@@ -1,5 +1,5 @@
-//! PTX made small: a text in a tenth of its bytes, for crates that carry many kernels, and of
-//! kernels that differ in a type alone the second for almost nothing.
+//! PTX made small: a text in a tenth of its bytes, for crates that carry many kernels, and several
+//! of kernels that are alike in half of that.
 //!
 //! LLVM numbers registers in the order of their definition, so the copies of an unrolled loop
 //! differ in every register. [`pack`] writes each number as its distance from the number that stood

@@ -241,7 +241,9 @@ fn a_token_step_is_one_launch_without_clusters_too() {
     for (problem, name, want) in [
         (llama(1, 8191), "a100", "decode_f16_d128_r8"),
         (eight(llama(1, 8191)), "a100", "decode_f16_d128_r8"),
-        // Two tiles of 16 rows read keys once where the L2 cache holds them.
+        // As few row tiles as there can be, but two whole blocks of 16 rows in place of a half one
+        // of 32 where the L2 cache holds the keys.
+        (llama(4, 4096), "a100", "decode_f16_d128_r16"),
         (llama(8, 4096), "a100", "decode_f16_d128_r16"),
         (with(llama(8, 8184), |p| p.batch = 4), "a100", "decode_f16_d128_r32_w4"),
         (llama(1, 8191), "rtx4090", "decode_f16_d128_r8_w4"),

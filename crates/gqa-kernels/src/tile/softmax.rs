@@ -146,8 +146,9 @@ pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
 pub fn to_log2<const M: usize>(states: States<M>) -> States<M> {
     let log2 = |state: SoftmaxState| {
         let product = state.max * LOG2_E;
+        let at_least = product.max(f32::MIN);
         let is_finite = state.max.abs() <= f32::MAX;
-        let max = if is_finite { product.max(f32::MIN).min(f32::MAX) } else { product };
+        let max = if is_finite { at_least.min(f32::MAX) } else { product };
         SoftmaxState { max, ..state }
     };
     states.map(|block| block.map(log2))

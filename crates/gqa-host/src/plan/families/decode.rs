@@ -99,21 +99,22 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     };
     let smallest = sized().min_by_key(|entry| entry.shared_bytes);
     let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
-    let shared = row_tiles_share_keys(call);
-    let tiles = |entry: &Entry| match p.packed_rows().div_ceil(entry.rows as usize) {
-        2 if shared => 1,
-        tiles => tiles,
-    };
-    let suited = sized().filter(|entry| runs_on(entry, call.device).is_ok());
+    let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
+    let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
     let order =
         |entry: &&Entry| (tiles(entry), entry.min_blocks, entry.rows, Reverse(entry.threads));
-    let chosen = suited.min_by_key(order);
-    chosen.map_or_else(|| runs_on(smallest, call.device).map(|()| smallest), Ok)
+    let Some(chosen) = suited().min_by_key(order) else {
+        return runs_on(smallest, call.device).map(|()| smallest);
+    };
+    let is_half_of_32 = (chosen.rows, chosen.min_blocks, tiles(chosen)) == (32, 2, 1);
+    let in_two = |entry: &&Entry| (entry.rows, entry.min_blocks, tiles(entry)) == (16, 1, 2);
+    let whole = suited().find(in_two).filter(|_| is_half_of_32 && row_tiles_share_keys(call));
+    Ok(whole.unwrap_or(chosen))
 }
 
 /// Whether two row tiles that run at a time read keys once, because the L2 cache holds the KV
-/// cache. Then they are faster than one of more rows that no cluster shares
-/// (`docs/results/2026-11-26-h100-ampere`).
+/// cache. Then two of 16 rows are faster than one of 32 in blocks of half the size, if no cluster
+/// shares its keys (`docs/results/2026-11-26-h100-ampere`).
 fn row_tiles_share_keys(call: &Call<'_>) -> bool {
     let (p, device) = (call.problem, call.device);
     let heads = p.kv_heads.saturating_mul(p.batch);
@@ -183,6 +184,12 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     entries().filter(is_half).min_by_key(|half| half.rows).filter(fits)
 }
 
+/// By how many parts in 32 two such blocks stream slower than a whole one: more of a quantized KV
+/// cache, whose halves have fewer copies under way. Fitted to measurements (`docs/perf-log.md`).
+fn slowdown_of_halves(half: &Entry) -> u32 {
+    if half.codes.is_none() { 1 } else { 4 }
+}
+
 /// The options' clusters and splits, or those with which the call ends first, and the kernel for
 /// them: `entry` or, unless that is forced, its half.
 fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
@@ -200,7 +207,7 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
             let gpu = decode::Device {
                 multiprocessors: device.multiprocessors,
                 has_clusters: device.has(Capability::Clusters),
-                halves: half.map(|half| if half.codes.is_none() { 1 } else { 4 }),
+                halves: half.map(slowdown_of_halves),
             };
             let Shape { ranks, splits, together } =
                 decode::shape(&params, entry.rows, p.most_keys(), gpu);
