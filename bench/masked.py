@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 ELEMENTS = {torch.bfloat16: TensorProto.BFLOAT16, torch.bool: TensorProto.BOOL}
 
 
-def plan(program, tensors):
-    """Of ONNX Attention on tensors of these shapes; their values do not matter."""
+def plan(program, device, tensors):
+    """Of ONNX Attention on tensors of these shapes, for that GPU; their values do not matter."""
     inputs, outputs = ["query", "key", "value", "attention_bias"], ["output"]
     info = lambda name: helper.make_tensor_value_info(name, ELEMENTS[tensors[name].dtype], tensors[name].shape)
     node = helper.make_node("Attention", inputs, outputs, is_causal=1)
@@ -38,7 +38,7 @@ def plan(program, tensors):
             zeros = bytes(tensor.numel() * tensor.element_size())
             written = helper.make_tensor(name, ELEMENTS[tensor.dtype], tensor.shape, zeros, raw=True)
             (folder / "data" / f"input_{number}.pb").write_bytes(written.SerializeToString())
-        return launches.explain(program, folder / "model.onnx", "--data", folder / "data")
+        return launches.explain(program, folder / "model.onnx", "--data", folder / "data", "--device", device)
 
 
 def median_us(run, replays=7, calls=3):
@@ -73,10 +73,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gqa", required=True, help="this project's program")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="folder of kernels")
+    parser.add_argument("--device", default="h200",
+                        help="the GPU that is planned for, whose kernels are taken")
+    parser.add_argument("--heads", default="32/8x128", help="QUERY/KVxSIZE")
     parser.add_argument("--rounds", type=timing.count, default=3)
     options = parser.parse_args()
     torch.manual_seed(0)
-    batch, length, heads, kv_heads, size = 2, 4096, 32, 8, 128
+    heads, rest = options.heads.split("/")
+    heads, kv_heads, size = map(int, (heads, *rest.split("x")))
+    batch, length = 2, 4096
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     q, k, v = (normal(batch, count, length, size) for count in (heads, kv_heads, kv_heads))
     bias = normal(1, 1, length, length)
@@ -86,7 +91,7 @@ def main():
     def ours(bias):
         tensors = {"query": q, "key": k, "value": v, "attention_bias": bias, "output": torch.full_like(q, math.nan),
                    "seqlens_k": torch.full((batch,), length - 1, device="cuda", dtype=torch.int32)}
-        call = launches.Launches(plan(options.gqa, tensors), tensors, pathlib.Path(options.ptx))
+        call = launches.Launches(plan(options.gqa, options.device, tensors), tensors, pathlib.Path(options.ptx))
         call.run()
         wrong = error(q, k, v, bias, tensors["output"])
         print(f"{', '.join(launch['entry'] for launch in call.plan['launches'])}: off by {wrong:.1e} from float64")
@@ -104,7 +109,9 @@ def main():
     def sdpa():
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             return F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=causal)
-    runs = {"gqa, bias": ours(bias), "gqa, boolean mask": ours(mask), "gqa, bias of rows that are not aligned": ours(bias[..., : length - 1].contiguous()),
+    shorter = lambda by: bias[..., : length - by].contiguous()
+    runs = {"gqa, bias": ours(bias), "gqa, boolean mask": ours(mask), "gqa, bias of rows of 4 bytes": ours(shorter(2)),
+            "gqa, bias of odd rows": ours(shorter(1)),
             "FlexAttention, bias": flex, "memory-efficient SDPA, bias": sdpa}
     times = {name: [] for name in runs}
     for number in range(options.rounds):

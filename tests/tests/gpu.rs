@@ -123,6 +123,23 @@ fn steps_as_planned_for_ampere_and_ada() {
     }
 }
 
+/// Prompts of any length, with a bias or a mask too, on `tiled` and `tiled_masked`.
+#[test]
+#[ignore = "needs a GPU"]
+fn prompts_as_planned_for_ampere_and_ada() {
+    for (name, cases) in [("a100", 500), ("rtx4090", 200)] {
+        let device = DeviceInfo::known(name).expect("a known device");
+        let gpu = cuda(PlanOptions::default()).with_device(device);
+        parity(&format!("cuda, {name}, prompts"), cases, prompts(256, 800), &gpu);
+        let any = case(half_dtype(), heads_up_to(256), 80);
+        parity(&format!("cuda, {name}"), cases, any, &gpu);
+        parity(&format!("cuda, {name}, bias"), cases, biased_prompts(256, 400), &gpu);
+        let masked = (attention_case(half_dtype(), 256, 100), 1..=400usize)
+            .prop_map(|(case, rows)| case.for_masked_flash(rows));
+        parity(&format!("cuda, {name}, masks"), cases, masked, &gpu);
+    }
+}
+
 /// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
 #[ignore = "needs a GPU"]

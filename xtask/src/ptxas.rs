@@ -18,7 +18,7 @@ const TARGETS: [&str; 4] = ["sm_89", "sm_90a", "sm_100a", "sm_120a"];
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill
 /// (`docs/results/2026-11-26-h100-ampere`); on the others none was.
-const SPILLS: [(&str, &str, u32); 10] = [
+const SPILLS: [(&str, &str, u32); 11] = [
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
@@ -28,6 +28,7 @@ const SPILLS: [(&str, &str, u32); 10] = [
     ("gqa_decode_paged_d128_r32_w4", "sm_100a", 12),
     ("gqa_decode_paged_d256_r8", "sm_120a", 36),
     ("gqa_decode_paged_d256_r8_w4", "sm_120a", 40),
+    ("gqa_tiled_masked_d128", "sm_89", 12),
     ("gqa_tiled_masked_d256", "sm_120a", 16),
 ];
 

@@ -189,6 +189,13 @@ pub struct Bias {
     pub boolean: bool,
 }
 
+impl Bias {
+    /// Bytes of a row, if numbers have the type `dtype`.
+    pub fn row_bytes(&self, dtype: DType) -> usize {
+        self.columns * if self.boolean { 1 } else { dtype.size() }
+    }
+}
+
 /// What output_qk receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QkOutput {

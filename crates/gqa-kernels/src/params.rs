@@ -69,8 +69,8 @@ pub mod vectors {
     pub const KEYS: u32 = 1;
     /// Those of value.
     pub const VALUES: u32 = 2;
-    /// Those of the bias or mask.
-    pub const MASK: u32 = 4;
+    /// Those of the bias or mask: whole words of 4 bytes.
+    pub const MASK_WORDS: u32 = 4;
 }
 
 /// Scalars of every attention kernel: those of `tiled`, `tiled_f32`, `tiled_wide`, `hopper`,
@@ -120,7 +120,8 @@ pub struct AttentionParams {
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)`; 0: off.
     pub softcap: f32,
-    /// (query head, batch) pairs whose K and V share the L2 cache (hopper).
+    /// (query head, batch) pairs whose K and V share the L2 cache, whole groups of them (hopper,
+    /// tiled); 0: all.
     pub l2_section: u32,
 }
 

@@ -87,6 +87,13 @@ impl<T: Pod> Global<T> {
         self.store_words(i, value);
     }
 
+    /// The 4 bytes that start at element `i`, which must lie on a 4-byte boundary.
+    #[inline(always)]
+    pub fn load_word(self, i: usize) -> u32 {
+        let [word] = self.load_words(i);
+        word
+    }
+
     /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
     #[inline(always)]
     pub fn load_vec8(self, i: usize) -> [u32; 2] {

@@ -33,6 +33,11 @@ pub enum Rejection {
     },
     /// The kernel is for calls with a bias or a mask.
     NoMask,
+    /// The kernel takes masks whose rows are multiples of 16 bytes.
+    MaskRows {
+        /// Bytes of the call's.
+        got: usize,
+    },
     /// The kernel is for quantized KV caches.
     NotQuantized,
     /// The kernel reads quantized KV caches of another format.
@@ -181,6 +186,9 @@ impl fmt::Display for Rejection {
             Self::ElementType { got } => write!(f, "does not take {got}"),
             Self::Argument { name } => write!(f, "does not take {name}"),
             Self::NoMask => write!(f, "there is no attention_bias"),
+            Self::MaskRows { got } => {
+                write!(f, "rows of attention_bias are {got} bytes, no multiple of 16")
+            }
             Self::NotQuantized => write!(f, "the KV cache is not quantized"),
             Self::Format { got } => write!(f, "does not take a KV cache of {got}"),
             Self::NotShared => write!(f, "past and present are not one cache"),

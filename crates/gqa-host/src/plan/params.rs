@@ -107,10 +107,7 @@ pub(super) fn masked_params(p: &Problem, q: Strides, splits: u32) -> Result<Mask
         Alignment::Past(past) => (alignment::POSITION, past),
         Alignment::End => (alignment::END, 0),
     };
-    let whole_bias = |bias: Bias| {
-        let size = if bias.boolean { 1 } else { p.dtype.size() };
-        bias.columns * size % 16 == 0
-    };
+    let bias_row = p.bias.map_or(1, |bias| bias.row_bytes(p.dtype));
     let whole = |size: usize, flag| if size * p.dtype.size() % 16 == 0 { flag } else { 0 };
     Ok(MaskedParams {
         attention: params(p, q, splits)?,
@@ -122,7 +119,7 @@ pub(super) fn masked_params(p: &Problem, q: Strides, splits: u32) -> Result<Mask
         columns: bound(p.bias.map(|bias| bias.columns)),
         vectors: whole(p.head_size, vectors::KEYS)
             | whole(p.v_head_size, vectors::VALUES)
-            | if p.bias.is_some_and(whole_bias) { vectors::MASK } else { 0 },
+            | if bias_row % 4 == 0 { vectors::MASK_WORDS } else { 0 },
         reserved: 0,
     })
 }

@@ -23,6 +23,14 @@ pub(super) fn masked_flash(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
+/// A bias or a mask whose rows the TMA takes.
+pub(super) fn mask_of_vectors(p: &Problem) -> Result<(), Rejection> {
+    match p.bias.map(|bias| bias.row_bytes(p.dtype)) {
+        Some(got) if got % Problem::VECTOR_BYTES != 0 => Err(Rejection::MaskRows { got }),
+        _ => Ok(()),
+    }
+}
+
 /// Flash attention knows no score outputs, and only GroupQueryAttention's positions, windows and
 /// head sizes.
 fn any_flash(p: &Problem) -> Result<(), Rejection> {

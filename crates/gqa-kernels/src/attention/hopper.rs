@@ -347,14 +347,13 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         tiles: TensorMap,
         seqlens_k: Global<i32>,
         bias: Global<T>,
-        mask: Global<u8>,
         head_sink: Global<T>,
         out: Global<T>,
         lse: Global<f32>,
         counter: Global<u32>,
         p: MaskedParams,
     ) {
-        let mask = Some(Mask::new(tiles, bias, mask, &p));
+        let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p.attention);
@@ -386,7 +385,7 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
 fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages: Option<Pages>) {
     let warps = S::WARPGROUPS * 4;
     let copying = pages.map_or(1, |_| pages::COPYING_WARPS);
-    let (copied, read) = mask.map_or((0, 0), |mask| mask.arrivals(warps));
+    let (copied, read) = mask.map_or((0, 0), |_| (mask::WARPS, warps));
     let mut stage = 0;
     while stage < S::Q_TILES {
         mbarrier_init(base + S::Q_FULL + 8 * stage, 1);

@@ -43,8 +43,9 @@ use crate::simt::{
     sync_threads, sync_warp, thread_idx, warp,
 };
 use crate::tile::bias::{Bias, add_ahead};
-use crate::tile::copy::{Team, Tile, UNIT, tile_bytes, to_unit, wait_for_all_but};
-use crate::tile::fragment::{Fragments, accumulate, column_of, row_of, scores, zeros};
+use crate::tile::copy::{UNIT, to_unit, wait_for_all_but};
+use crate::tile::fragment::{Fragments, column_of, row_of, zeros};
+use crate::tile::padded::{Team, Tile, accumulate, scores, tile_bytes};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, total, weigh, weigh_plain};
 

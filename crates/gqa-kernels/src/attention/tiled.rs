@@ -5,8 +5,9 @@
 //! and V are read once for the whole group. It walks over the keys that any of its rows sees,
 //! `KEYS` at a time, with the online softmax.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x. Row tiles vary slowest and start with the last,
-//! which under a causal mask sees most keys: long blocks first, short ones fill the gaps.
+//! **Grid**: `row tiles × KV heads × batch` in x: section by section of the heads whose K and V share
+//! the L2 cache, and in each the last row tiles first, which under a causal mask see most keys: long
+//! blocks first, short ones fill the gaps.
 //! **Block**: `THREADS` threads; each warp owns `16 M` rows and all keys.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
@@ -14,13 +15,12 @@
 //! up to `HEAD_SIZE`: columns behind it are zero in the tiles and not written. lse, which may be
 //! null, is (batch, query head, S).
 //!
-//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, padded rows of `HEAD_SIZE`
-//! elements ([`Tile`]). The padding of a query row holds what the block must know of it: which row
-//! and head it is, and the keys it sees. In the end each warp's query rows carry its output on the
-//! way to 16-byte stores.
+//! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
+//! elements ([`Swizzled`]), and what the block must know of each query row: which row and head it
+//! is, and the keys it sees. In the end each warp's query rows carry its output on the way to
+//! 16-byte stores.
 //!
-//! **Order**: a barrier lets everybody read the rows' padding. Then, for key tile `j`; copies run
-//! while the line between their two ends computes:
+//! **Order**: for key tile `j`; copies run while the line between their two ends computes:
 //!
 //! ```text
 //! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
@@ -29,8 +29,9 @@
 //!     softmax, O += P V_j
 //! ```
 //!
-//! **Numerics**: scores, softmax and output accumulate in f32. Weights are rounded to the element
-//! type before they meet the values; the denominator adds the unrounded ones. Keys behind those
+//! **Numerics**: scores, softmax and output accumulate in f32. A row's maximum is raised once a score
+//! exceeds it by a factor of 2⁸ in weight ([`SLACK`](crate::tile::softmax::SLACK)). Weights are
+//! rounded to the element type before they meet the values; the denominator adds the unrounded ones. Keys behind those
 //! that the tile sees are zero in shared memory, whatever the cache holds. Only tiles that some row
 //! sees partly are masked. Rows of padding give 0 and -inf. A bias or a mask is read where it lies,
 //! by the threads whose scores it belongs to ([`Bias`]).
@@ -39,14 +40,14 @@ use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::{
-    Global, block_idx_x, cp_async_commit, cp_async_wait, lane, sync_threads, sync_warp, thread_idx,
-    warp,
+    Global, Shared, block_idx_x, cp_async_commit, cp_async_wait, lane, opaque, sync_threads,
+    sync_warp, thread_idx, warp,
 };
 use crate::tile::bias::Bias;
-use crate::tile::copy::{Team, Tile, tile_bytes};
 use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
-use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh, weigh_plain};
+use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh_plain, weigh_with_slack};
+use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 
 /// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8
 /// keys; with a bias or a mask or without.
@@ -58,9 +59,9 @@ pub struct Tiled<
     const MASKED: bool = false,
 >;
 
-// One shape per head size, each the fastest of those tried on an H200 that leave two blocks on an
-// SM and spill no register. Two blocks of rows per warp halve the reads of K and V from shared
-// memory; from 192 columns on, their accumulators would not fit the registers.
+// One shape per head size, each the fastest of those tried on an H100 that leave two blocks on an
+// SM. Two blocks of rows per warp halve the reads of K and V from shared memory; from 192 columns on,
+// their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -82,9 +83,9 @@ pub type D224 = Tiled<1, 28, 8, 128>;
 pub type D256 = Tiled<1, 32, 8, 128>;
 
 /// Head sizes up to 64, with a bias or a mask.
-pub type MaskedD64 = Tiled<1, 8, 8, 128, true>;
+pub type MaskedD64 = Tiled<2, 8, 8, 128, true>;
 /// Head sizes up to 128, with a bias or a mask.
-pub type MaskedD128 = Tiled<1, 16, 8, 128, true>;
+pub type MaskedD128 = Tiled<2, 16, 4, 128, true>;
 /// Head sizes up to 256, with a bias or a mask.
 pub type MaskedD256 = Tiled<1, 32, 8, 128, true>;
 
@@ -150,9 +151,10 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     /// Threads of a block.
     pub const THREADS: u32 = THREADS;
     /// Shared memory of a block.
-    pub const SHARED_BYTES: u32 = tile_bytes(Self::ROWS + 2 * Self::KEYS, D8);
+    pub const SHARED_BYTES: u32 = Self::KEPT + 16 * Self::ROWS;
 
     const WARP_ROWS: u32 = M as u32 * 16;
+    const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, D8);
 
     /// One block, with a bias or without.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -163,41 +165,60 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         [q, k, v, head_sink, out]: [Global<T>; 5],
         lse: Global<f32>,
     ) {
-        let queries = Tile::<T, D8>::at(0);
-        Self::load_queries(p, rows, q, queries);
+        Self::load_queries(p, rows, q);
 
         let mut acc = zeros::<M, D8>();
         let mut states = [[SoftmaxState::EMPTY; 2]; M];
         match bias {
-            Some(bias) => {
-                Self::attend_masked(p, rows, bias, [k, v], queries, &mut states, &mut acc);
-            }
-            None => Self::attend(p, rows, [k, v], queries, &mut states, &mut acc),
+            Some(bias) => Self::attend_masked(p, rows, bias, [k, v], &mut states, &mut acc),
+            None => Self::attend(p, rows, [k, v], &mut states, &mut acc),
         }
 
-        let mine = queries.from(warp() * Self::WARP_ROWS, 0);
-        let factors = close_all(p, rows, head_sink, lse, states, |m, half| kept_row(mine, m, half));
-        store(&acc, factors, mine);
+        let factors = close_all(p, rows, head_sink, lse, states, Self::row);
+        store(&acc, factors, Self::queries::<T>());
         sync_warp();
-        Self::write(p, rows, mine, out);
+        Self::write(p, rows, out);
     }
 
-    /// Keeps what the block must know of its rows, then starts copying the queries.
+    /// A lane's part in reading left and right operands, made anew in each step: the loop has no
+    /// registers to keep it in.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn load_queries<T: MmaElement>(
-        p: &AttentionParams,
-        rows: &Rows,
-        q: Global<T>,
-        queries: Tile<T, D8>,
-    ) {
-        for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
-            rows.row(r).keep(queries.padding(r));
-        }
-        sync_threads();
-        Team::<D8, THREADS>::new(thread_idx()).gather(queries, Self::ROWS, q, p.head_size, |r| {
-            let row = Row::kept(queries.padding(r));
-            (row.s < p.q_len).then(|| p.q.at(rows.batch, row.head, row.s))
+    fn reads() -> [WarpRead<D8>; 2] {
+        let lane = opaque(lane());
+        [WarpRead::by_columns(lane), WarpRead::of(lane)]
+    }
+
+    /// Query rows of the warp.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn queries<T: MmaElement>() -> Swizzled<T, D8> {
+        Swizzled::at(0).from(Self::WARP_ROWS * warp())
+    }
+
+    /// Where row `r` of the tile is kept.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn kept(r: u32) -> Shared<u32> {
+        Shared::at(Self::KEPT + 16 * r)
+    }
+
+    /// A lane's row of a block of the warp's 16-row blocks.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row(m: usize, half: usize) -> Row {
+        Row::kept(Self::kept(Self::WARP_ROWS * warp() + 16 * m as u32 + row_of(half)))
+    }
+
+    /// Starts copying the queries, and keeps what the block must know of its rows. Where queries
+    /// are does not depend on the sequence's length, which is on its way meanwhile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>) {
+        let copy = RowCopy::<D8, THREADS>::of(thread_idx());
+        copy.start(Swizzled::<T, D8>::at(0), Self::ROWS, p.head_size, |r| {
+            let (s, head) = rows.query(r);
+            let exists = s < p.q_len;
+            (q.offset(if exists { p.q.at(rows.batch, head, s) } else { 0 }), exists)
         });
+        for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
+            rows.row(r).keep(Self::kept(r));
+        }
     }
 
     /// The loop over key tiles.
@@ -206,45 +227,43 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         p: &AttentionParams,
         rows: &Rows,
         [k, v]: [Global<T>; 2],
-        queries: Tile<T, D8>,
         states: &mut States<M>,
         acc: &mut [[[f32; 4]; D8]; M],
     ) {
-        let team = Team::<D8, THREADS>::new(thread_idx());
-        let keys = Tile::<T, D8>::at(tile_bytes(Self::ROWS, D8));
-        let values = Tile::<T, D8>::at(tile_bytes(Self::ROWS + Self::KEYS, D8));
-        let mine = queries.from(warp() * Self::WARP_ROWS, 0);
-        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
-        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let copy = RowCopy::<D8, THREADS>::of(thread_idx());
+        let keys = Swizzled::<T, D8>::at(swizzled_bytes(Self::ROWS, D8));
+        let values = keys.from(Self::KEYS);
+        let k = (k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
+        let v = (v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
-        let copy = |tile, source, stride, begin| {
-            team.copy(tile, Self::KEYS, source, stride, begin, span.some.end, p.head_size);
+        let copy = |tile, source, begin| {
+            copy.start_rows(tile, Self::KEYS, p.head_size, source, begin..span.some.end);
             cp_async_commit();
         };
 
         let mut begin = span.some.first;
-        copy(keys, k, p.k.row, begin);
+        copy(keys, k, begin);
         while begin < span.some.end {
             cp_async_wait::<0>();
             sync_threads();
-            copy(values, v, p.v.row, begin);
+            copy(values, v, begin);
 
-            let mut weights = scores::<T, M, D8, N8>(mine, keys);
+            let mut weights = scores::<T, M, D8, N8>(Self::queries(), keys, &Self::reads());
             scale.adjust(&mut weights);
             if span.is_partial(begin, Self::KEYS) {
-                mask(&mut weights, begin, |m, half| kept_row(mine, m, half).visible);
+                mask(&mut weights, begin, |m, half| Self::row(m, half).visible);
             }
 
             cp_async_wait::<0>();
             sync_threads();
             let next = begin + Self::KEYS;
             if next < span.some.end {
-                copy(keys, k, p.k.row, next);
+                copy(keys, k, next);
             }
 
-            weigh(states, &mut weights, acc, scale);
-            accumulate(acc, &weights, values);
+            weigh_with_slack(states, &mut weights, acc, scale);
+            accumulate(acc, &weights, values, &Self::reads()[0]);
             begin = next;
         }
         cp_async_wait::<0>();
@@ -259,51 +278,53 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         rows: &Rows,
         bias: Bias<T>,
         [k, v]: [Global<T>; 2],
-        queries: Tile<T, D8>,
         states: &mut States<M>,
         acc: &mut [[[f32; 4]; D8]; M],
     ) {
-        let team = Team::<D8, THREADS>::new(thread_idx());
-        let keys = Tile::<T, D8>::at(tile_bytes(Self::ROWS, D8));
-        let values = Tile::<T, D8>::at(tile_bytes(Self::ROWS + Self::KEYS, D8));
-        let mine = queries.from(warp() * Self::WARP_ROWS, 0);
-        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
-        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let copy = RowCopy::<D8, THREADS>::of(thread_idx());
+        let keys = Swizzled::<T, D8>::at(swizzled_bytes(Self::ROWS, D8));
+        let values = keys.from(Self::KEYS);
+        let k = (k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
+        let v = (v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span().below(bias.columns);
-        let copy = |tile, source, stride, begin| {
-            team.copy(tile, Self::KEYS, source, stride, begin, span.some.end, p.head_size);
+        let copy = |tile, source, begin| {
+            copy.start_rows(tile, Self::KEYS, p.head_size, source, begin..span.some.end);
             cp_async_commit();
         };
 
-        let mut begin = span.some.first;
-        copy(keys, k, p.k.row, begin);
+        // Two keys that are read at a time start at an even one.
+        let mut begin = span.some.first / 8 * 8;
+        copy(keys, k, begin);
         while begin < span.some.end {
             cp_async_wait::<0>();
             sync_threads();
-            copy(values, v, p.v.row, begin);
+            copy(values, v, begin);
 
-            let mut weights = scores::<T, M, D8, N8>(mine, keys);
-            scale.adjust(&mut weights);
-            bias.add(&mut weights, begin, scale.plain_factor(), |m, half| {
-                let row = kept_row(mine, m, half);
+            let row = |m, half| {
+                let row = Self::row(m, half);
                 bias.row(rows.batch, row.head, row.s.min(p.q_len - 1))
-            });
+            };
+            let words = bias.words::<M, N8>(begin, row);
+            let mut weights = scores::<T, M, D8, N8>(Self::queries(), keys, &Self::reads());
+            scale.adjust(&mut weights);
+            match &words {
+                Some(words) => bias.add_words(&mut weights, words, scale.plain_factor()),
+                None => bias.add(&mut weights, begin, scale.plain_factor(), row),
+            }
             if span.is_partial(begin, Self::KEYS) {
-                mask(&mut weights, begin, |m, half| {
-                    kept_row(mine, m, half).below(bias.columns).visible
-                });
+                mask(&mut weights, begin, |m, half| Self::row(m, half).below(bias.columns).visible);
             }
 
             cp_async_wait::<0>();
             sync_threads();
             let next = begin + Self::KEYS;
             if next < span.some.end {
-                copy(keys, k, p.k.row, next);
+                copy(keys, k, next);
             }
 
             weigh_plain(states, &mut weights, acc);
-            accumulate(acc, &weights, values);
+            accumulate(acc, &weights, values, &Self::reads()[0]);
             begin = next;
         }
         cp_async_wait::<0>();
@@ -313,16 +334,21 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
 
     /// Writes the warp's rows of the tile that was the queries'.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, mine: Tile<T, D8>, out: Global<T>) {
-        Team::<D8, 32>::new(lane()).scatter(mine, Self::WARP_ROWS, out, p.head_size, |r| {
-            let row = Row::kept(mine.padding(r));
-            (row.s < p.q_len).then(|| p.out.at(rows.batch, row.head, row.s))
-        });
+    fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, out: Global<T>) {
+        /// Lanes on a row.
+        const ACROSS: u32 = 8;
+        let mine = Self::queries::<T>();
+        for r in (lane() / ACROSS..Self::WARP_ROWS).step_by((32 / ACROSS) as usize) {
+            let row = Row::kept(Self::kept(Self::WARP_ROWS * warp() + r));
+            if row.s < p.q_len {
+                let start = p.out.at(rows.batch, row.head, row.s);
+                for unit in (lane() % ACROSS..D8 as u32).step_by(ACROSS as usize) {
+                    let column = unit * T::PER_VEC;
+                    if column < p.head_size {
+                        out.store_vec(start + column as usize, mine.place(r, unit).load_vec(0));
+                    }
+                }
+            }
+        }
     }
-}
-
-/// A lane's row of a block of the warp's 16-row blocks.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn kept_row<T: MmaElement, const D8: usize>(mine: Tile<T, D8>, m: usize, half: usize) -> Row {
-    Row::kept(mine.padding(16 * m as u32 + row_of(half)))
 }

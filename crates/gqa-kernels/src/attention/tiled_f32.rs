@@ -23,7 +23,7 @@ use crate::simt::{
 use crate::tile::fragment::{Fragments, row_of, zeros};
 use crate::tile::rows::{Row, Rows, close_all};
 use crate::tile::softmax::{ScoreScale, States, mask, weigh_row};
-use crate::tile::swizzle::{BlockCopy, Swizzled, WarpRead, swizzled_bytes};
+use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use crate::tile::tf32::{ValueRead, accumulate, output, scores};
 
 /// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, which are `UNITS` of
@@ -114,7 +114,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
             rows.row(r).keep(Self::kept(r));
         }
         sync_threads();
-        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        let copy = RowCopy::<UNITS, THREADS>::of(thread_idx());
         copy.start(Swizzled::at(0), Self::ROWS, p.head_size, |r| {
             let row = Row::kept(Self::kept(r));
             let exists = row.s < p.q_len;
@@ -133,29 +133,26 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
         states: &mut States<M>,
         acc: &mut Fragments<M, D8>,
     ) {
-        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        let copy = RowCopy::<UNITS, THREADS>::of(thread_idx());
         let queries = Swizzled::<f32, UNITS>::at(0).from(warp() * Self::WARP_ROWS);
         let keys = Swizzled::<f32, UNITS>::at(swizzled_bytes(Self::ROWS, UNITS));
         let values = keys.from(Self::KEYS);
         let (read, read_values) = (WarpRead::of_this_lane(), ValueRead::of_this_lane());
-        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
-        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let k = (k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
+        let v = (v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
-        let copy = |tile, source: Global<f32>, stride, begin| {
-            copy.start(tile, Self::KEYS, p.head_size, |r| {
-                let start = u64::from(begin + r) * stride;
-                (source.offset(start as usize), begin + r < span.some.end)
-            });
+        let copy = |tile, source, begin| {
+            copy.start_rows(tile, Self::KEYS, p.head_size, source, begin..span.some.end);
             cp_async_commit();
         };
 
         let mut begin = span.some.first;
-        copy(keys, k, p.k.row, begin);
+        copy(keys, k, begin);
         while begin < span.some.end {
             cp_async_wait::<0>();
             sync_threads();
-            copy(values, v, p.v.row, begin);
+            copy(values, v, begin);
 
             let mut weights = scores::<M, UNITS, N8>(queries, keys, &read);
             scale.adjust(&mut weights);
@@ -168,7 +165,7 @@ impl<const M: usize, const D8: usize, const UNITS: usize, const N8: usize, const
             sync_threads();
             let next = begin + Self::KEYS;
             if next < span.some.end {
-                copy(keys, k, p.k.row, next);
+                copy(keys, k, next);
             }
 
             accumulate(acc, &rescale, &weights, values, &read_values);

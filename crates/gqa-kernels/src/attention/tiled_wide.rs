@@ -42,11 +42,11 @@ use crate::simt::{
     Global, Shared, any_sync, block_idx_x, block_idx_y, cp_async_commit, cp_async_wait, lane, max,
     named_barrier_sync, sync_threads, sync_warp, thread_idx, warp,
 };
-use crate::tile::fragment::{Fragments, column_of, row_of, zeros};
+use crate::tile::fragment::{Fragments, column_of, row_of, scores, store, zeros};
 use crate::tile::rows::{Row, Rows, close, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, row_max, total, weigh_against};
-use crate::tile::swizzle::{BlockCopy, Swizzled, WarpRead, swizzled_bytes};
-use crate::tile::wide::{accumulate, scores, store, store_weights};
+use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
+use crate::tile::wide::{accumulate, store_weights};
 
 /// A shape of tiles. A warp has `M` blocks of 16 rows; it scores `N8` of the `K8` blocks of 8 keys,
 /// and accumulates `D8` of the `UNITS` blocks of 8 columns.
@@ -241,7 +241,7 @@ impl<
             rows.row(thread_idx()).keep(Self::kept(thread_idx()));
         }
         sync_threads();
-        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
+        let copy = RowCopy::<UNITS, THREADS>::of(thread_idx());
         copy.start(Swizzled::<T, UNITS>::at(0), Self::ROWS, p.head_size, |r| {
             let row = Row::kept(Self::kept(r));
             let exists = row.s < p.q_len;
@@ -260,34 +260,32 @@ impl<
         states: &mut States<M>,
         acc: &mut Fragments<M, D8>,
     ) {
-        let copy = BlockCopy::<UNITS, THREADS>::of_this_thread();
-        let (read, read_weights) = (WarpRead::of_this_lane(), WarpRead::of_this_lane());
+        let copy = RowCopy::<UNITS, THREADS>::of(thread_idx());
+        let read @ [left, _] = [WarpRead::by_columns(lane()), WarpRead::of(lane())];
+        let read_weights = WarpRead::by_columns(lane());
         let keys = Swizzled::<T, UNITS>::at(swizzled_bytes(Self::ROWS, UNITS));
         let values = keys.from(Self::KEYS);
         let my_keys = 8 * N8 as u32 * Self::member();
         let my_values = values.from_unit(D8 as u32 * Self::member());
         let group_weights =
             Swizzled::<T, K8>::at(Self::WEIGHTS).from(Self::GROUP_ROWS * Self::group());
-        let k = k.offset(p.k.at(rows.batch, rows.kv_head, 0));
-        let v = v.offset(p.v.at(rows.batch, rows.kv_head, 0));
+        let k = (k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
+        let v = (v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
         let tiles = span.share(Self::KEYS, block_idx_y(), p.splits);
-        let copy = |tile, source: Global<T>, stride, begin| {
-            copy.start(tile, Self::KEYS, p.head_size, |r| {
-                let start = u64::from(begin + r) * stride;
-                (source.offset(start as usize), begin + r < span.some.end)
-            });
+        let copy = |tile, source, begin| {
+            copy.start_rows(tile, Self::KEYS, p.head_size, source, begin..span.some.end);
             cp_async_commit();
         };
 
         let mut begin = span.some.first + tiles.start * Self::KEYS;
         let end = span.some.end.min(span.some.first + tiles.end * Self::KEYS);
-        copy(keys, k, p.k.row, begin);
+        copy(keys, k, begin);
         while begin < end {
             cp_async_wait::<0>();
             sync_threads();
-            copy(values, v, p.v.row, begin);
+            copy(values, v, begin);
 
             let mut weights = scores::<T, M, UNITS, N8>(Self::queries(), keys.from(my_keys), &read);
             scale.adjust(&mut weights);
@@ -301,11 +299,11 @@ impl<
             sync_threads();
             let next = begin + Self::KEYS;
             if next < end {
-                copy(keys, k, p.k.row, next);
+                copy(keys, k, next);
             }
 
             multiply(acc, rescale);
-            accumulate(acc, group_weights, my_values, &read_weights, &read);
+            accumulate(acc, group_weights, my_values, &read_weights, &left);
             begin = next;
         }
         cp_async_wait::<0>();

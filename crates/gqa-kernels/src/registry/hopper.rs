@@ -54,7 +54,7 @@ kernels_by_head_size!(HOPPER_SPLIT, Hopper: SplitAttention, "family-hopper",
 });
 
 kernels_by_head_size!(HOPPER_MASKED, HopperMasked: Attention, "family-hopper-masked",
-    ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, mask: u8, head_sink: T, out: T, lse: f32, counter: u32; p: MaskedParams), communicates: true, {
+    ([q 0, k 1, v 2, tiles 3] seqlens_k: i32, bias: T, head_sink: T, out: T, lse: f32, counter: u32; p: MaskedParams), communicates: true, {
     gqa_hopper_masked_f16_d128, gqa_hopper_masked_bf16_d128 => hopper::MaskedD128, 1;
 }, unless quick {
     gqa_hopper_masked_f16_d64, gqa_hopper_masked_bf16_d64 => hopper::MaskedD64, 1;

@@ -10,7 +10,7 @@
 //! | identity | `thread_idx()`, `block_dim()`, `block_idx_{x,y,z}()`, `grid_dim_{x,y,z}()` (all `u32`; blocks are one-dimensional), `lane()`, `warp()` |
 //! | barriers | `sync_threads()`, `sync_warp()` |
 //! | warp | `shfl_xor_f32(v, mask)`, `shfl_xor_u32(v, mask)`, `shfl_idx_f32(v, lane)`, `shfl_idx_u32(v, lane)`, `any_sync(bool) -> bool` |
-//! | global memory | [`Global`]`<T>`: `is_null()`, `offset(elements)`, `load(i)`, `store(i, v)`, `load_vec(i)`, `store_vec(i, [u32; 4])`, `load_vec8(i)` (two words) |
+//! | global memory | [`Global`]`<T>`: `is_null()`, `offset(elements)`, `load(i)`, `store(i, v)`, `load_vec(i)`, `store_vec(i, [u32; 4])`, `load_vec8(i)` (two words), `load_word(i)` |
 //! | shared memory | `ld_shared::<T>(address)`, `st_shared::<T>(address, v)`, `ld_shared_vec(address)`, `st_shared_vec(address, [u32; 4])` on byte addresses that start at `shared_base()` |
 //! | async copy | `cp_async_16(shared address, Global<T>, element index, valid)`, `cp_async_commit()`, `cp_async_wait::<N>()` |
 //! | matrix | `ldmatrix_x4(address)`, `ldmatrix_x4_trans(address)`, `ldmatrix_x2(address)`, `ldmatrix_x2_trans(address)`, `mma_m16n8k16_f16(&mut [f32; 4], [u32; 4], [u32; 2])`, `mma_m16n8k16_bf16(..)`, `mma_m16n8k8_tf32(..)` |

@@ -221,6 +221,13 @@ impl<T: Pod> Global<T> {
         unsafe { self.offset(i).0.cast::<Vec4>().write(Vec4(value)) }
     }
 
+    /// The 4 bytes that start at element `i`, which must lie on a 4-byte boundary.
+    #[inline(always)]
+    pub fn load_word(self, i: usize) -> u32 {
+        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        unsafe { self.offset(i).0.cast::<u32>().read() }
+    }
+
     /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
     #[inline(always)]
     pub fn load_vec8(self, i: usize) -> [u32; 2] {

@@ -1,9 +1,14 @@
-//! A bias or a mask on score fragments, read where it lies: any strides, no alignment.
+//! A bias or a mask on score fragments, read where it lies: any strides, no alignment. Where rows
+//! are whole words of 4 bytes, two keys are read at a time, before the scores are computed.
 
 use super::fragment::{Fragments, column_of, zeros};
-use crate::num::Element;
-use crate::params::{MaskedParams, Strides};
+use crate::num::{Element, MmaElement};
+use crate::params::{MaskedParams, Strides, vectors};
 use crate::simt::Global;
+use bytemuck::{Pod, cast};
+
+/// What a lane has read of `M` blocks of 16 rows and `N8` blocks of 8 keys, not looked at yet.
+pub type Words<const M: usize, const N8: usize> = [[[u32; N8]; 2]; M];
 
 /// attention_bias or attn_mask, (batch, query head, row, key).
 #[derive(Clone, Copy)]
@@ -15,13 +20,16 @@ pub struct Bias<T> {
     strides: Strides,
     /// Row length; keys from there on are hidden by whoever knows what rows see.
     pub columns: u32,
+    /// Whether rows are whole words.
+    whole: bool,
 }
 
 impl<T: Element> Bias<T> {
     /// Of a call.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(numbers: Global<T>, bytes: Global<u8>, p: &MaskedParams) -> Self {
-        Self { numbers, bytes, strides: p.attention.bias, columns: p.columns }
+        let whole = p.vectors & vectors::MASK_WORDS != 0;
+        Self { numbers, bytes, strides: p.attention.bias, columns: p.columns, whole }
     }
 
     /// Index of a row's first element.
@@ -97,6 +105,81 @@ impl<T: Element> Bias<T> {
             return if self.bytes.load(at) == 0 { f32::NEG_INFINITY } else { score };
         }
         sum(score, self.numbers.load(at).to_f32())
+    }
+}
+
+impl<T: MmaElement> Bias<T> {
+    /// Starts reading for the keys from `begin` on, a multiple of 8, if they can be read two at a
+    /// time; `row(m, half)` is the index of a lane's row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn words<const M: usize, const N8: usize>(
+        self,
+        begin: u32,
+        row: impl Fn(usize, usize) -> usize,
+    ) -> Option<Words<M, N8>> {
+        let is_whole = self.whole && begin + 8 * N8 as u32 <= self.columns;
+        is_whole.then(|| {
+            if self.numbers.is_null() {
+                let first = self.bytes.offset((begin + column_of() / 4 * 4) as usize);
+                words(|m, half| first.offset(row(m, half)))
+            } else {
+                let first = self.numbers.offset((begin + column_of()) as usize);
+                words(|m, half| first.offset(row(m, half)))
+            }
+        })
+    }
+
+    /// [`add`](Self::add), of words that were read before.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn add_words<const M: usize, const N8: usize>(
+        self,
+        scores: &mut Fragments<M, N8>,
+        words: &Words<M, N8>,
+        factor: f32,
+    ) {
+        if self.numbers.is_null() {
+            let shift = column_of() % 4 * 8;
+            let number = |byte: u32| if byte == 0 { f32::NEG_INFINITY } else { 0.0 };
+            let pair =
+                |word: u32| [number(word >> shift & 0xff), number(word >> (shift + 8) & 0xff)];
+            add_pairs(scores, words, factor, pair);
+        } else {
+            let number = |bits: u32| cast::<u16, T>(bits as u16).to_f32();
+            add_pairs(scores, words, factor, |word| [number(word), number(word >> 16)]);
+        }
+    }
+}
+
+/// A word of each block of 8 keys; the lane's first one of a row is at `first(m, half)`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn words<U: Pod, const M: usize, const N8: usize>(
+    first: impl Fn(usize, usize) -> Global<U>,
+) -> Words<M, N8> {
+    core::array::from_fn(|m| {
+        core::array::from_fn(|half| {
+            let first = first(m, half);
+            core::array::from_fn(|block| first.load_word(8 * block))
+        })
+    })
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn add_pairs<const M: usize, const N8: usize>(
+    scores: &mut Fragments<M, N8>,
+    words: &Words<M, N8>,
+    factor: f32,
+    pair: impl Fn(u32) -> [f32; 2],
+) {
+    for m in 0..M {
+        for half in 0..2 {
+            for block in 0..N8 {
+                let numbers = pair(words[m][half][block]);
+                for i in 0..2 {
+                    let score = &mut scores[m][block][2 * half + i];
+                    *score = sum(*score * factor, numbers[i]);
+                }
+            }
+        }
     }
 }
 

@@ -10,17 +10,13 @@
 //! column l/4 of rows 2(l%4), 2(l%4)+1
 //! ```
 //!
-//! The maximum is raised only when some score exceeds it by more than [`SLACK`]: weights may then
-//! be as large as `2^SLACK`, which loses no precision, and in most steps nothing is rescaled and no
-//! lane asks another (the idea is FlashAttention-4's).
+//! Maxima are raised with [`SLACK`](super::softmax::SLACK).
 
 use super::fragment::Fragments;
-use super::softmax::{ScoreScale, States};
+use super::softmax::{ScoreScale, States, weigh_and_rescale};
 use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
-use crate::simt::{
-    any_sync, lane, ldmatrix_x4, ldmatrix_x4_trans, max, shfl_idx_f32, shfl_xor_f32,
-};
+use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans, shfl_idx_f32};
 
 /// Query rows as left operands: of each 8 columns, `M` blocks of two halves of 8 rows.
 pub type Queries<const M: usize, const D8: usize> = [[[u32; 2]; M]; D8];
@@ -28,9 +24,6 @@ pub type Queries<const M: usize, const D8: usize> = [[[u32; 2]; M]; D8];
 /// Output, transposed: of each 8 columns, `M` blocks of two halves of 8 rows, of which a lane holds
 /// two.
 pub type Columns<const M: usize, const D8: usize> = [[[[f32; 2]; 2]; M]; D8];
-
-/// How far a score (times log2 e) may exceed the maximum that it is weighed against.
-pub const SLACK: f32 = 8.0;
 
 /// Loads `HALVES` halves of each block of 16 query rows.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -102,66 +95,6 @@ pub fn weigh<const M: usize, const HALVES: usize, const N8: usize, const D8: usi
             }
         }
     });
-}
-
-/// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies
-/// what the lane's row accumulated against the old one.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
-    states: &mut States<M>,
-    scores: &mut Fragments<M, N8>,
-    scale: ScoreScale,
-    rescale: impl FnMut(usize, usize, f32),
-) {
-    let mut exceeds = false;
-    for m in 0..M {
-        for half in 0..HALVES {
-            exceeds |= largest(&scores[m], half) * scale.factor() > states[m][half].max + SLACK;
-        }
-    }
-    if any_sync(exceeds) {
-        raise::<M, HALVES, N8>(states, scores, scale, rescale);
-    }
-    for m in 0..M {
-        for half in 0..HALVES {
-            let state = &mut states[m][half];
-            for block in 0..N8 {
-                for i in 2 * half..2 * half + 2 {
-                    let weight = state.scaled_weight(scores[m][block][i], scale.factor());
-                    state.sum += weight;
-                    scores[m][block][i] = weight;
-                }
-            }
-        }
-    }
-}
-
-/// Raises all maxima to the largest score so far.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn raise<const M: usize, const HALVES: usize, const N8: usize>(
-    states: &mut States<M>,
-    scores: &Fragments<M, N8>,
-    scale: ScoreScale,
-    mut rescale: impl FnMut(usize, usize, f32),
-) {
-    for m in 0..M {
-        for half in 0..HALVES {
-            let lanes = largest(&scores[m], half);
-            let lanes = max(lanes, shfl_xor_f32(lanes, 1));
-            let row = max(lanes, shfl_xor_f32(lanes, 2));
-            rescale(m, half, states[m][half].raise(row * scale.factor()));
-        }
-    }
-}
-
-/// The lane's largest score of a row.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
-    let mut largest = f32::NEG_INFINITY;
-    for block in 0..N8 {
-        largest = max(largest, max(scores[block][2 * half], scores[block][2 * half + 1]));
-    }
-    largest
 }
 
 /// `out += (weights · values)ᵀ` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`.

@@ -11,9 +11,9 @@
 //! Two such blocks of scores side by side, rounded and packed in pairs, are exactly the 16×16 left
 //! operand of the next product, so the softmax weights never leave the registers.
 
-use super::copy::{Tile, UNIT};
+use super::swizzle::{Swizzled, WarpRead};
 use crate::num::MmaElement;
-use crate::simt::{lane, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
+use crate::simt::{lane, ldmatrix_x2, ldmatrix_x4, ldmatrix_x4_trans, st_shared};
 
 /// `M` blocks of 16 rows by `C8` blocks of 8 columns.
 pub type Fragments<const M: usize, const C8: usize> = [[[f32; 4]; C8]; M];
@@ -36,21 +36,25 @@ pub fn column_of() -> u32 {
     lane() % 4 * 2
 }
 
-/// `scores = queries · keysᵀ` over `N8` blocks of 8 keys. `queries` starts at the warp's first row.
+/// `scores = queries · keysᵀ` over `M` blocks of 16 rows, the warp's, and `N8` blocks of 8 keys;
+/// `N8` is 1 or even. `left` and `right` read operands of that side.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
-    queries: Tile<T, D8>,
-    keys: Tile<T, D8>,
+pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
+    queries: Swizzled<T, UNITS>,
+    keys: Swizzled<T, UNITS>,
+    [left, right]: &[WarpRead<UNITS>; 2],
 ) -> Fragments<M, N8> {
-    let (query, key) =
-        (lanes_part(queries), keys.from(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2 * UNIT));
     let mut scores = zeros::<M, N8>();
-    for depth in 0..D8 / 2 {
-        let a: [_; M] = core::array::from_fn(|m| {
-            ldmatrix_x4(query.place(16 * m as u32, 16 * depth as u32).address())
-        });
+    for depth in 0..UNITS / 2 {
+        let a: [_; M] = core::array::from_fn(|m| ldmatrix_x4(left.address(queries, m, depth)));
+        if N8 == 1 {
+            let b = ldmatrix_x2(right.address(keys, 0, depth));
+            for m in 0..M {
+                T::mma(&mut scores[m][0], a[m], b);
+            }
+        }
         for pair in 0..N8 / 2 {
-            let b = ldmatrix_x4(key.place(16 * pair as u32, 16 * depth as u32).address());
+            let b = ldmatrix_x4(right.address(keys, pair, depth));
             for m in 0..M {
                 T::mma(&mut scores[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut scores[m][2 * pair + 1], a[m], [b[2], b[3]]);
@@ -60,18 +64,18 @@ pub fn scores<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     scores
 }
 
-/// `out += weights · values` over `N8` blocks of 8 keys.
+/// `out += weights · values` over `N8` blocks of 8 keys; `left` reads blocks column by column.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
     out: &mut Fragments<M, D8>,
     weights: &Fragments<M, N8>,
-    values: Tile<T, D8>,
+    values: Swizzled<T, D8>,
+    left: &WarpRead<D8>,
 ) {
-    let value = lanes_part(values);
     for depth in 0..N8 / 2 {
         let a: [_; M] = core::array::from_fn(|m| pack::<T, N8>(&weights[m], depth));
         for pair in 0..D8 / 2 {
-            let b = ldmatrix_x4_trans(value.place(16 * depth as u32, 16 * pair as u32).address());
+            let b = ldmatrix_x4_trans(left.address(values, depth, pair));
             for m in 0..M {
                 T::mma(&mut out[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut out[m][2 * pair + 1], a[m], [b[2], b[3]]);
@@ -80,33 +84,22 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
     }
 }
 
-/// What a lane tells `ldmatrix` of the first 16×16 elements of a tile, so that it delivers their
-/// four 8×8 blocks in the order upper left, lower left, upper right, lower right.
-///
-/// Those are a left operand as it is. With keys as rows they are the right operands of keys 0..8
-/// (first and third block) and 8..16; with values as rows, and transposed, those of columns 0..8
-/// (first and second block) and 8..16.
+/// Writes the fragments, each row times its factor and rounded, to the first `D8` units of as many
+/// rows. Factor 0 gives 0, whatever the row holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn lanes_part<T: MmaElement, const D8: usize>(tile: Tile<T, D8>) -> Tile<T, D8> {
-    tile.from(lane() % 16, lane() / 16 * UNIT)
-}
-
-/// Writes the fragments, each row times its factor and rounded, to the warp's rows of a tile.
-/// Factor 0 gives 0, whatever the row holds.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn store<T: MmaElement, const M: usize, const D8: usize>(
+pub fn store<T: MmaElement, const M: usize, const D8: usize, const UNITS: usize>(
     out: &Fragments<M, D8>,
     factors: [[f32; 2]; M],
-    tile: Tile<T, D8>,
+    tile: Swizzled<T, UNITS>,
 ) {
     for m in 0..M {
         for half in 0..2 {
-            let row = tile.place(16 * m as u32 + row_of(half), column_of());
-            let scaled = |x| if factors[m][half] == 0.0 { 0.0 } else { x * factors[m][half] };
+            let factor = factors[m][half];
+            let scaled = |x| if factor == 0.0 { 0.0 } else { x * factor };
             for block in 0..D8 {
-                let pair =
-                    T::pack(scaled(out[m][block][2 * half]), scaled(out[m][block][2 * half + 1]));
-                st_shared(row.offset(8 * block as u32).address(), pair);
+                let place = tile.place(16 * m as u32 + row_of(half), block as u32);
+                let [low, high] = [out[m][block][2 * half], out[m][block][2 * half + 1]];
+                st_shared(place.offset(column_of()).address(), T::pack(scaled(low), scaled(high)));
             }
         }
     }

@@ -107,6 +107,12 @@ impl Span {
     }
 }
 
+/// Division that compiles to no panic; divisors are never 0.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn quotient(a: u32, b: u32) -> u32 {
+    a.checked_div(b).unwrap_or(0)
+}
+
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn below(keys: Visible, columns: u32) -> Visible {
     Visible { first: keys.first, end: keys.end.min(columns) }
@@ -155,12 +161,19 @@ impl Rows {
         Self { start, end, seqlen: Seqlen { total: tokens, past: 0 }, ..self }
     }
 
-    /// The rows of a block, longest first: under a causal mask the last tile sees most keys.
+    /// The rows of a block: section by section of the heads whose keys and values share the L2
+    /// cache, and in each the longest first: under a causal mask the last tile sees most keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_block(p: &AttentionParams, seqlens_k: Global<i32>, block: u32, height: u32) -> Self {
-        let heads = (p.kv_heads * p.batch).max(1);
-        let index = row_tiles(p, height) - 1 - block / heads;
-        Self::new(p, seqlens_k, index, block % heads, height)
+        let (heads, tiles) = (p.kv_heads * p.batch, row_tiles(p, height));
+        let group = Group::new(p.q_heads, p.kv_heads).size;
+        let section = if p.l2_section == 0 { heads } else { quotient(p.l2_section, group) };
+        let nth = quotient(block, section * tiles);
+        let within = block - nth * section * tiles;
+        let here = section.min(heads - nth * section);
+        let tile = quotient(within, here);
+        let head_and_batch = nth * section + within - tile * here;
+        Self::new(p, seqlens_k, tiles - 1 - tile, head_and_batch, height)
     }
 
     /// Rows that exist.
@@ -169,10 +182,16 @@ impl Rows {
         self.end - self.first
     }
 
+    /// Query row and query head of the tile's row `r`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn query(&self, r: u32) -> (u32, u32) {
+        self.group.unpack(self.kv_head, self.first + r)
+    }
+
     /// The tile's row `r`.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn row(&self, r: u32) -> Row {
-        let (s, head) = self.group.unpack(self.kv_head, self.first + r);
+        let (s, head) = self.query(r);
         Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 

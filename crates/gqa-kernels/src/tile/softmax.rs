@@ -1,17 +1,22 @@
 //! The online softmax on score fragments.
 //!
-//! A lane keeps the states of the rows that it holds a part of. Maxima are exact: the four lanes of
-//! a row agree on them by shuffles at every tile. Sums cover the lane's own columns and are added
-//! up once, by [`total`].
+//! A lane keeps the states of the rows that it holds a part of. Sums cover the lane's own columns
+//! and are added up once, by [`total`]. Maxima are the same in the four lanes of a row, which agree
+//! on them by shuffles: at every tile, or only when some score exceeds the row's maximum by more
+//! than [`SLACK`]. Weights may then be as large as `2^SLACK`, which loses no precision, and in most
+//! steps nothing is rescaled and no lane asks another (the idea is FlashAttention-4's).
 
 use super::fragment::{Fragments, column_of};
 use crate::concept::mask::Visible;
 use crate::concept::softmax::{LOG2_E, PlainState, SoftmaxState};
 use crate::num::tanh;
-use crate::simt::{max, rcp, shfl_xor_f32};
+use crate::simt::{any_sync, max, rcp, shfl_xor_f32};
 
 /// States of a lane's rows: two in each of `M` blocks.
 pub type States<const M: usize> = [[SoftmaxState; 2]; M];
+
+/// How far a score (times log2 e) may exceed the maximum that it is weighed against.
+pub const SLACK: f32 = 8.0;
 
 /// The way from q·k to the log2 domain: an adjustment that most calls do without, then a positive
 /// factor.
@@ -110,34 +115,129 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     }
 }
 
-/// The same on scores as they are, so that those of any size lose nothing. The states' maxima are
-/// as they are too, without the factor log2(e), until [`to_log2`].
+/// Turns scores into softmax weights; where a maximum must rise by more than [`SLACK`], rescales what
+/// was accumulated against the old ones.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn weigh_with_slack<const M: usize, const N8: usize, const D8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    out: &mut Fragments<M, D8>,
+    scale: ScoreScale,
+) {
+    weigh_and_rescale::<M, 2, N8>(states, scores, scale, |m, half, rescale| {
+        for block in 0..D8 {
+            for i in 2 * half..2 * half + 2 {
+                out[m][block][i] *= rescale;
+            }
+        }
+    });
+}
+
+/// Turns scores into softmax weights; where maxima must rise, `rescale(m, half, factor)` multiplies
+/// what the lane's row accumulated against the old one.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn weigh_and_rescale<const M: usize, const HALVES: usize, const N8: usize>(
+    states: &mut States<M>,
+    scores: &mut Fragments<M, N8>,
+    scale: ScoreScale,
+    rescale: impl FnMut(usize, usize, f32),
+) {
+    let mut exceeds = false;
+    for m in 0..M {
+        for half in 0..HALVES {
+            exceeds |= largest(&scores[m], half) * scale.factor() > states[m][half].max + SLACK;
+        }
+    }
+    if any_sync(exceeds) {
+        raise::<M, HALVES, N8>(states, scores, scale, rescale);
+    }
+    for m in 0..M {
+        for half in 0..HALVES {
+            let state = &mut states[m][half];
+            for block in 0..N8 {
+                for i in 2 * half..2 * half + 2 {
+                    let weight = state.scaled_weight(scores[m][block][i], scale.factor());
+                    state.sum += weight;
+                    scores[m][block][i] = weight;
+                }
+            }
+        }
+    }
+}
+
+/// Raises all maxima to the largest score so far.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn raise<const M: usize, const HALVES: usize, const N8: usize>(
+    states: &mut States<M>,
+    scores: &Fragments<M, N8>,
+    scale: ScoreScale,
+    mut rescale: impl FnMut(usize, usize, f32),
+) {
+    for m in 0..M {
+        for half in 0..HALVES {
+            let lanes = largest(&scores[m], half);
+            let lanes = max(lanes, shfl_xor_f32(lanes, 1));
+            let row = max(lanes, shfl_xor_f32(lanes, 2));
+            rescale(m, half, states[m][half].raise(row * scale.factor()));
+        }
+    }
+}
+
+/// The lane's largest score of a row.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn largest<const N8: usize>(scores: &[[f32; 4]; N8], half: usize) -> f32 {
+    let mut largest = f32::NEG_INFINITY;
+    for block in 0..N8 {
+        largest = max(largest, max(scores[block][2 * half], scores[block][2 * half + 1]));
+    }
+    largest
+}
+
+/// [`weigh_with_slack`] on scores as they are, so that those of any size lose nothing. The states'
+/// maxima are as they are too, without the factor log2(e), until [`to_log2`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_plain<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
     scores: &mut Fragments<M, N8>,
     out: &mut Fragments<M, D8>,
 ) {
+    let mut exceeds = false;
     for m in 0..M {
         for half in 0..2 {
-            let SoftmaxState { max, sum } = states[m][half];
-            let mut state = PlainState { max, sum };
-            let rescale = state.raise(row_max(&scores[m], half));
-            for block in 0..N8 {
-                for i in 2 * half..2 * half + 2 {
-                    let weight = state.weight(scores[m][block][i]);
-                    state.sum += weight;
-                    scores[m][block][i] = weight;
-                }
-            }
-            states[m][half] = SoftmaxState { max: state.max, sum: state.sum };
-            for block in 0..D8 {
-                for i in 2 * half..2 * half + 2 {
-                    out[m][block][i] *= rescale;
+            exceeds |= largest(&scores[m], half) > states[m][half].max + SLACK / LOG2_E;
+        }
+    }
+    if any_sync(exceeds) {
+        for m in 0..M {
+            for half in 0..2 {
+                let mut state = plain(states[m][half]);
+                let rescale = state.raise(row_max(&scores[m], half));
+                states[m][half] = SoftmaxState { max: state.max, sum: state.sum };
+                for block in 0..D8 {
+                    for i in 2 * half..2 * half + 2 {
+                        out[m][block][i] *= rescale;
+                    }
                 }
             }
         }
     }
+    for m in 0..M {
+        for half in 0..2 {
+            let state = plain(states[m][half]);
+            for block in 0..N8 {
+                for i in 2 * half..2 * half + 2 {
+                    let weight = state.weight(scores[m][block][i]);
+                    states[m][half].sum += weight;
+                    scores[m][block][i] = weight;
+                }
+            }
+        }
+    }
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn plain(SoftmaxState { max, sum }: SoftmaxState) -> PlainState {
+    PlainState { max, sum }
 }
 
 /// States of [`weigh_plain`] as others have them. A finite maximum stays finite: a row whose keys

@@ -12,8 +12,9 @@
 //! chunk a tile of its own.
 
 use crate::num::{Element, f16};
-use crate::simt::{Global, Shared, cp_async_16, lane, thread_idx};
+use crate::simt::{Global, Shared, cp_async_16, lane};
 use bytemuck::Pod;
+use core::ops::Range;
 
 /// Rows of `D8` units each, `D8` even.
 pub struct Swizzled<T, const D8: usize> {
@@ -111,21 +112,23 @@ impl<const D8: usize> Swizzled<f16, D8> {
 /// How the `THREADS` threads of a block share the copying of rows: eight side by side, which read
 /// whole cache lines, or four where rows are no multiple of eight units.
 #[derive(Clone, Copy)]
-pub struct BlockCopy<const UNITS: usize, const THREADS: u32> {
+pub struct RowCopy<const UNITS: usize, const THREADS: u32> {
     /// This thread's first row.
     row: u32,
     /// This thread's first unit of a row.
     unit: u32,
 }
 
-impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
+impl<const UNITS: usize, const THREADS: u32> RowCopy<UNITS, THREADS> {
     /// Threads on a row.
     const ACROSS: u32 = if UNITS % 8 == 0 { 8 } else { 4 };
+    /// Rows that the block copies at once.
+    const DOWN: u32 = THREADS / Self::ACROSS;
 
-    /// This thread's part.
+    /// The part of `thread`, this one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn of_this_thread() -> Self {
-        Self { row: thread_idx() / Self::ACROSS, unit: thread_idx() % Self::ACROSS }
+    pub fn of(thread: u32) -> Self {
+        Self { row: thread / Self::ACROSS, unit: thread % Self::ACROSS }
     }
 
     /// Starts copying `rows` rows, a constant: `source(row)` is where one starts, and whether it is
@@ -138,17 +141,55 @@ impl<const UNITS: usize, const THREADS: u32> BlockCopy<UNITS, THREADS> {
         width: u32,
         source: impl Fn(u32) -> (Global<T>, bool),
     ) {
-        for first in (0..rows).step_by((THREADS / Self::ACROSS) as usize) {
+        for first in (0..rows).step_by(Self::DOWN as usize) {
             let row = self.row + first;
-            if first + THREADS / Self::ACROSS <= rows || row < rows {
+            if first + Self::DOWN <= rows || row < rows {
                 let (from, valid) = source(row);
-                let from = from.offset((self.unit * T::PER_VEC) as usize);
-                for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
-                    let valid = valid && (self.unit + further) * T::PER_VEC < width;
-                    // Units trade places within the `ACROSS` only.
-                    let place = tile.place(row, self.unit).offset(further * T::PER_VEC);
-                    cp_async_16(place.address(), from, (further * T::PER_VEC) as usize, valid);
-                }
+                self.row(tile, row, from, valid, width);
+            }
+        }
+    }
+
+    /// Starts copying `rows` rows, a constant, from row `keys.start` of `source` on, which lie
+    /// `stride` elements apart. Rows from `keys.end` on, and columns from `width` on, become zero.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn start_rows<T: Element>(
+        self,
+        tile: Swizzled<T, UNITS>,
+        rows: u32,
+        width: u32,
+        (source, stride): (Global<T>, u64),
+        keys: Range<u32>,
+    ) {
+        // What is common to the block stays apart from what is the thread's own: it then takes
+        // uniform registers.
+        let row = keys.start + self.row;
+        let mine = source.offset((u64::from(row) * stride) as usize);
+        self.start(tile, rows, width, |r| {
+            let further = r - self.row;
+            let from = mine.offset((u64::from(further) * stride) as usize);
+            (from, row + further < keys.end)
+        });
+    }
+
+    /// Starts copying this thread's units of a row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row<T: Element>(
+        self,
+        tile: Swizzled<T, UNITS>,
+        row: u32,
+        from: Global<T>,
+        valid: bool,
+        width: u32,
+    ) {
+        let place = tile.place(row, self.unit);
+        for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
+            let unit = self.unit + further;
+            if further + Self::ACROSS <= UNITS as u32 || unit < UNITS as u32 {
+                // Units trade places within the `ACROSS` only.
+                let place = place.offset(further * T::PER_VEC).address();
+                let valid = valid && unit * T::PER_VEC < width;
+                cp_async_16(place, from, (unit * T::PER_VEC) as usize, valid);
             }
         }
     }
@@ -237,10 +278,22 @@ impl<const D8: usize> WarpRead<D8> {
     }
 
     /// The part of `lane`, this thread's: the four 8×8 blocks in the order upper left, upper right,
-    /// lower left, lower right.
+    /// lower left, lower right. Of keys, that is two right operands one behind the other.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {
-        let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        Self::at(lane / 16 * 8 + lane % 8, lane / 8 % 2)
+    }
+
+    /// The same in the order upper left, lower left, upper right, lower right: a left operand or,
+    /// of values and transposed, two right ones. An operand that is not in registers side by side
+    /// costs a move for each.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn by_columns(lane: u32) -> Self {
+        Self::at(lane % 16, lane / 16)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn at(row: u32, unit: u32) -> Self {
         let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
         let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });
         Self { places }

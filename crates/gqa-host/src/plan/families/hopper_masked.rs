@@ -11,7 +11,7 @@ use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
 use crate::{Problem, Result};
 use gqa_kernels::attention::hopper as kernels;
-use gqa_kernels::params::{MaskedParams, Strides, vectors};
+use gqa_kernels::params::Strides;
 use gqa_kernels::registry::{self, Entry};
 
 pub(super) struct HopperMasked;
@@ -27,6 +27,7 @@ impl Family for HopperMasked {
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::masked_flash(call.problem)?;
+        requirements::mask_of_vectors(call.problem)?;
         let entry = select::smallest(self, call)?;
         hopper::suits(call, entry)?;
         requirements::narrow_output(call.problem)?;
@@ -41,18 +42,15 @@ impl Family for HopperMasked {
         let counter = job.scratch.count(1);
         let mut arguments = arguments(p, &params.attention, &job.rows, counter, entry);
         arguments.extend(bias_or_mask(p));
-        arguments.push(("tiles", mask_map(p, &params, entry).unwrap_or(arguments[0].1)));
+        arguments.push(("tiles", mask_map(p, entry).unwrap_or(arguments[0].1)));
         Ok(vec![launch(entry, grid, &arguments, &params)?])
     }
 }
 
-/// The map of a bias or mask in words of 16 bits, if its rows are vectors. What is the same for all
-/// has one entry, whatever its stride.
-fn mask_map(p: &Problem, params: &MaskedParams, entry: &Entry) -> Option<Arg> {
+/// The map of a bias or mask in words of 16 bits. What is the same for all has one entry, whatever
+/// its stride.
+fn mask_map(p: &Problem, entry: &Entry) -> Option<Arg> {
     let (bias, shape) = p.bias.zip(p.bias_shape())?;
-    if params.vectors & vectors::MASK == 0 {
-        return None;
-    }
     let columns = if bias.boolean { shape[3] / 2 } else { shape[3] };
     let [batch, heads, rows, columns] =
         [shape[0], shape[1], shape[2], columns].map(|n| u32::try_from(n).unwrap_or(u32::MAX));

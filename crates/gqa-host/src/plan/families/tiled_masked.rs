@@ -6,7 +6,7 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
-use crate::plan::params::{arguments, masked_params};
+use crate::plan::params::{arguments, l2_swizzled_params, masked_params};
 use crate::plan::{requirements, select};
 use gqa_kernels::attention::tiled;
 use gqa_kernels::registry;
@@ -30,7 +30,8 @@ impl Family for TiledMasked {
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-        let params = masked_params(job.problem, job.rows.query.strides, 1)?;
+        let mut params = masked_params(job.problem, job.rows.query.strides, 1)?;
+        params.attention = l2_swizzled_params(&job, 1)?;
         let grid = tiled::grid(&params.attention, kernel.entry.rows);
         let arguments = arguments(job.problem, &job.rows);
         Ok(vec![launch(kernel.entry, grid, &arguments, &params)?])

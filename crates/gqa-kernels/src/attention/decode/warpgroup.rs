@@ -18,11 +18,10 @@ use crate::simt::{
     Shared, cp_async_wait, fence_proxy_async, lane, named_barrier_sync, sync_threads, sync_warp,
     warp, wgmma_commit, wgmma_fence, wgmma_wait,
 };
-use crate::tile::columns::weigh_and_rescale;
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::fragment::{Fragments, column_of, pack, row_of};
 use crate::tile::rows::Rows;
-use crate::tile::softmax::{ScoreScale, States, mask, total};
+use crate::tile::softmax::{ScoreScale, States, mask, total, weigh_and_rescale};
 use crate::tile::swizzle::Swizzled;
 
 /// Scores of a thread.

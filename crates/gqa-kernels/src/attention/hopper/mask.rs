@@ -2,19 +2,18 @@
 //! the consumers.
 //!
 //! A tile is what lies in memory, numbers or bytes, in chunks of 128-byte rows with the 128-byte
-//! swizzle. The TMA brings it, or, where rows are not whole 16-byte vectors, two warps do, element
-//! by element.
+//! swizzle. The TMA brings it, so rows are whole 16-byte vectors.
 
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
 use super::work::{KeyTiles, Place, Slot};
 use crate::num::{MmaElement, unpack};
-use crate::params::{AttentionParams, MaskedParams, vectors};
+use crate::params::{AttentionParams, MaskedParams};
 use crate::simt::*;
 
-/// Warps that copy tiles: the last of the first warpgroup.
-const WARPS: u32 = 2;
-const FIRST_COPIER: u32 = WARPGROUP - 32 * WARPS;
+/// Warps that load tiles, of each the first lane: the last of the first warpgroup.
+pub(super) const WARPS: u32 = 2;
+const FIRST_LOADER: u32 = WARPGROUP - 32 * WARPS;
 
 /// Bytes of a row's part in a chunk of a tile.
 const CHUNK_BYTES: u32 = 128;
@@ -24,24 +23,18 @@ const CHUNK_BYTES: u32 = 128;
 pub(super) struct Mask<T> {
     /// What TMA knows of either, in words of 16 bits.
     map: TensorMap,
-    /// Numbers to be added, or null.
+    /// Numbers to be added, or null where the tiles are bytes, of which 0 hides the key.
     bias: Global<T>,
-    /// Bytes, 0 hides the key, or null.
-    mask: Global<u8>,
     /// Row length.
     pub(super) columns: u32,
-    /// Rows are whole 16-byte vectors, so that TMA takes them.
-    whole: bool,
     /// One row is all rows.
     repeats: bool,
 }
 
 impl<T: MmaElement> Mask<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new(map: TensorMap, bias: Global<T>, mask: Global<u8>, p: &MaskedParams) -> Self {
-        let whole = p.vectors & vectors::MASK != 0;
-        let repeats = p.attention.bias.row == 0;
-        Self { map, bias, mask, columns: p.columns, whole, repeats }
+    pub(super) fn new(map: TensorMap, bias: Global<T>, p: &MaskedParams) -> Self {
+        Self { map, bias, columns: p.columns, repeats: p.attention.bias.row == 0 }
     }
 
     /// Whether it is numbers.
@@ -50,21 +43,11 @@ impl<T: MmaElement> Mask<T> {
         !self.bias.is_null()
     }
 
-    /// Arrivals that make a tile full, and those of `warps` warps of consumers that make its place
-    /// empty: where threads copy, each arrives for itself, which tools that look for races can
-    /// follow.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn arrivals(self, warps: u32) -> (u32, u32) {
-        if self.whole { (WARPS, warps) } else { (32 * WARPS, 32 * warps) }
-    }
-
     /// This warp has read a tile for the last time.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn release(self, empty: u32) {
-        if self.whole {
-            sync_warp();
-        }
-        if !self.whole || lane() == 0 {
+        sync_warp();
+        if lane() == 0 {
             mbarrier_arrive(empty);
         }
     }
@@ -72,12 +55,7 @@ impl<T: MmaElement> Mask<T> {
     /// Two warps: all tiles of the work that the block has drawn.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load<S: Tile>(self, base: u32, p: &AttentionParams) {
-        if !self.whole {
-            Self::for_each_tile::<S>(base, |to, full, place, key| {
-                self.copy::<S>(to, place, key, p);
-                mbarrier_arrive(full);
-            });
-        } else if lane() == 0 {
+        if lane() == 0 {
             Self::for_each_tile::<S>(base, |to, full, place, key| {
                 self.load_chunk::<S>(to, full, place, key, p);
             });
@@ -112,7 +90,7 @@ impl<T: MmaElement> Mask<T> {
     /// One thread of each warp: TMA brings a chunk, if there is one for the warp.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load_chunk<S: Tile>(self, to: u32, full: u32, place: Place, key: u32, p: &AttentionParams) {
-        let chunk = warp() - FIRST_COPIER / 32;
+        let chunk = warp() - FIRST_LOADER / 32;
         let (words, chunks) = if !self.is_bias() { (key / 2, 1) } else { (key, S::N / 64) };
         if chunk >= chunks {
             mbarrier_arrive(full);
@@ -129,27 +107,6 @@ impl<T: MmaElement> Mask<T> {
         ];
         mbarrier_arrive_expect(full, S::ROWS * CHUNK_BYTES);
         tma_load(to + chunk * S::ROWS * CHUNK_BYTES, self.map, place, full);
-    }
-
-    /// Copies the tile of the rows at `place` and the keys `key ..`, element by element. What lies
-    /// behind the mask may become anything.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn copy<S: Tile>(self, to: u32, place: Place, key: u32, p: &AttentionParams) {
-        let tile = Source {
-            at: p.bias.at(place.batch, place.head, place.row) + key as usize,
-            row: p.bias.row as u32,
-            rows: if self.repeats { 1 } else { p.q_len - place.row },
-            columns: self.columns - key,
-            read: if self.repeats { 1 } else { S::ROWS },
-        };
-        if !self.is_bias() {
-            tile.copy::<S, 4, 2>(to, |at| u32::from_le_bytes(at.map(|i| self.mask.load(i))));
-        } else {
-            tile.copy::<S, 2, 4>(to, |at| {
-                let [low, high] = at.map(|i| self.bias.load(i).to_f32());
-                T::pack(low, high)
-            });
-        }
     }
 
     /// The place in shared memory of a warp's 16 rows of a tile, `first` the first of them.
@@ -241,59 +198,4 @@ pub(super) fn fold(score: f32) -> f32 {
 pub(super) fn unfold(score: f32) -> f32 {
     let steps = ((LOW - score) * (1.0 / 64.0)) as u32;
     if is_foldable(score) { -f32::from_bits(LOW.abs().to_bits() + (steps << 16)) } else { score }
-}
-
-/// A tile in memory.
-struct Source {
-    /// Index of its first element.
-    at: usize,
-    /// Elements from one row to the next. Within a tile elements are counted in 32 bits, because
-    /// registers are scarce.
-    row: u32,
-    /// Rows and columns that there are.
-    rows: u32,
-    columns: u32,
-    /// Rows that are read.
-    read: u32,
-}
-
-impl Source {
-    /// Copies it, a word of `E` elements of `R` rows at a time; `word` is given the elements'
-    /// indices. In the place of what does not exist comes anything that does.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn copy<S: Tile, const E: usize, const R: usize>(
-        &self,
-        to: u32,
-        word: impl Fn([usize; E]) -> u32,
-    ) {
-        let mut column = lane();
-        while column < S::N / E as u32 {
-            let mut columns = [0; E];
-            let mut e = 0;
-            while e < E {
-                columns[e] = (column * E as u32 + e as u32).min(self.columns - 1);
-                e += 1;
-            }
-            let mut row = (thread_idx() - FIRST_COPIER) / 32 * R as u32;
-            while row < self.read {
-                let mut got = [0; R];
-                let mut r = 0;
-                while r < R {
-                    let from = (row + r as u32).min(self.rows - 1) * self.row;
-                    got[r] = word(columns.map(|column| self.at + (from + column) as usize));
-                    r += 1;
-                }
-                r = 0;
-                while r < R {
-                    let at = swizzled(S::ROWS, row + r as u32, column / 4) + column % 4 * 4;
-                    st_shared(to + at, got[r]);
-                    r += 1;
-                }
-                // Opaque, or addresses of many rows would be kept at once, for which there are no
-                // registers.
-                row += opaque(WARPS * R as u32);
-            }
-            column += opaque(32);
-        }
-    }
 }
