@@ -14,29 +14,32 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use std::rc::Rc;
 
-/// What kernels of other operators do, for `except`.
-pub const OTHER_OPERATORS: [Role; 2] = [Role::RotaryRows, Role::ScatterRows];
+/// Whether a kernel is of the operators whose calls are drawn: `rotary_rows` and `scatter_rows`
+/// belong to others.
+pub fn is_of_attention(entry: &Entry) -> bool {
+    ![Role::RotaryRows, Role::ScatterRows].contains(&entry.role)
+}
 
 /// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a
 /// failure.
 const DRAWS: u32 = 20_000;
 
-/// Runs `calls` random calls on every kernel that `device` can run, forced where the planner would
-/// take another, and compares them with the reference; `PARITY_CASES` overrides their number, and
-/// `PROPTEST_RNG_SEED` says what they are drawn from. Fails where too few calls reach a kernel
-/// whose role is not among `except`.
+/// Runs `calls` random calls on every kernel that is wanted and that `device` can run, forced where
+/// the planner would take another, and compares them with the reference; `PARITY_CASES` overrides
+/// their number, and `PROPTEST_RNG_SEED` says what they are drawn from. Fails where too few calls
+/// reach a kernel.
 pub fn every_entry(
     name: &str,
     calls: u32,
     device: &DeviceInfo,
-    except: &[Role],
+    is_wanted: impl Fn(&Entry) -> bool,
     backend: impl Fn(PlanOptions) -> Box<dyn Backend>,
 ) {
     let config = parity::config(name, calls, "cuda");
     let (calls, seed) = (config.cases, config.rng_seed);
     let runs =
         |entry: &Entry| entry.runs_on(device.sm) && entry.shared_bytes <= device.shared_bytes;
-    let wanted = |entry: &&Entry| runs(entry) && !except.contains(&entry.role);
+    let wanted = |entry: &&Entry| runs(entry) && is_wanted(entry);
     let mut left: Vec<_> = entries().filter(wanted).map(|entry| (entry, calls)).collect();
     let kernels = left.len();
     let (mut runner, strategy) = (TestRunner::new(config), any_call());

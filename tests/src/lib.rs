@@ -19,7 +19,7 @@ pub use case::{
     rotated_prompts, sliding, steps, tall_steps, turned_float8_prompts,
 };
 pub use compare::{Errors, Tolerance, compare};
-pub use entries::{OTHER_OPERATORS, every_entry};
+pub use entries::{every_entry, is_of_attention};
 pub use hostile::hostile;
 pub use paged::{PagedCase, paged, paged_beside, paged_mixed, paged_prompts, paged_steps};
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};

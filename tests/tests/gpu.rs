@@ -6,11 +6,11 @@ use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    AttentionCase, Case, OTHER_OPERATORS, Parity, any_dtype, attention_case, biased_prompts, case,
-    every_entry, float8_prompts, half_dtype, heads_in, heads_up_to, identical, paged, paged_beside,
-    paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores, quantized,
-    quantized_output, quantized_steps, rotated_prompts, sequences, sliding, steps, tall_steps,
-    tree_steps, trees, turned_float8_prompts,
+    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
+    float8_prompts, half_dtype, heads_in, heads_up_to, identical, is_of_attention, paged,
+    paged_beside, paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores,
+    quantized, quantized_output, quantized_steps, rotated_prompts, sequences, sliding, steps,
+    tall_steps, tree_steps, trees, turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -434,13 +434,12 @@ fn attention_unfused() {
     run("cuda, Attention, unfused", 1500, attention_case(any_dtype(), 300, 120), options);
 }
 
-/// `rotary_rows` and `scatter_rows` belong to other operators.
 #[test]
 #[ignore = "needs a GPU"]
 fn every_kernel() {
     let cuda = cuda(PlanOptions::default());
     let device = cuda.device();
-    every_entry("cuda, each kernel", 4, device.info(), &OTHER_OPERATORS, |options| {
+    every_entry("cuda, each kernel", 4, device.info(), is_of_attention, |options| {
         Box::new(Cuda::on(device.clone(), options).expect("it was there"))
     });
 }

@@ -4,8 +4,9 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_kernels::registry::{Entry, Family};
 use gqa_tests::{
-    Case, OTHER_OPERATORS, any_dtype, case, every_entry, half_dtype, heads_in, heads_up_to, parity,
+    Case, any_dtype, case, every_entry, half_dtype, heads_in, heads_up_to, is_of_attention, parity,
     prompts, quantized_output, quantized_steps, sliding, steps,
 };
 use proptest::prelude::*;
@@ -104,11 +105,37 @@ fn large_heads() {
     parity("sim, large heads", 200, case(any_dtype(), heads, 16), &sim(PlanOptions::default()));
 }
 
-/// `rotary_rows` and `scatter_rows` belong to other operators.
+const DECODE: [Family; 2] = [Family::Decode, Family::DecodeQuantized];
+const PAGED_DECODE: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
+const HOPPER: [Family; 4] =
+    [Family::Hopper, Family::HopperMasked, Family::HopperPaged, Family::HopperFloat8];
+
+/// A call of every kernel, in parts that run beside each other.
+fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {
+    let is_wanted = |entry: &Entry| is_of_attention(entry) && is_wanted(entry.family);
+    let name = format!("sim, each kernel, {name}");
+    every_entry(&name, 1, &DeviceInfo::h200(), is_wanted, |options| Box::new(sim(options)));
+}
+
 #[test]
-fn every_kernel() {
-    let device = DeviceInfo::h200();
-    every_entry("sim, each kernel", 1, &device, &OTHER_OPERATORS, |options| Box::new(sim(options)));
+fn every_kernel_of_decode() {
+    every_kernel("decode", |family| DECODE.contains(&family));
+}
+
+#[test]
+fn every_kernel_of_paged_decode() {
+    every_kernel("paged decode", |family| PAGED_DECODE.contains(&family));
+}
+
+#[test]
+fn every_kernel_of_hopper() {
+    every_kernel("hopper", |family| HOPPER.contains(&family));
+}
+
+#[test]
+fn every_kernel_of_other_families() {
+    let others = [&DECODE[..], &PAGED_DECODE, &HOPPER].concat();
+    every_kernel("others", |family| !others.contains(&family));
 }
 
 /// `tiled_wide`: every shape that some GPU takes, and parts of the keys.
