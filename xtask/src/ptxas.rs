@@ -28,7 +28,7 @@ const SPILLS: [(&str, &str, u32); 11] = [
     ("gqa_decode_paged_d128_r32_w4", "sm_100a", 12),
     ("gqa_decode_paged_d256_r8", "sm_120a", 36),
     ("gqa_decode_paged_d256_r8_w4", "sm_120a", 40),
-    ("gqa_tiled_masked_d128", "sm_89", 12),
+    ("gqa_tiled_masked_d128", "sm_89", 24),
     ("gqa_tiled_masked_d256", "sm_120a", 16),
 ];
 

@@ -230,7 +230,6 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         states: &mut States<M>,
         acc: &mut [[[f32; 4]; D8]; M],
     ) {
-        let copy = RowCopy::<D8, THREADS>::of(thread_idx());
         let keys = Swizzled::<T, D8>::at(swizzled_bytes(Self::ROWS, D8));
         let values = keys.from(Self::KEYS);
         let k = (k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
@@ -238,6 +237,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let scale = ScoreScale::new(p.scale, p.softcap);
         let span = rows.span();
         let copy = |tile, source, begin| {
+            // Anew too: there is no register for it either.
+            let copy = RowCopy::<D8, THREADS>::of(opaque(thread_idx()));
             copy.start_rows(tile, Self::KEYS, p.head_size, source, begin..span.some.end);
             cp_async_commit();
         };
