@@ -5,9 +5,9 @@
 //! and V are read once for the whole group. It walks over the keys that any of its rows sees,
 //! `KEYS` at a time, with the online softmax.
 //!
-//! **Grid**: `row tiles × KV heads × batch` in x: section by section of the heads whose K and V share
-//! the L2 cache, and in each the last row tiles first, which under a causal mask see most keys: long
-//! blocks first, short ones fill the gaps.
+//! **Grid**: `row tiles × KV heads × batch` in x: section by section of the heads whose K and V
+//! share the L2 cache, and in each the last row tiles first, which under a causal mask see most
+//! keys: long blocks first, short ones fill the gaps.
 //! **Block**: `THREADS` threads; each warp owns `16 M` rows and all keys.
 //!
 //! **Tensors**: q and out (batch, query head, S, head size), k and v (batch, KV head, capacity,
@@ -29,12 +29,12 @@
 //!     softmax, O += P V_j
 //! ```
 //!
-//! **Numerics**: scores, softmax and output accumulate in f32. A row's maximum is raised once a score
-//! exceeds it by a factor of 2⁸ in weight ([`SLACK`](crate::tile::softmax::SLACK)). Weights are
-//! rounded to the element type before they meet the values; the denominator adds the unrounded ones. Keys behind those
-//! that the tile sees are zero in shared memory, whatever the cache holds. Only tiles that some row
-//! sees partly are masked. Rows of padding give 0 and -inf. A bias or a mask is read where it lies,
-//! by the threads whose scores it belongs to ([`Bias`]).
+//! **Numerics**: scores, softmax and output accumulate in f32. A row's maximum is raised once a
+//! score exceeds it by a factor of 2⁸ in weight ([`SLACK`](crate::tile::softmax::SLACK)). Weights
+//! are rounded to the element type before they meet the values; the denominator adds the unrounded
+//! ones. Keys behind those that the tile sees are zero in shared memory, whatever the cache holds.
+//! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf. A bias or a
+//! mask is read where it lies, by the threads whose scores it belongs to ([`Bias`]).
 
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
@@ -60,8 +60,8 @@ pub struct Tiled<
 >;
 
 // One shape per head size, each the fastest of those tried on an H100 that leave two blocks on an
-// SM. Two blocks of rows per warp halve the reads of K and V from shared memory; from 192 columns on,
-// their accumulators would not fit the registers.
+// SM. Two blocks of rows per warp halve the reads of K and V from shared memory; from 192 columns
+// on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;

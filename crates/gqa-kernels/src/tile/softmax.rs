@@ -115,8 +115,8 @@ pub fn weigh<const M: usize, const N8: usize, const D8: usize>(
     }
 }
 
-/// Turns scores into softmax weights; where a maximum must rise by more than [`SLACK`], rescales what
-/// was accumulated against the old ones.
+/// Turns scores into softmax weights; where a maximum must rise by more than [`SLACK`], rescales
+/// what was accumulated against the old ones.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn weigh_with_slack<const M: usize, const N8: usize, const D8: usize>(
     states: &mut States<M>,
