@@ -124,9 +124,15 @@ fn flash_attention_where_positions_and_windows_are_its_own() {
         ),
         (
             "short bias",
-            Shape { mask: Some((DType::F16, 301)), ..square(512) },
+            Shape { mask: Some((DType::F16, 304)), ..square(512) },
             &plain,
             Family::HopperMasked,
+        ),
+        (
+            "short bias, no whole vectors",
+            Shape { mask: Some((DType::F16, 301)), ..square(512) },
+            &plain,
+            Family::TiledMasked,
         ),
         (
             "bias, few rows",

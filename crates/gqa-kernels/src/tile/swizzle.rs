@@ -1,12 +1,12 @@
 //! Tiles in shared memory whose rows are not padded but swizzled, 16 bytes at a time.
 //!
 //! `ldmatrix` reads 16 bytes of each of eight rows at once, which must lie in different banks. Rows
-//! of [`copy::Tile`](super::copy::Tile) see to it by padding, but then a row starts anywhere in a
-//! 128-byte line of shared memory, and copies from global memory, which come in whole lines, write
-//! two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`). Here row
-//! `r` keeps its place and its units change theirs: unit `u` is at `u ^ x(r)`, where `x` runs
-//! through all numbers below the largest power of two that divides the units of a row, 8 at most,
-//! as fast as rows come back to the same banks.
+//! of [`padded::Tile`](super::padded::Tile) see to it by padding, but then a row starts anywhere in
+//! a 128-byte line of shared memory, and copies from global memory, which come in whole lines,
+//! write two lines each: streaming K and V is a tenth to a quarter slower (`docs/perf-log.md`).
+//! Here row `r` keeps its place and its units change theirs: unit `u` is at `u ^ x(r)`, where `x`
+//! runs through all numbers below the largest power of two that divides the units of a row, 8 at
+//! most, as fast as rows come back to the same banks.
 //!
 //! `wgmma` reads rows of 128 bytes: for it wider ones are cut into chunks of eight units, chunk by
 //! chunk a tile of its own.
