@@ -281,7 +281,11 @@ impl<const D8: usize> WarpRead<D8> {
     /// lower left, lower right. Of keys, that is two right operands one behind the other.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {
-        Self::at(lane / 16 * 8 + lane % 8, lane / 8 % 2)
+        // Through `at`, the decode kernels would come out in another order, not measured.
+        let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
+        let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });
+        Self { places }
     }
 
     /// The same in the order upper left, lower left, upper right, lower right: a left operand or,
