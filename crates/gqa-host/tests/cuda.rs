@@ -5,7 +5,7 @@
 mod step;
 
 use gqa_host::backend::cuda::Cuda;
-use gqa_host::backend::{Backend, Io, Machine};
+use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{
     Call, Device, DeviceTensor, DeviceView, DriverError, Graph, Stream, Views, Workspace,
     device_count,
@@ -81,7 +81,7 @@ fn a_plan_runs_on_either_machine() {
     let sim = gqa_host::backend::sim::Sim::default().with_device(cuda.target().clone());
     let step = Step::new(DType::F16, 1, &[211, 90], 211);
     let plan = plan(&step.problem(), cuda.target(), &PlanOptions::default()).unwrap();
-    let [on_gpu, simulated] = [&cuda as &dyn Machine, &sim].map(|machine| {
+    let [on_gpu, simulated] = [&cuda as &dyn gqa_host::backend::Machine, &sim].map(|machine| {
         let (mut cache, inputs) = (step.cache.clone(), step.inputs());
         let mut outputs = Outputs::new(plan.problem()).unwrap();
         let mut io = outputs.io(&inputs);

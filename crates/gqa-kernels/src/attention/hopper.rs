@@ -137,7 +137,7 @@ impl<
         fill_ones::<T, Self>(base);
         sync_threads();
         if thread_idx() < WARPGROUP {
-            // Those who copy a mask need more.
+            // Those who load a mask need more.
             if M > 0 {
                 registers_lower::<56>()
             } else if G == 2 {

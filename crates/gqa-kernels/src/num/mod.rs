@@ -3,10 +3,12 @@
 mod code;
 mod element;
 mod mma_code;
+mod quotient;
 mod tanh;
 mod vector;
 pub use code::{Code, Float8, Format, Int4, Int8};
 pub use element::{DType, Element, MmaElement, bf16, e4m3, f16};
 pub use mma_code::MmaCode;
+pub use quotient::quotient;
 pub use tanh::tanh;
 pub use vector::{pack, pack_pairs, unpack};

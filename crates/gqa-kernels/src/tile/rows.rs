@@ -4,7 +4,7 @@ use crate::concept::heads::Group;
 use crate::concept::mask::{Mask, Visible};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
-use crate::num::Element;
+use crate::num::{Element, quotient};
 use crate::params::{AttentionParams, sink};
 use crate::simt::{Global, Shared, lane};
 use crate::tile::softmax::{States, total};
@@ -105,12 +105,6 @@ impl Span {
     pub fn is_partial(&self, begin: u32, count: u32) -> bool {
         begin < self.all.first || begin + count > self.all.end
     }
-}
-
-/// Division that compiles to no panic; divisors are never 0.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn quotient(a: u32, b: u32) -> u32 {
-    a.checked_div(b).unwrap_or(0)
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -281,7 +281,8 @@ impl<const D8: usize> WarpRead<D8> {
     /// lower left, lower right. Of keys, that is two right operands one behind the other.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of(lane: u32) -> Self {
-        // Through `at`, the decode kernels would come out in another order, not measured.
+        // As `at`, which decode kernels do not call: they would come out in another order, and
+        // measured they are as they are.
         let (row, unit) = (lane / 16 * 8 + lane % 8, lane / 8 % 2);
         let place = |pair| 16 * Swizzled::<f16, D8>::index(row, 2 * pair as u32 + unit);
         let places = core::array::from_fn(|pair| if pair < Self::PERIOD { place(pair) } else { 0 });

@@ -42,7 +42,7 @@ impl Family for HopperMasked {
         let counter = job.scratch.count(1);
         let mut arguments = arguments(p, &params.attention, &job.rows, counter, entry);
         arguments.extend(bias_or_mask(p));
-        arguments.push(("tiles", mask_map(p, entry).unwrap_or(arguments[0].1)));
+        arguments.extend(mask_map(p, entry).map(|map| ("tiles", map)));
         Ok(vec![launch(entry, grid, &arguments, &params)?])
     }
 }

@@ -17,10 +17,10 @@
 
 use super::operand::key_of_column;
 use super::shape::TRANSPOSED_KEYS;
-use super::work::{Place, quotient};
+use super::work::Place;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::LOG2_E;
-use crate::num::{Element, unpack};
+use crate::num::{Element, quotient, unpack};
 use crate::params::{AttentionParams, Float8OperandsParams, Strides};
 use crate::prologue::rope::Rope;
 use crate::simt::*;

@@ -17,10 +17,11 @@
 
 use super::ring::Ring;
 use super::shape::{CHUNK, Tile};
-use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key, quotient};
+use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
 use crate::concept::seqlen::Seqlen;
+use crate::num::quotient;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
 

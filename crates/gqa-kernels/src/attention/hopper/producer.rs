@@ -4,8 +4,8 @@
 use super::output::{Destination, row_index};
 use super::ring::Ring;
 use super::shape::{CHUNK, TRANSPOSED_KEYS, Tile, WARPGROUP_ROWS};
-use super::work::{Place, Slot, TileScheduler, Work, quotient};
-use crate::num::MmaElement;
+use super::work::{Place, Slot, TileScheduler, Work};
+use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
 use crate::simt::*;
 

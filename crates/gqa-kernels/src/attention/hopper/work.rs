@@ -4,6 +4,7 @@
 use super::pages::Pages;
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
+use crate::num::quotient;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
@@ -258,10 +259,4 @@ impl Slot {
         let [past, total, hidden, _] = ld_shared_vec(self.0 + 32);
         Seqlen { past, total: if S::MASK_STAGES > 0 { total - hidden } else { total } }
     }
-}
-
-/// Division that compiles to no panic; divisors are never 0.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn quotient(a: u32, b: u32) -> u32 {
-    a.checked_div(b).unwrap_or(0)
 }
