@@ -77,11 +77,12 @@ fn tokens_of_paged_calls_may_be_slices_of_larger_ones() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_plan_runs_on_either_machine() {
+    use gqa_host::backend::Machine;
     let cuda = Cuda::new(PlanOptions::default()).unwrap();
     let sim = gqa_host::backend::sim::Sim::default().with_device(cuda.target().clone());
     let step = Step::new(DType::F16, 1, &[211, 90], 211);
     let plan = plan(&step.problem(), cuda.target(), &PlanOptions::default()).unwrap();
-    let [on_gpu, simulated] = [&cuda as &dyn gqa_host::backend::Machine, &sim].map(|machine| {
+    let [on_gpu, simulated] = [&cuda as &dyn Machine, &sim].map(|machine| {
         let (mut cache, inputs) = (step.cache.clone(), step.inputs());
         let mut outputs = Outputs::new(plan.problem()).unwrap();
         let mut io = outputs.io(&inputs);

@@ -20,8 +20,8 @@
 //! is, and the keys it sees. In the end each warp's query rows carry its output on the way to
 //! 16-byte stores.
 //!
-//! **Order**, for key tile `j`; copies run while the line between their two ends computes. The first
-//! barrier lets everybody read what is kept of the rows, too.
+//! **Order**, for key tile `j`; copies run while the line between their two ends computes. The
+//! first barrier lets everybody read what is kept of the rows, too.
 //!
 //! ```text
 //! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
