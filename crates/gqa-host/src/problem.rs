@@ -483,11 +483,13 @@ impl ProblemFields {
         }
         let size = self.head_size.max(self.v_head_size);
         let blocks = self.pages.map_or([0; 4], |p| [p.blocks, p.block_size, self.kv_heads, size]);
+        let columns = self.bias.map_or(0, |bias| bias.columns);
         let tensors = [
             ("query", [self.batch, self.q_heads, self.q_len, size]),
             ("key", [self.batch, self.kv_heads, self.new_len, size]),
             ("present_key", [self.batch, self.kv_heads, self.capacity, size]),
             ("key_cache", blocks),
+            ("attention_bias", [self.batch, self.q_heads, self.q_len, columns]),
         ];
         tensors.into_iter().try_for_each(|(argument, dims)| {
             const MOST: u128 = isize::MAX as u128 / 8;
@@ -624,9 +626,15 @@ impl Problem {
     }
 
     /// The same call when its new rows are in the cache already, which present_key and
-    /// present_value hold: nothing is appended.
+    /// present_value hold: nothing is appended. Over a paged KV cache there are no tensors key and
+    /// value then.
     pub fn appended(&self) -> Self {
         self.derive(|call| ProblemFields { new_len: 0, cache: CacheBinding::Shared, ..call })
+    }
+
+    /// Whether a call over a paged KV cache leaves that as it is.
+    pub(crate) fn reads_pages_only(&self) -> bool {
+        self.pages.is_some() && self.new_len == 0 && self.q_len > 0
     }
 
     /// Whether nothing but the choice of kernels depends on the longest sequence.

@@ -1,8 +1,13 @@
 //! Calls as an engine describes them are those of the operators.
 
+#[allow(dead_code, reason = "each test uses a part")]
+mod step;
+
+use gqa_host::backend::{Backend, cpu::Cpu};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
+use gqa_host::reference::Reference;
 use gqa_host::{
     CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Sink, TensorDesc,
 };
@@ -148,6 +153,29 @@ fn trees_of_drafts_take_decode_kernels_or_a_mask_over_all_keys() {
         let (bytes, names) = kernels(device, problem);
         assert!(names.contains(&"gqa_tree_mask_rows"), "{device}: {names:?}");
         assert!(bytes >= 2 * 4 * 1600, "{device}: {bytes}");
+    }
+}
+
+#[test]
+fn what_is_in_a_paged_cache_already_is_read_only() {
+    let call = Paged::new(3, 20, [64, 16, 30]).most_tokens(8).appended();
+    for (layer, call, names) in [
+        (layer(), call.packed(), "packed"),
+        (layer(), call.slot_mapping(), "slot_mapping"),
+        (layer().qk_norm(1e-6), call, "qk_norm"),
+    ] {
+        let error = layer.paged(call).unwrap_err().to_string();
+        assert!(error.starts_with(names) && error.contains("allowed: "), "{error}");
+    }
+    for (rotated, new) in [(false, [1, 1, 1]), (true, [3, 7, 2]), (false, [0, 9, 4])] {
+        for problem in step::paged::problems(rotated, new) {
+            for backend in [&Cpu::default() as &dyn Backend, &Reference] {
+                let [want, key, value] = step::paged::run(&problem, new, backend);
+                let caches = [key.clone(), value.clone()];
+                let got = step::paged::run_over(&problem.appended(), new, caches, backend);
+                assert!(got == [want, key, value], "{}: {new:?}", backend.name());
+            }
+        }
     }
 }
 

@@ -17,6 +17,13 @@ fn noise(shape: &[usize], seed: usize) -> Tensor {
     Tensor::from_f32(DType::F32, shape, &values).unwrap()
 }
 
+/// What is added to scores; what is behind the keys is no number.
+fn bias(shape: &[usize], keys: usize) -> Tensor {
+    let mut values: Vec<f32> = noise(shape, 5).to_f64().into_iter().map(|x| x as f32).collect();
+    values.chunks_mut(shape[3]).for_each(|row| row[keys..].fill(f32::NAN));
+    Tensor::from_f32(DType::F32, shape, &values).unwrap()
+}
+
 /// Output and log-sum-exp of a call of 2 sequences.
 fn run(backend: &dyn Backend, layer: &Layer, call: External, lengths: [i32; 2]) -> [Tensor; 2] {
     let problem = layer.external(call.log_sum_exp()).unwrap();
@@ -25,6 +32,7 @@ fn run(backend: &dyn Backend, layer: &Layer, call: External, lengths: [i32; 2]) 
     let [key, value] = [2, 3].map(|seed| noise(&problem.key_shape(), seed));
     let last = Tensor::from(ndarray::arr1(&lengths.map(|length| length - 1)));
     let sinks = noise(&[HEADS.query], 4);
+    let bias = problem.bias_shape().map(|shape| bias(&shape, problem.key_shape()[1]));
     let mut output = Tensor::zeros(DType::F32, &[batch, rows, width]);
     let mut lse = Tensor::zeros(DType::F32, &[batch, HEADS.query, rows]);
     let mut none = [0; 2].map(|_| Tensor::zeros(DType::F32, &[0]));
@@ -34,6 +42,7 @@ fn run(backend: &dyn Backend, layer: &Layer, call: External, lengths: [i32; 2]) 
         .with(TensorId::Key, &key)
         .with(TensorId::Value, &value)
         .with(TensorId::SeqlensK, &last)
+        .with(TensorId::AttentionBias, bias.as_ref())
         .with(TensorId::HeadSink, (problem.sink == Sink::PerHead).then_some(&sinks));
     let mut io = Io {
         inputs,
@@ -57,6 +66,8 @@ fn lengths_windows_and_sinks_are_those_of_the_definition() {
         (layer.clone(), External::new(2, 3, 9).shortest(0), [9, 1]),
         (layer.clone().window(2).sink(Sink::PerHead), External::new(2, 4, 9), [9, 9]),
         (layer.clone().bidirectional(), External::new(2, 4, 9).right_window(2), [9, 9]),
+        (layer.clone(), External::new(2, 4, 9).bias(true, false).bias_columns(12), [9, 9]),
+        (layer.clone(), External::new(2, 4, 9).bias(false, true).shortest(4), [5, 9]),
         (layer.bidirectional().window(3).softcap(2.0), External::new(2, 6, 6), [6, 6]),
     ];
     for (layer, call, lengths) in calls {
@@ -113,6 +124,9 @@ fn prefill_takes_the_fast_kernels_of_a_gpu() -> Result<()> {
         (External::new(2, 512, 4096).shortest(512).log_sum_exp(), "hopper"),
         (External::new(2, 512, 4096).shortest(511), "general"),
         (External::new(2, 512, 512).mask(true, false), "hopper_masked"),
+        (External::new(2, 256, 509).mask(true, false), "tiled_masked"),
+        (External::new(2, 256, 509).mask(true, false).bias_columns(512), "hopper_masked"),
+        (External::new(2, 256, 509).bias(true, false).bias_columns(512), "hopper_masked"),
     ] {
         let plan = planner.plan(&layer.external(call)?)?;
         let entry = plan.launches()[0].entry();
@@ -138,4 +152,7 @@ fn what_keys_in_place_cannot_have_is_refused() {
         let error = layer.external(call).unwrap_err().to_string();
         assert!(error.starts_with(named), "{error}");
     }
+    let short = External::new(1, 1, 9).mask(false, false).bias_columns(8);
+    let error = Layer::new(DType::F32, HEADS).external(short).unwrap_err().to_string();
+    assert!(error.starts_with("bias_columns: got 8"), "{error}");
 }

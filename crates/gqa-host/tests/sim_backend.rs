@@ -83,6 +83,26 @@ fn tensors_may_be_slices_of_larger_ones() {
     }
 }
 
+/// Rows that a call has appended, and one that finds them there: kernels that read blocks where
+/// they are, of few and of many tokens, and a GPU that gathers rows.
+#[test]
+fn what_was_appended_to_blocks_may_be_read_again() {
+    for (name, rotated, new) in [
+        ("h200", true, [2, 1, 1]),
+        ("h200", false, [33, 1, 40]),
+        ("v100", false, [1, 1, 1]),
+        ("v100", true, [3, 1, 2]),
+    ] {
+        let [problem, _] = step::paged::problems(rotated, new);
+        let sim = Sim::default().with_device(device(name));
+        let [want, key, value] = step::paged::run(&problem, new, &sim);
+        let caches = [key.clone(), value.clone()];
+        let got = step::paged::run_over(&problem.appended(), new, caches, &sim);
+        assert_close(&got[0], &want, tolerance(DType::F16), name);
+        assert!(got[1..] == [key, value], "{name}: a cache was written");
+    }
+}
+
 /// The same over a paged KV cache: kernels that read it where it is, of few and of many tokens, and
 /// a GPU that gathers rows, where single tokens that nothing rotates are read where they are.
 #[test]

@@ -137,6 +137,33 @@ impl Drop for DeviceTensor {
     }
 }
 
+impl DeviceView<'_> {
+    /// Waits for the stream and copies the tensor to the host.
+    ///
+    /// # Errors
+    /// Where it is not contiguous, where the host has no room, and where a kernel ahead in the
+    /// stream has failed.
+    ///
+    /// # Safety
+    /// It is memory of the stream's device, of that type and shape.
+    pub unsafe fn download(&self, stream: &Stream) -> Result<Tensor> {
+        if let Some(strides) = self.strides {
+            return Err(Error::invalid("download", format!("{strides:?}"), "what is contiguous"));
+        }
+        let mut tensor = Tensor::try_zeros("download", self.dtype, self.shape)?;
+        if !tensor.is_empty() {
+            tensor.with_bytes_mut(|bytes| {
+                stream.with(|| {
+                    // SAFETY: the caller's; the stream is waited for before anything is read.
+                    unsafe { raw::memory::copy_to_host(bytes, self.pointer, stream.raw()) }
+                })?;
+                stream.synchronize()
+            })?;
+        }
+        Ok(tensor)
+    }
+}
+
 fn allocate(device: &Device, bytes: usize) -> Result<u64, DriverError> {
     let _entered = device.enter()?;
     raw::memory::allocate(bytes).map_err(|failure| match failure.code {

@@ -2,7 +2,9 @@
 
 use super::{Layer, count};
 use crate::op::{Attention, AttentionShapes};
-use crate::{Alignment, DType, Error, Phase, Problem, ProblemFields, Result, Strided, TensorDesc};
+use crate::{
+    Alignment, Bias, DType, Error, Phase, Problem, ProblemFields, Result, Strided, TensorDesc,
+};
 
 /// Attention to keys and values that are there already and stay where they are: `query` has shape
 /// (batch, rows, heads · size), `key` and `value` (batch, keys, KV heads · size), with any
@@ -19,6 +21,7 @@ pub struct External {
     shortest: usize,
     right_window: Option<usize>,
     bias: Option<ExternalBias>,
+    bias_columns: Option<usize>,
     strided: Strided,
     lse: bool,
 }
@@ -40,6 +43,7 @@ impl External {
             shortest: keys,
             right_window: None,
             bias: None,
+            bias_columns: None,
             strided: Strided { query: None, key: None, value: None, output: None },
             lse: false,
         }
@@ -64,6 +68,12 @@ impl External {
     /// The same tensor, of booleans: keys are hidden where it is false.
     pub const fn mask(self, per_sequence: bool, per_head: bool) -> Self {
         Self { bias: Some(ExternalBias { per_sequence, per_head, boolean: true }), ..self }
+    }
+
+    /// Rows of that tensor have so many elements, `keys` or more; those behind the keys are not
+    /// looked at. The fastest kernels want rows of a multiple of 16 bytes.
+    pub const fn bias_columns(self, columns: usize) -> Self {
+        Self { bias_columns: Some(columns), ..self }
     }
 
     /// Strides of the tensors that are not contiguous: multiples of 16 bytes.
@@ -127,11 +137,16 @@ impl Layer {
             past_value: None,
             nonpad_kv_seqlen: None,
         })?;
+        let columns = call.bias_columns.unwrap_or(keys);
+        if columns < keys {
+            return Err(Error::invalid("bias_columns", columns, format!("{keys} keys or more")));
+        }
         let (phase, alignment) = call.alignment();
         let fields = ProblemFields {
             phase,
             alignment,
             sink: self.sink,
+            bias: problem.bias.map(|bias| Bias { columns, ..bias }),
             lse: call.lse,
             ..(*problem).clone()
         };

@@ -24,6 +24,7 @@ pub struct Paged {
     longest: usize,
     packed: bool,
     slots: bool,
+    appended: bool,
     strided: Strided,
     lse: bool,
     tree_mask: bool,
@@ -47,6 +48,7 @@ impl Paged {
             longest: 0,
             packed: false,
             slots: false,
+            appended: false,
             strided: Strided { query: None, key: None, value: None, output: None },
             lse: false,
             tree_mask: false,
@@ -93,6 +95,12 @@ impl Paged {
     /// through all blocks, takes a token's key and value; -1: none does.
     pub const fn slot_mapping(self) -> Self {
         Self { slots: true, ..self }
+    }
+
+    /// The new tokens' keys and values are in the cache already, where `block_table` says: there
+    /// are no tensors `key` and `value`. Where the layer rotates, only queries do.
+    pub const fn appended(self) -> Self {
+        Self { appended: true, ..self }
     }
 
     /// `lse`, float32 of shape (heads, tokens), receives natural logarithms of the softmax
@@ -158,7 +166,23 @@ impl Layer {
             bounds: Bounds { query_rows: call.most_tokens, keys: call.longest },
         })?;
         let problem = if call.tree_mask { problem.with_tree_mask()? } else { problem };
+        let problem = if call.appended { self.appended(&problem)? } else { problem };
         problem.with_strides(call.strided)
+    }
+
+    /// The call when its new rows are in the cache already.
+    fn appended(&self, problem: &Problem) -> Result<Problem> {
+        let brings = [
+            ("packed", problem.packed),
+            ("slot_mapping", problem.pages.is_some_and(|pages| pages.slots)),
+            ("qk_norm", self.qk_norm.is_some()),
+        ];
+        match brings.into_iter().find(|(_, has)| *has) {
+            Some((argument, _)) => {
+                Err(Error::invalid(argument, "one", "none, as nothing is appended"))
+            }
+            None => Ok(problem.appended()),
+        }
     }
 
     /// The operator that computes the layer over a paged KV cache.

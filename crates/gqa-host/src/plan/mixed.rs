@@ -77,7 +77,8 @@ impl Attentions {
         let steps = consider(step, problem);
         let decided = decision(step, &steps);
         if let Ok(choice) = steps {
-            let task = Task { appended: pages.slots, ..whole };
+            let appended = pages.slots || problem.reads_pages_only();
+            let task = Task { appended, ..whole };
             let all = Attention { problem: problem.clone(), choice, task };
             return Self { chosen: vec![all], decisions: vec![decided] };
         }
@@ -121,8 +122,8 @@ impl Few {
         let tokens = ROW_TILES.map(|rows| (rows * p.kv_heads / p.q_heads).max(1));
         let candidates =
             tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
-                let problem =
-                    p.derive(|call| ProblemFields { q_len: tokens, new_len: tokens, ..call });
+                let new_len = if p.reads_pages_only() { 0 } else { tokens };
+                let problem = p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call });
                 let choice = consider(&problem).ok()?;
                 Some(Self { problem, choice, lengths: Lengths::of(p, pages, tokens) })
             });

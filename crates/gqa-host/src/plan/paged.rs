@@ -12,6 +12,9 @@
 //!
 //! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows.
 //!
+//! Where the new rows are in the cache already, nothing is appended: `paged_append` is there for
+//! queries, or not at all.
+//!
 //! In the last column queries stay where they are if every sequence has one token, nothing turns
 //! them or takes them apart, and they are contiguous.
 
@@ -45,7 +48,8 @@ pub(super) fn compose(
     let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
     let rows = rows.of_all_sequences();
     let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, options);
-    if chosen.iter().any(|attention| attention.task.appended) {
+    let appends = !problem.reads_pages_only();
+    if appends && chosen.iter().any(|attention| attention.task.appended) {
         launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
     }
     let of_codes = chosen.iter().find(|attention| attention.reads_dequantized(problem));
@@ -70,7 +74,9 @@ pub(super) fn compose(
         return Ok(Composed { launches, decisions, positions: positions(problem, true) });
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
-    launches.push(gathered.prologue.append(gathered.moved, device)?);
+    if appends || gathered.moved != Arg::Null {
+        launches.push(gathered.prologue.append(gathered.moved, device)?);
+    }
     launches.push(gathered.gather(device)?);
     let (mut attended, mut rebind) = (problem.gathered(), gathered.rebind());
     if problem.tree_mask {
@@ -152,7 +158,8 @@ impl<'a> Prologue<'a> {
         // A search costs less than many rows that are no tokens.
         let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
         let by_token = u32::from(moves_queries == 0 && mostly_empty);
-        let params = PagedParams { moves_queries, by_token, ..p };
+        let kv_heads = if self.problem.reads_pages_only() { 0 } else { p.kv_heads };
+        let params = PagedParams { moves_queries, by_token, kv_heads, ..p };
         self.launch(self.typed(role)?, &arguments, &params, device)
     }
 

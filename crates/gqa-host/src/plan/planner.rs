@@ -117,7 +117,7 @@ fn rounded_paged(problem: &Problem, pages: Pages) -> Problem {
     let q_len = Planner::bucket(problem.q_len).min(most);
     problem.derive(|call| ProblemFields {
         q_len,
-        new_len: q_len,
+        new_len: if problem.reads_pages_only() { 0 } else { q_len },
         total_len,
         past_capacity: total_len,
         capacity: total_len,

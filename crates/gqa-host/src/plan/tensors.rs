@@ -146,7 +146,7 @@ fn spec(is_there: bool, dtype: DType, shape: impl Into<Vec<usize>>) -> Option<Te
 
 /// Whether key and value are tensors of the call.
 fn has_rows(p: &Problem) -> bool {
-    p.computes != CallKind::Rotation && !p.packed
+    p.computes != CallKind::Rotation && !p.packed && !p.reads_pages_only()
 }
 
 /// Whether rows are made of those of query.

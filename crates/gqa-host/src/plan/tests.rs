@@ -1163,6 +1163,16 @@ fn blocks_are_read_where_they_are() {
     assert_eq!(kernels_of(over_blocks(8, 2, 500)), ["decode_paged_f16_d128_r8"]);
     let slotted = ["paged_append", "decode_paged_f16_d128_r8"];
     assert_eq!(kernels_of(slots(over_blocks(8, 1, 500))), slotted);
+    // Where nothing is appended nothing comes before attention, unless queries move.
+    let appended = |p: Problem| p.appended();
+    assert_eq!(kernels_of(appended(over_blocks(8, 1, 500))), slotted[1..]);
+    assert_eq!(kernels_of(appended(equal(over_blocks(8, 512, 512)))), prompt[1..]);
+    let gathered = |rotary| {
+        let p = with(over_blocks(8, 1, 500), |p| p.rotary = rotary);
+        kernels_of(appended(with_pages(p, |pages| Pages { block_size: 48, ..pages })))
+    };
+    assert_eq!(gathered(None)[0], "paged_gather");
+    assert_eq!(gathered(Some(ROTARY))[..2], ["paged_append", "paged_gather"]);
     // Where sequences are many, query heads read keys sooner than they are gathered.
     assert_eq!(kernels_of(equal(over_blocks(8, 40, 500))), prompt);
     let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));

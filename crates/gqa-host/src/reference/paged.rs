@@ -14,8 +14,8 @@ pub(super) fn attend(p: &Problem, pages: Pages, io: &mut Io<'_>) -> Result<Exact
     let lse = vec![f64::NEG_INFINITY; p.q_heads * pages.tokens];
     let mut exact = Exact { lse, ..Exact::default() };
     let sequences = Sequence::all(p, pages, io)?;
-    for sequence in &sequences {
-        sequence.append(io)?;
+    if !p.reads_pages_only() {
+        sequences.iter().try_for_each(|sequence| sequence.append(io))?;
     }
     for sequence in &sequences {
         let rows = sequence.attend(io)?;
@@ -165,7 +165,11 @@ impl<'a> Sequence<'a> {
         };
         let [new_key, new_value] = [TensorId::Key, TensorId::Value].map(|id| io.input(id));
         let query = heads(Some(all), 0, n)?;
-        let (key, value) = (heads(new_key, n, nk)?, heads(new_value, n + nk, nk)?);
+        let new = |tensor, first| match p.reads_pages_only() {
+            true => Tensor::try_zeros("key", p.dtype, &[1, 0, nk * p.head_size]),
+            false => heads(tensor, first, nk),
+        };
+        let (key, value) = (new(new_key, n)?, new(new_value, n + nk)?);
         let last: Tensor = Array1::from(vec![call.total_len as i32 - 1]).into();
         let words = super::words(io.input(TensorId::TreeMask));
         let words = words

@@ -21,6 +21,17 @@ pub fn problems(rotated: bool, new: [i32; 3]) -> [Problem; 2] {
 
 /// Output and caches of three sequences with so many new tokens behind 5, 30 and 0.
 pub fn run(problem: &Problem, new: [i32; 3], backend: &dyn Backend) -> [Tensor; 3] {
+    let cache = |seed| random(DType::F16, &[16, 16, 2, 64], seed);
+    run_over(problem, new, [cache(4), cache(5)], backend)
+}
+
+/// The same over caches that hold something.
+pub fn run_over(
+    problem: &Problem,
+    new: [i32; 3],
+    [key_cache, value_cache]: [Tensor; 2],
+    backend: &dyn Backend,
+) -> [Tensor; 3] {
     let tokens = new.iter().sum::<i32>();
     let f16 = |shape: &[usize], seed| random(DType::F16, shape, seed);
     let of_tokens = |width, seed| f16(&[tokens as usize, width], seed);
@@ -29,13 +40,12 @@ pub fn run(problem: &Problem, new: [i32; 3], backend: &dyn Backend) -> [Tensor; 
     let table = (0..9).map(|i| (i * 7 + 3) % 16).collect::<Vec<i32>>();
     let table = Tensor::from(ndarray::Array::from_shape_vec((3, 3), table).unwrap());
     let (cos, sin) = (f16(&[64, 32], 6), f16(&[64, 32], 7));
-    let cache = |seed| f16(&[16, 16, 2, 64], seed);
-    let mut outputs = [Tensor::zeros(DType::F16, query.shape()), cache(4), cache(5)];
+    let mut outputs = [Tensor::zeros(DType::F16, query.shape()), key_cache, value_cache];
     let [output, present_key, present_value] = &mut outputs;
     let inputs = Tensors::default()
         .with(TensorId::Query, &query)
-        .with(TensorId::Key, &key)
-        .with(TensorId::Value, &value)
+        .with(TensorId::Key, (problem.new_len > 0).then_some(&key))
+        .with(TensorId::Value, (problem.new_len > 0).then_some(&value))
         .with(TensorId::SeqlensK, &past)
         .with(TensorId::CumulativeSequenceLength, &starts)
         .with(TensorId::BlockTable, &table)

@@ -51,7 +51,9 @@ impl Run<'_> {
             blocks: Blocks { pages, table, kv_heads: p.kv_heads },
         };
         // Who shares a block sees what all others have written.
-        call.append(io)?;
+        if !p.reads_pages_only() {
+            call.append(io)?;
+        }
         match p.dtype {
             DType::F16 => call.attend::<f16>(io),
             DType::BF16 => call.attend::<bf16>(io),
