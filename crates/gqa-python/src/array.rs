@@ -25,7 +25,56 @@ impl Known for bf16 {
     const DTYPE: DType = DType::BF16;
 }
 
-/// An array where its owner has it.
+/// What DLPack says of an array, wherever that is.
+pub struct Described {
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    /// In elements.
+    pub strides: Vec<isize>,
+    pub data: *mut u8,
+    pub read_only: bool,
+    /// DLPack's type of a device, and its number.
+    pub device: (i32, i32),
+    /// Keeps the memory.
+    pub capsule: Py<PyCapsule>,
+}
+
+impl Described {
+    /// Of an object that has `__dlpack__`. In memory of a GPU the array is what it is to become by
+    /// what its owner has enqueued once work in `stream` runs, a stream as DLPack counts them.
+    ///
+    /// # Errors
+    ///
+    /// Unless it has that, and elements of a type that is known.
+    pub fn of(name: &str, object: &Bound<'_, PyAny>, stream: Option<usize>) -> PyResult<Self> {
+        let capsule = capsule(name, object, stream)?;
+        let (tensor, flags) = described(name, &capsule)?;
+        let dtype = dtype(name, tensor)?;
+        let count = usize::try_from(tensor.dimensions).unwrap_or_default();
+        let numbers = |at: *const i64| match count {
+            0 => &[],
+            // SAFETY: DLPack's: as many numbers as there are dimensions
+            _ => unsafe { std::slice::from_raw_parts(at, count) },
+        };
+        let shape: Vec<usize> =
+            numbers(tensor.shape).iter().map(|&n| n.try_into().unwrap_or_default()).collect();
+        let elements = shape.iter().try_fold(8usize, |all, &n| all.checked_mul(n.max(1)));
+        if elements.is_none_or(|bytes| isize::try_from(bytes).is_err()) {
+            return Err(invalid(name, format!("{shape:?}"), "what can be addressed"));
+        }
+        let strides = match tensor.strides.is_null() {
+            true => contiguous(&shape),
+            false => numbers(tensor.strides).iter().map(|&n| n as isize).collect(),
+        };
+        // The elements begin so many bytes behind the address.
+        let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
+        let read_only = flags & dlpack::READ_ONLY != 0;
+        let device = (tensor.device_type, tensor.device_id);
+        Ok(Self { dtype, shape, strides, data, read_only, device, capsule: capsule.unbind() })
+    }
+}
+
+/// An array in host memory where its owner has it.
 pub struct Array {
     pub name: &'static str,
     pub dtype: DType,
@@ -51,37 +100,17 @@ impl Array {
     ///
     /// Unless it has that, in memory of the CPU, and elements of a type that is known.
     pub fn of(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let capsule = capsule(name, object)?;
-        let (tensor, flags) = described(name, &capsule)?;
-        if tensor.device_type != dlpack::CPU {
-            let got = format!("an array on device type {} of DLPack", tensor.device_type);
+        let Described { dtype, shape, strides, data, read_only, device, capsule } =
+            Described::of(name, object, None)?;
+        if device.0 != dlpack::CPU {
+            let got = format!("an array on device type {} of DLPack", device.0);
             return Err(invalid(name, got, "one in memory of the CPU, as the others"));
         }
-        let dtype = dtype(name, tensor)?;
-        let count = usize::try_from(tensor.dimensions).unwrap_or_default();
-        let numbers = |at: *const i64| match count {
-            0 => &[],
-            // SAFETY: DLPack's: as many numbers as there are dimensions
-            _ => unsafe { std::slice::from_raw_parts(at, count) },
-        };
-        let shape: Vec<usize> =
-            numbers(tensor.shape).iter().map(|&n| n.try_into().unwrap_or_default()).collect();
-        let elements = shape.iter().try_fold(8usize, |all, &n| all.checked_mul(n.max(1)));
-        if elements.is_none_or(|bytes| isize::try_from(bytes).is_err()) {
-            return Err(invalid(name, format!("{shape:?}"), "what can be addressed"));
-        }
-        let strides = match tensor.strides.is_null() {
-            true => contiguous(&shape),
-            false => numbers(tensor.strides).iter().map(|&n| n as isize).collect(),
-        };
-        // SAFETY: DLPack's: the elements begin so many bytes behind the address
-        let data = unsafe { tensor.data.cast::<u8>().add(tensor.byte_offset as usize) };
         if data.align_offset(dtype.size()) != 0 && !shape.contains(&0) {
             let got = format!("an array at {data:p}");
             return Err(invalid(name, got, format!("a multiple of {} bytes", dtype.size())));
         }
-        let read_only = flags & dlpack::READ_ONLY != 0;
-        Ok(Self { name, dtype, shape, strides, data, read_only, _capsule: capsule.unbind() })
+        Ok(Self { name, dtype, shape, strides, data, read_only, _capsule: capsule })
     }
 
     /// The first element's address.
@@ -169,10 +198,7 @@ impl Array {
     }
 
     pub fn is_contiguous(&self) -> bool {
-        let expected = contiguous(&self.shape);
-        let moves = self.shape.iter().map(|&n| n > 1);
-        let pairs = self.strides.iter().zip(expected).zip(moves);
-        self.is_empty() || pairs.into_iter().all(|((got, wanted), moves)| !moves || *got == wanted)
+        is_contiguous(&self.shape, &self.strides)
     }
 
     pub fn is_empty(&self) -> bool {
@@ -264,7 +290,14 @@ impl Array {
     }
 }
 
-fn contiguous(shape: &[usize]) -> Vec<isize> {
+pub fn is_contiguous(shape: &[usize], strides: &[isize]) -> bool {
+    let moves = shape.iter().map(|&n| n > 1);
+    let mut pairs = strides.iter().zip(contiguous(shape)).zip(moves);
+    shape.contains(&0) || pairs.all(|((got, wanted), moves)| !moves || *got == wanted)
+}
+
+/// Strides of an array whose elements lie side by side.
+pub fn contiguous(shape: &[usize]) -> Vec<isize> {
     let mut strides = vec![1; shape.len()];
     for i in (1..shape.len()).rev() {
         strides[i - 1] = strides[i] * shape[i] as isize;
@@ -274,16 +307,26 @@ fn contiguous(shape: &[usize]) -> Vec<isize> {
 
 /// What `__dlpack__` returns: of version 1 where the library knows that, which allows arrays that
 /// must not be written.
-fn capsule<'py>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyCapsule>> {
+fn capsule<'py>(
+    name: &str,
+    object: &Bound<'py, PyAny>,
+    stream: Option<usize>,
+) -> PyResult<Bound<'py, PyCapsule>> {
     let py = object.py();
     if !object.hasattr("__dlpack__")? {
         let got = object.get_type().name()?.to_string();
         return Err(invalid(name, got, "an array with __dlpack__: of numpy, torch, jax"));
     }
     let options = PyDict::new(py);
+    if let Some(stream) = stream {
+        options.set_item("stream", stream)?;
+    }
+    let of_older = options.copy()?;
     options.set_item("max_version", (1, 0))?;
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__"),
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            object.call_method("__dlpack__", (), Some(&of_older))
+        }
         result => result,
     };
     match capsule {

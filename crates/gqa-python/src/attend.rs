@@ -237,7 +237,8 @@ impl<T: Element> Call<T> {
         // 0 is the usual scale there.
         let known = known && self.scores.scale != 0.;
         let in_place = self.k.is_contiguous && self.v.is_contiguous;
-        blocks && fits && known && in_place && self.q.size % 8 == 0 && !self.sequences.is_empty()
+        let some = self.sequences.iter().any(|sequence| sequence.rows > 0);
+        blocks && fits && known && in_place && self.q.size % 8 == 0 && some
     }
 
     /// All sequences in one call.
@@ -250,7 +251,7 @@ impl<T: Element> Call<T> {
         let call = Paged::new(count, tokens, cache)
             .most_tokens(most(|sequence| sequence.rows))
             .longest(most(|sequence| sequence.keys))
-            .slot_mapping();
+            .appended();
         let problem = self.layer().paged(call)?;
         let (mut starts, mut past, mut table) = (vec![0], Vec::new(), Vec::new());
         for sequence in &self.sequences {
@@ -260,18 +261,12 @@ impl<T: Element> Call<T> {
             table.extend(blocks.iter().map(|&block| block as i32));
             table.resize(starts.len().saturating_sub(1) * columns, -1);
         }
-        // The cache has all keys: none of the call's own goes anywhere, and none is looked at.
-        let (slots, none) =
-            (vec![-1; tokens], vec![T::default(); tokens * self.k.heads * self.k.size]);
         // SAFETY: all rows, which nobody writes meanwhile
         let (query, keys, values) = unsafe { (self.q.packed()?, self.k.all(), self.v.all()) };
         let inputs = Tensors::default()
             .with(TensorId::Query, T::view(&query))
-            .with(TensorId::Key, T::view(&none))
-            .with(TensorId::Value, T::view(&none))
             .with(TensorId::SeqlensK, TensorView::I32(&past))
             .with(TensorId::CumulativeSequenceLength, TensorView::I32(&starts))
-            .with(TensorId::SlotMapping, TensorView::I32(&slots))
             .with(TensorId::BlockTable, TensorView::I32(&table))
             .with(TensorId::HeadSink, self.sinks.as_deref().map(T::view));
         let (present_key, present_value) = (T::view(keys).into(), T::view(values).into());

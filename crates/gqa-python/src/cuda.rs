@@ -1,11 +1,12 @@
 //! Attention on a GPU, in memory and streams of others: what `_cuda.py` puts into the stream.
 
 use crate::error::{invalid, raised};
+use crate::gpu::GpuArray;
 use crate::scores::Scores;
-use gqa_host::driver::{Device, DeviceView, LoadedPlan, Stream, Views, Workspace};
+use gqa_host::driver::{Device, DeviceTensor, DeviceView, LoadedPlan, Stream, Views, Workspace};
 use gqa_host::engine::{External, Heads, Layer, Paged, Rope};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorSpec};
-use gqa_host::{DType, Problem, RowStrides, Strided};
+use gqa_host::{DType, Problem, RowStrides, Strided, Tensor};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -13,9 +14,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// A GPU by its number.
 #[pyclass(frozen)]
+#[derive(Clone)]
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
+    ordinal: u32,
     device: Device,
     planner: Planner,
     /// By their handle; kept, because each may keep a second stream.
@@ -29,9 +32,56 @@ impl Gpu {
         let opened = py.detach(|| {
             let device = Device::open(ordinal)?;
             let planner = Planner::new(device.info().clone(), PlanOptions::from_env()?);
-            Ok(Inner { device, planner, streams: Mutex::default() })
+            Ok(Inner { ordinal, device, planner, streams: Mutex::default() })
         });
         opened.map(Arc::new).map(Self).map_err(raised)
+    }
+
+    /// An array of another library in the GPU's memory, for work in that stream. Streams are
+    /// handles that last, or 1: the legacy default stream.
+    fn array(&self, name: &str, object: &Bound<'_, PyAny>, stream: usize) -> PyResult<GpuArray> {
+        GpuArray::of(self, self.0.ordinal, name, object, stream)
+    }
+
+    /// A new array, whose elements are whatever they are.
+    fn empty(&self, py: Python<'_>, shape: Vec<usize>, dtype: &str) -> PyResult<GpuArray> {
+        let dtype = dtype_of("dtype", dtype)?;
+        let memory = py.detach(|| DeviceTensor::new(&self.0.device, dtype, &shape));
+        Ok(GpuArray::own(self, self.0.ordinal, dtype, memory.map_err(raised)?))
+    }
+
+    /// A new array of one number.
+    fn filled(
+        &self,
+        py: Python<'_>,
+        shape: Vec<usize>,
+        dtype: &str,
+        number: f32,
+        stream: usize,
+    ) -> PyResult<GpuArray> {
+        let dtype = dtype_of("dtype", dtype)?;
+        let numbers = vec![number; shape.iter().product()];
+        let tensor = Tensor::from_f32(dtype, &shape, &numbers).map_err(raised)?;
+        self.uploaded(py, &tensor, stream)
+    }
+
+    /// A new array of int32.
+    fn integers(&self, py: Python<'_>, numbers: Vec<i32>, stream: usize) -> PyResult<GpuArray> {
+        let mut tensor = Tensor::zeros(DType::I32, &[numbers.len()]);
+        let bytes = numbers.iter().flat_map(|number| number.to_ne_bytes());
+        tensor.with_bytes_mut(|to| to.iter_mut().zip(bytes).for_each(|(to, byte)| *to = byte));
+        self.uploaded(py, &tensor, stream)
+    }
+
+    /// Waits until all that is in the stream is done.
+    fn synchronize(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+        py.detach(|| self.stream(stream)?.synchronize()).map_err(raised)
+    }
+
+    /// How many kernels the plan for a call launches.
+    fn launches(&self, py: Python<'_>, call: &Call) -> PyResult<usize> {
+        let plan = py.detach(|| self.0.planner.plan(&call.0)).map_err(raised)?;
+        Ok(plan.launches().len())
     }
 
     /// The plan for a call, with its kernels compiled.
@@ -39,6 +89,23 @@ impl Gpu {
         let gpu = Arc::clone(&self.0);
         let loaded = py.detach(|| gpu.device.load(gpu.planner.plan(&call.0)?)).map_err(raised)?;
         Ok(Plan { gpu, loaded })
+    }
+}
+
+impl Gpu {
+    fn uploaded(&self, py: Python<'_>, tensor: &Tensor, stream: usize) -> PyResult<GpuArray> {
+        let memory = py.detach(|| {
+            let memory = DeviceTensor::new(&self.0.device, tensor.dtype(), tensor.shape())?;
+            memory.upload(tensor, &*self.stream(stream)?)?;
+            Ok(memory)
+        });
+        let memory = memory.map_err(raised)?;
+        Ok(GpuArray::own(self, self.0.ordinal, tensor.dtype(), memory))
+    }
+
+    pub fn stream(&self, raw: usize) -> gqa_host::Result<Arc<Stream>> {
+        // SAFETY: streams that callers name last, as the package's functions see to
+        unsafe { self.0.stream(raw) }
     }
 }
 
@@ -71,14 +138,18 @@ struct Sizes {
 
 impl Sizes {
     fn layer(&self) -> PyResult<Layer> {
-        let dtype = match self.dtype.as_str() {
-            "float32" => DType::F32,
-            "float16" => DType::F16,
-            "bfloat16" => DType::BF16,
-            other => return Err(invalid("q", other, "float32, float16 or bfloat16")),
-        };
+        let dtype = dtype_of("q", &self.dtype)?;
         let heads = Heads { query: self.heads, kv: self.kv_heads, size: self.size };
         Ok(self.scores.layer(dtype, heads, self.sinks))
+    }
+}
+
+fn dtype_of(argument: &str, name: &str) -> PyResult<DType> {
+    match name {
+        "float32" => Ok(DType::F32),
+        "float16" => Ok(DType::F16),
+        "bfloat16" => Ok(DType::BF16),
+        other => Err(invalid(argument, other, "float32, float16 or bfloat16")),
     }
 }
 
@@ -109,7 +180,7 @@ impl Call {
         k: Strides,
         v: Strides,
         lse: bool,
-        bias: Option<(bool, bool, bool)>,
+        bias: Option<(bool, bool, bool, usize)>,
     ) -> PyResult<Self> {
         let mut strided = Strided::default();
         (strided.query, strided.key, strided.value) = (strides(q), strides(k), strides(v));
@@ -121,8 +192,12 @@ impl Call {
             call = call.log_sum_exp();
         }
         call = match bias {
-            Some((per_sequence, per_head, true)) => call.mask(per_sequence, per_head),
-            Some((per_sequence, per_head, false)) => call.bias(per_sequence, per_head),
+            Some((per_sequence, per_head, true, columns)) => {
+                call.mask(per_sequence, per_head).bias_columns(columns)
+            }
+            Some((per_sequence, per_head, false, columns)) => {
+                call.bias(per_sequence, per_head).bias_columns(columns)
+            }
             None => call,
         };
         sizes.layer()?.external(call).map(Self).map_err(raised)
@@ -131,7 +206,7 @@ impl Call {
     /// Attention over a paged KV cache of so many blocks, rows of a block and blocks of a sequence.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
-    #[pyo3(signature = (sizes, sequences, tokens, cache, most_tokens, longest, rope, slots, lse, tree_mask))]
+    #[pyo3(signature = (sizes, sequences, tokens, cache, most_tokens, longest, rope, appended, lse, tree_mask))]
     fn paged(
         sizes: Sizes,
         sequences: usize,
@@ -140,7 +215,7 @@ impl Call {
         most_tokens: usize,
         longest: usize,
         rope: Option<(usize, usize, bool)>,
-        slots: bool,
+        appended: bool,
         lse: bool,
         tree_mask: bool,
     ) -> PyResult<Self> {
@@ -151,7 +226,7 @@ impl Call {
         }
         let call = Paged::new(sequences, tokens, cache.into());
         let call = call.most_tokens(most_tokens).longest(longest);
-        let call = if slots { call.slot_mapping() } else { call };
+        let call = if appended { call.appended() } else { call };
         let call = if lse { call.log_sum_exp() } else { call };
         let call = if tree_mask { call.tree_mask() } else { call };
         layer.paged(call).map(Self).map_err(raised)

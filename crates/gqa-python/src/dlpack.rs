@@ -9,11 +9,15 @@ pub const VERSIONED_NAME: &CStr = c"dltensor_versioned";
 /// Device type of memory that the CPU reads.
 pub const CPU: i32 = 1;
 
+/// Device type of memory of an NVIDIA GPU.
+pub const CUDA: i32 = 2;
+
 /// Flag of an array that must not be written.
 pub const READ_ONLY: u64 = 1;
 
 /// `DLTensor`
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct Tensor {
     pub data: *mut c_void,
     pub device_type: i32,
@@ -28,13 +32,24 @@ pub struct Tensor {
     pub byte_offset: u64,
 }
 
-/// The beginning of `DLManagedTensorVersioned`.
+/// Ends a managed tensor.
+pub type Delete = unsafe extern "C" fn(managed: *mut c_void);
+
+/// `DLManagedTensor`
+#[repr(C)]
+pub struct Managed {
+    pub tensor: Tensor,
+    pub manager: *mut c_void,
+    pub deleter: Option<Delete>,
+}
+
+/// `DLManagedTensorVersioned`
 #[repr(C)]
 pub struct Versioned {
     pub major: u32,
     pub minor: u32,
     pub manager: *mut c_void,
-    pub deleter: *mut c_void,
+    pub deleter: Option<Delete>,
     pub flags: u64,
     pub tensor: Tensor,
 }

@@ -7,6 +7,7 @@ mod cuda;
 mod dlpack;
 mod element;
 mod error;
+mod gpu;
 mod heads;
 mod layouts;
 mod mask;
@@ -174,6 +175,7 @@ fn _gqa(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("NoDriverError", module.py().get_type::<NoDriverError>())?;
     module.add_class::<cuda::Gpu>()?;
     module.add_class::<cuda::Call>()?;
+    module.add_class::<gpu::GpuArray>()?;
     module.add_class::<layouts::Layouts>()?;
     module.add_function(wrap_pyfunction!(attend_on_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(attend_to_cache_on_cpu, module)?)?;

@@ -5,6 +5,7 @@ the first call's seed, PARITY_DRAWS how many there are of each kind.
 """
 
 import functools
+import itertools
 import random
 import sys
 import time
@@ -57,6 +58,14 @@ def seen_keys(rows, keys, window, device):
     if window[1] >= 0:
         seen &= key <= places + window[1]
     return seen
+
+
+def in_wide_rows(mask, behind):
+    """The same mask in rows of whole vectors of 16 bytes, of which something is behind the keys."""
+    keys, each = mask.shape[-1], 16 // mask.element_size()
+    wide = mask.new_full((*mask.shape[:-1], -(-keys // each) * each), behind)
+    wide[..., :keys] = mask
+    return wide[..., :keys]
 
 
 def rotated(x, positions, cos, sin, interleaved):
@@ -219,7 +228,7 @@ class Cases:
     @in_draws
     def test_masks_and_alibi(self):
         pick = self.pick
-        batch, rows, keys = 2, pick.choice([1, 70]), pick.choice([70, 300])
+        batch, rows, keys = 2, pick.choice([1, 70]), pick.choice([70, 300, 301])
         q = self.tensor(batch, rows, self.heads, self.size)
         k, v = (self.tensor(batch, keys, self.kv_heads, self.size) for _ in "kv")
         shape = pick.choice([1, batch]), pick.choice([1, self.heads]), rows, keys
@@ -230,7 +239,10 @@ class Cases:
         numbers = torch.randn(shape, device=self.device, dtype=self.dtype)
         for name, given, bias in (
             ("mask", mask, mask),
+            ("mask", in_wide_rows(mask, True), mask),
+            ("mask", mask[:1].expand(batch, -1, -1, -1), mask[:1]),
             ("mask", numbers, numbers),
+            ("mask", in_wide_rows(numbers, torch.nan), numbers),
             ("alibi_slopes", slopes, alibi),
         ):
             out = gqa.flash_attn_func(q, k, v, **{name: given})
@@ -273,6 +285,51 @@ class Cases:
             seen, mine = [*seen], slice(int(starts[b]), int(starts[b + 1]))
             self.near(out[mine], expected(q[mine], *seen)[0])
             self.near(cached[b], expected(padded[b], *seen)[0])
+
+    def test_fewer_keys_than_rows_over_blocks(self):
+        """Rows are the last ones: those before all keys see none, and are 0."""
+        options = {"dtype": torch.float16, "device": self.device}
+        k, v = (torch.randn(9, 16, 2, 64, **options) for _ in "kv")
+        # What is no key must not be read.
+        k[[2, 5]], v[[2, 5]] = torch.nan, torch.nan
+        table = torch.tensor([[2, 5, 2], [1, 0, 5], [3, 4, 6]], device=self.device).int()
+        sinks = torch.randn(4, **options)
+
+        def check(rows, lengths, given, **others):
+            q = torch.randn(len(lengths), rows, 4, 64, **options)
+            others |= {"block_table": table[: len(lengths)], "return_softmax_lse": True}
+            out, lse = gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=given, **others)
+            window = (-1, 0) if others.get("causal") else (-1, -1)
+            for b, end in enumerate(lengths):
+                seen = (cache[table[b].long()].flatten(0, 1)[:end] for cache in (k, v))
+                wanted = expected(q[b], *seen, window, sinks=others.get("s_aux"))
+                self.near(out[b], wanted[0])
+                self.near_lse(lse[b], wanted[1])
+
+        for others in ({}, {"causal": True}, {"s_aux": sinks}):
+            lengths = [0, 17, 48]
+            given = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+            check(1, lengths, given, **others)
+            check(1, [0, 0, 0], 0, **others)
+            # Lengths that are known to be too few without asking the GPU.
+            check(5, lengths, lengths, **others | {"causal": True})
+
+    def test_fewer_keys_than_rows_of_sequences_over_blocks(self):
+        options = {"dtype": torch.float16, "device": self.device}
+        k, v = (torch.randn(9, 16, 2, 64, **options) for _ in "kv")
+        table = torch.arange(9, device=self.device).view(3, 3).int()
+        rows, keys = [7, 5, 1], [3, 40, 0]
+        starts, key_starts = ([0, *itertools.accumulate(n)] for n in (rows, keys))
+        q = torch.randn(13, 4, 64, **options)
+        given = [torch.tensor(x, dtype=torch.int32, device="cpu") for x in (starts, key_starts)]
+        if self.device == "cpu":
+            # As numpy's arrays are, they are not where q is.
+            given = [x.numpy() for x in given]
+        out = gqa.flash_attn_varlen_func(q, k, v, *given, 7, 40, block_table=table, causal=True)
+        for b in range(3):
+            seen = (cache[table[b].long()].flatten(0, 1)[: keys[b]] for cache in (k, v))
+            mine = slice(starts[b], starts[b + 1])
+            self.near(out[mine], expected(q[mine], *seen, (-1, 0))[0])
 
     @in_draws
     def test_sequences_of_any_lengths(self):
@@ -414,7 +471,8 @@ class Cases:
     @in_draws
     def test_calls_like_earlier_ones(self):
         """Calls of the same shapes and strides, of which only the first is looked at."""
-        batch, rows, keys = self.pick.choice([1, 3]), self.pick.choice([1, 1, 7]), 90
+        batch, rows = self.pick.choice([1, 3]), self.pick.choice([1, 1, 7])
+        keys = self.pick.choice([90, 96])
         heads_first, causal = self.pick.random() < 0.5, self.pick.random() < 0.5
 
         def rows_of_heads(rows, heads):

@@ -7,24 +7,30 @@ import gc
 import unittest
 from unittest import mock
 
+import gqa
 from gqa import _gqa
 from libraries import torch
 from test_cuda import Cases, expected, rotated
 
 if torch is not None:
-    from gqa import _cuda, _flash, _launch, _ops, _steps
+    from gqa import _cuda, _fallback, _flash, _launch, _ops, _steps
 
 
 class Planned:
     """A call that was planned, and what its kernels compute."""
 
-    def __init__(self, kind, q, kv_heads, scores, *numbers):
-        (heads, size), sinks = q.shape[-2:], scores.sinks is not None
-        sizes = _launch._Sizes(_launch.ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
-        call = getattr(_gqa.Call, kind)(sizes, *numbers)
-        self.elements, self.kernels = dict(call.tensors("h200")), getattr(self, kind)
+    def __init__(self, kind, sizes, *numbers):
+        self.call = getattr(_gqa.Call, kind)(sizes, *numbers)
+        self.elements, self.kernels = dict(self.call.tensors("h200")), getattr(self, kind)
         self.tensors = list(self.elements)
-        self.scores, self.numbers = scores, numbers
+        self.scores, self.numbers = sizes.scores, numbers
+
+    @classmethod
+    def of(cls, kind, q, kv_heads, scores, *numbers):
+        """Of a call on torch's tensors."""
+        (heads, size), sinks = q.shape[-2:], scores.sinks is not None
+        sizes = _flash.Sizes(_launch.ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
+        return cls(kind, sizes, *numbers)
 
     def run(self, tensors):
         for name, elements in self.elements.items():
@@ -34,7 +40,8 @@ class Planned:
         self.kernels(tensors)
 
     def attend(self, q, k, v, tensors, bias=None, window=None):
-        """Attention as kernels define it: where no key is seen a sink does not count."""
+        """Attention as kernels define it: where no key is seen a sink does not count, and the
+        output is 0 whatever the values are."""
         scores, sinks = self.scores, tensors.get("head_sink")
         window = scores.window if window is None else window
         if len(k) == 0:
@@ -42,7 +49,8 @@ class Planned:
         named = {"softcap": scores.softcap, "scale": scores.scale, "bias": bias}
         _, bare = expected(q, k, v, window, **named)
         out, lse = expected(q, k, v, window, sinks=sinks, **named)
-        return out, torch.where(bare == -torch.inf, bare, lse)
+        none = bare == -torch.inf
+        return out.masked_fill(none.T[..., None], 0), torch.where(none, bare, lse)
 
     def external(self, tensors):
         batch, rows, keys, shortest, *strides, want_lse, declared = self.numbers
@@ -60,27 +68,30 @@ class Planned:
                 tensors["lse"][b] = lse
 
     def paged(self, tensors):
-        _, _, (blocks, size, _), most, longest, rope, no_new, want_lse, has_tree = self.numbers
-        rows = {name: tensors[name].flatten(0, -3) for name in ("query", "key", "value")}
+        _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers
+        no_new, want_lse, has_tree = wanted
+        names = ("query",) if no_new else ("query", "key", "value")
+        rows = {name: tensors[name].flatten(0, -3) for name in names}
         caches = [tensors[name] for name in ("present_key", "present_value")]
         caches = [cache.view(blocks, size, *cache.shape[-2:]) for cache in caches]
         output = tensors["output"].view(rows["query"].shape)
-        starts, table = tensors["cumulative_sequence_length"].tolist(), tensors["block_table"]
+        starts = tensors["cumulative_sequence_length"].tolist()
+        table = tensors["block_table"].view(-1, columns)
         for b, past in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])
-            q, k, v = (rows[name][mine] for name in ("query", "key", "value"))
+            q, *new = (rows[name][mine] for name in names)
             # As kernels clamp it.
             past = max(past, 0)
             end = past + len(q)
             assert len(q) <= most and (end <= longest or len(q) == 0), (len(q), end)
             if rope is not None:
                 turns = tensors["cos_cache"], tensors["sin_cache"], rope[2]
-                q, k = (rotated(x, torch.arange(past, end), *turns) for x in (q, k))
+                turned = [rotated(x, torch.arange(past, end), *turns) for x in (q, *new[:1])]
+                q, new = turned[0], turned[1:] + new[1:]
             row = torch.arange(end)
             place = table[b, row // size].long(), row % size
-            if not no_new:
-                for cache, new in zip(caches, (k, v)):
-                    cache[place[0][past:], place[1][past:]] = new.to(cache.dtype)
+            for cache, appended in zip(caches, new):
+                cache[place[0][past:], place[1][past:]] = appended.to(cache.dtype)
             others = ()
             if has_tree:
                 words = tensors["tree_mask"].flatten()[mine][:, None]
@@ -90,6 +101,11 @@ class Planned:
             output[mine] = out
             if want_lse:
                 tensors["lse"][:, mine] = lse
+
+
+def launches(*call):
+    """How many kernels a call launches."""
+    return len(Planned.of(*call).call.kernels("h200"))
 
 
 # The tensors of a call like earlier ones, by their addresses.
@@ -130,7 +146,8 @@ class Emulated(Cases, unittest.TestCase):
         super().setUp()
         for patch in (
             mock.patch.object(_flash, "backend", lambda q: _cuda),
-            mock.patch.object(_cuda, "plan", Planned),
+            mock.patch.object(_cuda, "plan", Planned.of),
+            mock.patch.object(_cuda, "launches", launches),
             mock.patch.object(_cuda, "run", Planned.run),
             mock.patch.object(_launch, "enqueue", enqueue),
             mock.patch.object(_flash, "_earlier", earlier),
@@ -139,6 +156,69 @@ class Emulated(Cases, unittest.TestCase):
         ):
             patch.start()
             self.addCleanup(patch.stop)
+
+    def kernels(self, call):
+        """The kernels of the plans that a call makes."""
+        made = []
+        record = lambda *asked: made.append(Planned.of(*asked)) or made[-1]
+        with mock.patch.object(_cuda, "plan", record):
+            call()
+        return [name for planned in made for name in planned.call.kernels("h200")]
+
+    def test_masks_over_any_number_of_keys_take_the_fastest_kernels(self):
+        options = {"dtype": torch.bfloat16}
+        q = torch.randn(2, 200, 4, 128, **options)
+        k, v = (torch.randn(2, 301, 2, 128, **options) for _ in "kv")
+        mask = torch.rand(2, 1, 200, 301) > 0.3
+        whole, once = _fallback.in_whole_rows(mask), mask[:1].expand(2, -1, -1, -1)
+        for given in (
+            {"mask": mask},
+            {"mask": whole},
+            {"mask": once},
+            {"mask": _fallback.in_whole_rows(once)},
+            {"mask": mask.bfloat16()},
+            {"alibi_slopes": torch.rand(4)},
+        ):
+            kernels = self.kernels(lambda: gqa.flash_attn_func(q, k, v, **given))
+            self.assertEqual(kernels, ["gqa_hopper_masked_bf16_d128"], given.keys())
+
+    def test_masks_in_whole_rows_are_not_copied(self):
+        mask = torch.rand(3, 2, 5, 37) > 0.3
+        for once in (mask, mask[:1].expand(3, -1, -1, -1), mask[:, :1].expand(-1, 2, -1, -1)):
+            whole = _fallback.in_whole_rows(once)
+            self.assertTrue(torch.equal(whole, once))
+            memory = _fallback.whole_rows(whole)
+            self.assertEqual(memory.data_ptr(), whole.data_ptr())
+            self.assertEqual(memory.shape[2:], (5, 48))
+            self.assertTrue(torch.equal(memory[..., :37].expand(3, 2, -1, -1), once))
+        # The last row would lead outside; begins nowhere near 16 bytes; has other strides.
+        short = torch.zeros(3 * 2 * 5 * 48 - 1, dtype=torch.bool)
+        for other in (
+            short.as_strided((3, 2, 5, 37), (480, 240, 48, 1)),
+            torch.zeros(3, 2, 5, 48, dtype=torch.bool)[..., 1:38],
+            mask.transpose(0, 1),
+        ):
+            memory = _fallback.whole_rows(other)
+            self.assertNotEqual(memory.data_ptr(), other.data_ptr())
+            self.assertTrue(torch.equal(memory[..., :37], other))
+
+    def test_one_row_takes_one_launch(self):
+        """Over keys in flash-attn's layout and in transformers', and over blocks."""
+        options = {"dtype": torch.bfloat16}
+        q = torch.randn(2, 1, 8, 128, **options)
+        k, v = (torch.randn(2, 4096, 2, 128, **options) for _ in "kv")
+        heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+        blocks = [x.view(-1, 64, 2, 128) for x in (k, v)]
+        table = torch.arange(128, dtype=torch.int32).view(2, 64)
+        lengths = {"block_table": table, "cache_seqlens": torch.tensor([4096, 7]).int()}
+        cached = gqa.flash_attn_with_kvcache
+        for named, call in (
+            ("gqa_decode_paged_bf16", lambda: gqa.flash_attn_func(q, k, v)),
+            ("gqa_decode_bf16", lambda: gqa.flash_attn_func(q, *heads_first)),
+            ("gqa_decode_paged_tree_bf16", lambda: cached(q, *blocks, **lengths)),
+        ):
+            kernels = self.kernels(call)
+            self.assertEqual([name.startswith(named) for name in kernels], [True], kernels)
 
     def test_layouts_are_those_that_torch_says(self):
         if _steps._layouts is None:

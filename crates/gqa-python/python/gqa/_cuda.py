@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 
 from gqa import _fallback, _steps
-from gqa._launch import ELEMENTS, filled, plan, rising, run
+from gqa._flash import block_size
+from gqa._launch import ELEMENTS, filled, keeps, launches, plan, rising, run
 
 _NEW_BLOCK = 128
 
@@ -26,15 +27,23 @@ def dense(q, k, v, scores, want_lse, mask, step=None):
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
         raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
+    # Where nothing is kept, to say where blocks are costs more than one launch less brings.
+    if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, (k, v), scores):
+        call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1] - 1))
+        if launches(*_asked(q, k, None, None, call, scores, want_lse)) == 1:
+            kept = None if step is None else (*step, [call.starts, call.past, call.table])
+            return _of_batch(q, (k, v), None, None, call, scores, want_lse, kept=kept)
     return _external(q, k, v, scores, want_lse, mask=mask, step=step)
 
 
 def varlen(q, k, v, starts, most, table, scores, want_lse):
     _check(q, {"k": k, "v": v}, 3 if table is None else 4)
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
+    known = [_known(numbers, q.device) for numbers in starts]
     starts, most = _starts(starts, most, q.device)
     if table is not None:
-        return _varlen_over_blocks(q, (k, v), starts, most, table, scores, want_lse)
+        lacks = None not in known and bool((known[1].diff() < known[0].diff()).any())
+        return _varlen_over_blocks(q, (k, v), starts, most, table, scores, want_lse, lacks)
     if is_self and not want_lse and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores), None
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
@@ -45,6 +54,7 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
     rope = None if rope is None else _rope(rope, q)
+    known = _known(places.lengths, q.device)
     places = _on_device(places, q, cache[0])
     new = None if new is None else _new(q, new, cache[0], places.table)
     # What is wrong with them is found before anything is written.
@@ -52,8 +62,10 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=
     tree = None if tree is None else _aligned(tree.to(q.device))
     in_place = places.first is None and _reads_blocks(q, cache, scores)
     in_place = in_place and _is_of_last_rows(q, cache[0], new, places, scores, tree)
-    if in_place and _rotates(rope, q.shape[1], scores):
-        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
+    lacks = new is None and known is not None and bool((known < q.shape[1]).any())
+    if in_place and not lacks and _rotates(rope, q.shape[1], scores):
+        may_lack = new is None and known is None
+        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree, may_lack)
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
 
 
@@ -126,6 +138,13 @@ def _integers(name, numbers, device, shape):
     return _aligned(numbers.to(device=device, dtype=torch.int32))
 
 
+def _known(numbers, device):
+    """Numbers that the caller has not on the GPU, where nobody looks at them; or None."""
+    if numbers is None or isinstance(numbers, torch.Tensor) and numbers.device == device:
+        return None
+    return torch.as_tensor(numbers)
+
+
 def _table(table, device, count):
     shape = tuple(getattr(table, "shape", ()))
     if len(shape) != 2:
@@ -168,8 +187,8 @@ def _slopes(scores, batch, heads):
 
 
 def _bias(q, keys, lengths, scores, mask):
-    """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys); and
-    how much too great log-sum-exps are by it, if they are."""
+    """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys or
+    more); and how much too great log-sum-exps are by it, if they are."""
     batch, rows, heads, _ = q.shape
     slopes = _slopes(scores, batch, heads)
     if slopes is not None and mask is not None:
@@ -184,7 +203,11 @@ def _bias(q, keys, lengths, scores, mask):
         allowed = f"({batch} or 1, {heads} or 1, {rows}, {keys})"
         raise _invalid("mask", tuple(mask.shape), allowed)
     dtype = torch.bool if mask.dtype == torch.bool else q.dtype
-    return _aligned(mask.to(device=q.device, dtype=dtype)), None
+    mask = mask.to(device=q.device, dtype=dtype)
+    if rows == 1 or q.dtype == torch.float32:
+        # The kernels for these take rows of any length.
+        return _aligned(mask), None
+    return _fallback.whole_rows(mask), None
 
 
 def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None, step=None):
@@ -203,7 +226,8 @@ def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None,
     q, k, v = _readable(q), _readable(k), _readable(v)
     declared = None
     if bias is not None:
-        declared = bias.shape[0] > 1, bias.shape[1] > 1, bias.dtype == torch.bool
+        per = bias.shape[0] > 1, bias.shape[1] > 1
+        declared = *per, bias.dtype == torch.bool, bias.shape[3]
     shortest = keys if shortest is None else min(shortest, keys)
     numbers = batch, rows, keys, shortest, *map(_strides, (q, k, v)), want_lse, declared
     tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse}
@@ -233,11 +257,12 @@ def _padded(q, k, v, starts, rows, scores, want_lse):
     return out.flatten(0, 1)[places], lse
 
 
-def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse):
+def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse, lacks):
+    """``lacks`` if a sequence has fewer keys than rows."""
     rows, keys = most
     table = _table(table, q.device, starts[0].shape[0] - 1)
     keys = min(keys, _room(cache[0], table))
-    if _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
+    if not lacks and _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
         past, size = starts[1].diff() - starts[0].diff(), cache[0].shape[1]
         call = _Sequences(starts[0], past, table, size, rows, keys)
         return _paged(q, cache, None, None, call, scores, want_lse)
@@ -286,25 +311,28 @@ def _paged(q, cache, new, rope, call, scores, want_lse=False):
     return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
 
-def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
-    """The plan of that, and its tensors.
+def _asked(q, k_cache, new, rope, call, scores, want_lse, has_tree=False):
+    """What the planner is told of that.
 
     Only how many elements tensors have is of importance, as they are contiguous.
     """
-    q = _aligned(q)
-    (heads, size), kv_heads = q.shape[-2:], cache[0].shape[2]
+    (heads, size), kv_heads = q.shape[-2:], k_cache.shape[2]
     tokens, columns = q.numel() // (heads * size), call.table.shape[1]
-    blocks = cache[0].numel() // (call.block_size * kv_heads * size)
+    blocks = k_cache.numel() // (call.block_size * kv_heads * size)
+    numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest
+    turns = None if rope is None else (2 * rope[0].shape[1], rope[0].shape[0], rope[2])
+    wanted = turns, new is None, want_lse, has_tree
+    return "paged", q, kv_heads, scores, call.past.shape[0], tokens, *numbers, *wanted
+
+
+def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
+    """The plan of that, and its tensors."""
+    q = _aligned(q)
+    heads, tokens = q.shape[-2], q.shape[:-2].numel()
     out = torch.empty_like(q)
-    # Where there are none, none is looked at: queries stand for them.
-    k, v = (q, q) if new is None else (_aligned(new[0]), _aligned(new[1]))
-    cos, sin, turns = None, None, None
-    if rope is not None:
-        cos, sin, interleaved = rope
-        turns = 2 * cos.shape[1], cos.shape[0], interleaved
-    numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest, turns
-    count, wanted = call.past.shape[0], (want_lse, tree is not None)
-    planned = plan("paged", q, kv_heads, scores, count, tokens, *numbers, new is None, *wanted)
+    k, v = (None, None) if new is None else (_aligned(new[0]), _aligned(new[1]))
+    cos, sin, _ = (None, None, None) if rope is None else rope
+    planned = plan(*_asked(q, cache[0], new, rope, call, scores, want_lse, tree is not None))
     tensors = {
         "query": q,
         "key": k,
@@ -320,7 +348,6 @@ def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
         "head_sink": _sinks(scores, q),
         "tree_mask": tree,
         "lse": q.new_empty((heads, tokens), dtype=torch.float32) if want_lse else None,
-        "slot_mapping": filled(q.device, tokens, -1) if new is None else None,
     }
     return planned, tensors
 
@@ -389,38 +416,62 @@ def _room(k_cache, table):
     return k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 
-def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
-    """One call appends, rotates and attends."""
-    batch, rows, heads, _ = q.shape
-    entries, size = cache[0].shape[:2]
-    table = places.table
-    if table is None:
-        columns = size // _block_size(size)
-        size = _block_size(size)
-        table = rising(q.device, entries * columns, 1).view(entries, columns)
-        table = table if places.entries is None else table[places.entries.long()]
-    longest = table.shape[1] * size
-    longest = longest if rope is None else min(longest, rope[0].shape[0])
+def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree, may_lack):
+    """One call appends, rotates and attends; ``may_lack`` if there may be fewer keys than rows."""
+    (batch, rows), table = q.shape[:2], places.table
     past = places.lengths if new is not None else places.lengths - rows
-    starts = rising(q.device, batch + 1, rows)
-    call = _Sequences(starts, past, table, size, rows, longest)
+    if table is None:
+        call = _over_entries(q, cache[0], past)
+        if places.entries is not None:
+            call = call._replace(table=call.table[places.entries.long()])
+    else:
+        size = cache[0].shape[1]
+        longest, starts = table.shape[1] * size, rising(q.device, batch + 1, rows)
+        call = _Sequences(starts, past, table, size, rows, longest)
+    if rope is not None:
+        call = call._replace(longest=min(call.longest, rope[0].shape[0]))
+    kept, none = None, None
+    if may_lack and rows == 1:
+        # A word that says nothing of a row's own key costs less than to look at results again.
+        own = scores._replace(window=(-1, 0))
+        asked = _asked(q, cache[0], new, rope, call, own, want_lse, has_tree=True)
+        if tree is None and scores.window[0] < 0 and launches(*asked) == 1:
+            # int64: 1, or 0 where there is no key.
+            scores, tree = own, torch.bucketize(places.lengths, filled(q.device, 1, 0))
+        else:
+            none = past < 0
+    # Where entries are picked the table depends on what is in an argument.
+    if step is not None and places.entries is None and not may_lack:
+        kept = *step, [call.starts] if table is not None else [call.starts, call.table]
+    return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept, none)
+
+
+def _over_entries(q, k_cache, past):
+    """Where sequences are in a cache of entries, which is cut into blocks."""
+    (batch, rows), (entries, capacity) = q.shape[:2], k_cache.shape[:2]
+    size = block_size(capacity)
+    columns = capacity // size
+    table = rising(q.device, entries * columns, 1).view(entries, columns)
+    return _Sequences(rising(q.device, batch + 1, rows), past, table, size, rows, capacity)
+
+
+def _of_batch(q, cache, new, rope, call, scores, want_lse, tree=None, kept=None, none=None):
+    """Attention of q (batch, rows, heads, size) over blocks. ``kept`` is what _steps keeps of the
+    call beside its plan and tensors; ``none``, (batch), says which sequences, of one row each,
+    have no keys."""
+    batch, rows, heads, _ = q.shape
     planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
     run(planned, tensors)
-    # Where entries are picked the table depends on what is in an argument.
-    if step is not None and places.entries is None:
-        constants = [starts] if places.table is not None else [starts, table]
-        _steps.keep(step[0], planned, tensors, step[1], constants)
-    lse = tensors["lse"]
+    if kept is not None:
+        _steps.keep(kept[0], planned, tensors, *kept[1:])
+    out, lse = tensors["output"], tensors["lse"]
+    if none is not None:
+        out.masked_fill_(none[:, None, None, None], 0)
     if want_lse:
+        lse = lse if none is None else lse.masked_fill_(none, -torch.inf)
         lse = _with_sinks(lse, tensors["head_sink"]).view(heads, batch, rows)
         lse = lse.transpose(0, 1).contiguous()
-    return tensors["output"], lse
-
-
-def _block_size(capacity):
-    """Rows of a block where a sequence's capacity is cut into blocks that kernels read in place."""
-    size = min(capacity & -capacity, 256)
-    return size if size >= 16 else capacity
+    return out, lse
 
 
 def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):

@@ -1,6 +1,7 @@
 """What attention's kernels do not do, by torch's functions."""
 
 import functools
+import math
 
 import torch
 
@@ -72,8 +73,50 @@ def places_when_padded(count, starts, rows):
     return ((sequence + 1) * rows - (ends[sequence] - row)).clamp(min=0)
 
 
+def columns(keys, size):
+    """Elements of so many bytes in the vectors of 16 bytes that hold so many of them."""
+    return -(-keys * size // 16) * 16 // size
+
+
+def in_whole_rows(mask):
+    """A copy of a mask of four dimensions in rows of whole vectors of 16 bytes, which the fastest
+    kernels want; what is the same for all sequences or heads is there once."""
+    once, keys = _once(mask), mask.shape[-1]
+    copy = once.new_empty((*once.shape[:-1], columns(keys, once.element_size())))[..., :keys]
+    copy.copy_(once)
+    return copy.expand(mask.shape)
+
+
+def whole_rows(mask):
+    """The memory of such a copy, (batch or 1, heads or 1, rows, columns): the mask's own where it
+    is one."""
+    once = _once(mask)
+    *outer, keys = once.shape
+    shape = *outer, columns(keys, once.element_size())
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(4)]
+    if not _lies_so(once, shape, strides):
+        once = in_whole_rows(once)
+    return once.as_strided(shape, strides)
+
+
+def _once(mask):
+    """The mask without what it repeats for sequences and heads."""
+    for dim in (0, 1):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _lies_so(mask, shape, strides):
+    """Whether the mask is of memory of that shape and those strides, and aligned."""
+    moves = zip(mask.shape, mask.stride(), strides)
+    fits = all(n == 1 or got == wanted for n, got, wanted in moves)
+    room = mask.untyped_storage().nbytes() // mask.element_size() - mask.storage_offset()
+    return fits and mask.data_ptr() % 16 == 0 and room >= math.prod(shape)
+
+
 def alibi(slopes, q, keys, lengths, shifts):
-    """ALiBi as a bias of shape (batch or 1, heads, rows, keys).
+    """ALiBi as a bias of shape (batch or 1, heads, rows, columns), keys and what fills rows up.
 
     Where it may shift, a row before all keys counts from the first of them: from its own place
     they would be so far that rounding leaves no difference. That is no matter to a softmax; gives
@@ -83,20 +126,22 @@ def alibi(slopes, q, keys, lengths, shifts):
     slopes = slopes.to(device=q.device, dtype=torch.float32).reshape(-1, heads, 1, 1)
     ends = keys if lengths is None else lengths.view(-1, 1, 1, 1)
     places = torch.arange(rows, device=q.device).view(1, 1, rows, 1) + ends - rows
-    distance = (places - torch.arange(keys, device=q.device)).abs()
+    key = torch.arange(columns(keys, q.element_size()), device=q.device)
+    distance = (places - key).abs()
     ahead = (-places).clamp(min=0) if shifts else torch.zeros_like(places)
     bias = (-slopes * (distance - ahead)).to(q.dtype).contiguous()
     return bias, (slopes * ahead).squeeze(-1)
 
 
 def tree(words, keys, lengths):
-    """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys)."""
+    """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys), in whole
+    rows."""
     rows = words.shape[1]
     ends = keys if lengths is None else lengths.long()[:, None]
-    row = torch.arange(keys, device=words.device) - ends + rows
-    row = row.expand(words.shape[0], keys)[:, None]
+    row = torch.arange(columns(keys, 1), device=words.device) - ends + rows
+    row = row.expand(words.shape[0], -1)[:, None]
     seen = words[:, :, None] >> row.clamp(0, 63) & 1 != 0
-    return ((row < 0) | seen)[:, None]
+    return ((row < 0) | seen)[:, None, :, :keys]
 
 
 def merge(outputs, log_sum_exps):

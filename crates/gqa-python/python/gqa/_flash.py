@@ -21,6 +21,17 @@ class Scores(NamedTuple):
     sinks: object
 
 
+class Sizes(NamedTuple):
+    """What the tensors of a call on a GPU have in common."""
+
+    dtype: str
+    heads: int
+    kv_heads: int
+    size: int
+    scores: Scores
+    sinks: bool
+
+
 class Places(NamedTuple):
     """Where sequences are in a KV cache."""
 
@@ -56,14 +67,29 @@ def _is_compiling(q):
 
 def backend(q):
     """What computes where q is."""
-    device = getattr(getattr(q, "device", None), "type", "cpu")
+    if _cpu._is_torch(q):
+        device = q.device.type
+    else:
+        # As DLPack counts devices.
+        kind = int(q.__dlpack_device__()[0]) if hasattr(q, "__dlpack_device__") else 1
+        device = {1: "cpu", 2: "a GPU"}.get(kind, f"device type {kind} of DLPack")
     if device == "cpu":
         return _cpu
     if device == "cuda":
         from gqa import _cuda
 
         return _cuda
+    if device == "a GPU":
+        from gqa import _arrays
+
+        return _arrays
     raise _invalid("q", f"a tensor on {device}", "one on the CPU or an NVIDIA GPU")
+
+
+def block_size(capacity):
+    """Rows of a block where a sequence's capacity is cut into blocks that kernels read in place."""
+    size = min(capacity & -capacity, 256)
+    return size if size >= 16 else capacity
 
 
 def _scores(q, softmax_scale, softcap, causal, window_size, slopes, sinks):

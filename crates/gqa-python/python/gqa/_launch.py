@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from gqa import _gqa
+from gqa._flash import Sizes
 
 ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _MOST_PLANS = 4096
 _LEAST_COUNTERS = 1 << 16
-_plans = {}
 _counters = {}
 
 
@@ -35,20 +35,10 @@ def nothing_kept():
         _keeping.is_on = before
 
 
-def _keeps():
+def keeps():
+    """Whether they are now."""
     # The memory of a graph that is captured is its own.
     return _keeping.is_on and not torch.cuda.is_current_stream_capturing()
-
-
-class _Sizes(NamedTuple):
-    """What the tensors of a call have in common."""
-
-    dtype: str
-    heads: int
-    kv_heads: int
-    size: int
-    scores: object
-    sinks: bool
 
 
 class _Planned(NamedTuple):
@@ -65,20 +55,36 @@ def _gpu(index):
     return _gqa.Gpu(index)
 
 
-def plan(kind, q, kv_heads, scores, *numbers):
-    """The plan for a call of that kind, which is kept."""
-    (heads, size), sinks = q.shape[-2:], scores.sinks is not None
-    key = (kind, q.device.index, q.dtype, heads, size, kv_heads, sinks)
-    key += (scores.scale, scores.softcap, scores.window, numbers)
-    planned = _plans.get(key)
-    if planned is None:
-        sizes = _Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
-        made = _gpu(q.device.index).plan(getattr(_gqa.Call, kind)(sizes, *numbers))
-        planned = _Planned(made, made.tensors, made.workspace_bytes, made.counters)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = planned
-    return planned
+def _of_call(make):
+    """What make returns of a GPU's number and a call, for a call of that kind; it is kept."""
+    known = {}
+
+    def made(kind, q, kv_heads, scores, *numbers):
+        (heads, size), sinks = q.shape[-2:], scores.sinks is not None
+        key = (kind, q.device.index, q.dtype, heads, size, kv_heads, sinks)
+        key += (scores.scale, scores.softcap, scores.window, numbers)
+        if key not in known:
+            sizes = Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
+            found = make(_gpu(q.device.index), getattr(_gqa.Call, kind)(sizes, *numbers))
+            if len(known) >= _MOST_PLANS:
+                known.clear()
+            known[key] = found
+        return known[key]
+
+    return made
+
+
+@_of_call
+def plan(gpu, call):
+    """The call's plan."""
+    made = gpu.plan(call)
+    return _Planned(made, made.tensors, made.workspace_bytes, made.counters)
+
+
+@_of_call
+def launches(gpu, call):
+    """How many kernels its plan launches."""
+    return gpu.launches(call)
 
 
 def current_stream(index):
@@ -108,7 +114,7 @@ def enqueue(planned, output, stream, addresses):
 
 def _zeros(device, stream, count):
     """Counters, which every call leaves zero: those of the stream, where they are kept."""
-    if not _keeps():
+    if not keeps():
         return torch.zeros(count, dtype=torch.int32, device=device)
     known = _counters.get((device.index, stream))
     if known is None or known.numel() < count:
@@ -123,7 +129,7 @@ def _kept(make):
     known = {}
 
     def made(device, *key):
-        if not _keeps():
+        if not keeps():
             return make(device, *key)
         # Work of other streams may not see what this one's has not yet written.
         place = (device.index, current_stream(device.index), *key)

@@ -16,11 +16,24 @@ def register(name="gqa"):
     :func:`gqa.flash_attn_varlen_func`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention)
     AttentionInterface.register(f"paged|{name}", paged_attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask(*arguments, **others):
+    """What transformers asks for a mask, once for all layers: that of ``sdpa``, which on a GPU is
+    in rows that suit the kernels whatever the number of keys."""
+    from transformers.masking_utils import sdpa_mask
+
+    made = sdpa_mask(*arguments, **others)
+    if made is None or made.dim() != 4 or made.shape[2] == 1 or not made.is_cuda:
+        return made
+    from gqa import _fallback
+
+    is_whole = made.shape[3] == _fallback.columns(made.shape[3], made.element_size())
+    return made if is_whole else _fallback.in_whole_rows(made)
 
 
 def attention(
