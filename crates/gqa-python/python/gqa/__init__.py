@@ -1,7 +1,7 @@
 """flash-attn's functions on kernels in pure Rust: NVIDIA GPUs and the CPU, one wheel.
 
-Tensors may be torch's, on an NVIDIA GPU or the CPU, or arrays with ``__dlpack__`` on the CPU, such
-as numpy's and jax's. Results are tensors of the same library. There is no backward pass.
+Tensors may be torch's, or arrays with ``__dlpack__``, such as numpy's, cupy's and jax's, on an
+NVIDIA GPU or the CPU. Results are tensors of the same library. There is no backward pass.
 """
 
 from gqa._flash import (

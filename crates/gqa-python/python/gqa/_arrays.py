@@ -1,0 +1,506 @@
+"""Attention on an NVIDIA GPU, on arrays of libraries other than torch: cupy's, jax's and whatever
+has ``__dlpack__``. One plan computes a call, or the call is an error: there is no torch to do what
+plans do not."""
+
+import functools
+import math
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from gqa import _cpu, _gqa
+from gqa._flash import Sizes, _invalid, block_size
+
+# As DLPack counts streams.
+_LEGACY_STREAM = 1
+_MOST_KEPT = 4096
+_LEAST_COUNTERS = 1 << 16
+_ELEMENTS = ("float32", "float16", "bfloat16")
+
+
+@functools.cache
+def _gpu(index):
+    return _gqa.Gpu(index)
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _plan(index, kind, sizes, numbers):
+    return _gpu(index).plan(getattr(_gqa.Call, kind)(sizes, *numbers))
+
+
+class _Kept:
+    """Memory of a GPU that calls of a stream use one after the other. What was too small once is
+    kept, too: a CUDA graph may have it."""
+
+    def __init__(self):
+        self.arrays, self.sizes = {}, {}
+
+    def of(self, place, count, make):
+        if self.sizes.get(place, 0) < count:
+            count = max(count, 2 * self.sizes.get(place, 0))
+            self.arrays.setdefault(place, []).append(make(count))
+            self.sizes[place] = count
+        return self.arrays[place][-1].address
+
+
+_workspaces, _counters = _Kept(), _Kept()
+
+
+class _Work:
+    """The GPU, the stream and the library of a call.
+
+    Where the library is cupy its current stream is the call's, and results are cupy's own. No
+    other library says what its stream is: work is in the legacy default stream, and has ended when
+    the call returns, so that all streams find it done.
+    """
+
+    def __init__(self, q):
+        self.q, self.index = q, int(q.__dlpack_device__()[1])
+        self.gpu, self.cupy = _gpu(self.index), None
+        self.stream = _LEGACY_STREAM
+        if type(q).__module__.partition(".")[0] == "cupy":
+            self.cupy = sys.modules["cupy"]
+            self.stream = self.cupy.cuda.get_current_stream().ptr or _LEGACY_STREAM
+
+    def array(self, name, given, dtype=None, shape=None):
+        """A caller's array on the GPU, of that type and shape."""
+        if not hasattr(given, "__dlpack__"):
+            raise _invalid(name, type(given).__name__, "an array with __dlpack__, on the GPU")
+        array = self.gpu.array(name, given, self.stream)
+        expected = array.dtype if dtype is None else dtype
+        shape = array.shape if shape is None else tuple(shape)
+        if (array.dtype, array.shape) != (expected, shape):
+            raise _invalid(name, f"{array.dtype} {array.shape}", f"{expected} {shape}")
+        return array
+
+    def heads(self, name, given, like=None):
+        """Rows of heads; keys and values have the element type and head size of queries."""
+        array = self.array(name, given)
+        if array.dtype not in _ELEMENTS:
+            raise _invalid(name, array.dtype, "float32, float16 or bfloat16")
+        if like is not None and (array.dtype != like.dtype or array.ndim < 3):
+            got = f"{array.dtype} {array.shape}"
+            raise _invalid(name, got, f"{like.dtype} of rows of heads, as q")
+        return array
+
+    def pair(self, names, given, q, dimensions):
+        """Keys and values, which agree with each other and with queries."""
+        k, v = (self.heads(name, x, q) for name, x in zip(names, given))
+        (heads, size), (kv_heads, own) = q.shape[-2:], k.shape[-2:]
+        agree = own == size and heads and kv_heads and heads % kv_heads == 0
+        if k.ndim != dimensions or not agree:
+            allowed = f"{dimensions} dimensions, heads of {size}, as many as divide {heads}"
+            raise _invalid(names[0], k.shape, allowed)
+        if v.shape != k.shape:
+            raise _invalid(names[1], v.shape, k.shape)
+        return k, v
+
+    def numbers(self, name, given, shape):
+        """Integers on the host: those on the GPU are waited for and read."""
+        if isinstance(given, (int, np.integer)):
+            return np.full(shape, given, np.int64)
+        if _is_on_gpu(given):
+            array = self.gpu.array(name, given, self.stream)
+            numbers, got = array.numbers(self.stream), array.shape
+            numbers = np.array(numbers, np.int64).reshape(got)
+        else:
+            numbers = np.asarray(given)
+        if numbers.dtype.kind not in "iu":
+            raise _invalid(name, numbers.dtype, "int32 or int64")
+        if numbers.shape != tuple(shape):
+            raise _invalid(name, numbers.shape, tuple(shape))
+        return numbers.astype(np.int64)
+
+    def integers(self, numbers):
+        """int32 numbers on the GPU."""
+        numbers = np.clip(np.ravel(numbers), -(2**31), 2**31 - 1)
+        return self.gpu.integers(numbers.tolist(), self.stream)
+
+    def in_place(self, name, given, shape):
+        """int32 numbers on the GPU: the caller's, where they are such, or a copy."""
+        if _is_on_gpu(given):
+            array = self.gpu.array(name, given, self.stream)
+            is_so = array.dtype == "int32" and array.address % 16 == 0
+            if is_so and array.shape == tuple(shape) and array.strides() is None:
+                return array
+        return self.integers(self.numbers(name, given, shape))
+
+    def empty(self, shape, dtype):
+        """A result and the array that kernels write it as."""
+        if self.cupy is None:
+            array = self.gpu.empty(shape, dtype)
+            return array, array
+        result = self.cupy.empty(shape, dtype)
+        return result, self.gpu.array("output", result, self.stream)
+
+    def filled(self, shape, dtype, number):
+        """A result of one number."""
+        return self.gpu.filled(shape, dtype, number, self.stream)
+
+    def returned(self, result):
+        """A result as an array of the caller's library, where that takes others'."""
+        if result is None or not isinstance(result, _gqa.GpuArray):
+            return result
+        if self.cupy is not None:
+            return self.cupy.from_dlpack(result)
+        return _cpu._as(self.q, result)
+
+    def run(self, kind, q, kv_heads, scores, sinks, numbers, tensors):
+        """Plans a call, and puts it into the stream."""
+        heads, size = q.shape[-2:]
+        bare = scores._replace(slopes=None, sinks=None)
+        sizes = Sizes(q.dtype, heads, kv_heads, size, bare, sinks)
+        plan = _plan(self.index, kind, sizes, numbers)
+        addresses = [tensors[name].address for name in plan.tensors]
+        workspace, counters, place = 0, 0, (self.index, self.stream)
+        if plan.workspace_bytes:
+            make = lambda count: self.gpu.empty([-(-count // 4)], "float32")
+            workspace = _workspaces.of(place, plan.workspace_bytes, make)
+        if plan.counters:
+            make = lambda count: self.gpu.integers([0] * count, self.stream)
+            counters = _counters.of(place, max(plan.counters, _LEAST_COUNTERS), make)
+        plan.enqueue(addresses, workspace, counters, self.stream)
+
+    def wait(self):
+        """Waits for the work, unless the library's own stream has it."""
+        if self.cupy is None:
+            self.gpu.synchronize(self.stream)
+
+
+def _is_on_gpu(given):
+    return hasattr(given, "__dlpack_device__") and given.__dlpack_device__()[0] != 1
+
+
+def _refuse(name, got, allowed):
+    raise _invalid(name, got, f"{allowed}, except with torch's tensors")
+
+
+@functools.lru_cache(_MOST_KEPT)
+def _known(index, stream, numbers):
+    """int32 numbers that are the same in many calls."""
+    return _gpu(index).integers(list(numbers), stream)
+
+
+def dense(q, k, v, scores, want_lse, mask):
+    work = _Work(q)
+    q = work.heads("q", q)
+    k, v = work.pair("kv", (k, v), q, 4)
+    if k.shape[0] != q.shape[0]:
+        raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
+    if mask is not None:
+        mask = _mask(work, mask, q, k.shape[1])
+    results = _external(work, q, k, v, scores, want_lse, mask=mask)
+    work.wait()
+    return tuple(work.returned(result) for result in results)
+
+
+def _mask(work, mask, q, keys):
+    batch, rows, heads, _ = q.shape
+    mask = work.array("mask", mask)
+    fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or mask.shape[2:] != (rows, keys):
+        raise _invalid("mask", mask.shape, f"({batch} or 1, {heads} or 1, {rows}, {keys})")
+    if mask.dtype not in ("bool", q.dtype) or mask.strides() is not None:
+        raise _invalid("mask", f"{mask.dtype}, {mask.strides()}", f"bool or {q.dtype}, contiguous")
+    return mask
+
+
+def _external(work, q, k, v, scores, want_lse, ends=None, mask=None, output=None):
+    """Attention of q (batch, rows, heads, size) to k and v where they are.
+
+    Sequences end at the numbers of ends, or have all keys. There may be an output already.
+    """
+    (batch, rows, heads, _), (keys, kv_heads) = q.shape, k.shape[1:3]
+    shortest = keys if ends is None else int(min(ends, default=0))
+    _check_lse(scores, want_lse, mask is not None or shortest < rows)
+    if 0 in q.shape or 0 in k.shape:
+        lse = work.filled((batch, heads, rows), "float32", -np.inf) if want_lse else None
+        return work.filled(q.shape, q.dtype, 0.0), lse
+    sinks = _sinks(work, scores, q)
+    strides = [array.strides() for array in (q, k, v)]
+    strides = tuple(None if by is None else tuple(by) for by in strides)
+    declared = None
+    if mask is not None:
+        declared = mask.shape[0] > 1, mask.shape[1] > 1, mask.dtype == "bool", keys
+    out, output = work.empty(q.shape, q.dtype) if output is None else (None, output)
+    lse, lse_array = work.empty((batch, heads, rows), "float32") if want_lse else (None, None)
+    last = tuple(int(end) - 1 for end in ([keys] * batch if ends is None else ends))
+    tensors = {
+        "query": q,
+        "key": k,
+        "value": v,
+        "output": output,
+        "lse": lse_array,
+        "seqlens_k": _known(work.index, work.stream, last),
+        "attention_bias": mask,
+        "head_sink": sinks,
+    }
+    numbers = batch, rows, keys, max(shortest, 0), *strides, want_lse, declared
+    work.run("external", q, kv_heads, scores, sinks is not None, numbers, tensors)
+    return out, lse
+
+
+def _sinks(work, scores, q):
+    if scores.slopes is not None:
+        _refuse("alibi_slopes", "an array", "None")
+    if scores.sinks is None:
+        return None
+    sinks = work.array("s_aux", scores.sinks, q.dtype, q.shape[-2:-1])
+    if sinks.strides() is not None:
+        raise _invalid("s_aux", "an array with strides", "a contiguous one")
+    return sinks
+
+
+def _check_lse(scores, want_lse, may_see_none):
+    """Kernels leave the sink out where a row sees no key."""
+    if want_lse and scores.sinks is not None and may_see_none:
+        _refuse("s_aux", "an array with log-sum-exps of rows that may see no key", "None")
+
+
+def varlen(q, k, v, starts, most, table, scores, want_lse):
+    work = _Work(q)
+    q = work.heads("q", q)
+    shape = np.shape(starts[0])
+    if len(shape) != 1 or shape[0] < 2:
+        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,), of 1 sequence or more")
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    starts = [work.numbers(name, given, shape) for name, given in zip(names, starts)]
+    k, v = work.pair("kv", (k, v), q, 3 if table is None else 4)
+    ends = q.shape[0], k.shape[0] if table is None else starts[1][-1]
+    for name, numbers, end in zip(names, starts, ends):
+        if numbers[0] != 0 or (np.diff(numbers) < 0).any() or numbers[-1] != end:
+            raise _invalid(name, numbers.tolist(), f"numbers that rise from 0 to {end}")
+    if table is not None:
+        results = _varlen_over_blocks(work, q, (k, v), starts, table, scores, want_lse)
+    else:
+        results = _sequences(work, q, k, v, starts, scores, want_lse)
+    work.wait()
+    return tuple(work.returned(result) for result in results)
+
+
+def _sequences(work, q, k, v, starts, scores, want_lse):
+    """Attention of each sequence by itself."""
+    if want_lse:
+        _refuse("return_softmax_lse", True, "False without block_table")
+    if 0 in q.shape or 0 in k.shape:
+        return work.filled(q.shape, q.dtype, 0.0), None
+    out, output = work.empty(q.shape, q.dtype)
+    for (row, key), (rows, keys) in zip(zip(*starts), zip(*map(np.diff, starts))):
+        mine, seen = (int(row), int(rows)), (int(key), int(keys))
+        if keys == 0:
+            # Of some key nothing is seen.
+            seen = int(max(key - 1, 0)), 1
+        if rows:
+            parts = (q, mine), (k, seen), (v, seen), (output, mine)
+            *given, to = (array.part(*part).alone() for array, part in parts)
+            _external(work, *given, scores, False, [keys], output=to)
+    return out, None
+
+
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None):
+    work = _Work(q)
+    q = work.heads("q", q)
+    caches = work.pair(("k_cache", "v_cache"), cache, q, 4)
+    if places.first is not None:
+        _refuse("cache_leftpad", "an array", "None")
+    if new is not None:
+        _check_writable(cache, caches)
+        new = work.pair("kv", new, q, 4)
+        expected = (*q.shape[:2], *caches[0].shape[2:])
+        if new[0].shape != expected:
+            _refuse("k", new[0].shape, f"{expected}, as many rows as q")
+    blocks = places.table is not None
+    if new is None and not blocks and tree is None:
+        results = _over_entries(work, q, caches, places, scores, want_lse)
+    else:
+        results = _over_blocks(work, q, caches, new, rope, places, scores, want_lse, tree)
+    work.wait()
+    return tuple(work.returned(result) for result in results)
+
+
+def _check_writable(given, caches):
+    for name, cache, array in zip(("k_cache", "v_cache"), given, caches):
+        library = type(cache).__module__.partition(".")[0]
+        if array.read_only or library in ("jax", "jaxlib"):
+            raise _invalid(name, f"a read-only array of {library}", "one that can be written")
+
+
+def _over_entries(work, q, caches, places, scores, want_lse):
+    """Attention to what entries of a cache hold."""
+    batch, (entries, capacity) = q.shape[0], caches[0].shape[:2]
+    if places.entries is not None:
+        _refuse("cache_batch_idx", "an array without k", "None without k and v")
+    if entries != batch:
+        raise _invalid("k_cache", f"{entries} entries", f"{batch}, the batch of q")
+    ends = None
+    if places.lengths is not None:
+        ends = work.numbers("cache_seqlens", places.lengths, (batch,))
+        _check_range("cache_seqlens", ends, 0, capacity)
+    return _external(work, q, *caches, scores, want_lse, ends)
+
+
+def _check_range(name, numbers, least, most):
+    outside = numbers[(numbers < least) | (numbers > most)]
+    if outside.size:
+        raise _invalid(name, int(outside[0]), f"{least} to {most}")
+
+
+def _over_blocks(work, q, caches, new, rope, places, scores, want_lse, tree):
+    """One call appends, rotates and attends, over blocks or over entries that are read as such."""
+    (batch, rows, heads, _), k_cache = q.shape, caches[0]
+    if 0 in k_cache.shape:
+        raise _invalid("k_cache", k_cache.shape, "what has rows")
+    if 0 in q.shape:
+        lse = work.filled((batch, heads, rows), "float32", 0.0) if want_lse else None
+        return work.filled(q.shape, q.dtype, 0.0), lse
+    if places.table is None:
+        table, columns, block = _entries(work, batch, k_cache, places)
+    else:
+        columns, block = _columns(places.table, batch), k_cache.shape[1]
+        table = work.in_place("block_table", places.table, (batch, columns))
+    if new is None:
+        if rows > 1 and scores.window[1] != 0:
+            _refuse("causal", False, "True for several rows over blocks")
+        ends = work.numbers("cache_seqlens", places.lengths, (batch,))
+        _check_range("cache_seqlens", ends, rows, columns * block)
+        past = work.integers(ends - rows)
+    else:
+        past = work.in_place("cache_seqlens", places.lengths, (batch,))
+    if rope is not None:
+        if rows > 1 and scores.window == (-1, -1):
+            _refuse("rotary_cos", "an array for several rows", "None, unless the call is causal")
+        rope = _rope(work, rope, q)
+    if tree is not None:
+        tree = work.array("tree_mask", tree, "int64", (batch, rows))
+    call = _Blocks(caches, table, block, columns, past, tuple(range(0, batch * rows + 1, rows)))
+    out, lse = _paged(work, q, call, rows, new, rope, scores, want_lse, tree)
+    if lse is not None and work.cupy is None:
+        # (heads, rows of all) as (batch, heads, rows).
+        lse = lse.view((batch, heads, rows), (rows, batch * rows, 1))
+    elif lse is not None:
+        lse = work.returned(lse).reshape(heads, batch, rows).transpose(1, 0, 2)
+    return out, lse
+
+
+def _entries(work, batch, k_cache, places):
+    """Entries of a cache as blocks: the table, with its columns and the rows of a block."""
+    count, capacity = k_cache.shape[:2]
+    block = block_size(capacity)
+    columns = capacity // block
+    entries = np.arange(count)
+    if places.entries is not None:
+        entries = work.numbers("cache_batch_idx", places.entries, (batch,))
+        _check_range("cache_batch_idx", entries, 0, count - 1)
+    elif count != batch:
+        raise _invalid("k_cache", f"{count} entries", f"{batch}, the batch of q")
+    table = entries[:, None] * columns + np.arange(columns)
+    return _known(work.index, work.stream, tuple(table.ravel().tolist())), columns, block
+
+
+def _columns(table, count):
+    shape = np.shape(table)
+    if len(shape) != 2 or shape[0] != count or shape[1] == 0:
+        raise _invalid("block_table", shape, f"({count}, blocks of a sequence)")
+    return shape[1]
+
+
+def _rope(work, rope, q):
+    cos = work.array("rotary_cos", rope[0], q.dtype)
+    sin = work.array("rotary_sin", rope[1], q.dtype, cos.shape)
+    if cos.ndim != 2 or cos.shape[1] % 8 or 2 * cos.shape[1] > q.shape[-1]:
+        allowed = f"(positions, a multiple of 8 up to {q.shape[-1] // 2})"
+        raise _invalid("rotary_cos", cos.shape, allowed)
+    return cos, sin, rope[2]
+
+
+class _Blocks(NamedTuple):
+    """Where the sequences of a call over blocks are; starts are those of their rows."""
+
+    caches: tuple
+    table: object
+    block: int
+    columns: int
+    past: object
+    starts: tuple
+
+
+def _paged(work, q, call, most, new, rope, scores, want_lse, tree=None):
+    """Attention of q (..., heads, size) over blocks, which take new keys and values first, for
+    sequences of up to most rows.
+
+    Log-sum-exps have shape (heads, rows).
+    """
+    heads, (k_cache, v_cache) = q.shape[-2], call.caches
+    tokens = math.prod(q.shape[:-2])
+    _check_kernels(q, call.caches, new or (), rope, scores)
+    sinks = _sinks(work, scores, q)
+    cos, sin, interleaved = rope or (None, None, False)
+    longest, turns = call.columns * call.block, None
+    if rope is not None:
+        turns = 2 * cos.shape[1], cos.shape[0], interleaved
+        longest = min(longest, cos.shape[0])
+    out, output = work.empty(q.shape, q.dtype)
+    lse, lse_array = work.empty((heads, tokens), "float32") if want_lse else (None, None)
+    tensors = {
+        "query": q,
+        "key": new[0] if new else None,
+        "value": new[1] if new else None,
+        "output": output,
+        "present_key": k_cache,
+        "present_value": v_cache,
+        "seqlens_k": call.past,
+        "cumulative_sequence_length": _known(work.index, work.stream, call.starts),
+        "block_table": call.table,
+        "cos_cache": cos,
+        "sin_cache": sin,
+        "head_sink": sinks,
+        "tree_mask": tree,
+        "lse": lse_array,
+    }
+    blocks = k_cache.shape[0] * k_cache.shape[1] // call.block
+    cut, wanted = (blocks, call.block, call.columns), (new is None, want_lse, tree is not None)
+    numbers = len(call.starts) - 1, tokens, cut, most, longest, turns, *wanted
+    work.run("paged", q, k_cache.shape[2], scores, sinks is not None, numbers, tensors)
+    return out, lse
+
+
+def _check_kernels(q, caches, new, rope, scores):
+    """Errs where kernels do not do over blocks what becomes of scores, or read tensors."""
+    if scores.window[1] not in (-1, 0):
+        _refuse("window_size", scores.window, "a window of 0 or no bound behind a row's place")
+    if scores.scale == 0:
+        _refuse("softmax_scale", 0, "another one")
+    if q.shape[-1] % 8:
+        _refuse("q", q.shape, "heads of a multiple of 8 elements")
+    names = "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"
+    arrays = q, *caches, *(new or (None, None)), *(rope[:2] if rope else ())
+    for name, array in zip(names, arrays):
+        if array is not None and array.strides() is not None:
+            _refuse(name, "an array with strides", "a contiguous one")
+
+
+def _varlen_over_blocks(work, q, caches, starts, table, scores, want_lse):
+    count, k_cache = len(starts[0]) - 1, caches[0]
+    block = k_cache.shape[1]
+    if 0 in k_cache.shape:
+        raise _invalid("k", k_cache.shape, "what has rows")
+    if 0 in q.shape:
+        lse = work.filled((q.shape[1], q.shape[0]), "float32", 0.0) if want_lse else None
+        return work.filled(q.shape, q.dtype, 0.0), lse
+    rows, keys = (np.diff(numbers) for numbers in starts)
+    most, columns = int(rows.max()), _columns(table, count)
+    if most > 1 and scores.window[1] != 0:
+        _refuse("causal", False, "True for several rows over blocks")
+    if (keys < rows).any():
+        _refuse("cu_seqlens_k", "fewer keys than rows", "as many or more")
+    _check_range("cu_seqlens_k", keys, 0, columns * block)
+    table = work.in_place("block_table", table, (count, columns))
+    past = work.integers(keys - rows)
+    call = _Blocks(caches, table, block, columns, past, tuple(starts[0].tolist()))
+    return _paged(work, q, call, most, None, None, scores, want_lse)
+
+
+def merge(outputs, log_sum_exps):
+    got = "arrays on a GPU"
+    raise _invalid("outputs", got, "torch's tensors, or arrays in memory of the CPU")
