@@ -26,6 +26,7 @@ import masked
 import masked_rows
 import packed
 import peers
+import python_calls
 import timing
 
 
@@ -93,6 +94,12 @@ class Measures(unittest.TestCase):
         with mock.patch.multiple(masked_rows, **given), mock.patch.object(masked_rows.timing, "sets", return_value=1):
             with self.assertRaisesRegex(SystemExit, "gqa differs by nan from float64"):
                 masked_rows.measure((1, 9, 3, 64, 576), 1)
+
+    def test_a_call_of_the_python_package_that_differs_is_not_timed(self):
+        far = mock.MagicMock()
+        far.__sub__().abs().max().item.return_value = math.nan
+        with self.assertRaisesRegex(SystemExit, "gqa differs by nan from sdpa"):
+            python_calls.measure({"gqa": [lambda: far], "sdpa": [lambda: far]}, 1)
 
     def test_rounds_of_masked_prompts_are_shuffled(self):
         self.assertNotIn("random", masked.main.__code__.co_varnames)
