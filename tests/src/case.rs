@@ -540,6 +540,19 @@ pub fn float8_prompts(max_rows: usize) -> BoxedStrategy<Case> {
         .boxed()
 }
 
+/// Prompts over a quantized cache that kernels read as it is: shared, with rows of multiples of 16
+/// bytes and without a softcap.
+pub fn quantized_prompts(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    quantized(prompts)
+        .prop_map(|case| Case {
+            head_size: case.head_size.next_multiple_of(32),
+            shared: true,
+            softcap: 0.0,
+            ..case
+        })
+        .boxed()
+}
+
 /// Prompts with a bias.
 pub fn biased_prompts(max_head_size: usize, max_rows: usize) -> BoxedStrategy<Case> {
     let bias = (any::<bool>(), any::<bool>(), 0..4usize);

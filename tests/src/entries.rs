@@ -4,7 +4,7 @@ use crate::parity::{self, SEED};
 use crate::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, float8_prompts,
     half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantized,
-    quantized_output, quantized_steps, sliding, steps, tree_steps, trees,
+    quantized_output, quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees,
 };
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
@@ -94,6 +94,7 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => quantized_output(steps(400)).prop_map(shared),
         1 => quantized(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         1 => quantized_steps(400).prop_map(shared),
+        1 => quantized_prompts(prompts(128, 200)).prop_map(shared),
         1 => float8_prompts(200).prop_map(shared),
         1 => sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         1 => sliding(biased, 40).prop_map(shared),

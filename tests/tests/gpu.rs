@@ -9,8 +9,8 @@ use gqa_tests::{
     AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
     float8_prompts, half_dtype, heads_in, heads_up_to, identical, is_of_attention, paged,
     paged_beside, paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores,
-    quantized, quantized_output, quantized_steps, rotated_prompts, sequences, sliding, steps,
-    tall_steps, tree_steps, trees, turned_float8_prompts,
+    quantized, quantized_output, quantized_prompts, quantized_steps, rotated_prompts, sequences,
+    sliding, steps, tall_steps, tree_steps, trees, turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -182,6 +182,31 @@ fn quantized_caches() {
     let cases = quantized(case(any_dtype(), heads_up_to(256), 80));
     run("cuda, quantized", 1000, cases, PlanOptions::default());
     run("cuda, quantized prompts", 300, quantized(prompts(256, 400)), PlanOptions::default());
+}
+
+/// Prompts whose quantized keys and values become halves on their way, and no other kernels.
+#[test]
+#[ignore = "needs a GPU"]
+fn quantized_prompts_on_their_way() {
+    for (dtype, kernels) in [
+        (DType::BF16, ["gqa_hopper_quantized_bf16_d128", "gqa_hopper_paged_quantized_bf16_d128"]),
+        (DType::F16, ["gqa_hopper_quantized_f16_d128", "gqa_hopper_paged_quantized_f16_d128"]),
+        (DType::BF16, ["gqa_hopper_quantized_bf16_d64", "gqa_hopper_paged_quantized_bf16_d64"]),
+    ] {
+        let most = if kernels[0].ends_with("64") { 64 } else { 128 };
+        let [dense, paged] =
+            kernels.map(|kernel| PlanOptions { force: Some(kernel), ..PlanOptions::default() });
+        let of = move |case| Case { dtype, ..case };
+        let cases = |prompts| quantized_prompts(prompts).prop_map(of).boxed();
+        run("cuda, quantized on their way", 300, cases(prompts(most, 800)), dense.clone());
+        run("cuda, quantized and rotated", 300, cases(rotated_prompts(most, 800)), dense.clone());
+        let wide = cases(prompts_of_wide_scores(800, 9.0));
+        if most == 128 {
+            run("cuda, quantized, wide scores", 100, wide, dense);
+        }
+        let blocks = paged_prompts(cases(prompts(most, 100)), 600);
+        run("cuda, quantized blocks on their way", 300, blocks, paged);
+    }
 }
 
 /// Products of float8, by the kernels that compute them and no others.

@@ -4,7 +4,10 @@
 use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::PlanOptions;
-use gqa_tests::{Case, biased_prompts, parity, prompts, prompts_of_wide_scores, rotated_prompts};
+use gqa_tests::{
+    Case, biased_prompts, parity, prompts, prompts_of_wide_scores, quantized_prompts,
+    rotated_prompts,
+};
 use proptest::strategy::Strategy;
 
 #[test]
@@ -73,4 +76,24 @@ fn weights_may_exceed_what_the_first_tile_left_room_for() {
     let sim = Sim::default();
     parity("sim, hopper, weights exceed", 40, prompts_of_wide_scores(160, 3.0), &sim);
     parity("sim, hopper, weights overflow", 40, prompts_of_wide_scores(160, 9.0), &sim);
+}
+
+/// Prompts as short as these leave SMs idle, for which there are splits of dequantized keys, unless
+/// told otherwise.
+#[test]
+fn quantized_values_become_halves_on_their_way() {
+    let sim = |kernel| {
+        let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
+        Sim::default().with_options(options)
+    };
+    let cases = |prompts, dtype| quantized_prompts(prompts).prop_map(of(dtype)).boxed();
+    let small = cases(prompts(64, 300), DType::BF16);
+    parity("sim, hopper, quantized", 12, small, &sim("gqa_hopper_quantized_bf16_d64"));
+    let large = cases(rotated_prompts(128, 300), DType::BF16);
+    parity("sim, hopper, quantized, large", 12, large, &sim("gqa_hopper_quantized_bf16_d128"));
+    let halves = cases(prompts(128, 300), DType::F16);
+    parity("sim, hopper, quantized, f16", 8, halves, &sim("gqa_hopper_quantized_f16_d128"));
+    let wide = cases(prompts_of_wide_scores(160, 9.0), DType::BF16);
+    let kernel = "gqa_hopper_quantized_bf16_d128";
+    parity("sim, hopper, quantized, weights overflow", 8, wide, &sim(kernel));
 }

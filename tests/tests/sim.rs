@@ -107,8 +107,14 @@ fn large_heads() {
 
 const DECODE: [Family; 2] = [Family::Decode, Family::DecodeQuantized];
 const PAGED_DECODE: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
-const HOPPER: [Family; 4] =
-    [Family::Hopper, Family::HopperMasked, Family::HopperPaged, Family::HopperFloat8];
+const HOPPER: [Family; 6] = [
+    Family::Hopper,
+    Family::HopperMasked,
+    Family::HopperPaged,
+    Family::HopperQuantized,
+    Family::HopperPagedQuantized,
+    Family::HopperFloat8,
+];
 
 /// A call of every kernel, in parts that run beside each other.
 fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {

@@ -55,6 +55,7 @@ attention
   split_kv               refused: does not take float32
   split_kv_masked        refused: there is no attention_bias
   hopper_float8          refused: the KV cache is not quantized
+  hopper_quantized       refused: the KV cache is not quantized
   hopper                 refused: does not take float32
   hopper_masked          refused: there is no attention_bias
   tiled                  refused: does not take float32

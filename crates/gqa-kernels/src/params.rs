@@ -438,6 +438,30 @@ pub struct PagedParams {
     pub window: u32,
 }
 
+/// Scalars of `hopper` over a quantized cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct QuantizedHopperParams {
+    /// Attention, and rotation of queries.
+    pub hopper: HopperParams,
+    /// What the cache holds: a [`Format`](crate::num::Format).
+    pub format: u32,
+    /// 1: scales of the cache are one for each KV head and channel. 0: one for all.
+    pub per_channel: u32,
+}
+
+/// Scalars of `hopper` over a quantized cache that consists of blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct QuantizedPagedHopperParams {
+    /// As over blocks of elements.
+    pub paged: PagedHopperParams,
+    /// What the cache holds: a [`Format`](crate::num::Format).
+    pub format: u32,
+    /// 1: scales of the cache are one for each KV head and channel. 0: one for all.
+    pub per_channel: u32,
+}
+
 /// Scalars of the decode kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -500,6 +524,9 @@ const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() 
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 8 * 4);
+const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperParams>() + 2 * 4);
+const _: () =
+    assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);

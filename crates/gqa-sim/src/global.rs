@@ -94,6 +94,12 @@ impl<T: Pod> Global<T> {
         word
     }
 
+    /// Writes the 4 bytes that start at element `i`, which must lie on a 4-byte boundary.
+    #[inline(always)]
+    pub fn store_word(self, i: usize, value: u32) {
+        self.store_words(i, [value]);
+    }
+
     /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.
     #[inline(always)]
     pub fn load_vec8(self, i: usize) -> [u32; 2] {

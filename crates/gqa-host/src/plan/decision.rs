@@ -110,7 +110,8 @@ pub enum Rejection {
         /// The kernel's, in bytes.
         need: u32,
     },
-    /// So many packed query rows that larger tiles, which read K and V less often, do better.
+    /// So many packed query rows that larger tiles, which read K and V less often, do better, or a
+    /// launch that dequantizes the cache for all of them.
     Rows {
         /// The call's: query rows times heads of a group.
         got: usize,
@@ -171,6 +172,11 @@ pub enum Rejection {
         /// The call's type of output.
         got: DType,
     },
+    /// The kernel does not split the keys, which would make the call faster.
+    Splits {
+        /// Into how many.
+        best: u32,
+    },
     /// Splitting the keys would not make the call faster.
     OneSplit,
     /// An earlier family was taken.
@@ -229,6 +235,7 @@ impl fmt::Display for Rejection {
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::NoKeys => write!(f, "there are no keys"),
             Self::OutputType { got } => write!(f, "does not write output in {got}"),
+            Self::Splits { best } => write!(f, "does not split the keys, and {best} splits pay"),
             Self::OneSplit => write!(f, "one split of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),
         }

@@ -103,6 +103,8 @@ pub(super) struct FusedPrologue {
     pub(super) new_rows: bool,
     /// Rotate queries.
     pub(super) query_rotation: bool,
+    /// Read a quantized cache as it is.
+    pub(super) reads_quantized: bool,
 }
 
 impl FusedPrologue {
@@ -110,7 +112,7 @@ impl FusedPrologue {
     pub(super) fn of_new_rows(problem: &Problem, entry: &Entry, fused: bool) -> Self {
         let codes = problem.quantized.map(|how| how.format);
         let shared = problem.cache == CacheBinding::Shared;
-        Self { new_rows: fused && shared && entry.codes == codes, query_rotation: false }
+        Self { new_rows: fused && shared && entry.codes == codes, ..Self::default() }
     }
 }
 

@@ -15,7 +15,7 @@
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
 use super::device::DeviceInfo;
-use super::families::{DecodePaged, DecodePagedQuantized, HopperPaged};
+use super::families::{DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized};
 use super::family::{Call, Choice, Family, Job, Task, TileQueue};
 use super::launch::Launch;
 use super::options::PlanOptions;
@@ -82,23 +82,38 @@ impl Attentions {
             let all = Attention { problem: problem.clone(), choice, task };
             return Self { chosen: vec![all], decisions: vec![decided] };
         }
-        // A quantized cache is dequantized into blocks, which are then read as others are.
-        let dequantized = problem.quantized.map(|_| problem.dequantized());
-        let dequantized = dequantized.as_ref().unwrap_or(problem);
-        let prompts = consider(&HopperPaged, dequantized);
-        let mut decisions = vec![decided, decision(&HopperPaged, &prompts)];
-        let Ok(prompt) = prompts else {
+        let mut decisions = vec![decided];
+        let Some((read, prompt)) = Self::prompts(problem, consider, &mut decisions) else {
             return Self { chosen: Vec::new(), decisions };
         };
         let task = Task { appended: true, ..whole };
         let few = Few::of(problem, pages, |problem| consider(step, problem));
         let Some(few) = few.filter(|few| few.lengths.come_apart(problem, device)) else {
-            let all = Attention { problem: dequantized.clone(), choice: prompt, task };
+            let all = Attention { problem: read, choice: prompt, task };
             return Self { chosen: vec![all], decisions };
         };
         decisions[0] = decision(step, &Ok(few.choice));
-        let mixed = Mixed { problem: dequantized, few, prompt, task };
+        let mixed = Mixed { problem: &read, few, prompt, task };
         Self { chosen: mixed.attentions(device), decisions }
+    }
+
+    /// The kernel for prefill, and the call as it reads it. A quantized cache that none reads where
+    /// it is is dequantized into blocks, which are then read as others are.
+    fn prompts(
+        problem: &Problem,
+        consider: impl Fn(&'static dyn Family, &Problem) -> Result<Choice, Rejection>,
+        decisions: &mut Vec<Decision>,
+    ) -> Option<(Problem, Choice)> {
+        let mut ask = |family, problem: Problem| {
+            let outcome = consider(family, &problem);
+            decisions.push(decision(family, &outcome));
+            outcome.ok().map(|choice| (problem, choice))
+        };
+        if problem.quantized.is_none() {
+            return ask(&HopperPaged, problem.clone());
+        }
+        ask(&HopperPagedQuantized, problem.clone())
+            .or_else(|| ask(&HopperPaged, problem.dequantized()))
     }
 }
 
@@ -137,7 +152,7 @@ impl Few {
 
 /// A call with sequences of few tokens and of many.
 struct Mixed<'a> {
-    /// As the kernel for prefill reads it: a quantized cache dequantized.
+    /// As the kernel for prefill reads it.
     problem: &'a Problem,
     few: Few,
     /// The kernel for the others.

@@ -25,6 +25,8 @@ enum Step {
     UnpackRotateAppend,
     /// Append K and V to a shared cache, K rotated if `rotate`.
     Append { rotate: bool },
+    /// Append K and V to a shared and quantized cache, K rotated if `rotate`.
+    AppendQuantized { format: QuantFormat, rotate: bool },
     /// Copy the past and append K and V, K rotated if `rotate`.
     Concat { rotate: bool },
     /// Copy the past and append K and V, whatever the sizes of their rows.
@@ -61,6 +63,12 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         CacheBinding::Separate if !shared => (whole, !whole),
         _ => (false, false),
     };
+    // Where attention reads them, there is nothing to dequantize.
+    let codes = p.quantized.map(|how| how.format).filter(|_| by_attention.reads_quantized);
+    let append = |rotate| match codes {
+        Some(format) => Step::AppendQuantized { format, rotate },
+        None => Step::Append { rotate },
+    };
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
     push(p.qk_norm.is_some(), Step::Normalise);
@@ -69,22 +77,23 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     }
     if fused {
         let rotate_query = rotate && !by_attention.query_rotation;
-        let all_in_one = shared && new && rotate_query;
+        let all_in_one = shared && new && rotate_query && codes.is_none();
         push(all_in_one, Step::UnpackRotateAppend);
         push(concat, Step::Concat { rotate });
         push(rows, Step::ConcatRows);
-        push(shared && new && !all_in_one, Step::Append { rotate });
+        push(shared && new && !all_in_one, append(rotate));
         push(rotate_query && !all_in_one, Step::RotateQuery);
     } else {
         push(p.packed, Step::Unpack);
         push(positions(p, fused) == Some(Positions::Generated), Step::GeneratePositions);
         push(rotate, Step::RotateQuery);
         push(rotate && new, Step::RotateKey);
-        push(shared && new, Step::Append { rotate: false });
+        push(shared && new, append(false));
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
-    steps.extend(p.quantized.map(|how| Step::Quantize(how.format)));
+    let dequantized = p.quantized.filter(|_| codes.is_none());
+    steps.extend(dequantized.map(|how| Step::Quantize(how.format)));
     steps
 }
 
@@ -95,6 +104,7 @@ impl Step {
             Self::Normalise => Role::QkNorm,
             Self::UnpackRotateAppend => Role::UnpackRotateAppend,
             Self::Append { .. } => Role::AppendInPlace,
+            Self::AppendQuantized { .. } => Role::AppendQuantized,
             Self::Concat { .. } => Role::ConcatNewToPast,
             Self::ConcatRows => Role::ConcatRows,
             Self::Quantize(_) => Role::QuantizeKv,
@@ -117,7 +127,7 @@ impl Step {
             })?),
         };
         let codes = match self {
-            Self::Quantize(format) => Some(format),
+            Self::Quantize(format) | Self::AppendQuantized { format, .. } => Some(format),
             _ => None,
         };
         find(self.role(), typed, codes)
@@ -134,7 +144,7 @@ pub(super) fn prologue(
     scratch: &mut Scratch,
 ) -> Result<(Vec<Launch>, Rows)> {
     let mut builder = Builder::new(p, device, scratch)?;
-    if p.quantized.is_some() && !by_attention.new_rows {
+    if p.quantized.is_some() && !by_attention.new_rows && !by_attention.reads_quantized {
         builder.take_room_for_dequantized()?;
     }
     for step in steps(p, fused, by_attention) {
@@ -189,6 +199,7 @@ impl<'a> Builder<'a> {
                 self.rows.query = query;
             }
             Step::Append { .. } | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
+            Step::AppendQuantized { .. } => self.launch(step, &self.scales(), |_| {})?,
             Step::ConcatRows => self.concat_rows(step)?,
             Step::RotateOutput { .. } => {
                 let output = tensor(p, TensorId::Output, 0);
@@ -240,15 +251,22 @@ impl<'a> Builder<'a> {
     fn quantize(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
         let [k, v] = self.rows.attended;
+        let [k_scale, v_scale] = self.scales();
         let arguments = [
             ("k", k),
             ("v", v),
             ("present_k", tensor(p, TensorId::PresentKey, 0)),
             ("present_v", tensor(p, TensorId::PresentValue, 0)),
-            ("k_scale", tensor(p, TensorId::KScale, 0)),
-            ("v_scale", tensor(p, TensorId::VScale, 0)),
+            k_scale,
+            v_scale,
         ];
         self.launch(step, &arguments, |_| {})
+    }
+
+    /// Of a quantized cache.
+    fn scales(&self) -> [(&'static str, Arg); 2] {
+        let scale = |id| tensor(self.problem, id, 0);
+        [("k_scale", scale(TensorId::KScale)), ("v_scale", scale(TensorId::VScale))]
     }
 
     /// K and V one after the other.
@@ -403,6 +421,7 @@ impl Step {
             self,
             Self::UnpackRotateAppend
                 | Self::Append { rotate: true }
+                | Self::AppendQuantized { rotate: true, .. }
                 | Self::Concat { rotate: true }
                 | Self::RotateQuery
                 | Self::RotateKey

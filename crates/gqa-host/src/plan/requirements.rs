@@ -64,6 +64,22 @@ pub(super) fn shared_and_quantized(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
+/// A quantized cache whose rows the TMA takes, for kernels whose rows of scores have factors of
+/// their own.
+pub(super) fn quantized_vectors(p: &Problem) -> Result<(), Rejection> {
+    if p.quantized.is_none() {
+        return Err(Rejection::NotQuantized);
+    }
+    if p.softcap.is_some() {
+        return Err(Rejection::Argument { name: "softcap" });
+    }
+    let [.., width] = p.key_cache_shape(0);
+    match width * p.key_cache_dtype().size() % Problem::VECTOR_BYTES {
+        0 => Ok(()),
+        _ => Err(Rejection::OtherHeadSize { got: p.head_size }),
+    }
+}
+
 /// Blocks of a paged cache that are whole pieces of so many rows.
 pub(super) fn blocks_of(p: &Problem, need: u32) -> Result<(), Rejection> {
     match p.pages {

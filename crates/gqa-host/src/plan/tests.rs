@@ -9,7 +9,8 @@ use crate::{
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
     PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, QuantizeOutputParams,
-    RollingBiasParams, RollingParams, Strides, TreeMaskParams,
+    QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides,
+    TreeMaskParams,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -862,6 +863,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          decode switched off by GQA_DISABLE_FLASH_ATTENTION; split_kv switched off by GQA_DISABLE_FLASH_ATTENTION; \
          split_kv_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_float8 switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         hopper_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
@@ -986,7 +988,7 @@ fn a_step_reads_codes_where_it_can() {
     staged(&step(|p| p.head_size = 80), "has no tile for head size 80");
     staged(&step(|p| p.out_dtype = DType::F32), "does not write output in float32");
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
-    staged(&quantized(llama(512, 0), CODES[0]), "2048 packed query rows are over 128");
+    staged(&quantized(llama(1024, 0), CODES[0]), "4096 packed query rows are over 128");
     assert_eq!(
         rejection(&llama(1, 4096), "h200", &off, Family::DecodeQuantized),
         "the KV cache is not quantized"
@@ -1037,14 +1039,14 @@ fn products_of_float8_where_they_are_allowed() {
 fn codes_become_numbers_behind_all_that_appends() {
     let off = PlanOptions::default();
     let kernels_of = |p: &Problem| kernels(p, &off);
-    let prompt = quantized(llama(512, 0), CODES[1]);
+    let prompt = quantized(llama(1024, 0), CODES[1]);
     let rotated = with(prompt.clone(), |p| p.rotary = Some(ROTARY));
     let attention = "hopper_f16_d128";
     assert_eq!(kernels_of(&prompt), ["concat_kv_in_place", "quantize_kv_i4", attention]);
     assert_eq!(kernels_of(&rotated), ["concat_kv_in_place", "quantize_kv_i4", attention]);
     let separate = with(prompt, |p| p.cache = CacheBinding::Separate);
     assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantize_kv_i4", attention]);
-    let complete = with(quantized(llama(512, 512), CODES[1]), |p| p.new_len = 0);
+    let complete = with(quantized(llama(1024, 1024), CODES[1]), |p| p.new_len = 0);
     assert_eq!(kernels_of(&complete), ["quantize_kv_i4", attention]);
     // All that is attended to is in scratch.
     let plan = plan(&rotated, &device("h200"), &off).unwrap();
@@ -1252,6 +1254,46 @@ fn blocks_are_gathered() {
     assert_eq!(kernels(&general, &off)[..2], [append, gather]);
 }
 
+/// Chunks of few rows are multiplied by quantized values that each row tile converts.
+#[test]
+fn chunks_read_quantized_blocks() {
+    let off = PlanOptions::default();
+    let [append, i4] = ["paged_append_quantized_i8", "paged_append_quantized_i4"];
+    let chunks = |how, rows| quantized(equal(over_blocks(8, rows, 2048)), how);
+    let kernel = "hopper_paged_quantized_f16_d128";
+    assert_eq!(kernels(&chunks(CODES[0], 512), &off), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[1], 512), &off), [i4, kernel]);
+    let refused = |p: &Problem, why: &str| {
+        assert_eq!(rejection(p, "h200", &off, Family::HopperPagedQuantized), why);
+        assert_eq!(kernels(p, &off)[1..2], ["paged_dequantize_i8"]);
+    };
+    refused(&chunks(CODES[0], 513), "2052 packed query rows are over 2048");
+    let small = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (96, 96));
+    refused(&small, "has no tile for head size 96");
+    let large = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (256, 256));
+    refused(&large, "head size 256 is over 128");
+    let force = Some("gqa_hopper_paged_quantized_f16_d128");
+    let forced = PlanOptions { force, ..PlanOptions::default() };
+    assert_eq!(kernels(&chunks(CODES[0], 513), &forced), [append, kernel]);
+}
+
+/// The same over a contiguous cache, to which a launch appends quantized values.
+#[test]
+fn chunks_read_quantized_caches() {
+    let off = PlanOptions::default();
+    let chunk = |rows| quantized(llama(rows, 7680), CODES[0]);
+    let kernel = "hopper_quantized_f16_d128";
+    assert_eq!(kernels(&chunk(512), &off), ["append_quantized_i8", kernel]);
+    let refused = |p: &Problem, why: &str| {
+        assert_eq!(rejection(p, "h200", &off, Family::HopperQuantized), why);
+    };
+    refused(&chunk(1024), "4096 packed query rows are over 2048");
+    refused(&chunk(128), "does not split the keys, and 4 splits pay");
+    refused(&llama(512, 7680), "the KV cache is not quantized");
+    let apart = with(chunk(512), |p| p.cache = CacheBinding::Separate);
+    refused(&apart, "past and present are not one cache");
+}
+
 /// Quantized values of prompts become numbers in blocks of their own, whatever the blocks of the
 /// quantized values.
 #[test]
@@ -1259,14 +1301,16 @@ fn codes_in_blocks_become_numbers_in_blocks() {
     let off = PlanOptions::default();
     let codes = |p| quantized(p, CODES[0]);
     let prompts = ["paged_append_quantized_i8", "paged_dequantize_i8", "hopper_paged_f16_d128"];
-    assert_eq!(kernels(&codes(equal(over_blocks(8, 512, 512))), &off), prompts);
+    assert_eq!(kernels(&codes(equal(over_blocks(8, 1024, 512))), &off), prompts);
     let odd = with_pages(codes(equal(over_blocks(8, 512, 512))), |pages| Pages {
         block_size: 48,
         ..pages
     });
     assert_eq!(kernels(&odd, &off), prompts);
-    let mixed =
-        with_pages(codes(over_blocks(32, 512, 8192)), |pages| Pages { tokens: 512 + 31, ..pages });
+    let mixed = with_pages(codes(over_blocks(32, 1024, 8192)), |pages| Pages {
+        tokens: 1024 + 31,
+        ..pages
+    });
     let [append, numbers, prompt] = prompts;
     let step = "decode_paged_i8_f16_d128_r8";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
@@ -1275,7 +1319,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
     let paged: &PagedParams = bytemuck::from_bytes(&plan.launches[1].params);
     let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
     assert_eq!((paged.least, many.least), (3, 3));
-    assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 34, 1088));
+    assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 36, 1152));
     assert!(plan.launches[2].concurrent);
 }
 
@@ -1352,6 +1396,10 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Prologue if role == Role::QuantizeKv => {
                 quantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
+            Family::Prologue if role == Role::AppendQuantized => {
+                let p = bytemuck::from_bytes(&launch.params);
+                append_quantized_reach(name, &plan.problem, p, element)
+            }
             Family::Prologue if role == Role::PagedDequantize => {
                 dequantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
@@ -1397,6 +1445,19 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
+            Family::HopperQuantized | Family::HopperPagedQuantized if name.ends_with("_scale") => {
+                scales_reach(&plan.problem)
+            }
+            Family::HopperPagedQuantized => {
+                let paged =
+                    bytemuck::from_bytes::<QuantizedPagedHopperParams>(&launch.params).paged;
+                let params = bytemuck::bytes_of(&paged).to_vec();
+                hopper_paged_reach(name, &Launch { params, ..launch.clone() }, element)
+            }
+            Family::HopperQuantized => {
+                let p: &QuantizedHopperParams = bytemuck::from_bytes(&launch.params);
+                rotating_reach(name, &p.hopper, element)
+            }
             Family::HopperFloat8 => float8_reach(name, &plan.problem, launch, element),
             Family::Hopper if launch.entry.arguments.contains(&"cos") => {
                 rotating_reach(name, bytemuck::from_bytes(&launch.params), element)
@@ -1437,6 +1498,18 @@ fn prologue_reach(name: &str, p: &PrologueParams, element: usize) -> usize {
         "seqlens_k" => p.batch as usize * 4,
         "q_norm_weight" | "k_norm_weight" => p.head_size as usize * element,
         other => panic!("{other}"),
+    }
+}
+
+fn append_quantized_reach(
+    name: &str,
+    problem: &Problem,
+    p: &PrologueParams,
+    element: usize,
+) -> usize {
+    match name {
+        "k" | "v" => prologue_reach(name, p, element),
+        other => quantize_reach(other, problem, p, element),
     }
 }
 

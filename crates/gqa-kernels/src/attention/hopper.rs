@@ -36,6 +36,10 @@
 //! two warps, and a row tile is one of a sequence's tokens, which lie one behind the other
 //! (`pages.rs`).
 //!
+//! **Over a quantized KV cache** one more warpgroup makes halves of tiles of quantized values on
+//! their way (`convert.rs`), and queries become halves in their tile (`queries.rs`); scales join
+//! before and behind the products (`scales.rs`).
+//!
 //! **Operands of e4m3**: over a cache of such quantized values queries and weights may be rounded
 //! to them as well, and products take half the time (`float8.rs`, `operand.rs`).
 //!
@@ -49,14 +53,17 @@
 //! not.
 
 mod consumer;
+mod convert;
 mod float8;
 mod mask;
 mod operand;
 mod output;
 mod pages;
 mod producer;
+mod queries;
 mod ring;
 mod rotate;
+mod scales;
 mod shape;
 mod softmax;
 mod work;
@@ -67,20 +74,24 @@ pub use float8::{float8_operands, transposed_keys};
 pub use pages::{LEAST_BOX, box_rows};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
-    Float8D128, Hopper, MaskedD64, MaskedD128, MaskedD256,
+    Float8D128, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64, QuantizedD128,
 };
 
 use super::out::Quantized;
-use crate::num::{Float8, MmaElement, e4m3};
-use crate::params::{AttentionParams, Float8Params, HopperParams, MaskedParams, PagedHopperParams};
+use crate::num::{Float8, MmaElement, e4m3, f16};
+use crate::params::{
+    AttentionParams, Float8Params, HopperParams, MaskedParams, PagedHopperParams,
+    QuantizedHopperParams, QuantizedPagedHopperParams,
+};
 use crate::simt::*;
 use consumer::{Consumer, Pointers};
-use float8::Scales;
+use float8::Scales as Float8Scales;
 use mask::Mask;
 use operand::Operand;
 use output::Destination;
 use pages::Pages;
 use rotate::Rotation;
+use scales::{CacheScales, Scales};
 use shape::{Tile, WARPGROUP, WORK_SLOTS};
 
 /// Query rows that TMA loads at a time.
@@ -95,7 +106,8 @@ impl<
     const O: usize,
     const M: u32,
     const SPLITS: bool,
-> Hopper<D, N, G, C, W, O, M, SPLITS>
+    const CODES: bool,
+> Hopper<D, N, G, C, W, O, M, SPLITS, CODES>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 90;
@@ -106,18 +118,21 @@ impl<
     /// Keys of a tile.
     pub const KEYS: u32 = N;
     /// Threads of a block.
-    pub const THREADS: u32 = (G + 1) * WARPGROUP;
+    pub const THREADS: u32 = <Self as Tile>::THREADS;
     /// Dynamic shared memory of a block.
     pub const SHARED_BYTES: u32 = <Self as Tile>::BYTES;
 
-    /// The kernel, with a mask or without.
+    /// The kernel, with a mask or without, over a cache with such scales; `convert` is what the
+    /// warpgroup does that converts tiles, if there is one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend<T: MmaElement, P: Operand>(
+    fn attend<T: MmaElement, P: Operand, K: CacheScales>(
         [q, k, v]: [TensorMap; 3],
         seqlens_k: Global<i32>,
         pointers: Pointers<T>,
         counter: Global<u32>,
         p: &AttentionParams,
+        cache: K,
+        convert: impl FnOnce(u32),
     ) {
         const {
             assert!(
@@ -136,10 +151,17 @@ impl<
         }
         fill_ones::<T, Self>(base);
         sync_threads();
+        if CODES && thread_idx() >= (G + 1) * WARPGROUP {
+            registers_lower::<48>();
+            convert(base);
+            return;
+        }
         if thread_idx() < WARPGROUP {
             // Those who load a mask need more.
             if M > 0 {
                 registers_lower::<56>()
+            } else if CODES {
+                registers_lower::<48>()
             } else if G == 2 {
                 registers_lower::<40>()
             } else {
@@ -172,18 +194,20 @@ impl<
         } else {
             if M > 0 {
                 registers_raise::<224>()
+            } else if CODES {
+                registers_raise::<208>()
             } else if G == 2 {
                 registers_raise::<232>()
             } else {
                 registers_raise::<160>()
             }
-            Consumer::<T, P, Self, C, W, O>::new(base, p, pointers).run();
+            Consumer::<T, P, Self, K, C, W, O>::new(base, p, pointers, cache).run();
         }
     }
 }
 
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, 2, C, W, O, 0, false>
+    Hopper<D, N, 2, C, W, O, 0, false, false>
 {
     /// The kernel of two warpgroups, which have registers to rotate queries.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -204,7 +228,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &attention);
+        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
     /// The same with output of e4m3, times `out_scale`.
@@ -228,7 +252,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let quantized = Some(Quantized { out, scale: out_scale });
         let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &attention);
+        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
     /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), of which
@@ -256,12 +280,20 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p));
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
-        Self::attend::<T, T>([q, k, v], past_seqlens, pointers, counter, &p.hopper.attention);
+        Self::attend::<T, T, ()>(
+            [q, k, v],
+            past_seqlens,
+            pointers,
+            counter,
+            &p.hopper.attention,
+            (),
+            |_| (),
+        );
     }
 }
 
 impl<const D: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, 128, 2, C, W, O, 0, false>
+    Hopper<D, 128, 2, C, W, O, 0, false, false>
 {
     /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q
     /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v (batch, KV
@@ -280,16 +312,102 @@ impl<const D: u32, const C: usize, const W: usize, const O: usize>
         p: Float8Params,
     ) {
         const { assert!(<Self as Tile>::IS_TRANSPOSED) }
-        let scales = Some(Scales { row_factors, v_scale, per_channel: p.per_channel != 0 });
+        let scales = Some(Float8Scales { row_factors, v_scale, per_channel: p.per_channel != 0 });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
-        Self::attend::<T, Float8>([q, k, v], seqlens_k, pointers, counter, &p.attention);
+        Self::attend::<T, Float8, ()>(
+            [q, k, v],
+            seqlens_k,
+            pointers,
+            counter,
+            &p.attention,
+            (),
+            |_| (),
+        );
     }
 }
 
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, 3, C, W, O, 0, false>
+    Hopper<D, N, 2, C, W, O, 0, false, true>
+{
+    /// The kernel for a quantized cache, whose tensor maps have 16 bits of quantized values to a
+    /// column. Products are of halves.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_quantized<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        counter: Global<u32>,
+        p: QuantizedHopperParams,
+    ) {
+        let HopperParams { attention, rotary } = p.hopper;
+        let rotation = Some(Rotation { cos, sin, params: rotary });
+        let to = Destination { out, quantized: None, partial_out: lse, lse };
+        let scales = Scales::new(k_scale, v_scale, p.per_channel != 0);
+        let attention = scales.join(&attention);
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
+        let convert = |base| convert::run::<Self>(base, p.format);
+        Self::attend::<T, f16, _>(
+            [q, k, v],
+            seqlens_k,
+            pointers,
+            counter,
+            &attention,
+            scales,
+            convert,
+        );
+    }
+
+    /// The same for a paged KV cache, as [`run_paged`](D128::run_paged) is for one of elements.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged_quantized<T: MmaElement>(
+        q: TensorMap,
+        k: TensorMap,
+        v: TensorMap,
+        cos: Global<T>,
+        sin: Global<T>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        counter: Global<u32>,
+        p: QuantizedPagedHopperParams,
+    ) {
+        const { assert!(N.is_power_of_two() && N <= 64 * LEAST_BOX) }
+        let rotation = Some(Rotation { cos, sin, params: p.paged.hopper.rotary });
+        let to =
+            Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
+        let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
+        let scales = Scales::new(k_scale, v_scale, p.per_channel != 0);
+        let attention = scales.join(&p.paged.hopper.attention);
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
+        let convert = |base| convert::run::<Self>(base, p.format);
+        Self::attend::<T, f16, _>(
+            [q, k, v],
+            past_seqlens,
+            pointers,
+            counter,
+            &attention,
+            scales,
+            convert,
+        );
+    }
+}
+
+impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, 3, C, W, O, 0, false, false>
 {
     /// The kernel of three warpgroups.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -307,12 +425,12 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p);
+        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
 
 impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, G, C, W, O, 0, true>
+    Hopper<D, N, G, C, W, O, 0, true, false>
 {
     /// The kernel for splits of the keys.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -331,12 +449,12 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
         let pointers =
             Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p);
+        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
 
 impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, N, G, C, W, O, 2, false>
+    Hopper<D, N, G, C, W, O, 2, false, false>
 {
     /// The kernel with a bias or a mask.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -356,7 +474,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
-        Self::attend::<T, T>([q, k, v], seqlens_k, pointers, counter, &p.attention);
+        Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p.attention, (), |_| ());
     }
 }
 
@@ -394,7 +512,10 @@ fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages
     }
     stage = 0;
     while stage < S::STAGES {
-        mbarrier_init(base + S::KV_FULL + 8 * stage, copying);
+        mbarrier_init(base + S::ARRIVAL.full + 8 * stage, copying);
+        if S::CONVERTS {
+            mbarrier_init(base + S::KV_FULL + 8 * stage, convert::WARPS);
+        }
         mbarrier_init(base + S::KV_EMPTY + 8 * stage, warps);
         stage += 1;
     }

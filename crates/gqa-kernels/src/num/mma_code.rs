@@ -14,16 +14,15 @@ pub trait MmaCode: Code {
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
     /// upper half, exactly, as f16; what follows is 0.
     fn halves(codes: u32) -> [u32; 4];
+    /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16;
+    /// what follows is 0.
+    fn in_order(codes: u32) -> [u32; 4];
 }
 
-/// For [`prmt`]: bytes 0 and 2 of the first operand, and bytes 1 and 3, each below one of the
-/// second.
-const EVEN: u32 = 0x4240;
-const ODD: u32 = 0x4341;
-
-impl MmaCode for Int8 {
+impl Int8 {
+    /// Two of them: those that [`prmt`] selects.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn halves(codes: u32) -> [u32; 4] {
+    fn selected(codes: u32, selectors: [u32; 2]) -> [u32; 4] {
         const SIGNS: u32 = 0x8080_8080;
         /// The upper byte of 1024.
         const LEADING_ONE: u32 = 0x6464_6464;
@@ -31,7 +30,22 @@ impl MmaCode for Int8 {
         const ZERO: u32 = 0x6480_6480;
         let codes = codes ^ SIGNS;
         let half = |selector| sub_f16x2(prmt(codes, LEADING_ONE, selector), ZERO);
-        [half(EVEN), half(ODD), 0, 0]
+        [half(selectors[0]), half(selectors[1]), 0, 0]
+    }
+}
+
+impl MmaCode for Int8 {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn halves(codes: u32) -> [u32; 4] {
+        /// Bytes 0 and 2, and bytes 1 and 3, each below one of the second operand.
+        const EVEN_AND_ODD: [u32; 2] = [0x4240, 0x4341];
+        Self::selected(codes, EVEN_AND_ODD)
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(codes: u32) -> [u32; 4] {
+        /// Bytes 0 and 1, and bytes 2 and 3.
+        const LOW_AND_HIGH: [u32; 2] = [0x4140, 0x4342];
+        Self::selected(codes, LOW_AND_HIGH)
     }
 }
 
@@ -45,6 +59,16 @@ impl MmaCode for Int4 {
         let lower = |codes| sub_f16x2(codes & 0x000f_000f | LOWER[0], LOWER[1]);
         let upper = |codes| sub_f16x2(codes & 0x00f0_00f0 | UPPER[0], UPPER[1]);
         [lower(codes), upper(codes), lower(codes >> 8), upper(codes >> 8)]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(codes: u32) -> [u32; 4] {
+        /// 1024 for the lower four bits of a byte and 64 for the upper ones, as above; and 8 more.
+        const LEADING_ONES: [u32; 2] = [0x5400_6400, 0x5480_6408];
+        let of_byte = |i: u32| {
+            let twice = prmt(codes, 0, 0x1111 * i);
+            sub_f16x2(twice & 0x00f0_000f | LEADING_ONES[0], LEADING_ONES[1])
+        };
+        [of_byte(0), of_byte(1), of_byte(2), of_byte(3)]
     }
 }
 
@@ -60,6 +84,16 @@ impl MmaCode for Float8 {
             return [multiplied(codes << 8), multiplied(codes), 0, 0];
         }
         let codes = prmt(codes, 0, SORTED);
+        [e4m3x2_to_f16x2(codes as u16), e4m3x2_to_f16x2((codes >> 16) as u16), 0, 0]
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn in_order(codes: u32) -> [u32; 4] {
+        /// For [`multiplied`]: bytes 0 and 1, and bytes 2 and 3, in upper halves.
+        const LOW_AND_HIGH: [u32; 2] = [0x1404, 0x3424];
+        if !CONVERTS_FLOAT8 {
+            let [low, high] = LOW_AND_HIGH.map(|selector| multiplied(prmt(codes, 0, selector)));
+            return [low, high, 0, 0];
+        }
         [e4m3x2_to_f16x2(codes as u16), e4m3x2_to_f16x2((codes >> 16) as u16), 0, 0]
     }
 }
@@ -98,6 +132,11 @@ mod tests {
                 }
             }
             assert!(words[C::PER_HALF_WORD..].iter().all(|&word| word == 0));
+            for i in 0..C::PER_WORD {
+                let half = C::in_order(codes)[i as usize / 2] >> (16 * (i % 2));
+                let (got, want) = (f16_to_f32(half as u16), C::decode(codes >> (i * C::BITS)));
+                assert!(got == want || got.is_nan() && want.is_nan(), "{codes:#x}: {i} in order");
+            }
         }
     }
 

@@ -1,15 +1,18 @@
 //! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and
-//! the part of `unpack_qkv_with_rope_and_append_kv` that does the same.
+//! the part of `unpack_qkv_with_rope_and_append_kv` that does the same; `append_quantized` where
+//! the cache holds quantized values, in half words, with scales of one element or (KV head, head
+//! size).
 //!
 //! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is
 //! rotated on the way. Row `s` of batch entry `b` lands in cache row `past_b + s`. Rows of padding
 //! (`past_b + s` at or behind the entry's length) are not written, nor is any other cache row.
 
+use super::quantize::{Divisors, store_vector};
 use super::rope::{Rope, Unturned, pairs};
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::seqlen::Seqlen;
-use crate::num::Element;
+use crate::num::{Code, Element};
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
@@ -99,5 +102,50 @@ pub fn concat_kv_in_place<T: Element>(
     let append = Append { k, v, present_k, present_v, rope, params: &p };
     for [b, s, head, pair] in Walk::over(concat_kv_in_place_size(&p, T::PER_VEC)) {
         append.both([b, s, head, pair], seqlen(&p, seqlens_k, b));
+    }
+}
+
+/// Index space of [`append_quantized`]: (batch, new row, key heads and then value heads, pair of
+/// vectors).
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn append_quantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
+    [p.batch, p.new_len, 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+}
+
+/// Appends new K and V rows to a shared cache of quantized values.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn append_quantized<T: Element, C: Code>(
+    k: Global<T>,
+    v: Global<T>,
+    cos: Global<T>,
+    sin: Global<T>,
+    position_ids: Global<i64>,
+    k_scale: Global<f32>,
+    v_scale: Global<f32>,
+    seqlens_k: Global<i32>,
+    present_k: Global<u16>,
+    present_v: Global<u16>,
+    p: PrologueParams,
+) {
+    let rope = Rope { cos, sin, position_ids, params: p.rotary };
+    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, p.per_channel != 0));
+    for [b, s, head, pair] in Walk::over(append_quantized_size(&p, T::PER_VEC)) {
+        let seqlen = seqlen(&p, seqlens_k, b);
+        if !seqlen.is_token(s) {
+            continue;
+        }
+        let is_key = head < p.kv_heads;
+        let head = if is_key { head } else { head - p.kv_heads };
+        let (scales, cache) = if is_key { (k_scale, present_k) } else { (v_scale, present_v) };
+        let channel = (head * p.head_size) as usize;
+        let number = p.kv_out.at(b, head, seqlen.past + s);
+        let to = cache.offset(number * C::BITS as usize / 16);
+        let store = |e, vector| store_vector::<T, C>(e, vector, &scales, channel, to);
+        if is_key {
+            let position = rope.position(b, s, seqlen.past);
+            rope.rotate_pair((k, p.k.at(b, head, s)), (pair, p.head_size), position, store);
+        } else {
+            Unturned::load((v, p.v.at(b, head, s)), 0, pair, p.head_size).each(store);
+        }
     }
 }

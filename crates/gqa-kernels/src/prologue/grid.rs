@@ -88,6 +88,7 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
     let per_vec = per_vec(entry);
     match entry.role {
         Role::AppendInPlace => append::concat_kv_in_place_size(p, per_vec),
+        Role::AppendQuantized => append::append_quantized_size(p, per_vec),
         Role::ConcatNewToPast => concat::concat_new_to_past_kv_size(p, per_vec),
         Role::ConcatRows => concat::concat_rows_size(p),
         Role::QuantizeKv => quantize::quantize_kv_size(p),

@@ -21,7 +21,7 @@
 //! (batch, query head, S) and lse (query head, tokens) or null. Whatever the integers are, nothing
 //! outside of these is touched.
 
-use super::quantize::store_vector;
+use super::quantize::{Divisors, store_vector};
 use super::rope::{Rope, Unturned, pairs};
 use super::walk::Walk;
 use crate::concept::pages::Sequence;
@@ -148,13 +148,13 @@ pub fn paged_append_quantized<T: Element, C: Code>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
+    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, p.per_channel != 0));
     call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
         let (scales, cache) = if is_key { (k_scale, k_cache) } else { (v_scale, v_cache) };
         let channel = (row.head * p.head_size) as usize;
-        let scale = |element| scales.load((channel + element) * p.per_channel as usize);
         let half_words = p.head_size as usize * C::BITS as usize / 16;
         let to = cache.offset(row.number(&p) * half_words);
-        store_vector::<T, C>(e, vector, scale, to);
+        store_vector::<T, C>(e, vector, &scales, channel, to);
     });
 }
 

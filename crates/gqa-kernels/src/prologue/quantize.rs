@@ -18,7 +18,7 @@
 use super::concat::Source;
 use super::seqlen;
 use super::walk::Walk;
-use crate::num::{Code, Element, pack_pairs, unpack};
+use crate::num::{Code, Divisor, Element, pack_pairs, unpack};
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
@@ -74,24 +74,49 @@ pub fn quantize_kv<T: Element, C: Code>(
     }
 }
 
-/// Writes the quantized values of a vector, from element `element` on of a head whose quantized
-/// values start at `to`, in half words.
+/// Scales of a quantized cache, as new rows are divided by them: one, or (KV head, head size).
+#[derive(Clone, Copy)]
+pub(super) struct Divisors {
+    scales: Global<f32>,
+    per_channel: bool,
+    /// The one, or any.
+    first: Divisor,
+}
+
+impl Divisors {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn new(scales: Global<f32>, per_channel: bool) -> Self {
+        Self { scales, per_channel, first: Divisor::new(scales.load(0)) }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(&self, channel: usize) -> Divisor {
+        if self.per_channel { Divisor::new(self.scales.load(channel)) } else { self.first }
+    }
+}
+
+/// Writes the quantized values of a vector of a head, from element `element` on. The head's first
+/// channel is number `channel`, and its quantized values start at `to`, in half words.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_vector<T: Element, C: Code>(
     element: usize,
     vector: [u32; 4],
-    scale: impl Fn(usize) -> f32,
+    scales: &Divisors,
+    channel: usize,
     to: Global<u16>,
 ) {
     let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
     let mut words = [0; 2];
     for i in 0..per_vec {
         let bit = i * C::BITS as usize;
-        words[bit / 32] |= C::encode(values[i] / scale(element + i)) << (bit % 32);
+        let quotient = scales.of(channel + element + i).divide(values[i]);
+        words[bit / 32] |= C::encode(quotient) << (bit % 32);
     }
     let first = element * C::BITS as usize / 16;
-    for half in 0..per_vec * C::BITS as usize / 16 {
-        to.store(first + half, (words[half / 2] >> (half % 2 * 16)) as u16);
+    match per_vec * C::BITS as usize {
+        64 => to.store_vec8(first, words),
+        32 => to.store_word(first, words[0]),
+        _ => to.store(first, words[0] as u16),
     }
 }
 

@@ -103,6 +103,10 @@ families! {
     HopperMasked: "hopper_masked", "family-hopper-masked", ["sm_90a"];
     /// The same over a paged KV cache.
     HopperPaged: "hopper_paged", "family-hopper-paged", ["sm_90a"];
+    /// The same over a quantized KV cache.
+    HopperQuantized: "hopper_quantized", "family-hopper-quantized", ["sm_90a"];
+    /// The same over a paged and quantized KV cache.
+    HopperPagedQuantized: "hopper_paged_quantized", "family-hopper-paged-quantized", ["sm_90a"];
     /// The same with operands of e4m3.
     HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
     /// Tensor-core flash attention over a split of the keys, and the merge.
@@ -164,6 +168,8 @@ roles! {
     UnpackRotateAppend: "unpack_qkv_with_rope_and_append_kv";
     /// Appends key and value to a shared cache.
     AppendInPlace: "concat_kv_in_place";
+    /// Appends key and value to a shared and quantized cache.
+    AppendQuantized: "append_quantized";
     /// Copies the past and appends key and value.
     ConcatNewToPast: "concat_new_to_past_kv";
     /// The same for one tensor whose rows are no vectors.

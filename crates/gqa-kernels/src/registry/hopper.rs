@@ -6,7 +6,7 @@ use crate::num::Format;
 use crate::num::{bf16, e4m3, f16};
 use crate::params::{
     AttentionParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
-    PagedHopperParams,
+    PagedHopperParams, QuantizedHopperParams, QuantizedPagedHopperParams,
 };
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -17,6 +17,8 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     HOPPER_SPLIT,
     HOPPER_MASKED,
     HOPPER_PAGED,
+    HOPPER_QUANTIZED,
+    HOPPER_PAGED_QUANTIZED,
     FLOAT8_OPERANDS,
     HOPPER_FLOAT8,
 ];
@@ -108,6 +110,34 @@ hopper_paged_kernels! {
     gqa_hopper_paged_f16_d192, gqa_hopper_paged_bf16_d192 => hopper::D192<false>;
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 }
+
+/// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types: `F16
+/// NAME, BF16 NAME => SHAPE`; and of those for paged ones.
+macro_rules! hopper_quantized_kernels {
+    ($table:ident, $family:ident, $feature:literal, $run:ident, $args:tt, { $($f16:ident, $bf16:ident => $shape:ty;)* }) => {
+        hopper_quantized_kernels!(@rows $table, $family, $feature, $run, $args, { $($f16: f16 => $shape; $bf16: bf16 => $shape;)* });
+    };
+    (@rows $table:ident, $family:ident, $feature:literal, $run:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty;)* }) => {
+        kernels!($table, $family: Attention, $feature, $args, { $(
+            $name => <$shape>::$run, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
+        )* });
+    };
+}
+
+hopper_quantized_kernels!(HOPPER_QUANTIZED, HopperQuantized, "family-hopper-quantized", run_quantized,
+    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: QuantizedHopperParams), {
+    gqa_hopper_quantized_f16_d64, gqa_hopper_quantized_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_quantized_f16_d128, gqa_hopper_quantized_bf16_d128 => hopper::QuantizedD128;
+});
+
+hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized, "family-hopper-paged-quantized", run_paged_quantized,
+    ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
+     p: QuantizedPagedHopperParams), {
+    gqa_hopper_paged_quantized_f16_d64, gqa_hopper_paged_quantized_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128 => hopper::QuantizedD128;
+});
 
 kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "family-hopper-float8",
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, k_cache: u64, v_cache: u32, q_codes: u64, row_factors: f32, v_codes: u32;

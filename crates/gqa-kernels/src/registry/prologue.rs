@@ -7,7 +7,7 @@ use crate::params::{
 };
 use crate::prologue::{
     self,
-    append::concat_kv_in_place,
+    append::{append_quantized, concat_kv_in_place},
     concat::{concat_new_to_past_kv, concat_rows},
     dequantize::paged_dequantize,
     norm::qk_norm,
@@ -25,6 +25,7 @@ use crate::prologue::{
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[
     CONCAT_KV_IN_PLACE,
+    APPEND_QUANTIZED,
     CONCAT_NEW_TO_PAST_KV,
     CONCAT_ROWS,
     UNPACK_QKV,
@@ -64,6 +65,17 @@ kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
     gqa_concat_kv_in_place_f32 => concat_kv_in_place::<f32>, T = f32;
     gqa_concat_kv_in_place_f16 => concat_kv_in_place::<f16>, T = f16;
     gqa_concat_kv_in_place_bf16 => concat_kv_in_place::<bf16>, T = bf16;
+});
+
+// For attention on tensor cores of Hopper, which takes types of 16 bits.
+quantized_kernels!(APPEND_QUANTIZED, AppendQuantized, append_quantized, min_blocks: 4,
+    (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16; p: PrologueParams), {
+    gqa_append_quantized_i8_f16 => f16, Int8;
+    gqa_append_quantized_i8_bf16 => bf16, Int8;
+    gqa_append_quantized_i4_f16 => f16, Int4;
+    gqa_append_quantized_i4_bf16 => bf16, Int4;
+    gqa_append_quantized_f8_f16 => f16, Float8;
+    gqa_append_quantized_f8_bf16 => bf16, Float8;
 });
 
 kernels!(CONCAT_NEW_TO_PAST_KV, Prologue: ConcatNewToPast, "family-prologue",
@@ -154,7 +166,7 @@ kernels!(PAGED_APPEND, Prologue: PagedAppend, "family-prologue",
     gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;
 });
 
-quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_quantized, min_blocks: 2,
+quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_quantized, min_blocks: 3,
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32,
      q_out: T, k_cache: u16, v_cache: u16; p: PagedParams), {
     gqa_paged_append_quantized_i8_f32 => f32, Int8;

@@ -20,6 +20,8 @@ pub use mbarrier::*;
     feature = "family-hopper",
     feature = "family-hopper-masked",
     feature = "family-hopper-paged",
+    feature = "family-hopper-quantized",
+    feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8"
 ))]
 pub(crate) use tma::tensor_map_param;
@@ -226,6 +228,13 @@ impl<T: Pod> Global<T> {
     pub fn load_word(self, i: usize) -> u32 {
         // SAFETY: inside what the launch bound, and aligned as the caller says.
         unsafe { self.offset(i).0.cast::<u32>().read() }
+    }
+
+    /// Writes the 4 bytes that start at element `i`, which must lie on a 4-byte boundary.
+    #[inline(always)]
+    pub fn store_word(self, i: usize, value: u32) {
+        // SAFETY: inside what the launch bound, and aligned as the caller says.
+        unsafe { self.offset(i).0.cast::<u32>().write(value) }
     }
 
     /// The 8 bytes that start at element `i`, which must lie on an 8-byte boundary.

@@ -47,7 +47,8 @@ impl Family for Hopper {
 
     fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
         let knows = problem.rotary.is_some_and(knows);
-        FusedPrologue { new_rows: false, query_rotation: fused && rotates(entry) && knows }
+        let query_rotation = fused && rotates(entry) && knows;
+        FusedPrologue { query_rotation, ..FusedPrologue::default() }
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
@@ -58,7 +59,8 @@ impl Family for Hopper {
         }
         let params = l2_swizzled_params(&job, splits)?;
         let counter = job.scratch.count(1);
-        let arguments = arguments(job.problem, &params, &job.rows, counter, entry);
+        let keys = key_maps(job.problem, &params, &job.rows, entry);
+        let arguments = arguments(job.problem, &params, &job.rows, counter, keys);
         let grid = hopper::grid(&params, entry.rows, job.device.multiprocessors);
         merge::launches(job, entry, grid, arguments, &params, true)
     }
@@ -197,34 +199,52 @@ fn whole_launch(job: Job<'_>, entry: &'static Entry, turns: bool) -> Result<Laun
     let attention = l2_swizzled_params(&job, 1)?;
     let grid = hopper::grid(&attention, entry.rows, sms);
     let counter = job.scratch.count(1);
-    let mut arguments = arguments(p, &attention, &job.rows, counter, entry);
+    let keys = key_maps(p, &attention, &job.rows, entry);
+    let mut arguments = arguments(p, &attention, &job.rows, counter, keys);
     if !rotates(entry) {
         return launch(entry, grid, &arguments, &attention);
     }
-    let table = |id| if turns { tensor(p, id, 0) } else { Arg::Null };
-    arguments.extend([("cos", table(TensorId::CosCache)), ("sin", table(TensorId::SinCache))]);
+    arguments.extend(tables(p, turns));
     let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
     launch(entry, grid, &arguments, &HopperParams { attention, rotary })
 }
 
-/// Everything `hopper` asks for: tensor maps of what it reads by tiles.
+/// What a kernel that rotates queries looks cosines and sines up in, if it does.
+pub(super) fn tables(p: &Problem, turns: bool) -> [(&'static str, Arg); 2] {
+    let table = |id| if turns { tensor(p, id, 0) } else { Arg::Null };
+    [("cos", table(TensorId::CosCache)), ("sin", table(TensorId::SinCache))]
+}
+
+/// Tensor maps of K and V.
+pub(super) fn key_maps(
+    p: &Problem,
+    params: &AttentionParams,
+    rows: &Rows,
+    entry: &Entry,
+) -> [Arg; 2] {
+    let AttentionParams { head_size, capacity, kv_heads, batch, .. } = *params;
+    let map = |arg, strides| {
+        tensor_map(p, arg, strides, [head_size, capacity, kv_heads, batch], entry.keys)
+    };
+    let [k, v] = rows.attended;
+    [map(k, params.k), map(v, params.v)]
+}
+
+/// Everything `hopper` asks for, with tensor maps of K and V: those of what it reads by tiles.
 pub(super) fn arguments(
     p: &Problem,
     params: &AttentionParams,
     rows: &Rows,
     counter: Arg,
-    entry: &Entry,
+    [k, v]: [Arg; 2],
 ) -> Vec<(&'static str, Arg)> {
-    let AttentionParams { q_len, q_heads, kv_heads, capacity, .. } = *params;
-    let map = |arg, strides, rows, heads, tile_rows| {
-        tensor_map(p, arg, strides, [params.head_size, rows, heads, params.batch], tile_rows)
-    };
+    let AttentionParams { head_size, q_len, q_heads, batch, .. } = *params;
+    let queries = [head_size, q_len, q_heads, batch];
     let tensor = |id| tensor(p, id, 0);
-    let [k, v] = rows.attended;
     let mut arguments = vec![
-        ("q", map(rows.query.arg, params.q, q_len, q_heads, hopper::QUERY_BOX)),
-        ("k", map(k, params.k, capacity, kv_heads, entry.keys)),
-        ("v", map(v, params.v, capacity, kv_heads, entry.keys)),
+        ("q", tensor_map(p, rows.query.arg, params.q, queries, hopper::QUERY_BOX)),
+        ("k", k),
+        ("v", v),
         ("seqlens_k", tensor(TensorId::SeqlensK)),
         ("head_sink", tensor(TensorId::HeadSink)),
         ("lse", tensor(TensorId::Lse)),

@@ -1,6 +1,6 @@
 //! `hopper_masked`: `hopper` with a bias or a mask.
 
-use super::hopper::{self, arguments, tensor_map};
+use super::hopper::{self, arguments, key_maps, tensor_map};
 use crate::plan::build::{launch, tensor};
 use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, Job, Kernel};
@@ -40,7 +40,8 @@ impl Family for HopperMasked {
         params.attention.l2_section = kernels::l2_section(&params.attention, device.l2_bytes);
         let grid = kernels::grid(&params.attention, entry.rows, device.multiprocessors);
         let counter = job.scratch.count(1);
-        let mut arguments = arguments(p, &params.attention, &job.rows, counter, entry);
+        let keys = key_maps(p, &params.attention, &job.rows, entry);
+        let mut arguments = arguments(p, &params.attention, &job.rows, counter, keys);
         arguments.extend(bias_or_mask(p));
         arguments.extend(mask_map(p, entry).map(|map| ("tiles", map)));
         Ok(vec![launch(entry, grid, &arguments, &params)?])

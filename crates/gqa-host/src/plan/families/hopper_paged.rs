@@ -12,6 +12,7 @@ use crate::plan::params::{output, params, rotary_params};
 use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
 use crate::{Error, Pages, Problem, Result};
+use bytemuck::Pod;
 use gqa_kernels::attention::hopper as kernels;
 use gqa_kernels::params::{AttentionParams, HopperParams, PagedHopperParams, Strides};
 use gqa_kernels::registry::{self, Entry};
@@ -32,22 +33,28 @@ impl Family for HopperPaged {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        let p = call.problem;
-        if p.lse {
-            return Err(Rejection::Argument { name: "lse" });
-        }
-        requirements::flash(p)?;
-        // Boxes of TMA fit the blocks.
-        requirements::blocks_of(p, kernels::LEAST_BOX)?;
-        let entry = select::smallest(self, call)?;
-        suits(call)?;
-        requirements::narrow_output(p)?;
-        Ok(Kernel::whole(entry))
+        choose(self, call)
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-        paged_launch(job, kernel.entry).map(|launch| vec![launch])
+        let paged = PagedCall::new(job, kernel.entry)?;
+        Ok(vec![paged.launch(&paged.params)?])
     }
+}
+
+/// The kernel of this family, or of that for quantized caches.
+pub(super) fn choose(family: &dyn Family, call: &Call<'_>) -> Result<Kernel, Rejection> {
+    let p = call.problem;
+    if p.lse {
+        return Err(Rejection::Argument { name: "lse" });
+    }
+    requirements::flash(p)?;
+    // Boxes of TMA fit the blocks.
+    requirements::blocks_of(p, kernels::LEAST_BOX)?;
+    let entry = select::smallest(family, call)?;
+    suits(call)?;
+    requirements::narrow_output(p)?;
+    Ok(Kernel::whole(entry))
 }
 
 /// Why rows must be gathered from their blocks, or why attention over gathered ones does better.
@@ -75,16 +82,36 @@ fn reading_often_pays(p: &Problem, device: &DeviceInfo) -> bool {
     waves * sms < GATHER_TIME.saturating_mul(p.kv_heads * p.batch)
 }
 
-/// It rotates queries if anything does: to it the tokens of all sequences are one batch entry. It
-/// leaves out sequences with fewer tokens than are the task's.
-fn paged_launch(job: Job<'_>, entry: &'static Entry) -> Result<Launch> {
-    let counter = job.scratch.count(1);
-    let params = paged_params(&job, entry)?;
-    let concurrent = job.task.queue.is_some_and(|queue| !queue.is_secondary);
-    let blocks = if params.is_secondary == 1 { params.secondary } else { params.primary };
-    let arguments = arguments(&job, &params, entry, counter)?;
-    let launch = launch(entry, [blocks, 1, 1], &arguments, &params)?;
-    Ok(Launch { concurrent, ..launch })
+/// What a launch takes, over a cache of elements or of quantized values. It rotates queries if
+/// anything does: to it the tokens of all sequences are one batch entry. It leaves out sequences
+/// with fewer tokens than are the task's.
+pub(super) struct PagedCall {
+    entry: &'static Entry,
+    pub(super) params: PagedHopperParams,
+    arguments: Vec<(&'static str, Arg)>,
+    blocks: u32,
+    /// With the launch behind it.
+    concurrent: bool,
+}
+
+impl PagedCall {
+    pub(super) fn new(job: Job<'_>, entry: &'static Entry) -> Result<Self> {
+        let counter = job.scratch.count(1);
+        let params = paged_params(&job, entry)?;
+        Ok(Self {
+            entry,
+            params,
+            arguments: arguments(&job, &params, entry, counter)?,
+            blocks: if params.is_secondary == 1 { params.secondary } else { params.primary },
+            concurrent: job.task.queue.is_some_and(|queue| !queue.is_secondary),
+        })
+    }
+
+    /// The launch, with the scalars that its kernel takes.
+    pub(super) fn launch(&self, params: &impl Pod) -> Result<Launch> {
+        let launch = launch(self.entry, [self.blocks, 1, 1], &self.arguments, params)?;
+        Ok(Launch { concurrent: self.concurrent, ..launch })
+    }
 }
 
 /// The call, and which blocks take its work tiles.
@@ -117,17 +144,24 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
     })
 }
 
-/// The cache is (block, row, head), and the output's rows are tokens.
+/// The cache is (block, row, head), and the output's rows are tokens. Strides of the cache count
+/// [`columns`].
 fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
-    let row = u64::from(params.kv_heads) * u64::from(params.head_size);
-    let cache =
-        Strides { row, head: params.head_size.into(), batch: row * pages.block_size as u64 };
+    let columns = columns(job.problem)?;
+    let row = u64::from(params.kv_heads) * u64::from(columns);
+    let cache = Strides { row, head: columns.into(), batch: row * pages.block_size as u64 };
     let out = Strides { batch: 0, ..params.out };
     let params = AttentionParams { k: cache, v: cache, out, ..params };
-    let l2_section =
-        kernels::l2_section(&AttentionParams { batch: 1, ..params }, job.device.l2_bytes);
+    let read = AttentionParams { batch: 1, head_size: columns, ..params };
+    let l2_section = kernels::l2_section(&read, job.device.l2_bytes);
     Ok(AttentionParams { l2_section, ..params })
+}
+
+/// Columns of a row of the cache, as TMA has it: of 16 bits, whatever these are.
+fn columns(p: &Problem) -> Result<u32> {
+    let [.., width] = p.key_cache_shape(0);
+    u32_of("bytes of a row", width * p.key_cache_dtype().size() / p.dtype.size())
 }
 
 fn arguments(
@@ -135,21 +169,23 @@ fn arguments(
     params: &PagedHopperParams,
     entry: &Entry,
     counter: Arg,
-) -> Result<[(&'static str, Arg); 11]> {
+) -> Result<Vec<(&'static str, Arg)>> {
     let p = job.problem;
     let AttentionParams { head_size, q_heads, kv_heads, q, k: cache, .. } = params.hopper.attention;
     let block_size = u32_of("rows of a block", pages(p)?.block_size)?;
     let queries = [head_size, params.tokens, q_heads, 1];
-    let keys = [head_size, block_size, kv_heads, params.blocks];
+    let keys = [columns(p)?, block_size, kv_heads, params.blocks];
     let box_rows = kernels::box_rows(block_size, entry.keys);
     let [k, v] = job.rows.attended.map(|arg| tensor_map(p, arg, cache, keys, box_rows));
     let tensor = |id| tensor(p, id, 0);
-    Ok([
+    Ok(vec![
         ("q", tensor_map(p, job.rows.query.arg, q, queries, kernels::QUERY_BOX)),
         ("k", k),
         ("v", v),
         ("cos", tensor(TensorId::CosCache)),
         ("sin", tensor(TensorId::SinCache)),
+        ("k_scale", tensor(TensorId::KScale)),
+        ("v_scale", tensor(TensorId::VScale)),
         ("starts", tensor(TensorId::CumulativeSequenceLength)),
         ("past_seqlens", tensor(TensorId::SeqlensK)),
         ("block_table", tensor(TensorId::BlockTable)),

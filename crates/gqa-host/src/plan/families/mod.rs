@@ -9,6 +9,8 @@ mod hopper;
 mod hopper_float8;
 mod hopper_masked;
 mod hopper_paged;
+mod hopper_paged_quantized;
+mod hopper_quantized;
 mod split_kv;
 mod split_kv_masked;
 mod tiled;
@@ -20,15 +22,17 @@ mod unfused;
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 16] = [
+pub(super) static FAMILIES: [&dyn Family; 18] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
+    &hopper_paged_quantized::HopperPagedQuantized,
     &hopper_paged::HopperPaged,
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
     &split_kv_masked::SplitKvMasked,
     &hopper_float8::HopperFloat8,
+    &hopper_quantized::HopperQuantized,
     &hopper::Hopper,
     &hopper_masked::HopperMasked,
     &tiled::Tiled,
@@ -42,3 +46,4 @@ pub(super) static FAMILIES: [&dyn Family; 16] = [
 pub(super) use decode_paged::DecodePaged;
 pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;
+pub(super) use hopper_paged_quantized::HopperPagedQuantized;

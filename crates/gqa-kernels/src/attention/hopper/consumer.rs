@@ -7,6 +7,7 @@ use super::output::{Destination, Output};
 use super::pages::Pages;
 use super::ring::Ring;
 use super::rotate::Rotation;
+use super::scales::{CacheScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
 use super::softmax::{Raised, RowPair, Softmax, exceed, greatest, scale};
 use super::work::{KeyTiles, Place, Slot};
@@ -36,14 +37,15 @@ pub(super) struct Pointers<T> {
     pub(super) to: Destination<T>,
 }
 
-/// A consumer warpgroup, which multiplies operands of type `P`: `C` score, `W` packed weight and
-/// `O` output registers per thread.
-pub(super) struct Consumer<'a, T, P, S, const C: usize, const W: usize, const O: usize> {
+/// A consumer warpgroup, which multiplies operands of type `P`, over a cache with scales `K`: `C`
+/// score, `W` packed weight and `O` output registers per thread.
+pub(super) struct Consumer<'a, T, P, S, K, const C: usize, const W: usize, const O: usize> {
     p: &'a AttentionParams,
     base: u32,
     warpgroup: u32,
     pointers: Pointers<T>,
     softmax: Softmax<'a>,
+    scales: K,
     /// The Q tile in use; before the first, the last of the ring.
     q: Ring,
     /// The next K or V tile.
@@ -74,13 +76,21 @@ struct State<const W: usize, const O: usize> {
     begun: bool,
 }
 
-impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, const O: usize>
-    Consumer<'a, T, P, S, C, W, O>
+impl<
+    'a,
+    T: MmaElement,
+    P: Operand,
+    S: Tile,
+    K: CacheScales,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+> Consumer<'a, T, P, S, K, C, W, O>
 {
     const BLOCK: u32 = S::WARPGROUPS * WARPGROUP;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>) -> Self {
+    pub(super) fn new(base: u32, p: &'a AttentionParams, pointers: Pointers<T>, scales: K) -> Self {
         // Shuffled, so that the compiler sees that a warp's lanes agree, and keeps what follows in
         // uniform registers.
         let warpgroup = shfl_idx_u32(thread_idx() / WARPGROUP, 0) - 1;
@@ -101,6 +111,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
                 adds: !S::SUM_COLUMNS,
                 keeps: !S::SUM_COLUMNS || S::IS_TRANSPOSED,
             },
+            scales,
             q: Ring::START,
             kv: Ring::START,
             mask: Ring::START,
@@ -195,7 +206,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         *weights = P::pack_weights::<C, W>(&s);
         if exceed(weights) {
             rows.sum = before;
-            let factors = match self.softmax.lower::<T, W>(weights, rows) {
+            let factors = match self.softmax.lower::<P::Element, W>(weights, rows) {
                 Some(factors) => factors,
                 None => self.weigh_again(keys, rows, weights),
             };
@@ -297,6 +308,16 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         }
         if let Some(scales) = self.pointers.scales {
             self.softmax.factors = scales.factors(slot.place::<S>(), self.softmax.row, self.p);
+        }
+        let rows = || TileRows {
+            base: self.base,
+            slot,
+            tile: self.base + self.q_tile() * S::Q_BYTES,
+            warpgroup: self.warpgroup,
+            row: self.softmax.row,
+        };
+        if let Some(factors) = self.scales.row_factors::<T, S>(rows, self.p) {
+            self.softmax.factors = factors;
         }
         // Large heads do better with one loop: the other one keeps K until weights are seen, and
         // with their few tiles under way that keeps the next ones out.
@@ -408,7 +429,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
                 self.softmax.weigh(half, &mut s, rows);
                 half += 1;
             }
-            let packed: [u32; 4] = T::pack_weights::<8, 4>(&s);
+            let packed: [u32; 4] = P::Element::pack_weights::<8, 4>(&s);
             let mut i = 0;
             while i < 4 {
                 weights[4 * block + i] = packed[i];
@@ -439,8 +460,8 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
             let place = |row: u32, unit: u32| 16 * (unit ^ (row % 8));
             let a = ldmatrix_x4(q + chunk * WARPGROUP_ROWS + place(query, unit + lane / 16));
             let b = ldmatrix_x4(k + chunk * S::N + place(key, unit + lane / 8 % 2));
-            T::mma(&mut low, a, [b[0], b[1]]);
-            T::mma(&mut high, a, [b[2], b[3]]);
+            P::Element::mma(&mut low, a, [b[0], b[1]]);
+            P::Element::mma(&mut high, a, [b[2], b[3]]);
         }
         let ([a, b, c, d], [e, f, g, h]) = (low, high);
         [a, b, c, d, e, f, g, h]
@@ -591,6 +612,7 @@ impl<'a, T: MmaElement, P: Operand, S: Tile, const C: usize, const W: usize, con
         if let Some(scales) = self.pointers.scales {
             scales.widen(o, place.head, self.p);
         }
+        self.scales.widen(o, place.head, self.p);
         if S::SPLITS {
             output.store_part(o, to.partial_out);
         } else if let Some(quantized) = to.quantized {

@@ -1,16 +1,19 @@
-//! What the tensor cores multiply: elements, or e4m3 where both caches hold it.
+//! What the tensor cores multiply: elements, halves where quantized values become such, or e4m3
+//! where both caches hold it.
 //!
 //! A thread's scores of a row are two neighbours in eight, its weights of e4m3 as an operand four
 //! neighbours in sixteen. Instead of exchanging them between threads, keys change places:
 //! [`key_of_column`] says which one of 32 stands in a column of V, transposed.
 
-use crate::num::{Float8, MmaElement};
+use crate::num::{Float8, MmaElement, f16};
 use crate::simt::{f32x2_to_e4m3x2, wgmma_add_e4m3, wgmma_e4m3, wgmma_registers_e4m3};
 
 /// A type of operands. V is as the cache has it where they have two bytes; where they have one it
 /// is transposed, a row for each column of the head, because the tensor cores turn nothing round
 /// then.
 pub(super) trait Operand {
+    /// What `mma` multiplies for a warp of its own; not used where weights do not become infinite.
+    type Element: MmaElement;
     /// Exponents of the weights that a row's greatest scores get when its reference is set,
     /// downwards from 1.
     const HEADROOM: f32;
@@ -28,6 +31,7 @@ pub(super) trait Operand {
 
 /// Accumulator and operand layouts agree.
 impl<T: MmaElement> Operand for T {
+    type Element = T;
     const HEADROOM: f32 = T::HEADROOM as f32;
     /// From 2 on weights have the highest bit of their exponents set, in both types.
     const LIMIT: f32 = 1.0;
@@ -56,6 +60,7 @@ impl<T: MmaElement> Operand for T {
 }
 
 impl Operand for Float8 {
+    type Element = f16;
     /// So many powers of two above 1, because below 1/64 numbers are coarse.
     const HEADROOM: f32 = -6.0;
     /// 256 of at most 448.

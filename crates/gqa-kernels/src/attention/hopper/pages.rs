@@ -16,7 +16,7 @@
 //! even half busy, and blocks of 16 rows make many.
 
 use super::ring::Ring;
-use super::shape::{CHUNK, Tile};
+use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
 use crate::concept::pages::Sequence;
@@ -180,7 +180,7 @@ impl Boxes {
     fn new<S: Tile>(base: u32, k: TensorMap, v: TensorMap, pages: Pages) -> Self {
         let height = pages.box_rows::<S>();
         let boxes = (quotient(S::N, height) + 1 - warp() / 2) / 2;
-        let bytes = boxes * height * S::CHUNKS * 128;
+        let bytes = boxes * height * S::ARRIVAL.chunks * 128;
         Self { base, ring: Ring::START, pages, k, v, bytes, behind: None }
     }
 
@@ -224,9 +224,10 @@ impl Boxes {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn load<S: Tile>(&mut self, map: TensorMap, spot: Spot) {
         let barrier = self.base + self.ring.barrier();
+        let Arrival { offset, chunks, full } = S::ARRIVAL;
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
-        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES;
-        let full = barrier + S::KV_FULL;
+        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES + offset;
+        let full = barrier + full;
         // Each warp arrives, one without boxes too: what it has yet to read must not be written
         // over.
         if lane() == 0 {
@@ -236,7 +237,7 @@ impl Boxes {
         let above = nth_box() * self.pages.box_rows::<S>();
         if above < S::N {
             let mut chunk = 0;
-            while chunk < S::CHUNKS {
+            while chunk < chunks {
                 let at = [chunk * CHUNK, spot.row, spot.head, spot.block];
                 tma_load(destination + (chunk * S::N + above) * 128, map, at, full);
                 chunk += 1;

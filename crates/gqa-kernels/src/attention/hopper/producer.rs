@@ -3,7 +3,7 @@
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
-use super::shape::{CHUNK, TRANSPOSED_KEYS, Tile, WARPGROUP_ROWS};
+use super::shape::{Arrival, CHUNK, TRANSPOSED_KEYS, Tile, WARPGROUP_ROWS};
 use super::work::{Place, Slot, TileScheduler, Work};
 use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
@@ -11,8 +11,9 @@ use crate::simt::*;
 
 /// Starts copying a tile of `rows` rows: one box per chunk of columns.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn load_tile<S: Tile>(
+fn load_tile(
     rows: u32,
+    chunks: u32,
     destination: u32,
     map: TensorMap,
     row: u32,
@@ -20,9 +21,9 @@ fn load_tile<S: Tile>(
     batch: u32,
     full: u32,
 ) {
-    mbarrier_arrive_expect(full, rows * S::CHUNKS * 128);
+    mbarrier_arrive_expect(full, rows * chunks * 128);
     let mut chunk = 0;
-    while chunk < S::CHUNKS {
+    while chunk < chunks {
         let at = [chunk * CHUNK, row, head, batch];
         tma_load(destination + chunk * rows * 128, map, at, full);
         chunk += 1;
@@ -62,13 +63,14 @@ impl KeyValueRing {
         transposed: bool,
     ) {
         let barrier = self.base + self.ring.barrier();
+        let Arrival { offset, chunks, full } = S::ARRIVAL;
         mbarrier_wait(barrier + S::KV_EMPTY, self.ring.parity ^ 1);
-        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES;
-        let full = barrier + S::KV_FULL;
+        let destination = self.base + S::KV + self.ring.stage * S::STAGE_BYTES + offset;
+        let full = barrier + full;
         if transposed {
             load_transposed::<S>(destination, map, tile, head, batch, full);
         } else {
-            load_tile::<S>(S::N, destination, map, tile * S::N, head, batch, full);
+            load_tile(S::N, chunks, destination, map, tile * S::N, head, batch, full);
         }
         self.ring = self.ring.next(S::STAGES);
     }
@@ -145,7 +147,7 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
             } else {
                 let destination = base + tile * S::Q_BYTES;
                 let row = row + warpgroup * WARPGROUP_ROWS;
-                load_tile::<S>(WARPGROUP_ROWS, destination, q, row, head, batch, full);
+                load_tile(WARPGROUP_ROWS, S::CHUNKS, destination, q, row, head, batch, full);
             }
             warpgroup += 1;
         }

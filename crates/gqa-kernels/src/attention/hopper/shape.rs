@@ -64,6 +64,17 @@ pub(super) trait Tile {
     const STEPS: u32 = if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 3 } else { u32::MAX };
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
+    /// Tiles of K and V arrive as quantized values, of which a warpgroup of its own makes halves
+    /// (`convert.rs`).
+    const CONVERTS: bool;
+    /// Of a tile of quantized values of 8 bits, which those of 4 bits take half of: the end of the
+    /// tile of halves that they become.
+    const CODE_CHUNKS: u32 = Self::D.div_ceil(128);
+    const CODE_BYTES: u32 = Self::N * Self::CODE_CHUNKS * 128;
+    /// A factor for each query row.
+    const FACTOR_BYTES: u32 = if Self::CONVERTS { 4 * Self::ROWS } else { 0 };
+    /// Threads of a block.
+    const THREADS: u32 = (Self::WARPGROUPS + 1 + Self::CONVERTS as u32) * WARPGROUP;
     /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is
     /// there before it is needed.
     const Q_STAGES: u32 =
@@ -74,28 +85,53 @@ pub(super) trait Tile {
     /// K and V tiles in flight together.
     const STAGES: u32 = {
         let rest = Self::Q_TILES * Self::Q_BYTES + Self::MASK_STAGES * Self::MASK_BYTES;
-        let rest = rest + Self::ONES_BYTES + 1024;
+        let rest = rest + Self::ONES_BYTES + Self::FACTOR_BYTES + 1024;
         let fit = (SHARED - rest) / Self::STAGE_BYTES;
         if fit < MAX_STAGES { fit } else { MAX_STAGES }
     };
     const KV: u32 = Self::Q_TILES * Self::Q_BYTES;
     const MASK: u32 = Self::KV + Self::STAGES * Self::STAGE_BYTES;
     const ONES: u32 = Self::MASK + Self::MASK_STAGES * Self::MASK_BYTES;
-    const Q_FULL: u32 = Self::ONES + Self::ONES_BYTES;
+    const FACTORS: u32 = Self::ONES + Self::ONES_BYTES;
+    const Q_FULL: u32 = Self::FACTORS + Self::FACTOR_BYTES;
     const Q_EMPTY: u32 = Self::Q_FULL + 8 * Self::Q_TILES;
     const KV_FULL: u32 = Self::Q_EMPTY + 8 * Self::Q_TILES;
     const KV_EMPTY: u32 = Self::KV_FULL + 8 * Self::STAGES;
     const MASK_FULL: u32 = Self::KV_EMPTY + 8 * Self::STAGES;
     const MASK_EMPTY: u32 = Self::MASK_FULL + 8 * Self::MASK_STAGES;
-    const WORK_FULL: u32 = Self::MASK_EMPTY + 8 * Self::MASK_STAGES;
+    const CODE_FULL: u32 = Self::MASK_EMPTY + 8 * Self::MASK_STAGES;
+    const WORK_FULL: u32 =
+        Self::CODE_FULL + if Self::CONVERTS { 8 * Self::STAGES.next_multiple_of(2) } else { 0 };
+    /// On a boundary of 16 bytes: before it are pairs of barriers.
     const WORK: u32 = Self::WORK_FULL + 8 * WORK_SLOTS;
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
+    /// What TMA fills of a stage of the ring with K or V: the whole tile, or its end.
+    const ARRIVAL: Arrival = if Self::CONVERTS {
+        Arrival {
+            offset: Self::KV_BYTES - Self::CODE_BYTES,
+            chunks: Self::CODE_CHUNKS,
+            full: Self::CODE_FULL,
+        }
+    } else {
+        Arrival { offset: 0, chunks: Self::CHUNKS, full: Self::KV_FULL }
+    };
+}
+
+/// How K and V arrive.
+#[derive(Clone, Copy)]
+pub(super) struct Arrival {
+    /// From the start of the stage.
+    pub(super) offset: u32,
+    /// Chunks of columns.
+    pub(super) chunks: u32,
+    /// The first barrier.
+    pub(super) full: u32,
 }
 
 /// A shape: `D` columns, `N` keys, `G` consumer warpgroups; `C` score, `W` packed weight (half as
 /// many where operands are e4m3) and `O` output registers per thread, four more of these if the
 /// tensor cores sum weights; `M` tiles of a mask in flight, or 0 and no mask; whole key ranges or
-/// `SPLITS` of them.
+/// `SPLITS` of them; K and V of elements or, with `CODES`, of quantized values.
 pub struct Hopper<
     const D: u32,
     const N: u32,
@@ -105,45 +141,50 @@ pub struct Hopper<
     const O: usize,
     const M: u32,
     const SPLITS: bool,
+    const CODES: bool,
 >;
 
 /// Head sizes up to 64. The tensor cores sum the weights, because the loop is bound by its
 /// instructions.
-pub type D64 = Hopper<64, 128, 3, 64, 32, 36, 0, false>;
+pub type D64 = Hopper<64, 128, 3, 64, 32, 36, 0, false, false>;
 /// The same for short prompts, which fill tiles of fewer rows better.
-pub type D64Short = Hopper<64, 128, 2, 64, 32, 36, 0, false>;
+pub type D64Short = Hopper<64, 128, 2, 64, 32, 36, 0, false, false>;
 /// The same with sums of weights that are not rounded, which a log-sum-exp needs, and for splits,
 /// whose way out needs more registers than three warpgroups have.
-pub type D64Exact<const SPLITS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, SPLITS>;
+pub type D64Exact<const SPLITS: bool> = Hopper<64, 128, 2, 64, 32, 32, 0, SPLITS, false>;
 /// Head sizes up to 80.
-pub type D80 = Hopper<80, 96, 3, 48, 24, 40, 0, false>;
+pub type D80 = Hopper<80, 96, 3, 48, 24, 40, 0, false, false>;
 /// The same for short prompts.
-pub type D80Short = Hopper<80, 128, 2, 64, 32, 40, 0, false>;
+pub type D80Short = Hopper<80, 128, 2, 64, 32, 40, 0, false, false>;
 /// Head sizes up to 96.
-pub type D96 = Hopper<96, 96, 3, 48, 24, 48, 0, false>;
+pub type D96 = Hopper<96, 96, 3, 48, 24, 48, 0, false, false>;
 /// The same for short prompts.
-pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false>;
+pub type D96Short = Hopper<96, 128, 2, 64, 32, 48, 0, false, false>;
 /// Head sizes up to 128.
-pub type D128<const SPLITS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, SPLITS>;
+pub type D128<const SPLITS: bool> = Hopper<128, 128, 2, 64, 32, 64, 0, SPLITS, false>;
 /// The same for many keys that all rows see: fewer, larger tiles.
-pub type D128Long = Hopper<128, 176, 2, 88, 44, 64, 0, false>;
+pub type D128Long = Hopper<128, 176, 2, 88, 44, 64, 0, false, false>;
 /// Head sizes up to 160.
-pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false>;
+pub type D160 = Hopper<160, 128, 2, 64, 32, 80, 0, false, false>;
 /// Head sizes up to 192.
-pub type D192<const SPLITS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, SPLITS>;
+pub type D192<const SPLITS: bool> = Hopper<192, 128, 2, 64, 32, 96, 0, SPLITS, false>;
 /// Head sizes up to 224.
-pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false>;
+pub type D224 = Hopper<224, 64, 2, 32, 16, 112, 0, false, false>;
 /// Head sizes up to 256.
-pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS>;
+pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS, false>;
 /// Head sizes up to 128, operands of e4m3. The tensor cores sum the weights, so that what rounds
 /// all of a row's weights alike does no harm.
-pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false>;
+pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false, false>;
+/// Head sizes up to 64, over a quantized cache.
+pub type QuantizedD64 = Hopper<64, 128, 2, 64, 32, 32, 0, false, true>;
+/// Head sizes up to 128, over a quantized cache.
+pub type QuantizedD128 = Hopper<128, 128, 2, 64, 32, 64, 0, false, true>;
 /// Head sizes up to 64, with a mask.
-pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false>;
+pub type MaskedD64 = Hopper<64, 128, 2, 64, 32, 32, 2, false, false>;
 /// Head sizes up to 128, with a mask.
-pub type MaskedD128 = Hopper<128, 128, 2, 64, 32, 64, 2, false>;
+pub type MaskedD128 = Hopper<128, 128, 2, 64, 32, 64, 2, false, false>;
 /// Head sizes up to 256, with a mask.
-pub type MaskedD256 = Hopper<256, 64, 2, 32, 16, 128, 2, false>;
+pub type MaskedD256 = Hopper<256, 64, 2, 32, 16, 128, 2, false, false>;
 
 impl<
     const D: u32,
@@ -154,12 +195,14 @@ impl<
     const O: usize,
     const M: u32,
     const SPLITS: bool,
-> Tile for Hopper<D, N, G, C, W, O, M, SPLITS>
+    const CODES: bool,
+> Tile for Hopper<D, N, G, C, W, O, M, SPLITS, CODES>
 {
     const D: u32 = D;
     const N: u32 = N;
     const WARPGROUPS: u32 = G;
     const MASK_STAGES: u32 = M;
+    const CONVERTS: bool = CODES;
     const SPLITS: bool = SPLITS;
     const NUMBER_BYTES: u32 = 8 * W as u32 / N;
     const SUM_COLUMNS: bool = O as u32 > D / 2;

@@ -28,6 +28,8 @@ impl TensorMap {
     feature = "family-hopper",
     feature = "family-hopper-masked",
     feature = "family-hopper-paged",
+    feature = "family-hopper-quantized",
+    feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8"
 ))]
 macro_rules! tensor_map_param {
@@ -47,6 +49,8 @@ macro_rules! tensor_map_param {
     feature = "family-hopper",
     feature = "family-hopper-masked",
     feature = "family-hopper-paged",
+    feature = "family-hopper-quantized",
+    feature = "family-hopper-paged-quantized",
     feature = "family-hopper-float8"
 ))]
 pub(crate) use tensor_map_param;

@@ -1,0 +1,120 @@
+//! `hopper_quantized`: `hopper` over a quantized KV cache, whose values become halves on their way.
+
+use super::hopper::{self, tensor_map};
+use crate::plan::build::launch;
+use crate::plan::decision::Rejection;
+use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
+use crate::plan::launch::{Arg, Launch};
+use crate::plan::options::PlanOption;
+use crate::plan::params::{l2_swizzled_params, params, rotary_params};
+use crate::plan::tensors::TensorId;
+use crate::plan::{build, requirements, select};
+use crate::{Error, Problem, QuantFormat, Result};
+use bytemuck::Zeroable;
+use gqa_kernels::attention::hopper as kernels;
+use gqa_kernels::params::{AttentionParams, HopperParams, QuantizedHopperParams, Strides};
+use gqa_kernels::registry::{self, Entry};
+
+pub(super) struct HopperQuantized;
+
+impl Family for HopperQuantized {
+    fn module(&self) -> registry::Family {
+        registry::Family::HopperQuantized
+    }
+
+    fn options(&self) -> &'static [PlanOption] {
+        &[PlanOption::DisableFlashAttention]
+    }
+
+    fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
+        let p = call.problem;
+        requirements::flash(p)?;
+        requirements::shared_and_quantized(p)?;
+        requirements::quantized_vectors(p)?;
+        let entry = select::smallest(self, call)?;
+        converting_pays(call, entry)?;
+        hopper::suits(call, entry)?;
+        whole_keys(call, entry)?;
+        requirements::narrow_output(p)?;
+        Ok(Kernel::whole(entry))
+    }
+
+    fn fuses(&self, problem: &Problem, _entry: &Entry, fused: bool) -> FusedPrologue {
+        let query_rotation = fused && problem.rotary.is_some_and(hopper::knows);
+        FusedPrologue { query_rotation, reads_quantized: true, ..FusedPrologue::default() }
+    }
+
+    fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
+        let (p, entry) = (job.problem, kernel.entry);
+        let how =
+            p.quantized.ok_or_else(|| Error::NoKernel("the KV cache is not quantized".into()))?;
+        let turns = self.fuses(p, entry, job.task.fused).query_rotation;
+        let attention = l2_swizzled_params(&job, 1)?;
+        let counter = job.scratch.count(1);
+        let keys = key_maps(&job, &attention, entry, how.format);
+        let mut arguments = hopper::arguments(p, &attention, &job.rows, counter, keys);
+        let scale = |id| build::tensor(p, id, 0);
+        arguments.extend(hopper::tables(p, turns));
+        arguments
+            .extend([("k_scale", scale(TensorId::KScale)), ("v_scale", scale(TensorId::VScale))]);
+        let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
+        let params = QuantizedHopperParams {
+            hopper: HopperParams { attention, rotary },
+            format: how.format as u32,
+            per_channel: how.per_channel.into(),
+        };
+        let grid = kernels::grid(&attention, entry.rows, job.device.multiprocessors);
+        Ok(vec![launch(entry, grid, &arguments, &params)?])
+    }
+}
+
+/// Whether the keys that every row tile converts for itself cost less than a launch that
+/// dequantizes them once; of a smaller head, tiles would be padded too. GQA_FORCE knows better.
+/// `docs/perf-log.md` has the figures.
+pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
+    /// Query rows of a group.
+    const MOST_ROWS: usize = 2048;
+    let p = call.problem;
+    if call.options.force.is_some() {
+        return Ok(());
+    }
+    if p.head_size != entry.head_size as usize {
+        return Err(Rejection::OtherHeadSize { got: p.head_size });
+    }
+    match p.packed_rows() {
+        got if got > MOST_ROWS => Err(Rejection::Rows { got, max: MOST_ROWS as u32 }),
+        _ => Ok(()),
+    }
+}
+
+/// Calls that have work for all SMs without splits of the keys, for which there are no kernels.
+fn whole_keys(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
+    let p = call.problem;
+    let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
+    let sms = call.device.multiprocessors;
+    let best = kernels::splits(&params, entry.rows, entry.keys, p.most_keys(), sms);
+    let forced = call.options.force.is_some();
+    if best > 1 && !forced { Err(Rejection::Splits { best }) } else { Ok(()) }
+}
+
+/// Tensor maps of K and V, which have 16 bits of quantized values to a column.
+fn key_maps(
+    job: &Job<'_>,
+    params: &AttentionParams,
+    entry: &Entry,
+    format: QuantFormat,
+) -> [Arg; 2] {
+    let AttentionParams { head_size, capacity, kv_heads, batch, .. } = *params;
+    let per_column = if format == QuantFormat::Int4 { 4 } else { 2 };
+    let map = |arg, Strides { row, head, batch: entry_stride }: Strides| {
+        let strides = Strides {
+            row: row / u64::from(per_column),
+            head: head / u64::from(per_column),
+            batch: entry_stride / u64::from(per_column),
+        };
+        let size = [head_size / per_column, capacity, kv_heads, batch];
+        tensor_map(job.problem, arg, strides, size, entry.keys)
+    };
+    let [k, v] = job.rows.attended;
+    [map(k, params.k), map(v, params.v)]
+}

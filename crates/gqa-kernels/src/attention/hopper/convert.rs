@@ -1,0 +1,135 @@
+//! A quantized cache: a warpgroup of its own makes halves of tiles of quantized values, exactly,
+//! and the tensor cores multiply these. Scales come before and behind the products (`scales.rs`),
+//! so that nothing is rounded on the way.
+//!
+//! The quantized values of a tile arrive at the end of the place that its halves take, of which
+//! they fill half or, of the smallest heads, all. So columns whose halves do not lie there are
+//! written first; those of the others when all threads have read theirs.
+//!
+//! A thread converts 16 columns of a row at a time, which are in one chunk of columns; four threads
+//! have the chunk's. Eight neighbouring threads have rows `r` and `r ^ 5`, so that their vectors
+//! lie in all eight units of 128 bytes, where they read and where they write.
+
+use super::ring::Ring;
+use super::shape::{Tile, WARPGROUP, swizzled};
+use super::work::Slot;
+use crate::num::{Float8, Format, Int4, Int8, MmaCode};
+use crate::simt::*;
+
+/// Columns that a thread converts at a time.
+const COLUMNS: u32 = 16;
+/// How often it does with its loads under way together.
+const TOGETHER: usize = 4;
+/// Named barrier: the warpgroup has read all of a tile.
+const READ: u32 = 9;
+/// Warps that convert.
+pub(super) const WARPS: u32 = WARPGROUP / 32;
+
+/// The warpgroup that converts: all tiles of all work tiles.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn run<S: Tile>(base: u32, format: u32) {
+    // A loop for each, because none should ask in every step.
+    if format == Format::Int8 as u32 {
+        run_in::<S, Int8>(base);
+    } else if format == Format::Int4 as u32 {
+        run_in::<S, Int4>(base);
+    } else {
+        run_in::<S, Float8>(base);
+    }
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn run_in<S: Tile, C: MmaCode>(base: u32) {
+    let mut ring = Ring::START;
+    let mut n = 0;
+    loop {
+        // Opaque, or the address would be computed for all roles, and spilled in others.
+        let keys = Slot::drawn::<S>(opaque(base), n).keys();
+        if keys.is_empty() {
+            return;
+        }
+        n += 1;
+        for _ in Rolled(0..2 * (keys.end - keys.first), 1) {
+            mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
+            convert_tile::<S, C>(base + S::KV + ring.stage * S::STAGE_BYTES);
+            fence_proxy_async();
+            sync_warp();
+            if lane() == 0 {
+                mbarrier_arrive(base + S::KV_FULL + ring.barrier());
+            }
+            ring = ring.next(S::STAGES);
+        }
+    }
+}
+
+/// This thread's share of a tile.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn convert_tile<S: Tile, C: MmaCode>(tile: u32) {
+    const { assert!(S::N / 8 * S::CHUNKS.div_ceil(2) == WARPS * TOGETHER as u32) }
+    let codes = tile + S::KV_BYTES - S::CODE_BYTES;
+    let free = S::CHUNKS / 2;
+    if free > 0 {
+        store::<S, C>(tile, 0, load::<S, C>(codes, 0));
+    }
+    let last = load::<S, C>(codes, free);
+    named_barrier_sync(READ, WARPGROUP);
+    store::<S, C>(tile, free, last);
+}
+
+/// The codes of this thread's columns of all rows, of the half of the chunks that begins with chunk
+/// `first`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn load<S: Tile, C: MmaCode>(codes: u32, first: u32) -> [[u32; 4]; TOGETHER] {
+    let mut words = [[0; 4]; TOGETHER];
+    let mut i = 0;
+    while i < TOGETHER {
+        let (row, chunk) = place::<S>(i as u32, first);
+        let byte = (4 * chunk + lane() % 4) * COLUMNS * C::BITS / 8;
+        let at = codes + swizzled(S::N, row, byte / 16) + byte % 16;
+        if C::BITS == 8 {
+            words[i] = ld_shared_vec(at);
+        } else {
+            let pair: u64 = ld_shared(at);
+            words[i] = [pair as u32, (pair >> 32) as u32, 0, 0];
+        }
+        i += 1;
+    }
+    words
+}
+
+/// Writes their halves.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn store<S: Tile, C: MmaCode>(tile: u32, first: u32, codes: [[u32; 4]; TOGETHER]) {
+    let mut i = 0;
+    while i < TOGETHER {
+        let (row, chunk) = place::<S>(i as u32, first);
+        let [low, high] = halves::<C>(codes[i]);
+        let at = tile + swizzled(S::N, row, 8 * chunk + 2 * (lane() % 4));
+        st_shared_vec(at, low);
+        // The next unit, which has traded places likewise.
+        st_shared_vec(at ^ 16, high);
+        i += 1;
+    }
+}
+
+/// Row and chunk of what this thread converts as its `i`th: eight rows of a chunk for each warp.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn place<S: Tile>(i: u32, first: u32) -> (u32, u32) {
+    let chunks = S::CHUNKS.div_ceil(2);
+    let nth = warp() % WARPS + WARPS * i;
+    let row = (lane() / 8) ^ (lane() / 4 % 2 * 5);
+    (nth / chunks * 8 + row, first + nth % chunks)
+}
+
+/// Quantized values as halves, in two vectors.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn halves<C: MmaCode>([a, b, c, d]: [u32; 4]) -> [[u32; 4]; 2] {
+    if C::BITS == 4 {
+        return [C::in_order(a), C::in_order(b)];
+    }
+    let joined = |low, high| {
+        let ([a, b, ..], [c, d, ..]) = (C::in_order(low), C::in_order(high));
+        [a, b, c, d]
+    };
+    [joined(a, b), joined(c, d)]
+}

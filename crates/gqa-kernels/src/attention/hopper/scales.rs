@@ -1,0 +1,112 @@
+//! Scales of a quantized cache whose values become halves without them: those of the keys are the
+//! queries', before their product, or the products'; those of the values the output's.
+
+use super::float8;
+use super::queries;
+use super::shape::Tile;
+use super::work::Slot;
+use crate::concept::softmax::LOG2_E;
+use crate::num::{MmaElement, quotient};
+use crate::params::AttentionParams;
+use crate::simt::*;
+
+/// What the cache's scales make of a consumer's queries and output.
+pub(super) trait CacheScales: Copy {
+    /// What makes exponents of 2 of the products of a thread's rows, if it is not the same for all.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row_factors<T: MmaElement, S: Tile>(
+        &self,
+        _rows: impl FnOnce() -> TileRows,
+        _p: &AttentionParams,
+    ) -> Option<[f32; 2]> {
+        None
+    }
+
+    /// Multiplies a thread's output by the scales of the values.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn widen<const O: usize>(&self, _o: &mut [f32; O], _head: u32, _p: &AttentionParams) {}
+}
+
+/// Of elements.
+impl CacheScales for () {}
+
+/// A thread's rows `row` and `row + 8` of a work tile, those of its warpgroup in the Q tile at
+/// `tile`.
+pub(super) struct TileRows {
+    pub(super) base: u32,
+    pub(super) slot: Slot,
+    pub(super) tile: u32,
+    pub(super) warpgroup: u32,
+    pub(super) row: u32,
+}
+
+/// Of quantized values.
+#[derive(Clone, Copy)]
+pub(super) struct Scales {
+    /// (KV head, head size), or one, which is part of [`AttentionParams::scale`] then.
+    keys: Global<f32>,
+    values: float8::Scales,
+}
+
+impl Scales {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(keys: Global<f32>, values: Global<f32>, per_channel: bool) -> Self {
+        let (row_factors, v_scale) = (Global::null(), values);
+        Self { keys, values: float8::Scales { row_factors, v_scale, per_channel } }
+    }
+
+    /// The same call where the scale of all keys, if there is one, is part of its own.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn join(&self, p: &AttentionParams) -> AttentionParams {
+        let of_all = if self.values.per_channel { 1.0 } else { self.keys.load(0) };
+        AttentionParams { scale: p.scale * of_all, ..*p }
+    }
+}
+
+impl CacheScales for Scales {
+    /// Queries become halves for it.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row_factors<T: MmaElement, S: Tile>(
+        &self,
+        rows: impl FnOnce() -> TileRows,
+        p: &AttentionParams,
+    ) -> Option<[f32; 2]> {
+        let rows = rows();
+        if rows.slot.keys().is_empty() {
+            return Some([0.0; 2]);
+        }
+        let head = rows.slot.place::<S>().head;
+        let k_scale = || HeadScales::new(self.keys, head, p);
+        queries::convert::<T, S>(&rows, self.values.per_channel.then(k_scale), p);
+        Some(queries::factors::<S>(rows.base, rows.row).map(|row| row * (p.scale * LOG2_E)))
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn widen<const O: usize>(&self, o: &mut [f32; O], head: u32, p: &AttentionParams) {
+        self.values.widen(o, head, p);
+    }
+}
+
+/// Scales of a KV head's channels.
+#[derive(Clone, Copy)]
+pub(super) struct HeadScales {
+    scales: Global<f32>,
+    /// Of the first channel.
+    first: u32,
+}
+
+impl HeadScales {
+    /// Those of a query head's KV head.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new(scales: Global<f32>, head: u32, p: &AttentionParams) -> Self {
+        let kv_head = quotient(head, quotient(p.q_heads, p.kv_heads));
+        Self { scales, first: kv_head * p.head_size }
+    }
+
+    /// Scales of `N` channels from `column` on; those behind the head's last columns are any.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn load<const N: usize>(self, column: u32, p: &AttentionParams) -> [f32; N] {
+        let column = column.min(p.head_size - N as u32);
+        core::array::from_fn(|i| self.scales.load((self.first + column) as usize + i))
+    }
+}
