@@ -320,7 +320,10 @@ impl Data {
         let count = if how.per_channel { case.kv_heads * case.head_size } else { 1 };
         let key_spread = if case.qk_norm { 1.0 } else { case.spread };
         [key_spread, 1.0].map(|spread| {
-            let mut scale = || spread * self.rng.random_range(1.5..2.5) / most;
+            let mut scale = || {
+                let sign = if self.rng.random_bool(0.2) { -1.0 } else { 1.0 };
+                sign * spread * self.rng.random_range(1.5..2.5) / most
+            };
             Tensor::from(ArrayD::from_shape_simple_fn(IxDyn(&[count]), &mut scale))
         })
     }

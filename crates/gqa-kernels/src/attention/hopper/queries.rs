@@ -44,7 +44,7 @@ pub(super) fn convert<T: MmaElement, S: Tile>(
             let tops = greatest::<S>(tops.map(f32::to_bits), |a, b| {
                 max(f32::from_bits(a), f32::from_bits(b)).to_bits()
             });
-            share.store(first, x, tops.map(f32::from_bits));
+            share.store(first, x, tops.map(f32::from_bits), p);
         }
     } else {
         for first in share.rows() {
@@ -54,7 +54,7 @@ pub(super) fn convert<T: MmaElement, S: Tile>(
                 let [top, ..] = unpack::<T>([(top >> 16).max(top & 0xffff), 0, 0, 0]);
                 top
             });
-            share.store(first, words.map(unpack::<T>), tops);
+            share.store(first, words.map(unpack::<T>), tops, p);
         }
     }
     fence_proxy_async();
@@ -109,13 +109,21 @@ impl<S: Tile> Share<S> {
         core::array::from_fn(|n| ld_shared_vec(self.address(first, n)))
     }
 
-    /// Writes the vectors divided, and what by.
+    /// Writes the vectors divided, with the sign of the scale, and what by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store(&self, first: u32, x: [Numbers; TOGETHER], tops: [f32; TOGETHER]) {
+    fn store(
+        &self,
+        first: u32,
+        x: [Numbers; TOGETHER],
+        tops: [f32; TOGETHER],
+        p: &AttentionParams,
+    ) {
+        let sign = p.scale.to_bits() & (1 << 31);
         let mut n = 0;
         while n < TOGETHER {
             let exponent = exponent(tops[n]);
-            let x = x[n].map(|x| x * power_of_two(-exponent));
+            let factor = f32::from_bits(power_of_two(-exponent).to_bits() | sign);
+            let x = x[n].map(|x| x * factor);
             let pair = |i: usize| f16::pack(x[2 * i], x[2 * i + 1]);
             st_shared_vec(self.address(first, n), [pair(0), pair(1), pair(2), pair(3)]);
             if self.vector == 0 {

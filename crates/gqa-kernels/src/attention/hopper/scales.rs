@@ -55,7 +55,8 @@ impl Scales {
         Self { keys, values: float8::Scales { row_factors, v_scale, per_channel } }
     }
 
-    /// The same call where the scale of all keys, if there is one, is part of its own.
+    /// The same call where the scale of all keys, if there is one, is part of its own, which may be
+    /// negative then.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn join(&self, p: &AttentionParams) -> AttentionParams {
         let of_all = if self.values.per_channel { 1.0 } else { self.keys.load(0) };
@@ -78,7 +79,9 @@ impl CacheScales for Scales {
         let head = rows.slot.place::<S>().head;
         let k_scale = || HeadScales::new(self.keys, head, p);
         queries::convert::<T, S>(&rows, self.values.per_channel.then(k_scale), p);
-        Some(queries::factors::<S>(rows.base, rows.row).map(|row| row * (p.scale * LOG2_E)))
+        // Maxima are taken before the factor, so the sign is the queries'.
+        let factor = p.scale.abs() * LOG2_E;
+        Some(queries::factors::<S>(rows.base, rows.row).map(|row| row * factor))
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
