@@ -69,10 +69,12 @@ pub fn every_entry(
     panic!("{name}, {SEED}={seed}: of these kernels fewer than {calls} calls ran: {left:?}");
 }
 
-/// Options under which a plan has `entry` or is none.
-fn forcing(entry: &Entry) -> [PlanOptions; 2] {
+/// Options under which a plan has `entry` or is none. Some prologues lead to no kernel of few rows.
+fn forcing(entry: &Entry) -> [PlanOptions; 3] {
     let force = PlanOptions { force: Some(entry.name), ..PlanOptions::default() };
-    [PlanOptions { disable_fused_kv: true, ..force.clone() }, force]
+    let unfused = PlanOptions { disable_fused_kv: true, ..force.clone() };
+    let many_rows = PlanOptions { disable_flash_decode: true, ..force.clone() };
+    [unfused, force, many_rows]
 }
 
 /// Any call of the operators.
