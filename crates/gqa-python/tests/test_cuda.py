@@ -633,6 +633,31 @@ class OnAGpu(Cases, unittest.TestCase):
                 wanted, _ = expected(q[b], k_cache[b, :end], v_cache[b, :end])
                 self.near(out[b], wanted)
 
+    def test_a_graph_takes_the_tables_of_earlier_calls(self):
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        q, k, v = (torch.randn(3, n, 2, 128, **options) for n in (1, 512, 512))
+        blocks = [x.view(-1, 16, 2, 128) for x in (k, v)]
+        table = torch.arange(96, device="cuda", dtype=torch.int32).view(3, 32)
+        lengths = torch.tensor([500, 0, 17], device="cuda", dtype=torch.int32)
+        where = {"cache_seqlens": lengths, "block_table": table}
+
+        def step():
+            return gqa.flash_attn_func(q, k, v), gqa.flash_attn_with_kvcache(q, *blocks, **where)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            whole, cached = step()
+        for new in ([500, 0, 17], [0, 512, 1]):
+            lengths.copy_(torch.tensor(new))
+            q.normal_()
+            # What is kept for others meanwhile is not the graph's.
+            gqa.flash_attn_func(q.repeat(2, 1, 1, 1), *(x.repeat(2, 1, 1, 1) for x in (k, v)))
+            graph.replay()
+            for b, end in enumerate(new):
+                self.near(whole[b], expected(q[b], k[b], v[b])[0])
+                self.near(cached[b], expected(q[b], k[b, :end], v[b, :end])[0])
+
     def test_many_parts_merge_in_little_memory(self):
         parts = torch.randn(64, 1, 1024, 16, 128, device="cuda")
         lses = torch.randn(64, 1, 16, 1024, device="cuda")

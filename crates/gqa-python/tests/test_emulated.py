@@ -202,6 +202,24 @@ class Emulated(Cases, unittest.TestCase):
             self.assertNotEqual(memory.data_ptr(), other.data_ptr())
             self.assertTrue(torch.equal(memory[..., :37], other))
 
+    def test_a_graph_takes_what_was_made_before(self):
+        """And what it takes lasts, whatever is made afterwards."""
+        device, made = torch.device("cpu"), []
+        make = lambda device, n: made.append(n) or torch.full((n,), n)
+        kept = _launch._kept(make)
+        capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+        first = kept(device, 3)
+        with mock.patch.object(_launch, "current_stream", lambda _: 7), capturing:
+            self.assertIs(kept(device, 3), first)
+            self.assertIsNot(kept(device, 4), kept(device, 4))
+        with mock.patch.object(_launch, "_MOST_PLANS", 1):
+            kept(device, 5)
+        self.assertIsNot(kept(device, 3), first)
+        with capturing:
+            self.assertIs(kept(device, 3), first)
+            with _launch.nothing_kept():
+                self.assertIsNot(kept(device, 3), first)
+
     def test_one_row_takes_one_launch(self):
         """Over keys in flash-attn's layout and in transformers', and over blocks."""
         options = {"dtype": torch.bfloat16}

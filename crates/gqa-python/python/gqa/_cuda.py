@@ -27,7 +27,7 @@ def dense(q, k, v, scores, want_lse, mask, step=None):
     _check(q, {"k": k, "v": v}, 4)
     if k.shape[0] != q.shape[0]:
         raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
-    # Where nothing is kept, to say where blocks are costs more than one launch less brings.
+    # Where nothing is kept, to make the tables costs more than one launch less brings.
     if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, (k, v), scores):
         call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1] - 1))
         if launches(*_asked(q, k, None, None, call, scores, want_lse)) == 1:
@@ -42,7 +42,8 @@ def varlen(q, k, v, starts, most, table, scores, want_lse):
     known = [_known(numbers, q.device) for numbers in starts]
     starts, most = _starts(starts, most, q.device)
     if table is not None:
-        lacks = None not in known and bool((known[1].diff() < known[0].diff()).any())
+        is_known = all(numbers is not None for numbers in known)
+        lacks = is_known and bool((known[1].diff() < known[0].diff()).any())
         return _varlen_over_blocks(q, (k, v), starts, most, table, scores, want_lse, lacks)
     if is_self and not want_lse and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores), None

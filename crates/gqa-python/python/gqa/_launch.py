@@ -36,9 +36,8 @@ def nothing_kept():
 
 
 def keeps():
-    """Whether they are now."""
-    # The memory of a graph that is captured is its own.
-    return _keeping.is_on and not torch.cuda.is_current_stream_capturing()
+    """Whether they are, or a graph that is captured may have those that are."""
+    return _keeping.is_on
 
 
 class _Planned(NamedTuple):
@@ -114,7 +113,8 @@ def enqueue(planned, output, stream, addresses):
 
 def _zeros(device, stream, count):
     """Counters, which every call leaves zero: those of the stream, where they are kept."""
-    if not keeps():
+    # A graph's are its own: it may run beside the stream's calls.
+    if not keeps() or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     known = _counters.get((device.index, stream))
     if known is None or known.numel() < count:
@@ -125,19 +125,27 @@ def _zeros(device, stream, count):
 
 
 def _kept(make):
-    """What make returns, kept where something is."""
-    known = {}
+    """What make returns, kept where something is. A graph that is captured has what a call of any
+    stream made before: torch waits for the GPU before it captures."""
+    known, newest, in_graphs = {}, {}, {}
 
     def made(device, *key):
         if not keeps():
             return make(device, *key)
+        place = device.index, *key
+        if torch.cuda.is_current_stream_capturing():
+            if place not in in_graphs and place not in newest:
+                return make(device, *key)
+            # It lasts as long as the graph may.
+            return in_graphs.setdefault(place, newest.get(place))
         # Work of other streams may not see what this one's has not yet written.
-        place = (device.index, current_stream(device.index), *key)
-        if place not in known:
+        at = current_stream(device.index), *place
+        if at not in known:
             if len(known) >= _MOST_PLANS:
                 known.clear()
-            known[place] = make(device, *key)
-        return known[place]
+                newest.clear()
+            known[at] = newest[place] = make(device, *key)
+        return known[at]
 
     return made
 
