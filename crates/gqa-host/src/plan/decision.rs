@@ -172,10 +172,10 @@ pub enum Rejection {
         /// The call's type of output.
         got: DType,
     },
-    /// The kernel does not split the keys, which would make the call faster.
+    /// The kernel does not split the keys, which would make the call faster, or is asked for.
     Splits {
         /// Into how many.
-        best: u32,
+        splits: u32,
     },
     /// Splitting the keys would not make the call faster.
     OneSplit,
@@ -235,7 +235,9 @@ impl fmt::Display for Rejection {
             Self::Scale { got } => write!(f, "scale {got} is not positive"),
             Self::NoKeys => write!(f, "there are no keys"),
             Self::OutputType { got } => write!(f, "does not write output in {got}"),
-            Self::Splits { best } => write!(f, "does not split the keys, and {best} splits pay"),
+            Self::Splits { splits } => {
+                write!(f, "does not split the keys, of which there would be {splits} splits")
+            }
             Self::OneSplit => write!(f, "one split of the keys is enough"),
             Self::Outranked => write!(f, "not needed"),
         }

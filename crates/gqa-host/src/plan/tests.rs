@@ -1288,7 +1288,10 @@ fn chunks_read_quantized_caches() {
         assert_eq!(rejection(p, "h200", &off, Family::HopperQuantized), why);
     };
     refused(&chunk(1024), "4096 packed query rows are over 2048");
-    refused(&chunk(128), "does not split the keys, and 4 splits pay");
+    refused(&chunk(128), "does not split the keys, of which there would be 4 splits");
+    let asked =
+        PlanOptions { splits: Some(3), disable_flash_decode: true, ..PlanOptions::default() };
+    assert!(kernels(&chunk(512), &asked).contains(&"hopper_split_f16_d128"));
     refused(&llama(512, 7680), "the KV cache is not quantized");
     let apart = with(chunk(512), |p| p.cache = CacheBinding::Separate);
     refused(&apart, "past and present are not one cache");

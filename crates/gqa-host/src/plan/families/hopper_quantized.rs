@@ -88,13 +88,19 @@ pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Reje
 }
 
 /// Calls that have work for all SMs without splits of the keys, for which there are no kernels.
+/// GQA_SPLITS and GQA_FORCE know better than the heuristic.
 fn whole_keys(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
     let params = params(p, Strides::zeroed(), 1).map_err(|_| Rejection::TooLarge)?;
     let sms = call.device.multiprocessors;
-    let best = kernels::splits(&params, entry.rows, entry.keys, p.most_keys(), sms);
-    let forced = call.options.force.is_some();
-    if best > 1 && !forced { Err(Rejection::Splits { best }) } else { Ok(()) }
+    let best = match call.options.force {
+        Some(_) => 1,
+        None => kernels::splits(&params, entry.rows, entry.keys, p.most_keys(), sms),
+    };
+    match call.options.splits.unwrap_or(best) {
+        0 | 1 => Ok(()),
+        splits => Err(Rejection::Splits { splits }),
+    }
 }
 
 /// Tensor maps of K and V, which have 16 bits of quantized values to a column.
