@@ -1,11 +1,13 @@
-"""Times calls of the Python package `gqa` whose kernels depend on how its tensors lie, beside torch's `sdpa`.
+"""Times calls of the Python package `gqa` whose kernels depend on how its tensors lie, beside
+torch's `sdpa`.
 
     python3 bench/python_calls.py [--rounds 3]
 
-Prefill with a mask over any number of keys, as it is and in rows of whole vectors of 16 bytes; and a row of each
-sequence over all keys in flash-attn's layout and in transformers', and over blocks that have its key already. Needs
-torch with a GPU. Prints medians of a call in CUDA graphs, rounds shuffled, and the largest difference from `sdpa`; fails
-where that is more than rounding. To compare two versions of the package run it with each of them in turn.
+Prefill with a mask over any number of keys, as it is and in rows of whole vectors of 16 bytes; and
+a row of each sequence over all keys in flash-attn's layout and in transformers', and over blocks
+that have its key already. Needs torch with a GPU. Prints medians of a call in CUDA graphs, rounds
+shuffled, and the largest difference from `sdpa`; fails where that is more than rounding. To compare
+two versions of the package run it with each of them in turn.
 """
 import argparse
 import random

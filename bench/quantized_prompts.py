@@ -1,11 +1,13 @@
-"""Times prefill over quantized KV caches: whole calls that rotate, quantize and append, as planned, by kernels that convert tiles on their way, and over a copy that is dequantized first;
-beside FlashAttention-3's attention alone over the same numbers in bfloat16, interleaved in this process.
+"""Times prefill over quantized KV caches: whole calls that rotate, quantize and append, as planned,
+by kernels that convert tiles on their way, and over a copy that is dequantized first; beside
+FlashAttention-3's attention alone over the same numbers in bfloat16, interleaved in this process.
 
     python3 bench/quantized_prompts.py --gqa target/release/gqa --kv-cache float8,int8,int4
 
-Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. As in peers.py, times are medians over replays of CUDA graphs whose calls walk over buffers larger
-than the L2 cache together. Errors are against float64 on the quantized values that the call leaves. Exits with 1 if a call of
-ours fails or is wrong.
+Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is installed. As in
+peers.py, times are medians over replays of CUDA graphs whose calls walk over buffers larger than
+the L2 cache together. Errors are against float64 on the quantized values that the call leaves.
+Exits with 1 if a call of ours fails or is wrong.
 """
 import argparse
 import math
@@ -25,6 +27,7 @@ except ImportError:
 
 SCALE = {"float8": 1 / 16, "int8": 1 / 32, "int4": 1 / 2}
 HEADS = "32/8x128"
+SIZES = "8x512+1024,8x256+7936,1x512+7680,32x128+1024,8x2048,1x8192"
 
 
 def quantized(kv_cache, numbers):
@@ -47,31 +50,46 @@ def tensors(call, kv_cache):
     """By role; rotation turns nothing."""
     normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     new = lambda heads: normal(call.batch, call.rows, heads * call.head_size)
-    cache = lambda: quantized(kv_cache, normal(call.batch, call.kv_heads, call.total, call.head_size))
-    one = lambda value: torch.full((call.total, call.head_size // 2), value, device="cuda", dtype=torch.bfloat16)
+    rows = call.batch, call.kv_heads, call.total, call.head_size
+    cache = lambda: quantized(kv_cache, normal(*rows))
+    one = lambda value: normal(call.total, call.head_size // 2).fill_(value)
     scale = lambda: torch.full((1,), SCALE[kv_cache], device="cuda")
     return {
-        "query": new(call.heads), "key": new(call.kv_heads), "value": new(call.kv_heads), "present_key": cache(), "present_value": cache(),
-        "k_scale": scale(), "v_scale": scale(), "cos_cache": one(1.0), "sin_cache": one(0.0),
+        "query": new(call.heads),
+        "key": new(call.kv_heads),
+        "value": new(call.kv_heads),
+        "present_key": cache(),
+        "present_value": cache(),
+        "k_scale": scale(),
+        "v_scale": scale(),
+        "cos_cache": one(1.0),
+        "sin_cache": one(0.0),
         "seqlens_k": torch.full((call.batch,), call.total - 1, device="cuda", dtype=torch.int32),
-        "output": torch.full((call.batch, call.rows, call.heads * call.head_size), math.nan, device="cuda", dtype=torch.bfloat16),
+        "output": new(call.heads).fill_(math.nan),
     }
 
 
 def error(call, kv_cache, t):
     """Largest error of some rows of the last batch entry and head."""
     rows = torch.randint(call.rows, (64,), device="cuda")
-    shape = lambda x: x.view(call.batch, call.rows, call.heads, call.head_size)[-1, rows, -1].double()
-    keys, values = (numbers(kv_cache, t[name][-1, -1]).double() for name in ("present_key", "present_value"))
+    heads = call.batch, call.rows, call.heads, call.head_size
+    shape = lambda x: x.view(heads)[-1, rows, -1].double()
+    last = lambda name: numbers(kv_cache, t[name][-1, -1]).double()
+    keys, values = last("present_key"), last("present_value")
     scores = shape(t["query"]) @ keys.T / math.sqrt(call.head_size)
-    scores.masked_fill_(torch.arange(call.total, device="cuda") > (rows + call.past)[:, None], -math.inf)
+    hidden = torch.arange(call.total, device="cuda") > (rows + call.past)[:, None]
+    scores.masked_fill_(hidden, -math.inf)
     return (shape(t["output"]) - scores.softmax(1) @ values).abs().max().item()
 
 
 def planned(program, device, call, kv_cache, sets, folder, switches):
     """Runs of a plan, and its kernels."""
-    plan = launches.explain(program, "--device", device, "--dtype", "bf16", "--kv-cache", kv_cache, "--rotary", "half", "--batch", call.batch, "--query-length", call.rows,
-                            "--past-length", call.past, "--heads", call.heads, "--kv-heads", call.kv_heads, "--head-size", call.head_size, switches=switches)
+    sizes = {"batch": call.batch, "query-length": call.rows, "past-length": call.past}
+    heads = {"heads": call.heads, "kv-heads": call.kv_heads, "head-size": call.head_size}
+    types = {"device": device, "dtype": "bf16", "kv-cache": kv_cache, "rotary": "half"}
+    named = types | sizes | heads
+    options = [text for name, value in named.items() for text in (f"--{name}", value)]
+    plan = launches.explain(program, *options, switches=switches)
     prepared = [launches.Launches(plan, each, folder) for each in sets]
     sets[0]["output"].fill_(math.nan)
     prepared[0].run()
@@ -85,7 +103,8 @@ def planned(program, device, call, kv_cache, sets, folder, switches):
 def flash_attention_3(call, kv_cache, sets):
     def run(t):
         q = t["query"].view(call.batch, call.rows, call.heads, call.head_size)
-        k, v = (numbers(kv_cache, t[name]).bfloat16().transpose(1, 2).contiguous() for name in ("present_key", "present_value"))
+        rows = lambda name: numbers(kv_cache, t[name]).bfloat16().transpose(1, 2).contiguous()
+        k, v = rows("present_key"), rows("present_value")
         return lambda: fa3.flash_attn_func(q, k, v, causal=True)
     return [run(t) for t in sets]
 
@@ -94,22 +113,27 @@ def measure(options, call, kv_cache):
     first = tensors(call, kv_cache)
     count = timing.sets(sum(t.numel() * t.element_size() for t in first.values()))
     sets = [first] + [tensors(call, kv_cache) for _ in range(count - 1)]
-    names, times, found = set(), {}, {}
+    times, found, kernels = {}, {}, set()
     size = f"bf16_d{call.head_size}"
     for entry in (None, f"gqa_hopper_quantized_{size}", f"gqa_hopper_{size}"):
+        switches = [f"GQA_FORCE={entry}"] if entry else []
         for folder in options.ptx.split(","):
-            runs, name = planned(options.gqa, options.device, call, kv_cache, sets, folder, [f"GQA_FORCE={entry}"] if entry else [])
-            if (name, folder) not in names:
-                names.add((name, folder))
-                found[f"{'planned' if entry is None else 'forced'}: {name}{'' if folder == str(launches.SHIPPED) else ' ' + folder}"] = runs
+            of = options.gqa, options.device, call, kv_cache, sets, folder, switches
+            runs, names = planned(*of)
+            if (names, folder) not in kernels:
+                kernels.add((names, folder))
+                note = "" if folder == str(launches.SHIPPED) else f" {folder}"
+                found[f"{'forced' if entry else 'planned'}: {names}{note}"] = runs
     if fa3:
-        found["FlashAttention-3's attention alone, bfloat16"] = flash_attention_3(call, kv_cache, sets)
+        peer = "FlashAttention-3's attention alone, bfloat16"
+        found[peer] = flash_attention_3(call, kv_cache, sets)
     for number in range(options.rounds):
         turns = list(found.items())
         random.Random(number).shuffle(turns)
         for name, runs in turns:
             times.setdefault(name, []).append(timing.timed(runs, options.replays))
-    print(f"{call.batch} x {call.rows} after {call.past}, {call.heads}/{call.kv_heads} x {call.head_size}, {kv_cache}")
+    heads = f"{call.heads}/{call.kv_heads} x {call.head_size}"
+    print(f"{call.batch} x {call.rows} after {call.past}, {heads}, {kv_cache}")
     own = statistics.median(next(iter(times.values())))
     for name, samples in times.items():
         us = statistics.median(samples)
@@ -117,13 +141,16 @@ def measure(options, call, kv_cache):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--gqa", required=True, help="this project's program")
     parser.add_argument("--device", default="h200", help="ours are planned for this GPU")
-    parser.add_argument("--kv-cache", default="float8", help="several separated by commas")
+    several = "several separated by commas"
+    parser.add_argument("--kv-cache", default="float8", help=f"float8, int8 or int4, {several}")
     parser.add_argument("--heads", default=HEADS, help="QUERY/KVxSIZE")
-    parser.add_argument("--size", default="8x512+1024,8x256+7936,1x512+7680,32x128+1024,8x2048,1x8192", help="BATCHxROWS, or BATCHxROWS+PAST, several separated by commas")
-    parser.add_argument("--ptx", default=str(launches.SHIPPED), help="folders of kernels, several separated by commas")
+    parser.add_argument("--size", default=SIZES, help=f"BATCHxROWS, or BATCHxROWS+PAST, {several}")
+    shipped = str(launches.SHIPPED)
+    parser.add_argument("--ptx", default=shipped, help=f"folders of kernels, {several}")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=10)
     options = parser.parse_args()
@@ -133,12 +160,14 @@ def main():
     query, rest = options.heads.split("/")
     kv, size = rest.split("x")
     torch.manual_seed(0)
-    print(torch.cuda.get_device_name(0), "torch", torch.__version__, " ".join(sys.argv))
+    command = " ".join(sys.argv)
+    print(torch.cuda.get_device_name(0), "torch", torch.__version__, command)
     for kv_cache in formats:
         for text in options.size.split(","):
             rows, _, past = text.partition("+")
             batch, rows = rows.split("x")
-            measure(options, Call(int(batch), int(rows), int(past or 0), int(query), int(kv), int(size), True), kv_cache)
+            numbers_of_call = map(int, (batch, rows, past or 0, query, kv, size))
+            measure(options, Call(*numbers_of_call, True), kv_cache)
 
 
 if __name__ == "__main__":
