@@ -45,7 +45,8 @@
 //!
 //! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one
 //! arrival per consumer warp): each Q tile of a warpgroup, each stage of the ring, through which
-//! tiles go in the order K₀ K₁ V₀ K₂ V₁ …
+//! tiles go in the order K₀ K₁ V₀ K₂ V₁ … Where tiles are converted, each stage has one more, for
+//! the bytes, and full means an arrival of each thread that converts.
 //!
 //! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a
 //! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and [`Float8D128`]
@@ -514,7 +515,7 @@ fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages
     while stage < S::STAGES {
         mbarrier_init(base + S::ARRIVAL.full + 8 * stage, copying);
         if S::CONVERTS {
-            mbarrier_init(base + S::KV_FULL + 8 * stage, convert::WARPS);
+            mbarrier_init(base + S::KV_FULL + 8 * stage, WARPGROUP);
         }
         mbarrier_init(base + S::KV_EMPTY + 8 * stage, warps);
         stage += 1;

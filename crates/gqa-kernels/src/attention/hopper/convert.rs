@@ -23,7 +23,7 @@ const TOGETHER: usize = 4;
 /// Named barrier: the warpgroup has read all of a tile.
 const READ: u32 = 9;
 /// Warps that convert.
-pub(super) const WARPS: u32 = WARPGROUP / 32;
+const WARPS: u32 = WARPGROUP / 32;
 
 /// The warpgroup that converts: all tiles of all work tiles.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -53,10 +53,7 @@ fn run_in<S: Tile, C: MmaCode>(base: u32) {
             mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
             convert_tile::<S, C>(base + S::KV + ring.stage * S::STAGE_BYTES);
             fence_proxy_async();
-            sync_warp();
-            if lane() == 0 {
-                mbarrier_arrive(base + S::KV_FULL + ring.barrier());
-            }
+            mbarrier_arrive(base + S::KV_FULL + ring.barrier());
             ring = ring.next(S::STAGES);
         }
     }
