@@ -175,6 +175,9 @@ impl Team {
     }
 }
 
+/// Turns that a warp has one after the other, on average, if nothing holds it.
+const TURNS: usize = 16;
+
 /// A block and its threads.
 struct Run {
     block: NonNull<Block>,
@@ -269,7 +272,7 @@ impl Run {
             self.land(choice - self.ready.len())?;
             return Ok(Progress::Ran);
         }
-        match self.turn(self.ready[choice])? {
+        match self.turns(self.ready[choice])? {
             Turn::Ready => return Ok(Progress::Ran),
             Turn::Held => self.held.push(self.ready[choice]),
             Turn::Barrier => self.waiting += 1,
@@ -310,6 +313,16 @@ impl Run {
         block::with(Block::synchronise);
         self.report.barriers += 1;
         self.ready.extend(0..std::mem::take(&mut self.waiting) as usize);
+    }
+
+    /// Some turns of a warp while it may go on: its threads' stacks are in the cache by then.
+    fn turns(&mut self, warp: usize) -> Result<Turn, FaultKind> {
+        loop {
+            match self.turn(warp)? {
+                Turn::Ready if self.random.below(TURNS) > 0 => {}
+                turn => return Ok(turn),
+            }
+        }
     }
 
     /// Runs each lane of a warp until it waits, then what they wait for if it concerns the warp

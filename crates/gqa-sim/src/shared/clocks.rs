@@ -9,6 +9,7 @@
 //! Threads that have met share what they have seen, so that it costs little when they meet again.
 
 use crate::fault::Agent;
+use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
@@ -34,6 +35,8 @@ pub(super) struct Accesses {
 }
 
 impl Accesses {
+    pub(super) const NONE: Self = Self { block: 0, first: 0, time: 0, agents: 0 };
+
     /// That one.
     pub(super) fn of(Stamp { block, agent, time }: Stamp) -> Self {
         Self { block, first: agent & !31, time, agents: 1 << (agent % 32) }
@@ -49,14 +52,9 @@ impl Accesses {
         (self.block, self.first, self.time) == (other.block, other.first, other.time)
     }
 
-    /// The agent's bit, whenever it was; 0 where it lies elsewhere.
-    pub(super) fn bit_of(&self, stamp: Stamp) -> u32 {
-        let one = Self::of(stamp);
-        if (self.block, self.first) == (one.block, one.first) { one.agents } else { 0 }
-    }
-
-    pub(super) fn has(&self, stamp: Stamp) -> bool {
-        self.time == stamp.time && self.agents & self.bit_of(stamp) != 0
+    /// The other ones' agents, whenever they accessed; 0 where their numbers lie elsewhere.
+    pub(super) fn agents_of(&self, other: &Self) -> u32 {
+        if (self.block, self.first) == (other.block, other.first) { other.agents } else { 0 }
     }
 
     /// That of the lowest number, if there is any.
@@ -84,6 +82,7 @@ pub(crate) struct View {
 
 impl View {
     /// What is seen of block `block`, where this is a view of block `own`.
+    #[inline(always)]
     fn of(&self, block: u32, own: u32) -> &[u32] {
         let others = || self.others.as_ref().and_then(|others| others.get(&block));
         if block == own { &self.own } else { others().map_or(&[], |seen| seen) }
@@ -172,6 +171,21 @@ fn covers(all: &Seen, part: &Seen) -> bool {
     let exceeds = |any: bool, (more, less): (&u32, &u32)| any | (less > more);
     !all.iter().zip(part.iter()).fold(false, exceeds)
         && part[common..].iter().all(|time| *time == 0)
+}
+
+/// Bit `i`: the i-th is later than `time`. All of them, whoever is asked for: that is a vector
+/// instruction for many.
+#[inline]
+fn later(times: &[u32; 32], time: u32) -> u32 {
+    let later = |bits, (i, seen): (usize, &u32)| bits | u32::from(*seen > time) << i;
+    times.iter().enumerate().fold(0, later)
+}
+
+/// A thread, or the first of several that have seen the same.
+pub(super) struct Viewer {
+    thread: u32,
+    /// A thread sees its own accesses, whatever its view says.
+    alone: bool,
 }
 
 /// The last joins. Threads that share what they have seen mostly acquire the same, one after the
@@ -317,6 +331,30 @@ impl Clocks {
         (block, agent) == (self.block, thread) || self.sees_of(thread, block, agent, time)
     }
 
+    /// Whether that access is ordered before the next one of each thread it stands for.
+    #[inline]
+    pub(super) fn viewer_sees(&self, viewer: &Viewer, stamp: Stamp) -> bool {
+        if viewer.alone {
+            return self.sees(viewer.thread, stamp);
+        }
+        self.sees_of(viewer.thread, stamp.block, stamp.agent, stamp.time)
+    }
+
+    /// Stand for these threads.
+    #[inline]
+    pub(super) fn viewers(&self, threads: Range<u32>) -> SmallVec<[Viewer; 1]> {
+        let mut viewers = SmallVec::from_buf([Viewer { thread: threads.start, alone: true }]);
+        for thread in threads.start + 1..threads.end {
+            let [last, this] = [thread - 1, thread].map(|thread| &self.views[thread as usize]);
+            if this.is_shared_with(last) {
+                viewers.last_mut().expect("one for the first thread").alone = false;
+            } else {
+                viewers.push(Viewer { thread, alone: true });
+            }
+        }
+        viewers
+    }
+
     /// Whether the thread's view has an agent's accesses at `time`.
     #[inline]
     fn sees_of(&self, thread: u32, block: u32, agent: u32, time: u32) -> bool {
@@ -324,23 +362,29 @@ impl Clocks {
         seen.get(agent as usize).is_some_and(|seen| *seen > time)
     }
 
-    /// The agents whose accesses are not ordered before the thread's next one.
-    pub(super) fn unseen(&self, thread: u32, accesses: Accesses) -> u32 {
+    /// The agents whose accesses are not ordered before the next one of each thread it stands for.
+    pub(super) fn unseen(&self, &Viewer { thread, alone }: &Viewer, accesses: Accesses) -> u32 {
         let Accesses { block, first, time, agents } = accesses;
         let seen = self.views[thread as usize].of(block, self.block);
         let seen = &seen[(first as usize).min(seen.len())..];
-        // All of them, whoever is asked for: that is a vector instruction for many.
-        let lanes = seen.iter().take(32).enumerate();
-        let ordered = lanes.fold(0, |bits, (i, seen)| bits | u32::from(*seen > time) << i);
+        let ordered = match seen.first_chunk() {
+            Some(seen) => later(seen, time),
+            None => {
+                let mut some = [0; 32];
+                some[..seen.len()].copy_from_slice(seen);
+                later(&some, time)
+            }
+        };
         let own = Accesses::of(self.stamp(thread, time));
-        let itself = if (block, first) == (own.block, own.first) { own.agents } else { 0 };
+        let is_near = alone && (block, first) == (own.block, own.first);
+        let itself = if is_near { own.agents } else { 0 };
         agents & !ordered & !itself
     }
 
     /// Whether the thread that wrote so has since fenced its writes for the asynchronous units, and
-    /// `thread` knows it.
-    pub(super) fn sees_fence(&self, thread: u32, written: Stamp) -> bool {
-        self.sees_of(thread, written.block, self.threads + written.agent, written.time)
+    /// the viewer knows it.
+    pub(super) fn sees_fence(&self, viewer: &Viewer, written: Stamp) -> bool {
+        self.sees_of(viewer.thread, written.block, self.threads + written.agent, written.time)
     }
 
     /// Whether the thread knows that another block has started.

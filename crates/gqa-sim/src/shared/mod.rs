@@ -137,7 +137,7 @@ impl SharedMemory {
         let who = Who { thread: touch.issuers.start, ..Who::default() };
         let offset = self.place(who, address, bytes)?;
         let order = self.order.as_mut().expect("vector clocks are in use");
-        order.touch((offset, bytes as usize), touch, &mut None)
+        order.touch((offset, bytes as usize), touch)
     }
 
     /// Checks an access of `bytes` bytes by a thread of another block, whose clocks these are; both
@@ -192,20 +192,16 @@ impl SharedMemory {
         addresses: impl IntoIterator<Item = u32>,
     ) -> Checked {
         let who = Who { thread: touch.issuers.start, ..Who::default() };
-        let mut last = None;
-        for address in addresses {
-            let offset = self.place(who, address, 16)?;
-            let order = self.order.as_mut().expect("units are touched by vector clocks");
-            order.touch((offset, 16), touch, &mut last)?;
-        }
-        Ok(())
+        let size = self.bytes;
+        let order = self.order.as_mut().expect("units are touched by vector clocks");
+        order.touch_units(touch, addresses.into_iter().map(|address| place(size, who, address, 16)))
     }
 
     /// Makes eight bytes an mbarrier.
     pub(crate) fn initialise(&mut self, who: Who, address: u32) -> Checked {
         let offset = self.place(who, address, 8)?;
         let order = self.order.as_mut().expect("mbarriers need vector clocks");
-        order.touch((offset, 8), &Touch::by(who.thread, Kind::Initialise), &mut None)
+        order.touch((offset, 8), &Touch::by(who.thread, Kind::Initialise))
     }
 
     /// The 16 bytes at an address that has been checked.
@@ -253,24 +249,9 @@ impl SharedMemory {
         bytemuck::cast_slice_mut(&mut self.words)
     }
 
-    /// Offset of an address that is aligned and inside.
     #[inline(always)]
     fn place(&self, who: Who, address: u32, bytes: u32) -> Checked<usize> {
-        let offset = address.wrapping_sub(BASE);
-        if offset as u64 + bytes as u64 > self.bytes as u64 {
-            let end = BASE + self.bytes;
-            return fault(FaultKind::SharedBounds {
-                thread: who.thread,
-                address,
-                bytes,
-                base: BASE,
-                end,
-            });
-        }
-        if !offset.is_multiple_of(bytes) {
-            return fault(FaultKind::SharedAlignment { thread: who.thread, address, bytes });
-        }
-        Ok(offset as usize)
+        place(self.bytes, who, address, bytes)
     }
 
     #[inline(always)]
@@ -291,7 +272,7 @@ impl SharedMemory {
     #[cold]
     fn access_ordered(&mut self, who: Who, offset: usize, bytes: usize, access: Access) -> Checked {
         let order = self.order.as_mut().expect("in use");
-        order.touch((offset, bytes), &access.touch(who), &mut None)
+        order.touch((offset, bytes), &access.touch(who))
     }
 
     #[inline(always)]
@@ -334,6 +315,20 @@ impl SharedMemory {
             *cell = Cell::SPLIT;
         }
     }
+}
+
+/// Offset of an address that is aligned and inside `size` bytes.
+#[inline(always)]
+fn place(size: u32, who: Who, address: u32, bytes: u32) -> Checked<usize> {
+    let offset = address.wrapping_sub(BASE);
+    if offset as u64 + bytes as u64 > size as u64 {
+        let (thread, end) = (who.thread, BASE + size);
+        return fault(FaultKind::SharedBounds { thread, address, bytes, base: BASE, end });
+    }
+    if !offset.is_multiple_of(bytes) {
+        return fault(FaultKind::SharedAlignment { thread: who.thread, address, bytes });
+    }
+    Ok(offset as usize)
 }
 
 impl Access {

@@ -2,7 +2,7 @@
 //! against vector clocks.
 
 use super::clocks::{Clocks, Stamp};
-use super::history::{Histories, Kind, Last, Past, Touch, Trouble};
+use super::history::{Check, Histories, Kind, Last, Past, Touch, Trouble};
 use super::shadow::Cell;
 use super::{BASE, Checked, fault};
 use crate::fault::FaultKind;
@@ -37,15 +37,10 @@ impl Order {
         Self { clocks, histories }
     }
 
-    /// Touches bytes at an offset; `last` is kept from place to place of one access.
+    /// Touches bytes at an offset.
     #[inline]
-    pub(super) fn touch(
-        &mut self,
-        place: (usize, usize),
-        touch: &Touch,
-        last: &mut Last,
-    ) -> Checked {
-        touch_histories(&mut self.histories, place, touch, &self.clocks, last)
+    pub(super) fn touch(&mut self, place: (usize, usize), touch: &Touch) -> Checked {
+        touch_histories(&mut self.histories, place, touch, &self.clocks)
     }
 
     /// As [`Self::touch`], by a thread of another block, whose clocks these are.
@@ -55,12 +50,27 @@ impl Order {
         place: (usize, usize),
         touch: &Touch,
     ) -> Checked {
-        touch_histories(&mut self.histories, place, touch, clocks, &mut None)
+        touch_histories(&mut self.histories, place, touch, clocks)
+    }
+
+    /// Touches units of 16 bytes at these offsets.
+    pub(super) fn touch_units(
+        &mut self,
+        touch: &Touch,
+        offsets: impl IntoIterator<Item = Checked<usize>>,
+    ) -> Checked {
+        let (check, mut last) = (Check::new(touch, &self.clocks), Last::default());
+        for offset in offsets {
+            self.histories
+                .touch((offset?, 16), &check, Some(&mut last))
+                .or_else(|(offset, trouble)| refuse(trouble, touch.issuers.start, offset))?;
+        }
+        Ok(())
     }
 
     /// A thread's asynchronous copy of 16 bytes has arrived and been waited for.
     pub(super) fn land_copy(&mut self, thread: u32, offset: usize) {
-        let landed = self.touch((offset, 16), &Touch::by(thread, Kind::LandCopy), &mut None);
+        let landed = self.touch((offset, 16), &Touch::by(thread, Kind::LandCopy));
         landed.expect("the copy was checked when it began");
     }
 }
@@ -71,13 +81,9 @@ fn touch_histories(
     place: (usize, usize),
     touch: &Touch,
     clocks: &Clocks,
-    last: &mut Last,
 ) -> Checked {
-    if last.is_none() {
-        histories.collect();
-    }
     histories
-        .touch(place, touch, clocks, last)
+        .touch(place, &Check::new(touch, clocks), None)
         .or_else(|(offset, trouble)| refuse(trouble, touch.issuers.start, offset))
 }
 
