@@ -5,9 +5,10 @@ use crate::compare::{codes_rounded_before, equal_codes, optional, tensors};
 use crate::{Case, Errors, Parity, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs, PagedOutputs};
-use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
+use gqa_host::plan::{DeviceInfo, Launch, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Tensor};
+use gqa_kernels::registry::Family;
 use ndarray::{ArrayD, IxDyn};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
@@ -76,22 +77,33 @@ pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
         .boxed()
 }
 
-/// Such of these calls as the planner gives to two kernels that run beside each other on that many
-/// SMs, and the device of the plan: so slow that calls of any size take long.
+/// Kernels for sequences of few tokens.
+pub const OF_STEPS: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
+/// Kernels for prompts.
+pub const OF_PROMPTS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
+
+/// Such of these calls as the planner gives to two kernels that run beside each other, of which one
+/// of these begins.
 pub fn paged_beside(
     steps: BoxedStrategy<Case>,
     max_rows: usize,
-    multiprocessors: u32,
-) -> (BoxedStrategy<PagedCase>, DeviceInfo) {
-    let slow =
-        DeviceInfo { multiprocessors, tensor_flops: 1e12, bandwidth: 1e9, ..DeviceInfo::h200() };
-    let device = slow.clone();
+    device: &DeviceInfo,
+    first: [Family; 2],
+) -> BoxedStrategy<PagedCase> {
+    let device = device.clone();
     let cases = paged_mixed(steps, max_rows).prop_filter("beside each other", move |case| {
         let problem = case.problem().expect("legal");
         let plan = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
-        plan.launches().iter().any(|launch| launch.concurrent())
+        let begins =
+            |launch: &Launch| launch.concurrent() && first.contains(&launch.entry().family);
+        plan.launches().iter().any(begins)
     });
-    (cases.boxed(), slow)
+    cases.boxed()
+}
+
+/// For plans of calls of which any take long: a device so slow, with that many SMs.
+pub fn slow_device(multiprocessors: u32) -> DeviceInfo {
+    DeviceInfo { multiprocessors, tensor_flops: 1e12, bandwidth: 1e9, ..DeviceInfo::h200() }
 }
 
 /// The same with a token at least.

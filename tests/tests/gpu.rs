@@ -6,11 +6,12 @@ use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    AttentionCase, Case, Parity, any_dtype, attention_case, biased_prompts, case, every_entry,
-    float8_prompts, half_dtype, heads_in, heads_up_to, identical, is_of_attention, paged,
-    paged_beside, paged_mixed, paged_prompts, paged_steps, parity, prompts, prompts_of_wide_scores,
-    quantized, quantized_output, quantized_prompts, quantized_steps, rotated_prompts, sequences,
-    sliding, steps, tall_steps, tree_steps, trees, turned_float8_prompts,
+    AttentionCase, Case, OF_PROMPTS, OF_STEPS, Parity, any_dtype, attention_case, biased_prompts,
+    case, every_entry, float8_prompts, half_dtype, heads_in, heads_up_to, identical,
+    is_of_attention, paged, paged_beside, paged_mixed, paged_prompts, paged_steps, parity, prompts,
+    prompts_of_wide_scores, quantized, quantized_output, quantized_prompts, quantized_steps,
+    rotated_prompts, sequences, sliding, slow_device, steps, tall_steps, tree_steps, trees,
+    turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -297,15 +298,16 @@ fn tokens_beside_prompts() {
         paged_mixed(codes(), 1500),
         PlanOptions::default(),
     );
-    let (cases, slow) = paged_beside(steps(40), 1500, 132);
-    let (of_codes, _) = paged_beside(codes(), 1500, 132);
-    let gpu = gpu.with_device(slow);
-    parity("cuda, tokens beside prompts", 300, cases, &gpu);
-    parity("cuda, tokens beside prompts of codes", 300, of_codes, &gpu);
-    for made in [Made::Captured, Made::Recorded] {
-        let (cases, slow) = paged_beside(steps(40), 1500, 132);
-        let graphs = AsGraph::on(gpu.device(), slow, made);
-        parity("cuda, tokens beside prompts in graphs", 100, cases, &graphs);
+    let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    for (device, first) in [(slow_device(132), OF_PROMPTS), (small, OF_STEPS)] {
+        let cases = |steps| paged_beside(steps, 1500, &device, first);
+        let gpu = cuda(PlanOptions::default()).with_device(device.clone());
+        parity("cuda, tokens beside prompts", 300, cases(steps(40)), &gpu);
+        parity("cuda, tokens beside prompts of codes", 300, cases(codes()), &gpu);
+        for made in [Made::Captured, Made::Recorded] {
+            let graphs = AsGraph::on(gpu.device(), device.clone(), made);
+            parity("cuda, tokens beside prompts in graphs", 100, cases(steps(40)), &graphs);
+        }
     }
 }
 

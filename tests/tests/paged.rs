@@ -4,8 +4,8 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    any_dtype, case, half_dtype, heads_up_to, paged, paged_beside, paged_mixed, paged_prompts,
-    paged_steps, parity, quantized, steps,
+    OF_PROMPTS, OF_STEPS, any_dtype, case, half_dtype, heads_up_to, paged, paged_beside,
+    paged_mixed, paged_prompts, paged_steps, parity, quantized, slow_device, steps,
 };
 
 #[test]
@@ -58,15 +58,17 @@ fn prompts_on_few_multiprocessors() {
 /// Each kernel leaves out the sequences of the other one.
 #[test]
 fn tokens_beside_prompts() {
-    let device = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
-    let sim = Sim::default().with_device(device);
+    let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    let sim = Sim::default().with_device(small.clone());
     parity("sim, tokens and prompts", 5, paged_mixed(steps(24), 60), &sim);
-    let codes = paged_mixed(quantized(steps(24)), 60);
-    parity("sim, tokens and prompts of codes", 5, codes, &sim);
-    for multiprocessors in [4, 132] {
-        let (cases, slow) = paged_beside(steps(24), 60, multiprocessors);
-        let sim = Sim::default().with_device(slow);
-        parity("sim, tokens beside prompts", 5, cases, &sim);
+    let codes = || quantized(steps(24));
+    parity("sim, tokens and prompts of codes", 5, paged_mixed(codes(), 60), &sim);
+    let first_steps = |steps| paged_beside(steps, 60, &small, OF_STEPS);
+    parity("sim, tokens before prompts", 5, first_steps(steps(24)), &sim);
+    parity("sim, tokens before prompts of codes", 5, first_steps(codes()), &sim);
+    for slow in [4, 132].map(slow_device) {
+        let cases = paged_beside(steps(24), 60, &slow, OF_PROMPTS);
+        parity("sim, tokens beside prompts", 5, cases, &Sim::default().with_device(slow));
     }
 }
 

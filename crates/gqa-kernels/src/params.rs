@@ -431,7 +431,7 @@ pub struct PagedParams {
     /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for
     /// the token of each of a sequence's S rows, of which many may be none.
     pub by_token: u32,
-    /// `paged_dequantize` leaves out sequences of fewer tokens.
+    /// `paged_append` and `paged_dequantize` leave out rows of sequences of fewer tokens.
     pub least: u32,
     /// Newest rows that a token sees, its own included; 0: all. `paged_gather` and
     /// `paged_dequantize` do not read others.

@@ -137,6 +137,8 @@ pub(super) struct Task {
     pub(super) least: usize,
     /// Most tokens of any sequence.
     pub(super) longest: usize,
+    /// What follows does not wait for it.
+    pub(super) concurrent: bool,
     /// In a paged call: which of two launches that take tiles from one queue this is.
     pub(super) queue: Option<TileQueue>,
 }
@@ -144,7 +146,7 @@ pub(super) struct Task {
 /// The blocks of two launches that take work tiles from one queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TileQueue {
-    /// Of the primary launch, which runs concurrently with what follows.
+    /// Of the primary launch.
     pub(super) primary: u32,
     /// Of the secondary launch, which takes what tiles are left.
     pub(super) secondary: u32,
@@ -155,6 +157,7 @@ pub(super) struct TileQueue {
 impl Task {
     /// All of a call.
     pub(super) fn whole(problem: &Problem, fused: bool) -> Self {
-        Self { fused, appended: false, least: 0, longest: problem.q_len, queue: None }
+        let longest = problem.q_len;
+        Self { fused, appended: false, least: 0, longest, concurrent: false, queue: None }
     }
 }

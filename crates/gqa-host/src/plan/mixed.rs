@@ -11,6 +11,10 @@
 //! `decode_paged` runs concurrently on the others, and a secondary launch of `hopper_paged` behind
 //! that takes what work tiles are left in their queue: whatever the lengths turn out to be, no SM
 //! is idle for long.
+//!
+//! Elsewhere `decode_paged` begins first, on all SMs, and what it leaves free is for the launches
+//! behind it. It appends the tokens of its own sequences, so that it need not wait for the launch
+//! that appends the others'.
 
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
@@ -43,18 +47,21 @@ impl Attention {
         of.quantized.is_some() && self.problem.quantized.is_none()
     }
 
-    /// Its launches; `concurrent` with those of another one.
+    /// Its launches; `beside` one that they do not wait for.
     pub(super) fn launches(
         &self,
         device: &DeviceInfo,
         rows: Rows,
-        concurrent: bool,
+        beside: bool,
         scratch: &mut Scratch,
     ) -> Result<Vec<Launch>> {
         let Self { problem, choice, task } = self;
         let mut launches = choice.launches(Job { problem, device, rows, task: *task, scratch })?;
-        // Whoever began early would take the place of those.
-        launches.iter_mut().for_each(|launch| launch.programmatic &= !concurrent);
+        for launch in &mut launches {
+            launch.concurrent = task.concurrent;
+            // Whoever began early would take the place of those.
+            launch.programmatic &= !beside && !task.concurrent;
+        }
         Ok(launches)
     }
 }
@@ -76,9 +83,10 @@ impl Attentions {
         };
         let steps = consider(step, problem);
         let decided = decision(step, &steps);
+        // Where slot_mapping says, no kernel that attends writes.
+        let appends = !pages.slots && !problem.reads_pages_only();
         if let Ok(choice) = steps {
-            let appended = pages.slots || problem.reads_pages_only();
-            let task = Task { appended, ..whole };
+            let task = Task { appended: !appends, ..whole };
             let all = Attention { problem: problem.clone(), choice, task };
             return Self { chosen: vec![all], decisions: vec![decided] };
         }
@@ -94,7 +102,7 @@ impl Attentions {
         };
         decisions[0] = decision(step, &Ok(few.choice));
         let mixed = Mixed { problem: &read, few, prompt, task };
-        Self { chosen: mixed.attentions(device), decisions }
+        Self { chosen: mixed.attentions(device, appends), decisions }
     }
 
     /// The kernel for prefill, and the call as it reads it. A quantized cache that none reads where
@@ -161,26 +169,31 @@ struct Mixed<'a> {
 }
 
 impl Mixed<'_> {
-    /// One after the other, or concurrently where that is sooner done.
-    fn attentions(self, device: &DeviceInfo) -> Vec<Attention> {
+    /// The kernel for prefill first, on some SMs, where that is sooner done, or else the other one.
+    fn attentions(self, device: &DeviceInfo, appends: bool) -> Vec<Attention> {
         let Self { problem, few, prompt, task } = self;
         let Few { problem: few, choice, lengths } = few;
         let task = Task { least: few.q_len + 1, ..task };
-        let many = |queue| Attention {
+        let many = |queue: Option<TileQueue>| Attention {
             problem: problem.clone(),
             choice: prompt,
-            task: Task { queue, ..task },
+            task: Task {
+                concurrent: queue.is_some_and(|queue| !queue.is_secondary),
+                queue,
+                ..task
+            },
         };
-        // Arrivals would be counted where work is.
         let primary = lengths.primary_blocks(problem, &few, &prompt, device);
-        let primary = primary.filter(|_| choice.kernel.splits == 1);
-        let few = Attention { problem: few, choice, task };
-        let Some(primary) = primary else {
-            return vec![few, many(None)];
+        // Arrivals would be counted where work is.
+        let concurrent = choice.kernel.splits == 1;
+        let few = |task| Attention { problem: few, choice, task };
+        let Some(primary) = primary.filter(|_| concurrent) else {
+            let appended = !(appends && concurrent);
+            return vec![few(Task { appended, concurrent, ..task }), many(None)];
         };
         let secondary = device.multiprocessors - primary;
         let part = |is_secondary| many(Some(TileQueue { primary, secondary, is_secondary }));
-        vec![part(false), few, part(true)]
+        vec![part(false), few(task), part(true)]
     }
 }
 

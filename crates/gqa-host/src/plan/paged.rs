@@ -4,7 +4,7 @@
 //! | launch | for a few tokens of each sequence | for prompts, with or without sequences of few tokens beside them | for what else there is |
 //! |---|---|---|---|
 //! | `qk_norm` | with QK-norm | with QK-norm | with QK-norm |
-//! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries | always |
+//! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries, and the rows that `decode_paged` appends | always |
 //! | `paged_dequantize`: dequantized keys and values of the prompts, in blocks in scratch | | where the cache holds quantized values | |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
 //! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
@@ -49,17 +49,23 @@ pub(super) fn compose(
     let rows = rows.of_all_sequences();
     let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, options);
     let appends = !problem.reads_pages_only();
-    if appends && chosen.iter().any(|attention| attention.task.appended) {
-        launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, device)?);
+    let (others, by_themselves): (Vec<_>, Vec<_>) =
+        chosen.into_iter().partition(|attention| attention.task.appended);
+    for attention in &by_themselves {
+        launches.extend(attention.launches(device, rows, false, scratch)?);
     }
-    let of_codes = chosen.iter().find(|attention| attention.reads_dequantized(problem));
+    if appends && let Some(first) = others.first() {
+        let least = if by_themselves.is_empty() { 0 } else { first.task.least };
+        launches.push(Prologue::new(problem, pages, rows)?.append(Arg::Null, least, device)?);
+    }
+    let of_codes = others.iter().find(|attention| attention.reads_dequantized(problem));
     let numbers = of_codes
         .map(|attention| Dequantized::new(problem, pages, rows, attention.task.least, scratch));
     let numbers = numbers.transpose()?;
     if let Some(numbers) = &numbers {
         launches.push(numbers.launch(device)?);
     }
-    for attention in &chosen {
+    for attention in &others {
         let is_beside = launches.last().is_some_and(|launch| launch.concurrent);
         let own = attention.launches(device, rows, is_beside, scratch)?;
         match &numbers {
@@ -70,12 +76,12 @@ pub(super) fn compose(
             _ => launches.extend(own),
         }
     }
-    if !chosen.is_empty() {
+    if !(others.is_empty() && by_themselves.is_empty()) {
         return Ok(Composed { launches, decisions, positions: positions(problem, true) });
     }
     let gathered = Gathered::new(problem, pages, rows, scratch)?;
     if appends || gathered.moved != Arg::Null {
-        launches.push(gathered.prologue.append(gathered.moved, device)?);
+        launches.push(gathered.prologue.append(gathered.moved, 0, device)?);
     }
     launches.push(gathered.gather(device)?);
     let (mut attended, mut rebind) = (problem.gathered(), gathered.rebind());
@@ -131,8 +137,9 @@ impl<'a> Prologue<'a> {
         Ok(Self { problem: p, rows, params })
     }
 
-    /// New rows into the cache, and queries to `query`; null: they stay where they are.
-    fn append(&self, query: Arg, device: &DeviceInfo) -> Result<Launch> {
+    /// New rows into the cache, of sequences of `least` tokens or more, and queries to `query`;
+    /// null: they stay where they are.
+    fn append(&self, query: Arg, least: usize, device: &DeviceInfo) -> Result<Launch> {
         let rotation = |id| match self.problem.rotary {
             Some(_) => tensor(self.problem, id, 0),
             None => Arg::Null,
@@ -159,7 +166,8 @@ impl<'a> Prologue<'a> {
         let mostly_empty = u64::from(p.tokens) < u64::from(p.batch) * u64::from(p.q_len) / 2;
         let by_token = u32::from(moves_queries == 0 && mostly_empty);
         let kv_heads = if self.problem.reads_pages_only() { 0 } else { p.kv_heads };
-        let params = PagedParams { moves_queries, by_token, kv_heads, ..p };
+        let least = u32_of("tokens", least)?;
+        let params = PagedParams { moves_queries, by_token, kv_heads, least, ..p };
         self.launch(self.typed(role)?, &arguments, &params, device)
     }
 

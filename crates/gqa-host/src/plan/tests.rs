@@ -1210,14 +1210,33 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         let several = mixed(512 + 31 * tokens);
         assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
     }
-    // Few keys are done sooner one after the other.
-    let short = with(mixed(512 + 31), |p| p.total_len = 600);
-    assert_eq!(kernels(&short, &off), ["paged_append", "decode_paged_f16_d128_r8_w4", prompt]);
     // Where there is no room for sequences of few tokens there are none.
     let prompts = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(32 * 512 - 500), &off), prompts);
     let disabled = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
     assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
+}
+
+/// Over few keys the kernel for steps begins first. It appends its own rows, but where slot_mapping
+/// says where they go.
+#[test]
+fn steps_beside_a_short_prompt_begin_first() {
+    let p = with_pages(over_blocks(32, 512, 2048), |pages| Pages { tokens: 512 + 31, ..pages });
+    let short = with(p, |p| p.total_len = 600);
+    let slots = with_pages(short.clone(), |pages| Pages { slots: true, ..pages });
+    let off = PlanOptions::default();
+    let [append, prompt] = ["paged_append", "hopper_paged_f16_d128"];
+    let step = "decode_paged_f16_d128_r8_w4";
+    assert_eq!(kernels(&short, &off), [step, append, prompt]);
+    assert_eq!(kernels(&slots, &off), [append, step, prompt]);
+    for (problem, [step, append], numbers) in [(short, [0, 1], (2, 3)), (slots, [1, 0], (0, 0))] {
+        let launches = plan(&problem, &device("h200"), &off).unwrap().launches;
+        let concurrent = [step, append, 2].map(|launch| launches[launch].concurrent);
+        assert_eq!((concurrent, launches[step].programmatic), ([true, false, false], false));
+        let few: &PagedDecodeParams = bytemuck::from_bytes(&launches[step].params);
+        let appended: &PagedParams = bytemuck::from_bytes(&launches[append].params);
+        assert_eq!((few.decode.new_len, appended.least), numbers);
+    }
 }
 
 #[test]

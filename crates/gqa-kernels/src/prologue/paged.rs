@@ -3,7 +3,7 @@
 //!
 //! | kernel | does |
 //! |---|---|
-//! | `paged_append` | writes new K, rotated, and V into their blocks, and Q, rotated, into a tensor of (batch, row) |
+//! | `paged_append` | writes new K, rotated, and V into their blocks, but of sequences of fewer than `least` tokens, and Q, rotated, into a tensor of (batch, row) |
 //! | `paged_append_quantized` | the same where the cache holds quantized values |
 //! | `paged_dequantize` ([`dequantize`](super::dequantize)) | writes the dequantized values of a sequence into blocks of its own |
 //! | `paged_gather` | copies the rows of every sequence into a cache without blocks, and tells their lengths |
@@ -206,7 +206,7 @@ impl<T: Element> New<T> {
                 }
                 continue;
             }
-            if s >= sequence.new {
+            if s >= sequence.of_at_least(p.least).new {
                 continue;
             }
             let Some(row) = blocks.slot(p, b, sequence, s) else { continue };

@@ -90,8 +90,6 @@ pub(super) struct PagedCall {
     pub(super) params: PagedHopperParams,
     arguments: Vec<(&'static str, Arg)>,
     blocks: u32,
-    /// With the launch behind it.
-    concurrent: bool,
 }
 
 impl PagedCall {
@@ -103,14 +101,12 @@ impl PagedCall {
             params,
             arguments: arguments(&job, &params, entry, counter)?,
             blocks: if params.is_secondary == 1 { params.secondary } else { params.primary },
-            concurrent: job.task.queue.is_some_and(|queue| !queue.is_secondary),
         })
     }
 
     /// The launch, with the scalars that its kernel takes.
     pub(super) fn launch(&self, params: &impl Pod) -> Result<Launch> {
-        let launch = launch(self.entry, [self.blocks, 1, 1], &self.arguments, params)?;
-        Ok(Launch { concurrent: self.concurrent, ..launch })
+        launch(self.entry, [self.blocks, 1, 1], &self.arguments, params)
     }
 }
 
