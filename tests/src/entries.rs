@@ -6,6 +6,7 @@ use crate::{
     half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantized,
     quantized_output, quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees,
 };
+use gqa_host::Problem;
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
@@ -24,15 +25,16 @@ pub fn is_of_attention(entry: &Entry) -> bool {
 /// failure.
 const DRAWS: u32 = 20_000;
 
-/// Runs `calls` random calls on every kernel that is wanted and that `device` can run, forced where
-/// the planner would take another, and compares them with the reference; `PARITY_CASES` overrides
-/// their number, and `PROPTEST_RNG_SEED` says what they are drawn from. Fails where too few calls
-/// reach a kernel.
+/// Runs `calls` random calls, of those that it `takes`, on every kernel that is wanted and that
+/// `device` can run, forced where the planner would take another, and compares them with the
+/// reference; `PARITY_CASES` overrides their number, and `PROPTEST_RNG_SEED` says what they are
+/// drawn from. Fails where too few calls reach a kernel.
 pub fn every_entry(
     name: &str,
     calls: u32,
     device: &DeviceInfo,
     is_wanted: impl Fn(&Entry) -> bool,
+    takes: impl Fn(&Problem) -> bool,
     backend: impl Fn(PlanOptions) -> Box<dyn Backend>,
 ) {
     let config = parity::config(name, calls, "cuda");
@@ -46,6 +48,9 @@ pub fn every_entry(
     for _ in 0..DRAWS * calls {
         let call = strategy.new_tree(&mut runner).expect("nothing is filtered for long").current();
         let problem = call.problem().unwrap_or_else(|error| panic!("{call:?}: {error}"));
+        if !takes(&problem) {
+            continue;
+        }
         for (entry, calls) in &mut left {
             // With leave to multiply float8 only these kernels are compared as if they had.
             if problem.float8_products != (entry.family == Family::HopperFloat8) {

@@ -466,7 +466,12 @@ fn attention_unfused() {
 fn every_kernel() {
     let cuda = cuda(PlanOptions::default());
     let device = cuda.device();
-    every_entry("cuda, each kernel", 4, device.info(), is_of_attention, |options| {
-        Box::new(Cuda::on(device.clone(), options).expect("it was there"))
-    });
+    every_entry(
+        "cuda, each kernel",
+        4,
+        device.info(),
+        is_of_attention,
+        |_| true,
+        |options| Box::new(Cuda::on(device.clone(), options).expect("it was there")),
+    );
 }
