@@ -22,8 +22,8 @@ pub use compare::{Errors, Tolerance, compare};
 pub use entries::{every_entry, is_of_attention};
 pub use hostile::hostile;
 pub use paged::{
-    OF_PROMPTS, OF_STEPS, PagedCase, paged, paged_beside, paged_mixed, paged_prompts, paged_steps,
-    slow_device,
+    DECODE_KERNELS, PREFILL_KERNELS, PagedCase, paged, paged_concurrent, paged_mixed,
+    paged_prompts, paged_steps, slow_device,
 };
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};
 pub use tree::{TreeCase, tree_steps, trees};

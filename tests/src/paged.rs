@@ -78,20 +78,20 @@ pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
 }
 
 /// Kernels for sequences of few tokens.
-pub const OF_STEPS: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
+pub const DECODE_KERNELS: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
 /// Kernels for prompts.
-pub const OF_PROMPTS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
+pub const PREFILL_KERNELS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
 
-/// Such of these calls as the planner gives to two kernels that run beside each other, of which one
-/// of these begins.
-pub fn paged_beside(
+/// Such of these calls as the planner gives to two concurrent kernels, of which one of `first`
+/// begins.
+pub fn paged_concurrent(
     steps: BoxedStrategy<Case>,
     max_rows: usize,
     device: &DeviceInfo,
     first: [Family; 2],
 ) -> BoxedStrategy<PagedCase> {
     let device = device.clone();
-    let cases = paged_mixed(steps, max_rows).prop_filter("beside each other", move |case| {
+    let cases = paged_mixed(steps, max_rows).prop_filter("concurrent", move |case| {
         let problem = case.problem().expect("legal");
         let plan = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
         let begins =

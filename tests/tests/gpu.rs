@@ -6,12 +6,12 @@ use gqa_host::DType;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    AttentionCase, Case, OF_PROMPTS, OF_STEPS, Parity, any_dtype, attention_case, biased_prompts,
-    case, every_entry, float8_prompts, half_dtype, heads_in, heads_up_to, identical,
-    is_of_attention, paged, paged_beside, paged_mixed, paged_prompts, paged_steps, parity, prompts,
-    prompts_of_wide_scores, quantized, quantized_output, quantized_prompts, quantized_steps,
-    rotated_prompts, sequences, sliding, slow_device, steps, tall_steps, tree_steps, trees,
-    turned_float8_prompts,
+    AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
+    biased_prompts, case, every_entry, float8_prompts, half_dtype, heads_in, heads_up_to,
+    identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts, paged_steps,
+    parity, prompts, prompts_of_wide_scores, quantized, quantized_output, quantized_prompts,
+    quantized_steps, rotated_prompts, sequences, sliding, slow_device, steps, tall_steps,
+    tree_steps, trees, turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -119,7 +119,7 @@ fn steps_as_planned_for_ampere_and_ada() {
         parity(&format!("cuda, {name}, codes"), cases, quantized_steps(1500), &gpu);
         parity(&format!("cuda, {name}, blocks"), cases, paged_steps(steps(40), 1500), &gpu);
         let codes = paged_steps(quantized(steps(40)), 1500);
-        parity(&format!("cuda, {name}, blocks of codes"), cases, codes, &gpu);
+        parity(&format!("cuda, {name}, blocks, quantized"), cases, codes, &gpu);
         parity(&format!("cuda, {name}, trees"), cases, tree_steps(1500), &gpu);
     }
 }
@@ -173,13 +173,9 @@ fn quantized_caches() {
         let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
         run("cuda, codes in clusters", 200, steps(), options);
     }
-    sequences(
-        "cuda, steps of codes",
-        50,
-        12,
-        quantized_steps(500),
-        || cuda(PlanOptions::default()),
-    );
+    sequences("cuda, steps, quantized", 50, 12, quantized_steps(500), || {
+        cuda(PlanOptions::default())
+    });
     let cases = quantized(case(any_dtype(), heads_up_to(256), 80));
     run("cuda, quantized", 1000, cases, PlanOptions::default());
     run("cuda, quantized prompts", 300, quantized(prompts(256, 400)), PlanOptions::default());
@@ -241,7 +237,7 @@ fn sliding_caches() {
     let cases = sliding(case(half_dtype(), heads_up_to(256), 40), 20);
     sequences("cuda, sliding sequences", 20, 12, cases, || cuda(off()));
     let codes = sliding(quantized_steps(40), 20);
-    sequences("cuda, sliding sequences of codes", 20, 12, codes, || cuda(off()));
+    sequences("cuda, sliding sequences, quantized", 20, 12, codes, || cuda(off()));
 }
 
 /// Caches of blocks: by the kernels that read them, and by all others from their rows side by side.
@@ -250,7 +246,7 @@ fn sliding_caches() {
 fn paged_caches() {
     let off = PlanOptions::default;
     run("cuda, blocks", 500, paged_steps(steps(40), 1500), off());
-    run("cuda, blocks of codes", 500, paged_steps(quantized(steps(40)), 1500), off());
+    run("cuda, blocks, quantized", 500, paged_steps(quantized(steps(40)), 1500), off());
     for (cluster, splits) in [(16, 1), (4, 3), (1, 7)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let options = PlanOptions { cluster, splits, ..off() };
@@ -263,7 +259,7 @@ fn paged_caches() {
     let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
     run("cuda, paged prompts", 500, prompts, off());
     let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
-    run("cuda, paged prompts of codes", 500, codes, off());
+    run("cuda, paged prompts, quantized", 500, codes, off());
 }
 
 /// A mask over the new tokens: by the decode family, and by all others as a mask over all keys.
@@ -284,29 +280,29 @@ fn trees_of_drafts() {
 /// beside each other.
 #[test]
 #[ignore = "needs a GPU"]
-fn tokens_beside_prompts() {
+fn mixed_batches() {
     let gpu = cuda(PlanOptions::default());
     if gpu.device().info().sm != DeviceInfo::h200().sm {
-        println!("SKIPPED: kernels that run beside each other are for a Hopper");
+        println!("SKIPPED: concurrent launches of mixed batches are for a Hopper");
         return;
     }
-    run("cuda, tokens and prompts", 300, paged_mixed(steps(40), 1500), PlanOptions::default());
+    run("cuda, mixed batches", 300, paged_mixed(steps(40), 1500), PlanOptions::default());
     let codes = || quantized(steps(40));
-    run(
-        "cuda, tokens and prompts of codes",
-        300,
-        paged_mixed(codes(), 1500),
-        PlanOptions::default(),
-    );
+    run("cuda, mixed batches, quantized", 300, paged_mixed(codes(), 1500), PlanOptions::default());
     let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
-    for (device, first) in [(slow_device(132), OF_PROMPTS), (small, OF_STEPS)] {
-        let cases = |steps| paged_beside(steps, 1500, &device, first);
+    for (device, first) in [(slow_device(132), PREFILL_KERNELS), (small, DECODE_KERNELS)] {
+        let cases = |steps| paged_concurrent(steps, 1500, &device, first);
         let gpu = cuda(PlanOptions::default()).with_device(device.clone());
-        parity("cuda, tokens beside prompts", 300, cases(steps(40)), &gpu);
-        parity("cuda, tokens beside prompts of codes", 300, cases(codes()), &gpu);
+        parity("cuda, concurrent launches of mixed batches", 300, cases(steps(40)), &gpu);
+        parity("cuda, concurrent launches of mixed batches, quantized", 300, cases(codes()), &gpu);
         for made in [Made::Captured, Made::Recorded] {
             let graphs = AsGraph::on(gpu.device(), device.clone(), made);
-            parity("cuda, tokens beside prompts in graphs", 100, cases(steps(40)), &graphs);
+            parity(
+                "cuda, concurrent launches of mixed batches in graphs",
+                100,
+                cases(steps(40)),
+                &graphs,
+            );
         }
     }
 }

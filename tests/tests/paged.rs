@@ -4,8 +4,9 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    OF_PROMPTS, OF_STEPS, any_dtype, case, half_dtype, heads_up_to, paged, paged_beside,
-    paged_mixed, paged_prompts, paged_steps, parity, quantized, slow_device, steps,
+    DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, paged,
+    paged_concurrent, paged_mixed, paged_prompts, paged_steps, parity, quantized, slow_device,
+    steps,
 };
 
 #[test]
@@ -42,7 +43,7 @@ fn prompts_on_hopper() {
 #[test]
 fn prompts_of_codes_on_hopper() {
     let cases = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 60);
-    parity("sim, paged prompts of codes", 20, cases, &Sim::default());
+    parity("sim, paged prompts, quantized", 20, cases, &Sim::default());
 }
 
 /// Each block takes many work tiles, whose descriptions it may not write over before all have read
@@ -57,18 +58,18 @@ fn prompts_on_few_multiprocessors() {
 
 /// Each kernel leaves out the sequences of the other one.
 #[test]
-fn tokens_beside_prompts() {
+fn mixed_batches() {
     let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     let sim = Sim::default().with_device(small.clone());
-    parity("sim, tokens and prompts", 5, paged_mixed(steps(24), 60), &sim);
+    parity("sim, mixed batches", 5, paged_mixed(steps(24), 60), &sim);
     let codes = || quantized(steps(24));
-    parity("sim, tokens and prompts of codes", 5, paged_mixed(codes(), 60), &sim);
-    let first_steps = |steps| paged_beside(steps, 60, &small, OF_STEPS);
-    parity("sim, tokens before prompts", 5, first_steps(steps(24)), &sim);
-    parity("sim, tokens before prompts of codes", 5, first_steps(codes()), &sim);
+    parity("sim, mixed batches, quantized", 5, paged_mixed(codes(), 60), &sim);
+    let first_steps = |steps| paged_concurrent(steps, 60, &small, DECODE_KERNELS);
+    parity("sim, mixed batches, decode first", 5, first_steps(steps(24)), &sim);
+    parity("sim, mixed batches, decode first, quantized", 5, first_steps(codes()), &sim);
     for slow in [4, 132].map(slow_device) {
-        let cases = paged_beside(steps(24), 60, &slow, OF_PROMPTS);
-        parity("sim, tokens beside prompts", 5, cases, &Sim::default().with_device(slow));
+        let cases = paged_concurrent(steps(24), 60, &slow, PREFILL_KERNELS);
+        parity("sim, mixed batches, prefill first", 5, cases, &Sim::default().with_device(slow));
     }
 }
 
@@ -91,7 +92,7 @@ fn decode_reads_blocks() {
     let elements = |rows| paged_steps(steps(40), rows);
     let codes = |rows| paged_steps(quantized(steps(40)), rows);
     parity("sim, paged decode", 150, elements(200), &Sim::default());
-    parity("sim, paged decode of codes", 150, codes(200), &Sim::default());
+    parity("sim, paged decode, quantized", 150, codes(200), &Sim::default());
     for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
         let (cluster, splits) = (Some(cluster), Some(splits));
         let options = PlanOptions { cluster, splits, ..PlanOptions::default() };

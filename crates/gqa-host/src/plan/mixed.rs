@@ -47,12 +47,12 @@ impl Attention {
         of.quantized.is_some() && self.problem.quantized.is_none()
     }
 
-    /// Its launches; `beside` one that they do not wait for.
+    /// Its launches; where it `follows_concurrent`, they do not wait for the one ahead.
     pub(super) fn launches(
         &self,
         device: &DeviceInfo,
         rows: Rows,
-        beside: bool,
+        follows_concurrent: bool,
         scratch: &mut Scratch,
     ) -> Result<Vec<Launch>> {
         let Self { problem, choice, task } = self;
@@ -60,7 +60,7 @@ impl Attention {
         for launch in &mut launches {
             launch.concurrent = task.concurrent;
             // Whoever began early would take the place of those.
-            launch.programmatic &= !beside && !task.concurrent;
+            launch.programmatic &= !follows_concurrent && !task.concurrent;
         }
         Ok(launches)
     }

@@ -66,8 +66,8 @@ pub(super) fn compose(
         launches.push(numbers.launch(device)?);
     }
     for attention in &others {
-        let is_beside = launches.last().is_some_and(|launch| launch.concurrent);
-        let own = attention.launches(device, rows, is_beside, scratch)?;
+        let follows_concurrent = launches.last().is_some_and(|launch| launch.concurrent);
+        let own = attention.launches(device, rows, follows_concurrent, scratch)?;
         match &numbers {
             Some(numbers) if attention.reads_dequantized(problem) => {
                 let rebind = numbers.rebind();

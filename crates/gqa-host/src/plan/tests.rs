@@ -1217,10 +1217,10 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
 }
 
-/// Over few keys the kernel for steps begins first. It appends its own rows, but where slot_mapping
+/// Over few keys the decode kernel begins first. It appends its own rows, but where slot_mapping
 /// says where they go.
 #[test]
-fn steps_beside_a_short_prompt_begin_first() {
+fn decode_begins_first_in_short_mixed_batches() {
     let p = with_pages(over_blocks(32, 512, 2048), |pages| Pages { tokens: 512 + 31, ..pages });
     let short = with(p, |p| p.total_len = 600);
     let slots = with_pages(short.clone(), |pages| Pages { slots: true, ..pages });
