@@ -123,8 +123,8 @@ fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {
     every_entry(&name, 1, &h200, is_wanted, is_short, |options| Box::new(sim(options)));
 }
 
-/// A call that is simulated in a second or two; with `PARITY_FULL`, any. A long prompt by a kernel
-/// for few rows takes thirty times as long, and each shape of that kernel would run it.
+/// A call that is simulated in seconds; with `PARITY_FULL`, any. A long prompt by a kernel for few
+/// rows takes five seconds, and each shape of that kernel would run it.
 fn is_short(p: &Problem) -> bool {
     const MOST_PRODUCTS: usize = 1 << 25;
     let is_full = std::env::var_os("PARITY_FULL").is_some();
