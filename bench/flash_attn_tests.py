@@ -66,27 +66,11 @@ def lacks(case):
     return next((what for what, is_asked in LACKING.items() if is_asked(case)), None)
 
 
-def with_enough_keys(rows, keys, others):
-    """Leaves out what docs/python.md says of causal calls over a paged KV cache on a GPU."""
-    is_causal = others["causal"] or others["window_size"][1] == 0
-    if is_causal and torch.any(keys < rows):
-        pytest.skip("a sequence with fewer keys than rows in a causal call over blocks")
-
-
 class FlashAttn2:
-    """flash_attn's functions, beside those whose arguments are the same."""
+    """flash_attn's functions."""
 
-    @staticmethod
-    def flash_attn_varlen_func(q, k, v, starts, key_starts, *numbers, **others):
-        if others.get("block_table") is not None:
-            with_enough_keys(starts.diff(), key_starts.diff(), others)
-        return gqa.flash_attn_varlen_func(q, k, v, starts, key_starts, *numbers, **others)
-
-    @staticmethod
-    def flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **others):
-        if others["block_table"] is not None and k is None:
-            with_enough_keys(q.shape[1], others["cache_seqlens"], others)
-        return gqa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **others)
+    flash_attn_varlen_func = staticmethod(gqa.flash_attn_varlen_func)
+    flash_attn_with_kvcache = staticmethod(gqa.flash_attn_with_kvcache)
 
     @staticmethod
     def flash_attn_qkvpacked_func(qkv, *numbers, **others):
@@ -139,14 +123,12 @@ class FlashAttn3:
             entries = others.pop("cache_batch_idx", None)
             others["block_table"] = table if entries is None else table[entries]
         if "cu_seqlens_q" not in others:
-            others.setdefault("block_table", None)
-            return FlashAttn2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **others)
+            return gqa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **others)
         starts, most = others.pop("cu_seqlens_q"), others.pop("max_seqlen_q")
         del others["cache_seqlens"], others["rotary_interleaved"]
-        key_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = others["block_table"].shape[1] * k_cache.shape[1]
-        where = starts, key_starts, most, longest
-        return FlashAttn2.flash_attn_varlen_func(q, k_cache, v_cache, *where, **others)
+        where = starts, None, most, longest
+        return gqa.flash_attn_varlen_func(q, k_cache, v_cache, *where, seqused_k=lengths, **others)
 
     @staticmethod
     def flash_attn_combine(outputs, log_sum_exps, out=None, out_dtype=None):

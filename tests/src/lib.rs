@@ -8,6 +8,7 @@ mod compare;
 mod entries;
 mod hostile;
 mod paged;
+mod paged_read;
 mod parity;
 mod tree;
 
@@ -25,5 +26,6 @@ pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, paged, paged_concurrent, paged_mixed,
     paged_prompts, paged_steps, slow_device,
 };
+pub use paged_read::{PagedReadCase, paged_reads};
 pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};
 pub use tree::{TreeCase, tree_steps, trees};

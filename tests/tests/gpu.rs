@@ -8,10 +8,10 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
     biased_prompts, case, every_entry, float8_prompts, half_dtype, heads_in, heads_up_to,
-    identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts, paged_steps,
-    parity, prompts, prompts_of_wide_scores, quantized, quantized_output, quantized_prompts,
-    quantized_steps, rotated_prompts, sequences, sliding, slow_device, steps, tall_steps,
-    tree_steps, trees, turned_float8_prompts,
+    identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts, paged_reads,
+    paged_steps, parity, prompts, prompts_of_wide_scores, quantized, quantized_output,
+    quantized_prompts, quantized_steps, rotated_prompts, sequences, sliding, slow_device, steps,
+    tall_steps, tree_steps, trees, turned_float8_prompts,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -260,6 +260,22 @@ fn paged_caches() {
     run("cuda, paged prompts", 500, prompts, off());
     let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
     run("cuda, paged prompts, quantized", 500, codes, off());
+}
+
+/// Nothing is appended, and there may be more tokens than keys.
+#[test]
+#[ignore = "needs a GPU"]
+fn tokens_without_a_key() {
+    let sizes = [64, 128, 256];
+    let calls = |tokens| paged_reads(half_dtype(), &sizes, tokens);
+    for name in ["h200", "a100"] {
+        let device = DeviceInfo::known(name).expect("a known device");
+        let gpu = cuda(PlanOptions::default()).with_device(device);
+        parity(&format!("cuda, {name}, reads of blocks"), 500, calls(8), &gpu);
+        parity(&format!("cuda, {name}, reads of blocks, prompts"), 300, calls(300), &gpu);
+    }
+    let any = paged_reads(any_dtype(), &[16, 80], 40);
+    run("cuda, reads of blocks by general kernels", 200, any, PlanOptions::default());
 }
 
 /// A mask over the new tokens: by the decode family, and by all others as a mask over all keys.

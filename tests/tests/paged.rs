@@ -5,8 +5,8 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, paged,
-    paged_concurrent, paged_mixed, paged_prompts, paged_steps, parity, quantized, slow_device,
-    steps,
+    paged_concurrent, paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized,
+    slow_device, steps,
 };
 
 #[test]
@@ -100,4 +100,20 @@ fn decode_reads_blocks() {
         parity("sim, blocks in clusters", 20, elements(300), &sim);
         parity("sim, blocks of codes in clusters", 20, codes(300), &sim);
     }
+}
+
+/// Tokens of a call that appends nothing may be more than the sequence's keys.
+#[test]
+fn tokens_without_a_key() {
+    let sizes = [64, 128, 256];
+    let of_any = |sizes, tokens| paged_reads(any_dtype(), sizes, tokens);
+    parity("cpu, reads of blocks", 400, of_any(&[16, 64, 80], 24), &Cpu::default());
+    let steps = || paged_reads(half_dtype(), &sizes, 8);
+    let prompts = || paged_reads(half_dtype(), &sizes, 150);
+    for device in ["h200", "a100"] {
+        let sim = Sim::default().with_device(DeviceInfo::known(device).expect("a known device"));
+        parity(&format!("sim, {device}, reads of blocks"), 60, steps(), &sim);
+        parity(&format!("sim, {device}, reads of blocks, prompts"), 20, prompts(), &sim);
+    }
+    parity("sim, reads of blocks by general kernels", 40, of_any(&[16, 80], 8), &Sim::default());
 }

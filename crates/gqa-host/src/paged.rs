@@ -38,6 +38,12 @@ impl Problem {
         })
     }
 
+    /// The same call when its lengths count the new tokens.
+    pub(crate) fn with_total_lengths(&self) -> Self {
+        let counting = |pages| Pages { counts_new: true, ..pages };
+        self.derive(|call| ProblemFields { pages: self.pages.map(counting), ..call })
+    }
+
     /// The new tokens of all sequences as those of one.
     pub(crate) fn tokens(&self) -> Self {
         let tokens = self.pages.map_or(self.q_len, |pages| pages.tokens);

@@ -139,6 +139,8 @@ pub struct Pages {
     pub per_sequence: usize,
     /// slot_mapping says where new rows go, rather than block_table.
     pub slots: bool,
+    /// Lengths count the new tokens, rather than the rows before them.
+    pub counts_new: bool,
 }
 
 impl Pages {
@@ -635,6 +637,11 @@ impl Problem {
     /// Whether a call over a paged KV cache leaves that as it is.
     pub(crate) fn reads_pages_only(&self) -> bool {
         self.pages.is_some() && self.new_len == 0 && self.q_len > 0
+    }
+
+    /// Whether a sequence may bring more tokens than it has rows.
+    pub(crate) fn may_lack_rows(&self) -> bool {
+        self.reads_pages_only() && (self.causal || self.tree_mask)
     }
 
     /// Whether nothing but the choice of kernels depends on the longest sequence.

@@ -114,7 +114,14 @@ fn legal_calls_become_problems() {
     let p = accepts(Call::new());
     assert_eq!((p.batch, p.q_len, p.total_len), (2, 3, 7));
     assert_eq!((p.phase, p.packed, p.causal), (Phase::SubsequentPrompt, false, true));
-    let pages = Pages { tokens: 4, blocks: 5, block_size: 4, per_sequence: 3, slots: false };
+    let pages = Pages {
+        tokens: 4,
+        blocks: 5,
+        block_size: 4,
+        per_sequence: 3,
+        slots: false,
+        counts_new: false,
+    };
     assert_eq!(p.pages, Some(pages));
     assert_eq!(p.output_shape(), [4, 64]);
     let packed = accepts(Call { query: float(&[4, 128]), key: None, value: None, ..Call::new() });

@@ -158,6 +158,10 @@ pub struct PagedHopperParams {
     pub secondary: u32,
     /// 1: this is that launch.
     pub is_secondary: u32,
+    /// 1: lengths count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 /// Scalars of `hopper_float8`.
@@ -369,6 +373,8 @@ pub struct TreeMaskParams {
     pub tokens: u32,
     /// 1: sequences begin with the new tokens.
     pub first_prompt: u32,
+    /// 1: lengths of sequences over a paged KV cache count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
 }
 
 /// Scalars of `quantize_output`.
@@ -436,6 +442,10 @@ pub struct PagedParams {
     /// Newest rows that a token sees, its own included; 0: all. `paged_gather` and
     /// `paged_dequantize` do not read others.
     pub window: u32,
+    /// 1: lengths count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
 }
 
 /// Scalars of `hopper` over a quantized cache.
@@ -513,8 +523,8 @@ pub struct PagedDecodeParams {
     pub tokens: u32,
     /// Most tokens of a sequence; those with more than the step takes are another launch's.
     pub longest: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
+    /// 1: lengths count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
 }
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
@@ -523,14 +533,14 @@ const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 6 * 4);
-const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 8 * 4);
+const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);
 const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);
 const _: () = assert!(size_of::<DecodeParams>() == size_of::<AttentionParams>() + 2 * 24 + 12 * 4);
 const _: () = assert!(size_of::<PrologueParams>() == 6 * 24 + 16 * 4);
 const _: () = assert!(size_of::<PagedDecodeParams>() == size_of::<DecodeParams>() + 6 * 4);
-const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 20 * 4);
+const _: () = assert!(size_of::<PagedParams>() == 3 * 24 + 22 * 4);
 const _: () = assert!(size_of::<ScatterParams>() == 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<QuantizeOutputParams>() == 2 * 24 + 4 * 4);
 const _: () = assert!(size_of::<RollingBiasParams>() == 24 + size_of::<RollingParams>() + 3 * 4);

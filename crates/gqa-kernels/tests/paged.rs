@@ -29,7 +29,7 @@ proptest! {
         (batch, q_len, tokens) in (1..=3u32, 1..=4u32, 1..=6u32),
         (block_size, blocks, per_sequence) in (1..=5u32, 1..=4u32, 1..=3u32),
         integers in [integers(4), integers(3), integers(9), integers(6)],
-        [has_slots, moves, by_token] in any::<[bool; 3]>(),
+        [has_slots, moves, by_token, counts_new] in any::<[bool; 4]>(),
         (window, seed) in (0..=5u32, any::<u64>()),
     ) {
         let (q_heads, kv_heads, head_size) = (2, 1, 16);
@@ -41,7 +41,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(), least: 2, window,
+            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), reserved: 0,
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;
@@ -96,7 +96,7 @@ proptest! {
         (batch, q_len, more, tokens) in (1..=3u32, 1..=4u32, 0..=3u32, 1..=6u32),
         (per_sequence, spare, capacity) in (1..=2u32, 0..=2u32, 7..=32u32),
         [starts, past, table] in [integers(4), integers(3), integers(6)],
-        [appends, has_starts, has_tree] in any::<[bool; 3]>(),
+        [appends, has_starts, has_tree, counts_new] in any::<[bool; 4]>(),
         words in prop::collection::vec(any::<i64>(), 6),
         seed in any::<u64>(),
     ) {
@@ -118,7 +118,7 @@ proptest! {
                 new_len: if appends { q_len } else { 0 }, splits: 1, clusters: decode::clusters(&attention, height), rows: height,
                 at_a_time: 4, ..DecodeParams::zeroed()
             },
-            per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, reserved: 0,
+            per_sequence, log_block_size: rows.ilog2(), blocks, tokens: tokens.max(batch), longest: q_len + more, counts_new: counts_new.into(),
         };
         let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
         let (q, kv, angles) = (values(p.tokens * q_heads), values(p.tokens * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);

@@ -206,7 +206,9 @@ impl Call {
     /// Attention over a paged KV cache of so many blocks, rows of a block and blocks of a sequence.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
-    #[pyo3(signature = (sizes, sequences, tokens, cache, most_tokens, longest, rope, appended, lse, tree_mask))]
+    #[pyo3(signature = (
+        sizes, sequences, tokens, cache, most_tokens, longest, rope, counts_new, appended, lse, tree_mask
+    ))]
     fn paged(
         sizes: Sizes,
         sequences: usize,
@@ -215,6 +217,7 @@ impl Call {
         most_tokens: usize,
         longest: usize,
         rope: Option<(usize, usize, bool)>,
+        counts_new: bool,
         appended: bool,
         lse: bool,
         tree_mask: bool,
@@ -226,6 +229,7 @@ impl Call {
         }
         let call = Paged::new(sequences, tokens, cache.into());
         let call = call.most_tokens(most_tokens).longest(longest);
+        let call = if counts_new { call.total_lengths() } else { call };
         let call = if appended { call.appended() } else { call };
         let call = if lse { call.log_sum_exp() } else { call };
         let call = if tree_mask { call.tree_mask() } else { call };

@@ -153,6 +153,9 @@ class Cases:
         named = {"block_table": table, "causal": True, "return_softmax_lse": True}
         varlen = gqa.flash_attn_varlen_func
         self.call(varlen, q, *cache, starts.astype(np.int32), key_starts, **named)
+        # The third sequence has 70 rows.
+        used = np.array([5, 0, 40, 2], np.int32)
+        self.call(varlen, q, *cache, starts.astype(np.int32), seqused_k=used, **named)
 
     def cached(self, q, caches, **named):
         """A call that changes the caches, or that is an error where none can be changed."""

@@ -88,6 +88,9 @@ def test_sequences_of_any_lengths(draw):
     out, lse = draw.call(
         gqa.flash_attn_varlen_func, *arguments, **ours, return_softmax_lse=True
     )
+    if paged and pick.random() < 0.5:
+        arguments = (q, k, v, starts)
+        ours["seqused_k"] = np.array(keys, pick.choice([np.int32, np.int64]))
     alone = draw.call(gqa.flash_attn_varlen_func, *arguments, **ours)
     draw.check(alone, out.astype(np.float64))
     assert lse.shape == (draw.heads, sum(rows))

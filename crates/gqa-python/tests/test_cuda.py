@@ -13,6 +13,7 @@ import unittest
 from unittest import mock
 
 import gqa
+import numpy as np
 from draws import COUNT, SEED
 from libraries import torch
 
@@ -311,7 +312,8 @@ class Cases:
             given = torch.tensor(lengths, dtype=torch.int32, device=self.device)
             check(1, lengths, given, **others)
             check(1, [0, 0, 0], 0, **others)
-            # Lengths that are known to be too few without asking the GPU.
+            for more_rows in (5, 70):
+                check(more_rows, lengths, given, **others | {"causal": True})
             check(5, lengths, lengths, **others | {"causal": True})
 
     def test_fewer_keys_than_rows_of_sequences_over_blocks(self):
@@ -321,15 +323,23 @@ class Cases:
         rows, keys = [7, 5, 1], [3, 40, 0]
         starts, key_starts = ([0, *itertools.accumulate(n)] for n in (rows, keys))
         q = torch.randn(13, 4, 64, **options)
-        given = [torch.tensor(x, dtype=torch.int32, device="cpu") for x in (starts, key_starts)]
-        if self.device == "cpu":
-            # As numpy's arrays are, they are not where q is.
-            given = [x.numpy() for x in given]
-        out = gqa.flash_attn_varlen_func(q, k, v, *given, 7, 40, block_table=table, causal=True)
-        for b in range(3):
-            seen = (cache[table[b].long()].flatten(0, 1)[: keys[b]] for cache in (k, v))
-            mine = slice(starts[b], starts[b + 1])
-            self.near(out[mine], expected(q[mine], *seen, (-1, 0))[0])
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        attend = functools.partial(gqa.flash_attn_varlen_func, block_table=table, causal=True)
+        bounds = {"max_seqlen_q": 7, "max_seqlen_k": 40}
+        for numbers in (of_device, functools.partial(np.array, dtype=np.int32)):
+            used = {"seqused_k": numbers(keys)}
+            for lengths in ({"cu_seqlens_k": numbers(key_starts)}, used):
+                named = {**lengths, **bounds, "return_softmax_lse": True}
+                out, lse = attend(q, k, v, numbers(starts), **named)
+                for b in range(3):
+                    seen = (cache[table[b].long()].flatten(0, 1)[: keys[b]] for cache in (k, v))
+                    mine = slice(starts[b], starts[b + 1])
+                    wanted = expected(q[mine], *seen, (-1, 0))
+                    self.near(out[mine], wanted[0])
+                    self.near_lse(lse[:, mine], wanted[1])
+            # Bounds may be looked up.
+            again = attend(q, k, v, numbers(starts), **used)
+            self.near(again, out.float())
 
     @in_draws
     def test_sequences_of_any_lengths(self):
@@ -466,6 +476,25 @@ class Cases:
                     query, seen = turned(rope, q[b], place), slice(past + 1)
                     self.near(out[b], expected(query, keys[b, seen], values[b, seen])[0])
                 lengths = lengths + 1
+        self.assertLessEqual(kept.call_count, 1)
+
+    @in_draws
+    def test_sequences_like_earlier_ones(self):
+        """Sequences over blocks, of as many rows together, of which only the first are looked at."""
+        options, kv = self.options(), (self.kv_heads, self.size)
+        caches = [torch.randn(24, 16, *kv, **options) for _ in "kv"]
+        table = torch.randperm(24, device=self.device).view(3, 8).int()
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        with mock.patch.object(_steps, "keep", wraps=_steps.keep) as kept:
+            for rows, keys in (([1, 5, 1], [7, 100, 0]), ([4, 2, 1], [128, 1, 60])):
+                q = torch.randn(7, self.heads, self.size, **options)
+                starts = of_device([0, *itertools.accumulate(rows)])
+                where = {"seqused_k": of_device(keys), "block_table": table, "causal": True}
+                out = gqa.flash_attn_varlen_func(q, *caches, starts, None, 5, 128, **where)
+                for b in range(3):
+                    seen = (cache[table[b].long()].flatten(0, 1)[: keys[b]] for cache in caches)
+                    mine = slice(int(starts[b]), int(starts[b + 1]))
+                    self.near(out[mine], expected(q[mine], *seen, (-1, 0))[0])
         self.assertLessEqual(kept.call_count, 1)
 
     @in_draws

@@ -69,7 +69,7 @@ class Planned:
 
     def paged(self, tensors):
         _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers
-        no_new, want_lse, has_tree = wanted
+        counts_new, no_new, want_lse, has_tree = wanted
         names = ("query",) if no_new else ("query", "key", "value")
         rows = {name: tensors[name].flatten(0, -3) for name in names}
         caches = [tensors[name] for name in ("present_key", "present_value")]
@@ -77,11 +77,11 @@ class Planned:
         output = tensors["output"].view(rows["query"].shape)
         starts = tensors["cumulative_sequence_length"].tolist()
         table = tensors["block_table"].view(-1, columns)
-        for b, past in enumerate(tensors["seqlens_k"].tolist()):
+        for b, length in enumerate(tensors["seqlens_k"].tolist()):
             mine = slice(starts[b], starts[b + 1])
             q, *new = (rows[name][mine] for name in names)
-            # As kernels clamp it.
-            past = max(past, 0)
+            # As kernels clamp it: what is appended has a row.
+            past = max(length - (len(q) if counts_new else 0), -len(q) if no_new else 0)
             end = past + len(q)
             assert len(q) <= most and (end <= longest or len(q) == 0), (len(q), end)
             if rope is not None:
@@ -96,7 +96,8 @@ class Planned:
             if has_tree:
                 words = tensors["tree_mask"].flatten()[mine][:, None]
                 seen = (row < past) | (words >> (row - past).clamp(0, 63) & 1 != 0)
-                others = seen[None], (-1, -1)
+                has_key = torch.arange(len(q))[:, None] + past >= 0
+                others = (seen & has_key)[None], (-1, -1)
             out, lse = self.attend(q, caches[0][place], caches[1][place], tensors, *others)
             output[mine] = out
             if want_lse:
@@ -233,7 +234,7 @@ class Emulated(Cases, unittest.TestCase):
         for named, call in (
             ("gqa_decode_paged_bf16", lambda: gqa.flash_attn_func(q, k, v)),
             ("gqa_decode_bf16", lambda: gqa.flash_attn_func(q, *heads_first)),
-            ("gqa_decode_paged_tree_bf16", lambda: cached(q, *blocks, **lengths)),
+            ("gqa_decode_paged_bf16", lambda: cached(q, *blocks, **lengths)),
         ):
             kernels = self.kernels(call)
             self.assertEqual([name.startswith(named) for name in kernels], [True], kernels)

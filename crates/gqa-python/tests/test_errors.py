@@ -95,6 +95,22 @@ def test_a_callers_error_about_lengths_is_named(starts):
         gqa.flash_attn_varlen_func(q, k, v, right, right, 5, 6)
 
 
+def test_numbers_of_keys_are_of_a_paged_cache():
+    q, k, v = arrays(3, 3)
+    q, starts = q.reshape(-1, *q.shape[2:]), np.array([0, 3, 6], np.int32)
+    blocks = {"block_table": np.array([[0], [1]], np.int32)}
+    for wrong, named in (
+        ({}, "cu_seqlens_k: got None"),
+        (blocks, "cu_seqlens_k: got None"),
+        ({"seqused_k": np.array([3, 3], np.int32)}, "seqused_k: got an array"),
+        ({"seqused_k": np.array([3.0, 3.0]), **blocks}, "seqused_k: got float64"),
+        ({"seqused_k": np.array([3, -1]), **blocks}, "seqused_k: got int64"),
+        ({"seqused_k": np.array([3]), **blocks}, "seqused_k: got int64"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}.*; allowed: "):
+            gqa.flash_attn_varlen_func(q, k, v, starts, **wrong)
+
+
 def test_a_cache_that_must_not_be_written_is_an_error():
     q, k, v = arrays()
     frozen = k.copy()

@@ -24,6 +24,7 @@ pub struct Paged {
     longest: usize,
     packed: bool,
     slots: bool,
+    counts_new: bool,
     appended: bool,
     strided: Strided,
     lse: bool,
@@ -48,6 +49,7 @@ impl Paged {
             longest: 0,
             packed: false,
             slots: false,
+            counts_new: false,
             appended: false,
             strided: Strided { query: None, key: None, value: None, output: None },
             lse: false,
@@ -97,8 +99,18 @@ impl Paged {
         Self { slots: true, ..self }
     }
 
+    /// `seqlens_k` has the tokens that each sequence has after the call, the new ones among them,
+    /// rather than those before it.
+    pub const fn total_lengths(self) -> Self {
+        Self { counts_new: true, ..self }
+    }
+
     /// The new tokens' keys and values are in the cache already, where `block_table` says: there
     /// are no tensors `key` and `value`. Where the layer rotates, only queries do.
+    ///
+    /// A sequence of a causal call may have fewer keys than tokens then, so that `seqlens_k` is less
+    /// than 0, or with [`total_lengths`](Self::total_lengths) less than its tokens: as many of its
+    /// first tokens see no key. Their output is 0, and their log-sum-exp minus infinity.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }
@@ -165,6 +177,7 @@ impl Layer {
             v_scale: scales,
             bounds: Bounds { query_rows: call.most_tokens, keys: call.longest },
         })?;
+        let problem = if call.counts_new { problem.with_total_lengths() } else { problem };
         let problem = if call.tree_mask { problem.with_tree_mask()? } else { problem };
         let problem = if call.appended { self.appended(&problem)? } else { problem };
         problem.with_strides(call.strided)

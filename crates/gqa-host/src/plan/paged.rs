@@ -126,6 +126,8 @@ impl<'a> Prologue<'a> {
             by_token: 0,
             least: 0,
             window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,
+            counts_new: pages.counts_new.into(),
+            reserved: 0,
             q_len: u32_of("query rows", p.q_len)?,
             tokens: u32_of("tokens", pages.tokens)?,
             capacity: u32_of("rows of a sequence", p.capacity)?,

@@ -1118,6 +1118,7 @@ fn paged(p: &Problem) -> Problem {
         block_size: 64,
         per_sequence,
         slots: false,
+        counts_new: false,
     };
     p.derive(|call| ProblemFields {
         pages: Some(pages),

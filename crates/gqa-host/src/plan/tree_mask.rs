@@ -84,6 +84,7 @@ fn mask_rows(given: &Problem, masked: &Problem, mask: Arg, device: &DeviceInfo) 
         capacity: u32_of("rows of a sequence", p.capacity)?,
         tokens: u32_of("tokens", p.pages.map_or(0, |pages| pages.tokens))?,
         first_prompt: (p.phase == Phase::FirstPrompt).into(),
+        counts_new: p.pages.is_some_and(|pages| pages.counts_new).into(),
     };
     let grid = tree_mask_rows_grid(&params, device.multiprocessors);
     launch(find(Role::TreeMaskRows, None, None)?, grid, &arguments, &params)

@@ -313,10 +313,8 @@ impl<'a> Call<'a> {
             };
             tensor.bytes_mut()?[row * bytes..][..bytes].copy_from_slice(&values);
         }
-        let heads = tensor.bytes().chunks_exact(self.rows() * bytes).enumerate();
-        let rows = heads.flat_map(|(head, rows)| {
-            rows.chunks_exact(bytes).map(move |row| codes.decode(head % p.kv_heads, row))
-        });
+        let rows = tensor.bytes().chunks_exact(bytes).enumerate();
+        let rows = rows.map(|(i, row)| codes.decode(i / self.rows() % p.kv_heads, row));
         Ok(bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size))
     }
 
@@ -354,9 +352,11 @@ impl<'a> Call<'a> {
     fn rotated(&self, b: usize, s: usize, x: Vec<f64>) -> Vec<f64> {
         let Some(rotary) = self.problem.rotary else { return x };
         let position = match rotary.explicit {
-            Some(row_length) => self.position_ids[b * row_length + s] as usize,
-            None => self.position(b, s) as usize,
+            Some(row_length) => self.position_ids[b * row_length + s] as i64,
+            None => self.position(b, s),
         };
+        // A row that stands before key 0 sees none.
+        let Ok(position) = usize::try_from(position) else { return x };
         let half = rotary.dim / 2;
         let mut y = x.clone();
         for i in 0..half {
@@ -440,11 +440,13 @@ impl<'a> Call<'a> {
         Row { output, scores, lse }
     }
 
-    /// The keys that query row `s` sees; a row of padding sees none.
+    /// The keys that query row `s` sees; a row of padding sees none, nor does one of a tree that
+    /// stands before key 0.
     fn visible(&self, b: usize, s: usize) -> Range<usize> {
         let p = self.problem;
         let (position, total) = (self.position(b, s), self.total(b) as i64);
-        if p.alignment == Alignment::Phase && position >= total {
+        let is_padding = p.alignment == Alignment::Phase && position >= total;
+        if is_padding || p.tree_mask && position < 0 {
             return 0..0;
         }
         let sees = |j: i64| {
@@ -474,9 +476,9 @@ impl<'a> Call<'a> {
 
     /// Whether tree_mask hides key `j`, which it may if that is new.
     fn hides(&self, b: usize, s: usize, j: usize) -> bool {
-        let first = self.position(b, 0).max(0) as usize;
+        let new = j as i64 - self.position(b, 0);
         let word = self.tree_mask.get(b * self.problem.q_len + s);
-        word.is_some_and(|word| j >= first && word.wrapping_shr((j - first) as u32) & 1 == 0)
+        word.is_some_and(|word| new >= 0 && word.wrapping_shr(new as u32) & 1 == 0)
     }
 
     /// What attention_bias or attn_mask adds.

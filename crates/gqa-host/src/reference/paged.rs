@@ -35,8 +35,9 @@ struct Sequence<'a> {
     start: usize,
     /// Tokens.
     new: usize,
-    /// Rows before them.
-    past: usize,
+    /// Rows before them; a negative number, of a call that appends nothing, is how many of the first
+    /// tokens have no row.
+    past: i64,
     /// The row of the cache, through all blocks, that has each row of the sequence; none where no
     /// token sees a row of the block, which may be another sequence's by now.
     places: Vec<Option<usize>>,
@@ -52,22 +53,25 @@ impl<'a> Sequence<'a> {
         };
         let starts = integers(io.need(TensorId::CumulativeSequenceLength)?);
         let table = integers(io.need(TensorId::BlockTable)?);
-        let past = integers(io.need(TensorId::SeqlensK)?);
+        let lengths = integers(io.need(TensorId::SeqlensK)?);
         let slots = io.input(TensorId::SlotMapping).map(integers);
         let sequence = |b: usize| {
             let (start, end) = (starts[b] as usize, starts[b + 1] as usize);
-            let (new, past) = (end - start, past[b] as usize);
+            let new = end - start;
+            let past = lengths[b] - if pages.counts_new { new as i64 } else { 0 };
+            let before = past.max(0) as usize;
             let blocks = &table[b * pages.per_sequence..][..pages.per_sequence];
             // The first token sees the oldest rows.
-            let seen = p.window.map_or(0, |window| (past + 1).saturating_sub(window));
+            let seen = p.window.map_or(0, |window| (before + 1).saturating_sub(window));
             let place = |row: usize| {
                 let (block, in_block) = (row / pages.block_size, row % pages.block_size);
                 (block >= seen / pages.block_size)
                     .then(|| blocks[block] as usize * pages.block_size + in_block)
             };
-            let places: Vec<_> = (0..past + new).map(place).collect();
+            let rows = (past + new as i64).max(0) as usize;
+            let places: Vec<_> = (0..rows).map(place).collect();
             let slots = match &slots {
-                None => places[past..].to_vec(),
+                None => places[before.min(rows)..].to_vec(),
                 Some(slots) => {
                     slots[start..end].iter().map(|&slot| usize::try_from(slot).ok()).collect()
                 }
@@ -82,9 +86,9 @@ impl<'a> Sequence<'a> {
         self.problem.derive(|call| ProblemFields {
             batch: 1,
             q_len: self.new,
-            total_len: self.past + self.new,
+            total_len: self.places.len(),
             past_capacity: 0,
-            capacity: self.past + self.new,
+            capacity: self.places.len(),
             pages: None,
             packed: false,
             layout: Layout::Bsnh,
@@ -97,7 +101,7 @@ impl<'a> Sequence<'a> {
     /// would have them.
     fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
-        let positions: Vec<_> = (self.past..self.past + self.new).map(|row| row as i64).collect();
+        let positions: Vec<_> = (self.past..self.past + self.new as i64).collect();
         let alone = self.call().derive(|call| ProblemFields {
             computes: CallKind::Cache,
             cache: CacheBinding::Separate,

@@ -27,7 +27,7 @@ impl Mask {
         if !seqlen.is_token(s) {
             return Visible { first: 0, end: 0 };
         }
-        let end = if self.causal { seqlen.past + s + 1 } else { seqlen.total };
+        let end = if self.causal { seqlen.past.wrapping_add(s) + 1 } else { seqlen.total };
         let first = if self.window > 0 { end.saturating_sub(self.window) } else { 0 };
         Visible { first, end }
     }

@@ -1,7 +1,29 @@
 //! Sequences over a paged KV cache: how many tokens a call brings each, and behind which rows they
 //! stand.
+//!
+//! A call that appends nothing may bring more tokens than the sequence has rows: it has a negative
+//! number of rows before them, and as many of its first tokens have no row and see none.
 
 use super::seqlen::Seqlen;
+
+/// A sequence's length, as the device tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Length {
+    /// Its rows; those before the call, or those after it.
+    pub rows: i32,
+    /// Whether the new tokens are among them.
+    pub counts_new: bool,
+}
+
+impl Length {
+    /// The rows before `new` tokens, `least` or more; wraps below 0 where there are fewer rows than
+    /// tokens. All rows are within `capacity`, which is no less than `new`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn past(self, least: i32, new: u32, capacity: u32) -> u32 {
+        let counted = if self.counts_new { new as i32 } else { 0 };
+        self.rows.wrapping_sub(counted).max(least).min((capacity - new) as i32) as u32
+    }
+}
 
 /// Where the rows of a sequence are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,19 +32,19 @@ pub struct Sequence {
     pub start: u32,
     /// Its tokens.
     pub new: u32,
-    /// Its rows before them.
+    /// Its rows before them; wraps below 0 where there are fewer rows than tokens.
     pub past: u32,
 }
 
 impl Sequence {
-    /// From where its tokens begin and end and from the rows before them, clamped to what there is,
-    /// so that no value on the device can lead outside: `tokens` of all sequences, `q_len` of one
-    /// at most, `capacity` rows in its blocks.
+    /// From where its tokens begin and end and from its length, clamped to what there is, so that no
+    /// value on the device can lead outside: `tokens` of all sequences, `q_len` of one at most,
+    /// `capacity` rows in its blocks.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new(bounds: [i32; 2], past: i32, tokens: u32, q_len: u32, capacity: u32) -> Self {
+    pub fn new(bounds: [i32; 2], length: Length, tokens: u32, q_len: u32, capacity: u32) -> Self {
         let [start, end] = bounds.map(|token| (token.max(0) as u32).min(tokens));
         let new = end.saturating_sub(start).min(q_len).min(capacity);
-        Self { start, new, past: (past.max(0) as u32).min(capacity - new) }
+        Self { start, new, past: length.past(-(new as i32), new, capacity) }
     }
 
     /// The same without tokens if it has fewer than so many.
@@ -34,14 +56,27 @@ impl Sequence {
     /// Its rows, with the new ones.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn seqlen(self) -> Seqlen {
-        Seqlen { total: self.past + self.new, past: self.past }
+        Seqlen { total: self.past.wrapping_add(self.new), past: self.past }
+    }
+
+    /// The row of token `i`, if it has one.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn position(self, i: u32) -> Option<u32> {
+        let position = self.past.wrapping_add(i) as i32;
+        (position >= 0).then_some(position as u32)
+    }
+
+    /// Its first tokens that have no row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn without_row(self) -> u32 {
+        (self.past as i32).min(0).unsigned_abs()
     }
 
     /// Whether none of its tokens sees its row `row`, because that is before the window of the
     /// first token; a window of 0 is none. The row's block may belong to another sequence by now.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_hidden(self, row: u32, window: u32) -> bool {
-        window > 0 && row < (self.past + 1).saturating_sub(window)
+        window > 0 && row < (self.past as i32 + 1).max(0).unsigned_abs().saturating_sub(window)
     }
 
     /// The token that is row `row` of `q_len` rows, of which the last stands at the end of the
@@ -50,6 +85,7 @@ impl Sequence {
     pub fn token(self, row: u32, q_len: u32) -> Option<u32> {
         let Seqlen { total, past } = self.seqlen();
         let position = total.saturating_sub(q_len) + row;
-        (position >= past && position < total).then(|| position - past)
+        let is_token = position as i32 >= past as i32 && position < total;
+        is_token.then(|| position.wrapping_sub(past))
     }
 }

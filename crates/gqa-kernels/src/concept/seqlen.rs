@@ -6,7 +6,8 @@
 pub struct Seqlen {
     /// Valid keys, the new ones included.
     pub total: u32,
-    /// Valid keys before this call; also the position of query row 0.
+    /// Valid keys before this call; also the position of query row 0. Where there are fewer keys than
+    /// rows, as a sequence over a [paged KV cache](super::pages) may have it, it wraps below 0.
     pub past: u32,
 }
 
@@ -21,9 +22,15 @@ impl Seqlen {
         Self { total, past }
     }
 
-    /// Whether query row `s` is a token of the sequence and not padding.
+    /// This call's rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn new_rows(self) -> u32 {
+        self.total.wrapping_sub(self.past)
+    }
+
+    /// Whether query row `s` is a token of the sequence: neither padding nor one without a key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn is_token(self, s: u32) -> bool {
-        self.past + s < self.total
+        self.past.wrapping_add(s) < self.total
     }
 }

@@ -11,7 +11,8 @@
 //!
 //! Sequence `b` has `new` tokens, from `starts[b]` on, behind `past` rows. As attention takes S
 //! rows for each sequence, of which the last stands at the end of the sequence, token `i` is row
-//! `past + i - max(past + new - S, 0)`; other rows are zero.
+//! `past + i - max(past + new - S, 0)`; other rows are zero. Tokens without a row get zeros from
+//! `paged_scatter`, and a log-sum-exp of -inf.
 //!
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
@@ -24,7 +25,7 @@
 use super::quantize::{Divisors, store_vector};
 use super::rope::{Rope, Unturned, pairs};
 use super::walk::Walk;
-use crate::concept::pages::Sequence;
+use crate::concept::pages::{Length, Sequence};
 use crate::num::{Code, Element};
 use crate::params::PagedParams;
 use crate::simt::Global;
@@ -38,7 +39,8 @@ pub(super) fn sequence_of(
     b: u32,
 ) -> Sequence {
     let bounds = [b, b + 1].map(|i| starts.load(i as usize));
-    Sequence::new(bounds, past_seqlens.load(b as usize), p.tokens, p.q_len, p.capacity)
+    let length = Length { rows: past_seqlens.load(b as usize), counts_new: p.counts_new != 0 };
+    Sequence::new(bounds, length, p.tokens, p.q_len, p.capacity)
 }
 
 /// The batch entry that has token `token`, and which of its tokens that is.
@@ -79,7 +81,7 @@ impl Blocks {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn slot(self, p: &PagedParams, b: u32, sequence: Sequence, i: u32) -> Option<u32> {
         if self.slot_mapping.is_null() {
-            return self.row(p, b, sequence.past + i);
+            return self.row(p, b, sequence.position(i)?);
         }
         let slot = self.slot_mapping.load((sequence.start + i) as usize);
         (slot >= 0 && (slot as u32) < p.blocks * p.block_size).then_some(slot as u32)
@@ -200,7 +202,7 @@ impl<T: Element> New<T> {
                 match sequence.token(s, p.q_len) {
                     Some(i) => {
                         let from = (self.q, p.q.at(0, head, sequence.start + i));
-                        self.rope.move_pair(from, to, at, (sequence.past + i) as i64);
+                        self.rope.move_pair(from, to, at, sequence.past.wrapping_add(i) as i64);
                     }
                     None => Unturned::zero::<T>(pair, p.head_size).store(to),
                 }
@@ -212,7 +214,7 @@ impl<T: Element> New<T> {
             let Some(row) = blocks.slot(p, b, sequence, s) else { continue };
             let (head, token) = (head - moved(p), sequence.start + s);
             if head < p.kv_heads {
-                let position = (sequence.past + s) as i64;
+                let position = sequence.past.wrapping_add(s) as i64;
                 let from = (self.k, p.k.at(0, head, token));
                 let row = Row { row, head };
                 self.rope.rotate_pair(from, at, position, |e, vector| store(row, true, e, vector));
@@ -291,16 +293,22 @@ pub fn paged_scatter(
 ) {
     for [b, row, head, vector] in Walk::over(paged_scatter_size(&p)) {
         let sequence = sequence_of(&p, starts, past_seqlens, b);
+        let token = |i: u32| sequence.start + i;
+        let vector_at = |i| byte(&p, [token(i), p.q_heads, head], vector);
+        let lse_at = |i| head as usize * p.tokens as usize + token(i) as usize;
+        let stores_lse = vector == 0 && !lse.is_null();
+        if row < sequence.without_row() {
+            out.store_vec(vector_at(row), [0; 4]);
+            if stores_lse {
+                lse.store(lse_at(row), f32::NEG_INFINITY);
+            }
+        }
         if let Some(i) = sequence.token(row, p.q_len) {
-            let token = sequence.start + i;
             let words = rows.load_vec(byte(&p, [b * p.q_len + row, p.q_heads, head], vector));
-            out.store_vec(byte(&p, [token, p.q_heads, head], vector), words);
-            if vector == 0 && !lse.is_null() {
+            out.store_vec(vector_at(i), words);
+            if stores_lse {
                 let of_rows = (b * p.q_heads + head) as usize * p.q_len as usize + row as usize;
-                lse.store(
-                    head as usize * p.tokens as usize + token as usize,
-                    row_lse.load(of_rows),
-                );
+                lse.store(lse_at(i), row_lse.load(of_rows));
             }
         }
     }

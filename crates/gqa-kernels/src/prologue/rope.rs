@@ -34,7 +34,7 @@ impl<T: Element> Rope<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn position(&self, b: u32, s: u32, past: u32) -> i64 {
         if self.position_ids.is_null() {
-            (past + s) as i64
+            past.wrapping_add(s) as i64
         } else {
             self.position_ids.load(b as usize * self.params.position_stride as usize + s as usize)
         }

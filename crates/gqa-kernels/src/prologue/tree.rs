@@ -8,7 +8,7 @@
 //! where starts is not null; mask (batch, 1, S, columns), booleans.
 
 use super::walk::Walk;
-use crate::concept::pages::Sequence;
+use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::params::TreeMaskParams;
 use crate::simt::Global;
@@ -39,8 +39,9 @@ pub fn tree_mask_rows(
             (tree_mask.load((b * p.q_len + s) as usize) as u64, past)
         } else {
             let bounds = [b, b + 1].map(|i| starts.load(i as usize));
-            let past = past_seqlens.load(b as usize);
-            let sequence = Sequence::new(bounds, past, p.tokens, p.q_len, p.capacity);
+            let length =
+                Length { rows: past_seqlens.load(b as usize), counts_new: p.counts_new != 0 };
+            let sequence = Sequence::new(bounds, length, p.tokens, p.q_len, p.capacity);
             let word = match sequence.token(s, p.q_len) {
                 Some(i) => tree_mask.load((sequence.start + i) as usize) as u64,
                 None => 0,
@@ -59,7 +60,8 @@ pub fn tree_mask_rows(
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn sees(word: u64, past: u32, key: u32) -> u32 {
     let new = key.wrapping_sub(past);
-    let is_seen = key < past || new < u64::BITS && word >> (new & 63) & 1 != 0;
+    let is_before = (key as i32) < past as i32;
+    let is_seen = is_before || new < u64::BITS && word >> (new & 63) & 1 != 0;
     is_seen.into()
 }
 

@@ -189,17 +189,24 @@ impl Rows {
         Row { s, head, visible: self.mask.visible(self.seqlen, s) }
     }
 
-    /// What the tile sees. Both ends of a row's range grow with the row, so the first row and the
-    /// last token decide.
+    /// What the tile sees; nothing where its first row is padding.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn span(&self) -> Span {
-        let tokens = self.seqlen.total - self.seqlen.past;
+        let Span { some, all } = self.span_of_tokens();
+        Span { some: Visible { end: if all.end > 0 { some.end } else { 0 }, ..some }, all }
+    }
+
+    /// What the tile sees if none of its rows is padding. Both ends of a row's range grow with the
+    /// row, so the first row and the last token decide.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn span_of_tokens(&self) -> Span {
+        let tokens = self.seqlen.new_rows();
         let first = self.first / self.group.size;
         let last = ((self.end - 1) / self.group.size).min(tokens.saturating_sub(1));
         let [first, last] =
             [self.mask.visible(self.seqlen, first), self.mask.visible(self.seqlen, last)];
         Span {
-            some: Visible { first: first.first, end: if first.end > 0 { last.end } else { 0 } },
+            some: Visible { first: first.first, end: last.end },
             all: Visible { first: last.first, end: first.end },
         }
     }

@@ -258,13 +258,16 @@ def _check_lse(scores, want_lse, may_see_none):
         _refuse("s_aux", "an array with log-sum-exps of rows that may see no key", "None")
 
 
-def varlen(q, k, v, starts, most, table, scores, want_lse):
+def varlen(q, k, v, starts, used, most, table, scores, want_lse):
     work = _Work(q)
     q = work.heads("q", q)
     shape = np.shape(starts[0])
     if len(shape) != 1 or shape[0] < 2:
         raise _invalid("cu_seqlens_q", shape, "(sequences + 1,), of 1 sequence or more")
     names = "cu_seqlens_q", "cu_seqlens_k"
+    if used is not None:
+        used = work.numbers("seqused_k", used, (shape[0] - 1,))
+        starts = starts[0], np.concatenate([[0], np.cumsum(used)])
     starts = [work.numbers(name, given, shape) for name, given in zip(names, starts)]
     k, v = work.pair("kv", (k, v), q, 3 if table is None else 4)
     ends = q.shape[0], k.shape[0] if table is None else starts[1][-1]
@@ -363,17 +366,19 @@ def _over_blocks(work, q, caches, new, rope, places, scores, want_lse, tree):
         if rows > 1 and scores.window[1] != 0:
             _refuse("causal", False, "True for several rows over blocks")
         ends = work.numbers("cache_seqlens", places.lengths, (batch,))
-        _check_range("cache_seqlens", ends, rows, columns * block)
-        past = work.integers(ends - rows)
+        _check_range("cache_seqlens", ends, 0, columns * block)
+        _check_lse(scores, want_lse, (ends < rows).any())
+        lengths = work.integers(ends)
     else:
-        past = work.in_place("cache_seqlens", places.lengths, (batch,))
+        lengths = work.in_place("cache_seqlens", places.lengths, (batch,))
     if rope is not None:
         if rows > 1 and scores.window == (-1, -1):
             _refuse("rotary_cos", "an array for several rows", "None, unless the call is causal")
         rope = _rope(work, rope, q)
     if tree is not None:
         tree = work.array("tree_mask", tree, "int64", (batch, rows))
-    call = _Blocks(caches, table, block, columns, past, tuple(range(0, batch * rows + 1, rows)))
+    starts = tuple(range(0, batch * rows + 1, rows))
+    call = _Blocks(caches, table, block, columns, lengths, new is None, starts)
     out, lse = _paged(work, q, call, rows, new, rope, scores, want_lse, tree)
     if lse is not None and work.cupy is None:
         # (heads, rows of all) as (batch, heads, rows).
@@ -421,7 +426,9 @@ class _Blocks(NamedTuple):
     table: object
     block: int
     columns: int
-    past: object
+    lengths: object
+    # Whether lengths count the rows of the call.
+    counts_new: bool
     starts: tuple
 
 
@@ -449,7 +456,7 @@ def _paged(work, q, call, most, new, rope, scores, want_lse, tree=None):
         "output": output,
         "present_key": k_cache,
         "present_value": v_cache,
-        "seqlens_k": call.past,
+        "seqlens_k": call.lengths,
         "cumulative_sequence_length": _known(work.index, work.stream, call.starts),
         "block_table": call.table,
         "cos_cache": cos,
@@ -459,7 +466,8 @@ def _paged(work, q, call, most, new, rope, scores, want_lse, tree=None):
         "lse": lse_array,
     }
     blocks = k_cache.shape[0] * k_cache.shape[1] // call.block
-    cut, wanted = (blocks, call.block, call.columns), (new is None, want_lse, tree is not None)
+    cut = blocks, call.block, call.columns
+    wanted = call.counts_new, new is None, want_lse, tree is not None
     numbers = len(call.starts) - 1, tokens, cut, most, longest, turns, *wanted
     work.run("paged", q, k_cache.shape[2], scores, sinks is not None, numbers, tensors)
     return out, lse
@@ -492,12 +500,11 @@ def _varlen_over_blocks(work, q, caches, starts, table, scores, want_lse):
     most, columns = int(rows.max()), _columns(table, count)
     if most > 1 and scores.window[1] != 0:
         _refuse("causal", False, "True for several rows over blocks")
-    if (keys < rows).any():
-        _refuse("cu_seqlens_k", "fewer keys than rows", "as many or more")
     _check_range("cu_seqlens_k", keys, 0, columns * block)
+    _check_lse(scores, want_lse, (keys < rows).any())
     table = work.in_place("block_table", table, (count, columns))
-    past = work.integers(keys - rows)
-    call = _Blocks(caches, table, block, columns, past, tuple(starts[0].tolist()))
+    lengths = work.integers(keys)
+    call = _Blocks(caches, table, block, columns, lengths, True, tuple(starts[0].tolist()))
     return _paged(work, q, call, most, None, None, scores, want_lse)
 
 

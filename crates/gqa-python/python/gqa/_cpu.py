@@ -59,6 +59,20 @@ def _integers(name, numbers, count=1):
         raise ValueError(f"{name}: got {numbers!r}; allowed: int32 or int64") from None
 
 
+def _numbers(array):
+    """Integers of any library as numpy's."""
+    return np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+
+
+def _starts_of(used, count):
+    """cu_seqlens_k of so many keys of each sequence."""
+    numbers = _numbers(used)
+    if numbers.shape != (count,) or numbers.dtype.kind != "i" or (numbers < 0).any():
+        allowed = f"({count},) integers of 0 or more"
+        raise ValueError(f"seqused_k: got {numbers.dtype} {numbers.tolist()}; allowed: {allowed}")
+    return np.concatenate([[0], np.cumsum(numbers)])
+
+
 def _shared(array):
     """The same memory, without torch's gradient."""
     return array.detach() if _is_torch(array) else array
@@ -92,8 +106,10 @@ def _lse_shape(q):
     return batch, heads, rows
 
 
-def varlen(q, k, v, starts, most, table, scores, want_lse):
+def varlen(q, k, v, starts, used, most, table, scores, want_lse):
     names = "cu_seqlens_q", "cu_seqlens_k"
+    if used is not None:
+        starts = starts[0], _starts_of(used, _numbers(starts[0]).size - 1)
     others = {name: _integers(name, numbers) for name, numbers in zip(names, starts)}
     others |= {"k": k, "v": v, "block_table": table}
     lse_shape = (q.shape[1], q.shape[0]) if want_lse else None

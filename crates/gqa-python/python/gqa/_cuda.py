@@ -15,7 +15,9 @@ class _Sequences(NamedTuple):
     """Where the sequences of a paged call are, in blocks of so many rows."""
 
     starts: torch.Tensor
-    past: torch.Tensor
+    lengths: torch.Tensor
+    # Whether lengths count the rows of the call.
+    counts_new: bool
     table: torch.Tensor
     block_size: int
     most_tokens: int
@@ -29,33 +31,32 @@ def dense(q, k, v, scores, want_lse, mask, step=None):
         raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
     # Where nothing is kept, to make the tables costs more than one launch less brings.
     if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, (k, v), scores):
-        call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1] - 1))
+        call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1]), True)
         if launches(*_asked(q, k, None, None, call, scores, want_lse)) == 1:
-            kept = None if step is None else (*step, [call.starts, call.past, call.table])
+            kept = None if step is None else (*step, [call.starts, call.lengths, call.table])
             return _of_batch(q, (k, v), None, None, call, scores, want_lse, kept=kept)
     return _external(q, k, v, scores, want_lse, mask=mask, step=step)
 
 
-def varlen(q, k, v, starts, most, table, scores, want_lse):
+def varlen(q, k, v, starts, used, most, table, scores, want_lse, step=None):
+    """``step`` as that of dense."""
     _check(q, {"k": k, "v": v}, 3 if table is None else 4)
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
-    known = [_known(numbers, q.device) for numbers in starts]
-    starts, most = _starts(starts, most, q.device)
+    starts, lengths, most = _starts(starts, used, most, q.device)
     if table is not None:
-        is_known = all(numbers is not None for numbers in known)
-        lacks = is_known and bool((known[1].diff() < known[0].diff()).any())
-        return _varlen_over_blocks(q, (k, v), starts, most, table, scores, want_lse, lacks)
+        lengths = starts[1].diff() if lengths is None else lengths
+        where = starts[0], lengths, most, table
+        return _varlen_over_blocks(q, (k, v), *where, scores, want_lse, step)
     if is_self and not want_lse and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores), None
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
-    return _padded(q, k, v, starts, most[0], scores, want_lse)
+    return _padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse)
 
 
 def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=None):
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
     _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
     rope = None if rope is None else _rope(rope, q)
-    known = _known(places.lengths, q.device)
     places = _on_device(places, q, cache[0])
     new = None if new is None else _new(q, new, cache[0], places.table)
     # What is wrong with them is found before anything is written.
@@ -63,10 +64,8 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=
     tree = None if tree is None else _aligned(tree.to(q.device))
     in_place = places.first is None and _reads_blocks(q, cache, scores)
     in_place = in_place and _is_of_last_rows(q, cache[0], new, places, scores, tree)
-    lacks = new is None and known is not None and bool((known < q.shape[1]).any())
-    if in_place and not lacks and _rotates(rope, q.shape[1], scores):
-        may_lack = new is None and known is None
-        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree, may_lack)
+    if in_place and _rotates(rope, q.shape[1], scores):
+        return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
 
 
@@ -139,13 +138,6 @@ def _integers(name, numbers, device, shape):
     return _aligned(numbers.to(device=device, dtype=torch.int32))
 
 
-def _known(numbers, device):
-    """Numbers that the caller has not on the GPU, where nobody looks at them; or None."""
-    if numbers is None or isinstance(numbers, torch.Tensor) and numbers.device == device:
-        return None
-    return torch.as_tensor(numbers)
-
-
 def _table(table, device, count):
     shape = tuple(getattr(table, "shape", ()))
     if len(shape) != 2:
@@ -153,19 +145,24 @@ def _table(table, device, count):
     return _integers("block_table", table, device, (count, shape[1]))
 
 
-def _starts(starts, most, device):
-    """cu_seqlens of rows and keys, and bounds of the longest sequence's, on the GPU."""
+def _starts(starts, used, most, device):
+    """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
+    sequence's."""
     shape = tuple(getattr(starts[0], "shape", ()))
     if len(shape) != 1 or shape[0] < 2:
         raise _invalid("cu_seqlens_q", shape, "(sequences + 1,), of 1 sequence or more")
     names = "cu_seqlens_q", "cu_seqlens_k"
     pairs = zip(names, starts)
-    starts = [_integers(name, numbers, device, shape) for name, numbers in pairs]
+    starts = [_integers(name, n, device, shape) if n is not None else None for name, n in pairs]
+    lengths = None
+    if used is not None:
+        lengths = _integers("seqused_k", used, device, (shape[0] - 1,))
+    keys = starts[1].diff if lengths is None else lambda: lengths
     longest = (
-        int(numbers.diff().max()) if given is None else given
-        for given, numbers in zip(most, starts)
+        int(numbers().max()) if given is None else given
+        for given, numbers in zip(most, (starts[0].diff, keys))
     )
-    return starts, tuple(longest)
+    return starts, lengths, tuple(longest)
 
 
 def _sinks(scores, q):
@@ -247,28 +244,29 @@ def _with_sinks(lse, sinks):
     return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
 
 
-def _padded(q, k, v, starts, rows, scores, want_lse):
-    """Attention of sequences of any lengths to padded keys: the sequence's rows are padded, too."""
+def _padded(q, k, v, starts, lengths, rows, scores, want_lse):
+    """Attention of sequences of any lengths to padded keys, of which each has so many: its rows are
+    padded, too."""
     # Rows are a sequence's last ones, so they are padded at the left.
-    padded = _fallback.padded(q, starts[0][1:] - rows, rows)
-    out, lse = _external(padded, k, v, scores, want_lse, starts[1].diff(), shortest=0)
-    places = _fallback.places_when_padded(q.shape[0], starts[0], rows)
+    padded = _fallback.padded(q, starts[1:] - rows, rows)
+    out, lse = _external(padded, k, v, scores, want_lse, lengths, shortest=0)
+    places = _fallback.places_when_padded(q.shape[0], starts, rows)
     if lse is not None:
         lse = lse.transpose(0, 1).flatten(1)[:, places].contiguous()
     return out.flatten(0, 1)[places], lse
 
 
-def _varlen_over_blocks(q, cache, starts, most, table, scores, want_lse, lacks):
-    """``lacks`` if a sequence has fewer keys than rows."""
+def _varlen_over_blocks(q, cache, starts, lengths, most, table, scores, want_lse, step):
     rows, keys = most
-    table = _table(table, q.device, starts[0].shape[0] - 1)
+    table = _table(table, q.device, starts.shape[0] - 1)
     keys = min(keys, _room(cache[0], table))
-    if not lacks and _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
-        past, size = starts[1].diff() - starts[0].diff(), cache[0].shape[1]
-        call = _Sequences(starts[0], past, table, size, rows, keys)
-        return _paged(q, cache, None, None, call, scores, want_lse)
+    if _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
+        size = cache[0].shape[1]
+        call = _Sequences(starts, lengths, True, table, size, rows, keys)
+        kept = None if step is None else (*step, [])
+        return _paged(q, cache, None, None, call, scores, want_lse, kept=kept)
     k, v = (_fallback.gathered(tensor, table, keys) for tensor in cache)
-    return _padded(q, k, v, starts, rows, scores, want_lse)
+    return _padded(q, k, v, starts, lengths, rows, scores, want_lse)
 
 
 def _over_new_blocks(q, k, v, starts, rows, scores):
@@ -278,7 +276,7 @@ def _over_new_blocks(q, k, v, starts, rows, scores):
     cache = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv"]
     table = rising(q.device, count * columns, 1).view(count, columns)
     past = filled(q.device, count, 0)
-    call = _Sequences(starts, past, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
+    call = _Sequences(starts, past, False, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
     return _paged(q, cache, (k, v), None, call, scores)[0]
 
 
@@ -301,13 +299,16 @@ def _suits_blocks(q, scores):
     return known and scores.scale > 0 and q.shape[-1] % 8 == 0 and q.numel() > 0
 
 
-def _paged(q, cache, new, rope, call, scores, want_lse=False):
+def _paged(q, cache, new, rope, call, scores, want_lse=False, tree=None, kept=None):
     """Attention of q (..., heads, size) over blocks, which take new keys and values first.
 
-    Log-sum-exps have shape (heads, rows).
+    Log-sum-exps have shape (heads, rows). ``kept`` is what _steps keeps of the call beside its plan
+    and tensors.
     """
-    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse)
+    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
     run(planned, tensors)
+    if kept is not None:
+        _steps.keep(kept[0], planned, tensors, *kept[1:])
     lse = tensors["lse"]
     return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
@@ -322,8 +323,8 @@ def _asked(q, k_cache, new, rope, call, scores, want_lse, has_tree=False):
     blocks = k_cache.numel() // (call.block_size * kv_heads * size)
     numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest
     turns = None if rope is None else (2 * rope[0].shape[1], rope[0].shape[0], rope[2])
-    wanted = turns, new is None, want_lse, has_tree
-    return "paged", q, kv_heads, scores, call.past.shape[0], tokens, *numbers, *wanted
+    wanted = turns, call.counts_new, new is None, want_lse, has_tree
+    return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted
 
 
 def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
@@ -341,7 +342,7 @@ def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
         "output": out,
         "present_key": cache[0],
         "present_value": cache[1],
-        "seqlens_k": call.past,
+        "seqlens_k": call.lengths,
         "cumulative_sequence_length": call.starts,
         "block_table": call.table,
         "cos_cache": cos,
@@ -417,61 +418,43 @@ def _room(k_cache, table):
     return k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 
-def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree, may_lack):
-    """One call appends, rotates and attends; ``may_lack`` if there may be fewer keys than rows."""
+def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
+    """One call appends, rotates and attends."""
     (batch, rows), table = q.shape[:2], places.table
-    past = places.lengths if new is not None else places.lengths - rows
+    lengths, counts_new = places.lengths, new is None
     if table is None:
-        call = _over_entries(q, cache[0], past)
+        call = _over_entries(q, cache[0], lengths, counts_new)
         if places.entries is not None:
             call = call._replace(table=call.table[places.entries.long()])
     else:
         size = cache[0].shape[1]
         longest, starts = table.shape[1] * size, rising(q.device, batch + 1, rows)
-        call = _Sequences(starts, past, table, size, rows, longest)
+        call = _Sequences(starts, lengths, counts_new, table, size, rows, longest)
     if rope is not None:
         call = call._replace(longest=min(call.longest, rope[0].shape[0]))
-    kept, none = None, None
-    if may_lack and rows == 1:
-        # A word that says nothing of a row's own key costs less than to look at results again.
-        own = scores._replace(window=(-1, 0))
-        asked = _asked(q, cache[0], new, rope, call, own, want_lse, has_tree=True)
-        if tree is None and scores.window[0] < 0 and launches(*asked) == 1:
-            # int64: 1, or 0 where there is no key.
-            scores, tree = own, torch.bucketize(places.lengths, filled(q.device, 1, 0))
-        else:
-            none = past < 0
+    kept = None
     # Where entries are picked the table depends on what is in an argument.
-    if step is not None and places.entries is None and not may_lack:
+    if step is not None and places.entries is None:
         kept = *step, [call.starts] if table is not None else [call.starts, call.table]
-    return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept, none)
+    return _of_batch(q, cache, new, rope, call, scores, want_lse, tree, kept)
 
 
-def _over_entries(q, k_cache, past):
+def _over_entries(q, k_cache, lengths, counts_new):
     """Where sequences are in a cache of entries, which is cut into blocks."""
     (batch, rows), (entries, capacity) = q.shape[:2], k_cache.shape[:2]
     size = block_size(capacity)
     columns = capacity // size
     table = rising(q.device, entries * columns, 1).view(entries, columns)
-    return _Sequences(rising(q.device, batch + 1, rows), past, table, size, rows, capacity)
+    starts = rising(q.device, batch + 1, rows)
+    return _Sequences(starts, lengths, counts_new, table, size, rows, capacity)
 
 
-def _of_batch(q, cache, new, rope, call, scores, want_lse, tree=None, kept=None, none=None):
-    """Attention of q (batch, rows, heads, size) over blocks. ``kept`` is what _steps keeps of the
-    call beside its plan and tensors; ``none``, (batch), says which sequences, of one row each,
-    have no keys."""
+def _of_batch(q, cache, new, rope, call, scores, want_lse, tree=None, kept=None):
+    """The same of q (batch, rows, heads, size), with log-sum-exps (batch, heads, rows)."""
     batch, rows, heads, _ = q.shape
-    planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
-    run(planned, tensors)
-    if kept is not None:
-        _steps.keep(kept[0], planned, tensors, *kept[1:])
-    out, lse = tensors["output"], tensors["lse"]
-    if none is not None:
-        out.masked_fill_(none[:, None, None, None], 0)
+    out, lse = _paged(q, cache, new, rope, call, scores, want_lse, tree, kept)
     if want_lse:
-        lse = lse if none is None else lse.masked_fill_(none, -torch.inf)
-        lse = _with_sinks(lse, tensors["head_sink"]).view(heads, batch, rows)
-        lse = lse.transpose(0, 1).contiguous()
+        lse = lse.view(heads, batch, rows).transpose(0, 1).contiguous()
     return out, lse
 
 

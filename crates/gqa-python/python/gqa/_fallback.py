@@ -135,13 +135,15 @@ def alibi(slopes, q, keys, lengths, shifts):
 
 def tree(words, keys, lengths):
     """Which keys a row sees whose bits say that of the last ones: (batch, 1, rows, keys), in whole
-    rows."""
+    rows. A row without a key of its own sees none."""
     rows = words.shape[1]
     ends = keys if lengths is None else lengths.long()[:, None]
     row = torch.arange(columns(keys, 1), device=words.device) - ends + rows
     row = row.expand(words.shape[0], -1)[:, None]
     seen = words[:, :, None] >> row.clamp(0, 63) & 1 != 0
-    return ((row < 0) | seen)[:, None, :, :keys]
+    has_key = torch.arange(rows, device=words.device) - rows + ends >= 0
+    has_key = has_key.expand(words.shape[0], -1)[:, :, None]
+    return (has_key & ((row < 0) | seen))[:, None, :, :keys]
 
 
 def merge(outputs, log_sum_exps):

@@ -191,7 +191,7 @@ def flash_attn_varlen_func(
     k,
     v,
     cu_seqlens_q,
-    cu_seqlens_k,
+    cu_seqlens_k=None,
     max_seqlen_q=None,
     max_seqlen_k=None,
     dropout_p=0.0,
@@ -204,6 +204,7 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
     *,
+    seqused_k=None,
     return_softmax_lse=False,
     s_aux=None,
 ):
@@ -212,18 +213,33 @@ def flash_attn_varlen_func(
     q has shape (rows of all sequences, heads, size), k and v (keys of all, KV heads, size).
     ``cu_seqlens_q`` and ``cu_seqlens_k``, int32 of shape (sequences + 1), say where each begins and
     where the last one ends. With ``block_table``, int32 (sequences, blocks of a sequence), k and v
-    are a paged KV cache of shape (blocks, rows of a block, KV heads, size). ``max_seqlen_q`` and
+    are a paged KV cache of shape (blocks, rows of a block, KV heads, size), and ``seqused_k``, int32
+    (sequences), may say how many keys each has, in place of ``cu_seqlens_k``. ``max_seqlen_q`` and
     ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at.
 
     Log-sum-exps have shape (heads, rows of all sequences).
     """
+    arguments = q, k, v, cu_seqlens_q, seqused_k, block_table
+    numbers = softmax_scale, causal, softcap, max_seqlen_q, max_seqlen_k
+    want_lse = return_softmax_lse or return_attn_probs
+    unusual = seqused_k is None or None in (max_seqlen_q, max_seqlen_k)
+    unusual = unusual or want_lse or dropout_p != 0
+    unusual = unusual or alibi_slopes is not None or s_aux is not None
+    step, out = (None, None) if unusual else _earlier(arguments, numbers, window_size)
+    if out is not None:
+        return out
     _check(3, q=q, k=k, v=v)
     _no_dropout(dropout_p)
     scores = _scores(q, softmax_scale, softcap, causal, window_size, alibi_slopes, s_aux)
-    want_lse = return_softmax_lse or return_attn_probs
-    starts = cu_seqlens_q, cu_seqlens_k
+    starts, used = (cu_seqlens_q, cu_seqlens_k), seqused_k
+    if used is not None and block_table is None:
+        raise _invalid("seqused_k", "an array", "None without block_table")
+    if used is None and cu_seqlens_k is None:
+        raise _invalid("cu_seqlens_k", None, "an array, or seqused_k with block_table")
     most = tuple(None if n is None else operator.index(n) for n in (max_seqlen_q, max_seqlen_k))
-    out, lse = _backend(q).varlen(q, k, v, starts, most, block_table, scores, want_lse)
+    step = {} if step is None else {"step": (step, arguments)}
+    given = q, k, v, starts, used, most, block_table
+    out, lse = _backend(q).varlen(*given, scores, want_lse, **step)
     return _returned(out, lse, return_softmax_lse, return_attn_probs)
 
 

@@ -15,8 +15,8 @@ def dense(q, k, v, scores, want_lse, mask):
     return out, lse if want_lse else None
 
 
-def varlen(q, k, v, starts, most, table, scores, want_lse):
-    out, lse = _varlen(q, k, v, *starts, *most, table, *_flat(scores), want_lse)
+def varlen(q, k, v, starts, used, most, table, scores, want_lse):
+    out, lse = _varlen(q, k, v, *starts, used, *most, table, *_flat(scores), want_lse)
     return out, lse if want_lse else None
 
 
@@ -78,7 +78,8 @@ def _varlen(
     k: Tensor,
     v: Tensor,
     q_starts: Tensor,
-    k_starts: Tensor,
+    k_starts: Optional[Tensor],
+    used: Optional[Tensor],
     most_rows: Optional[int],
     most_keys: Optional[int],
     table: Optional[Tensor],
@@ -92,11 +93,11 @@ def _varlen(
 ) -> Tuple[Tensor, Tensor]:
     scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
     starts, most = (q_starts, k_starts), (most_rows, most_keys)
-    return _computed("varlen", q, k, v, starts, most, table, scores, want_lse)
+    return _computed("varlen", q, k, v, starts, used, most, table, scores, want_lse)
 
 
 @_varlen.register_fake
-def _(q, k, v, q_starts, k_starts, most_rows, most_keys, table, scale, *others):
+def _(q, k, v, q_starts, k_starts, used, most_rows, most_keys, table, scale, *others):
     rows, heads, _ = q.shape
     return _like(q, others[-1], (heads, rows))
 

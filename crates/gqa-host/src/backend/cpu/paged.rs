@@ -150,11 +150,14 @@ impl PagedCall<'_> {
 /// The call's sequences, whose tokens lie one behind the other.
 fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
     let starts = integers(io, TensorId::CumulativeSequenceLength)?;
-    let past = integers(io, TensorId::SeqlensK)?;
+    let lengths = integers(io, TensorId::SeqlensK)?;
+    let counts_new = p.pages.is_some_and(|pages| pages.counts_new);
     let sequence = |b: usize| {
         let (start, end) = (starts[b] as usize, starts[b + 1] as usize);
         let rows = end - start;
-        let (position, total) = (i64::from(past[b]), past[b] as usize + rows);
+        let counted = if counts_new { rows as i64 } else { 0 };
+        let position = i64::from(lengths[b]) - counted;
+        let total = usize::try_from(position + rows as i64).unwrap_or(0);
         Sequence { first: [0, start], rows, position, total }
     };
     Ok((0..p.batch).map(sequence).collect())

@@ -33,10 +33,11 @@ impl Sequence {
         if p.new_len == 0 { self.total } else { self.position.max(0) as usize }
     }
 
-    /// Keys that query row `s` sees.
+    /// Keys that query row `s` sees; one of a tree that stands before key 0 sees none.
     pub(super) fn visible(self, p: &Problem, s: usize) -> Range<usize> {
         let (position, total) = (self.position + s as i64, self.total as i64);
-        if p.alignment == Alignment::Phase && position >= total {
+        let is_padding = p.alignment == Alignment::Phase && position >= total;
+        if is_padding || p.tree_mask && position < 0 {
             return 0..0;
         }
         let next = position + 1;

@@ -241,10 +241,11 @@ impl<T: Element> Task<'_, T> {
     /// Leaves no score of the keys from `first` on that tree_mask hides.
     fn hide_new(&self, row: usize, first: usize, scores: &mut [f32]) {
         let (p, sequence) = (self.call.problem, self.call.sequences[self.b]);
-        let ([entry, start], past) = (sequence.first, sequence.position.max(0) as usize);
+        let [entry, start] = sequence.first;
         let word = self.call.tree[entry * p.q_len + start + self.place(row).0];
-        for (score, key) in scores.iter_mut().zip(first..) {
-            if key >= past && word.wrapping_shr((key - past) as u32) & 1 == 0 {
+        for (score, key) in scores.iter_mut().zip(first as i64..) {
+            let new = key - sequence.position;
+            if new >= 0 && word.wrapping_shr(new as u32) & 1 == 0 {
                 *score = f32::NEG_INFINITY;
             }
         }

@@ -11,45 +11,75 @@ const STARTS: &str = "cumulative_sequence_length";
 
 /// Lengths in host memory.
 pub(crate) struct Lengths {
-    /// Of each sequence: rows before the call, and new ones.
+    /// Of each sequence: rows before the call, and new ones. A token that has no row is not among
+    /// these.
     sequences: Vec<[usize; 2]>,
+    /// The most tokens that any brings.
+    most_tokens: usize,
 }
 
 impl Lengths {
-    /// Errs unless sequences follow one another and have lengths; they have so many new `tokens`
-    /// together.
-    pub(crate) fn of(inputs: &Tensors<TensorView<'_>>, tokens: usize) -> Result<Self> {
+    /// Errs unless sequences follow one another and have rows before the call; they have so many
+    /// new `tokens` together.
+    pub(super) fn of(inputs: &Tensors<TensorView<'_>>, tokens: usize) -> Result<Self> {
+        Self::new(inputs, tokens, |length, _| (0, length))
+    }
+
+    /// The same of a call over `pages`, whose lengths may count the new tokens, and of which some
+    /// may have no row.
+    pub(crate) fn of_call(
+        p: &Problem,
+        pages: Pages,
+        inputs: &Tensors<TensorView<'_>>,
+    ) -> Result<Self> {
+        Self::new(inputs, pages.tokens, |length, new| {
+            let least = if p.may_lack_rows() { -new } else { 0 };
+            (least, if pages.counts_new { length - new } else { length })
+        })
+    }
+
+    /// `before` makes of a length and the new tokens the fewest rows before them that are allowed,
+    /// and those that there are.
+    fn new(
+        inputs: &Tensors<TensorView<'_>>,
+        tokens: usize,
+        before: impl Fn(i64, i64) -> (i64, i64),
+    ) -> Result<Self> {
         let starts = integers(STARTS, inputs.need(TensorId::CumulativeSequenceLength)?)?;
-        let past = integers("past_seqlens", inputs.need(TensorId::SeqlensK)?)?;
+        let lengths = integers("past_seqlens", inputs.need(TensorId::SeqlensK)?)?;
         let ends = [
             starts.first().map(|&first| i64::from(first)),
             starts.last().map(|&last| i64::from(last)),
         ];
-        if ends != [Some(0), i64::try_from(tokens).ok()] || starts.len() != past.len() + 1 {
+        if ends != [Some(0), i64::try_from(tokens).ok()] || starts.len() != lengths.len() + 1 {
             let got = format!("{starts:?}");
-            let allowed = format!("{} numbers from 0 to num_tokens = {tokens}", past.len() + 1);
+            let allowed = format!("{} numbers from 0 to num_tokens = {tokens}", lengths.len() + 1);
             return Err(Error::invalid(STARTS, got, allowed));
         }
-        let mut sequences = Vec::new();
-        for (b, (&past, ends)) in past.iter().zip(starts.windows(2)).enumerate() {
-            let Ok(new) = usize::try_from(i64::from(ends[1]) - i64::from(ends[0])) else {
+        let (mut sequences, mut most_tokens) = (Vec::new(), 0);
+        for (b, (&length, ends)) in lengths.iter().zip(starts.windows(2)).enumerate() {
+            let (length, new) = (i64::from(length), i64::from(ends[1]) - i64::from(ends[0]));
+            if new < 0 {
                 let got = format!("{} behind {} at {}", ends[1], ends[0], b + 1);
                 let allowed = "numbers none of which is less than the one before";
                 return Err(Error::invalid(STARTS, got, allowed));
-            };
-            let Ok(past) = usize::try_from(past) else {
-                let got = format!("{past} for batch entry {b}");
-                return Err(Error::invalid("past_seqlens", got, "0 or more"));
-            };
-            sequences.push([past, new]);
+            }
+            let (least, past) = before(length, new);
+            if past < least {
+                let got = format!("{length} for batch entry {b}");
+                let allowed = format!("{} or more", least + length - past);
+                return Err(Error::invalid("past_seqlens", got, allowed));
+            }
+            sequences.push([past.max(0) as usize, (new + past.min(0)) as usize]);
+            most_tokens = most_tokens.max(new as usize);
         }
-        Ok(Self { sequences })
+        Ok(Self { sequences, most_tokens })
     }
 
     /// The most that any sequence has.
     pub(super) fn bounds(&self) -> Bounds {
-        let most = |of: fn(&[usize; 2]) -> usize| self.sequences.iter().map(of).max().unwrap_or(0);
-        Bounds { query_rows: most(|[_, new]| *new), keys: most(|[past, new]| past + new) }
+        let keys = self.sequences.iter().map(|[past, new]| past + new).max();
+        Bounds { query_rows: self.most_tokens, keys: keys.unwrap_or(0) }
     }
 
     /// Errs unless attention_metadata is true.

@@ -209,6 +209,7 @@ impl Sizes {
             block_size,
             per_sequence: inputs.block_table.shape[1],
             slots: inputs.slot_mapping.is_some(),
+            counts_new: false,
         })
     }
 

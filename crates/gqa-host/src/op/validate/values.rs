@@ -26,7 +26,7 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()>
         check_scale(inputs, id)?;
     }
     if let Some(pages) = p.pages {
-        return Lengths::of(inputs, pages.tokens)?.check(p, pages, inputs);
+        return Lengths::of_call(p, pages, inputs)?.check(p, pages, inputs);
     }
     if let CallKind::Update(mode) = p.computes {
         return check_first_rows(p, mode, inputs.need(TensorId::WriteIndices)?);

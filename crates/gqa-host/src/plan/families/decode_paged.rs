@@ -88,6 +88,6 @@ fn paged_params(decode: DecodeParams, pages: Pages, longest: usize) -> Result<Pa
         blocks: u32_of("blocks", pages.blocks)?,
         tokens: u32_of("tokens", pages.tokens)?,
         longest: u32_of("query rows", longest)?,
-        reserved: 0,
+        counts_new: pages.counts_new.into(),
     })
 }

@@ -127,6 +127,8 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
         primary: 0,
         secondary: 0,
         is_secondary: 0,
+        counts_new: pages.counts_new.into(),
+        reserved: 0,
     };
     let [most, ..] = kernels::paged_grid(&params, entry.rows, device.multiprocessors);
     let all = TileQueue { primary: most, secondary: 0, is_secondary: false };

@@ -1,6 +1,6 @@
 //! Where the rows of a cache are: side by side, or in [blocks](Blocks).
 
-use crate::concept::pages::Sequence;
+use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::params::{AttentionParams, PagedDecodeParams, Strides};
 use crate::simt::Global;
@@ -144,6 +144,10 @@ pub struct Blocks {
     last: u32,
     /// Cells from one row of a head to the next.
     stride: u32,
+    /// Whether the call appends its tokens' rows.
+    appends: bool,
+    /// Whether lengths count the new tokens.
+    counts_new: bool,
 }
 
 impl Blocks {
@@ -159,6 +163,8 @@ impl Blocks {
             log_rows: p.log_block_size,
             last: p.blocks - 1,
             stride: p.decode.attention.k.row as u32,
+            appends: p.decode.new_len > 0,
+            counts_new: p.counts_new != 0,
         }
     }
 
@@ -191,17 +197,21 @@ impl Layout for Blocks {
             return rows.among(rows.batch, 1);
         }
         let bounds = [0, 1].map(|next| self.starts.load((rows.batch + next) as usize));
+        // Its length is asked for later.
+        let length = Length { rows: 0, counts_new: false };
         let Sequence { start, new, .. } =
-            Sequence::new(bounds, 0, self.tokens, self.longest, a.capacity);
+            Sequence::new(bounds, length, self.tokens, self.longest, a.capacity);
         rows.among(start, if new <= a.q_len { new } else { 0 })
     }
 
-    /// `length` is how many rows there are before the new ones.
+    /// Tokens that are appended have rows, whatever `length` is.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
         let new = rows.seqlen.total;
-        let past = (length.max(0) as u32).min(a.capacity - new);
-        Seqlen { total: past + new, past }
+        let length = Length { rows: length, counts_new: self.counts_new };
+        let least = if self.appends { 0 } else { -(new as i32) };
+        let past = length.past(least, new, a.capacity);
+        Seqlen { total: past.wrapping_add(new), past }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

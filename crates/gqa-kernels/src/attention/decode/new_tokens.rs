@@ -186,5 +186,5 @@ impl<C: Cached> NewTokens<C> {
 /// New rows that are tokens.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn new_rows(p: &DecodeParams, rows: &Rows) -> u32 {
-    p.new_len.min(rows.seqlen.total - rows.seqlen.past)
+    p.new_len.min(rows.seqlen.new_rows())
 }

@@ -62,7 +62,7 @@ impl Share {
         keys: u32,
         tree: Tree,
     ) -> Self {
-        let mut span = tree.span(rows);
+        let mut span = tree.span::<L>(rows);
         if L::PIECE < u32::MAX {
             span.some.first = span.some.first / L::PIECE * L::PIECE;
         }

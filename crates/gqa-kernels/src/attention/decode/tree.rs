@@ -1,6 +1,7 @@
 //! A mask over the new tokens: drafts that speculative decoding checks at once are a tree, of which
 //! a token sees its ancestors.
 
+use super::layout::Layout;
 use crate::concept::mask::Visible;
 use crate::simt::Global;
 use crate::tile::fragment::{Fragments, column_of};
@@ -23,12 +24,14 @@ impl Tree {
 
     /// What a tile sees: where there is such a mask, no window and no causality.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn span(self, rows: &Rows) -> Span {
+    pub fn span<L: Layout>(self, rows: &Rows) -> Span {
         if self.is_none() {
-            return rows.span();
+            // Blocks have no padding, but rows without a key.
+            return if L::MAY_BE_EMPTY { rows.span_of_tokens() } else { rows.span() };
         }
         let of_keys = |end| Visible { first: 0, end };
-        Span { some: of_keys(rows.seqlen.total), all: of_keys(rows.seqlen.past) }
+        let past = (rows.seqlen.past as i32).max(0) as u32;
+        Span { some: of_keys(rows.seqlen.total), all: of_keys(past) }
     }
 
     /// Whether there is no such mask.
@@ -66,8 +69,8 @@ impl Tree {
 /// Which of the 64 keys from `begin` on, and before `end`, a token with that word sees.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn keys_seen(word: u64, [begin, past, end]: [u32; 3]) -> u64 {
-    let seen = if begin >= past {
-        word.wrapping_shr(begin - past)
+    let seen = if begin as i32 >= past as i32 {
+        word.wrapping_shr(begin.wrapping_sub(past))
     } else {
         let before = past - begin;
         word.wrapping_shl(before) | below(before)

@@ -355,7 +355,7 @@ impl<
     /// Query rows of a sequence.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn rows(&self, seqlen: Seqlen) -> u32 {
-        if self.pointers.pages.is_some() { seqlen.total - seqlen.past } else { self.p.q_len }
+        if self.pointers.pages.is_some() { seqlen.new_rows() } else { self.p.q_len }
     }
 
     /// Number of the Q tile in use.

@@ -19,7 +19,7 @@ use super::ring::Ring;
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
-use crate::concept::pages::Sequence;
+use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
 use crate::params::{AttentionParams, PagedHopperParams};
@@ -44,6 +44,8 @@ pub(super) struct Pages {
     last: u32,
     /// Tokens of a sequence that is not another launch's.
     least: u32,
+    /// Whether lengths count the new tokens.
+    counts_new: bool,
     queue: SharedQueue,
 }
 
@@ -89,6 +91,7 @@ impl Pages {
             log_rows: p.log_block_size,
             last: p.blocks - 1,
             least: p.least,
+            counts_new: p.counts_new != 0,
             queue: SharedQueue {
                 primary: p.primary,
                 secondary: p.secondary,
@@ -128,8 +131,9 @@ impl Pages {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn sequence(self, b: u32, p: &AttentionParams) -> Sequence {
         let [start, end] = [0, 1].map(|next| self.starts.load((b + next) as usize));
-        let past = self.past_seqlens.load(b as usize);
-        let sequence = Sequence::new([start, end], past, self.tokens, p.q_len, p.capacity);
+        let rows = self.past_seqlens.load(b as usize);
+        let length = Length { rows, counts_new: self.counts_new };
+        let sequence = Sequence::new([start, end], length, self.tokens, p.q_len, p.capacity);
         sequence.of_at_least(self.least)
     }
 

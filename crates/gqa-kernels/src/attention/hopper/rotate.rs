@@ -60,12 +60,12 @@ impl<T: MmaElement> Rotation<T> {
         let past = slot.seqlen().past;
         // Rows of the tile behind the last one stay zeros: NaN would take the way of weights that
         // overflow.
-        let outside = (past + rows).saturating_sub(self.params.max_positions);
+        let outside = past.wrapping_add(rows).saturating_sub(self.params.max_positions);
         let vectors = if INTERLEAVED { [2 * pair, 2 * pair + 1] } else { [pair, pair + pairs] };
         let vectors = vectors.map(|vector| tile + swizzled(WARPGROUP_ROWS, row, vector));
         for ahead in Rolled(0..WARPGROUP_ROWS, TOGETHER * S::PASS_ROWS) {
             let vectors = vectors.map(|vector| vector + ahead * ROW);
-            let position = past + first + ahead;
+            let position = past.wrapping_add(first).wrapping_add(ahead);
             self.rotate_rows::<S, INTERLEAVED>(position, outside, pair, vectors);
         }
     }
@@ -83,7 +83,7 @@ impl<T: MmaElement> Rotation<T> {
         let mut angles = [[[0; 4]; 2]; TOGETHER as usize];
         let mut n = 0;
         while n < TOGETHER && n < S::PASSES {
-            angles[n as usize] = self.angles(position + n * S::PASS_ROWS, pair);
+            angles[n as usize] = self.angles(position.wrapping_add(n * S::PASS_ROWS), pair);
             n += 1;
         }
         n = 0;
@@ -98,7 +98,7 @@ impl<T: MmaElement> Rotation<T> {
             };
             st_shared_vec(low, rotated[0]);
             st_shared_vec(high, rotated[1]);
-            if (position + ahead).wrapping_sub(self.params.max_positions) < outside {
+            if position.wrapping_add(ahead).wrapping_sub(self.params.max_positions) < outside {
                 st_shared_vec(low, [T::pack(f32::NAN, f32::NAN); 4]);
                 st_shared_vec(high, [T::pack(f32::NAN, f32::NAN); 4]);
             }

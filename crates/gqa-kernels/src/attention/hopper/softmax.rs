@@ -143,11 +143,11 @@ impl Softmax<'_> {
         let mut visible = [[0; 2]; 2];
         let mut half = 0;
         while half < 2 {
-            let position = seqlen.past + row + self.row + 8 * half as u32;
-            let end =
-                if self.p.causal != 0 { (position + 1).min(seqlen.total) } else { seqlen.total };
-            let first =
-                if self.p.window > 0 { (position + 1).saturating_sub(self.p.window) } else { 0 };
+            // Of a row that is no token anything: its result is not used.
+            let position = seqlen.past.wrapping_add(row).wrapping_add(self.row);
+            let next = position.wrapping_add(8 * half as u32).wrapping_add(1);
+            let end = if self.p.causal != 0 { next.min(seqlen.total) } else { seqlen.total };
+            let first = if self.p.window > 0 { next.saturating_sub(self.p.window) } else { 0 };
             let mut word = 0;
             while word < C.div_ceil(64) {
                 let key = key + 128 * word as u32;

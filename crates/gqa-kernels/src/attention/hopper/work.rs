@@ -64,7 +64,7 @@ impl Work {
             let (batch, row) = pages.find::<S>(row_tiles - 1 - nth, p);
             let sequence = pages.sequence(batch, p);
             let seqlen = sequence.seqlen();
-            let keys = KeyTiles::new::<S>(row, seqlen, 0, p);
+            let keys = KeyTiles::new::<S>(row, seqlen, 0, true, p);
             let place = Place { batch, head: pair, row, split, token: sequence.start };
             return Self { place, seqlen, hidden: 0, keys };
         }
@@ -73,7 +73,7 @@ impl Work {
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
         let hidden = seqlen.total.saturating_sub(columns);
         let row = (row_tiles - 1 - nth) * S::ROWS;
-        let keys = KeyTiles::new::<S>(row, seqlen, hidden, p);
+        let keys = KeyTiles::new::<S>(row, seqlen, hidden, false, p);
         let keys = if S::SPLITS { keys.split(split, p.splits) } else { keys };
         let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
         Self { place, seqlen, hidden, keys }
@@ -97,22 +97,32 @@ impl Work {
 }
 
 impl KeyTiles {
-    /// The key tiles that rows `row..` see.
+    /// The key tiles that rows `row..` see; a tile that they do not see where `may_lack` says that
+    /// rows may be without a key, and these are, so that their results are written.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new<S: Tile>(row: u32, seqlen: Seqlen, hidden: u32, p: &AttentionParams) -> Self {
+    fn new<S: Tile>(
+        row: u32,
+        seqlen: Seqlen,
+        hidden: u32,
+        may_lack: bool,
+        p: &AttentionParams,
+    ) -> Self {
         let Seqlen { total, past } = seqlen;
         let last = (row + S::ROWS).min(p.q_len);
+        // As wraps below 0 where there is no such key.
+        let exists = |end: u32| if may_lack && (end as i32) < 0 { 0 } else { end.min(total) };
         // One past the last key of the first and of the last row.
         let (low, high) = if p.causal != 0 {
-            ((past + row + 1).min(total), (past + last).min(total))
+            (exists(past.wrapping_add(row).wrapping_add(1)), exists(past.wrapping_add(last)))
         } else {
             (total, total)
         };
         let seen = total - hidden;
+        let has_rows = || if may_lack { row < seqlen.new_rows() } else { seqlen.is_token(row) };
         let window = |end: u32| if p.window > 0 { end.saturating_sub(p.window) } else { 0 };
         Self {
             first: window(low) / S::N,
-            end: if past + row < total { high.min(seen).div_ceil(S::N) } else { 0 },
+            end: if has_rows() { high.min(seen).div_ceil(S::N).max(may_lack.into()) } else { 0 },
             full_first: window(high).div_ceil(S::N),
             full_end: low.min(seen) / S::N,
             cached_end: low.div_ceil(S::N).min(total / S::N),
@@ -151,7 +161,8 @@ impl KeyTiles {
 /// The first key that row `row`, a token, sees; later rows see none before it.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn first_key(row: u32, seqlen: Seqlen, p: &AttentionParams) -> u32 {
-    let end = (seqlen.past + row + 1).min(seqlen.total);
+    let next = seqlen.past.wrapping_add(row + 1) as i32;
+    let end = (next.max(0) as u32).min(seqlen.total);
     if p.window > 0 { end.saturating_sub(p.window) } else { 0 }
 }
 

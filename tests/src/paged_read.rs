@@ -1,0 +1,271 @@
+//! A random call that reads a paged KV cache and appends nothing to it, of sequences that may bring
+//! more tokens than they have keys, and its tensors.
+
+use crate::call::Data;
+use crate::compare::{optional, tensors};
+use crate::{Errors, Parity, Tolerance};
+use gqa_host::backend::{Backend, Io};
+use gqa_host::engine::{Heads, Layer, Paged, Rope};
+use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::reference::Reference;
+use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Sink, Tensor};
+use ndarray::{Array2, arr1};
+use proptest::prelude::*;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+
+/// One call. Data follows from its seed.
+#[derive(Clone, Debug)]
+pub struct PagedReadCase {
+    /// Type of queries and output.
+    pub dtype: DType,
+    /// The heads.
+    pub heads: [usize; 3],
+    /// Keys of each sequence, and tokens, of which the last is the last key's.
+    pub sequences: Vec<[usize; 2]>,
+    /// Rows of a block.
+    pub block_size: usize,
+    /// What the cache holds if not the numbers themselves.
+    pub quantized: Option<Quantization>,
+    /// Newest keys that a token sees.
+    pub window: Option<usize>,
+    /// Lengths count the new tokens.
+    pub counts_new: bool,
+    /// Words say which new tokens a token sees.
+    pub tree_mask: bool,
+    /// Queries rotate.
+    pub rotates: bool,
+    /// head_sink given.
+    pub head_sink: bool,
+    /// Log-sum-exp wanted.
+    pub lse: bool,
+    /// Of all data.
+    pub seed: u64,
+}
+
+/// Calls of these types and head sizes, in which sequences have up to `tokens` tokens each.
+pub fn paged_reads(
+    dtype: BoxedStrategy<DType>,
+    head_sizes: &[usize],
+    tokens: usize,
+) -> BoxedStrategy<PagedReadCase> {
+    let keys = prop_oneof![1 => Just(0), 3 => 0..=8usize, 3 => 0..=2 * tokens];
+    let sequences = prop::collection::vec((keys, 0..=tokens), 1..=4);
+    let heads = (1..=2usize, 1..=4usize, prop::sample::select(head_sizes.to_vec()));
+    let format = prop::sample::select(vec![QuantFormat::Int8, QuantFormat::Int4]);
+    let how = (format, any::<bool>());
+    let how = how.prop_map(|(format, per_channel)| Quantization { format, per_channel });
+    let quantized = prop::option::weighted(0.3, how);
+    let window = prop::option::weighted(0.3, 1..=tokens);
+    let block_size = prop::sample::select(vec![16usize, 32, 64]);
+    (dtype, heads, sequences, block_size, quantized, window, any::<[bool; 5]>(), any::<u64>())
+        .prop_map(
+            |(dtype, (kv, group, size), sequences, block_size, quantized, window, flags, seed)| {
+                let [counts_new, tree_mask, rotates, head_sink, lse] = flags;
+                let mut sequences: Vec<_> =
+                    sequences.into_iter().map(|(keys, new)| [keys, new]).collect();
+                sequences[0][1] = sequences[0][1].max(1);
+                // Rows of quantized values are multiples of 16 bytes.
+                let fits = |how: &Quantization| size % (16 * how.codes_per_element()) == 0;
+                let tree_mask = tree_mask && sequences.iter().all(|[_, new]| *new <= 64);
+                PagedReadCase {
+                    dtype,
+                    heads: [kv * group, kv, size],
+                    sequences,
+                    block_size,
+                    quantized: quantized.filter(fits),
+                    window: window.filter(|_| !tree_mask),
+                    counts_new,
+                    tree_mask,
+                    rotates,
+                    head_sink,
+                    lse,
+                    seed,
+                }
+            },
+        )
+        .boxed()
+}
+
+impl PagedReadCase {
+    fn tokens(&self) -> usize {
+        self.sequences.iter().map(|[_, new]| new).sum()
+    }
+
+    fn most_tokens(&self) -> usize {
+        self.sequences.iter().map(|[_, new]| *new).max().unwrap_or(0)
+    }
+
+    fn longest(&self) -> usize {
+        self.sequences.iter().map(|[keys, new]| *keys.max(new)).max().unwrap_or(0)
+    }
+
+    /// Blocks of a sequence, and in all.
+    fn blocks(&self) -> [usize; 2] {
+        let columns = self.longest().div_ceil(self.block_size) + 1;
+        [columns, columns * self.sequences.len() + 2]
+    }
+
+    fn layer(&self) -> Layer {
+        let [query, kv, size] = self.heads;
+        let mut layer = Layer::new(self.dtype, Heads { query, kv, size });
+        if let Some(how) = self.quantized {
+            layer = layer.quantized(how);
+        }
+        if let Some(window) = self.window {
+            layer = layer.window(window);
+        }
+        if self.head_sink {
+            layer = layer.sink(Sink::PerHead);
+        }
+        if self.rotates { layer.rope(Rope::new(16, self.longest() + 1)) } else { layer }
+    }
+}
+
+/// A call's tensors.
+struct Given {
+    query: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    rotary: Option<[Tensor; 2]>,
+    head_sink: Option<Tensor>,
+    scales: Option<Tensor>,
+    words: Option<Tensor>,
+    /// NaN, or quantized values with all bits set, where no sequence has keys.
+    cache: [Tensor; 2],
+}
+
+impl Given {
+    fn new(case: &PagedReadCase) -> Self {
+        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let [heads, kv, size] = case.heads;
+        let before = |b: usize| case.sequences[..b].iter().map(|[_, new]| *new as i32).sum();
+        let starts: Vec<i32> = (0..=case.sequences.len()).map(before).collect();
+        let lengths = case
+            .sequences
+            .iter()
+            .map(|&[keys, new]| keys as i32 - if case.counts_new { 0 } else { new as i32 });
+        let (cache, table) = Self::cache(case, &mut data);
+        let channels = |how: Quantization| if how.per_channel { kv * size } else { 1 };
+        let most = |how: Quantization| if how.format == QuantFormat::Int4 { 8.0 } else { 128.0 };
+        let mut scale = |how| data.rng.random_range(1.0..2.0f32) / most(how);
+        let scales = case
+            .quantized
+            .map(|how| arr1(&(0..channels(how)).map(|_| scale(how)).collect::<Vec<_>>()).into());
+        let angles = [(); 2].map(|()| data.normal(&[case.longest() + 1, 8], 1.0));
+        Self {
+            query: data.normal(&[case.tokens(), heads * size], 1.0),
+            starts: arr1(&starts).into(),
+            lengths: arr1(&lengths.collect::<Vec<_>>()).into(),
+            table,
+            rotary: case.rotates.then_some(angles),
+            head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
+            scales,
+            words: case.tree_mask.then(|| {
+                let words = (0..case.tokens()).map(|_| data.rng.random::<i64>());
+                arr1(&words.collect::<Vec<_>>()).into()
+            }),
+            cache,
+        }
+    }
+
+    /// Keys and values, and the table of their blocks.
+    fn cache(case: &PagedReadCase, data: &mut Data) -> ([Tensor; 2], Tensor) {
+        let ([_, kv, size], [columns, blocks]) = (case.heads, case.blocks());
+        let mut order: Vec<_> = (0..blocks as i32).collect();
+        order.shuffle(&mut data.rng);
+        let table = &order[..case.sequences.len() * columns];
+        let mut held = vec![false; blocks * case.block_size];
+        for (row, [keys, _]) in table.chunks_exact(columns).zip(&case.sequences) {
+            for key in 0..*keys {
+                let block = row[key / case.block_size] as usize;
+                held[block * case.block_size + key % case.block_size] = true;
+            }
+        }
+        let mut cache = || {
+            if let Some(how) = case.quantized {
+                let shape = [blocks, case.block_size, kv, size / how.codes_per_element()];
+                return data.codes(&shape, how, |at| held[at[0] * case.block_size + at[1]]);
+            }
+            let shape = [blocks, case.block_size, kv, size];
+            let mut values = data.values(shape.iter().product(), 1.0);
+            for (row, held) in values.chunks_exact_mut(kv * size).zip(&held) {
+                if !held {
+                    row.fill(f32::NAN);
+                }
+            }
+            data.tensor(&shape, &values)
+        };
+        let cache = [cache(), cache()];
+        let table = Array2::from_shape_vec((case.sequences.len(), columns), table.to_vec());
+        (cache, table.expect("as many").into())
+    }
+
+    /// Output, and log-sum-exps if wanted, of the call on `backend`.
+    fn run(&self, problem: &Problem, backend: &dyn Backend) -> Result<(Tensor, Option<Tensor>)> {
+        let poisoned = |dtype, shape: &[usize]| {
+            let mut tensor = Tensor::zeros(dtype, shape);
+            tensor.with_bytes_mut(|bytes| bytes.fill(0xff));
+            tensor
+        };
+        let mut output = poisoned(problem.dtype, &problem.output_shape());
+        let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
+        let [mut present_key, mut present_value] = self.cache.clone();
+        let rotary = self.rotary.as_ref();
+        let inputs = Tensors::default()
+            .with(TensorId::Query, &self.query)
+            .with(TensorId::SeqlensK, &self.lengths)
+            .with(TensorId::CumulativeSequenceLength, &self.starts)
+            .with(TensorId::BlockTable, &self.table)
+            .with(TensorId::CosCache, rotary.map(|[cos, _]| cos))
+            .with(TensorId::SinCache, rotary.map(|[_, sin]| sin))
+            .with(TensorId::KScale, self.scales.as_ref())
+            .with(TensorId::VScale, self.scales.as_ref())
+            .with(TensorId::TreeMask, self.words.as_ref())
+            .with(TensorId::HeadSink, self.head_sink.as_ref());
+        let mut io = Io {
+            inputs,
+            output: &mut output,
+            present_key: &mut present_key,
+            present_value: &mut present_value,
+            output_qk: None,
+            lse: lse.as_mut(),
+        };
+        backend.run(problem, &mut io)?;
+        Ok((output, lse))
+    }
+}
+
+impl Parity for PagedReadCase {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        let [columns, blocks] = self.blocks();
+        let call =
+            Paged::new(self.sequences.len(), self.tokens(), [blocks, self.block_size, columns]);
+        let call = call.most_tokens(self.most_tokens()).longest(self.longest()).appended();
+        let call = if self.counts_new { call.total_lengths() } else { call };
+        let call = if self.tree_mask { call.tree_mask() } else { call };
+        self.layer().paged(if self.lse { call.log_sum_exp() } else { call })
+    }
+
+    fn check(&self, backend: &dyn Backend) -> std::result::Result<Errors, String> {
+        let problem = self.problem().map_err(|e| e.to_string())?;
+        let given = Given::new(self);
+        let run = |backend: &dyn Backend| {
+            given.run(&problem, backend).map_err(|e| format!("{}: {e}", backend.name()))
+        };
+        let ((want, want_lse), (got, got_lse)) = (run(&Reference)?, run(backend)?);
+        let tolerance = match self.dtype {
+            DType::F16 => Tolerance { absolute: 8e-3, relative: 4e-3 },
+            DType::BF16 => Tolerance { absolute: 4e-2, relative: 2e-2 },
+            _ => Tolerance { absolute: 2e-5, relative: 1e-4 },
+        };
+        optional("lse", &got_lse, &want_lse, tolerance)?;
+        tensors("output", &got, &want, tolerance)
+    }
+}
