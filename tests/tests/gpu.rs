@@ -141,6 +141,19 @@ fn prompts_as_planned_for_ampere_and_ada() {
     }
 }
 
+/// Kernels for GPUs whose tensor cores have float16 alone, and products of half the depth.
+#[test]
+#[ignore = "needs a GPU"]
+fn calls_as_planned_for_turing() {
+    let gpu = cuda(PlanOptions::default()).with_device(DeviceInfo::known("t4").expect("known"));
+    let f16 = || Just(DType::F16).boxed();
+    parity("cuda, t4", 500, case(f16(), heads_up_to(192), 200), &gpu);
+    parity("cuda, t4, paged", 200, paged(case(f16(), heads_up_to(128), 40), 200), &gpu);
+    let masked = (attention_case(f16(), 128, 100), 1..=400usize)
+        .prop_map(|(case, rows)| case.for_masked_flash(rows));
+    parity("cuda, t4, masks", 200, masked, &gpu);
+}
+
 /// Of more than 32 packed query rows: by warpgroups, in up to two row tiles.
 #[test]
 #[ignore = "needs a GPU"]

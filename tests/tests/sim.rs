@@ -38,6 +38,14 @@ fn as_planned_for_ampere() {
     parity("sim, a100", 400, cases, &ampere(PlanOptions::default()));
 }
 
+/// Of tensor cores it has those of float16, and little shared memory.
+#[test]
+fn as_planned_for_turing() {
+    let device = DeviceInfo::known("t4").expect("a known device");
+    let sim = Sim::default().with_device(device);
+    parity("sim, t4", 200, case(Just(DType::F16).boxed(), heads_up_to(192), 40), &sim);
+}
+
 #[test]
 fn without_split_kv() {
     let options = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };

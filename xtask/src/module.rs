@@ -47,7 +47,8 @@ impl Module {
             cpu: self.target.arch,
             ptx: self.target.ptx,
         })?;
-        built.ptx = self.bounded(&post::number_labels_alone(&post::strip(&built.ptx)))?;
+        let ptx = post::keep(&post::strip(&built.ptx), |name| self.runs(name));
+        built.ptx = self.bounded(&post::number_labels_alone(&ptx))?;
         ensure!(
             quick || self.missing(&built.ptx).is_empty(),
             "{}: the PTX lacks {:?}",
@@ -55,6 +56,12 @@ impl Module {
             self.missing(&built.ptx)
         );
         Ok(built)
+    }
+
+    /// Whether the target has what an entry of the registry needs. Others are an error later on.
+    fn runs(self, name: &str) -> bool {
+        let (sm, _) = registry::number(self.target.arch);
+        registry::find(name).is_none_or(|entry| entry.min_sm <= sm)
     }
 
     fn bounded(self, ptx: &str) -> Result<String> {
@@ -72,7 +79,8 @@ impl Module {
     fn missing(self, ptx: &str) -> Vec<&'static str> {
         let there: BTreeSet<String> = post::entry_names(ptx).into_iter().collect();
         let wanted = registry::entries()
-            .filter(|entry| entry.family == self.family && entry.feature == self.target.feature);
+            .filter(|entry| entry.family == self.family && entry.feature == self.target.feature)
+            .filter(|entry| self.runs(entry.name));
         wanted.map(|entry| entry.name).filter(|name| !there.contains(*name)).collect()
     }
 }

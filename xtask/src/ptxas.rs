@@ -4,7 +4,7 @@ use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail};
 use clap::Args as ClapArgs;
-use gqa_kernels::registry::{self, Entry, number};
+use gqa_kernels::registry::{self, Target, number};
 use gqa_ptx::{Manifest, Module, Ptxas, Report, Usage};
 use std::fs;
 use std::path::PathBuf;
@@ -17,8 +17,9 @@ const TARGETS: [&str; 4] = ["sm_89", "sm_90a", "sm_100a", "sm_120a"];
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill
-/// (`docs/results/2026-11-26-h100-ampere`); on the others none was.
-const SPILLS: [(&str, &str, u32); 11] = [
+/// (`docs/results/2026-11-26-h100-ampere`); on the others none was. On `sm_75` copies to shared
+/// memory go through registers.
+const SPILLS: [(&str, &str, u32); 15] = [
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
@@ -28,6 +29,10 @@ const SPILLS: [(&str, &str, u32); 11] = [
     ("gqa_decode_paged_d128_r32_w4", "sm_100a", 12),
     ("gqa_decode_paged_d256_r8", "sm_120a", 36),
     ("gqa_decode_paged_d256_r8_w4", "sm_120a", 40),
+    ("gqa_split_kv_d160", "sm_75", 60),
+    ("gqa_split_kv_d192", "sm_75", 148),
+    ("gqa_tiled_d128", "sm_75", 92),
+    ("gqa_tiled_d160", "sm_75", 204),
     ("gqa_tiled_masked_d128", "sm_89", 24),
     ("gqa_tiled_masked_d256", "sm_120a", 16),
 ];
@@ -102,13 +107,14 @@ fn targets(module: &Module) -> Vec<String> {
         return vec![module.arch.clone()];
     }
     let mut entries = module.kernels.iter().filter_map(|kernel| registry::find(&kernel.name));
-    let with_clusters = entries.find(|entry| entry.max_cluster > 1);
-    let replaced = |sm: u32| {
-        let by = |entry: &Entry| {
-            entry.targets().any(|other| number(other.arch).0 > own && other.runs_on(sm))
-        };
-        with_clusters.is_some_and(by)
+    let entry = entries.next();
+    // What is compiled for one architecture may need a newer driver than that has.
+    let replaces = |other: &Target, sm: u32| {
+        let (newer, only) = number(other.arch);
+        newer > own && !only && other.runs_on(sm)
     };
+    let replaced =
+        |sm: u32| entry.is_some_and(|entry| entry.targets().any(|other| replaces(other, sm)));
     let is_newer = |arch: &&str| number(arch).0 > own && !replaced(number(arch).0);
     let newer = TARGETS.into_iter().filter(is_newer).map(str::to_owned);
     [format!("sm_{}", own.max(OLDEST))].into_iter().chain(newer).collect()

@@ -116,6 +116,18 @@ macro_rules! optional {
     };
 }
 
+/// Oldest compute capability, times ten, of a shape's kernel for a 16-bit type.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! oldest_sm {
+    ($shape:ty, $t:ty) => {
+        crate::registry::entry::oldest_sm(
+            <$shape>::MIN_SM,
+            <$t as crate::num::MmaElement>::MIN_SM,
+            <$shape>::SHARED_BYTES,
+        )
+    };
+}
+
 /// Rows of a kernel with one shape of tiles per head size, for both 16-bit types: `F16 NAME, BF16
 /// NAME => SHAPE, blocks that fit on an SM together`, and then what is special about it. A `quick`
 /// device build leaves out the second set.
@@ -133,12 +145,14 @@ macro_rules! kernels_by_head_size {
             #[cfg($when)]
             $f16 => <$shape>::run, T = f16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
+                min_sm: oldest_sm!($shape, f16),
                 communicates: $communicates $(, exact_sums: $exact)? };
             #[cfg($when)]
             $bf16 => <$shape>::run, T = bf16, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true,
+                min_sm: oldest_sm!($shape, bf16),
                 communicates: $communicates $(, exact_sums: $exact)? };
         )*)* });
     };

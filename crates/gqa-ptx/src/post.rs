@@ -1,6 +1,6 @@
 //! What Rust has no words for, written into the PTX text.
 
-use crate::text::{entries, entry_named};
+use crate::text::{apart, entries, entry_named};
 use crate::{Error, Result};
 use std::fmt::Write;
 
@@ -88,6 +88,13 @@ fn realigned(parameter: &str, bytes: u32) -> Option<String> {
     let (before, after) = parameter.split_once(".param .align ")?;
     let (_, after) = after.split_once(' ')?;
     Some(format!("{before}.param .align {bytes} {after}"))
+}
+
+/// The PTX with the entries alone whose names are wanted.
+pub fn keep(ptx: &str, is_wanted: impl Fn(&str) -> bool) -> String {
+    let (header, entries) = apart(ptx);
+    let wanted = entries.into_iter().filter(|(name, _)| is_wanted(name)).map(|(_, text)| text);
+    [header].into_iter().chain(wanted).collect()
 }
 
 /// Names of the entries, in order.

@@ -7,9 +7,12 @@ use super::family::{Call, Family};
 use crate::Problem;
 use gqa_kernels::registry::{Entry, entries};
 
-/// The family's kernel with the smallest tile that holds the call's heads.
+/// The family's kernel with the smallest tile that holds the call's heads, of those that the device
+/// has shared memory for.
 pub(super) fn smallest(family: &dyn Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
-    among(family, call, |_| true, |_| [0; 4])
+    let fits = |entry: &Entry| shared_memory(entry, call.device).is_ok();
+    let any = |_: &Entry| true;
+    among(family, call, fits, |_| [0; 4]).or_else(|_| among(family, call, any, |_| [0; 4]))
 }
 
 /// Of the family's kernels that are `eligible` the one with the smallest tile that holds the call's

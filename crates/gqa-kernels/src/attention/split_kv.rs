@@ -177,7 +177,7 @@ impl<const D8: usize, const STAGES: u32> SplitKv<D8, STAGES, true> {
 
 impl<const D8: usize, const STAGES: u32, const MASKED: bool> SplitKv<D8, STAGES, MASKED> {
     /// Oldest compute capability, times ten.
-    pub const MIN_SM: u32 = 80;
+    pub const MIN_SM: u32 = 75;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Packed query rows of a block.

@@ -142,7 +142,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     Tiled<M, D8, N8, THREADS, MASKED>
 {
     /// Oldest compute capability, times ten.
-    pub const MIN_SM: u32 = 80;
+    pub const MIN_SM: u32 = 75;
     /// Largest head size.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Packed query rows of a block.

@@ -37,8 +37,8 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// From where its tokens begin and end and from its length, clamped to what there is, so that no
-    /// value on the device can lead outside: `tokens` of all sequences, `q_len` of one at most,
+    /// From where its tokens begin and end and from its length, clamped to what there is, so that
+    /// no value on the device can lead outside: `tokens` of all sequences, `q_len` of one at most,
     /// `capacity` rows in its blocks.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn new(bounds: [i32; 2], length: Length, tokens: u32, q_len: u32, capacity: u32) -> Self {

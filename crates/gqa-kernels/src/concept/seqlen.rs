@@ -6,8 +6,8 @@
 pub struct Seqlen {
     /// Valid keys, the new ones included.
     pub total: u32,
-    /// Valid keys before this call; also the position of query row 0. Where there are fewer keys than
-    /// rows, as a sequence over a [paged KV cache](super::pages) may have it, it wraps below 0.
+    /// Valid keys before this call; also the position of query row 0. Where there are fewer keys
+    /// than rows, as a sequence over a [paged KV cache](super::pages) may have it, it wraps below 0.
     pub past: u32,
 }
 

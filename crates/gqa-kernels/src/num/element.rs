@@ -82,6 +82,8 @@ pub trait MmaElement: Element {
     /// How many powers of two below 1 a softmax may keep a row's greatest weights, so that they
     /// have room to grow, before those that are far below them lose precision.
     const HEADROOM: u32;
+    /// Oldest compute capability, times ten, whose tensor cores multiply it.
+    const MIN_SM: u32;
     /// Rounds and packs two values.
     fn pack(lo: f32, hi: f32) -> u32;
     /// `d += a · b` for a 16×16 by 16×8 tile, fragments as PTX defines them for `mma.m16n8k16`.
@@ -154,6 +156,7 @@ impl e4m3 {
 
 impl MmaElement for f16 {
     const HEADROOM: u32 = 5;
+    const MIN_SM: u32 = 75;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_f16x2(lo, hi)
@@ -178,6 +181,7 @@ impl MmaElement for f16 {
 
 impl MmaElement for bf16 {
     const HEADROOM: u32 = 7;
+    const MIN_SM: u32 = 80;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn pack(lo: f32, hi: f32) -> u32 {
         simt::f32x2_to_bf16x2(lo, hi)

@@ -36,6 +36,16 @@ pub fn number(arch: &str) -> (u32, bool) {
     (plain.parse().unwrap_or(u32::MAX), plain != digits)
 }
 
+/// Oldest compute capability, times ten, that has what a shape needs, the element type's tensor
+/// cores, and so much shared memory for a block.
+pub(super) const fn oldest_sm(shape: u32, element: u32, shared_bytes: u32) -> u32 {
+    /// Of SM 75.
+    const SHARED_BYTES: u32 = 64 << 10;
+    let shared = if shared_bytes > SHARED_BYTES { 80 } else { 75 };
+    let older = if shape > element { shape } else { element };
+    if older > shared { older } else { shared }
+}
+
 /// One row per family: `VARIANT: NAME, FEATURE, TARGETS, oldest first`; behind a target `ptx`
 /// (times ten) where its first version of PTX does not know all that the family uses. A target that
 /// has kernels of its own, and not those of the others, names their feature.
@@ -82,7 +92,7 @@ macro_rules! families {
 }
 
 families! {
-    // SM 80 has an instruction that rounds to bfloat16.
+    // SM 80 has an instruction that rounds to bfloat16. Tensor cores of SM 75 have float16 alone.
     /// Unpack, rotate, append.
     Prologue: "prologue", "family-prologue", ["sm_70", "sm_80"];
     /// Memory-efficient attention, for almost everything legal.
@@ -90,9 +100,9 @@ families! {
     /// Attention with all scores in memory.
     Unfused: "unfused", "family-unfused", ["sm_70"];
     /// Tensor-core flash attention for prefill.
-    Tiled: "tiled", "family-tiled", ["sm_80", "sm_90a"];
+    Tiled: "tiled", "family-tiled", ["sm_75" ptx 65, "sm_80", "sm_90a"];
     /// The same with a bias or a mask.
-    TiledMasked: "tiled_masked", "family-tiled-masked", ["sm_80"];
+    TiledMasked: "tiled_masked", "family-tiled-masked", ["sm_75" ptx 65, "sm_80"];
     /// The same in float32.
     TiledF32: "tiled_f32", "family-tiled-f32", ["sm_80"];
     /// The same for heads larger than 256.
@@ -110,9 +120,9 @@ families! {
     /// The same with operands of e4m3.
     HopperFloat8: "hopper_float8", "family-hopper-float8", ["sm_90a"];
     /// Tensor-core flash attention over a split of the keys, and the merge.
-    SplitKv: "split_kv", "family-split-kv", ["sm_80", "sm_90a"];
+    SplitKv: "split_kv", "family-split-kv", ["sm_75" ptx 65, "sm_80", "sm_90a"];
     /// The same with a bias or a mask.
-    SplitKvMasked: "split_kv_masked", "family-split-kv-masked", ["sm_80"];
+    SplitKvMasked: "split_kv_masked", "family-split-kv-masked", ["sm_75" ptx 65, "sm_80"];
     // Before SM 90 there are no clusters: a block is one, and splits of the keys meet in global
     // memory. `st.async` came after that target. Only kernels of 64 rows have warpgroup
     // instructions, which no other architecture has.

@@ -32,16 +32,22 @@ kernels_by_head_size!(SPLIT_KV_MASKED, SplitKvMasked: Attention, "family-split-k
     gqa_split_kv_masked_f16_d256, gqa_split_kv_masked_bf16_d256 => split_kv::MaskedD256, 2;
 });
 
-kernels!(COMBINE, SplitKv: Merge, "family-split-kv",
-    (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80 }, {
-    gqa_combine_f16 => combine::<f16, f16>, T = f16;
-    gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16;
+/// Rows of the merge for an output of a type: `NAME => KERNEL, T = TYPE, oldest compute capability,
+/// times ten`.
+macro_rules! merges {
+    ($table:ident, $args:tt, $output:ident, { $($name:ident => $body:expr, T = $t:ty, $min_sm:literal;)* }) => {
+        kernels!($table, SplitKv: Merge, "family-split-kv", $args, { $($name => $body, T = $t, {
+            head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true,
+            min_sm: $min_sm, output: $output };)* });
+    };
+}
+
+merges!(COMBINE, (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), Element, {
+    gqa_combine_f16 => combine::<f16, f16>, T = f16, 75;
+    gqa_combine_bf16 => combine::<bf16, bf16>, T = bf16, 80;
 });
 
-kernels!(COMBINE_OUT32, SplitKv: Merge, "family-split-kv",
-    (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: combine::THREADS, min_blocks: 6, shared: combine::SHARED_BYTES, hot: true, min_sm: 80, output: F32 }, {
-    gqa_combine_out32_f16 => combine::<f16, f32>, T = f16;
-    gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16;
+merges!(COMBINE_OUT32, (partial_out: f32, partial_lse: f32, seqlens_k: i32, head_sink: T, out_f32: f32, lse: f32; p: AttentionParams), F32, {
+    gqa_combine_out32_f16 => combine::<f16, f32>, T = f16, 75;
+    gqa_combine_out32_bf16 => combine::<bf16, f32>, T = bf16, 80;
 });

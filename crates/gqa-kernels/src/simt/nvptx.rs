@@ -332,7 +332,16 @@ pub fn st_shared_vec(address: u32, [a, b, c, d]: [u32; 4]) {
 }
 
 /// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`,
-/// zeros, and nothing is read. SM 80.
+/// zeros, and nothing is read. Before SM 80 it also waits for them.
+#[cfg(not(target_feature = "sm_80"))]
+#[inline(always)]
+pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
+    st_shared_vec(destination, if valid { source.load_vec(i) } else { [0; 4] });
+}
+
+/// Starts copying the 16 bytes from element `i` of `source` to shared memory; where not `valid`,
+/// zeros, and nothing is read.
+#[cfg(target_feature = "sm_80")]
 #[inline(always)]
 pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid: bool) {
     let bytes = if valid { 16u32 } else { 0 };
@@ -343,19 +352,25 @@ pub fn cp_async_16<T: Pod>(destination: u32, source: Global<T>, i: usize, valid:
     }
 }
 
-/// Closes the group of copies this thread started since the last one. SM 80.
+/// Closes the group of copies this thread started since the last one.
 #[inline(always)]
 pub fn cp_async_commit() {
     // SAFETY: no precondition.
-    unsafe { asm!("cp.async.commit_group;", options(nostack)) }
+    #[cfg(target_feature = "sm_80")]
+    unsafe {
+        asm!("cp.async.commit_group;", options(nostack))
+    }
 }
 
 /// Waits until at most the `N` newest groups of this thread are unfinished. Other threads need a
-/// barrier besides. SM 80.
+/// barrier besides.
 #[inline(always)]
 pub fn cp_async_wait<const N: u32>() {
     // SAFETY: no precondition.
-    unsafe { asm!("cp.async.wait_group {};", const N, options(nostack)) }
+    #[cfg(target_feature = "sm_80")]
+    unsafe {
+        asm!("cp.async.wait_group {};", const N, options(nostack))
+    }
 }
 
 macro_rules! ldmatrix {
@@ -403,13 +418,29 @@ macro_rules! mma {
     )*};
 }
 mma! {
-    /// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them. SM 80.
+    /// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them.
+    #[cfg(target_feature = "sm_80")]
     mma_m16n8k16_f16 = "m16n8k16" "f16";
     /// `d += a · b` for a 16×16 and a 16×8 tile of bf16, fragments as PTX defines them. SM 80.
     mma_m16n8k16_bf16 = "m16n8k16" "bf16";
     /// `d += a · b` for a 16×8 and an 8×8 tile of float32, of which sign, exponent and the upper 10
     /// bits of the significand count (TF32); fragments as PTX defines them. SM 80.
     mma_m16n8k8_tf32 = "m16n8k8" "tf32";
+}
+
+/// `d += a · b` for a 16×16 and a 16×8 tile of f16, fragments as PTX defines them: by products of
+/// half the depth, which is what SM 75 has.
+#[cfg(not(target_feature = "sm_80"))]
+#[inline(always)]
+pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    for half in 0..2 {
+        // SAFETY: registers only; all lanes take part.
+        unsafe {
+            asm!("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}}}, {{{6}}}, {{{0}, {1}, {2}, {3}}};",
+                inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
+                in(reg32) a[2 * half], in(reg32) a[2 * half + 1], in(reg32) b[half], options(nomem, nostack));
+        }
+    }
 }
 
 macro_rules! arithmetic {
@@ -454,7 +485,15 @@ arithmetic! {
     e4m3x2_to_f16x2(x: reg16 u16) -> reg32 u32 = "cvt.rn.f16x2.e4m3x2 {}, {};";
 }
 
-/// Rounds two values to f16, the first into the low half. SM 80.
+/// Rounds two values to f16, the first into the low half.
+#[cfg(not(target_feature = "sm_80"))]
+#[inline(always)]
+pub fn f32x2_to_f16x2(lo: f32, hi: f32) -> u32 {
+    u32::from(f32_to_f16(lo)) | u32::from(f32_to_f16(hi)) << 16
+}
+
+/// Rounds two values to f16, the first into the low half.
+#[cfg(target_feature = "sm_80")]
 #[inline(always)]
 pub fn f32x2_to_f16x2(lo: f32, hi: f32) -> u32 {
     let packed;
