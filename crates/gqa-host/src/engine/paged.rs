@@ -108,9 +108,9 @@ impl Paged {
     /// The new tokens' keys and values are in the cache already, where `block_table` says: there
     /// are no tensors `key` and `value`. Where the layer rotates, only queries do.
     ///
-    /// A sequence of a causal call may have fewer keys than tokens then, so that `seqlens_k` is less
-    /// than 0, or with [`total_lengths`](Self::total_lengths) less than its tokens: as many of its
-    /// first tokens see no key. Their output is 0, and their log-sum-exp minus infinity.
+    /// A sequence of a causal call may have fewer keys than tokens then, so that `seqlens_k` is
+    /// less than 0, or with [`total_lengths`](Self::total_lengths) less than its tokens: as many of
+    /// its first tokens see no key. Their output is 0, and their log-sum-exp minus infinity.
     pub const fn appended(self) -> Self {
         Self { appended: true, ..self }
     }

@@ -35,8 +35,8 @@ struct Sequence<'a> {
     start: usize,
     /// Tokens.
     new: usize,
-    /// Rows before them; a negative number, of a call that appends nothing, is how many of the first
-    /// tokens have no row.
+    /// Rows before them; a negative number, of a call that appends nothing, is how many of the
+    /// first tokens have no row.
     past: i64,
     /// The row of the cache, through all blocks, that has each row of the sequence; none where no
     /// token sees a row of the block, which may be another sequence's by now.
