@@ -211,6 +211,13 @@ impl Call {
     }
 }
 
+/// A tensor for results, of NaN.
+pub(crate) fn poisoned(dtype: DType, shape: &[usize]) -> Tensor {
+    let mut tensor = Tensor::zeros(dtype, shape);
+    tensor.with_bytes_mut(|bytes| bytes.fill(0xff));
+    tensor
+}
+
 /// A row of queries, which `scale` turns into what is rounded.
 fn round_to_float8(row: &mut [f32], scale: impl Fn(usize) -> f32) {
     const MAX: f32 = 448.0;
@@ -252,6 +259,18 @@ impl Data {
 
     pub(crate) fn normal(&mut self, shape: &[usize], spread: f32) -> Tensor {
         let values = self.values(shape.iter().product(), spread);
+        self.tensor(shape, &values)
+    }
+
+    /// Rows of that shape, as many as `held` says, and NaN in those that are not.
+    pub(crate) fn held_rows(&mut self, shape: &[usize], spread: f32, held: &[bool]) -> Tensor {
+        let mut values = self.values(shape.iter().product(), spread);
+        let row = values.len() / held.len().max(1);
+        for (row, held) in values.chunks_exact_mut(row.max(1)).zip(held) {
+            if !held {
+                row.fill(f32::NAN);
+            }
+        }
         self.tensor(shape, &values)
     }
 

@@ -308,13 +308,7 @@ impl Tensors {
                 let is_held = |at: &IxDyn| held[at[0] * paged.block_size + at[1]];
                 return data.codes(&shape, how, is_held);
             }
-            let mut values = data.values(shape.iter().product(), spread);
-            for (row, held) in values.chunks_exact_mut(kv * size).zip(&held) {
-                if !held {
-                    row.fill(f32::NAN);
-                }
-            }
-            data.tensor(&shape, &values)
+            data.held_rows(&shape, spread, &held)
         };
         let cache = PagedCache { key: cache(case.spread), value: cache(1.0) };
         let integers = |shape: &[usize], values: Vec<i32>| {

@@ -1,7 +1,7 @@
 //! A random call that reads a paged KV cache and appends nothing to it, of sequences that may bring
 //! more tokens than they have keys, and its tensors.
 
-use crate::call::Data;
+use crate::call::{Data, poisoned};
 use crate::compare::{optional, tensors};
 use crate::{Errors, Parity, Tolerance};
 use gqa_host::backend::{Backend, Io};
@@ -189,14 +189,7 @@ impl Given {
                 let shape = [blocks, case.block_size, kv, size / how.codes_per_element()];
                 return data.codes(&shape, how, |at| held[at[0] * case.block_size + at[1]]);
             }
-            let shape = [blocks, case.block_size, kv, size];
-            let mut values = data.values(shape.iter().product(), 1.0);
-            for (row, held) in values.chunks_exact_mut(kv * size).zip(&held) {
-                if !held {
-                    row.fill(f32::NAN);
-                }
-            }
-            data.tensor(&shape, &values)
+            data.held_rows(&[blocks, case.block_size, kv, size], 1.0, &held)
         };
         let cache = [cache(), cache()];
         let table = Array2::from_shape_vec((case.sequences.len(), columns), table.to_vec());
@@ -205,11 +198,6 @@ impl Given {
 
     /// Output, and log-sum-exps if wanted, of the call on `backend`.
     fn run(&self, problem: &Problem, backend: &dyn Backend) -> Result<(Tensor, Option<Tensor>)> {
-        let poisoned = |dtype, shape: &[usize]| {
-            let mut tensor = Tensor::zeros(dtype, shape);
-            tensor.with_bytes_mut(|bytes| bytes.fill(0xff));
-            tensor
-        };
         let mut output = poisoned(problem.dtype, &problem.output_shape());
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
         let [mut present_key, mut present_value] = self.cache.clone();

@@ -1,7 +1,7 @@
 //! A random call with a mask over the new tokens, as speculative decoding has that checks a tree of
 //! drafts at once, and its tensors.
 
-use crate::call::Data;
+use crate::call::{Data, poisoned};
 use crate::compare::{optional, tensors};
 use crate::{Errors, Parity, Tolerance};
 use gqa_host::backend::{Backend, Io};
@@ -263,16 +263,7 @@ impl Given {
                 [blocks, block_size, kv, size]
             }
         };
-        let mut cache = || {
-            let mut values = data.values(shape.iter().product(), 1.0);
-            for (row, held) in values.chunks_exact_mut(size).zip(&held) {
-                if !held {
-                    row.fill(f32::NAN);
-                }
-            }
-            data.tensor(&shape, &values)
-        };
-        let cache = [cache(), cache()];
+        let cache = [(); 2].map(|()| data.held_rows(&shape, 1.0, &held));
         let table = Array2::from_shape_vec((case.sequences.len(), columns), table.to_vec());
         (cache, table.expect("as many").into())
     }
@@ -283,11 +274,6 @@ impl Given {
         problem: &Problem,
         backend: &dyn Backend,
     ) -> Result<(Tensor, Option<Tensor>, [Tensor; 2])> {
-        let poisoned = |dtype, shape: &[usize]| {
-            let mut tensor = Tensor::zeros(dtype, shape);
-            tensor.with_bytes_mut(|bytes| bytes.fill(0xff));
-            tensor
-        };
         let mut output = poisoned(problem.dtype, &problem.output_shape());
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
         let mut cache = self.cache.clone();
