@@ -122,6 +122,13 @@ mod tests {
     }
 
     #[test]
+    fn entries_that_are_not_wanted_leave() {
+        let kept = keep(SAMPLE, |name| name == "scale_more");
+        assert_eq!((entry_names(&kept), version(&kept)), (vec!["scale_more".into()], Some("7.0")));
+        assert_eq!(keep(SAMPLE, |_| true), SAMPLE);
+    }
+
+    #[test]
     fn no_bounds_change_nothing() {
         assert_eq!(set_bounds(SAMPLE, "scale_more", Bounds::default()).unwrap(), SAMPLE);
     }

@@ -95,6 +95,16 @@ def test_a_callers_error_about_lengths_is_named(starts):
         gqa.flash_attn_varlen_func(q, k, v, right, right, 5, 6)
 
 
+class Elsewhere:
+    """An array that another device has."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("not here")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
 def test_numbers_of_keys_are_of_a_paged_cache():
     q, k, v = arrays(3, 3)
     q, starts = q.reshape(-1, *q.shape[2:]), np.array([0, 3, 6], np.int32)
@@ -106,6 +116,7 @@ def test_numbers_of_keys_are_of_a_paged_cache():
         ({"seqused_k": np.array([3.0, 3.0]), **blocks}, "seqused_k: got float64"),
         ({"seqused_k": np.array([3, -1]), **blocks}, "seqused_k: got int64"),
         ({"seqused_k": np.array([3]), **blocks}, "seqused_k: got int64"),
+        ({"seqused_k": Elsewhere(), **blocks}, "seqused_k: got Elsewhere, not here"),
     ):
         with pytest.raises(ValueError, match=f"^{named}.*; allowed: "):
             gqa.flash_attn_varlen_func(q, k, v, starts, **wrong)

@@ -59,14 +59,18 @@ def _integers(name, numbers, count=1):
         raise ValueError(f"{name}: got {numbers!r}; allowed: int32 or int64") from None
 
 
-def _numbers(array):
+def _numbers(name, array):
     """Integers of any library as numpy's."""
-    return np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+    try:
+        return np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        got = type(array).__name__
+        raise ValueError(f"{name}: got {got}, {error}; allowed: integers on the CPU") from None
 
 
 def _starts_of(used, count):
     """cu_seqlens_k of so many keys of each sequence."""
-    numbers = _numbers(used)
+    numbers = _numbers("seqused_k", used)
     if numbers.shape != (count,) or numbers.dtype.kind != "i" or (numbers < 0).any():
         allowed = f"({count},) integers of 0 or more"
         raise ValueError(f"seqused_k: got {numbers.dtype} {numbers.tolist()}; allowed: {allowed}")
@@ -109,7 +113,8 @@ def _lse_shape(q):
 def varlen(q, k, v, starts, used, most, table, scores, want_lse):
     names = "cu_seqlens_q", "cu_seqlens_k"
     if used is not None:
-        starts = starts[0], _starts_of(used, _numbers(starts[0]).size - 1)
+        count = _numbers("cu_seqlens_q", starts[0]).size - 1
+        starts = starts[0], _starts_of(used, count)
     others = {name: _integers(name, numbers) for name, numbers in zip(names, starts)}
     others |= {"k": k, "v": v, "block_table": table}
     lse_shape = (q.shape[1], q.shape[0]) if want_lse else None
