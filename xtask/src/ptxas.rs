@@ -185,6 +185,7 @@ fn is_hot(entry: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use gqa_ptx::Kernel;
 
     fn module(arch: &str) -> Module {
         let text = String::new;
@@ -206,6 +207,16 @@ mod tests {
         assert_eq!(targets(&module("sm_80")), ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]);
         assert_eq!(targets(&module("sm_90")), ["sm_90", "sm_100a", "sm_120a"]);
         assert_eq!(targets(&module("sm_90a")), ["sm_90a"]);
+        let of = |name: &str, arch| {
+            let kernel = Kernel { name: name.into(), file: String::new(), sha256: String::new() };
+            targets(&Module { kernels: vec![kernel], ..module(arch) })
+        };
+        // GPUs that take a newer target's are left to that.
+        assert_eq!(of("gqa_tiled_f16_d64", "sm_75"), ["sm_75"]);
+        assert_eq!(of("gqa_decode_f16_d128_r8", "sm_80"), ["sm_80", "sm_89"]);
+        // But for what one architecture alone runs, whose driver may be too old for it.
+        let all = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+        assert_eq!(of("gqa_tiled_f16_d64", "sm_80"), all);
     }
 
     #[test]
