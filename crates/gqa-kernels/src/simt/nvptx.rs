@@ -436,7 +436,8 @@ pub fn mma_m16n8k16_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
     for half in 0..2 {
         // SAFETY: registers only; all lanes take part.
         unsafe {
-            asm!("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}}}, {{{6}}}, {{{0}, {1}, {2}, {3}}};",
+            asm!(concat!("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 ",
+                    "{{{0}, {1}, {2}, {3}}}, {{{4}, {5}}}, {{{6}}}, {{{0}, {1}, {2}, {3}}};"),
                 inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
                 in(reg32) a[2 * half], in(reg32) a[2 * half + 1], in(reg32) b[half], options(nomem, nostack));
         }
