@@ -4,14 +4,15 @@
 use crate::call::Data;
 use crate::case::{SUBNORMAL, extreme_softcap};
 use crate::compare::{optional, tensors};
-use crate::{Errors, Parity, Tolerance};
+use crate::parity::{Judge, Parity};
+use crate::{Errors, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{Attention, AttentionInputs, AttentionOutputs};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use proptest::prelude::*;
-use rand::rngs::StdRng;
+use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
 /// What a mask hides.
@@ -207,7 +208,7 @@ struct Tensors {
 
 impl Tensors {
     fn new(case: &AttentionCase) -> Self {
-        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
         let (heads, new) = (case.kv_heads, case.new_len);
         let q = data.normal(&case.shape(case.q_heads(), case.q_len, case.head_size), 1.0);
         let k = data.rows(case, heads, new, case.head_size);
@@ -290,7 +291,7 @@ impl Data {
             let hides = mask.hides != Hides::Nothing;
             let row_hidden: Vec<bool> =
                 (0..count / columns).map(|_| hides && self.rng.random_range(0..5) == 0).collect();
-            let seen = |i: usize, rng: &mut StdRng| {
+            let seen = |i: usize, rng: &mut SmallRng| {
                 !(row_hidden[i / columns] || hides && rng.random_range(0..4) == 0)
             };
             let values = (0..count).map(|i| seen(i, &mut self.rng)).collect();
@@ -328,18 +329,27 @@ impl Parity for AttentionCase {
         self.op().problem(&Tensors::new(self).inputs())
     }
 
-    fn check(&self, backend: &dyn Backend) -> std::result::Result<Errors, String> {
-        let (op, tensors_in, tolerance) = (self.op(), Tensors::new(self), self.tolerance());
-        let want = tensors_in.run(&op, &Reference).map_err(|e| format!("reference: {e}"))?;
-        let got = tensors_in.run(&op, backend).map_err(|e| format!("{}: {e}", backend.name()))?;
-        let errors = tensors("Y", &got.y, &want.y, tolerance)?;
-        let exact = Tolerance { absolute: 0.0, relative: 0.0 };
-        optional("present_key", &got.present_key, &want.present_key, exact)?;
-        optional("present_value", &got.present_value, &want.present_value, exact)?;
-        let scores = ("qk_matmul_output", &got.qk_matmul_output, &want.qk_matmul_output);
-        optional(scores.0, scores.1, scores.2, tolerance)?;
-        Ok(errors)
+    fn judge(&self) -> std::result::Result<Judge<'_>, String> {
+        let (op, given, tolerance) = (self.op(), Tensors::new(self), self.tolerance());
+        let run = move |backend: &dyn Backend| {
+            given.run(&op, backend).map_err(|e| format!("{}: {e}", backend.name()))
+        };
+        let want = run(&Reference)?;
+        Ok(Box::new(move |backend| compare(&run(backend)?, &want, tolerance)))
     }
+}
+
+fn compare(
+    got: &AttentionOutputs,
+    want: &AttentionOutputs,
+    tolerance: Tolerance,
+) -> std::result::Result<Errors, String> {
+    let errors = tensors("Y", &got.y, &want.y, tolerance)?;
+    let exact = Tolerance { absolute: 0.0, relative: 0.0 };
+    optional("present_key", &got.present_key, &want.present_key, exact)?;
+    optional("present_value", &got.present_value, &want.present_value, exact)?;
+    optional("qk_matmul_output", &got.qk_matmul_output, &want.qk_matmul_output, tolerance)?;
+    Ok(errors)
 }
 
 /// Legal calls with up to `max_rows` query rows and keys, and head sizes up to `max_head_size`.

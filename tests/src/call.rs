@@ -7,7 +7,7 @@ use gqa_host::op::{Inputs, KvCache, Outputs};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Layout, Problem, QuantFormat, Quantization, Result, Tensor};
 use ndarray::{ArrayD, IxDyn};
-use rand::rngs::StdRng;
+use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Normal};
 
@@ -38,7 +38,7 @@ pub struct Call {
 impl Call {
     /// Draws the data of `case`.
     pub fn new(case: &Case) -> Self {
-        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
         let (heads, size) = (case.kv_heads * case.group, case.head_size);
         let new_rows = if case.no_new_rows { 0 } else { case.q_len };
         let (query, key, value) = if case.packed {
@@ -244,7 +244,7 @@ pub(crate) struct Data {
     /// Their type.
     pub(crate) dtype: DType,
     /// Where they come from.
-    pub(crate) rng: StdRng,
+    pub(crate) rng: SmallRng,
 }
 
 impl Data {
@@ -285,42 +285,36 @@ impl Data {
             (false, true) => case.total(b),
             (false, false) => case.cached(case.past[b]),
         };
-        if let Some(how) = case.quantized {
-            let width = case.head_size / how.codes_per_element();
-            let shape = [case.batch(), case.kv_heads, rows, width];
-            let mut cache = || self.codes(&shape, how, |at| at[2] < valid(at[0]));
-            return Some(KvCache { key: cache(), value: cache() });
-        }
+        let heads = case.batch() * case.kv_heads;
+        let is_held = |head: usize| (0..rows).map(move |row| row < valid(head / case.kv_heads));
+        let held: Vec<bool> = (0..heads).flat_map(is_held).collect();
         let mut cache = |spread| {
             let shape = [case.batch(), case.kv_heads, rows, case.head_size];
-            let mut values = self.values(shape.iter().product(), spread);
-            for (head, head_values) in values.chunks_exact_mut(rows * case.head_size).enumerate() {
-                head_values[valid(head / case.kv_heads) * case.head_size..].fill(f32::NAN);
+            match case.quantized {
+                Some(how) => self.codes(&shape, how, &held),
+                None => self.held_rows(&shape, spread, &held),
             }
-            self.tensor(&shape, &values)
         };
         Some(KvCache { key: cache(case.spread), value: cache(1.0) })
     }
 
-    /// A cache of random quantized values; where none is valid all bits are set, which makes an
-    /// 8-bit float NaN.
-    pub(crate) fn codes(
-        &mut self,
-        shape: &[usize],
-        how: Quantization,
-        valid: impl Fn(&IxDyn) -> bool,
-    ) -> Tensor {
-        let mut code = |at: IxDyn| -> u8 {
-            match self.rng.random() {
-                _ if !valid(&at) => 0xff,
+    /// Rows of that shape as random quantized values, as many as `held` says; in those that are not
+    /// all bits are set, which makes an 8-bit float NaN.
+    pub(crate) fn codes(&mut self, shape: &[usize], how: Quantization, held: &[bool]) -> Tensor {
+        let [outer @ .., size] = shape else { panic!("rows have a size") };
+        let shape = IxDyn(&[outer, &[size / how.codes_per_element()]].concat());
+        let mut bytes = ArrayD::from_elem(shape, 0xff);
+        let row = bytes.len() / held.len().max(1);
+        let rows = bytes.as_slice_mut().expect("as it lies in memory").chunks_exact_mut(row.max(1));
+        for (row, _) in rows.zip(held).filter(|(_, held)| **held) {
+            row.fill_with(|| match self.rng.random() {
                 // The two that are NaN.
                 0x7f | 0xff if how.format == QuantFormat::Float8 => 0,
                 // Up to 16; of integers all there are.
                 code if how.format == QuantFormat::Float8 => code & 0x80 | (code & 0x7f).min(0x58),
                 code => code,
-            }
-        };
-        let bytes = ArrayD::from_shape_fn(IxDyn(shape), &mut code);
+            });
+        }
         match how.format {
             QuantFormat::Int8 => Tensor::from(bytes.mapv(|byte| byte as i8)),
             QuantFormat::Int4 => Tensor::from(bytes),

@@ -27,5 +27,5 @@ pub use paged::{
     paged_prompts, paged_steps, slow_device,
 };
 pub use paged_read::{PagedReadCase, paged_reads};
-pub use parity::{Parity, any_dtype, half_dtype, identical, parity, sequences};
+pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};
 pub use tree::{TreeCase, tree_steps, trees};

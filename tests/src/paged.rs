@@ -2,7 +2,8 @@
 
 use crate::call::Data;
 use crate::compare::{codes_rounded_before, equal_codes, optional, tensors};
-use crate::{Case, Errors, Parity, Tolerance};
+use crate::parity::{Judge, Parity};
+use crate::{Case, Errors, Tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::op::{PagedAttention, PagedCache, PagedInputs, PagedOutputs};
 use gqa_host::plan::{DeviceInfo, Launch, PlanOptions, plan};
@@ -11,7 +12,7 @@ use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Tensor};
 use gqa_kernels::registry::Family;
 use ndarray::{ArrayD, IxDyn};
 use proptest::prelude::*;
-use rand::rngs::StdRng;
+use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
@@ -240,7 +241,7 @@ struct Tensors {
 impl Tensors {
     fn new(paged: &PagedCase) -> Self {
         let case = &paged.case;
-        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
         let (heads, size, tokens) = (case.kv_heads * case.group, case.head_size, paged.tokens());
         let (all, kv) = (heads + 2 * case.kv_heads, case.kv_heads);
         let (query, key, value) = if case.packed {
@@ -302,13 +303,11 @@ impl Tensors {
             }
         }
         let mut cache = |spread| {
-            let mut shape = [count, paged.block_size, kv, size];
-            if let Some(how) = case.quantized {
-                shape[3] /= how.codes_per_element();
-                let is_held = |at: &IxDyn| held[at[0] * paged.block_size + at[1]];
-                return data.codes(&shape, how, is_held);
+            let shape = [count, paged.block_size, kv, size];
+            match case.quantized {
+                Some(how) => data.codes(&shape, how, &held),
+                None => data.held_rows(&shape, spread, &held),
             }
-            data.held_rows(&shape, spread, &held)
         };
         let cache = PagedCache { key: cache(case.spread), value: cache(1.0) };
         let integers = |shape: &[usize], values: Vec<i32>| {
@@ -367,14 +366,25 @@ impl Parity for PagedCase {
         self.op().problem(&tensors.inputs(), &tensors.cache)
     }
 
-    fn check(&self, backend: &dyn Backend) -> std::result::Result<Errors, String> {
-        let (op, given) = (self.op(), Tensors::new(self));
-        let run = |backend: &dyn Backend| {
+    fn judge(&self) -> std::result::Result<Judge<'_>, String> {
+        let given = Tensors::new(self);
+        let run = |given: &Tensors, backend: &dyn Backend| {
             let mut cache = given.cache.clone();
-            let output = op.run(&given.inputs(), &mut cache, backend);
+            let output = self.op().run(&given.inputs(), &mut cache, backend);
             output.map(|outputs| (outputs, cache)).map_err(|e| format!("{}: {e}", backend.name()))
         };
-        let ((want, want_cache), (got, got_cache)) = (run(&Reference)?, run(backend)?);
+        let want = run(&given, &Reference)?;
+        Ok(Box::new(move |backend| self.compare(&given, run(&given, backend)?, &want)))
+    }
+}
+
+impl PagedCase {
+    fn compare(
+        &self,
+        given: &Tensors,
+        (got, mut got_cache): (PagedOutputs, PagedCache),
+        (want, want_cache): &(PagedOutputs, PagedCache),
+    ) -> std::result::Result<Errors, String> {
         let tolerance = Tolerance::of(&self.case);
         if self.case.rounds_before_codes() {
             // A new key's code may be one or the other near a tie: the output is that of the cache
@@ -383,10 +393,10 @@ impl Parity for PagedCase {
             equal_codes("value_cache", &got_cache.value, &want_cache.value)?;
             let nowhere = Tensor::from(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));
             let inputs = PagedInputs { slot_mapping: Some(&nowhere), ..given.inputs() };
-            let want = op.run(&inputs, &mut got_cache.clone(), &Reference);
+            let want = self.op().run(&inputs, &mut got_cache, &Reference);
             return outputs(&got, &want.map_err(|e| e.to_string())?, tolerance);
         }
-        let errors = outputs(&got, &want, tolerance)?;
+        let errors = outputs(&got, want, tolerance)?;
         let exact = Tolerance { absolute: 0.0, relative: 0.0 };
         let turned = self.case.rotary.is_some() || self.case.qk_norm;
         let keys = if turned { tolerance } else { exact };

@@ -22,9 +22,17 @@ pub trait Parity: std::fmt::Debug {
     /// What the operator makes of it.
     fn problem(&self) -> gqa_host::Result<Problem>;
 
+    /// Draws its data and asks the reference, once for all back ends that are judged.
+    fn judge(&self) -> Result<Judge<'_>, String>;
+
     /// Runs the call on `backend` and the reference and compares all outputs.
-    fn check(&self, backend: &dyn Backend) -> Result<Errors, String>;
+    fn check(&self, backend: &dyn Backend) -> Result<Errors, String> {
+        self.judge()?(backend)
+    }
 }
+
+/// Runs a call on a back end and compares all outputs with those of the reference.
+pub type Judge<'a> = Box<dyn Fn(&dyn Backend) -> Result<Errors, String> + 'a>;
 
 /// Overrides how many calls a test runs.
 const CASES: &str = "PARITY_CASES";
@@ -136,15 +144,25 @@ impl Parity for Case {
         Call::new(self).problem()
     }
 
-    fn check(&self, backend: &dyn Backend) -> Result<Errors, String> {
+    fn judge(&self) -> Result<Judge<'_>, String> {
         let call = Call::new(self);
-        let got = call.run(backend).map_err(|e| format!("{}: {e}", backend.name()))?;
-        // Who has such calls sees to it that the kernels that make use of the leave take them.
+        // Who has such calls sees to it that the kernels that make use of the leave take them. The
+        // reference takes rounded queries.
         if self.float8_products {
-            return compare_in_float8(&call, &got);
+            let want = by_reference(&call.with_float8_queries())?;
+            let tolerance = Tolerance::of_float8(self);
+            return Ok(Box::new(move |backend| {
+                compare(&run_on(&call, backend)?, &want, tolerance)
+            }));
         }
-        let want = call.run(&Reference).map_err(|e| format!("reference: {e}"))?;
-        let errors = compare_with_cache(&call, &got, &want)?;
+        let want = by_reference(&call)?;
+        Ok(Box::new(move |backend| self.compare(&call, &run_on(&call, backend)?, &want)))
+    }
+}
+
+impl Case {
+    fn compare(&self, call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
+        let errors = compare_with_cache(call, got, want)?;
         // Most kernels round the numbers of a quantized cache, and one key's output is its value.
         let widens = self.float32_output && self.output_scale.is_none();
         if widens && self.dtype != DType::F32 && self.quantized.is_none() {
@@ -152,6 +170,14 @@ impl Parity for Case {
         }
         Ok(errors)
     }
+}
+
+fn by_reference(call: &Call) -> Result<Outputs, String> {
+    run_on(call, &Reference)
+}
+
+fn run_on(call: &Call, backend: &dyn Backend) -> Result<Outputs, String> {
+    call.run(backend).map_err(|error| format!("{}: {error}", backend.name()))
 }
 
 /// Compares a call's outputs. Near a tie a new key's code may be one or the other, which the output
@@ -174,12 +200,6 @@ fn compare_outputs(call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors,
     let others = Outputs { output: want.output.clone(), ..got.clone() };
     compare(&others, want, tolerance)?;
     tensors("output", &got.output, &want.output, tolerance.quantized(scale))
-}
-
-/// Compares with what the reference makes of rounded queries.
-fn compare_in_float8(call: &Call, got: &Outputs) -> Result<Errors, String> {
-    let want = call.with_float8_queries().run(&Reference);
-    compare(got, &want.map_err(|e| format!("reference: {e}"))?, Tolerance::of_float8(&call.case))
 }
 
 /// As [`parity`], for sequences of `steps` steps on a shared cache that goes from step to step;

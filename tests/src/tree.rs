@@ -1,9 +1,10 @@
 //! A random call with a mask over the new tokens, as speculative decoding has that checks a tree of
 //! drafts at once, and its tensors.
 
+use crate::Tolerance;
 use crate::call::{Data, poisoned};
 use crate::compare::{optional, tensors};
-use crate::{Errors, Parity, Tolerance};
+use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::plan::{TensorId, Tensors};
@@ -11,7 +12,7 @@ use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, Result, Sink, Tensor};
 use ndarray::{Array2, arr1};
 use proptest::prelude::*;
-use rand::rngs::StdRng;
+use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
@@ -187,7 +188,7 @@ struct Given {
 
 impl Given {
     fn new(case: &TreeCase) -> Self {
-        let mut data = Data { dtype: case.dtype, rng: StdRng::seed_from_u64(case.seed) };
+        let mut data = Data { dtype: case.dtype, rng: SmallRng::seed_from_u64(case.seed) };
         let ([heads, kv, size], count) = (case.heads, case.sequences.len());
         let rows = |heads: usize| match case.is_paged() {
             true => vec![case.tokens(), heads * size],
@@ -312,7 +313,7 @@ fn both(pair: &Option<[Tensor; 2]>) -> [Option<&Tensor>; 2] {
 }
 
 /// What each new token sees, and its position.
-fn words(case: &TreeCase, rng: &mut StdRng) -> (Vec<i64>, Vec<i64>) {
+fn words(case: &TreeCase, rng: &mut SmallRng) -> (Vec<i64>, Vec<i64>) {
     let (mut words, mut positions) = (Vec::new(), Vec::new());
     for b in 0..case.sequences.len() {
         let first = words.len();
@@ -357,25 +358,27 @@ impl Parity for TreeCase {
         layer.dense(if self.lse { call.log_sum_exp() } else { call })
     }
 
-    fn check(&self, backend: &dyn Backend) -> std::result::Result<Errors, String> {
+    fn judge(&self) -> std::result::Result<Judge<'_>, String> {
         let problem = self.problem().map_err(|e| e.to_string())?;
         let given = Given::new(self);
-        let run = |backend: &dyn Backend| {
+        let run = move |backend: &dyn Backend| {
             given.run(&problem, backend).map_err(|e| format!("{}: {e}", backend.name()))
         };
         let (want, want_lse, want_cache) = run(&Reference)?;
-        let (got, got_lse, got_cache) = run(backend)?;
         let tolerance = match self.dtype {
             DType::F16 => Tolerance { absolute: 6e-3, relative: 4e-3 },
             DType::BF16 => Tolerance { absolute: 3e-2, relative: 2e-2 },
             _ => Tolerance { absolute: 2e-5, relative: 1e-4 },
         };
-        let errors = tensors("output", &got, &want, tolerance)?;
-        optional("lse", &got_lse, &want_lse, tolerance)?;
         let exact = Tolerance { absolute: 0.0, relative: 0.0 };
         let keys = if self.rotates { tolerance } else { exact };
-        tensors("present_key", &got_cache[0], &want_cache[0], keys)?;
-        tensors("present_value", &got_cache[1], &want_cache[1], exact)?;
-        Ok(errors)
+        Ok(Box::new(move |backend| {
+            let (got, got_lse, got_cache) = run(backend)?;
+            let errors = tensors("output", &got, &want, tolerance)?;
+            optional("lse", &got_lse, &want_lse, tolerance)?;
+            tensors("present_key", &got_cache[0], &want_cache[0], keys)?;
+            tensors("present_value", &got_cache[1], &want_cache[1], exact)?;
+            Ok(errors)
+        }))
     }
 }

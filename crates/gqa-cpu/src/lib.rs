@@ -7,7 +7,7 @@
 //! Many rows lie across the lanes of a vector (`panel`), and are multiplied by single numbers
 //! (`singles`) or by pairs of bfloat16 (`pairs`); where rows are too few for that, the elements of
 //! a head lie there (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory is
-//! asked for a tile ahead (`prefetch`); what many rows read is converted first ([`widen`]).
+//! asked for a tile ahead (`prefetch`); what many rows read is converted first (`widen`).
 //! Instructions that pulp has no word for are in `native` and `amx`.
 
 #[cfg(target_arch = "x86_64")]
@@ -36,4 +36,4 @@ pub use attend::{Shown, Softmax, Write, attend, scores};
 pub use instructions::Instructions;
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
 pub use stored::{CacheElement, Float8, Int4, Int8, StoredRows, StoredTile};
-pub use widen::{narrow, widen};
+pub use widen::narrow;

@@ -7,15 +7,41 @@
 use super::native::{self, EXPONENT, FLOAT8_UNIT, LEAST};
 use super::panel::KEYS;
 use super::prefetch::Later;
+use super::widen::widen;
 use bytemuck::Pod;
 use half::{bf16, f16};
 use pulp::Simd;
 use std::slice;
 
 /// What a cache may hold.
-pub trait CacheElement: Stored {}
+pub trait CacheElement: Stored {
+    /// Of each pair of rows the numbers of the first, times their scales, into the second; `scales`
+    /// has one for each number, one for all, or none.
+    ///
+    /// # Panics
+    ///
+    /// Where a row has fewer numbers than are asked for.
+    fn widen_scaled<'a>(
+        scales: &[f32],
+        rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
+    );
+}
 
-impl<E: Stored> CacheElement for E {}
+macro_rules! cache_element {
+    ($($element:ty),*) => {$(
+        impl CacheElement for $element {
+            // Compiled here, once, and not where it is called.
+            #[inline(never)]
+            fn widen_scaled<'a>(
+                scales: &[f32],
+                rows: &mut dyn Iterator<Item = (&'a [Self], &'a mut [f32])>,
+            ) {
+                widen(scales, rows);
+            }
+        }
+    )*};
+}
+cache_element!(f32, f16, bf16, Int8, Float8, Int4);
 
 /// The same as vectors.
 pub trait Stored: Pod {
@@ -144,7 +170,7 @@ fn f32_of_float8(bits: u8) -> f32 {
 ///
 /// The row has them.
 #[inline(always)]
-unsafe fn lanes<S: Simd, E: CacheElement>(row: &[E], i: usize) -> &[E] {
+unsafe fn lanes<S: Simd, E: Stored>(row: &[E], i: usize) -> &[E] {
     let count = S::F32_LANES / E::NUMBERS;
     debug_assert!((i + 1) * count <= row.len());
     // SAFETY: the caller's
@@ -174,7 +200,7 @@ pub struct StoredRows<'a, E> {
     size: usize,
 }
 
-impl<'a, E: CacheElement> StoredRows<'a, E> {
+impl<'a, E: Stored> StoredRows<'a, E> {
     /// Rows of so many numbers that start at these numbers, up to [`KEYS`] of them.
     ///
     /// # Panics

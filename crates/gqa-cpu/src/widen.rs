@@ -2,7 +2,7 @@
 //! numbers as elements of bfloat16.
 
 use super::native;
-use super::stored::{CacheElement, Stored};
+use super::stored::Stored;
 use half::bf16;
 use pulp::{Arch, Scalar256b, Simd, WithSimd};
 use std::array;
@@ -10,26 +10,21 @@ use std::array;
 /// Elements of the widest vector, of such as are a number each.
 const WIDEST: usize = 16;
 
-/// Of each pair of rows the numbers of the first, times their scales, into the second; `scales` has
-/// one for each number, one for all, or none.
-///
-/// # Panics
-///
-/// Where a row has fewer numbers than are asked for.
-pub fn widen<'a, E: CacheElement>(
+/// [`CacheElement::widen_scaled`](super::stored::CacheElement::widen_scaled).
+pub(super) fn widen<'a, E: Stored>(
     scales: &[f32],
-    rows: impl Iterator<Item = (&'a [E], &'a mut [f32])>,
+    rows: &mut dyn Iterator<Item = (&'a [E], &'a mut [f32])>,
 ) {
     native::dispatch(Arch::new(), Widen { scales, rows });
 }
 
 /// [`widen`], with the widest vectors there are.
-struct Widen<'s, R> {
+struct Widen<'s, 'a, E> {
     scales: &'s [f32],
-    rows: R,
+    rows: &'s mut dyn Iterator<Item = (&'a [E], &'a mut [f32])>,
 }
 
-impl<'a, E: Stored, R: Iterator<Item = (&'a [E], &'a mut [f32])>> WithSimd for Widen<'_, R> {
+impl<E: Stored> WithSimd for Widen<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -42,7 +37,7 @@ impl<'a, E: Stored, R: Iterator<Item = (&'a [E], &'a mut [f32])>> WithSimd for W
     }
 }
 
-impl<'a, E: Stored, R: Iterator<Item = (&'a [E], &'a mut [f32])>> Widen<'_, R> {
+impl<E: Stored> Widen<'_, '_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         match self.scales {
@@ -171,7 +166,7 @@ fn nearest(bits: u32) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Int4, Int8};
+    use crate::{CacheElement, Int4, Int8};
     use std::iter;
 
     #[test]
@@ -192,7 +187,7 @@ mod tests {
     #[track_caller]
     fn check<E: CacheElement>(bytes: &[u8], numbers: &[f32], scales: &[f32]) {
         let mut got = vec![0.0; numbers.len()];
-        widen::<E>(scales, iter::once((bytemuck::cast_slice(bytes), &mut got[..])));
+        E::widen_scaled(scales, &mut iter::once((bytemuck::cast_slice(bytes), &mut got[..])));
         let scale = |i: usize| if scales.is_empty() { 1.0 } else { scales[i % scales.len()] };
         let want: Vec<_> = numbers.iter().enumerate().map(|(i, x)| x * scale(i)).collect();
         assert_eq!(got, want);

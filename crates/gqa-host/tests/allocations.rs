@@ -2,6 +2,7 @@
 //! is a GPU, its launches.
 
 #[allow(dead_code, reason = "each test uses a part")]
+#[path = "suite/step/mod.rs"]
 mod step;
 
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};

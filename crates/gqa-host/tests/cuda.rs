@@ -2,6 +2,7 @@
 #![cfg(feature = "cuda")]
 
 #[allow(dead_code, reason = "each test uses a part")]
+#[path = "suite/step/mod.rs"]
 mod step;
 
 use gqa_host::backend::cuda::Cuda;

@@ -5,11 +5,11 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_kernels::registry::entries;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestRunner};
-use rand::rngs::StdRng;
+use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
 /// Where everything random of a call comes from.
-pub struct Draw(StdRng);
+pub struct Draw(SmallRng);
 
 /// Element types.
 pub const TYPES: [DType; 10] = [
@@ -28,7 +28,7 @@ pub const TYPES: [DType; 10] = [
 impl Draw {
     /// What one call is drawn from.
     pub fn new(seed: u64) -> Self {
-        Self(StdRng::seed_from_u64(seed))
+        Self(SmallRng::seed_from_u64(seed))
     }
 
     /// A number below `n`.

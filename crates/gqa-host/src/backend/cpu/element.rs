@@ -80,8 +80,8 @@ macro_rules! half_element {
                 if let TensorViewMut::$variant(a) = tensor { Some(a) } else { None }
             }
 
-            fn widen_rows<'a>(rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
-                gqa_cpu::widen(&[], rows);
+            fn widen_rows<'a>(mut rows: impl Iterator<Item = (&'a [Self], &'a mut [f32])>) {
+                Self::widen_scaled(&[], &mut rows);
             }
 
             fn stored(rows: [StoredRows<'_, Self>; 2]) -> StoredTile<'_> {

@@ -111,5 +111,5 @@ fn widen<'r, E: CacheElement>(
     scales: &[f32],
     rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,
 ) {
-    gqa_cpu::widen::<E>(scales, rows.map(|(codes, to)| (bytemuck::cast_slice(codes), to)));
+    E::widen_scaled(scales, &mut rows.map(|(codes, to)| (bytemuck::cast_slice(codes), to)));
 }

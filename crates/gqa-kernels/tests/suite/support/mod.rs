@@ -136,7 +136,6 @@ pub fn start(
 }
 
 /// Calls a generic function with an element type named at run time.
-#[macro_export]
 macro_rules! with_type {
     ($dtype:expr, $f:ident($($argument:expr),*)) => {
         match $dtype {
@@ -146,3 +145,4 @@ macro_rules! with_type {
         }
     };
 }
+pub(crate) use with_type;

@@ -1,7 +1,6 @@
 //! The general attention kernel on the simulator, against attention as it is defined.
 
-mod support;
-
+use crate::support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide, with_type};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::general;
 use gqa_kernels::num::{DType, Element};
@@ -10,7 +9,6 @@ use gqa_kernels::params::{
 };
 use gqa_sim::Arg;
 use proptest::prelude::*;
-use support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide};
 
 /// attention_bias of a call.
 #[derive(Clone, Copy, Debug)]

@@ -1,8 +1,9 @@
 //! The simulated GPU as a back end: it agrees with the reference whatever it is told to be.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod step;
-
+use crate::step;
+use crate::step::{
+    CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance,
+};
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::backend::{Backend, Io, Machine};
@@ -11,7 +12,6 @@ use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Error, Problem, RowStrides, Tensor};
-use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, int, operator, random, tolerance};
 
 fn device(name: &str) -> DeviceInfo {
     DeviceInfo::known(name).unwrap()

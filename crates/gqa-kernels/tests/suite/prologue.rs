@@ -1,14 +1,12 @@
 //! The prologue kernels on the simulator, against what they are defined to write.
 
-mod support;
-
+use crate::support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide, with_type};
 use bytemuck::Zeroable;
 use gqa_kernels::num::{DType, Element};
 use gqa_kernels::params::{PrologueParams, RotaryParams, Strides};
 use gqa_kernels::prologue;
 use gqa_sim::Arg;
 use proptest::prelude::*;
-use support::{CACHE, Layout, Random, Rows, entry, places, start, unit, wide};
 
 /// One call.
 #[derive(Clone, Debug)]

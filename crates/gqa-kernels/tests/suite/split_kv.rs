@@ -1,13 +1,10 @@
 //! `split_kv` and `combine` on the simulator.
 
-mod flash;
-mod splits;
-
-use flash::{Case, case};
+use crate::flash::{Case, case, with_type};
+use crate::splits::run_in_splits;
 use gqa_kernels::attention::split_kv;
 use gqa_kernels::num::{DType, MmaElement};
 use proptest::prelude::*;
-use splits::run_in_splits;
 
 fn run<T: MmaElement>(case: &Case, splits: u32) -> Result<(), TestCaseError> {
     run_in_splits::<T>(case, case.entry("gqa_split_kv"), splits, split_kv::grid).map(|_| ())

@@ -1,9 +1,7 @@
 //! Output in float8e4m3fn times a scale: every back end rounds what the definition gives, by
 //! kernels that write it and by a launch behind those that do not.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod step;
-
+use crate::step::{int, random, tolerance};
 use gqa_host::backend::Backend;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
@@ -12,7 +10,6 @@ use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, Shapes};
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{CacheBinding, DType, Layout, Tensor, TensorDesc};
-use step::{int, random, tolerance};
 
 const CAPACITY: usize = 200;
 

@@ -248,7 +248,6 @@ pub fn lse<'a>(case: &Case, lse: &'a mut [f32]) -> Arg<'a> {
 }
 
 /// Calls a generic function with the case's element type.
-#[macro_export]
 macro_rules! with_type {
     ($case:expr, $f:ident $(, $argument:expr)*) => {
         match $case.dtype {
@@ -257,6 +256,7 @@ macro_rules! with_type {
         }
     };
 }
+pub(crate) use with_type;
 
 /// One row as it is defined, in f64.
 pub struct Want {

@@ -1,9 +1,7 @@
 //! The kernels of a paged KV cache keep within their tensors, whatever lengths, tables and slots
 //! are. What they compute, `tests/tests/paged.rs` compares with the definition.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod support;
-
+use crate::support::{entry, start};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
 use gqa_kernels::num::{DType, bf16};
@@ -13,7 +11,6 @@ use gqa_kernels::params::{
 use gqa_kernels::prologue::dequantize;
 use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
-use support::{entry, start};
 
 /// Small numbers, and any.
 fn integers(count: usize) -> impl Strategy<Value = Vec<i32>> {

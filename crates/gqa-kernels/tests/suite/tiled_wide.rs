@@ -1,16 +1,13 @@
 //! `tiled_wide`, alone and with `combine`, on the simulator.
 
-mod flash;
-mod splits;
-
-use flash::{Case, case};
+use crate::flash::{Case, case, with_type};
+use crate::splits::run_in_splits;
 use gqa_kernels::attention::{split_kv, tiled_wide};
 use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::sink;
 use gqa_kernels::registry::Entry;
 use gqa_sim::Report;
 use proptest::prelude::*;
-use splits::run_in_splits;
 
 /// Shapes of tiles: the ends of entries' names.
 const SHAPES: [&str; 6] = ["r16", "r16_k64", "r32", "r32_k64", "r64", "r64_k64"];

@@ -1,8 +1,6 @@
 //! `tiled` on the simulator.
 
-mod flash;
-
-use flash::{Case, Tensors, case, check, lse, start};
+use crate::flash::{Case, Tensors, case, check, lse, start, with_type};
 use gqa_kernels::attention::tiled;
 use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::sink;

@@ -1,8 +1,6 @@
 //! Calls as an engine describes them are those of the operators.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod step;
-
+use crate::step;
 use gqa_host::backend::{Backend, cpu::Cpu};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};

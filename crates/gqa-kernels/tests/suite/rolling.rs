@@ -1,15 +1,12 @@
 //! The kernels of a rolling KV cache, on the simulator, against rows that come and go one by one.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod support;
-
+use crate::support::{entry, start};
 use gqa_kernels::concept::seqlen::Seqlen;
 use gqa_kernels::num::{DType, Element, bf16, f16};
 use gqa_kernels::params::{RollingBiasParams, RollingParams, Strides};
 use gqa_sim::Arg;
 use proptest::prelude::*;
 use std::cell::Cell;
-use support::{entry, start};
 
 /// One call.
 #[derive(Clone, Debug)]

@@ -1,13 +1,10 @@
 //! Plans of operator calls, through the public interface.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod step;
-
+use crate::step::{CAPACITY, Step, int};
 use gqa_host::DType;
 use gqa_host::plan::{
     DeviceInfo, Family, Launch, Plan, PlanOptions, candidates, environment, plan,
 };
-use step::{CAPACITY, Step, int};
 
 fn planned(step: &Step, device: &str) -> Plan {
     let device = DeviceInfo::known(device).unwrap();

@@ -1,8 +1,6 @@
 //! `tiled_f32` on the simulator.
 
-mod flash;
-
-use flash::{Case, Tensors, case, check, lse, row, start};
+use crate::flash::{Case, Tensors, case, check, lse, row, start};
 use gqa_kernels::attention::tiled;
 use gqa_kernels::num::DType;
 use gqa_kernels::params::sink;

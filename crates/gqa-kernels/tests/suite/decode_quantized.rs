@@ -1,8 +1,6 @@
 //! `decode` with a quantized KV cache on the simulator.
 
-#[allow(dead_code, reason = "each test uses a part")]
-mod support;
-
+use crate::support::{Layout, Random, Rows, unit, wide};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
 use gqa_kernels::num::{Code, DType, Element, Float8, Format, Int4, Int8, bf16, f16};
@@ -10,7 +8,6 @@ use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, 
 use gqa_kernels::registry::{Entry, find};
 use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
-use support::{Layout, Random, Rows, unit, wide};
 
 const BSNH: Layout = Layout { bnsh: false, gap: 0 };
 

@@ -1,0 +1,22 @@
+//! What gqa-host does without a GPU, in one program: each of its modules would else be linked with
+//! the whole crate.
+
+#[cfg(feature = "sim")]
+mod attention;
+mod attention_plan;
+mod cpu;
+mod engine;
+mod external;
+mod io;
+mod paged;
+mod plan;
+#[cfg(feature = "sim")]
+mod quantized_output;
+mod reference;
+#[cfg(feature = "sim")]
+mod rows;
+#[cfg(feature = "sim")]
+mod sim_backend;
+mod step;
+mod validate;
+mod views;
