@@ -1,5 +1,5 @@
-//! What the simulator does for kernels, and the faults that it finds. One program: each of its modules
-//! would else be linked with the whole crate.
+//! What the simulator does for kernels, and the faults that it finds. One program: each of its
+//! modules would else be linked with the whole crate.
 
 mod clusters;
 mod communication;
