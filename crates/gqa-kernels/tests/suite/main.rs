@@ -1,5 +1,5 @@
-//! Kernels on the simulator, compared with what they shall compute. One program: each of its modules
-//! would else be linked with all kernels.
+//! Kernels on the simulator, compared with what they shall compute. One program: each of its
+//! modules would else be linked with all kernels.
 
 mod decode_quantized;
 mod flash;
