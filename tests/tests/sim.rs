@@ -131,7 +131,7 @@ fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {
     every_entry(&name, 1, &h200, is_wanted, is_short, |options| Box::new(sim(options)));
 }
 
-/// A call that is simulated in seconds; with `PARITY_FULL`, any. A long prompt by a kernel for few
+/// A call that is simulated in a second; with `PARITY_FULL`, any. A long prompt by a kernel for few
 /// rows takes five seconds, and each shape of that kernel would run it.
 fn is_short(p: &Problem) -> bool {
     const MOST_PRODUCTS: usize = 1 << 21;
