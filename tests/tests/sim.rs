@@ -131,10 +131,10 @@ fn every_kernel(name: &str, is_wanted: impl Fn(Family) -> bool) {
     every_entry(&name, 1, &h200, is_wanted, is_short, |options| Box::new(sim(options)));
 }
 
-/// A call that is simulated in a second; with `PARITY_FULL`, any. A long prompt by a kernel for few
+/// A call that is simulated in seconds; with `PARITY_FULL`, any. A long prompt by a kernel for few
 /// rows takes five seconds, and each shape of that kernel would run it.
 fn is_short(p: &Problem) -> bool {
-    const MOST_PRODUCTS: usize = 1 << 21;
+    const MOST_PRODUCTS: usize = 1 << 24;
     let is_full = std::env::var_os("PARITY_FULL").is_some();
     is_full || p.batch * p.q_heads * p.q_len * p.total_len * p.head_size <= MOST_PRODUCTS
 }

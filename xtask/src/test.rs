@@ -14,8 +14,7 @@ use std::process::{Command, Stdio};
 #[derive(ClapArgs)]
 pub struct Args {
     /// Also compile and assemble PTX that is of these very sources, run four times as many random
-    /// calls, with debug assertions in all crates, build without the simulator, for other targets
-    /// and from packages.
+    /// calls, build without the simulator, for other targets and from packages.
     #[arg(long)]
     full: bool,
     /// Only try the kernels in programs of others, which are built or installed for it.
@@ -93,19 +92,9 @@ enum Where {
     Gpu,
 }
 
-/// What the development profile leaves out of the crates that take longest to compile.
-const DEBUG_ASSERTIONS: [&str; 3] = [
-    "profile.dev.package.gqa-cpu.debug-assertions=true",
-    "profile.dev.package.gqa-kernels.debug-assertions=true",
-    "profile.dev.package.gqa-sim.debug-assertions=true",
-];
-
 fn tests(place: Where, full: bool) -> Result<()> {
     let nextest = has_nextest();
     let mut command = over_workspace(if nextest { &["nextest", "run"] } else { &["test"] });
-    if full && matches!(place, Where::Anywhere) {
-        command.args(DEBUG_ASSERTIONS.iter().flat_map(|package| ["--config", package]));
-    }
     command.args(match (nextest, place) {
         (true, Where::Anywhere) => &[][..],
         (true, Where::Gpu) => &["--run-ignored=only", "--test-threads=1"],
