@@ -59,7 +59,8 @@ fn unpack(name: &str, crates: &Path) -> Result<()> {
     let bytes = fs::metadata(&package).with_context(|| format!("no {file}"))?.len();
     println!("{file:28} {:8.1} KiB", bytes as f64 / 1024.0);
     ensure!(bytes <= MOST_BYTES, "{file} has {bytes} bytes, of which {MOST_BYTES} are allowed");
-    shown(Command::new("tar").arg("-xzf").arg(&package).arg("-C").arg(crates))?;
+    // As new files: all of a package have one date, by which cargo would take them for built.
+    shown(Command::new("tar").arg("-xzmf").arg(&package).arg("-C").arg(crates))?;
     let unpacked = crates.join(format!("{name}-{}", env!("CARGO_PKG_VERSION")));
     fs::rename(&unpacked, crates.join(name)).with_context(|| format!("cannot rename {name}"))
 }
