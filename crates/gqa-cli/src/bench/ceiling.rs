@@ -113,7 +113,7 @@ struct MultiplyAdd;
 
 /// Chains that do not depend on each other: enough to hide an addition's latency.
 const CHAINS: usize = 10;
-const ROUNDS: usize = 1 << 21;
+const ROUNDS: usize = 1 << 24;
 
 impl WithSimd for MultiplyAdd {
     type Output = f64;
