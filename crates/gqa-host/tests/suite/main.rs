@@ -17,6 +17,7 @@ mod reference;
 mod rows;
 #[cfg(feature = "sim")]
 mod sim_backend;
+#[cfg_attr(not(feature = "sim"), allow(dead_code, reason = "the simulator's steps use all of it"))]
 mod step;
 mod validate;
 mod views;

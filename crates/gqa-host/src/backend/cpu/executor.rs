@@ -1,6 +1,6 @@
 //! The threads that compute.
 
-use rayon::prelude::*;
+use super::parallel_for::parallel_for;
 use std::sync::{Mutex, PoisonError};
 
 /// Threads that compute the parts of a call: rayon's, or those of a program that has its own.
@@ -24,14 +24,14 @@ pub trait Executor: Sync {
     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync));
 }
 
-/// The threads of the pool of rayon's from which a call comes; its global one for calls from other
-/// threads.
+/// The thread that calls, and the pool of rayon's from which it does; its global one for calls from
+/// other threads. No more threads compute than the pool has.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rayon;
 
 impl Executor for Rayon {
     fn for_each(&self, count: usize, part: &(dyn Fn(usize) + Sync)) {
-        (0..count).into_par_iter().for_each(part);
+        parallel_for(count, part);
     }
 }
 

@@ -14,6 +14,7 @@ mod executor;
 mod instructions;
 mod norm;
 mod paged;
+mod parallel_for;
 mod parts;
 mod quantized;
 mod quantized_output;

@@ -1,0 +1,174 @@
+//! A parallel loop in which the calling thread takes part.
+//!
+//! A loop of rayon's own is computed by its pool alone. A caller that is not of the pool sleeps
+//! until one of its threads has woken, which wakes the next one, and is woken itself at the end: a
+//! decode step may be shorter than that. Here the caller begins at once, other threads help as soon
+//! as they are awake, and the caller waits only for parts that another thread has begun.
+
+use std::any::Any;
+use std::hint::spin_loop;
+use std::mem;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, Thread};
+
+/// What computes a part.
+type Part<'a> = dyn Fn(usize) + Sync + 'a;
+
+/// Calls `part` once with each number below `count`, by the calling thread and by threads of
+/// rayon's: no more than its pool has.
+pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
+    let helpers = rayon::current_num_threads().min(count).saturating_sub(1);
+    if helpers == 0 {
+        return (0..count).for_each(part);
+    }
+    let shared = Arc::new(Shared {
+        // SAFETY: the same pointer; how long it is good, `Shared` says
+        part: unsafe { mem::transmute::<*const Part<'_>, *const Part<'static>>(part) },
+        count,
+        next: AtomicUsize::new(0),
+        unfinished: AtomicUsize::new(count),
+        panic: Mutex::new(None),
+        caller: thread::current(),
+    });
+    shared.call(helpers);
+    shared.run();
+    shared.wait();
+    if let Some(panic) = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        resume_unwind(panic);
+    }
+}
+
+/// A loop that its threads share. A thread that comes late, when the caller has gone on, finds no
+/// part left.
+struct Shared {
+    /// Good as long as a part is unfinished.
+    part: *const Part<'static>,
+    count: usize,
+    /// The first part that nobody has begun.
+    next: AtomicUsize,
+    /// How many parts have not ended.
+    unfinished: AtomicUsize,
+    /// Of a part.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    caller: Thread,
+}
+
+// SAFETY: any thread may call the function; all else is of types that threads may share
+unsafe impl Send for Shared {}
+// SAFETY: the same
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Asks for the help of so many threads, unless all parts have begun. To wake a thread takes a
+    /// while: the first one asks half of the others.
+    fn call(self: &Arc<Self>, helpers: usize) {
+        if helpers == 0 || self.next.load(Ordering::Relaxed) >= self.count {
+            return;
+        }
+        let shared = Arc::clone(self);
+        rayon::spawn(move || {
+            let others = helpers - 1;
+            shared.call(others / 2);
+            shared.call(others - others / 2);
+            shared.run();
+        });
+    }
+
+    /// Computes parts until all have begun.
+    fn run(&self) {
+        loop {
+            let i = self.next.fetch_add(1, Ordering::Relaxed);
+            if i >= self.count {
+                return;
+            }
+            // SAFETY: part `i` is unfinished
+            let part = unsafe { &*self.part };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| part(i))) {
+                *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            }
+            // Whoever sees that a part has ended sees what it has written.
+            if self.unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
+                self.caller.unpark();
+            }
+        }
+    }
+
+    /// Returns when all parts have ended.
+    fn wait(&self) {
+        /// About as many turns as a thread takes to wake.
+        const SPINS: usize = 1 << 10;
+        let mut turns = 0;
+        while self.unfinished.load(Ordering::Acquire) > 0 {
+            if turns < SPINS {
+                turns += 1;
+                spin_loop();
+            } else {
+                thread::park();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU8;
+    use std::time::Duration;
+
+    /// How often each part of a loop is called.
+    fn calls(count: usize, slow: bool) -> Vec<u8> {
+        let calls: Vec<_> = (0..count).map(|_| AtomicU8::new(0)).collect();
+        parallel_for(count, &|i| {
+            if slow {
+                thread::sleep(Duration::from_micros(100));
+            }
+            calls[i].fetch_add(1, Ordering::Relaxed);
+        });
+        calls.into_iter().map(AtomicU8::into_inner).collect()
+    }
+
+    /// On rayon's threads, and on one that is none of them.
+    fn everywhere(run: impl Fn() + Sync) {
+        for threads in [1, 2, 7] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+            pool.expect("a pool").install(&run);
+        }
+        run();
+    }
+
+    #[test]
+    fn every_part_is_called_once() {
+        everywhere(|| {
+            for count in 0..60 {
+                assert_eq!(calls(count, false), vec![1; count]);
+                assert_eq!(calls(count, true), vec![1; count]);
+            }
+        });
+    }
+
+    #[test]
+    fn calls_within_calls_end() {
+        everywhere(|| {
+            parallel_for(9, &|_| assert_eq!(calls(5, true), [1; 5]));
+        });
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_when_all_parts_have_ended() {
+        everywhere(|| {
+            let called = AtomicUsize::new(0);
+            let run = AssertUnwindSafe(|| {
+                parallel_for(20, &|i| {
+                    called.fetch_add(1, Ordering::Relaxed);
+                    assert!(i != 11, "part {i}");
+                });
+            });
+            let panic = catch_unwind(run).expect_err("a part panics");
+            assert_eq!(panic.downcast_ref::<String>().map(String::as_str), Some("part 11"));
+            let threads = rayon::current_num_threads();
+            assert!(threads == 1 || called.into_inner() == 20, "a part was left out");
+        });
+    }
+}
