@@ -162,11 +162,15 @@ pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let shifted = simd.mul_add_e_f32s(x, log2_e, magic);
     let r = simd.mul_add_e_f32s(x, log2_e, simd.sub_f32s(magic, shifted));
     let p = simd.mul_add_e_f32s(polynomial(simd, EXP2, r), r, simd.splat_f32s(1.0));
+    let least = simd.splat_f32s(-87.0);
+    if let Some(y) = native::times_power(simd, p, simd.sub_f32s(shifted, magic), x, least) {
+        return y;
+    }
     let exponent =
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let power = simd.add_u32s(exponent, simd.splat_u32s(127 << 23));
     let y = simd.mul_f32s(p, simd.transmute_f32s_u32s(power));
-    select(simd, simd.less_than_f32s(x, simd.splat_f32s(-87.0)), simd.splat_f32s(0.0), y)
+    select(simd, simd.less_than_f32s(x, least), simd.splat_f32s(0.0), y)
 }
 
 /// tanh(x), absolute error below 2⁻²³.

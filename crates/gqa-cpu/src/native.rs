@@ -107,6 +107,24 @@ mod of_this_processor {
         }))
     }
 
+    /// Each number times 2 to the power of an integer; 0 where `x` is less than `least`.
+    #[inline(always)]
+    pub(in super::super) fn times_power<S: Simd>(
+        simd: S,
+        number: S::f32s,
+        power: S::f32s,
+        x: S::f32s,
+        least: S::f32s,
+    ) -> Option<S::f32s> {
+        v4(&simd)?;
+        let [number, power, x, least]: [__m512; 4] = [number, power, x, least].map(bytemuck::cast);
+        // SAFETY: there is a V4, whose AVX-512 this is
+        Some(bytemuck::cast(unsafe {
+            let shown = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, least);
+            _mm512_maskz_scalef_ps(shown, number, power)
+        }))
+    }
+
     /// Transposes a square of vectors.
     #[inline(always)]
     pub(in super::super) fn transpose<S: Simd>(simd: S, block: &mut [S::f32s]) -> bool {
@@ -324,6 +342,16 @@ mod of_this_processor {
     }
 
     pub(in super::super) fn sums<S: Simd>(_: S, _: [S::f32s; 4]) -> Option<[f32; 4]> {
+        None
+    }
+
+    pub(in super::super) fn times_power<S: Simd>(
+        _: S,
+        _: S::f32s,
+        _: S::f32s,
+        _: S::f32s,
+        _: S::f32s,
+    ) -> Option<S::f32s> {
         None
     }
 

@@ -16,8 +16,15 @@ use half::bf16;
 use pulp::Simd;
 use std::ops::Range;
 
-/// Pairs of a tile's keys.
-const KEY_PAIRS: usize = KEYS / 2;
+/// From a value's number to the next, in pairs.
+const VALUE_STRIDE: usize = stride(KEYS / 2);
+
+/// From a row of so many pairs to the next: a line of L1 more, as rows that are multiples of many
+/// lines apart have few places there.
+const fn stride(pairs: usize) -> usize {
+    const LINE: usize = 16;
+    if pairs == 0 { 0 } else { pairs + LINE }
+}
 
 /// What multiplies pairs of bfloat16, in sums of `f32`.
 pub(super) trait Pairs<S: Simd, const N: usize>: Copy {
@@ -64,9 +71,9 @@ pub(super) fn fit(rows: &dyn Rows) -> bool {
 
 /// A tile of keys and values.
 pub(super) struct PairedTile<'t> {
-    /// (keys, half of the size of a key)
+    /// (keys, the stride of half of the size of a key)
     keys: &'t [u32],
-    /// (size of a value, [`KEY_PAIRS`])
+    /// (size of a value, [`VALUE_STRIDE`])
     values: &'t [u32],
     stored: StoredRows<'t, bf16>,
 }
@@ -94,8 +101,9 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
         };
         let [key, value] = rows.sizes().map(|size| size.next_multiple_of(TOGETHER));
         let [keys, values] = [keys_buffer, values_buffer].map(bytemuck::cast_slice_mut);
-        let (keys, values) = (&mut keys[..KEYS * key / 2], &mut values[..KEY_PAIRS * value]);
-        copy(&stored_keys, keys, key / 2);
+        let stride = stride(key / 2);
+        let (keys, values) = (&mut keys[..KEYS * stride], &mut values[..VALUE_STRIDE * value]);
+        copy(&stored_keys, keys, stride);
         transpose(simd, &stored, values);
         PairedTile { keys, values, stored }
     }
@@ -118,9 +126,9 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
         keys: Range<usize>,
         scores: &mut [Lanes<S, N>],
     ) {
-        let size = query.len() / 2;
-        let keys = &tile.keys[keys.start * size..keys.end * size];
-        self.pairs.multiply(simd, keys, size, &query[..size], Mode::Set, scores);
+        let (size, stride) = (query.len() / 2, stride(query.len() / 2));
+        let keys = &tile.keys[keys.start * stride..keys.end * stride];
+        self.pairs.multiply(simd, keys, stride, &query[..size], Mode::Set, scores);
         let scale = Lanes::splat(simd, self.scale);
         scores.iter_mut().for_each(|score| *score = score.times(simd, scale));
     }
@@ -140,7 +148,7 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
         }
         let weights = self.pair(simd, weights);
         let values = &tile.values[(keys.start / 2).min(tile.values.len())..];
-        self.pairs.multiply(simd, values, KEY_PAIRS, weights, Mode::Add, output);
+        self.pairs.multiply(simd, values, VALUE_STRIDE, weights, Mode::Add, output);
     }
 
     #[inline(always)]
@@ -179,10 +187,10 @@ impl<P> InPairs<P> {
     }
 }
 
-/// Keys as they are, each filled up with zeros to `size` pairs, and the tile with such keys.
-fn copy(keys: &StoredRows<'_, bf16>, to: &mut [u32], size: usize) {
+/// Keys as they are, each filled up with zeros to `stride` pairs, and the tile with such keys.
+fn copy(keys: &StoredRows<'_, bf16>, to: &mut [u32], stride: usize) {
     let filled = keys.count().next_multiple_of(TOGETHER);
-    for (key, to) in to.chunks_exact_mut(size.max(1)).take(filled).enumerate() {
+    for (key, to) in to.chunks_exact_mut(stride.max(1)).take(filled).enumerate() {
         let to: &mut [u16] = bytemuck::cast_slice_mut(to);
         let from: &[u16] = keys.get(key).map_or(&[], bytemuck::cast_slice);
         let (copied, rest) = to.split_at_mut(from.len());
@@ -191,7 +199,7 @@ fn copy(keys: &StoredRows<'_, bf16>, to: &mut [u32], size: usize) {
     }
 }
 
-/// Values in pairs of two keys' numbers: (size of a value, [`KEY_PAIRS`]), filled up with zeros.
+/// Values in pairs of two keys' numbers: (size of a value, [`VALUE_STRIDE`]), filled up with zeros.
 #[inline(always)]
 fn transpose<S: Simd>(simd: S, values: &StoredRows<'_, bf16>, to: &mut [u32]) {
     let vectors = values.numbers() / S::F32_LANES;
@@ -202,7 +210,7 @@ fn transpose<S: Simd>(simd: S, values: &StoredRows<'_, bf16>, to: &mut [u32]) {
         Some(row) => unsafe { bf16::vector(simd, row, c) },
         None => zero,
     };
-    let (whole, rest) = to.split_at_mut(values.numbers() * KEY_PAIRS);
+    let (whole, rest) = to.split_at_mut(values.numbers() * VALUE_STRIDE);
     rest.fill(0);
     for c in 0..vectors {
         for first in (0..filled).step_by(S::F32_LANES) {
@@ -217,7 +225,7 @@ fn transpose<S: Simd>(simd: S, values: &StoredRows<'_, bf16>, to: &mut [u32]) {
             }
             lanes::transpose(simd, block);
             for (i, pairs) in block.iter().enumerate() {
-                let start = (c * S::F32_LANES + i) * KEY_PAIRS + first;
+                let start = (c * S::F32_LANES + i) * VALUE_STRIDE + first;
                 let pairs = bytemuck::cast_slice(std::slice::from_ref(pairs));
                 whole[start..start + S::F32_LANES].copy_from_slice(pairs);
             }

@@ -18,11 +18,11 @@ use pulp::Simd;
 use std::ops::Range;
 
 /// Keys in a tile, at most.
-pub const KEYS: usize = 128;
+pub const KEYS: usize = 256;
 
 /// Keys in a tile of what is not multiplied in pairs. Tiles begin at multiples of their length, so
 /// that how the work is cut never changes a result.
-pub(super) const TILE: usize = KEYS / 2;
+pub(super) const TILE: usize = KEYS / 4;
 
 /// Numbers that a key and a value in a tile have a multiple of: those of the widest vector.
 pub const PADDED_TO: usize = 16;

@@ -17,7 +17,7 @@ use std::ops::Range;
 const FEW_ROWS: usize = 32;
 
 /// Keys of a part; a multiple of [`KEYS`].
-const PART_KEYS: usize = 8 * KEYS;
+const PART_KEYS: usize = 4 * KEYS;
 
 /// What attention reads.
 pub(super) struct Call<'a, T> {
