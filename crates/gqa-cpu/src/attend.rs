@@ -25,8 +25,8 @@ pub struct Softmax {
     pub sum: f32,
 }
 
-/// Takes a row, its softmax, and the sum of its weighted values, as many numbers as a value has in
-/// a tile.
+/// Takes a row, its softmax, and the weighted mean of its values, as many numbers as a value has in
+/// a tile; zeros where its weights are 0.
 pub type Write<'w> = dyn FnMut(usize, Softmax, &[f32]) + 'w;
 
 /// Lets all rows see a range of keys, by those instructions. `write` takes what that gives each.
@@ -129,7 +129,7 @@ pub(super) fn many<S: Simd, P: Products<S, N>, const N: usize>(
             panel.attend(simd, products, &keys, &tile, bytemuck::cast_slice_mut(scores));
         }
     }
-    for panel in &panels {
+    for panel in &mut panels {
         finish(simd, panel, rows.sizes()[1], lines, write);
     }
 }
@@ -330,12 +330,13 @@ pub(super) fn tiles(keys: Range<usize>, length: usize) -> impl Iterator<Item = R
 #[inline(always)]
 fn finish<S: Simd, const N: usize>(
     simd: S,
-    panel: &Panel<'_, S, N>,
+    panel: &mut Panel<'_, S, N>,
     size: usize,
     lines: &mut [f32],
     write: &mut Write<'_>,
 ) {
     let (stride, count) = (panel.output.len(), panel.visible.len());
+    panel.divide(simd);
     let [max, sum] = [panel.max.rows(), panel.sum.rows()];
     for n in 0..N {
         lanes::lanes_to_rows(simd, panel.output, n, lines);

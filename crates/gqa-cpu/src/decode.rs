@@ -288,7 +288,10 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let mut line = vec![0.0; self.rows.sizes()[1]];
         for row in 0..self.visible.len() {
             let vectors = S::as_mut_simd_f32s(&mut line).0;
-            vectors.iter_mut().zip(&self.output).for_each(|(to, rows)| *to = rows[row]);
+            let factor = lanes::inverse_or_zero(simd, simd.splat_f32s(self.sum[row]));
+            for (to, rows) in vectors.iter_mut().zip(&self.output) {
+                *to = simd.mul_f32s(rows[row], factor);
+            }
             write(row, Softmax { max: self.max[row], sum: self.sum[row] }, &line);
         }
     }

@@ -391,6 +391,16 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         correction
     }
 
+    /// Makes means of the sums of weighted values; zeros where all weights are 0.
+    #[inline(always)]
+    pub(super) fn divide(&mut self, simd: S) {
+        let mut factors = self.sum;
+        for n in 0..N {
+            factors.0[n] = lanes::inverse_or_zero(simd, self.sum.0[n]);
+        }
+        self.output.iter_mut().for_each(|sums| *sums = sums.times(simd, factors));
+    }
+
     /// Whether weights of scores up to `max` are numbers that can be summed with those before.
     #[inline(always)]
     fn leaves_room(&self, simd: S, max: Lanes<S, N>) -> bool {

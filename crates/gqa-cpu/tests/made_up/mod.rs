@@ -61,12 +61,12 @@ impl MadeUp {
         (max, sum, output)
     }
 
-    /// Compares rows with what they should be, but for roundings of weights, of the largest.
+    /// Compares rows with what they should be, but for roundings of weights.
     #[track_caller]
     pub fn check(&self, got: &[(Softmax, Vec<f32>)], rounding: f64, name: &str) {
         let name = format!("{name}, {} rows, {:?} numbers", self.count, self.sizes);
         assert_eq!(got.len(), self.count, "{name}");
-        for (row, (softmax, sums)) in got.iter().enumerate() {
+        for (row, (softmax, means)) in got.iter().enumerate() {
             let (max, sum, wanted) = self.wanted(row);
             let wrong = format!("{name}, row {row}: {softmax:?} for {max} and {sum}");
             assert!((-1e-5..4.00001).contains(&(max - f64::from(softmax.max))), "{wrong}");
@@ -74,10 +74,10 @@ impl MadeUp {
             let factor = (f64::from(softmax.max) - max).exp();
             let got_sum = f64::from(softmax.sum) * factor;
             assert!((got_sum / sum - 1.0).abs() < 1e-5, "{wrong}");
-            assert_eq!(sums.len(), self.sizes[1], "{name}");
+            assert_eq!(means.len(), self.sizes[1], "{name}");
             let allowed = 1e-5 * sum + rounding * sum.sqrt();
-            for (h, (got, want)) in sums.iter().zip(wanted).enumerate() {
-                let got = f64::from(*got) * factor;
+            for (h, (got, want)) in means.iter().zip(wanted).enumerate() {
+                let got = f64::from(*got) * sum;
                 let same = (got - want).abs() < allowed || got.is_nan() && want.is_nan();
                 assert!(same, "{name}, number {h} of row {row}: {got} for {want}");
             }

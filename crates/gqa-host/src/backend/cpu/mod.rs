@@ -38,7 +38,7 @@ use norm::Norm;
 use paged::Blocks;
 use quantized::Codes;
 use rope::Rope;
-use rows::output_rows;
+use rows::Outputs;
 use sequence::Sequence;
 use task::{Bias, Cached, Call};
 
@@ -230,8 +230,8 @@ impl Run<'_> {
                 .transpose()?,
         };
         let output = elements_mut::<O>("output", io.output.reborrow())?;
-        let mut rows = output_rows(p, sequences, output, output_qk, lse);
-        parts::run(&call, &mut rows, self.instructions, self.executor);
+        let mut outputs = Outputs::new(p, output, output_qk, lse);
+        parts::run(&call, &mut outputs, self.instructions, self.executor);
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use super::element::Element;
 use super::executor::{Executor, threads_for};
 use super::instructions::Instructions;
-use super::rows::OutputRow;
+use super::rows::{OutputRows, Outputs, QueryRows};
 use super::task::{Call, Partial, Task};
 use gqa_cpu::Rows;
 use std::ops::Range;
@@ -12,14 +12,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Rows of a task: their keys and values are read, and converted, once.
 const TASK_ROWS: usize = 256;
 
-/// Computes all rows, which are those of [`output_rows`](super::rows::output_rows).
-pub(super) fn run<'r, T: Element, O: Element>(
+/// Computes all rows.
+pub(super) fn run<T: Element, O: Element>(
     call: &Call<'_, T>,
-    rows: &'r mut [OutputRow<'r, T, O>],
+    outputs: &mut Outputs<'_, T, O>,
     instructions: Instructions,
     executor: &dyn Executor,
 ) {
-    let tasks = tasks(call, rows);
+    let tasks = tasks(call, outputs);
     let parts: Vec<_> = tasks
         .iter()
         .flat_map(|task| task.parts.iter().enumerate().map(move |(part, _)| (task, part)))
@@ -43,14 +43,15 @@ struct Parts<'a, 'r, T, O> {
 /// What the parts have given so far, and what they go to.
 struct Unjoined<'r, T, O> {
     partials: Vec<Option<Partial>>,
-    rows: Option<&'r mut [OutputRow<'r, T, O>]>,
+    rows: Option<OutputRows<'r, T, O>>,
 }
 
 impl<'r, T: Element, O: Element> Parts<'_, 'r, T, O> {
     fn run_part(&self, instructions: Instructions, part: usize) {
         let keys = self.parts[part].clone();
         if self.parts.len() == 1 {
-            if let Some(rows) = self.state().rows.take() {
+            let rows = self.state().rows.take();
+            if let Some(rows) = rows {
                 self.task.run(instructions, keys, rows);
             }
             return;
@@ -75,21 +76,23 @@ impl<'r, T: Element, O: Element> Parts<'_, 'r, T, O> {
 /// The rows in tasks of up to [`TASK_ROWS`].
 fn tasks<'a, 'r, T: Element, O>(
     call: &'a Call<'a, T>,
-    rows: &'r mut [OutputRow<'r, T, O>],
+    outputs: &'r mut Outputs<'_, T, O>,
 ) -> Vec<Parts<'a, 'r, T, O>> {
-    let (p, mut tasks, mut rest) = (call.problem, Vec::new(), rows);
+    let (p, mut tasks) = (call.problem, Vec::new());
     for (b, sequence) in call.sequences.iter().enumerate() {
+        let all = sequence.rows * p.group();
         for head in 0..p.kv_heads {
-            let (own, others) = rest.split_at_mut(sequence.rows * p.group());
-            for (i, rows) in own.chunks_mut(TASK_ROWS).enumerate() {
-                let first = i * TASK_ROWS;
-                let task = Task { call, b, head, first, count: rows.len() };
+            for first in (0..all).step_by(TASK_ROWS) {
+                let count = TASK_ROWS.min(all - first);
+                let rows = QueryRows { head, group: p.group(), first, count };
+                let task = Task { call, b, rows };
                 let parts = task.parts();
                 let partials = parts.iter().map(|_| None).collect();
+                // SAFETY: no other task has one of these rows, and outputs are for these tasks only
+                let rows = unsafe { outputs.of(sequence, rows) };
                 let state = Mutex::new(Unjoined { partials, rows: Some(rows) });
                 tasks.push(Parts { task, parts, state });
             }
-            rest = others;
         }
     }
     tasks
@@ -99,7 +102,7 @@ fn tasks<'a, 'r, T: Element, O>(
 fn work<T: Element, O>(tasks: &[Parts<'_, '_, T, O>]) -> usize {
     let of_task = |Parts { task, parts, .. }: &Parts<'_, '_, T, O>| {
         let keys: usize = parts.iter().map(Range::len).sum();
-        task.count * keys * task.sizes().iter().sum::<usize>()
+        task.count() * keys * task.sizes().iter().sum::<usize>()
     };
     tasks.iter().map(of_task).sum()
 }

@@ -1,9 +1,79 @@
-//! The outputs, cut into rows that can be written independently.
+//! Query rows, and what is written for them by several threads at the same time.
 
 use super::sequence::Sequence;
 use crate::{Layout, Problem};
+use std::marker::PhantomData;
+use std::slice;
 
-/// What one query row's result goes to: output of type `O`, scores of type `T`.
+/// Consecutive query rows of a KV head: its tokens, each with all query heads of the group.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QueryRows {
+    /// The KV head.
+    pub(super) head: usize,
+    /// Query heads of a KV head.
+    pub(super) group: usize,
+    /// The first of the rows, counted from that of the sequence's first token.
+    pub(super) first: usize,
+    pub(super) count: usize,
+}
+
+impl QueryRows {
+    /// Token and query head of row number `row` of these.
+    pub(super) fn place(&self, row: usize) -> (usize, usize) {
+        let row = self.first + row;
+        (row / self.group, self.head * self.group + row % self.group)
+    }
+}
+
+/// What a call writes: output of type `O`, scores of type `T`.
+pub(super) struct Outputs<'a, T, O> {
+    layout: Layout,
+    heads: usize,
+    /// Of a batch entry.
+    tokens: usize,
+    output: TensorRows<'a, O>,
+    output_qk: Option<TensorRows<'a, T>>,
+    lse: Option<TensorRows<'a, f32>>,
+}
+
+impl<'a, T, O> Outputs<'a, T, O> {
+    pub(super) fn new(
+        p: &Problem,
+        output: &'a mut [O],
+        output_qk: Option<&'a mut [T]>,
+        lse: Option<&'a mut [f32]>,
+    ) -> Self {
+        // A row without keys has no scores.
+        let output_qk = output_qk.filter(|_| p.total_len > 0);
+        Self {
+            layout: p.layout,
+            heads: p.q_heads,
+            tokens: p.pages.map_or(p.q_len, |pages| pages.tokens),
+            output: TensorRows::new(output, p.v_head_size),
+            output_qk: output_qk.map(|scores| TensorRows::new(scores, p.total_len)),
+            lse: lse.map(|lse| TensorRows::new(lse, 1)),
+        }
+    }
+
+    /// What is written for some rows of a sequence.
+    ///
+    /// # Safety
+    ///
+    /// No other that is used meanwhile has one of these rows.
+    pub(super) unsafe fn of(&self, sequence: &Sequence, rows: QueryRows) -> OutputRows<'_, T, O> {
+        OutputRows { outputs: self, first: sequence.first, rows }
+    }
+}
+
+/// What is written for some rows, by whoever has it.
+pub(super) struct OutputRows<'o, T, O> {
+    outputs: &'o Outputs<'o, T, O>,
+    /// Where the sequence begins: a batch entry, and a token of it.
+    first: [usize; 2],
+    rows: QueryRows,
+}
+
+/// What one query row's result goes to.
 pub(super) struct OutputRow<'a, T, O> {
     pub(super) output: &'a mut [O],
     /// The row of output_qk.
@@ -11,55 +81,55 @@ pub(super) struct OutputRow<'a, T, O> {
     pub(super) lse: Option<&'a mut f32>,
 }
 
-/// All rows, those of a KV head together: (sequence, KV head, token, query head of the group).
-pub(super) fn output_rows<'a, T, O>(
-    p: &Problem,
-    sequences: &[Sequence],
-    output: &'a mut [O],
-    output_qk: Option<&'a mut [T]>,
-    lse: Option<&'a mut [f32]>,
-) -> Vec<OutputRow<'a, T, O>> {
-    let output = grouped(p, sequences, p.layout, output.chunks_exact_mut(p.v_head_size));
-    // A row without keys has no scores.
-    let scores = output_qk
-        .filter(|_| p.total_len > 0)
-        .map(|scores| grouped(p, sequences, Layout::Bnsh, scores.chunks_exact_mut(p.total_len)));
-    let lse = lse.map(|lse| grouped(p, sequences, Layout::Bnsh, lse.iter_mut()));
-    let (mut scores, mut lse) = (scores.into_iter().flatten(), lse.into_iter().flatten());
-    let rows = output.into_iter();
-    rows.map(|output| OutputRow { output, scores: scores.next(), lse: lse.next() }).collect()
-}
-
-/// Rows as they lie in memory, put into the order of [`output_rows`].
-fn grouped<R>(
-    p: &Problem,
-    sequences: &[Sequence],
-    layout: Layout,
-    rows: impl Iterator<Item = R>,
-) -> Vec<R> {
-    // Those of sequences that lie one behind the other are of one batch entry.
-    let tokens = p.pages.map_or(p.q_len, |pages| pages.tokens);
-    let mut rows: Vec<_> = rows.map(Some).collect();
-    let mut grouped = Vec::with_capacity(rows.len());
-    for &Sequence { first: [b, first], rows: count, .. } in sequences {
-        for head in 0..p.kv_heads {
-            for (token, head) in tokens_and_heads(first..first + count, head, p.group()) {
-                let place = match layout {
-                    Layout::Bsnh => (b * tokens + token) * p.q_heads + head,
-                    Layout::Bnsh => (b * p.q_heads + head) * tokens + token,
-                };
-                grouped.extend(rows[place].take());
+impl<T, O> OutputRows<'_, T, O> {
+    /// Row number `row` of these.
+    pub(super) fn row(&mut self, row: usize) -> OutputRow<'_, T, O> {
+        assert!(row < self.rows.count, "a row of the task");
+        let ([b, first], (token, head), outputs) = (self.first, self.rows.place(row), self.outputs);
+        let token = first + token;
+        let by_head = (b * outputs.heads + head) * outputs.tokens + token;
+        let place = match outputs.layout {
+            Layout::Bsnh => (b * outputs.tokens + token) * outputs.heads + head,
+            Layout::Bnsh => by_head,
+        };
+        // SAFETY: no other has these rows, and this one lends them one by one
+        unsafe {
+            OutputRow {
+                output: outputs.output.row(place),
+                scores: outputs.output_qk.as_ref().map(|scores| scores.row(by_head)),
+                lse: outputs.lse.as_ref().and_then(|lse| lse.row(by_head).first_mut()),
             }
         }
     }
-    grouped
 }
 
-/// Each token with each query head of a KV head's group.
-fn tokens_and_heads(
-    tokens: std::ops::Range<usize>,
-    kv_head: usize,
-    group: usize,
-) -> impl Iterator<Item = (usize, usize)> {
-    tokens.flat_map(move |token| (0..group).map(move |g| (token, kv_head * group + g)))
+/// Rows of a tensor, each of which another thread may write.
+struct TensorRows<'a, T> {
+    first: *mut T,
+    count: usize,
+    /// Elements of a row.
+    size: usize,
+    tensor: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it is a tensor that may be written, of elements that threads may be given
+unsafe impl<T: Send> Send for TensorRows<'_, T> {}
+// SAFETY: a row is lent to one thread at a time only, as `row` wants it
+unsafe impl<T: Send> Sync for TensorRows<'_, T> {}
+
+impl<'a, T> TensorRows<'a, T> {
+    fn new(tensor: &'a mut [T], size: usize) -> Self {
+        let count = tensor.len().checked_div(size).unwrap_or(0);
+        Self { first: tensor.as_mut_ptr(), count, size, tensor: PhantomData }
+    }
+
+    /// # Safety
+    ///
+    /// Nobody else has that row meanwhile.
+    #[expect(clippy::mut_from_ref, reason = "of another row each time, as the caller says")]
+    unsafe fn row(&self, row: usize) -> &mut [T] {
+        assert!(row < self.count, "a row of the tensor");
+        // SAFETY: the tensor has that row, and as the caller says
+        unsafe { slice::from_raw_parts_mut(self.first.add(row * self.size), self.size) }
+    }
 }

@@ -6,7 +6,7 @@ use super::norm::{Norm, round};
 use super::paged::Blocks;
 use super::quantized::Codes;
 use super::rope::Rope;
-use super::rows::OutputRow;
+use super::rows::{OutputRow, OutputRows, QueryRows};
 use super::sequence::Sequence;
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
 use gqa_cpu::{KEYS, PADDED_TO, Rows, Shown, Softmax, StoredRows, StoredTile, Tile, span};
@@ -93,39 +93,29 @@ impl<'a, T: Element> Bias<'a, T> {
 pub(super) struct Partial {
     /// Of each row.
     softmax: Vec<Softmax>,
-    /// (rows, size of a value in a tile): sums of weighted values.
+    /// (rows, size of a value in a tile): weighted means of values.
     output: Vec<f32>,
 }
 
-/// Query rows of one KV head, in the order of [`output_rows`](super::rows::output_rows), from
-/// `first` on.
+/// Query rows of one KV head of a sequence.
 pub(super) struct Task<'a, T> {
     pub(super) call: &'a Call<'a, T>,
     /// The sequence.
     pub(super) b: usize,
-    /// The KV head.
-    pub(super) head: usize,
-    pub(super) first: usize,
-    pub(super) count: usize,
+    pub(super) rows: QueryRows,
 }
 
 impl<T: Element> Task<'_, T> {
-    /// Token and query head of a row.
-    fn place(&self, row: usize) -> (usize, usize) {
-        let (row, group) = (self.first + row, self.call.problem.group());
-        (row / group, self.head * group + row % group)
-    }
-
     /// The keys that some row sees.
     fn span(&self) -> Range<usize> {
-        let visible: Vec<_> = (0..self.count).map(|row| self.visible(row)).collect();
+        let visible: Vec<_> = (0..self.rows.count).map(|row| self.visible(row)).collect();
         span(&visible)
     }
 
     /// The keys that some row sees, cut into parts, of which there is always one. Where rows are
     /// many it has all keys, as looking for those that they see takes a while.
     pub(super) fn parts(&self) -> Vec<Range<usize>> {
-        if self.count > FEW_ROWS {
+        if self.rows.count > FEW_ROWS {
             return iter::once(0..self.keys()).collect();
         }
         let (span, length) = (self.span(), PART_KEYS);
@@ -152,16 +142,16 @@ impl<T: Element> Task<'_, T> {
         &self,
         instructions: Instructions,
         parts: &[Partial],
-        rows: &mut [OutputRow<'_, T, O>],
+        mut rows: OutputRows<'_, T, O>,
     ) {
-        let mut sums = vec![0.0; self.call.problem.v_head_size];
+        let mut line = vec![0.0; self.call.problem.v_head_size];
         let size = self.sizes()[1];
-        let mut finish = |(row, to)| {
+        let finish = |row| {
             let parts = parts.iter();
             let of_row = parts.map(|part| (part.softmax[row], &part.output[row * size..][..size]));
-            self.finish(row, of_row, &mut sums, to)
+            self.finish(row, of_row, &mut line, rows.row(row))
         };
-        let softmax: Vec<Softmax> = rows.iter_mut().enumerate().map(&mut finish).collect();
+        let softmax: Vec<Softmax> = (0..self.rows.count).map(finish).collect();
         self.write_scores(instructions, &softmax, rows);
     }
 
@@ -170,13 +160,13 @@ impl<T: Element> Task<'_, T> {
         &self,
         instructions: Instructions,
         keys: Range<usize>,
-        rows: &mut [OutputRow<'_, T, O>],
+        mut rows: OutputRows<'_, T, O>,
     ) {
-        let mut sums = vec![0.0; self.call.problem.v_head_size];
-        let mut softmax = Vec::with_capacity(rows.len());
+        let mut line = vec![0.0; self.call.problem.v_head_size];
+        let mut softmax = Vec::with_capacity(self.rows.count);
         gqa_cpu::attend(instructions.0, self, keys, &mut |row, state, output| {
             let part = iter::once((state, output));
-            softmax.push(self.finish(row, part, &mut sums, &mut rows[row]));
+            softmax.push(self.finish(row, part, &mut line, rows.row(row)));
         });
         self.write_scores(instructions, &softmax, rows);
     }
@@ -186,7 +176,7 @@ impl<T: Element> Task<'_, T> {
         &self,
         instructions: Instructions,
         softmax: &[Softmax],
-        rows: &mut [OutputRow<'_, T, O>],
+        mut rows: OutputRows<'_, T, O>,
     ) {
         let p = self.call.problem;
         if p.output_qk == QkOutput::None {
@@ -201,39 +191,49 @@ impl<T: Element> Task<'_, T> {
         };
         let mut fill = [T::ZERO];
         T::narrow(&[hidden], &mut fill);
-        rows.iter_mut().flat_map(|row| &mut row.scores).for_each(|to| to.fill(fill[0]));
+        for row in 0..self.rows.count {
+            if let Some(scores) = rows.row(row).scores {
+                scores.fill(fill[0]);
+            }
+        }
         let mut write = |row: usize, first: usize, line: &[f32]| {
-            if let Some(scores) = &mut rows[row].scores {
+            if let Some(scores) = rows.row(row).scores {
                 T::narrow(line, &mut scores[first..][..line.len()]);
             }
         };
         gqa_cpu::scores(instructions.0, self, keys, shown, softmax, &mut write);
     }
 
-    /// Joins the parts of a row and writes its output, for whose sums there is room.
+    /// Joins the parts of a row and writes its output. `line` is scratch for it.
     fn finish<'p, O: Element>(
         &self,
         row: usize,
         parts: impl Iterator<Item = (Softmax, &'p [f32])> + Clone,
-        sums: &mut [f32],
-        to: &mut OutputRow<'_, T, O>,
+        line: &mut [f32],
+        to: OutputRow<'_, T, O>,
     ) -> Softmax {
         let sink = self.sink(row).filter(|_| !self.visible(row).is_empty());
         let states = || parts.clone().map(|(state, _)| state);
         let max = states().map(|state| state.max).chain(sink).fold(f32::MIN, f32::max);
-        let weight = |state: Softmax| (state.max - max).exp();
-        let sum = states().map(|state| state.sum * weight(state)).sum::<f32>()
-            + sink.map_or(0.0, |sink| (sink - max).exp());
-        sums.fill(0.0);
-        if sum != 0.0 {
-            for (state, values) in parts {
-                let factor = weight(state) / sum;
-                sums.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
+        let weight = |state: Softmax| state.sum * (state.max - max).exp();
+        let sum = states().map(weight).sum::<f32>() + sink.map_or(0.0, |sink| (sink - max).exp());
+        let mut all = parts.clone();
+        match (all.next(), all.next()) {
+            // It has all the weight.
+            (Some((state, values)), None) if state.sum == sum => {
+                O::narrow(&values[..line.len()], to.output);
+            }
+            _ => {
+                line.fill(0.0);
+                for (state, values) in parts.filter(|_| sum != 0.0) {
+                    let share = weight(state) / sum;
+                    line.iter_mut().zip(values).for_each(|(to, value)| *to += share * value);
+                }
+                O::narrow(line, to.output);
             }
         }
-        O::narrow(sums, to.output);
-        if let Some(lse) = &mut to.lse {
-            **lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
+        if let Some(lse) = to.lse {
+            *lse = if sum == 0.0 { f32::NEG_INFINITY } else { max + sum.ln() };
         }
         Softmax { max, sum }
     }
@@ -242,7 +242,7 @@ impl<T: Element> Task<'_, T> {
     fn hide_new(&self, row: usize, first: usize, scores: &mut [f32]) {
         let (p, sequence) = (self.call.problem, self.call.sequences[self.b]);
         let [entry, start] = sequence.first;
-        let word = self.call.tree[entry * p.q_len + start + self.place(row).0];
+        let word = self.call.tree[entry * p.q_len + start + self.rows.place(row).0];
         for (score, key) in scores.iter_mut().zip(first as i64..) {
             let new = key - sequence.position;
             if new >= 0 && word.wrapping_shr(new as u32) & 1 == 0 {
@@ -255,7 +255,7 @@ impl<T: Element> Task<'_, T> {
         match (self.call.problem.sink, self.call.head_sink) {
             (Sink::Zero, _) => Some(0.0),
             (Sink::PerHead, Some(sinks)) => {
-                let (_, head) = self.place(row);
+                let (_, head) = self.rows.place(row);
                 let mut sink = [0.0];
                 T::widen(&sinks[head..=head], &mut sink);
                 Some(sink[0])
@@ -267,7 +267,7 @@ impl<T: Element> Task<'_, T> {
 
 impl<T: Element> Rows for Task<'_, T> {
     fn count(&self) -> usize {
-        self.count
+        self.rows.count
     }
 
     fn keys(&self) -> usize {
@@ -292,11 +292,11 @@ impl<T: Element> Rows for Task<'_, T> {
     }
 
     fn visible(&self, row: usize) -> Range<usize> {
-        self.call.sequences[self.b].visible(self.call.problem, self.place(row).0)
+        self.call.sequences[self.b].visible(self.call.problem, self.rows.place(row).0)
     }
 
     fn query(&self, row: usize, to: &mut [f32]) {
-        let (s, head) = self.place(row);
+        let (s, head) = self.rows.place(row);
         let to = &mut to[..self.call.problem.head_size];
         let [b, first] = self.call.sequences[self.b].first;
         let start = self.call.problem.query_layout().at(b, head, first + s);
@@ -316,7 +316,7 @@ impl<T: Element> Rows for Task<'_, T> {
         [key_buffer, value_buffer]: [&'t mut [f32]; 2],
     ) -> Tile<'t> {
         let p = self.call.problem;
-        let rows = CachedRows { b: self.b, head: self.head, rows: keys.clone() };
+        let rows = CachedRows { b: self.b, head: self.rows.head, rows: keys.clone() };
         let Call { keys: cached_keys, values, .. } = self.call;
         Tile {
             keys: cached_keys.in_f32(&rows, p.keys_read(), p.head_size, key_buffer),
@@ -325,7 +325,7 @@ impl<T: Element> Rows for Task<'_, T> {
     }
 
     fn stored(&self, keys: &Range<usize>, lanes: usize) -> Option<StoredTile<'_>> {
-        let (p, head) = (self.call.problem, self.head);
+        let (p, head) = (self.call.problem, self.rows.head);
         let sizes = [p.head_size, p.v_head_size];
         if lanes < 2 || sizes.iter().any(|size| size % PADDED_TO != 0) {
             return None;
@@ -364,7 +364,10 @@ impl<T: Element> Rows for Task<'_, T> {
         };
         let (p, keys, values) =
             (self.call.problem, codes_of(self.call.keys)?, codes_of(self.call.values)?);
-        Some([keys.scales_of(self.head, p.head_size), values.scales_of(self.head, p.v_head_size)])
+        Some([
+            keys.scales_of(self.rows.head, p.head_size),
+            values.scales_of(self.rows.head, p.v_head_size),
+        ])
     }
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
@@ -373,7 +376,7 @@ impl<T: Element> Rows for Task<'_, T> {
             self.hide_new(row, first, scores);
         }
         let (Some(bias), Some(layout)) = (self.call.bias, p.bias_layout()) else { return };
-        let (s, head) = self.place(row);
+        let (s, head) = self.rows.place(row);
         bias.add(layout.at(self.b, head, s) + first, scores);
     }
 }
