@@ -117,6 +117,10 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
         self.pair(simd, query);
     }
 
+    fn scale_left(self) -> Option<f32> {
+        Some(self.scale)
+    }
+
     #[inline(always)]
     fn score(
         self,
@@ -129,8 +133,6 @@ impl<S: Simd, const N: usize, P: Pairs<S, N>> Products<S, N> for InPairs<P> {
         let (size, stride) = (query.len() / 2, stride(query.len() / 2));
         let keys = &tile.keys[keys.start * stride..keys.end * stride];
         self.pairs.multiply(simd, keys, stride, &query[..size], Mode::Set, scores);
-        let scale = Lanes::splat(simd, self.scale);
-        scores.iter_mut().for_each(|score| *score = score.times(simd, scale));
     }
 
     #[inline(always)]

@@ -136,7 +136,12 @@ pub(super) trait Products<S: Simd, const N: usize>: Copy {
     /// Makes of a query's numbers what [`Products::score`] takes.
     fn prepare(self, simd: S, query: &mut [Lanes<S, N>]);
 
-    /// Scaled scores of such keys of a tile, whose query has `size` numbers.
+    /// What [`Products::score`] leaves scores to be multiplied by, where that is not 1.
+    fn scale_left(self) -> Option<f32> {
+        None
+    }
+
+    /// Scores of such keys of a tile, whose query has `size` numbers.
     fn score(
         self,
         simd: S,
@@ -285,7 +290,8 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
                 *score = mask.of(simd, key, *score, hidden);
             }
         }
-        let correction = self.weigh(simd, scores);
+        let scale = products.scale_left().filter(|_| self.scores_are_products());
+        let correction = self.weigh(simd, scale, scores);
         match &mask {
             Some(mask) if !self.harmless::<P>(keys, tile, &part) => {
                 self.accumulate_seen::<P>(simd, tile, part, scores, correction, mask);
@@ -335,6 +341,10 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         let there = part.start..part.end.min(keys.len());
         let first = keys.start + part.start;
         products.score(simd, self.query, tile, part, scores);
+        if let (Some(scale), false) = (products.scale_left(), self.scores_are_products()) {
+            let scale = Lanes::splat(simd, scale);
+            scores.iter_mut().for_each(|score| *score = score.times(simd, scale));
+        }
         let cap = self.rows.softcap();
         if cap > 0.0 && stage >= Stage::Capped {
             let (cap, inverse) = (simd.splat_f32s(cap), simd.splat_f32s(1.0 / cap));
@@ -349,6 +359,11 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
+    /// Whether scores are products times a scale, of which larger ones are larger scores.
+    fn scores_are_products(&self) -> bool {
+        self.rows.softcap() == 0.0 && !self.rows.has_bias() && self.rows.scale() > 0.0
+    }
+
     /// Adds each row's bias from key `first` on.
     fn add_bias(&self, first: usize, scores: &mut [Lanes<S, N>]) {
         let mut line = [0.0; KEYS];
@@ -360,14 +375,17 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
         }
     }
 
-    /// Turns scores into weights relative to a number that is no more than [`ROOM`] below the
-    /// largest score so far. Returns what everything summed before is multiplied by: mostly 1.
+    /// Turns scores, which are still to be multiplied by `scale`, into weights relative to a number
+    /// that is no more than [`ROOM`] below the largest score so far. Returns what everything summed
+    /// before is multiplied by: mostly 1.
     #[inline(always)]
-    fn weigh(&mut self, simd: S, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
+    fn weigh(&mut self, simd: S, scale: Option<f32>, scores: &mut [Lanes<S, N>]) -> Lanes<S, N> {
+        let factor = scale.map(|scale| simd.splat_f32s(scale));
         let mut max = self.max;
         for score in scores.iter() {
             for n in 0..N {
-                max.0[n] = simd.max_f32s(max.0[n], score.0[n]);
+                let score = factor.map_or(score.0[n], |factor| simd.mul_f32s(score.0[n], factor));
+                max.0[n] = simd.max_f32s(max.0[n], score);
             }
         }
         let mut correction = Lanes::splat(simd, 1.0);
@@ -380,10 +398,17 @@ impl<'a, S: Simd, const N: usize> Panel<'a, S, N> {
             }
             self.max = max;
         }
-        let mut sum = self.sum;
+        let (mut sum, mut below) = (self.sum, max);
+        for n in 0..N {
+            below.0[n] = simd.neg_f32s(max.0[n]);
+        }
         for score in scores.iter_mut() {
             for n in 0..N {
-                score.0[n] = exp(simd, simd.sub_f32s(score.0[n], max.0[n]));
+                let exponent = match factor {
+                    Some(factor) => simd.mul_add_e_f32s(score.0[n], factor, below.0[n]),
+                    None => simd.add_f32s(score.0[n], below.0[n]),
+                };
+                score.0[n] = exp(simd, exponent);
                 sum.0[n] = simd.add_f32s(sum.0[n], score.0[n]);
             }
         }

@@ -52,6 +52,15 @@ fn tiles_of_any_number_of_keys_agree() {
 }
 
 #[test]
+fn scales_may_be_negative_or_zero() {
+    for (count, stored) in [3, 12, 40].into_iter().flat_map(|n| [(n, false), (n, true)]) {
+        for scale in [-0.5, 0.0] {
+            check(&MadeUp { scale, stored, ..MadeUp::new(count, 300, [32, 80]) });
+        }
+    }
+}
+
+#[test]
 fn rows_take_nothing_from_values_that_they_do_not_see() {
     for (count, stored) in [3, 12, 40].into_iter().flat_map(|n| [(n, false), (n, true)]) {
         for key in [4, 130, 297] {

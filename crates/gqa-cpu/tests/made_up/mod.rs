@@ -7,6 +7,7 @@ use std::ops::Range;
 /// Queries, keys and values; each row sees one key less at the end than the one before and, of the
 /// first 21, one more at the front.
 pub struct MadeUp {
+    pub scale: f32,
     pub softcap: f32,
     pub has_bias: bool,
     pub count: usize,
@@ -22,7 +23,8 @@ impl MadeUp {
     pub fn new(count: usize, keys: usize, sizes: [usize; 2]) -> Self {
         let numbers = |size: usize| (0..keys * size).map(move |i| Self::number(i, size));
         let cache = sizes.map(|size| numbers(size).map(bf16::from_f32).collect());
-        Self { softcap: 0.0, has_bias: false, count, sizes, stored: false, cache, keys }
+        let stored = false;
+        Self { scale: 0.25, softcap: 0.0, has_bias: false, count, sizes, stored, cache, keys }
     }
 
     /// With NaN among the values of a key.
@@ -43,7 +45,7 @@ impl MadeUp {
         let score = |key: usize| {
             let numbers = &self.cache[0][key * key_size..];
             let products = query.iter().zip(numbers).map(|(q, k)| f64::from(*q) * k.to_f64());
-            let score = products.sum::<f64>() * f64::from(self.scale());
+            let score = products.sum::<f64>() * f64::from(self.scale);
             let cap = f64::from(self.softcap);
             let score = if cap > 0.0 { cap * (score / cap).tanh() } else { score };
             let bias = if self.has_bias { Self::number(key, row) } else { 0.0 };
@@ -91,7 +93,7 @@ impl Rows for MadeUp {
     }
 
     fn scale(&self) -> f32 {
-        0.25
+        self.scale
     }
 
     fn softcap(&self) -> f32 {
