@@ -35,5 +35,5 @@ mod made_up;
 pub use attend::{Shown, Softmax, Write, attend, scores};
 pub use instructions::Instructions;
 pub use panel::{KEYS, PADDED_TO, Rows, Tile, span};
-pub use stored::{CacheElement, Float8, Int4, Int8, StoredRows, StoredTile};
+pub use stored::{CacheElement, Float8, Int4, Int8, Starts, StoredRows, StoredTile};
 pub use widen::narrow;

@@ -13,7 +13,7 @@
 //! By which instructions these are computed, and from what, is the affair of [`Products`].
 
 use super::lanes::{self, Lanes, exp, select, tanh};
-use super::stored::{StoredRows, StoredTile};
+use super::stored::{Starts, StoredRows, StoredTile};
 use pulp::Simd;
 use std::ops::Range;
 
@@ -39,7 +39,7 @@ pub struct Tile<'a> {
 impl<'a> Tile<'a> {
     /// Its rows, of which there are so many, as one by one.
     pub(super) fn rows(self, count: usize, [key, value]: [usize; 2]) -> [StoredRows<'a, f32>; 2] {
-        let starts = |size| (0..count).map(move |row| row * size);
+        let starts = |stride| Starts::Strided { first: 0, stride, count };
         let rows = |elements, size| StoredRows::new(elements, starts(size), size);
         [rows(self.keys, key), rows(self.values, value)]
     }

@@ -4,6 +4,7 @@
 //! row by row, so that memory is read in its order. Processors would see that order only where rows
 //! lie one behind the other and are read once.
 
+use super::stored::Starts;
 use std::ptr;
 
 /// Rows that are read later.
@@ -11,7 +12,7 @@ use std::ptr;
 pub(super) struct Later<'a> {
     first: *const u8,
     /// Elements before each row.
-    starts: &'a [usize],
+    starts: &'a Starts,
     /// Bytes of an element.
     element: usize,
     /// Bytes of a row.
@@ -21,13 +22,14 @@ pub(super) struct Later<'a> {
 impl Default for Later<'_> {
     /// No rows.
     fn default() -> Self {
-        Self { first: ptr::null(), starts: &[], element: 0, row: 0 }
+        const NONE: &Starts = &Starts::Strided { first: 0, stride: 0, count: 0 };
+        Self { first: ptr::null(), starts: NONE, element: 0, row: 0 }
     }
 }
 
 impl<'a> Later<'a> {
     /// Rows of `size` elements that start there.
-    pub(super) fn new<E>(elements: &'a [E], starts: &'a [usize], size: usize) -> Self {
+    pub(super) fn new<E>(elements: &'a [E], starts: &'a Starts, size: usize) -> Self {
         let element = size_of::<E>();
         Self { first: elements.as_ptr().cast(), starts, element, row: size * element }
     }

@@ -5,7 +5,6 @@
 //! quantized KV cache are not applied here.
 
 use super::native::{self, EXPONENT, FLOAT8_UNIT, LEAST};
-use super::panel::KEYS;
 use super::prefetch::Later;
 use super::widen::widen;
 use bytemuck::Pod;
@@ -190,35 +189,90 @@ fn each<S: Simd, E>(
     vector
 }
 
+/// Where rows begin in memory.
+pub enum Starts {
+    /// Equally far apart.
+    Strided {
+        /// Where the first one begins.
+        first: usize,
+        /// From one to the next.
+        stride: usize,
+        /// Rows.
+        count: usize,
+    },
+    /// Anywhere, as in a paged KV cache.
+    Each(Vec<usize>),
+}
+
+impl Starts {
+    /// The same, counted in units of so many numbers.
+    fn in_units(self, numbers: usize) -> Self {
+        match self {
+            Self::Strided { first, stride, count } => {
+                Self::Strided { first: first / numbers, stride: stride / numbers, count }
+            }
+            Self::Each(mut starts) => {
+                starts.iter_mut().for_each(|start| *start /= numbers);
+                Self::Each(starts)
+            }
+        }
+    }
+
+    fn count(&self) -> usize {
+        match self {
+            Self::Strided { count, .. } => *count,
+            Self::Each(starts) => starts.len(),
+        }
+    }
+
+    /// The last place at which a row begins; the last there can be, where there is no such number.
+    fn last(&self) -> Option<usize> {
+        match self {
+            Self::Strided { first, stride, count } => {
+                let others = count.checked_sub(1)?;
+                Some(first.saturating_add(stride.saturating_mul(others)))
+            }
+            Self::Each(starts) => starts.iter().max().copied(),
+        }
+    }
+
+    /// Where a row begins, if there is one of that number.
+    #[inline(always)]
+    pub(super) fn get(&self, row: usize) -> Option<usize> {
+        match self {
+            Self::Strided { first, stride, count } => {
+                (row < *count).then_some(first + row * stride)
+            }
+            Self::Each(starts) => starts.get(row).copied(),
+        }
+    }
+}
+
 /// Rows of a tile, wherever they are.
 pub struct StoredRows<'a, E> {
     elements: &'a [E],
-    /// Of each row; all rows are within the elements.
-    starts: [usize; KEYS],
-    count: usize,
+    /// In elements; all rows are within them.
+    starts: Starts,
     /// Elements of a row.
     size: usize,
 }
 
 impl<'a, E: Stored> StoredRows<'a, E> {
-    /// Rows of so many numbers that start at these numbers, up to [`KEYS`] of them.
+    /// Rows of so many numbers that begin at these numbers.
     ///
     /// # Panics
     ///
     /// Where a row is not within the elements.
-    pub fn new(elements: &'a [E], starts: impl Iterator<Item = usize>, numbers: usize) -> Self {
-        let (mut all, mut count, size) = ([0; KEYS], 0, numbers / E::NUMBERS);
-        for (to, start) in all.iter_mut().zip(starts) {
-            *to = start / E::NUMBERS;
-            assert!(elements.get(*to..).is_some_and(|rest| size <= rest.len()), "a row of a cache");
-            count += 1;
-        }
-        Self { elements, starts: all, count, size }
+    pub fn new(elements: &'a [E], starts: Starts, numbers: usize) -> Self {
+        let (starts, size) = (starts.in_units(E::NUMBERS), numbers / E::NUMBERS);
+        let is_there = |last| elements.get(last..).is_some_and(|rest: &[E]| size <= rest.len());
+        assert!(starts.last().is_none_or(is_there), "rows of a cache");
+        Self { elements, starts, size }
     }
 
     /// The rows, to be read later.
     pub(super) fn later(&self) -> Later<'_> {
-        Later::new(self.elements, &self.starts[..self.count], self.size)
+        Later::new(self.elements, &self.starts, self.size)
     }
 
     /// Numbers of a row.
@@ -229,21 +283,25 @@ impl<'a, E: Stored> StoredRows<'a, E> {
     /// Rows.
     #[cfg(any(target_arch = "x86_64", test))]
     pub(super) fn count(&self) -> usize {
-        self.count
+        self.starts.count()
     }
 
     /// A row, if there is one of that number.
     #[cfg(any(target_arch = "x86_64", test))]
     #[inline(always)]
     pub(super) fn get(&self, row: usize) -> Option<&'a [E]> {
-        (row < self.count).then(|| self.row(row))
+        (row < self.count()).then(|| self.row(row))
     }
 
     /// A row.
+    ///
+    /// # Panics
+    ///
+    /// Where there is none of that number.
     #[inline(always)]
     pub(super) fn row(&self, row: usize) -> &'a [E] {
-        let start = self.starts[..self.count][row];
-        // SAFETY: `new` has looked at all starts
+        let start = self.starts.get(row).expect("a row of the tile");
+        // SAFETY: `new` has looked at the last one
         unsafe { self.elements.get_unchecked(start..start + self.size) }
     }
 }

@@ -1,6 +1,6 @@
 //! Rows of made-up numbers, for tests.
 
-use gqa_cpu::{Rows, Softmax, StoredRows, StoredTile, Tile};
+use gqa_cpu::{Rows, Softmax, Starts, StoredRows, StoredTile, Tile};
 use half::bf16;
 use std::ops::Range;
 
@@ -137,7 +137,13 @@ impl Rows for MadeUp {
     fn stored(&self, keys: &Range<usize>, lanes: usize) -> Option<StoredTile<'_>> {
         let rows = |which: usize| {
             let size = self.sizes[which];
-            StoredRows::new(&self.cache[which], keys.clone().map(|key| key * size), size)
+            let starts = keys.clone().map(|key| key * size);
+            // As a paged cache has them, or one that is not.
+            let starts = match self.count % 2 {
+                0 => Starts::Each(starts.collect()),
+                _ => Starts::Strided { first: keys.start * size, stride: size, count: keys.len() },
+            };
+            StoredRows::new(&self.cache[which], starts, size)
         };
         (self.stored && lanes > 1).then(|| StoredTile::BF16([rows(0), rows(1)]))
     }

@@ -1,7 +1,7 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
 use crate::{Error, Problem, QuantFormat, Quantization, Result, TensorView};
-use gqa_cpu::{CacheElement, StoredRows, StoredTile};
+use gqa_cpu::{CacheElement, Starts, StoredRows, StoredTile};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
 
 /// How one of the two caches is quantized.
@@ -80,7 +80,7 @@ impl<'a> Codes<'a> {
     pub(super) fn stored<'r>(
         self,
         bytes: [&'r [u8]; 2],
-        starts: [impl Iterator<Item = usize>; 2],
+        starts: [Starts; 2],
         sizes: [usize; 2],
     ) -> StoredTile<'r> {
         match self.how.format {
@@ -99,7 +99,7 @@ impl<'a> Codes<'a> {
 /// Rows of keys and of values.
 fn rows<'r, E: CacheElement>(
     bytes: [&'r [u8]; 2],
-    [keys, values]: [impl Iterator<Item = usize>; 2],
+    [keys, values]: [Starts; 2],
     [key_size, value_size]: [usize; 2],
 ) -> [StoredRows<'r, E>; 2] {
     let [key, value] = bytes.map(bytemuck::cast_slice);

@@ -9,7 +9,7 @@ use super::rope::Rope;
 use super::rows::{OutputRow, OutputRows, QueryRows};
 use super::sequence::Sequence;
 use crate::{Problem, QkOutput, Result, RowLayout, Sink, TensorView};
-use gqa_cpu::{KEYS, PADDED_TO, Rows, Shown, Softmax, StoredRows, StoredTile, Tile, span};
+use gqa_cpu::{KEYS, PADDED_TO, Rows, Shown, Softmax, Starts, StoredRows, StoredTile, Tile, span};
 use std::iter;
 use std::ops::Range;
 
@@ -330,26 +330,32 @@ impl<T: Element> Rows for Task<'_, T> {
         if lanes < 2 || sizes.iter().any(|size| size % PADDED_TO != 0) {
             return None;
         }
-        let places = || keys.clone().map(|row| [self.b, head, row]);
-        let [of_keys, of_values] = [p.keys_read(), p.values_read()]
-            .map(|layout| places().map(move |[b, head, row]| layout.at(b, head, row)));
+        let side_by_side = |layout: RowLayout| Starts::Strided {
+            first: layout.at(self.b, head, keys.start),
+            stride: layout.row,
+            count: keys.len(),
+        };
+        let dense = || [p.keys_read(), p.values_read()].map(side_by_side);
+        let in_blocks = |blocks: Blocks<'_>, size, numbers| {
+            let starts = keys.clone().map(|row| blocks.start([self.b, head, row], size) * numbers);
+            Starts::Each(starts.collect())
+        };
         match (self.call.keys, self.call.values) {
             (Cached::Numbers(k), Cached::Numbers(v)) => {
+                let [of_keys, of_values] = dense();
                 let keys = StoredRows::new(k, of_keys, sizes[0]);
                 Some(T::stored([keys, StoredRows::new(v, of_values, sizes[1])]))
             }
             (Cached::Codes(codes, k), Cached::Codes(_, v)) => {
-                Some(codes.stored([k, v], [of_keys, of_values], sizes))
+                Some(codes.stored([k, v], dense(), sizes))
             }
             (Cached::Blocks(blocks, k), Cached::Blocks(_, v)) => {
-                let starts = || places().map(|place| blocks.start(place, sizes[0]));
-                let rows = |elements| StoredRows::new(elements, starts(), sizes[0]);
+                let rows =
+                    |elements| StoredRows::new(elements, in_blocks(blocks, sizes[0], 1), sizes[0]);
                 Some(T::stored([rows(k), rows(v)]))
             }
             (Cached::BlocksOfCodes(blocks, codes, k), Cached::BlocksOfCodes(_, _, v)) => {
-                let size = codes.bytes(sizes[0]);
-                let start = |place| blocks.start(place, size) * codes.numbers_per_byte();
-                let starts = || places().map(start);
+                let starts = || in_blocks(blocks, codes.bytes(sizes[0]), codes.numbers_per_byte());
                 Some(codes.stored([k, v], [starts(), starts()], sizes))
             }
             _ => None,
