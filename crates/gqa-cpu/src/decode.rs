@@ -128,7 +128,8 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         let (first, count) = (keys.start, keys.len());
         let seen: [_; R] = array::from_fn(|row| self.seen(row, first, count));
         for_stored!(S, tile, |[keys, values]| {
-            self.score::<BLOCK, _>(simd, keys, values.later(), count, scores)
+            self.score::<BLOCK, _>(simd, keys, values.later(), count, scores);
+            in_unit(simd, keys, scores);
         });
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
@@ -140,6 +141,7 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
         }
         let correction = self.weigh(simd, scores);
         for_stored!(S, tile, |[_, values]| {
+            in_unit(simd, values, scores);
             let common = common(&seen);
             let weighted =
                 Weighted { values, count, weights: scores, seen: &seen, common, correction };
@@ -293,6 +295,22 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
                 *to = simd.mul_f32s(rows[row], factor);
             }
             write(row, Softmax { max: self.max[row], sum: self.sum[row] }, &line);
+        }
+    }
+}
+
+/// What was computed with elements in their unit, or is to be.
+#[inline(always)]
+fn in_unit<S: Simd, E: Stored, const R: usize>(
+    simd: S,
+    _: &StoredRows<'_, E>,
+    lines: &mut [Line; R],
+) {
+    if E::UNIT != 1.0 {
+        for line in lines {
+            for numbers in S::as_mut_simd_f32s(&mut line.0).0 {
+                *numbers = simd.mul_f32s(*numbers, simd.splat_f32s(E::UNIT));
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ pub(super) const FLOAT8_UNIT: f32 = 256.0;
 
 #[cfg(target_arch = "x86_64")]
 mod of_this_processor {
-    use super::{EXPONENT, FLOAT8_UNIT, LEAST};
+    use super::{EXPONENT, LEAST};
     use bytemuck::{Pod, Zeroable};
     use pulp::x86::{V3, V4};
     use pulp::{Arch, Scalar, Simd, WithSimd};
@@ -268,10 +268,10 @@ mod of_this_processor {
         Some(bytemuck::cast(v4.avx512f._mm512_cvtepi32_ps(integers)))
     }
 
-    /// As many numbers of type float8e4m3fn.
+    /// As many numbers of type float8e4m3fn, in units of [`FLOAT8_UNIT`](super::FLOAT8_UNIT).
     ///
     /// A half-precision number with the same bits, of which exponents have one more, is the
-    /// number over [`FLOAT8_UNIT`], subnormal or not; none is a NaN, which is made one.
+    /// number over that, subnormal or not; none is a NaN, which is made one.
     #[inline(always)]
     pub(in super::super) fn float8<S: Simd>(simd: S, from: &[u8]) -> Option<S::f32s> {
         if let (true, Some(from)) = (is_v3::<S>(), from.first_chunk::<8>()) {
@@ -282,8 +282,7 @@ mod of_this_processor {
                 let number = _mm_and_si128(_mm_slli_epi16::<7>(bits), size_and_sign);
                 let above = _mm_add_epi16(number, _mm_set1_epi16(LEAST));
                 let nan = _mm_and_si128(above, _mm_set1_epi16(EXPONENT));
-                let halves = _mm256_cvtph_ps(_mm_or_si128(number, nan));
-                _mm256_mul_ps(halves, _mm256_set1_ps(FLOAT8_UNIT))
+                _mm256_cvtph_ps(_mm_or_si128(number, nan))
             }));
         }
         let (v4, from) = (v4(&simd)?, from.first_chunk::<16>()?);
@@ -296,8 +295,7 @@ mod of_this_processor {
             let nan = _mm256_and_si256(above, _mm256_set1_epi16(EXPONENT));
             _mm256_or_si256(number, nan)
         };
-        let numbers: S::f32s = bytemuck::cast(v4.avx512f._mm512_cvtph_ps(halves));
-        Some(simd.mul_f32s(numbers, simd.splat_f32s(FLOAT8_UNIT)))
+        Some(bytemuck::cast(v4.avx512f._mm512_cvtph_ps(halves)))
     }
 
     /// As many integers of 4 bits less 8, the low half of a byte first.

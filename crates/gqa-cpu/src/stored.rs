@@ -47,7 +47,10 @@ pub trait Stored: Pod {
     /// Numbers that one of these is.
     const NUMBERS: usize = 1;
 
-    /// Vector number `i` of a row, of which there is none without vectors.
+    /// What the numbers of a vector are to be multiplied by: a power of two.
+    const UNIT: f32 = 1.0;
+
+    /// Vector number `i` of a row, in that unit. There is none without vectors.
     ///
     /// # Safety
     ///
@@ -110,6 +113,8 @@ impl Stored for Int8 {
 }
 
 impl Stored for Float8 {
+    const UNIT: f32 = FLOAT8_UNIT;
+
     #[inline(always)]
     unsafe fn vector<S: Simd>(simd: S, row: &[Float8], i: usize) -> S::f32s {
         // SAFETY: the caller's
@@ -153,14 +158,13 @@ fn f32_of_f16(x: f16) -> f32 {
     f32::from_bits(number.to_bits() | sign)
 }
 
-/// The number as the library `float8` has it: a half-precision number with the same bits, of which
-/// exponents have one more, is the number over [`FLOAT8_UNIT`], subnormal or not; none is a NaN,
-/// which is made one.
+/// The number, in units of [`FLOAT8_UNIT`]: a half-precision number with the same bits, of which
+/// exponents have one more, subnormal or not; none is a NaN, which is made one.
 #[inline(always)]
 fn f32_of_float8(bits: u8) -> f32 {
     let number = i16::from(bits as i8) << 7 & !EXPONENT;
     let nan = (number + LEAST) & EXPONENT;
-    f32_of_f16(f16::from_bits((number | nan) as u16)) * FLOAT8_UNIT
+    f32_of_f16(f16::from_bits((number | nan) as u16))
 }
 
 /// The elements of a vector.
@@ -381,6 +385,7 @@ mod tests {
         for (name, got) in all {
             assert_eq!(got.len(), want.len());
             for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                let got = got * E::UNIT;
                 let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
                 assert!(same, "{name}, element {i}: {got} for {want}");
             }

@@ -67,23 +67,35 @@ fn widen_row<S: Simd, E: Stored>(simd: S, factor: impl Factor, from: &[E], to: &
     for (turn, to) in turns.iter_mut().enumerate() {
         for i in 0..TURN {
             // SAFETY: there are as many numbers as in `to`
-            let numbers = unsafe { E::vector(simd, from, turn * TURN + i) };
+            let numbers = unsafe { numbers(simd, from, turn * TURN + i) };
             to[i] = factor.times(simd, turn * TURN + i, numbers);
         }
     }
     for (i, to) in single.iter_mut().enumerate() {
         // SAFETY: there are as many numbers as in `to`
-        let numbers = unsafe { E::vector(simd, from, turned + i) };
+        let numbers = unsafe { numbers(simd, from, turned + i) };
         *to = factor.times(simd, turned + i, numbers);
     }
     if !rest.is_empty() {
         let left = &from[whole * S::F32_LANES / E::NUMBERS..];
         let left: [E; WIDEST] = array::from_fn(|i| *left.get(i).unwrap_or(&E::zeroed()));
         // SAFETY: as many elements as any vector has
-        let numbers = unsafe { E::vector(simd, &left, 0) };
+        let numbers = unsafe { numbers(simd, &left, 0) };
         let numbers = [factor.times(simd, whole, numbers)];
         rest.copy_from_slice(&bytemuck::cast_slice(&numbers)[..rest.len()]);
     }
+}
+
+/// Vector `i` of a row.
+///
+/// # Safety
+///
+/// As for [`Stored::vector`].
+#[inline(always)]
+unsafe fn numbers<S: Simd, E: Stored>(simd: S, row: &[E], i: usize) -> S::f32s {
+    // SAFETY: as the caller says
+    let numbers = unsafe { E::vector(simd, row, i) };
+    if E::UNIT == 1.0 { numbers } else { simd.mul_f32s(numbers, simd.splat_f32s(E::UNIT)) }
 }
 
 /// What numbers of a row are multiplied by. Not a closure: it would be compiled for any processor.
