@@ -235,6 +235,30 @@ mod of_this_processor {
         Some(bytemuck::cast(v4.avx512f._mm512_cvtph_ps(bits)))
     }
 
+    /// Of each number the nearest of half precision. Whether there is such an instruction.
+    #[inline(always)]
+    pub(in super::super) fn narrow_to_f16<S: Simd>(
+        simd: S,
+        numbers: S::f32s,
+        to: &mut [u16],
+    ) -> bool {
+        if let (true, Some(to)) = (is_v3::<S>(), to.first_chunk_mut::<8>()) {
+            // SAFETY: V3 runs inside `with_f16c` only, where there is F16C
+            let halves =
+                unsafe { _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(bytemuck::cast(numbers)) };
+            *to = bytemuck::cast(halves);
+            return true;
+        }
+        if let (Some(_), Some(to)) = (v4(&simd), to.first_chunk_mut::<16>()) {
+            // SAFETY: there is a V4, whose AVX-512 this is
+            let halves =
+                unsafe { _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(bytemuck::cast(numbers)) };
+            *to = bytemuck::cast(halves);
+            return true;
+        }
+        false
+    }
+
     /// As many numbers of type bfloat16.
     #[inline(always)]
     pub(in super::super) fn bf16<S: Simd>(simd: S, from: &[u16]) -> Option<S::f32s> {
@@ -354,6 +378,10 @@ mod of_this_processor {
     }
 
     pub(in super::super) fn transpose<S: Simd>(_: S, _: &mut [S::f32s]) -> bool {
+        false
+    }
+
+    pub(in super::super) fn narrow_to_f16<S: Simd>(_: S, _: S::f32s, _: &mut [u16]) -> bool {
         false
     }
 

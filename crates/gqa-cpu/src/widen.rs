@@ -1,11 +1,11 @@
 //! Elements of a KV cache as numbers, row by row: what is read many times is converted once. And
-//! numbers as elements of bfloat16.
+//! numbers as elements of 16 bits.
 
 use super::native;
 use super::stored::Stored;
-use half::bf16;
+use half::{bf16, f16};
 use pulp::{Arch, Scalar256b, Simd, WithSimd};
-use std::array;
+use std::{array, slice};
 
 /// Elements of the widest vector, of such as are a number each.
 const WIDEST: usize = 16;
@@ -141,18 +141,46 @@ impl Factor for Scales<'_> {
     }
 }
 
-/// Of each number the nearest of bfloat16.
-pub fn narrow(from: &[f32], to: &mut [bf16]) {
-    native::dispatch(Arch::new(), Narrow { from, to });
+/// Of each number the nearest of half precision.
+pub fn narrow_to_f16(from: &[f32], to: &mut [f16]) {
+    native::dispatch(Arch::new(), ToF16 { from, to: bytemuck::cast_slice_mut(to) });
 }
 
-/// [`narrow`], with the widest vectors there are.
-struct Narrow<'a> {
+/// [`narrow_to_f16`], with the widest vectors there are.
+struct ToF16<'a> {
+    from: &'a [f32],
+    to: &'a mut [u16],
+}
+
+impl WithSimd for ToF16<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (vectors, rest) = S::as_simd_f32s(self.from);
+        let (whole, left) = self.to.split_at_mut(self.from.len() - rest.len());
+        for (numbers, to) in vectors.iter().zip(whole.chunks_exact_mut(S::F32_LANES)) {
+            if !native::narrow_to_f16(simd, *numbers, to) {
+                let numbers: &[f32] = bytemuck::cast_slice(slice::from_ref(numbers));
+                to.iter_mut().zip(numbers).for_each(|(to, x)| *to = f16::from_f32(*x).to_bits());
+            }
+        }
+        left.iter_mut().zip(rest).for_each(|(to, x)| *to = f16::from_f32(*x).to_bits());
+    }
+}
+
+/// Of each number the nearest of bfloat16.
+pub fn narrow_to_bf16(from: &[f32], to: &mut [bf16]) {
+    native::dispatch(Arch::new(), ToBf16 { from, to });
+}
+
+/// [`narrow_to_bf16`], with the widest vectors there are.
+struct ToBf16<'a> {
     from: &'a [f32],
     to: &'a mut [bf16],
 }
 
-impl WithSimd for Narrow<'_> {
+impl WithSimd for ToBf16<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -187,12 +215,15 @@ mod tests {
             let low = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
             low.map(|low| u32::from(high) << 16 | low)
         });
-        let numbers: Vec<_> = bits.map(f32::from_bits).collect();
-        let mut got = vec![bf16::ZERO; numbers.len()];
-        narrow(&numbers, &mut got);
-        for (got, number) in got.iter().zip(&numbers) {
-            let want = bf16::from_f32(*number);
-            assert_eq!(got.to_bits(), want.to_bits(), "{number} is {want}");
+        // No multiple of any vector's lanes.
+        let numbers: Vec<_> = bits.map(f32::from_bits).chain([0.1, 7e4, -1e-7]).collect();
+        let mut got = (vec![bf16::ZERO; numbers.len()], vec![f16::ZERO; numbers.len()]);
+        narrow_to_bf16(&numbers, &mut got.0);
+        narrow_to_f16(&numbers, &mut got.1);
+        for (i, number) in numbers.iter().enumerate() {
+            let want = (bf16::from_f32(*number), f16::from_f32(*number));
+            assert_eq!(got.0[i].to_bits(), want.0.to_bits(), "{number} is {}", want.0);
+            assert_eq!(got.1[i].to_bits(), want.1.to_bits(), "{number} is {}", want.1);
         }
     }
 

@@ -21,7 +21,7 @@ pub(super) struct Append<'a, T> {
     /// For K, where it is normalised.
     pub(super) norm: Option<Norm<'a, T>>,
     /// For K, where it rotates.
-    pub(super) rope: Option<&'a Rope<'a, T>>,
+    pub(super) rope: Option<&'a Rope>,
     pub(super) executor: &'a dyn Executor,
 }
 
@@ -90,7 +90,7 @@ impl<T: Element> Append<'_, T> {
             norm.normalise(row);
         }
         if let Some(rope) = self.rope {
-            rope.rotate(b, s, self.sequences[b], row);
+            rope.rotate(b, s, row);
         }
     }
 }

@@ -2,7 +2,6 @@
 
 use crate::{Error, Result, TensorView, TensorViewMut};
 use gqa_cpu::{CacheElement, StoredRows, StoredTile};
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::iter;
 
@@ -94,8 +93,8 @@ macro_rules! half_element {
         }
     };
 }
-half_element!(f16, F16, |from, to: &mut [f16]| to.convert_from_f32_slice(from));
-half_element!(bf16, BF16, gqa_cpu::narrow);
+half_element!(f16, F16, gqa_cpu::narrow_to_f16);
+half_element!(bf16, BF16, gqa_cpu::narrow_to_bf16);
 
 /// The elements of the call's tensor `name`.
 pub(super) fn elements<'a, T: Element>(

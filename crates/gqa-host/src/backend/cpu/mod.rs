@@ -169,16 +169,16 @@ impl Run<'_> {
 
     fn compute_as<T: Element>(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         let sequences = sequences(p, io)?;
-        let rope = rope::<T>(p, io)?;
+        let rope = rope::<T>(p, &sequences, io)?;
         if p.cache == CacheBinding::Separate || (p.has_present() && p.new_len > 0) {
-            self.append(p, &sequences, rope.as_ref(), io)?;
+            self.append::<T>(p, &sequences, rope.as_ref(), io)?;
         }
         match p.computes {
             CallKind::Attention if p.widens_output() => {
                 self.attend::<T, f32>(p, &sequences, rope.as_ref(), None, io)
             }
             CallKind::Attention => self.attend::<T, T>(p, &sequences, rope.as_ref(), None, io),
-            CallKind::Rotation => self.rotate(p, &sequences, rope.as_ref(), io),
+            CallKind::Rotation => self.rotate::<T>(p, rope.as_ref(), io),
             CallKind::Cache | CallKind::Update(_) => Ok(()),
         }
     }
@@ -188,7 +188,7 @@ impl Run<'_> {
         &self,
         p: &Problem,
         sequences: &[Sequence],
-        rope: Option<&Rope<'_, T>>,
+        rope: Option<&Rope>,
         blocks: Option<Blocks<'_>>,
         io: &mut IoViews<'_>,
     ) -> Result<()> {
@@ -239,8 +239,7 @@ impl Run<'_> {
     fn rotate<T: Element>(
         &self,
         p: &Problem,
-        sequences: &[Sequence],
-        rope: Option<&Rope<'_, T>>,
+        rope: Option<&Rope>,
         io: &mut IoViews<'_>,
     ) -> Result<()> {
         const ROWS: usize = 64;
@@ -260,7 +259,7 @@ impl Run<'_> {
                 };
                 T::widen(&query[layout.at(b, head, s)..][..to.len()], &mut buffer);
                 if let Some(rope) = rope {
-                    rope.rotate(b, s, sequences[b], &mut buffer);
+                    rope.rotate(b, s, &mut buffer);
                 }
                 T::narrow(&buffer, to);
             }
@@ -273,12 +272,12 @@ impl Run<'_> {
         &self,
         p: &Problem,
         sequences: &[Sequence],
-        rope: Option<&Rope<'_, T>>,
+        rope: Option<&Rope>,
         io: &mut IoViews<'_>,
     ) -> Result<()> {
         let rows = |name, new: Option<_>, layout, size, rope| -> Result<_> {
             let new = if p.packed { Some(io.need(TensorId::Query)?) } else { new };
-            let new = all(name, new)?;
+            let new = all::<T>(name, new)?;
             Ok(Append {
                 problem: p,
                 sequences,
@@ -331,7 +330,7 @@ fn sequences(p: &Problem, io: &IoViews<'_>) -> Result<Vec<Sequence>> {
 }
 
 /// The rotary embedding, where the call has one.
-fn rope<'a, T: Element>(p: &Problem, io: &IoViews<'a>) -> Result<Option<Rope<'a, T>>> {
+fn rope<T: Element>(p: &Problem, sequences: &[Sequence], io: &IoViews<'_>) -> Result<Option<Rope>> {
     let (Some(rotary), Some(cos), Some(sin)) =
         (p.rotary, io.input(TensorId::CosCache), io.input(TensorId::SinCache))
     else {
@@ -341,12 +340,8 @@ fn rope<'a, T: Element>(p: &Problem, io: &IoViews<'a>) -> Result<Option<Rope<'a,
         Some(TensorView::I64(ids)) => ids,
         _ => &[],
     };
-    Ok(Some(Rope {
-        rotary,
-        cos: elements("cos_cache", cos)?,
-        sin: elements("sin_cache", sin)?,
-        position_ids,
-    }))
+    let tables = [elements::<T>("cos_cache", cos)?, elements("sin_cache", sin)?];
+    Ok(Some(Rope::new(p, rotary, sequences, tables, position_ids)))
 }
 
 /// A normalisation by that weight, where the call has one.

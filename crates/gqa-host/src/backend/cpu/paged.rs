@@ -72,7 +72,7 @@ struct PagedCall<'a> {
 
 impl PagedCall<'_> {
     fn attend<T: Element>(&self, io: &mut IoViews<'_>) -> Result<()> {
-        let rope = rope::<T>(self.problem, io)?;
+        let rope = rope::<T>(self.problem, &self.sequences, io)?;
         let blocks = Some(self.blocks);
         self.run.attend::<T, T>(self.problem, &self.sequences, rope.as_ref(), blocks, io)
     }

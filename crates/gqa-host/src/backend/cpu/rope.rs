@@ -1,55 +1,67 @@
-//! Rotary embedding of one row.
+//! Rotary embedding of rows.
 
 use super::element::Element;
 use super::sequence::Sequence;
-use crate::Rotary;
+use crate::{Problem, Rotary};
 
-/// Angles that are looked up at a time.
-const CHUNK: usize = 64;
-
-/// Angles and positions.
-pub(super) struct Rope<'a, T> {
-    pub(super) rotary: Rotary,
-    pub(super) cos: &'a [T],
-    pub(super) sin: &'a [T],
-    pub(super) position_ids: &'a [i64],
+/// The angles of a call's tokens, in `f32`: many heads are rotated by each.
+pub(super) struct Rope {
+    rotary: Rotary,
+    /// (rows of all sequences, half of the rotated elements)
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    /// Whether a row of these has angles. Only padding stands outside the tables.
+    inside: Vec<bool>,
+    /// The first row of each sequence.
+    first: Vec<usize>,
 }
 
-impl<T: Element> Rope<'_, T> {
-    /// Rotates new row `s` of batch entry `b`; the result is not rounded. Only rows of padding
-    /// stand outside the tables, and stay as they are.
-    pub(super) fn rotate(&self, b: usize, s: usize, sequence: Sequence, row: &mut [f32]) {
-        let position = match self.rotary.explicit {
-            Some(row_length) => self.position_ids[b * row_length + s],
-            None => sequence.position + s as i64,
+impl Rope {
+    /// Those of the sequences' rows in the tables `cos` and `sin`.
+    pub(super) fn new<T: Element>(
+        p: &Problem,
+        rotary: Rotary,
+        sequences: &[Sequence],
+        [cos, sin]: [&[T]; 2],
+        position_ids: &[i64],
+    ) -> Self {
+        let half = rotary.dim / 2;
+        let mut rope = Self {
+            rotary,
+            cos: Vec::new(),
+            sin: Vec::new(),
+            inside: Vec::new(),
+            first: Vec::new(),
         };
-        let inside = |position: &usize| *position < self.rotary.max_positions;
-        let Some(position) = usize::try_from(position).ok().filter(inside) else { return };
-        let half = self.rotary.dim / 2;
-        for first in (0..half).step_by(CHUNK) {
-            let mut angles = [[0.0; CHUNK]; 2];
-            let count = CHUNK.min(half - first);
-            for (table, angles) in [self.cos, self.sin].into_iter().zip(&mut angles) {
-                T::widen(&table[position * half + first..][..count], &mut angles[..count]);
+        for (b, sequence) in sequences.iter().enumerate() {
+            rope.first.push(rope.inside.len());
+            let rows = sequence.rows.max(sequence.total.saturating_sub(sequence.kept(p)));
+            for s in 0..rows {
+                let position = match rotary.explicit {
+                    Some(row_length) => position_ids.get(b * row_length + s).copied(),
+                    None => Some(sequence.position + s as i64),
+                };
+                let position = position.and_then(|position| usize::try_from(position).ok());
+                let position = position.filter(|position| *position < rotary.max_positions);
+                rope.inside.push(position.is_some());
+                for (to, table) in [(&mut rope.cos, cos), (&mut rope.sin, sin)] {
+                    let old = to.len();
+                    to.resize(old + half, 0.0);
+                    if let Some(position) = position {
+                        T::widen(&table[position * half..][..half], &mut to[old..]);
+                    }
+                }
             }
-            self.turn(&mut row[..2 * half], first, angles.each_ref().map(|x| &x[..count]));
         }
+        rope
     }
 
-    /// Rotates the pairs of a row from number `first` on, by as many angles.
-    fn turn(&self, row: &mut [f32], first: usize, [cos, sin]: [&[f32]; 2]) {
-        if self.rotary.interleaved {
-            let pairs = row.as_chunks_mut::<2>().0[first..].iter_mut();
-            for ((pair, cos), sin) in pairs.zip(cos).zip(sin) {
-                let [x, y] = *pair;
-                *pair = [x * cos - y * sin, y * cos + x * sin];
-            }
-        } else {
-            let (left, right) = row.split_at_mut(row.len() / 2);
-            let pairs = left[first..].iter_mut().zip(&mut right[first..]);
-            for (((x, y), cos), sin) in pairs.zip(cos).zip(sin) {
-                (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
-            }
+    /// Rotates row `s` of a sequence; the result is not rounded. Padding stays as it is.
+    pub(super) fn rotate(&self, sequence: usize, s: usize, row: &mut [f32]) {
+        let (half, place) = (self.rotary.dim / 2, self.first[sequence] + s);
+        if self.inside[place] {
+            let [cos, sin] = [&self.cos, &self.sin].map(|table| &table[place * half..][..half]);
+            gqa_cpu::rotate(&mut row[..2 * half], cos, sin, self.rotary.interleaved);
         }
     }
 }

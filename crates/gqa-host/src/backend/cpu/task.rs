@@ -26,7 +26,7 @@ pub(super) struct Call<'a, T> {
     pub(super) query: &'a [T],
     /// Of queries.
     pub(super) norm: Option<Norm<'a, T>>,
-    pub(super) rope: Option<&'a Rope<'a, T>>,
+    pub(super) rope: Option<&'a Rope>,
     /// present_key, or key where the cache is external
     pub(super) keys: Cached<'a, T>,
     /// Likewise
@@ -305,7 +305,7 @@ impl<T: Element> Rows for Task<'_, T> {
             norm.normalise(to);
         }
         if let Some(rope) = self.call.rope {
-            rope.rotate(self.b, s, self.call.sequences[self.b], to);
+            rope.rotate(self.b, s, to);
             round::<T>(to);
         }
     }
