@@ -220,7 +220,7 @@ impl<T: Element> Task<'_, T> {
         let mut all = parts.clone();
         match (all.next(), all.next()) {
             // It has all the weight.
-            (Some((state, values)), None) if state.sum == sum => {
+            (Some((state, values)), None) if weight(state) == sum => {
                 O::narrow(&values[..line.len()], to.output);
             }
             _ => {
