@@ -1,7 +1,7 @@
 //! The CPU: attention by tiles with online softmax, in `f32`, on all cores and with the widest
 //! vectors there are.
 //!
-//! A task is up to 256 query rows of one KV head: the query heads of a group count as rows, so that
+//! A task is up to 512 query rows of one KV head: the query heads of a group count as rows, so that
 //! keys and values are read once for all of them. Where a task has few rows its keys are cut into
 //! parts that run in parallel. What computes a part is in [`gqa_cpu`]. A task's memory is its rows
 //! and one tile of keys and values; no score matrix exists. How the work is cut depends on the

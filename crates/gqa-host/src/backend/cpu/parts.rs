@@ -9,8 +9,12 @@ use gqa_cpu::Rows;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Rows of a task: their keys and values are read, and converted, once.
-const TASK_ROWS: usize = 256;
+/// Rows of a task: their keys and values are read, and converted, once. Of so many where that
+/// leaves [`MANY_TASKS`], else of half.
+const TASK_ROWS: usize = 512;
+
+/// Tasks that many threads share evenly.
+const MANY_TASKS: usize = 64;
 
 /// Computes all rows.
 pub(super) fn run<T: Element, O: Element>(
@@ -73,17 +77,20 @@ impl<'r, T: Element, O: Element> Parts<'_, 'r, T, O> {
     }
 }
 
-/// The rows in tasks of up to [`TASK_ROWS`].
+/// The rows in tasks, the last first: they see most keys, and threads that end with short ones end
+/// together.
 fn tasks<'a, 'r, T: Element, O>(
     call: &'a Call<'a, T>,
     outputs: &'r mut Outputs<'_, T, O>,
 ) -> Vec<Parts<'a, 'r, T, O>> {
     let (p, mut tasks) = (call.problem, Vec::new());
+    let rows: usize = call.sequences.iter().map(|sequence| sequence.rows * p.q_heads).sum();
+    let most = if rows >= MANY_TASKS * TASK_ROWS { TASK_ROWS } else { TASK_ROWS / 2 };
     for (b, sequence) in call.sequences.iter().enumerate() {
         let all = sequence.rows * p.group();
         for head in 0..p.kv_heads {
-            for first in (0..all).step_by(TASK_ROWS) {
-                let count = TASK_ROWS.min(all - first);
+            for first in (0..all).step_by(most).rev() {
+                let count = most.min(all - first);
                 let rows = QueryRows { head, group: p.group(), first, count };
                 let task = Task { call, b, rows };
                 let parts = task.parts();
