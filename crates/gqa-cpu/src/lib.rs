@@ -7,7 +7,8 @@
 //! Many rows lie across the lanes of a vector (`panel`), and are multiplied by single numbers
 //! (`singles`) or by pairs of bfloat16 (`pairs`); where rows are too few for that, the elements of
 //! a head lie there (`decode`). A cache is read as it is stored ([`StoredTile`]), and memory is
-//! asked for a tile ahead (`prefetch`); what many rows read is converted first (`widen`).
+//! asked for a tile ahead (`prefetch`); what many rows read is converted first (`widen`). Rows are
+//! rotated by `rotate`.
 //! Instructions that pulp has no word for are in `native` and `amx`.
 
 #[cfg(target_arch = "x86_64")]
