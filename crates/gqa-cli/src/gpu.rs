@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use gqa_host::Problem;
 use gqa_host::driver::{Call, Device, Stream};
 use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, plan};
@@ -44,6 +44,18 @@ impl Gpu {
         Ok(Arc::new(call))
     }
 
+    /// The same call in other memory of the GPU, where the same tensors are.
+    pub fn another(&self, call: &Call) -> Result<Arc<Call>> {
+        let other = Call::new(&self.device, call.plan().clone())?;
+        other.poison(&self.stream)?;
+        for (id, _) in call.plan().tensors().iter().filter(|(id, _)| *id != TensorId::Output) {
+            if let (Some(to), Some(from)) = (other.tensor(*id), call.tensor(*id)) {
+                to.copy_from(from, &self.stream)?;
+            }
+        }
+        Ok(Arc::new(other))
+    }
+
     /// Copies all that a call reads to the GPU, the shared cache included.
     pub fn upload(&self, call: &Call, tensors: &Tensors) -> Result<()> {
         for (id, tensor) in tensors.iter().filter(|(id, _)| *id != TensorId::Output) {
@@ -52,10 +64,11 @@ impl Gpu {
         Ok(())
     }
 
-    /// Copies what a call wrote to the host.
+    /// Copies what a call wrote to the host, into the tensors that are there.
     pub fn download(&self, call: &Call, tensors: &mut Tensors) -> Result<()> {
         for id in [TensorId::Output, TensorId::PresentKey, TensorId::PresentValue] {
-            tensors.set(id, call.download(id, &self.stream)?);
+            let written = call.tensor(id).with_context(|| format!("no {}", id.name()))?;
+            written.download_to(tensors.expect_mut(id)?, &self.stream)?;
         }
         Ok(())
     }

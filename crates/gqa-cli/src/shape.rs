@@ -465,6 +465,12 @@ impl Tensors {
         self.get(id).with_context(|| format!("no {}", id.name()))
     }
 
+    /// The tensor of that role, which must be there, to be written.
+    pub fn expect_mut(&mut self, id: TensorId) -> Result<&mut Tensor> {
+        let tensor = self.0.iter_mut().find_map(|(have, tensor)| (*have == id).then_some(tensor));
+        tensor.with_context(|| format!("no {}", id.name()))
+    }
+
     /// Puts a tensor in that role.
     pub fn set(&mut self, id: TensorId, tensor: Tensor) {
         self.0.retain(|(have, _)| *have != id);
