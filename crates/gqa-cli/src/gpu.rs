@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use gqa_host::Problem;
-use gqa_host::driver::{Call, Device, Stream};
+use gqa_host::driver::{Call, Device, DeviceTensor, Stream};
 use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, plan};
 
 use crate::shape::Tensors;
@@ -56,20 +56,33 @@ impl Gpu {
         Ok(Arc::new(other))
     }
 
-    /// Copies all that a call reads to the GPU, the shared cache included.
+    /// Copies all that a call reads to the GPU, the shared cache included. Of a cache that is
+    /// shorter than the call's the GPU makes copies until it is long enough.
     pub fn upload(&self, call: &Call, tensors: &Tensors) -> Result<()> {
         for (id, tensor) in tensors.iter().filter(|(id, _)| *id != TensorId::Output) {
-            call.upload(id, tensor, &self.stream)?;
+            let memory = tensor_of(call, id)?;
+            let is_cache = matches!(id, TensorId::PresentKey | TensorId::PresentValue);
+            match is_cache && tensor.bytes().len() < memory.bytes() {
+                true => memory.repeat(tensor, &self.stream)?,
+                false => memory.upload(tensor, &self.stream)?,
+            }
         }
         Ok(())
     }
 
-    /// Copies what a call wrote to the host, into the tensors that are there.
+    /// Copies what a call wrote to the host, into the tensors that are there if they have room.
     pub fn download(&self, call: &Call, tensors: &mut Tensors) -> Result<()> {
         for id in [TensorId::Output, TensorId::PresentKey, TensorId::PresentValue] {
-            let written = call.tensor(id).with_context(|| format!("no {}", id.name()))?;
-            written.download_to(tensors.expect_mut(id)?, &self.stream)?;
+            let (memory, tensor) = (tensor_of(call, id)?, tensors.expect_mut(id)?);
+            match tensor.bytes().len() < memory.bytes() {
+                true => *tensor = memory.download(&self.stream)?,
+                false => memory.download_to(tensor, &self.stream)?,
+            }
         }
         Ok(())
     }
+}
+
+fn tensor_of(call: &Call, id: TensorId) -> Result<&DeviceTensor> {
+    call.tensor(id).with_context(|| format!("no {}", id.name()))
 }

@@ -46,6 +46,17 @@ impl Noise {
         (sum as f32 - 186.0) / (12.0f32 * 85.25).sqrt()
     }
 
+    /// A tensor of such numbers.
+    pub fn whole(&mut self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.tensor(dtype, shape, 1.0)
+    }
+
+    /// As many elements of such a tensor as are not repeated, in one dimension.
+    pub fn block(&mut self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let count = shape.iter().product::<usize>().min(BLOCK);
+        self.tensor(dtype, &[count], 1.0)
+    }
+
     /// A floating-point tensor of such numbers times `spread`.
     pub fn tensor(&mut self, dtype: DType, shape: &[usize], spread: f32) -> Result<Tensor> {
         let count: usize = shape.iter().product();

@@ -72,7 +72,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let shape = args.sizes.shape(args.layer);
     let problem = shape.problem()?;
     let plan = gpu.plan(&problem)?;
-    let tensors = shape.tensors(&problem, &mut Noise::new(1))?;
+    let tensors = shape.tensors_for_gpu(&problem, &mut Noise::new(1))?;
     if let Some(times) = args.only_launch {
         let call = gpu.call(&plan, &tensors)?;
         (0..times).try_for_each(|_| call.enqueue(&gpu.stream))?;

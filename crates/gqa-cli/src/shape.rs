@@ -410,6 +410,21 @@ impl Shape {
 
     /// Random tensors for every role that `problem` has; outputs are zero.
     pub fn tensors(&self, problem: &Problem, noise: &mut Noise) -> Result<Tensors> {
+        self.drawn(problem, noise, Noise::whole)
+    }
+
+    /// The same for a GPU: the KV caches have only what is repeated there.
+    pub fn tensors_for_gpu(&self, problem: &Problem, noise: &mut Noise) -> Result<Tensors> {
+        self.drawn(problem, noise, Noise::block)
+    }
+
+    /// The same with KV caches that are drawn like that.
+    fn drawn(
+        &self,
+        problem: &Problem,
+        noise: &mut Noise,
+        cache: impl Fn(&mut Noise, DType, &[usize]) -> Result<Tensor>,
+    ) -> Result<Tensors> {
         let mut tensors = Tensors(Vec::new());
         for id in TensorId::ALL {
             let Some(spec) = id.spec(problem) else { continue };
@@ -429,7 +444,10 @@ impl Shape {
                         Array1::from_shape_fn(spec.len(), word).into_shape_clone(spec.shape)?;
                     Tensor::from(words.into_dyn())
                 }
-                _ => noise.tensor(spec.dtype, &spec.shape, 1.0)?,
+                TensorId::PresentKey | TensorId::PresentValue => {
+                    cache(noise, spec.dtype, &spec.shape)?
+                }
+                _ => noise.whole(spec.dtype, &spec.shape)?,
             };
             tensors.set(id, tensor);
         }

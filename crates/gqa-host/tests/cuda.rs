@@ -298,6 +298,25 @@ fn tensors_are_copied_on_the_gpu() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn repeated_elements_fill_a_tensor() {
+    let device = device();
+    let stream = Stream::new(&device).unwrap();
+    for (block, count) in [(1, 1), (1, 100), (7, 7), (7, 50), (1000, 65_537)] {
+        let block = random(DType::F32, &[block], 1);
+        let tensor = DeviceTensor::new(&device, DType::F32, &[count]).unwrap();
+        tensor.repeat(&block, &stream).unwrap();
+        let want: Vec<_> = block.to_f64().into_iter().cycle().take(count).collect();
+        assert_eq!(tensor.download(&stream).unwrap().to_f64(), want);
+    }
+    let tensor = DeviceTensor::new(&device, DType::F32, &[3]).unwrap();
+    for wrong in [random(DType::F32, &[4], 1), random(DType::F16, &[3], 1)] {
+        assert!(tensor.repeat(&wrong, &stream).is_err());
+    }
+    assert!(tensor.repeat(&random(DType::F32, &[0], 1), &stream).is_err());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn views_that_do_not_fit_are_refused_before_any_launch() {
     let device = device();
     let stream = Stream::new(&device).unwrap();

@@ -236,7 +236,10 @@ fn one(
 ) -> Result<Record> {
     let (shape, mut noise) = (&row.shape, Noise::new(1));
     let problem = shape.problem()?;
-    let mut tensors = shape.tensors(&problem, &mut noise)?;
+    let mut tensors = match machine {
+        Machine::Gpu(_) => shape.tensors_for_gpu(&problem, &mut noise)?,
+        Machine::Host(_) => shape.tensors(&problem, &mut noise)?,
+    };
     let measured = measure(machine, &problem, &mut tensors, common.runs as usize)?;
     let computed =
         Computed { shape, problem: &problem, tensors: &tensors, past_length: shape.past_length };

@@ -54,6 +54,33 @@ impl DeviceTensor {
         stream.synchronize()
     }
 
+    /// Copies the elements of a host tensor of the same type again and again until this one is
+    /// full, within the GPU but for the first time, and waits until they are there.
+    ///
+    /// # Errors
+    /// Where the tensor has another type or no elements, or more than there is room for, or the
+    /// stream belongs to another device.
+    pub fn repeat(&self, tensor: &Tensor, stream: &Stream) -> Result<()> {
+        let bytes = tensor.bytes();
+        if tensor.dtype() != self.dtype || bytes.is_empty() || bytes.len() > self.bytes {
+            return Err(self.mismatch("repeat", tensor));
+        }
+        self.copied(stream, || {
+            // SAFETY: there is room, and the stream is waited for before the source can go.
+            unsafe { raw::memory::copy_to_device(self.pointer, bytes, stream.raw())? };
+            let mut filled = bytes.len();
+            while filled < self.bytes {
+                let more = filled.min(self.bytes - filled);
+                let to = self.pointer + filled as u64;
+                // SAFETY: what is copied is there, and what is behind it has room for it.
+                unsafe { raw::memory::copy(to, self.pointer, more, stream.raw())? };
+                filled += more;
+            }
+            Ok(())
+        })?;
+        stream.synchronize()
+    }
+
     /// Waits for the stream and copies the tensor to the host.
     ///
     /// # Errors
