@@ -84,6 +84,8 @@ fn tasks<'a, 'r, T: Element, O>(
     outputs: &'r mut Outputs<'_, T, O>,
 ) -> Vec<Parts<'a, 'r, T, O>> {
     let (p, mut tasks) = (call.problem, Vec::new());
+    let are_apart = call.sequences.is_sorted_by(|one, next| one.end() <= next.first);
+    assert!(are_apart, "sequences that have a row in common");
     let rows: usize = call.sequences.iter().map(|sequence| sequence.rows * p.q_heads).sum();
     let most = if rows >= MANY_TASKS * TASK_ROWS { TASK_ROWS } else { TASK_ROWS / 2 };
     for (b, sequence) in call.sequences.iter().enumerate() {
@@ -95,7 +97,8 @@ fn tasks<'a, 'r, T: Element, O>(
                 let task = Task { call, b, rows };
                 let parts = task.parts();
                 let partials = parts.iter().map(|_| None).collect();
-                // SAFETY: no other task has one of these rows, and outputs are for these tasks only
+                // SAFETY: no other task has one of these rows, as sequences have none in common,
+                // and outputs are for these tasks only
                 let rows = unsafe { outputs.of(sequence, rows) };
                 let state = Mutex::new(Unjoined { partials, rows: Some(rows) });
                 tasks.push(Parts { task, parts, state });

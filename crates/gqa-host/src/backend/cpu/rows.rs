@@ -87,6 +87,7 @@ impl<T, O> OutputRows<'_, T, O> {
         assert!(row < self.rows.count, "a row of the task");
         let ([b, first], (token, head), outputs) = (self.first, self.rows.place(row), self.outputs);
         let token = first + token;
+        assert!(token < outputs.tokens, "a token of the batch entry");
         let by_head = (b * outputs.heads + head) * outputs.tokens + token;
         let place = match outputs.layout {
             Layout::Bsnh => (b * outputs.tokens + token) * outputs.heads + head,

@@ -28,6 +28,12 @@ impl Sequence {
         Self { first: [b, 0], rows: p.q_len, position, total }
     }
 
+    /// Where its query rows end: a batch entry, and the row of that behind the last.
+    pub(super) fn end(self) -> [usize; 2] {
+        let [b, first] = self.first;
+        [b, first + self.rows]
+    }
+
     /// Rows of the cache that this call does not append.
     pub(super) fn kept(self, p: &Problem) -> usize {
         if p.new_len == 0 { self.total } else { self.position.max(0) as usize }
