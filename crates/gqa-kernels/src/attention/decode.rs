@@ -620,6 +620,8 @@ impl<
         if L::MAY_BE_EMPTY && rows.count() == 0 {
             return;
         }
+        // The launch before this one may write the words, too.
+        let mut word = if prefetches { 0 } else { Self::ask_word(a, &rows, layout, tree) };
         let mut cache = Cache::of(a, &rows, new_tokens.present_k, new_tokens.present_v, layout);
         if Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
@@ -654,8 +656,12 @@ impl<
             Mailbox::<D8>::new(&rows, place).open();
         }
         let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE, Self::THREADS);
+        if prefetches {
+            word = Self::ask_word(a, &rows, layout, tree);
+        }
         wait_for_all_but(2 * STAGES);
         C::keep(scale, staging, Self::THREADS);
+        Self::keep_word(tree, word);
         Self::sync_block();
         if p.rotary.dim > 0 || p.new_len > 0 {
             new_tokens.rotate(&rows, &tiles, rotations, Self::THREADS);
@@ -663,8 +669,8 @@ impl<
             if share.has_new_tokens {
                 C::encode(&tiles, staging, new_rows(&p, &rows), Self::BLOCK);
             }
-            if place.appends(&p) && !Self::appends_late(&p, &rows, place) {
-                new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
+            if !Self::IS_QUANTIZED {
+                Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout);
             }
         }
         if Self::BY_WARPGROUPS {
@@ -672,6 +678,9 @@ impl<
             Self::publish_together(states, &acc);
         } else {
             let unit = C::prepare(&tiles, staging, Self::BLOCK);
+            if Self::IS_QUANTIZED {
+                Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout);
+            }
             let (states, mut acc) = Self::attend(&p, &rows, &share, cache, unit, tree);
             C::scale(&mut acc, staging);
             Self::publish::<C>(states, &acc);
@@ -776,6 +785,22 @@ impl<
             && rows.seqlen.past < Self::keys_ahead(p, place)
     }
 
+    /// Appends the new rows, if they are this block's, and none of their places in the cache is among
+    /// the keys that others have asked for ahead of their time.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn append_early<C: Cached, L: Layout>(
+        p: &DecodeParams,
+        rows: &Rows,
+        place: Place,
+        new_tokens: &NewTokens<C>,
+        tiles: &Tiles<C, D8, UNITS>,
+        layout: L,
+    ) {
+        if place.appends(p) && !Self::appends_late(p, rows, place) {
+            new_tokens.append(p, rows, tiles, layout, Self::THREADS);
+        }
+    }
+
     /// Asks for the index of the sequence's last token; one lane for all where first keys are sent
     /// for before it is there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -818,18 +843,6 @@ impl<
         let mut anew = Self::rows(&p.attention, place, layout);
         anew.seqlen = rows.seqlen;
         (place, anew)
-    }
-
-    /// The rows alone, within the loop.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn recompute_rows<L: Layout>(p: &DecodeParams, rows: &Rows, layout: L) -> Rows {
-        if !Self::FORGETS {
-            return *rows;
-        }
-        let block = [block_idx_x(), block_idx_y(), block_idx_z()].map(opaque);
-        let mut anew = Self::rows(&p.attention, Place::at(p, block), layout);
-        anew.seqlen = rows.seqlen;
-        anew
     }
 
     /// The rows of a block, whose sequence has no length yet.

@@ -1,8 +1,10 @@
 //! Quantized values as the tensor cores take them: halves, two to a word.
 //!
 //! An integer becomes a half without a conversion: its bits, signs apart, are put below the leading
-//! one of a power of two next to which halves are one apart, which is then subtracted. GPUs from SM
-//! 89 on have an instruction for float8; code for older ones multiplies.
+//! one of a power of two next to which halves are one apart, which is then subtracted. Four bits
+//! need no power of two where products may have an offset and a unit: alone in a half, they are a
+//! multiple of the smallest one. GPUs from SM 89 on have an instruction for float8; code for older
+//! ones multiplies.
 
 use super::code::{Code, Float8, Int4, Int8};
 use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};
@@ -11,8 +13,17 @@ use crate::simt::{e4m3x2_to_f16x2, fma_f16x2, mul_f16x2, prmt, sub_f16x2};
 pub trait MmaCode: Code {
     /// Quantized values of 16 bits.
     const PER_HALF_WORD: usize = 16 / Self::BITS as usize;
+    /// What [`halves`](Self::halves) has of a code of 0, before its unit.
+    const OFFSET: f32;
+    /// The units of the words of [`halves`](Self::halves), powers of two.
+    const UNITS: [f32; 4];
+    /// What a product of operands is in the end, a power of two: what is multiplied with word `i`
+    /// is multiplied by `PRODUCT / UNITS[i]` before, so that it is in the range of a half.
+    const PRODUCT: f32;
+    /// As many quantized values as a word holds, of 0 each.
+    const ZEROS: u32;
     /// Word `i < PER_HALF_WORD` holds code `i` of the lower half of `codes` and code `i` of its
-    /// upper half, exactly, as f16; what follows is 0.
+    /// upper half, exactly, as f16: `(code + OFFSET) * UNITS[i]`; what follows is 0.
     fn halves(codes: u32) -> [u32; 4];
     /// Word `i < PER_WORD / 2` holds the codes `2 i` and `2 i + 1` of `codes`, exactly, as f16;
     /// what follows is 0.
@@ -35,6 +46,11 @@ impl Int8 {
 }
 
 impl MmaCode for Int8 {
+    const OFFSET: f32 = 0.0;
+    const UNITS: [f32; 4] = [1.0; 4];
+    const PRODUCT: f32 = 1.0;
+    const ZEROS: u32 = 0;
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, and bytes 1 and 3, each below one of the second operand.
@@ -50,15 +66,22 @@ impl MmaCode for Int8 {
 }
 
 impl MmaCode for Int4 {
+    const OFFSET: f32 = 8.0;
+    /// The lowest bit of a half counts 2^-24 where its exponent is 0, the fifth one 2^-20.
+    const UNITS: [f32; 4] = [
+        1.0 / (1 << 24) as f32,
+        1.0 / (1 << 20) as f32,
+        1.0 / (1 << 24) as f32,
+        1.0 / (1 << 20) as f32,
+    ];
+    const PRODUCT: f32 = 1.0 / (1 << 10) as f32;
+    const ZEROS: u32 = 0x8888_8888;
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
-        /// 1024, next to which the lowest bit counts 1; and 8 more, as quantized values have.
-        const LOWER: [u32; 2] = [0x6400_6400, 0x6408_6408];
-        /// 64, next to which the fifth bit counts 1; and 8 more.
-        const UPPER: [u32; 2] = [0x5400_5400, 0x5480_5480];
-        let lower = |codes| sub_f16x2(codes & 0x000f_000f | LOWER[0], LOWER[1]);
-        let upper = |codes| sub_f16x2(codes & 0x00f0_00f0 | UPPER[0], UPPER[1]);
-        [lower(codes), upper(codes), lower(codes >> 8), upper(codes >> 8)]
+        const LOWER: u32 = 0x000f_000f;
+        const UPPER: u32 = 0x00f0_00f0;
+        [codes & LOWER, codes & UPPER, codes >> 8 & LOWER, codes >> 8 & UPPER]
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn in_order(codes: u32) -> [u32; 4] {
@@ -76,6 +99,11 @@ impl MmaCode for Int4 {
 const CONVERTS_FLOAT8: bool = cfg!(any(not(target_arch = "nvptx64"), target_feature = "sm_89"));
 
 impl MmaCode for Float8 {
+    const OFFSET: f32 = 0.0;
+    const UNITS: [f32; 4] = [1.0; 4];
+    const PRODUCT: f32 = 1.0;
+    const ZEROS: u32 = 0;
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn halves(codes: u32) -> [u32; 4] {
         /// Bytes 0 and 2, then 1 and 3.
@@ -123,8 +151,8 @@ mod tests {
             let words = C::halves(codes);
             for (i, word) in (0..).zip(words).take(C::PER_HALF_WORD) {
                 for half in 0..2 {
-                    let got = f16_to_f32((word >> (16 * half)) as u16);
-                    let want = C::decode(codes >> (16 * half + i * C::BITS));
+                    let got = f16_to_f32((word >> (16 * half)) as u16) / C::UNITS[i as usize];
+                    let want = C::OFFSET + C::decode(codes >> (16 * half + i * C::BITS));
                     assert!(
                         got == want || got.is_nan() && want.is_nan(),
                         "{codes:#x}: {i}, {half}"

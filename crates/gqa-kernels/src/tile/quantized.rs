@@ -19,15 +19,37 @@ use super::swizzle::{Swizzled, WarpRead};
 use crate::num::{MmaCode, MmaElement, f16};
 use crate::simt::{ldmatrix_x4, ldmatrix_x4_trans};
 
+/// Scores of a lane's rows with keys whose quantized values are all 0: what [`scores`] has to
+/// subtract.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn zero_scores<C: MmaCode, const M: usize, const D8: usize>(
+    queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+) -> [[f32; 2]; M] {
+    let mut scores = [[0.0; 4]; M];
+    if C::OFFSET != 0.0 {
+        let zeros = C::halves(C::ZEROS);
+        for depth in 0..D8 / 2 {
+            let [low, high] = queries(depth);
+            let step = 2 * depth % C::PER_HALF_WORD;
+            for m in 0..M {
+                let a = [low[m][0], low[m][1], high[m][0], high[m][1]];
+                f16::mma(&mut scores[m], a, [zeros[step], zeros[step + 1]]);
+            }
+        }
+    }
+    scores.map(|[low, _, high, _]| [low, high])
+}
+
 /// `scores = queries · keysᵀ` over `N8` blocks of 8 keys in rows of `U` units; `queries(depth)` is
 /// what [`load_depth`](super::columns::load_depth) returns of queries in [`Order`].
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
     queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+    zero_scores: &[[f32; 2]; M],
     keys: Swizzled<u8, U>,
     read: &WarpRead<U>,
 ) -> Fragments<M, N8> {
-    let mut scores = [[[0.0; 4]; N8]; M];
+    let mut scores = zero_scores.map(|[low, high]| [[-low, -low, -high, -high]; N8]);
     for pair in 0..U / 2 {
         let of_pair: [_; 4] = core::array::from_fn(|depth| {
             let depth = if depth < C::PER_HALF_WORD { depth } else { 0 };
@@ -67,6 +89,7 @@ pub fn accumulate<
     values: Swizzled<u8, U>,
     read: &WarpRead<U>,
 ) {
+    let mut zeros = [[[0.0; 4]; HALVES]; M];
     for depth in 0..N8 / 2 {
         let b: [[[u32; 2]; HALVES]; M] = core::array::from_fn(|m| {
             let [low, high] = [weights[m][2 * depth], weights[m][2 * depth + 1]];
@@ -74,6 +97,14 @@ pub fn accumulate<
                 [low, high].map(|block| f16::pack(block[2 * half], block[2 * half + 1]))
             })
         });
+        if C::OFFSET != 0.0 {
+            let [low, high, ..] = C::halves(C::ZEROS);
+            for m in 0..M {
+                for half in 0..HALVES {
+                    f16::mma(&mut zeros[m][half], [low, high, low, high], b[m][half]);
+                }
+            }
+        }
         for pair in 0..U / 2 {
             let words = ldmatrix_x4_trans(read.address(values, depth, pair));
             for unit in 0..2 {
@@ -91,6 +122,26 @@ pub fn accumulate<
                             out[block + 1][m][half] = [d[2], d[3]];
                         }
                     }
+                }
+            }
+        }
+    }
+    if C::OFFSET != 0.0 {
+        subtract::<M, HALVES, D8>(out, &zeros);
+    }
+}
+
+/// Takes from the output what quantized values of 0 have added to it, in blocks of both units.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn subtract<const M: usize, const HALVES: usize, const D8: usize>(
+    out: &mut Columns<M, D8>,
+    zeros: &[[[f32; 4]; HALVES]; M],
+) {
+    for block in 0..D8 {
+        for m in 0..M {
+            for half in 0..HALVES {
+                for i in 0..2 {
+                    out[block][m][half][i] -= zeros[m][half][block % 2 * 2 + i];
                 }
             }
         }

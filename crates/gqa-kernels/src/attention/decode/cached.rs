@@ -39,7 +39,8 @@ pub trait Cached: Copy {
     /// Leaves it where the block can read it.
     fn keep(scale: Self::Scale, staging: ScaleStaging, threads: u32);
 
-    /// Makes of `tokens` new rows, rotated, what the cache holds.
+    /// Makes of `tokens` new rows, rotated, what the cache holds; others may read it behind
+    /// [`prepare`](Self::prepare).
     fn encode<const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
@@ -47,17 +48,23 @@ pub trait Cached: Copy {
         block: Block,
     );
 
-    /// Makes operands of the queries, rotated. Returns what products with them are to be multiplied
-    /// by.
+    /// Makes operands of the queries, rotated, and lets the block read what anyone has encoded.
+    /// Returns what products with them are to be multiplied by.
     fn prepare<const D8: usize, const UNITS: usize>(
         tiles: &Tiles<Self, D8, UNITS>,
         staging: ScaleStaging,
         block: Block,
     ) -> f32;
 
+    /// Scores of a lane's rows that products have too much.
+    fn zero_scores<const M: usize, const D8: usize>(
+        queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+    ) -> [[f32; 2]; M];
+
     /// As [`columns::scores`].
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+        zero_scores: &[[f32; 2]; M],
         keys: Swizzled<Self::Cell, UNITS>,
         read: &WarpRead<UNITS>,
     ) -> Fragments<M, N8>;
@@ -166,8 +173,16 @@ impl<T: MmaElement> Cached for T {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zero_scores<const M: usize, const D8: usize>(
+        _: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+    ) -> [[f32; 2]; M] {
+        [[0.0; 2]; M]
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+        _: &[[f32; 2]; M],
         keys: Swizzled<T, UNITS>,
         read: &WarpRead<UNITS>,
     ) -> Fragments<M, N8> {

@@ -88,26 +88,25 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         tokens: u32,
         block: Block,
     ) {
-        let (units, words) = (UNITS as u32, 4 * UNITS as u32);
+        let units = UNITS as u32;
         // No token's: nothing that makes NaN of a weight of 0.
         for unit in Rolled(thread_idx() + tokens * units..block.keys * units, block.threads) {
             let (row, unit) = (unit / units, unit % units);
             tiles.cached_keys.place(row, unit).store_vec(0, [0; 4]);
             tiles.cached_values.place(row, unit).store_vec(0, [0; 4]);
         }
-        for word in Rolled(thread_idx()..tokens * words, block.threads) {
-            let (row, word) = (word / words, word % words);
-            let channel = word * F::PER_WORD;
-            let encode =
-                |given: Swizzled<T, D8>, scales: Shared<f32>, cached: Swizzled<u8, UNITS>| {
-                    let given = given.place(row, channel / UNIT).offset(channel % UNIT);
-                    let place = cached.place(row, word / 4).offset(word % 4 * 4);
-                    st_shared(place.address(), encode_word::<T, F>(given, scales.offset(channel)));
-                };
-            encode(tiles.keys, staging.keys, tiles.cached_keys);
-            encode(tiles.values, staging.values, tiles.cached_values);
+        let bytes = 16 * units;
+        for byte in Rolled(thread_idx()..2 * tokens * bytes, block.threads) {
+            let (row, byte) = (byte / bytes, byte % bytes);
+            let (row, given, scales, cached) = match row.checked_sub(tokens) {
+                None => (row, tiles.keys, staging.keys, tiles.cached_keys),
+                Some(row) => (row, tiles.values, staging.values, tiles.cached_values),
+            };
+            let channel = byte * F::PER_WORD / 4;
+            let given = given.place(row, channel / UNIT).offset(channel % UNIT);
+            let place = cached.place(row, byte / 16).offset(byte % 16);
+            place.store(0, encode_byte::<T, F>(given, scales.offset(channel)));
         }
-        sync_threads();
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -120,16 +119,24 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         let unit = scaled.unit(staging, block);
         scaled.store::<F, D8>(tiles.operands, block, 1.0 / unit);
         sync_threads();
-        unit
+        unit / F::PRODUCT
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn zero_scores<const M: usize, const D8: usize>(
+        queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+    ) -> [[f32; 2]; M] {
+        quantized::zero_scores::<F, M, D8>(queries)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores<const M: usize, const UNITS: usize, const N8: usize>(
         queries: impl Fn(usize) -> [[[u32; 2]; M]; 2],
+        zero_scores: &[[f32; 2]; M],
         keys: Swizzled<u8, UNITS>,
         read: &WarpRead<UNITS>,
     ) -> Fragments<M, N8> {
-        quantized::scores::<F, M, UNITS, N8>(queries, keys, read)
+        quantized::scores::<F, M, UNITS, N8>(queries, zero_scores, keys, read)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -153,18 +160,19 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         for block in 0..D8 {
             let start = first_channel(block as u32, Self::GROUP);
             let scale = staging.values.load(start + lane() / 4 * Self::GROUP);
+            let per_unit = 1.0 / F::UNITS[block % F::PER_HALF_WORD];
             for m in 0..M {
-                out[block][m] = out[block][m].map(|half| half.map(|sum| sum * scale));
+                out[block][m] = out[block][m].map(|half| half.map(|sum| sum * per_unit * scale));
             }
         }
     }
 }
 
-/// As many quantized values as a word holds.
+/// As many quantized values as a byte holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn encode_word<T: MmaElement, F: MmaCode>(given: Shared<T>, scales: Shared<f32>) -> u32 {
+fn encode_byte<T: MmaElement, F: MmaCode>(given: Shared<T>, scales: Shared<f32>) -> u8 {
     let code = |i| F::encode(given.load(i).to_f32() / scales.load(i)) << (i * F::BITS);
-    (0..F::PER_WORD).fold(0, |word, i| word | code(i))
+    (0..8 / F::BITS).fold(0, |byte, i| byte | code(i)) as u8
 }
 
 /// Channels of which a thread knows the scales at most.
@@ -228,6 +236,7 @@ impl Scaled {
             let Some((row, unit)) = place_of::<D8>(pass, block) else { return };
             let (order, values) = (Order::of::<F>(unit * UNIT), self.0[pass]);
             for word in 0..4 {
+                let factor = factor * (F::PRODUCT / F::UNITS[word % F::PER_HALF_WORD]);
                 let [low, high] = order.columns[word].map(|column| values[column] * factor);
                 let column = order.places[word];
                 let place = tile.place(row, column / UNIT).offset(column % UNIT);

@@ -294,6 +294,13 @@ impl<
         } else {
             load_queries::<C::Operand, M, HALVES, D8>(Self::queries())
         };
+        let load = |depth| load_depth::<C::Operand, M, HALVES, D8>(Self::queries(), depth);
+        let kept = |depth: usize| [queries[2 * depth], queries[2 * depth + 1]];
+        let zero_scores = if Self::IS_TIGHT {
+            C::zero_scores::<M, D8>(load)
+        } else {
+            C::zero_scores::<M, D8>(kept)
+        };
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
         let ahead = STAGES * share.step(Self::TEAMS);
         let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
@@ -305,13 +312,10 @@ impl<
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
             let keys = if is_fresh { Self::fresh_keys() } else { Self::keys(slot) };
-            let mut weights = if !Self::IS_TIGHT {
-                let of_depth = |depth| [queries[2 * depth], queries[2 * depth + 1]];
-                C::scores::<M, UNITS, N8>(of_depth, keys, &read)
+            let mut weights = if Self::IS_TIGHT {
+                C::scores::<M, UNITS, N8>(load, &zero_scores, keys, &read)
             } else {
-                let of_depth =
-                    |depth| load_depth::<C::Operand, M, HALVES, D8>(Self::queries(), depth);
-                C::scores::<M, UNITS, N8>(of_depth, keys, &read)
+                C::scores::<M, UNITS, N8>(kept, &zero_scores, keys, &read)
             };
             sync_warp();
             Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
@@ -331,10 +335,8 @@ impl<
                     });
                 } else {
                     let bounds = [begin, share.past, limit.min(share.span.some.end)];
-                    let rows = Self::recompute_rows(p, rows, cache.layout);
-                    tree.mask(&mut weights, bounds, |m, half| {
-                        cache.layout.new_row(a, &rows, 16 * m as u32 + opaque(row_of(half)))
-                    });
+                    let word = |m, half| Self::word(16 * m as u32 + opaque(row_of(half)));
+                    tree.mask(&mut weights, bounds, word);
                 }
             }
             weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);

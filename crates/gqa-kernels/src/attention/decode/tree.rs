@@ -1,9 +1,11 @@
 //! A mask over the new tokens: drafts that speculative decoding checks at once are a tree, of which
 //! a token sees its ancestors.
 
+use super::Decode;
 use super::layout::Layout;
 use crate::concept::mask::Visible;
-use crate::simt::Global;
+use crate::params::AttentionParams;
+use crate::simt::{Global, Shared, lane, warp};
 use crate::tile::fragment::{Fragments, column_of};
 use crate::tile::rows::{Rows, Span};
 
@@ -41,19 +43,17 @@ impl Tree {
     }
 
     /// Hides what rows do not see of the keys `begin..end`, and those from `end` on; the new tokens
-    /// are those from `past` on. `row(m, half)` is the number of a lane's row in the tensor of
-    /// words.
+    /// are those from `past` on. `word(m, half)` is that of a lane's row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn mask<const M: usize, const N8: usize>(
         self,
         scores: &mut Fragments<M, N8>,
         [begin, past, end]: [u32; 3],
-        row: impl Fn(usize, usize) -> Option<usize>,
+        word: impl Fn(usize, usize) -> u64,
     ) {
         for m in 0..M {
             for half in 0..2 {
-                let word = row(m, half).map_or(0, |row| self.words.load(row) as u64);
-                let seen = keys_seen(word, [begin, past, end]) >> column_of();
+                let seen = keys_seen(word(m, half), [begin, past, end]) >> column_of();
                 for block in 0..N8 {
                     for i in 0..2 {
                         if seen >> (8 * block + i) & 1 == 0 {
@@ -63,6 +63,62 @@ impl Tree {
                 }
             }
         }
+    }
+}
+
+impl<
+    const D8: usize,
+    const UNITS: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
+{
+    /// Rows whose words a warp keeps.
+    const WORDS: u32 = Self::ROWS / Self::TEAM;
+
+    /// Asks for the word of one of the warp's rows; 0 where it is none.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn ask_word<L: Layout>(
+        a: &AttentionParams,
+        rows: &Rows,
+        layout: L,
+        tree: Tree,
+    ) -> u64 {
+        const { assert!(Self::WORDS <= 32, "a lane has one word") }
+        if tree.is_none() || lane() >= Self::WORDS {
+            return 0;
+        }
+        let row = layout.new_row(a, rows, Self::first_word() + lane());
+        row.map_or(0, |row| tree.words.load(row) as u64)
+    }
+
+    /// Leaves it where the warp can read it until it leaves its rows' states there.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn keep_word(tree: Tree, word: u64) {
+        if !tree.is_none() && lane() < Self::WORDS {
+            Self::word_of(Self::first_word() + lane()).store(0, word);
+        }
+    }
+
+    /// The word of a row of the warp.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn word(r: u32) -> u64 {
+        Self::word_of(r).load(0)
+    }
+
+    /// Where it is.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn word_of(r: u32) -> Shared<u64> {
+        Shared::at(Self::STATES).offset(Self::team() * Self::ROWS + r)
+    }
+
+    /// The warp's first row.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn first_word() -> u32 {
+        warp() % Self::TEAM * Self::WORDS
     }
 }
 

@@ -80,9 +80,8 @@ impl<
                         });
                     } else {
                         let bounds = [begin, share.past, limit.min(share.span.some.end)];
-                        tree.mask(&mut weights, bounds, |_, half| {
-                            cache.layout.new_row(a, rows, first_row + row_of(half))
-                        });
+                        let word = |_, half| Self::word(first_row + row_of(half));
+                        tree.mask(&mut weights, bounds, word);
                     }
                 }
                 let rescale = |_, half, factor| {
