@@ -620,8 +620,12 @@ impl<
         if L::MAY_BE_EMPTY && rows.count() == 0 {
             return;
         }
-        // The launch before this one may write the words, too.
-        let mut word = if prefetches { 0 } else { Self::ask_word(a, &rows, layout, tree) };
+        // Few bytes, but whoever asks for them behind the cache's waits long.
+        let ask = |rows: &Rows| {
+            let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE, Self::THREADS);
+            (scale, Self::ask_word(a, rows, layout, tree))
+        };
+        let early = (!prefetches).then(|| ask(&rows));
         let mut cache = Cache::of(a, &rows, new_tokens.present_k, new_tokens.present_v, layout);
         if Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
@@ -655,10 +659,7 @@ impl<
         if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
         }
-        let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE, Self::THREADS);
-        if prefetches {
-            word = Self::ask_word(a, &rows, layout, tree);
-        }
+        let (scale, word) = early.unwrap_or_else(|| ask(&rows));
         wait_for_all_but(2 * STAGES);
         C::keep(scale, staging, Self::THREADS);
         Self::keep_word(tree, word);
