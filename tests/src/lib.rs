@@ -24,7 +24,7 @@ pub use entries::{every_entry, is_of_attention};
 pub use hostile::hostile;
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, paged, paged_concurrent, paged_mixed,
-    paged_prompts, paged_steps, slow_device,
+    paged_prompts, paged_steps, slow_device, with_some_lse,
 };
 pub use paged_read::{PagedReadCase, paged_reads};
 pub use parity::{Judge, Parity, any_dtype, half_dtype, identical, parity, sequences};

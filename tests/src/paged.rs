@@ -80,7 +80,7 @@ pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
 
 /// Kernels for sequences of few tokens.
 pub const DECODE_KERNELS: [Family; 2] = [Family::DecodePaged, Family::DecodePagedQuantized];
-/// Kernels for prompts.
+/// Kernels for prompts that can begin before them.
 pub const PREFILL_KERNELS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
 
 /// Such of these calls as the planner gives to two concurrent kernels, of which one of `first`
@@ -134,8 +134,17 @@ pub fn paged(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<Paged
         .boxed()
 }
 
-/// Calls that the planner gives to `hopper_paged`: as of [`paged`], with a sequence of 64 tokens or
-/// more, in blocks that boxes fit, and without log-sum-exps.
+/// The same with log-sum-exps in some, which `tiled_paged` has and `hopper_paged` has not.
+pub fn with_some_lse(cases: BoxedStrategy<PagedCase>) -> BoxedStrategy<PagedCase> {
+    let with = |(case, lse): (PagedCase, bool)| {
+        let in_some = Case { lse, ..case.case };
+        PagedCase { case: in_some, ..case }
+    };
+    (cases, any::<bool>()).prop_map(with).boxed()
+}
+
+/// Calls that the planner gives to `hopper_paged`, or `tiled_paged`: as of [`paged`], with a
+/// sequence of 64 tokens or more, in blocks that boxes fit, and without log-sum-exps.
 pub fn paged_prompts(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let block_sizes = prop::sample::select(vec![16usize, 32, 64, 128, 256]);
     (paged(cases, max_rows), block_sizes, any::<prop::sample::Index>())

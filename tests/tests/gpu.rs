@@ -11,7 +11,7 @@ use gqa_tests::{
     identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts, paged_reads,
     paged_steps, parity, prompts, prompts_of_wide_scores, quantized, quantized_output,
     quantized_prompts, quantized_steps, rotated_prompts, sequences, sliding, slow_device, steps,
-    tall_steps, tree_steps, trees, turned_float8_prompts,
+    tall_steps, tree_steps, trees, turned_float8_prompts, with_some_lse,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -273,6 +273,23 @@ fn paged_caches() {
     run("cuda, paged prompts", 500, prompts, off());
     let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
     run("cuda, paged prompts, quantized", 500, codes, off());
+}
+
+/// Blocks read in place by the kernels of GPUs without wgmma, alone and behind decode steps.
+#[test]
+#[ignore = "needs a GPU"]
+fn paged_prompts_without_wgmma() {
+    for name in ["a100", "rtx4090"] {
+        let device = DeviceInfo::known(name).expect("a known device");
+        let gpu = cuda(PlanOptions::default()).with_device(device);
+        let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 40), 300);
+        parity(&format!("cuda, {name}, paged prompts"), 500, with_some_lse(prompts), &gpu);
+        let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 40)), 300);
+        let codes = with_some_lse(codes);
+        parity(&format!("cuda, {name}, paged prompts, quantized"), 200, codes, &gpu);
+        let mixed = with_some_lse(paged_mixed(steps(40), 1500));
+        parity(&format!("cuda, {name}, mixed batches"), 300, mixed, &gpu);
+    }
 }
 
 /// Nothing is appended, and there may be more tokens than keys.

@@ -6,7 +6,7 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, paged,
     paged_concurrent, paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized,
-    slow_device, steps,
+    slow_device, steps, with_some_lse,
 };
 
 #[test]
@@ -78,6 +78,31 @@ fn as_planned_for_ampere() {
     let device = DeviceInfo::known("a100").expect("a known device");
     let cases = paged(case(half_dtype(), heads_up_to(256), 24), 60);
     parity("sim, a100, paged", 100, cases, &Sim::default().with_device(device));
+}
+
+/// Where they lie, by the kernels of GPUs without wgmma.
+#[test]
+fn prompts_on_ampere() {
+    for name in ["a100", "rtx4090"] {
+        let sim = Sim::default().with_device(DeviceInfo::known(name).expect("a known device"));
+        let cases = paged_prompts(case(half_dtype(), heads_up_to(256), 24), 60);
+        parity(&format!("sim, {name}, paged prompts"), 40, with_some_lse(cases), &sim);
+        let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 60);
+        let codes = with_some_lse(codes);
+        parity(&format!("sim, {name}, paged prompts, quantized"), 10, codes, &sim);
+    }
+}
+
+/// The decode kernel first, and then that of prompts.
+#[test]
+fn mixed_batches_on_ampere() {
+    let ampere = DeviceInfo::known("a100").expect("a known device");
+    let small = DeviceInfo { multiprocessors: 2, ..ampere };
+    let sim = Sim::default().with_device(small);
+    let elements = with_some_lse(paged_mixed(steps(24), 60));
+    parity("sim, a100, mixed batches", 10, elements, &sim);
+    let codes = with_some_lse(paged_mixed(quantized(steps(24)), 60));
+    parity("sim, a100, mixed batches, quantized", 5, codes, &sim);
 }
 
 #[test]

@@ -327,6 +327,8 @@ fn explain_tells_what_reads_blocks() -> Result {
     assert!(step.stdout.contains("chosen: gqa_decode_paged_bf16_d128_r8"), "{}", step.stdout);
     let prompt = words("explain --query-length 512 --block-size 64")?;
     assert!(prompt.stdout.contains("chosen: gqa_hopper_paged_bf16_d128"), "{}", prompt.stdout);
+    let ampere = words("explain --query-length 512 --block-size 16 --device a100")?;
+    assert!(ampere.stdout.contains("chosen: gqa_tiled_paged_bf16_d128"), "{}", ampere.stdout);
     let odd = words("explain --query-length 512 --block-size 48")?;
     assert!(odd.stdout.contains("gqa_paged_gather"), "{}", odd.stdout);
     let call = "explain --batch 32 --query-length 512 --past-length 3584";

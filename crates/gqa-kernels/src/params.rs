@@ -164,6 +164,29 @@ pub struct PagedHopperParams {
     pub reserved: u32,
 }
 
+/// Scalars of `tiled` where the cache consists of blocks, each a power of two of rows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct PagedTiledParams {
+    /// The call: `q_len` is the most tokens of a sequence, `capacity` the rows of its blocks; batch
+    /// strides are 0.
+    pub attention: AttentionParams,
+    /// Rotary embedding of queries; `dim` 0 where they are rotated already.
+    pub rotary: RotaryParams,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Blocks of a sequence: columns of block_table.
+    pub per_sequence: u32,
+    /// Logarithm of a block's rows, 16 or more.
+    pub log_block_size: u32,
+    /// Blocks of the cache.
+    pub blocks: u32,
+    /// Sequences with fewer tokens are another launch's.
+    pub least: u32,
+    /// 1: lengths count the new tokens. 0: the rows before them.
+    pub counts_new: u32,
+}
+
 /// Scalars of `hopper_float8`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -534,6 +557,8 @@ const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() 
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 6 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);
+const _: () =
+    assert!(size_of::<PagedTiledParams>() == size_of::<AttentionParams>() + 4 * 4 + 6 * 4);
 const _: () = assert!(size_of::<QuantizedHopperParams>() == size_of::<HopperParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<QuantizedPagedHopperParams>() == size_of::<PagedHopperParams>() + 2 * 4);

@@ -146,6 +146,11 @@ pub enum Rejection {
         /// The fewest that pay.
         min: usize,
     },
+    /// Kernels of faster instructions take the call, if over rows side by side only.
+    FasterTiles {
+        /// The instructions.
+        by: Capability,
+    },
     /// The GPU lacks what the kernel is made of.
     Capability {
         /// What that is.
@@ -228,6 +233,7 @@ impl fmt::Display for Rejection {
             Self::NewRows { got, max } => write!(f, "{got} new rows are over {max}"),
             Self::FewRows { got, min } => write!(f, "{got} query rows are under {min}"),
             Self::FewKeys { got, min } => write!(f, "{got} keys are under {min}"),
+            Self::FasterTiles { by } => write!(f, "kernels with {by} do better over gathered rows"),
             Self::Capability { need, sm } => {
                 write!(f, "needs {need}, which compute capability {} has not", capability(*sm))
             }

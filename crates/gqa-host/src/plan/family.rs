@@ -19,6 +19,11 @@ pub(super) trait Family: Sync {
         false
     }
 
+    /// Whether its launches draw tiles, of one query head each, from a queue that two can share.
+    fn draws_tiles(&self) -> bool {
+        false
+    }
+
     /// The options that concern it. Those that switch it off come in the order in which they are
     /// named as the reason.
     fn options(&self) -> &'static [PlanOption];

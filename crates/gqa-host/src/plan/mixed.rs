@@ -1,10 +1,10 @@
 //! Mixed prefill and decode: which kernels attend to which sequences of a paged call.
 //!
 //! Sequences of few tokens suit `decode_paged`, which reads keys once for all query heads that
-//! share them, and those of many `hopper_paged`, whose tiles they would leave almost empty. A batch
-//! may have both, as servers make them that add decode steps of running sequences to a prefill. How
-//! many tokens each sequence has only the device knows; so each kernel leaves out the sequences of
-//! the other one.
+//! share them, and those of many `hopper_paged` or `tiled_paged`, whose tiles they would leave
+//! almost empty. A batch may have both, as servers make them that add decode steps of running
+//! sequences to a prefill. How many tokens each sequence has only the device knows; so each kernel
+//! leaves out the sequences of the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
 //! delivers. So where that pays a primary launch of `hopper_paged` begins first, on some SMs,
@@ -19,7 +19,9 @@
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
 use super::device::DeviceInfo;
-use super::families::{DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized};
+use super::families::{
+    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, TiledPaged,
+};
 use super::family::{Call, Choice, Family, Job, Task, TileQueue};
 use super::launch::Launch;
 use super::options::PlanOptions;
@@ -96,7 +98,7 @@ impl Attentions {
         };
         let task = Task { appended: true, ..whole };
         let few = Few::of(problem, pages, |problem| consider(step, problem));
-        let Some(few) = few.filter(|few| few.lengths.come_apart(problem, device)) else {
+        let Some(few) = few.filter(|few| few.lengths.come_apart(problem, &prompt, device)) else {
             let all = Attention { problem: read, choice: prompt, task };
             return Self { chosen: vec![all], decisions };
         };
@@ -117,11 +119,13 @@ impl Attentions {
             decisions.push(decision(family, &outcome));
             outcome.ok().map(|choice| (problem, choice))
         };
-        if problem.quantized.is_none() {
-            return ask(&HopperPaged, problem.clone());
-        }
-        ask(&HopperPagedQuantized, problem.clone())
-            .or_else(|| ask(&HopperPaged, problem.dequantized()))
+        let quantized = problem.quantized.is_some();
+        let in_place = if quantized { ask(&HopperPagedQuantized, problem.clone()) } else { None };
+        in_place.or_else(|| {
+            let numbers = if quantized { problem.dequantized() } else { problem.clone() };
+            let families: [&'static dyn Family; 2] = [&HopperPaged, &TiledPaged];
+            families.into_iter().find_map(|family| ask(family, numbers.clone()))
+        })
     }
 }
 
@@ -183,7 +187,9 @@ impl Mixed<'_> {
                 ..task
             },
         };
-        let primary = lengths.primary_blocks(problem, &few, &prompt, device);
+        let shares_tiles = prompt.family.draws_tiles();
+        let primary =
+            shares_tiles.then(|| lengths.primary_blocks(problem, &few, &prompt, device)).flatten();
         // Arrivals would be counted where work is.
         let concurrent = choice.kernel.splits == 1;
         let few = |task| Attention { problem: few, choice, task };
@@ -226,12 +232,13 @@ impl Lengths {
         Self { few, many, tokens, keys }
     }
 
-    /// Whether a launch for those of few tokens costs less than they do in the tiles of
-    /// `hopper_paged`.
-    fn come_apart(self, p: &Problem, device: &DeviceInfo) -> bool {
+    /// Whether a launch for those of few tokens costs less than they do in the tiles of the kernel
+    /// for prefill, which are of a query head or of all that share a KV head.
+    fn come_apart(self, p: &Problem, prompt: &Choice, device: &DeviceInfo) -> bool {
         /// What the launch costs, in key tiles of each SM.
         const LAUNCH: usize = 6;
-        let tiles = self.few.saturating_mul(p.q_heads).saturating_mul(self.keys.div_ceil(KEYS));
+        let heads = if prompt.family.draws_tiles() { p.q_heads } else { p.kv_heads };
+        let tiles = self.few.saturating_mul(heads).saturating_mul(self.keys.div_ceil(KEYS));
         tiles > LAUNCH * device.multiprocessors as usize
     }
 

@@ -7,10 +7,11 @@
 //! | `paged_append`, or `paged_append_quantized`: new rows into the cache, queries into scratch | but the queries, where slot_mapping says where they go | but the queries, and the rows that `decode_paged` appends | always |
 //! | `paged_dequantize`: dequantized keys and values of the prompts, in blocks in scratch | | where the cache holds quantized values | |
 //! | `paged_gather`: the rows of every sequence into scratch | | | always |
-//! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
+//! | attention | `decode_paged`, `decode_paged_quantized` | `hopper_paged` or `tiled_paged`, and `decode_paged` (`mixed.rs`) | any kernel |
 //! | `paged_scatter`: output rows, and log-sum-exps, to their tokens | | | unless every sequence has one token, and no log-sum-exps are wanted |
 //!
-//! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows.
+//! `hopper_paged` has no log-sum-exps: of prompts these come from attention over gathered rows,
+//! where that GPU has it.
 //!
 //! Where the new rows are in the cache already, nothing is appended: `paged_append` is there for
 //! queries, or not at all.

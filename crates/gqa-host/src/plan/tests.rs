@@ -8,9 +8,9 @@ use crate::{
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
-    PagedDecodeParams, PagedHopperParams, PagedParams, PrologueParams, QuantizeOutputParams,
-    QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams, RollingParams, Strides,
-    TreeMaskParams,
+    PagedDecodeParams, PagedHopperParams, PagedParams, PagedTiledParams, PrologueParams,
+    QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams,
+    RollingParams, Strides, TreeMaskParams,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -1258,7 +1258,6 @@ fn blocks_are_gathered() {
         assert_eq!(rejection(p, "h200", &off, Family::DecodePaged), step);
         assert_eq!(rejection(p, "h200", &off, Family::HopperPaged), prompt);
     };
-    let many = "2048 packed query rows are over 128";
     let new = "17 new rows are over 16";
     let large = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (256, 256));
     rejections(&large, [new, "17 query rows are under 64"]);
@@ -1266,8 +1265,6 @@ fn blocks_are_gathered() {
     let why = "blocks of 48 rows are no power of two of 16 or more";
     rejections(&odd(over_blocks(8, 1, 500)), [why, why]);
     rejections(&odd(over_blocks(8, 512, 512)), [why, why]);
-    let scaled = with(over_blocks(8, 512, 512), |p| p.scale = -1.0);
-    rejections(&scaled, [many, "scale -1 is not positive"]);
     assert_eq!(
         kernels(&odd(over_blocks(8, 512, 512)), &off),
         ["paged_append", "paged_gather", "hopper_f16_d128", "paged_scatter"]
@@ -1280,8 +1277,6 @@ fn blocks_are_gathered() {
     assert_eq!(kernels(&codes(2), &off), ["decode_paged_i8_f16_d128_r8"]);
     let few = quantized(over_blocks(1, 33, 512), CODES[0]);
     assert_eq!(kernels(&few, &off)[..2], [append, gather]);
-    let general = with(codes(512), |p| p.scale = -1.0);
-    assert_eq!(kernels(&general, &off)[..2], [append, gather]);
 }
 
 /// Chunks of few rows are multiplied by quantized values that each row tile converts.
@@ -1325,6 +1320,58 @@ fn chunks_read_quantized_caches() {
     refused(&llama(512, 7680), "the KV cache is not quantized");
     let apart = with(chunk(512), |p| p.cache = CacheBinding::Separate);
     refused(&apart, "past and present are not one cache");
+}
+
+/// On GPUs without wgmma, whatever the sequences' lengths, and with log-sum-exps.
+#[test]
+fn blocks_are_read_where_they_are_without_wgmma() {
+    let off = PlanOptions::default();
+    let on = |name: &str, p: &Problem, options: &PlanOptions| -> Vec<_> {
+        plan(p, &device(name), options).unwrap().launches.iter().map(kernel).collect()
+    };
+    let prompt = ["paged_append", "tiled_paged_f16_d128"];
+    let wide = |p: Problem, size| with(p, |p| (p.head_size, p.v_head_size) = (size, size));
+    for name in ["a100", "rtx3090", "rtx4090", "b200", "rtx5090"] {
+        assert_eq!(on(name, &over_blocks(8, 512, 512), &off), prompt, "{name}");
+        let lse = with(over_blocks(8, 512, 512), |p| p.lse = true);
+        assert_eq!(on(name, &lse, &off), prompt, "{name}");
+        let large = wide(over_blocks(8, 512, 512), 248);
+        assert_eq!(on(name, &large, &off)[1..], ["tiled_paged_f16_d256"], "{name}");
+    }
+    let appended = over_blocks(8, 512, 512).appended();
+    assert_eq!(on("a100", &appended, &off), prompt[1..]);
+    let odd = with_pages(over_blocks(8, 512, 512), |pages| Pages { block_size: 48, ..pages });
+    assert_eq!(on("a100", &odd, &off)[1], "paged_gather");
+    let codes = quantized(over_blocks(8, 512, 512), CODES[0]);
+    let launches = ["paged_append_quantized_i8", "paged_dequantize_i8", "tiled_paged_f16_d128"];
+    assert_eq!(on("a100", &codes, &off), launches);
+    // A decode step of each sequence beside a prompt; nobody shares tiles with a launch beside it.
+    let mixed = with_pages(over_blocks(64, 512, 8192), |pages| Pages { tokens: 575, ..pages });
+    let [append, tiled] = prompt;
+    assert_eq!(on("a100", &mixed, &off), ["decode_paged_f16_d128_r8", append, tiled]);
+    let many = plan(&mixed, &device("a100"), &off).unwrap().launches;
+    let many: &PagedTiledParams = bytemuck::from_bytes(&many[2].params);
+    assert_eq!((many.tokens, many.least, many.log_block_size), (575, 3, 6));
+    // Nor does Hopper's kernel take every call.
+    let scaled = with(over_blocks(8, 512, 512), |p| p.scale = -1.0);
+    assert_eq!(on("h200", &scaled, &off), prompt);
+    let why = rejection(&scaled, "h200", &off, Family::HopperPaged);
+    assert_eq!(why, "scale -1 is not positive");
+    let why = rejection(&scaled, "h200", &off, Family::DecodePaged);
+    assert_eq!(why, "2048 packed query rows are over 128");
+    // Splits of the keys fill more SMs where rows are few.
+    let few = with(over_blocks(1, 40, 8000), |p| p.q_heads = p.kv_heads);
+    let why = rejection(&few, "a100", &off, Family::TiledPaged);
+    assert!(why.starts_with("does not split the keys"), "{why}");
+    let lse = with(over_blocks(8, 512, 512), |p| p.lse = true);
+    let why = rejection(&lse, "h200", &off, Family::TiledPaged);
+    assert_eq!(why, "kernels with wgmma do better over gathered rows");
+    let force = Some("gqa_tiled_paged_f16_d128");
+    let forced = PlanOptions { force, ..PlanOptions::default() };
+    assert_eq!(on("h200", &over_blocks(8, 512, 512), &forced), prompt);
+    let switched = PlanOptions { disable_flash_attention: true, ..PlanOptions::default() };
+    let why = rejection(&over_blocks(8, 512, 0), "a100", &switched, Family::TiledPaged);
+    assert_eq!(why, "switched off by GQA_DISABLE_FLASH_ATTENTION");
 }
 
 /// Quantized values of prompts become numbers in blocks of their own, whatever the blocks of the
@@ -1478,6 +1525,7 @@ fn check(plan: &Plan, launch: &Launch) {
             }
             Family::Decode | Family::DecodeQuantized => decode_reach(name, launch, element),
             Family::HopperPaged => hopper_paged_reach(name, launch, element),
+            Family::TiledPaged => tiled_paged_reach(name, launch, element),
             Family::HopperQuantized | Family::HopperPagedQuantized if name.ends_with("_scale") => {
                 scales_reach(&plan.problem)
             }
@@ -1743,6 +1791,23 @@ fn hopper_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
         "past_seqlens" => a.batch as usize * 4,
         "block_table" => (a.batch * p.per_sequence) as usize * 4,
         _ => rotating_reach(name, &p.hopper, element),
+    }
+}
+
+fn tiled_paged_reach(name: &str, launch: &Launch, element: usize) -> usize {
+    let p: &PagedTiledParams = bytemuck::from_bytes(&launch.params);
+    let a = &p.attention;
+    let rows = |strides, heads, rows| reach(strides, [1, heads, rows], a.head_size) * element;
+    match name {
+        "k" | "v" => rows(a.k, a.kv_heads, p.blocks << p.log_block_size),
+        "q" => rows(a.q, a.q_heads, p.tokens),
+        "out" => rows(a.out, a.q_heads, p.tokens),
+        "lse" => (a.q_heads * p.tokens) as usize * 4,
+        "cos" | "sin" => p.rotary.max_positions as usize * (p.rotary.dim / 2) as usize * element,
+        "starts" => (a.batch + 1) as usize * 4,
+        "past_seqlens" => a.batch as usize * 4,
+        "block_table" => (a.batch * p.per_sequence) as usize * 4,
+        _ => attention_reach(name, a, element),
     }
 }
 

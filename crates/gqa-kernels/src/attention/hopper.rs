@@ -545,7 +545,8 @@ pub fn grid(p: &AttentionParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn paged_grid(p: &PagedHopperParams, rows: u32, multiprocessors: u32) -> [u32; 3] {
     let a = &p.hopper.attention;
-    let work = u64::from(pages::row_tiles(p.tokens, a.batch, rows)) * u64::from(a.q_heads);
+    let tiles = crate::tile::pages::row_tiles(p.tokens, a.batch, rows);
+    let work = u64::from(tiles) * u64::from(a.q_heads);
     [u32::try_from(work).unwrap_or(u32::MAX).min(multiprocessors), 1, 1]
 }
 

@@ -15,6 +15,11 @@
 //! up to `HEAD_SIZE`: columns behind it are zero in the tiles and not written. lse, which may be
 //! null, is (batch, query head, S).
 //!
+//! **Over a paged KV cache** tokens of all sequences are query rows of one batch entry, and tiles
+//! of K and V are put together from pieces of 16 rows, each in one block (`tiled/layout.rs`).
+//! Queries are rotated in shared memory, because a launch of its own would write them all for
+//! attention to read them again.
+//!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
 //! elements ([`Swizzled`]), and what the block must know of each query row: which row and head it
 //! is, and the keys it sees. In the end each warp's query rows carry its output on the way to
@@ -37,18 +42,27 @@
 //! Only tiles that some row sees partly are masked. Rows of padding give 0 and -inf. A bias or a
 //! mask is read where it lies, by the threads whose scores it belongs to ([`Bias`]).
 
+mod layout;
+
+use crate::concept::heads::Group;
 use crate::concept::softmax::SoftmaxState;
-use crate::num::MmaElement;
-use crate::params::{AttentionParams, MaskedParams};
+use crate::num::{MmaElement, quotient};
+use crate::params::{AttentionParams, MaskedParams, PagedTiledParams};
+use crate::prologue::rope::Rope;
 use crate::simt::{
-    Global, Shared, block_idx_x, cp_async_commit, cp_async_wait, lane, opaque, sync_threads,
-    sync_warp, thread_idx, warp,
+    Global, Rolled, Shared, block_idx_x, cp_async_commit, cp_async_wait, lane, opaque,
+    sync_threads, sync_warp, thread_idx, warp,
 };
 use crate::tile::bias::Bias;
 use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
+use crate::tile::pages;
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh_plain, weigh_with_slack};
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
+use layout::{Blocks, Layout, SideBySide};
+
+/// Fewest rows of a block of a paged KV cache.
+pub const LEAST_BLOCK: u32 = Blocks::PIECE;
 
 /// A shape of tiles: warps of `M` blocks of 16 rows, `D8` blocks of 8 columns, `N8` blocks of 8
 /// keys; with a bias or a mask or without.
@@ -95,6 +109,13 @@ pub fn grid(p: &AttentionParams, rows: u32) -> [u32; 3] {
     [row_tiles(p, rows) * p.kv_heads * p.batch, 1, 1]
 }
 
+/// The same over a paged KV cache.
+pub fn paged_grid(p: &PagedTiledParams, rows: u32) -> [u32; 3] {
+    let a = &p.attention;
+    let of_tokens = Group::new(a.q_heads, a.kv_heads).rows(p.tokens);
+    [pages::row_tiles(of_tokens, a.batch, rows) * a.kv_heads, 1, 1]
+}
+
 impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     Tiled<M, D8, N8, THREADS, false>
 {
@@ -111,7 +132,43 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
         p: AttentionParams,
     ) {
         let rows = Rows::of_block(&p, seqlens_k, block_idx_x(), Self::ROWS);
-        Self::block(&p, &rows, None, [q, k, v, head_sink, out], lse);
+        Self::block(&p, &rows, SideBySide, || (), None, [q, k, v, head_sink, out], lse);
+    }
+
+    /// The kernel for a paged KV cache: k and v are (block, row, KV head, head size), of which
+    /// `block_table`, (batch, blocks of a sequence), gives some to each sequence. Query and output
+    /// rows are the tokens of all sequences, of which sequence `b` has those from `starts[b]` on,
+    /// behind `past_seqlens[b]` keys that the call does not add. lse, which may be null, is (query
+    /// head, token).
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged<T: MmaElement>(
+        q: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        out: Global<T>,
+        lse: Global<f32>,
+        p: PagedTiledParams,
+    ) {
+        let sequences = Blocks::sequences(starts, past_seqlens, &p);
+        let (rows, batch) = Rows::of_sequences(&p.attention, sequences, block_idx_x(), Self::ROWS);
+        if rows.count() == 0 {
+            return;
+        }
+        let blocks = Blocks::new(block_table, batch, &p);
+        let rope = Rope { cos, sin, position_ids: Global::null(), params: p.rotary };
+        let tokens = AttentionParams { q_len: p.tokens, ..p.attention };
+        let rotate = || {
+            if rope.params.dim > 0 {
+                Self::rotate(&rope, &rows);
+            }
+        };
+        Self::block(&tokens, &rows, blocks, rotate, None, [q, k, v, head_sink, out], lse);
     }
 }
 
@@ -134,7 +191,8 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32>
     ) {
         let rows = Rows::of_block(&p.attention, seqlens_k, block_idx_x(), Self::ROWS);
         let bias = Some(Bias::new(bias, mask, &p));
-        Self::block(&p.attention, &rows, bias, [q, k, v, head_sink, out], lse);
+        let tensors = [q, k, v, head_sink, out];
+        Self::block(&p.attention, &rows, SideBySide, || (), bias, tensors, lse);
     }
 }
 
@@ -157,22 +215,25 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     const WARP_ROWS: u32 = M as u32 * 16;
     const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, D8);
 
-    /// One block, with a bias or without.
+    /// One block, with a bias or without, of queries that are rotated or still have to be.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn block<T: MmaElement>(
+    fn block<T: MmaElement, L: Layout>(
         p: &AttentionParams,
         rows: &Rows,
+        layout: L,
+        rotate: impl FnOnce(),
         bias: Option<Bias<T>>,
         [q, k, v, head_sink, out]: [Global<T>; 5],
         lse: Global<f32>,
     ) {
-        Self::load_queries(p, rows, q);
+        Self::load_queries(p, rows, layout, q);
+        rotate();
 
         let mut acc = zeros::<M, D8>();
         let mut states = [[SoftmaxState::EMPTY; 2]; M];
         match bias {
             Some(bias) => Self::attend_masked(p, rows, bias, [k, v], &mut states, &mut acc),
-            None => Self::attend(p, rows, [k, v], &mut states, &mut acc),
+            None => Self::attend(p, rows, layout, [k, v], &mut states, &mut acc),
         }
 
         let factors = close_all(p, rows, head_sink, lse, states, Self::row);
@@ -210,23 +271,49 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     /// Starts copying the queries, and keeps what the block must know of its rows. Where queries
     /// are does not depend on the sequence's length, which is on its way meanwhile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn load_queries<T: MmaElement>(p: &AttentionParams, rows: &Rows, q: Global<T>) {
+    fn load_queries<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        layout: impl Layout,
+        q: Global<T>,
+    ) {
         let copy = RowCopy::<D8, THREADS>::of(thread_idx());
         copy.start(Swizzled::<T, D8>::at(0), Self::ROWS, p.head_size, |r| {
-            let (s, head) = rows.query(r);
+            let (s, head) = layout.query(rows, r);
             let exists = s < p.q_len;
             (q.offset(if exists { p.q.at(rows.batch, head, s) } else { 0 }), exists)
         });
         for r in (thread_idx()..Self::ROWS).step_by(THREADS as usize) {
-            rows.row(r).keep(Self::kept(r));
+            layout.row(rows, r).keep(Self::kept(r));
+        }
+    }
+
+    /// Waits for the queries and rotates them.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn rotate<T: MmaElement>(rope: &Rope<T>, rows: &Rows) {
+        cp_async_commit();
+        cp_async_wait::<0>();
+        sync_threads();
+        let half = rope.params.dim / (2 * T::PER_VEC);
+        let queries = Swizzled::<T, D8>::at(0);
+        for pair in Rolled(thread_idx()..rows.count() * half, THREADS) {
+            let r = quotient(pair, half);
+            let unit = pair - r * half;
+            let places = [queries.place(r, unit), queries.place(r, unit + half)];
+            let position = rope.position(0, rows.query(r).0, rows.seqlen.past);
+            let angles = rope.angles(unit * T::PER_VEC, position);
+            let rotated = rope.rotate(places.map(|place| place.load_vec(0)), angles);
+            places[0].store_vec(0, rotated[0]);
+            places[1].store_vec(0, rotated[1]);
         }
     }
 
     /// The loop over key tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend<T: MmaElement>(
+    fn attend<T: MmaElement, L: Layout>(
         p: &AttentionParams,
         rows: &Rows,
+        layout: L,
         [k, v]: [Global<T>; 2],
         states: &mut States<M>,
         acc: &mut [[[f32; 4]; D8]; M],
@@ -236,20 +323,23 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let k = (k.offset(p.k.at(rows.batch, rows.kv_head, 0)), p.k.row);
         let v = (v.offset(p.v.at(rows.batch, rows.kv_head, 0)), p.v.row);
         let scale = ScoreScale::new(p.scale, p.softcap);
-        let span = rows.span();
-        let copy = |tile, source, begin| {
+        let span = layout.span(rows);
+        let copy = |tile, source, begin, spots| {
             // Anew too: there is no register for it either.
             let copy = RowCopy::<D8, THREADS>::of(opaque(thread_idx()));
-            copy.start_rows(tile, Self::KEYS, p.head_size, source, begin..span.some.end);
+            let range = begin..span.some.end;
+            layout.start(copy, tile, Self::KEYS, p.head_size, source, range, spots);
             cp_async_commit();
         };
 
-        let mut begin = span.some.first;
-        copy(keys, k, begin);
+        let mut begin = span.some.first / L::PIECE * L::PIECE;
+        let mut spots = layout.find(begin, 0, span.some.end);
+        copy(keys, k, begin, spots);
         while begin < span.some.end {
             cp_async_wait::<0>();
             sync_threads();
-            copy(values, v, begin);
+            copy(values, v, begin, spots);
+            spots = layout.find(begin, Self::KEYS, span.some.end);
 
             let mut weights = scores::<T, M, D8, N8>(Self::queries(), keys, &Self::reads());
             scale.adjust(&mut weights);
@@ -261,7 +351,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
             sync_threads();
             let next = begin + Self::KEYS;
             if next < span.some.end {
-                copy(keys, k, next);
+                copy(keys, k, next, spots);
             }
 
             weigh_with_slack(states, &mut weights, acc, scale);

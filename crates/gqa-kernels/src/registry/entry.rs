@@ -103,6 +103,8 @@ families! {
     Tiled: "tiled", "family-tiled", ["sm_75" ptx 65, "sm_80", "sm_90a"];
     /// The same with a bias or a mask.
     TiledMasked: "tiled_masked", "family-tiled-masked", ["sm_75" ptx 65, "sm_80"];
+    /// The same over a paged KV cache.
+    TiledPaged: "tiled_paged", "family-tiled-paged", ["sm_80"];
     /// The same in float32.
     TiledF32: "tiled_f32", "family-tiled-f32", ["sm_80"];
     /// The same for heads larger than 256.

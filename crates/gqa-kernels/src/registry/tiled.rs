@@ -2,10 +2,11 @@
 
 use crate::attention::{tiled, tiled_f32, tiled_wide};
 use crate::num::{bf16, f16};
-use crate::params::{AttentionParams, MaskedParams};
+use crate::params::{AttentionParams, MaskedParams, PagedTiledParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[TILED, TILED_MASKED, TILED_F32, TILED_WIDE];
+pub(super) static TABLES: &[&[super::Entry]] =
+    &[TILED, TILED_MASKED, TILED_PAGED, TILED_F32, TILED_WIDE];
 
 kernels_by_head_size!(TILED, Tiled: Attention, "family-tiled",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), communicates: false, {
@@ -28,6 +29,29 @@ kernels_by_head_size!(TILED_MASKED, TiledMasked: Attention, "family-tiled-masked
     gqa_tiled_masked_f16_d64, gqa_tiled_masked_bf16_d64 => tiled::MaskedD64, 2;
     gqa_tiled_masked_f16_d256, gqa_tiled_masked_bf16_d256 => tiled::MaskedD256, 1;
 });
+
+/// Rows of the kernels for paged KV caches, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE,
+/// blocks that fit on an SM together`.
+macro_rules! tiled_paged_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
+        tiled_paged_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
+        kernels!(TILED_PAGED, TiledPaged: Attention, "family-tiled-paged",
+            (q: T, k: T, v: T, cos: T, sin: T, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, lse: f32;
+             p: PagedTiledParams), { $(
+            $name => <$shape>::run_paged, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: 80 };
+        )* });
+    };
+}
+
+tiled_paged_kernels! {
+    gqa_tiled_paged_f16_d64, gqa_tiled_paged_bf16_d64 => tiled::D64, 2;
+    gqa_tiled_paged_f16_d128, gqa_tiled_paged_bf16_d128 => tiled::D128, 2;
+    gqa_tiled_paged_f16_d256, gqa_tiled_paged_bf16_d256 => tiled::D256, 2;
+}
 
 /// Rows of the float32 kernels: `NAME => SHAPE, blocks that fit on an SM together`. A `quick`
 /// device build leaves out the second set.

@@ -7,6 +7,7 @@ use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{Element, quotient};
 use crate::params::{AttentionParams, sink};
 use crate::simt::{Global, Shared, lane};
+use crate::tile::pages::{self, Sequences};
 use crate::tile::softmax::{States, total};
 use bytemuck::Pod;
 use core::ops::Range;
@@ -160,14 +161,29 @@ impl Rows {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn of_block(p: &AttentionParams, seqlens_k: Global<i32>, block: u32, height: u32) -> Self {
         let (heads, tiles) = (p.kv_heads * p.batch, row_tiles(p, height));
-        let group = Group::new(p.q_heads, p.kv_heads).size;
-        let section = if p.l2_section == 0 { heads } else { quotient(p.l2_section, group) };
-        let nth = quotient(block, section * tiles);
-        let within = block - nth * section * tiles;
-        let here = section.min(heads - nth * section);
-        let tile = quotient(within, here);
-        let head_and_batch = nth * section + within - tile * here;
-        Self::new(p, seqlens_k, tiles - 1 - tile, head_and_batch, height)
+        let section = section(p, heads);
+        let (tile, head_and_batch) = in_order(block, section, heads, tiles);
+        Self::new(p, seqlens_k, tile, head_and_batch, height)
+    }
+
+    /// Those of a tile of a sequence in a call over a paged KV cache, as if the tokens of all
+    /// sequences were one batch entry: the block's of so many that are numbered through all
+    /// sequences, and in the order of [`of_block`](Self::of_block). Says which sequence it is.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn of_sequences(
+        p: &AttentionParams,
+        sequences: Sequences,
+        block: u32,
+        height: u32,
+    ) -> (Self, u32) {
+        let group = Group::new(p.q_heads, p.kv_heads);
+        let tiles = pages::row_tiles(group.rows(sequences.tokens), p.batch, height);
+        let section = section(p, p.kv_heads);
+        let (tile, kv_head) = in_order(block, section, p.kv_heads, tiles);
+        let (batch, index) = sequences.find(tile, p.batch, group.size, height);
+        let sequence = sequences.get(batch, p);
+        let rows = Self::of(p, index, kv_head, 0, height).among(sequence.start, sequence.new);
+        (Self { seqlen: sequence.seqlen(), ..rows }, batch)
     }
 
     /// Rows that exist.
@@ -217,6 +233,24 @@ impl Rows {
         (self.batch as usize * p.q_heads as usize + row.head as usize) * p.q_len as usize
             + row.s as usize
     }
+}
+
+/// Of so many heads, those whose keys and values share the L2 cache.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn section(p: &AttentionParams, heads: u32) -> u32 {
+    let group = Group::new(p.q_heads, p.kv_heads).size;
+    if p.l2_section == 0 { heads } else { quotient(p.l2_section, group) }
+}
+
+/// The row tile of a block, and the number of its head, of so many heads that have so many tiles
+/// each.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn in_order(block: u32, section: u32, heads: u32, tiles: u32) -> (u32, u32) {
+    let nth = quotient(block, section * tiles);
+    let within = block - nth * section * tiles;
+    let here = section.min(heads - nth * section);
+    let tile = quotient(within, here);
+    (tiles - 1 - tile, nth * section + within - tile * here)
 }
 
 /// Ends a row: its sink joins. Returns the factor that makes its output of what was accumulated,

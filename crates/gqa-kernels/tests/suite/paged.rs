@@ -3,10 +3,11 @@
 
 use crate::support::{entry, start};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::decode;
+use gqa_kernels::attention::{decode, tiled};
 use gqa_kernels::num::{DType, bf16};
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, PagedDecodeParams, PagedParams, RotaryParams, Strides,
+    AttentionParams, DecodeParams, PagedDecodeParams, PagedParams, PagedTiledParams, RotaryParams,
+    Strides,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_sim::{Arg, Launch, launch};
@@ -146,6 +147,48 @@ proptest! {
         ]);
         let started = launch(&shape, &entry.simulate, &arguments);
         prop_assert!(started.is_ok(), "{}", started.unwrap_err());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
+
+    /// Nor do they in a prefill over blocks, which may leave sequences to another launch.
+    #[test]
+    fn no_integer_leads_a_prefill_outside(
+        (batch, q_len, tokens, least) in (1..=3u32, 1..=70u32, 1..=100u32, 0..=3u32),
+        (per_sequence, blocks, capacity) in (1..=2u32, 1..=5u32, 70..=128u32),
+        [starts, past, table] in [integers(4), integers(3), integers(6)],
+        [causal, rotates, has_lse, counts_new] in any::<[bool; 4]>(),
+        (window, seed) in (0..=40u32, any::<u64>()),
+    ) {
+        let (q_heads, kv_heads, head_size, rows) = (4, 2, 64, 64);
+        let strides = |heads: u32| {
+            Strides { batch: 0, head: u64::from(head_size), row: u64::from(heads * head_size) }
+        };
+        let (of_queries, of_keys) = (strides(q_heads), strides(kv_heads));
+        let attention = AttentionParams {
+            q: of_queries, k: of_keys, v: of_keys, out: of_queries, batch, q_heads, kv_heads, head_size, q_len,
+            capacity: capacity.min(per_sequence * rows), causal: causal.into(), window: if causal { window } else { 0 }, scale: 0.125,
+            ..AttentionParams::zeroed()
+        };
+        let p = PagedTiledParams {
+            attention, rotary: RotaryParams { dim: if rotates { 64 } else { 0 }, max_positions: 3, ..RotaryParams::default() },
+            tokens, per_sequence, log_block_size: rows.ilog2(), blocks, least, counts_new: counts_new.into(),
+        };
+        let values = |count: u32| vec![bf16::from_f32(0.5); (count * head_size) as usize];
+        let (q, kv, angles) = (values(tokens * q_heads), values(blocks * rows * kv_heads), vec![bf16::from_f32(0.5); 3 * 32]);
+        let (mut out, mut lse) = (values(tokens * q_heads), vec![0.5f32; (tokens * q_heads) as usize]);
+        // Sequences of many tokens, too.
+        let starts: Vec<_> = starts[..=batch as usize].iter().map(|start| start.wrapping_mul(8)).collect();
+        let table = &table[..(batch * per_sequence) as usize];
+        let entry = entry("tiled_paged_bf16_d64", DType::BF16);
+        let [blocks, ..] = tiled::paged_grid(&p, entry.rows);
+        start(entry, blocks, seed, &[
+            Arg::read(&q), Arg::read(&kv), Arg::read(&kv), Arg::read(&angles), Arg::read(&angles), Arg::read(&starts),
+            Arg::read(&past[..batch as usize]), Arg::read(table), Arg::null(), Arg::write(&mut out),
+            if has_lse { Arg::write(&mut lse) } else { Arg::null() }, Arg::params(&p),
+        ]).or_else(overlaps)?;
     }
 }
 

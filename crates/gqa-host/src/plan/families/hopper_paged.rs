@@ -28,6 +28,10 @@ impl Family for HopperPaged {
         true
     }
 
+    fn draws_tiles(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         &[PlanOption::DisableFlashAttention, PlanOption::DisableFusedKv]
     }
@@ -144,7 +148,7 @@ fn paged_params(job: &Job<'_>, entry: &Entry) -> Result<PagedHopperParams> {
 
 /// The cache is (block, row, head), and the output's rows are tokens. Strides of the cache count
 /// [`columns`].
-fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
+pub(super) fn attention_params(job: &Job<'_>, pages: Pages) -> Result<AttentionParams> {
     let params = params(job.problem, job.rows.query.strides, 1)?;
     let columns = columns(job.problem)?;
     let row = u64::from(params.kv_heads) * u64::from(columns);
@@ -193,6 +197,6 @@ fn arguments(
     ])
 }
 
-fn pages(p: &Problem) -> Result<Pages> {
+pub(super) fn pages(p: &Problem) -> Result<Pages> {
     p.pages.ok_or_else(|| Error::NoKernel("the KV cache is not paged".to_owned()))
 }

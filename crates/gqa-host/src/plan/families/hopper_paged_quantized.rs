@@ -23,6 +23,10 @@ impl Family for HopperPagedQuantized {
         true
     }
 
+    fn draws_tiles(&self) -> bool {
+        true
+    }
+
     fn options(&self) -> &'static [PlanOption] {
         &[PlanOption::DisableFlashAttention, PlanOption::DisableFusedKv]
     }

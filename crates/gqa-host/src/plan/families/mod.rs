@@ -16,17 +16,19 @@ mod split_kv_masked;
 mod tiled;
 mod tiled_f32;
 mod tiled_masked;
+mod tiled_paged;
 mod tiled_wide;
 mod unfused;
 
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 18] = [
+pub(super) static FAMILIES: [&dyn Family; 19] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
     &hopper_paged::HopperPaged,
+    &tiled_paged::TiledPaged,
     &decode_quantized::DecodeQuantized,
     &decode::Decode,
     &split_kv::SplitKv,
@@ -47,3 +49,4 @@ pub(super) use decode_paged::DecodePaged;
 pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;
 pub(super) use hopper_paged_quantized::HopperPagedQuantized;
+pub(super) use tiled_paged::TiledPaged;

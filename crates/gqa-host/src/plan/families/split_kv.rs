@@ -2,13 +2,14 @@
 //! keys.
 
 use super::hopper;
-use crate::Result;
 use crate::plan::decision::Rejection;
+use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
 use crate::plan::params::{arguments, l2_swizzled_params, params};
 use crate::plan::{merge, requirements, select};
+use crate::{Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::split_kv;
 use gqa_kernels::params::Strides;
@@ -44,6 +45,13 @@ impl Family for SplitKv {
 /// Packed query rows up to which reading K and V once per 16 rows costs less than filling a tile of
 /// `tiled` with few rows.
 const FEW_ROWS: u32 = 64;
+
+/// Into how many parts the keys of a call of few rows are best split; `None` where rows are many.
+pub(super) fn splits_of_few_rows(p: &Problem, device: &DeviceInfo) -> Option<u32> {
+    let params = params(p, Strides::zeroed(), 1).ok()?;
+    (p.packed_rows() <= FEW_ROWS as usize)
+        .then(|| split_kv::splits(&params, p.most_keys(), device.multiprocessors))
+}
 
 /// Into how many parts the keys are split for so many blocks to an SM, or why larger tiles do
 /// better; `has_rival` if some of them have output in another type. GQA_SPLITS and GQA_FORCE know

@@ -4,6 +4,7 @@ use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::params::{AttentionParams, PagedDecodeParams, Strides};
 use crate::simt::Global;
+use crate::tile::pages::BlockTable;
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::{Swizzled, WarpCopy};
 use bytemuck::Pod;
@@ -134,14 +135,10 @@ pub struct Blocks {
     tokens: u32,
     /// Most tokens of a sequence.
     longest: u32,
-    /// (batch, blocks of a sequence)
-    table: Global<i32>,
+    /// That of the first sequence, behind which those of the others are.
+    table: BlockTable,
     /// Blocks of a sequence.
     per_sequence: u32,
-    /// Logarithm of a block's rows.
-    log_rows: u32,
-    /// The cache's last block.
-    last: u32,
     /// Cells from one row of a head to the next.
     stride: u32,
     /// Whether the call appends its tokens' rows.
@@ -158,22 +155,12 @@ impl Blocks {
             starts,
             tokens: p.tokens,
             longest: p.longest,
-            table,
+            table: BlockTable { entries: table, log_rows: p.log_block_size, last: p.blocks - 1 },
             per_sequence: p.per_sequence,
-            log_rows: p.log_block_size,
-            last: p.blocks - 1,
             stride: p.decode.attention.k.row as u32,
             appends: p.decode.new_len > 0,
             counts_new: p.counts_new != 0,
         }
-    }
-
-    /// The row of the cache that has row `row` of the sequence; within the cache whatever the table
-    /// says.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn place(self, row: u32) -> u32 {
-        let block = self.table.load((row >> self.log_rows) as usize) as u32;
-        (block.min(self.last) << self.log_rows) + (row & ((1 << self.log_rows) - 1))
     }
 }
 
@@ -187,7 +174,8 @@ impl Layout for Blocks {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn of_sequence(self, batch: u32) -> Self {
-        Self { table: self.table.offset((batch * self.per_sequence) as usize), ..self }
+        let entries = self.table.entries.offset((batch * self.per_sequence) as usize);
+        Self { table: BlockTable { entries, ..self.table }, ..self }
     }
 
     /// None of a sequence with more tokens than this launch takes.
@@ -216,14 +204,14 @@ impl Layout for Blocks {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
-        self.place(row) as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
+        self.table.place(row) as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(self, begin: u32, end: u32, rows: u32) -> [u32; PIECES] {
         core::array::from_fn(|piece| {
             let within = piece as u32 * Self::PIECE;
-            if within < rows { self.place((begin + within).min(end.max(1) - 1)) } else { 0 }
+            if within < rows { self.table.place((begin + within).min(end.max(1) - 1)) } else { 0 }
         })
     }
 

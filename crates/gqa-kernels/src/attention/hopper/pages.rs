@@ -1,11 +1,8 @@
 //! Sequences whose keys and values lie in blocks of a cache, and whose query rows are tokens that
 //! lie one behind the other.
 //!
-//! **Row tiles** are numbered through all sequences: those of sequence `b` begin with number
-//! `starts[b] / ROWS + b`, which leaves each as many as it needs, and at most one more. So they are
-//! no more than tokens and sequences make necessary, however lengths differ, and a search finds
-//! whose one is. Those of sequences with few tokens may be another kernel's; they have no keys
-//! here.
+//! **Row tiles** are numbered through all sequences ([`Sequences`]). Those of sequences with few
+//! tokens may be another kernel's; they have no keys here.
 //!
 //! **SharedQueue**: a launch may be joined by another one, for SMs that become free later, whose
 //! blocks draw from the same work. Neither needs the other: whichever comes first does what there
@@ -19,33 +16,25 @@ use super::ring::Ring;
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
-use crate::concept::pages::{Length, Sequence};
+use crate::concept::pages::Sequence;
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
+use crate::tile::pages::{Sequences, row_tiles};
 
 /// Where sequences are.
 #[derive(Clone, Copy)]
 pub(super) struct Pages {
-    /// (batch + 1)
-    starts: Global<i32>,
-    /// (batch)
-    past_seqlens: Global<i32>,
+    sequences: Sequences,
     /// (batch, blocks of a sequence)
     table: Global<i32>,
-    /// Tokens of all sequences.
-    tokens: u32,
     /// Blocks of a sequence.
     per_sequence: u32,
     /// Logarithm of a block's rows.
     log_rows: u32,
     /// The cache's last block.
     last: u32,
-    /// Tokens of a sequence that is not another launch's.
-    least: u32,
-    /// Whether lengths count the new tokens.
-    counts_new: bool,
     queue: SharedQueue,
 }
 
@@ -83,15 +72,17 @@ impl Pages {
         p: &PagedHopperParams,
     ) -> Self {
         Self {
-            starts,
-            past_seqlens,
+            sequences: Sequences {
+                starts,
+                past_seqlens,
+                tokens: p.tokens,
+                least: p.least,
+                counts_new: p.counts_new != 0,
+            },
             table,
-            tokens: p.tokens,
             per_sequence: p.per_sequence,
             log_rows: p.log_block_size,
             last: p.blocks - 1,
-            least: p.least,
-            counts_new: p.counts_new != 0,
             queue: SharedQueue {
                 primary: p.primary,
                 secondary: p.secondary,
@@ -103,38 +94,20 @@ impl Pages {
     /// Row tiles of all sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn row_tiles<S: Tile>(self, p: &AttentionParams) -> u32 {
-        row_tiles(self.tokens, p.batch, S::ROWS)
-    }
-
-    /// Number of the first row tile of sequence `b`.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn first_tile<S: Tile>(self, b: u32) -> u32 {
-        self.starts.load(b as usize) as u32 / S::ROWS + b
+        row_tiles(self.sequences.tokens, p.batch, S::ROWS)
     }
 
     /// The sequence that has a row tile, and the tile's first row there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn find<S: Tile>(self, tile: u32, p: &AttentionParams) -> (u32, u32) {
-        let (mut low, mut high) = (0, p.batch);
-        while low + 1 < high {
-            let middle = (low + high) / 2;
-            if self.first_tile::<S>(middle) <= tile {
-                low = middle;
-            } else {
-                high = middle;
-            }
-        }
-        (low, tile.saturating_sub(self.first_tile::<S>(low)) * S::ROWS)
+        let (batch, tile) = self.sequences.find(tile, p.batch, 1, S::ROWS);
+        (batch, tile * S::ROWS)
     }
 
     /// Where the rows of sequence `b` are, if they are this launch's.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn sequence(self, b: u32, p: &AttentionParams) -> Sequence {
-        let [start, end] = [0, 1].map(|next| self.starts.load((b + next) as usize));
-        let rows = self.past_seqlens.load(b as usize);
-        let length = Length { rows, counts_new: self.counts_new };
-        let sequence = Sequence::new([start, end], length, self.tokens, p.q_len, p.capacity);
-        sequence.of_at_least(self.least)
+        self.sequences.get(b, p)
     }
 
     /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there
@@ -329,12 +302,6 @@ pub(super) fn share_keys_and_values<S: Tile>(
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn nth_box() -> u32 {
     2 * lane() + warp() / 2
-}
-
-/// Row tiles of `rows` rows of so many sequences, which have so many tokens together.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn row_tiles(tokens: u32, sequences: u32, rows: u32) -> u32 {
-    quotient(tokens, rows) + sequences
 }
 
 /// Rows of a box in blocks of `block_size` rows, a power of two, and tiles of `keys` keys, one too.
