@@ -424,10 +424,17 @@ pub fn quantized_output(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
         .boxed()
 }
 
+/// Head sizes of decode steps over quantized and paged KV caches, with kernels of their own and
+/// without.
+pub fn step_heads() -> BoxedStrategy<usize> {
+    let own = proptest::sample::select(vec![64usize, 128, 256]);
+    let others = proptest::sample::select(vec![32usize, 80, 96, 112, 160, 192, 224]);
+    prop_oneof![own, others].boxed()
+}
+
 /// Calls that the planner gives to the decode family of quantized KV caches.
 pub fn quantized_steps(max_rows: usize) -> BoxedStrategy<Case> {
-    let heads = proptest::sample::select(vec![64usize, 128, 256]);
-    (quantized(steps(max_rows)), heads)
+    (quantized(steps(max_rows)), step_heads())
         .prop_map(|(case, head_size)| Case {
             head_size,
             rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {

@@ -1,6 +1,7 @@
 //! A random but legal PagedAttention call, and its tensors.
 
 use crate::call::Data;
+use crate::case::step_heads;
 use crate::compare::{codes_rounded_before, equal_codes, optional, tensors};
 use crate::parity::{Judge, Parity};
 use crate::{Case, Errors, Tolerance};
@@ -37,14 +38,13 @@ pub struct PagedCase {
 /// sequence, or a few, up to 16 packed query rows for each, their head sizes. What the blocks hold
 /// is that of `steps`.
 pub fn paged_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
-    let heads = prop::sample::select(vec![64usize, 128, 256]);
     let tokens = prop_oneof![Just(1..=1usize), Just(0..=4usize)];
     let sequences = tokens.prop_flat_map(move |tokens| {
         prop::collection::vec((0..=max_rows, tokens).prop_map(|(past, new)| [past, new]), 1..=4)
     });
     let blocks = (prop::sample::select(vec![16usize, 32, 64, 256]), 0..=3usize);
     let skipped = prop::option::weighted(0.2, 0..=3usize);
-    (steps, sequences, heads, blocks, skipped)
+    (steps, sequences, step_heads(), blocks, skipped)
         .prop_map(|(case, sequences, head_size, (block_size, spare_blocks), skipped)| PagedCase {
             case: Case {
                 head_size,
@@ -52,6 +52,7 @@ pub fn paged_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
                 rotary: case.rotary.map(|(sixteenths, interleaved, positions)| {
                     (1 + (sixteenths - 1) % (head_size / 16), interleaved, positions)
                 }),
+                quantized: case.quantized.filter(|how| fits(how, head_size)),
                 ..case
             },
             sequences: with_a_token(sequences),
@@ -115,6 +116,11 @@ fn with_a_token(mut sequences: Vec<[usize; 2]>) -> Vec<[usize; 2]> {
     sequences
 }
 
+/// Whether rows of quantized values are multiples of 16 bytes, as those of paged KV caches are.
+fn fits(how: &Quantization, head_size: usize) -> bool {
+    head_size % (16 * how.codes_per_element()) == 0
+}
+
 /// Legal calls of up to four sequences, made from those of GroupQueryAttention.
 pub fn paged(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
     let tokens = prop_oneof![2 => Just(1..=1usize), 3 => Just(0..=max_rows)];
@@ -126,9 +132,8 @@ pub fn paged(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<Paged
     (cases, sequences, blocks, skipped)
         .prop_map(|(case, sequences, (block_size, spare_blocks), skipped)| {
             let sequences = with_a_token(sequences);
-            // Rows of quantized values are multiples of 16 bytes.
-            let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
-            let case = Case { quantized: case.quantized.filter(fits), ..case };
+            let quantized = case.quantized.filter(|how| fits(how, case.head_size));
+            let case = Case { quantized, ..case };
             PagedCase { case, sequences, block_size, spare_blocks, skipped }
         })
         .boxed()

@@ -11,24 +11,28 @@ use std::path::PathBuf;
 
 /// Oldest GPU of today's assembler: what is older is assembled for this one.
 const OLDEST: u32 = 75;
-/// Assembled for besides the module's own.
-const TARGETS: [&str; 4] = ["sm_89", "sm_90a", "sm_100a", "sm_120a"];
+/// Assembled for besides the module's own. The code for `sm_121a` is that for `sm_120a`, to the
+/// byte, so that it is not assembled again.
+const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill
 /// (`docs/results/2026-11-26-h100-ampere`); on the others none was. On `sm_75` copies to shared
 /// memory go through registers.
-const SPILLS: [(&str, &str, u32); 15] = [
+const SPILLS: [(&str, &str, u32); 18] = [
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
     ("gqa_decode_paged_d128_r32", "sm_89", 8),
     ("gqa_decode_paged_d128_r32", "sm_100a", 40),
+    ("gqa_decode_paged_d128_r32", "sm_103a", 40),
     ("gqa_decode_paged_d128_r32_w4", "sm_90", 12),
     ("gqa_decode_paged_d128_r32_w4", "sm_100a", 12),
+    ("gqa_decode_paged_d128_r32_w4", "sm_103a", 12),
     ("gqa_decode_paged_d256_r8", "sm_120a", 36),
     ("gqa_decode_paged_d256_r8_w4", "sm_120a", 40),
+    ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 32),
     ("gqa_split_kv_d160", "sm_75", 60),
     ("gqa_split_kv_d192", "sm_75", 148),
     ("gqa_tiled_d128", "sm_75", 92),
@@ -203,9 +207,10 @@ mod tests {
 
     #[test]
     fn modules_are_assembled_for_where_they_run() {
-        assert_eq!(targets(&module("sm_70")), ["sm_75", "sm_89", "sm_90a", "sm_100a", "sm_120a"]);
-        assert_eq!(targets(&module("sm_80")), ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]);
-        assert_eq!(targets(&module("sm_90")), ["sm_90", "sm_100a", "sm_120a"]);
+        let newer = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
+        assert_eq!(targets(&module("sm_70")), [&["sm_75"][..], &newer].concat());
+        assert_eq!(targets(&module("sm_80")), [&["sm_80"][..], &newer].concat());
+        assert_eq!(targets(&module("sm_90")), [&["sm_90"][..], &newer[2..]].concat());
         assert_eq!(targets(&module("sm_90a")), ["sm_90a"]);
         let of = |name: &str, arch| {
             let kernel = Kernel { name: name.into(), file: String::new(), sha256: String::new() };
@@ -215,8 +220,7 @@ mod tests {
         assert_eq!(of("gqa_tiled_f16_d64", "sm_75"), ["sm_75"]);
         assert_eq!(of("gqa_decode_f16_d128_r8", "sm_80"), ["sm_80", "sm_89"]);
         // But for what one architecture alone runs, whose driver may be too old for it.
-        let all = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
-        assert_eq!(of("gqa_tiled_f16_d64", "sm_80"), all);
+        assert_eq!(of("gqa_tiled_f16_d64", "sm_80"), [&["sm_80"][..], &newer].concat());
     }
 
     #[test]

@@ -101,12 +101,17 @@ impl Call {
 const DEVICES: [&str; 6] = ["h200", "b200", "rtx5090", "a100", "rtx4090", "v100"];
 
 /// Where decode steps are counted.
-const DECODING: [&str; 8] = ["h100", "b200", "rtx5090", "a100", "l4", "rtx4090", "rtx3090", "t4"];
+const DECODING: [&str; 12] = [
+    "h100", "b200", "b300", "thor", "rtx5090", "gb10", "a100", "orin", "l4", "rtx4090", "rtx3090",
+    "t4",
+];
 
 /// Launches of a decode step, of 8 sequences of up to 8192 keys.
 fn decode_steps() -> Vec<(&'static str, Problem)> {
-    let layer = |dtype| Layer::new(dtype, Heads { query: 32, kv: 8, size: 128 });
-    let rotated = |dtype| layer(dtype).rope(Rope::new(128, 8192));
+    let sized = |dtype, size| {
+        Layer::new(dtype, Heads { query: 32, kv: 8, size }).rope(Rope::new(size, 8192))
+    };
+    let rotated = |dtype| sized(dtype, 128);
     let int8 = Quantization { format: QuantFormat::Int8, per_channel: false };
     let dense = |layer: Layer| layer.dense(Dense::decode(8, 8192)).unwrap();
     let paged = |layer: Layer, tokens| {
@@ -121,6 +126,9 @@ fn decode_steps() -> Vec<(&'static str, Problem)> {
         ("a paged KV cache", paged(rotated(bf16), 1)),
         ("the same, 4 tokens of each sequence", paged(rotated(bf16), 4)),
         ("a paged int8 KV cache", paged(rotated(bf16).quantized(int8), 1)),
+        ("a paged KV cache, heads of 96", paged(sized(bf16, 96), 1)),
+        ("an int8 KV cache, heads of 80", dense(sized(bf16, 80).quantized(int8))),
+        ("a paged int8 KV cache, heads of 192", paged(sized(bf16, 192).quantized(int8), 1)),
     ]
 }
 
@@ -135,11 +143,11 @@ fn launches(text: &mut String) -> std::fmt::Result {
     writeln!(
         text,
         "\n## Launches of a decode step\n\n\
-         bfloat16, 8 sequences with one new token each, 32 query heads over 8 KV heads of 128, a\n\
-         rotary embedding. Kernels for the H100 have run on it and on an H200, plans for an\n\
-         RTX 5090 on an H200, and plans for an A100 and an RTX 4090, with the kernels of those,\n\
-         on an H100. No other GPU was at hand. The simulator runs plans for an A100, a B200 and\n\
-         an RTX 5090 in the test command.\n"
+         bfloat16, 8 sequences with one new token each, 32 query heads over 8 KV heads, of 128 where\n\
+         a row does not say otherwise, a rotary embedding. Kernels for the H100 have run on it and on\n\
+         an H200, plans for an RTX 5090 on an H200, and plans for an A100 and an RTX 4090, with the\n\
+         kernels of those, on an H100. No other GPU was at hand. Kernels that pad heads have run on\n\
+         the simulator only. It runs plans for an A100, a B200 and an RTX 5090 in the test command.\n"
     )?;
     let devices = DECODING.map(|name| (name, DeviceInfo::known(name).unwrap()));
     row(text, ["decode over".to_owned()].into_iter().chain(DECODING.map(str::to_owned)))?;

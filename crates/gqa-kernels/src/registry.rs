@@ -13,11 +13,12 @@
 
 /// Rows of one argument list, of one family and role. `NAME => BODY, T = TYPE, { head_size, rows,
 /// keys, threads, min_blocks, shared, hot, min_sm }`; where blocks form clusters or pass data to
-/// each other, `cluster` (the most blocks of a cluster) and `communicates` follow, `codes` where
-/// the KV cache is quantized, `output` ([`Output`]) where that is of another type than `T`, and
-/// `exact_sums` where a family has a kernel for log-sum-exp apart. Tensor maps come first, numbered
-/// from 0, `[q 0, k 1]`, then pointer arguments, the by-value parameter struct last. What all rows
-/// have in common may come before them: `each { head_size, … }, { NAME => BODY, T = TYPE; }`.
+/// each other, `cluster` (the most blocks of a cluster), `pads` where smaller heads are padded, and
+/// `communicates` follow, `codes` where the KV cache is quantized, `output` ([`Output`]) where that
+/// is of another type than `T`, and `exact_sums` where a family has a kernel for log-sum-exp apart.
+/// Tensor maps come first, numbered from 0, `[q 0, k 1]`, then pointer arguments, the by-value
+/// parameter struct last. What all rows have in common may come before them: `each { head_size, …
+/// }, { NAME => BODY, T = TYPE; }`.
 macro_rules! kernels {
     ($table:ident, $family:ident: $role:ident, $feature:literal, $args:tt, each $spec:tt, { $($(#[$meta:meta])* $name:ident => $body:expr, $t:ident = $ty:ty;)* }) => {
         kernels!($table, $family: $role, $feature, $args, { $($(#[$meta])* $name => $body, $t = $ty, $spec;)* });
@@ -63,7 +64,7 @@ macro_rules! host_entry {
     };
     ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
+       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
@@ -74,6 +75,7 @@ macro_rules! host_entry {
             output: optional!(crate::registry::Output::Element $(, crate::registry::Output::$output)?),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,
+            pads: optional!(false $(, $pads)?),
             rows: $rows,
             keys: $keys,
             threads: $threads,

@@ -90,8 +90,10 @@ const fn row(name: &'static str, sm: u32, units: [u32; 3], rates: [f64; 3]) -> D
 const H200: DeviceInfo = row("h200", 90, [132, 227, 60], [4800.0, 989.5, 66.9]);
 
 /// Vendor figures. A name that contains another comes first.
-static KNOWN: [DeviceInfo; 13] = [
+static KNOWN: [DeviceInfo; 16] = [
+    row("b300", 103, [148, 227, 126], [8000.0, 2250.0, 75.0]),
     row("b200", 100, [148, 227, 126], [8000.0, 2250.0, 80.0]),
+    row("thor", 110, [20, 227, 32], [273.0, 258.0, 8.1]),
     row("rtx5090", 120, [170, 99, 96], [1792.0, 209.5, 104.8]),
     row("gb10", 121, [48, 99, 24], [273.0, 61.4, 30.7]),
     H200,
@@ -99,6 +101,7 @@ static KNOWN: [DeviceInfo; 13] = [
     row("l40s", 89, [142, 99, 96], [864.0, 362.0, 91.6]),
     row("l4", 89, [58, 99, 48], [300.0, 121.0, 30.3]),
     row("rtx4090", 89, [128, 99, 72], [1008.0, 165.2, 82.6]),
+    row("orin", 87, [16, 163, 4], [204.8, 42.5, 5.3]),
     row("rtx3090", 86, [82, 99, 6], [936.0, 71.0, 35.6]),
     row("a100", 80, [108, 163, 40], [2039.0, 312.0, 19.5]),
     row("a10", 86, [72, 99, 6], [600.0, 125.0, 31.2]),
@@ -171,8 +174,9 @@ fn per_clock(sm: u32) -> (f64, f64) {
     match sm {
         0..=75 => (1024.0, 64.0),
         80 => (2048.0, 64.0),
+        87 => (2048.0, 128.0),
         90 => (4096.0, 128.0),
-        100..=109 => (8192.0, 128.0),
+        100..=119 => (8192.0, 128.0),
         _ => (1024.0, 128.0),
     }
 }
@@ -203,7 +207,9 @@ mod tests {
         };
         assert_eq!(has("a100"), [false; 5]);
         assert_eq!(has("h100"), [true, true, true, true, false]);
-        assert_eq!(has("b200"), [true, true, true, false, true]);
+        for with_tensor_memory in ["b200", "b300", "thor"] {
+            assert_eq!(has(with_tensor_memory), [true, true, true, false, true]);
+        }
         assert_eq!(has("rtx5090"), [true, true, true, false, false]);
     }
 
@@ -221,7 +227,15 @@ mod tests {
 
     #[test]
     fn an_architecture_has_a_peak_per_clock() {
-        let (tensor, f32) = DeviceInfo::peak_flops(80, 108, 1.41e9);
-        assert!((tensor / 312e12 - 1.0).abs() < 0.01 && (f32 / 19.5e12 - 1.0).abs() < 0.01);
+        let clocks = [("a100", 1.41e9), ("orin", 1.3e9), ("thor", 1.575e9)];
+        for (name, clock) in clocks {
+            let device = DeviceInfo::known(name).unwrap();
+            let (tensor, f32) = DeviceInfo::peak_flops(device.sm, device.multiprocessors, clock);
+            let is_near = |peak: f64, known: f64| (peak / known - 1.0).abs() < 0.01;
+            assert!(
+                is_near(tensor, device.tensor_flops) && is_near(f32, device.f32_flops),
+                "{name}"
+            );
+        }
     }
 }

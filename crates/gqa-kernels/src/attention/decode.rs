@@ -59,6 +59,10 @@
 //! New rows are tokens there, those of all sequences one behind the other; a block whose row tile
 //! has none, because its sequence has fewer tokens, or more than this launch takes, ends at once.
 //!
+//! **Smaller heads** (`layout.rs`): kernels that pad read and write the columns that heads have.
+//! The others of queries, keys and values are zero in shared memory, and products and merges go
+//! over them too, so that but for the copies and the output all is as with heads that fill tiles.
+//!
 //! **Codes**: a quantized KV cache is streamed as it is, and codes become halves in registers
 //! (`quantized.rs`).
 //!
@@ -79,7 +83,7 @@ mod tree;
 mod warpgroup;
 
 pub use cached::Cached;
-pub use layout::{Blocks, Layout};
+pub use layout::{Blocks, Heads, Layout, Padded, Whole};
 pub use quantized::{Codes, Scales};
 pub use shape::{Device, Shape, shape};
 
@@ -96,6 +100,7 @@ use crate::tile::copy::wait_for_all_but;
 use crate::tile::rows::{Rows, row_tiles};
 use crate::tile::swizzle::{Swizzled, chunked_bytes, swizzled_bytes};
 use cached::{Block, ScaleStaging};
+use core::marker::PhantomData;
 use exchange::{Mailbox, Output, Splits};
 use layout::SideBySide;
 use new_tokens::{NewTokens, Rotations, Tiles, new_rows};
@@ -107,7 +112,7 @@ pub const MAX_RANKS: u32 = 16;
 
 /// A kernel for head size `8 D8`, rows of the cache of `UNITS` times 16 bytes, and `16 (M - 1) + 8
 /// HALVES` packed query rows, whose teams among `WARPS` warps have `STAGES` tiles of `8 N8` keys
-/// each under way.
+/// each under way. `H` is [`Whole`], or [`Padded`] where heads may be smaller.
 pub struct Decode<
     const D8: usize,
     const UNITS: usize,
@@ -116,7 +121,8 @@ pub struct Decode<
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
->;
+    H = Whole,
+>(PhantomData<H>);
 
 /// A kernel whose cache holds elements of 16 bits.
 pub type OfElements<
@@ -178,7 +184,8 @@ pub type D96R64 = OfElements<12, 4, 2, 8, 8, 2>;
 /// Head size 128, 64 rows.
 pub type D128R64 = OfElements<16, 4, 2, 8, 8, 2>;
 
-// Caches of quantized values: for 8 or 16 query rows, with as many bytes under way.
+// Caches of quantized values: for 8 or 16 query rows, with as many bytes under way. Four bits at
+// head size 128 have half of that, in smaller tiles, which is faster (`docs/perf-log.md`).
 
 /// Head size 64, 8-bit values.
 pub type D64Quantized8<const HALVES: usize> = Decode<8, 4, 1, HALVES, 4, 8, 4>;
@@ -189,7 +196,7 @@ pub type D256Quantized8<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 8, 2
 /// Head size 64, 4-bit values.
 pub type D64Quantized4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 8, 4>;
 /// Head size 128, 4-bit values.
-pub type D128Quantized4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 8, 2>;
+pub type D128Quantized4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 4, 8, 2>;
 /// Head size 256, 4-bit values.
 pub type D256Quantized4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 4, 8, 2>;
 
@@ -207,6 +214,21 @@ pub type D64Quantized4W4<const HALVES: usize> = Decode<8, 2, 1, HALVES, 8, 4, 2>
 pub type D128Quantized4W4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 4, 1>;
 /// Head size 256, 4-bit values, less shared memory.
 pub type D256Quantized4W4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 2, 4, 2>;
+
+// Heads of sizes that have no shape of their own, in blocks that any GPU has shared memory for.
+
+/// Head sizes up to 128.
+pub type UpTo128<const HALVES: usize> = Decode<16, 16, 1, HALVES, 4, 4, 1, Padded>;
+/// Head sizes up to 256.
+pub type UpTo256<const HALVES: usize> = Decode<32, 32, 1, HALVES, 2, 4, 1, Padded>;
+/// Head sizes up to 128, 8-bit values.
+pub type UpTo128Quantized8<const HALVES: usize> = Decode<16, 8, 1, HALVES, 4, 4, 1, Padded>;
+/// Head sizes up to 256, 8-bit values.
+pub type UpTo256Quantized8<const HALVES: usize> = Decode<32, 16, 1, HALVES, 2, 4, 1, Padded>;
+/// Head sizes up to 128, 4-bit values.
+pub type UpTo128Quantized4<const HALVES: usize> = Decode<16, 4, 1, HALVES, 8, 4, 1, Padded>;
+/// Head sizes up to 256, 4-bit values.
+pub type UpTo256Quantized4<const HALVES: usize> = Decode<32, 8, 1, HALVES, 2, 4, 2, Padded>;
 
 /// Clusters of one split of a call whose row tiles have `rows` rows.
 pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
@@ -310,14 +332,17 @@ impl<
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
+    H: Heads,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
     /// Whether warpgroups multiply: more rows than a warp's registers hold.
     const BY_WARPGROUPS: bool = M > 2;
-    /// The head size.
+    /// The head size, or the largest.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
+    /// Whether heads may be smaller.
+    pub const PADS: bool = H::PAD;
     /// Packed query rows of a cluster.
     pub const ROWS: u32 = (16 * (M - 1) + 8 * HALVES) as u32;
     /// Keys of a tile.
@@ -340,6 +365,8 @@ impl<
     const QUERIES: u32 = Self::MAILBOX_BYTES;
     const NEW_TILES: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
+    /// Columns in 16 bytes of a row of the cache.
+    const PER_UNIT: u32 = Self::HEAD_SIZE / UNITS as u32;
     /// Whether the cache holds less than elements: quantized values of them.
     const IS_QUANTIZED: bool = UNITS < D8;
     /// New rows as they are given.
@@ -610,6 +637,7 @@ impl<
         p: DecodeParams,
     ) {
         let place = Place::new(&p);
+        let layout = H::over(layout, &p.attention, Self::PER_UNIT);
         let prefetches = Self::ASKS_AHEAD && p.prefetch_cache != 0;
         if !prefetches {
             Self::wait_for_launch_before(place);
@@ -620,9 +648,10 @@ impl<
         if L::MAY_BE_EMPTY && rows.count() == 0 {
             return;
         }
+        let (channels, other) = if H::PAD { (a.head_size, 1.0) } else { (Self::HEAD_SIZE, 0.0) };
         // Few bytes, but whoever asks for them behind the cache's waits long.
         let ask = |rows: &Rows| {
-            let scale = C::ask(scales, &p, place.kv_head, Self::HEAD_SIZE, Self::THREADS);
+            let scale = C::ask(scales, &p, place.kv_head, channels, other, Self::THREADS);
             (scale, Self::ask_word(a, rows, layout, tree))
         };
         let early = (!prefetches).then(|| ask(&rows));
@@ -647,10 +676,10 @@ impl<
             Self::start_ahead(&p, place, &cache);
         }
         if !cache_first {
-            Self::ask_queries(&opening, &rows);
+            Self::ask_queries::<_, H::Over<L>>(&opening, &rows);
         }
         rows.seqlen = layout.seqlen(a, &rows, Self::length(asked));
-        let share = Share::new::<L>(&p, &rows, place, Self::KEYS, tree);
+        let share = Share::new::<H::Over<L>>(&p, &rows, place, Self::KEYS, tree);
         let rotations = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
@@ -691,7 +720,7 @@ impl<
         let (place, rows) = Self::recompute(&p, place, rows, layout);
         let mailbox = Mailbox::<D8>::new(&rows, place);
         if place.ranks == 1 {
-            Self::finish_alone(&p, &rows, place, output, splits);
+            Self::finish_alone::<H::Over<L>, _, _>(&p, &rows, place, output, splits);
         } else {
             Self::send(&rows, mailbox);
             if Self::appends_late(&p, &rows, place) {
@@ -705,26 +734,32 @@ impl<
         // Where there are threads enough each has one column, which is over sooner; more of them
         // have eight, of whose row they find the weights once.
         if mailbox.has_few_units(Self::THREADS) {
-            Self::finish::<C::Element, O, 1>(&p, &rows, mailbox, output, splits);
+            Self::finish::<H::Over<L>, C::Element, O, 1>(&p, &rows, mailbox, output, splits);
         } else {
-            Self::finish::<C::Element, O, 8>(&p, &rows, mailbox, output, splits);
+            Self::finish::<H::Over<L>, C::Element, O, 8>(&p, &rows, mailbox, output, splits);
         }
     }
 
     /// Asks for the queries, when the launch before this one has written them.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask_queries<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
+    fn ask_queries<C: Cached, L: Layout>(opening: &Opening<C, D8, UNITS>, rows: &Rows) {
         if opening.prefetches {
             Self::wait_for_launch_before(opening.place);
         }
-        opening.new_tokens.copy_queries(opening.p, rows, opening.tiles, Self::ROWS, Self::THREADS);
+        let (p, tiles) = (opening.p, opening.tiles);
+        opening.new_tokens.copy_queries::<L, _, _>(p, rows, tiles, Self::ROWS, Self::THREADS);
     }
 
     /// Asks for the new keys and values, if they are this rank's, as a group of copies of its own.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask_new_rows<C: Cached>(opening: &Opening<C, D8, UNITS>, rows: &Rows, share: &Share) {
+    fn ask_new_rows<C: Cached, L: Layout>(
+        opening: &Opening<C, D8, UNITS>,
+        rows: &Rows,
+        share: &Share,
+    ) {
         if share.has_new_tokens {
-            opening.new_tokens.copy_new(opening.p, rows, opening.tiles, Self::KEYS, Self::THREADS);
+            let (p, tiles) = (opening.p, opening.tiles);
+            opening.new_tokens.copy_new::<L, _, _>(p, rows, tiles, Self::KEYS, Self::THREADS);
         }
         cp_async_commit();
     }
@@ -740,8 +775,8 @@ impl<
         Self::start(share, cache, false);
         let rotations =
             opening.new_tokens.rotations(opening.p, rows, opening.tiles, share.has_new_tokens);
-        Self::ask_queries(opening, rows);
-        Self::ask_new_rows(opening, rows, share);
+        Self::ask_queries::<_, L>(opening, rows);
+        Self::ask_new_rows::<_, L>(opening, rows, share);
         // Who counts copies under way expects those of the first tiles behind the new rows.
         (0..2 * STAGES).for_each(|_| cp_async_commit());
         rotations
@@ -757,7 +792,7 @@ impl<
         cache: &mut Cache<C, L, UNITS>,
         ahead: bool,
     ) -> Rotations<C::Element> {
-        Self::ask_new_rows(opening, rows, share);
+        Self::ask_new_rows::<_, L>(opening, rows, share);
         let rotations =
             opening.new_tokens.rotations(opening.p, rows, opening.tiles, share.has_new_tokens);
         if !Self::ASKS_AHEAD {

@@ -20,7 +20,7 @@ macro_rules! decode_quantized_kernels {
             $name => <$shape>::run_quantized::<$format, _, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                cluster: decode::MAX_RANKS, communicates: true, codes: $format::FORMAT };
+                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, codes: $format::FORMAT };
         )* });
     };
 }
@@ -53,4 +53,10 @@ decode_quantized_kernels! {
     gqa_decode_i4_f16_d256_r8, gqa_decode_i4_bf16_d256_r8 => decode::D256Quantized4<1>, Int4, 1;
     gqa_decode_i4_f16_d256_r16, gqa_decode_i4_bf16_d256_r16 => decode::D256Quantized4<2>, Int4, 1;
     gqa_decode_i4_f16_d256_r8_w4, gqa_decode_i4_bf16_d256_r8_w4 => decode::D256Quantized4W4<1>, Int4, 2;
+    gqa_decode_padded_i8_f16_d128_r16_w4, gqa_decode_padded_i8_bf16_d128_r16_w4 => decode::UpTo128Quantized8<2>, Int8, 2;
+    gqa_decode_padded_i8_f16_d256_r8_w4, gqa_decode_padded_i8_bf16_d256_r8_w4 => decode::UpTo256Quantized8<1>, Int8, 2;
+    gqa_decode_padded_f8_f16_d128_r16_w4, gqa_decode_padded_f8_bf16_d128_r16_w4 => decode::UpTo128Quantized8<2>, Float8, 2;
+    gqa_decode_padded_f8_f16_d256_r8_w4, gqa_decode_padded_f8_bf16_d256_r8_w4 => decode::UpTo256Quantized8<1>, Float8, 2;
+    gqa_decode_padded_i4_f16_d128_r16_w4, gqa_decode_padded_i4_bf16_d128_r16_w4 => decode::UpTo128Quantized4<2>, Int4, 2;
+    gqa_decode_padded_i4_f16_d256_r8_w4, gqa_decode_padded_i4_bf16_d256_r8_w4 => decode::UpTo256Quantized4<1>, Int4, 2;
 }

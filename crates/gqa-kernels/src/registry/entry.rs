@@ -239,10 +239,10 @@ pub enum Output {
 }
 
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
-/// the kernel within it, `_tree` for a mask over the new tokens, the format of a quantized cache
-/// (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, `_out8` in float8e4m3fn, the element
-/// type, and where one head size or more has several shapes `_d` head size, `_r` query rows, `_k`
-/// keys of a tile, `_w` warps, `_lse` for exact sums.
+/// the kernel within it, `_tree` for a mask over the new tokens, `_padded` for heads of fewer
+/// elements too, the format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output in
+/// float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several
+/// shapes `_d` head size, `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,
@@ -262,6 +262,8 @@ pub struct Entry {
     pub exact_sums: bool,
     /// Largest head size; 0: any.
     pub head_size: u32,
+    /// Whether a decode kernel takes smaller heads too, which it pads in shared memory.
+    pub pads: bool,
     /// Query rows of a block's tile; 0: not tiled.
     pub rows: u32,
     /// Keys of a tile; 0: not tiled.

@@ -73,8 +73,9 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
     shape(call, entry)
 }
 
-/// The kernel for the call's type, head size and rows: as few row tiles as there can be, and blocks
-/// of half the size only where the device has no room for whole ones.
+/// The kernel for the call's type, head size and rows: one that pads heads only where none has
+/// their size, as few row tiles as there can be, and blocks of half the size only where the device
+/// has no room for whole ones.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
     let codes = p.quantized.map(|how| how.format);
@@ -94,15 +95,16 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     }
     let sized = || {
         let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
-        let is_sized = |entry: &Entry| entry.head_size as usize == p.head_size;
-        written().filter(move |entry| is_sized(entry) && is_forced(entry))
+        written().filter(move |entry| holds(entry, p.head_size) && is_forced(entry))
     };
-    let smallest = sized().min_by_key(|entry| entry.shared_bytes);
+    let smallest = sized().min_by_key(|entry| (entry.pads, entry.shared_bytes));
     let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
     let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
     let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
-    let order =
-        |entry: &&Entry| (tiles(entry), entry.min_blocks, entry.rows, Reverse(entry.threads));
+    let order = |entry: &&Entry| {
+        let padding = (entry.pads, entry.head_size);
+        (padding, tiles(entry), entry.min_blocks, entry.rows, Reverse(entry.threads))
+    };
     let Some(chosen) = suited().min_by_key(order) else {
         return runs_on(smallest, call.device).map(|()| smallest);
     };
@@ -110,6 +112,13 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     let in_two = |entry: &&Entry| (entry.rows, entry.min_blocks, tiles(entry)) == (16, 1, 2);
     let whole = suited().find(in_two).filter(|_| is_half_of_32 && row_tiles_share_keys(call));
     Ok(whole.unwrap_or(chosen))
+}
+
+/// Whether a kernel takes heads of that size: its own, or a smaller one whose rows in the cache are
+/// whole vectors.
+fn holds(entry: &Entry, head_size: usize) -> bool {
+    let [most, per_vector] = [entry.head_size, 8 * values_per_element(entry)].map(|n| n as usize);
+    most == head_size || entry.pads && most > head_size && head_size % per_vector == 0
 }
 
 /// Whether two row tiles that run at a time read keys once, because the L2 cache holds the KV
@@ -175,7 +184,7 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     let is_half = |other: &&Entry| {
         other.family == entry.family
             && (other.dtype, other.codes) == (entry.dtype, entry.codes)
-            && other.head_size == entry.head_size
+            && (other.head_size, other.pads) == (entry.head_size, entry.pads)
             && other.rows >= entry.rows
             && other.arguments == entry.arguments
             && other.min_blocks == 2
@@ -188,6 +197,12 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
 /// cache, whose halves have fewer copies under way. Fitted to measurements (`docs/perf-log.md`).
 fn slowdown_of_halves(half: &Entry) -> u32 {
     if half.codes.is_none() { 1 } else { 4 }
+}
+
+/// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
+/// all of the memory's bandwidth: longer where four bits become halves (`docs/perf-log.md`).
+fn tenths_of_block(entry: &Entry) -> u32 {
+    if entry.codes == Some(Format::Int4) { 12 } else { 10 }
 }
 
 /// The options' clusters and splits, or those with which the call ends first, and the kernel for
@@ -208,6 +223,7 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
                 multiprocessors: device.multiprocessors,
                 has_clusters: device.has(Capability::Clusters),
                 halves: half.map(slowdown_of_halves),
+                tenths: tenths_of_block(entry),
             };
             let Shape { ranks, splits, together } =
                 decode::shape(&params, entry.rows, p.most_keys(), gpu);

@@ -27,12 +27,14 @@ pub trait Cached: Copy {
     /// blocks.
     const GROUP: u32;
 
-    /// Asks for the part of one of `threads` threads of the scales of a KV head.
+    /// Asks for the part of one of `threads` threads of the scales of a KV head; of columns that
+    /// heads of that size have not they are `other`.
     fn ask(
         scales: Self::Scales,
         p: &DecodeParams,
         kv_head: u32,
         head_size: u32,
+        other: f32,
         threads: u32,
     ) -> Self::Scale;
 
@@ -149,7 +151,7 @@ impl<T: MmaElement> Cached for T {
     const GROUP: u32 = 1;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn ask((): (), _: &DecodeParams, _: u32, _: u32, _: u32) {}
+    fn ask((): (), _: &DecodeParams, _: u32, _: u32, _: f32, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn keep((): (), _: ScaleStaging, _: u32) {}

@@ -1,6 +1,7 @@
 //! The merge of a cluster's results through distributed shared memory, and of the splits' results
 //! through global memory.
 
+use super::layout::{Heads, Layout};
 use super::{Decode, MAX_RANKS, Place};
 use crate::attention::out::OutElement;
 use crate::concept::softmax::SoftmaxState;
@@ -149,7 +150,8 @@ impl<
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
+    H: Heads,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
 {
     /// Threads that merge a row of the block's results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;
@@ -176,7 +178,7 @@ impl<
 
     /// Writes the result of a block that is a cluster, or leaves it to the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn finish_alone<T: MmaElement, O: OutElement>(
+    pub(super) fn finish_alone<L: Layout, T: MmaElement, O: OutElement>(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
@@ -189,6 +191,9 @@ impl<
             let row = rows.row(r);
             for unit in Rolled(first..D8 as u32, Self::ACROSS) {
                 let column = unit * UNIT;
+                if L::PADS && L::is_padding(&p.attention, column) {
+                    break;
+                }
                 let [low, high] =
                     [0, UNIT / 2].map(|half| Self::merge_columns(r, column + half, &weights));
                 let [a, b, c, d] = low;
@@ -208,7 +213,7 @@ impl<
 
     /// What is left to do where a block is not alone, `N` columns at a time.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn finish<T: MmaElement, O: OutElement, const N: usize>(
+    pub(super) fn finish<L: Layout, T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
@@ -216,17 +221,17 @@ impl<
         splits: Splits,
     ) {
         if mailbox.place.ranks > 1 {
-            Self::finish_received::<T, O, N>(p, rows, mailbox, output, splits);
+            Self::finish_received::<L, T, O, N>(p, rows, mailbox, output, splits);
         }
         if p.splits > 1 {
-            Self::finish_splits::<T, O, N>(p, rows, mailbox, output, splits);
+            Self::finish_splits::<L, T, O, N>(p, rows, mailbox, output, splits);
         }
     }
 
     /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to
     /// the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_received<T: MmaElement, O: OutElement, const N: usize>(
+    fn finish_received<L: Layout, T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
@@ -237,6 +242,9 @@ impl<
             let (r, column) = mailbox.column(i);
             let row = rows.row(r);
             mailbox.wait();
+            if L::PADS && L::is_padding(&p.attention, column) {
+                continue;
+            }
             let (state, sums) = mailbox.sum::<N>(r, i);
             if p.splits <= 1 {
                 output.write(&p.attention, rows, row, column, state, sums);
@@ -251,7 +259,7 @@ impl<
 
     /// In the last split to come, adds up what all of them left, and writes the rank's columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_splits<T: MmaElement, O: OutElement, const N: usize>(
+    fn finish_splits<L: Layout, T: MmaElement, O: OutElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
@@ -262,6 +270,9 @@ impl<
             for i in Self::owned::<N>(mailbox) {
                 let (r, column) = mailbox.column(i);
                 let row = rows.row(r);
+                if L::PADS && L::is_padding(&p.attention, column) {
+                    continue;
+                }
                 let (state, sums) = splits.sum::<N>(p, rows, mailbox.place, r, row, column);
                 output.write(&p.attention, rows, row, column, state, sums);
             }

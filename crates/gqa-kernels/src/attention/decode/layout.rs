@@ -1,9 +1,10 @@
-//! Where the rows of a cache are: side by side, or in [blocks](Blocks).
+//! Where the rows of a cache are, side by side or in [blocks](Blocks), and whether they are as wide
+//! as tiles ([`Whole`]) or [narrower](Padded).
 
 use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::params::{AttentionParams, PagedDecodeParams, Strides};
-use crate::simt::Global;
+use crate::simt::{Global, lane};
 use crate::tile::pages::BlockTable;
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::{Swizzled, WarpCopy};
@@ -15,8 +16,17 @@ pub trait Layout: Copy {
     const MAY_BE_EMPTY: bool;
     /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
     const PIECE: u32;
+    /// Whether heads may have fewer columns than tiles.
+    const PADS: bool = false;
     /// Where the pieces of a tile are, as far as that is looked up.
     type Spots: Copy;
+
+    /// Whether heads are too narrow to have that column of tiles: to be asked only of a layout that
+    /// [pads](Self::PADS), so that of others the compiler sees no question.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_padding(a: &AttentionParams, column: u32) -> bool {
+        column >= a.head_size
+    }
 
     /// The same for a sequence.
     fn of_sequence(self, batch: u32) -> Self;
@@ -42,14 +52,15 @@ pub trait Layout: Copy {
     /// nowhere.
     fn find(self, begin: u32, end: u32, rows: u32) -> Self::Spots;
 
-    /// Row `row` of the head that starts at `source`, in tiles of `UNITS` units: the first one of a
-    /// tile's piece of that number.
-    fn row<E: Pod, const UNITS: usize>(
+    /// Row `row`, of so many cells, of the head that starts at `source`: the first one of a tile's
+    /// piece of that number.
+    fn row<E: Pod>(
         self,
         spots: Self::Spots,
         piece: u32,
         source: Global<E>,
         row: u32,
+        cells: u32,
     ) -> Global<E>;
 
     /// Starts copying a piece from there on: as [`WarpCopy::start`].
@@ -97,14 +108,7 @@ impl Layout for SideBySide {
     fn find(self, _: u32, _: u32, _: u32) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row<E: Pod, const UNITS: usize>(
-        self,
-        (): (),
-        _: u32,
-        source: Global<E>,
-        row: u32,
-    ) -> Global<E> {
-        let cells = UNITS as u32 * Swizzled::<E, UNITS>::PER_UNIT;
+    fn row<E: Pod>(self, (): (), _: u32, source: Global<E>, row: u32, cells: u32) -> Global<E> {
         source.offset(row as usize * cells as usize)
     }
 
@@ -216,11 +220,12 @@ impl Layout for Blocks {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row<E: Pod, const UNITS: usize>(
+    fn row<E: Pod>(
         self,
         spots: [u32; PIECES],
         piece: u32,
         source: Global<E>,
+        _: u32,
         _: u32,
     ) -> Global<E> {
         source.offset(spots[piece as usize] as usize * self.stride as usize)
@@ -235,6 +240,112 @@ impl Layout for Blocks {
         source: Global<E>,
         valid: u32,
     ) {
+        lanes.start_apart(tile, rows, source, self.stride, valid);
+    }
+}
+
+/// How heads fill tiles.
+pub trait Heads {
+    /// Whether they may have fewer columns than tiles.
+    const PAD: bool;
+    /// What finds their rows.
+    type Over<L: Layout>: Layout;
+
+    /// The same for a call's heads, of which 16 bytes of a row in the cache have `per_unit`
+    /// columns.
+    fn over<L: Layout>(layout: L, a: &AttentionParams, per_unit: u32) -> Self::Over<L>;
+}
+
+/// Heads of as many columns as tiles have.
+pub struct Whole;
+
+impl Heads for Whole {
+    const PAD: bool = false;
+    type Over<L: Layout> = L;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn over<L: Layout>(layout: L, _: &AttentionParams, _: u32) -> L {
+        layout
+    }
+}
+
+/// Heads of as many columns or fewer; the others of tiles are zero.
+pub struct Padded;
+
+impl Heads for Padded {
+    const PAD: bool = true;
+    type Over<L: Layout> = Narrow<L>;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn over<L: Layout>(layout: L, a: &AttentionParams, per_unit: u32) -> Narrow<L> {
+        Narrow { layout, stride: a.k.row as u32, units: a.head_size / per_unit }
+    }
+}
+
+/// Rows with fewer columns than tiles have.
+#[derive(Clone, Copy)]
+pub struct Narrow<L> {
+    layout: L,
+    /// Cells from one row of a head to the next.
+    stride: u32,
+    /// Units of a row.
+    units: u32,
+}
+
+impl<L: Layout> Layout for Narrow<L> {
+    const MAY_BE_EMPTY: bool = L::MAY_BE_EMPTY;
+    const PIECE: u32 = L::PIECE;
+    const PADS: bool = true;
+    type Spots = L::Spots;
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of_sequence(self, batch: u32) -> Self {
+        Self { layout: self.layout.of_sequence(batch), ..self }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn rows(self, a: &AttentionParams, rows: Rows) -> Rows {
+        self.layout.rows(a, rows)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn seqlen(self, a: &AttentionParams, rows: &Rows, length: i32) -> Seqlen {
+        self.layout.seqlen(a, rows, length)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
+        self.layout.element(cache, rows, row)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn find(self, begin: u32, end: u32, rows: u32) -> L::Spots {
+        self.layout.find(begin, end, rows)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row<E: Pod>(
+        self,
+        spots: L::Spots,
+        piece: u32,
+        source: Global<E>,
+        row: u32,
+        _: u32,
+    ) -> Global<E> {
+        self.layout.row(spots, piece, source, row, self.stride)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn start<E: Pod, const UNITS: usize>(
+        self,
+        lanes: &WarpCopy<UNITS>,
+        tile: Swizzled<E, UNITS>,
+        rows: u32,
+        source: Global<E>,
+        valid: u32,
+    ) {
+        // A lane copies the same unit of each of its rows, or nothing.
+        let valid = if lane() % (UNITS as u32) < self.units { valid } else { 0 };
         lanes.start_apart(tile, rows, source, self.stride, valid);
     }
 }

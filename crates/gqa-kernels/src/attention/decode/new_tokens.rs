@@ -58,7 +58,7 @@ impl<C: Cached> NewTokens<C> {
     /// Starts copying the queries into their tile, of `height` rows; rows that do not exist become
     /// zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn copy_queries<const D8: usize, const UNITS: usize>(
+    pub fn copy_queries<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
@@ -72,6 +72,7 @@ impl<C: Cached> NewTokens<C> {
             let from = p.attention.q.at(rows.batch, row.head, rows.start + row.s);
             let from = from + (unit * UNIT) as usize;
             let exists = r < rows.count();
+            let exists = exists && !(L::PADS && L::is_padding(&p.attention, unit * UNIT));
             let from = if exists { from } else { 0 };
             cp_async_16(tiles.queries.place(r, unit).address(), self.q, from, exists);
         }
@@ -80,7 +81,7 @@ impl<C: Cached> NewTokens<C> {
     /// Starts copying the new keys and values into their tiles, of `height` rows; rows that are no
     /// tokens become zero.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn copy_new<const D8: usize, const UNITS: usize>(
+    pub fn copy_new<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
         p: &DecodeParams,
         rows: &Rows,
@@ -93,9 +94,11 @@ impl<C: Cached> NewTokens<C> {
         for unit in Rolled(thread_idx()..height * D8 as u32, threads) {
             let (s, unit) = (unit / D8 as u32, unit % D8 as u32);
             let exists = s < new_rows(p, rows);
+            let exists = exists && !(L::PADS && L::is_padding(&p.attention, unit * UNIT));
             let row = if exists { u64::from(s) } else { 0 };
             let from = |head: usize, rows_of: Strides| {
-                head + (row * rows_of.row) as usize + (unit * UNIT) as usize
+                let start = head + (row * rows_of.row) as usize;
+                if L::PADS && !exists { start } else { start + (unit * UNIT) as usize }
             };
             let (key, value) = (tiles.keys.place(s, unit), tiles.values.place(s, unit));
             cp_async_16(key.address(), self.k, from(keys, p.new_k), exists);
@@ -173,6 +176,9 @@ impl<C: Cached> NewTokens<C> {
         let (a, past) = (&p.attention, rows.seqlen.past);
         for unit in Rolled(thread_idx()..new_rows(p, rows) * UNITS as u32, threads) {
             let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
+            if L::PADS && L::is_padding(a, unit * (UNIT * D8 as u32 / UNITS as u32)) {
+                continue;
+            }
             let to = |cache: Strides| {
                 layout.element(cache, rows, past + s)
                     + (unit * Swizzled::<C::Cell, UNITS>::PER_UNIT) as usize

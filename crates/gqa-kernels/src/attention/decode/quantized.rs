@@ -58,12 +58,13 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         p: &DecodeParams,
         kv_head: u32,
         head_size: u32,
+        other: f32,
         threads: u32,
     ) -> [[f32; 2]; CHANNELS] {
         core::array::from_fn(|pass| {
             let channel = thread_idx() + pass as u32 * threads;
             if channel >= head_size {
-                return [0.0; 2];
+                return [other; 2];
             }
             let index = if p.per_channel != 0 { kv_head * head_size + channel } else { 0 };
             [scales.k, scales.v].map(|scale| scale.load(index as usize))

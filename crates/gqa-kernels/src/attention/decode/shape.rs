@@ -28,6 +28,9 @@ pub struct Device {
     /// By how many parts in 32 two blocks beside each other stream slower than one, where the
     /// kernel has blocks of half the size, of which an SM holds two.
     pub halves: Option<u32>,
+    /// Of a kernel with up to 32 rows to a tile: how long a block takes at least for what it
+    /// streams, in tenths of what half of the SMs take with all of the memory's bandwidth.
+    pub tenths: u32,
 }
 
 impl Shape {
@@ -117,7 +120,7 @@ impl Shape {
         let tenths = match (together, rows) {
             (2, _) => 34,
             (_, 33..) => 13,
-            _ => 10,
+            _ => u64::from(device.tenths),
         };
         let multiprocessors = u64::from(device.multiprocessors);
         let alone = multiprocessors * tenths / 10;
@@ -130,7 +133,8 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
 
-    const HOPPER: Device = Device { multiprocessors: 132, has_clusters: true, halves: Some(1) };
+    const HOPPER: Device =
+        Device { multiprocessors: 132, has_clusters: true, halves: Some(1), tenths: 10 };
 
     fn shape_of(batch: u32, kv_heads: u32, keys: u32) -> Shape {
         let p = AttentionParams {
@@ -209,7 +213,7 @@ mod tests {
 
     #[test]
     fn without_clusters_splits_take_half_of_the_multiprocessors() {
-        let ampere = Device { multiprocessors: 108, has_clusters: false, halves: None };
+        let ampere = Device { multiprocessors: 108, has_clusters: false, halves: None, tenths: 10 };
         let p = AttentionParams {
             batch: 1,
             q_heads: 32,

@@ -11,7 +11,7 @@
 //! never copied.
 
 use super::cached::{Cached, first_channel};
-use super::layout::Layout;
+use super::layout::{Heads, Layout};
 use super::tree::Tree;
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
@@ -143,7 +143,8 @@ impl<
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
+    H: Heads,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
 {
     /// Whether queries and accumulators leave so few registers that queries stay in shared memory,
     /// and lanes find out anew what they otherwise remember.
@@ -265,7 +266,8 @@ impl<
         for piece in 0..rows / height {
             let within = first + piece * height;
             let begin = begin + within;
-            let source = cache.layout.row::<_, UNITS>(spots, piece, source, begin);
+            let cells = UNITS as u32 * Swizzled::<C::Cell, UNITS>::PER_UNIT;
+            let source = cache.layout.row(spots, piece, source, begin, cells);
             let valid = end.saturating_sub(begin);
             cache.layout.start(lanes, place.from(within), height, source, valid);
         }

@@ -2,7 +2,7 @@
 //! a token sees its ancestors.
 
 use super::Decode;
-use super::layout::Layout;
+use super::layout::{Heads, Layout};
 use crate::concept::mask::Visible;
 use crate::params::AttentionParams;
 use crate::simt::{Global, Shared, lane, warp};
@@ -74,7 +74,8 @@ impl<
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
+    H: Heads,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
 {
     /// Rows whose words a warp keeps.
     const WORDS: u32 = Self::ROWS / Self::TEAM;

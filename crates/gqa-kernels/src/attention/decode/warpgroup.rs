@@ -7,7 +7,7 @@
 
 use super::Decode;
 use super::cached::Cached;
-use super::layout::Layout;
+use super::layout::{Heads, Layout};
 use super::stream::{Cache, Share};
 use super::tree::Tree;
 use crate::concept::mask::Visible;
@@ -35,7 +35,8 @@ impl<
     const N8: usize,
     const WARPS: u32,
     const STAGES: u32,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES>
+    H: Heads,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
 {
     /// The team's part of the rank's share.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
