@@ -699,8 +699,10 @@ impl<
             if share.has_new_tokens {
                 C::encode(&tiles, staging, new_rows(&p, &rows), Self::BLOCK);
             }
-            if !Self::IS_QUANTIZED {
-                Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout);
+            // Written out: through `append_early` the compiler orders what comes before it
+            // otherwise, which costs a step over a paged KV cache 0.2 us.
+            if !Self::IS_QUANTIZED && place.appends(&p) && !Self::appends_late(&p, &rows, place) {
+                new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
             }
         }
         if Self::BY_WARPGROUPS {
@@ -821,8 +823,8 @@ impl<
             && rows.seqlen.past < Self::keys_ahead(p, place)
     }
 
-    /// Appends the new rows, if they are this block's, and none of their places in the cache is among
-    /// the keys that others have asked for ahead of their time.
+    /// Appends the new rows, if they are this block's, and none of their places in the cache is
+    /// among the keys that others have asked for ahead of their time.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_early<C: Cached, L: Layout>(
         p: &DecodeParams,

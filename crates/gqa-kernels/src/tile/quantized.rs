@@ -49,7 +49,10 @@ pub fn scores<C: MmaCode, const M: usize, const U: usize, const N8: usize>(
     keys: Swizzled<u8, U>,
     read: &WarpRead<U>,
 ) -> Fragments<M, N8> {
-    let mut scores = zero_scores.map(|[low, high]| [[-low, -low, -high, -high]; N8]);
+    let mut scores = zero_scores.map(|zero| {
+        let [low, high] = zero.map(|score| 0.0 - score);
+        [[low, low, high, high]; N8]
+    });
     for pair in 0..U / 2 {
         let of_pair: [_; 4] = core::array::from_fn(|depth| {
             let depth = if depth < C::PER_HALF_WORD { depth } else { 0 };

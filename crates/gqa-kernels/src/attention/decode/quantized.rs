@@ -1,11 +1,14 @@
 //! A quantized KV cache.
 //!
-//! Products are those of halves, which hold every code exactly. A query times the scales of its
-//! keys' channels is divided by one power of two for all rows of the tile, the largest that is not
-//! above the tile's largest number, and rounded to a half; scores are multiplied by that power.
-//! What is 2^-14 of the largest or more keeps all bits of a half; what is below 2^-25 of it becomes
-//! zero, which changes a score less than rounding the largest does. Weights are halves too. Scales
-//! of values multiply what a warp has accumulated, in f32.
+//! Products are those of halves, which hold every code exactly, four bits with 8 too much: what
+//! that adds to scores is subtracted where they begin, and what it adds to a tile's values behind
+//! them.
+//!
+//! A query times the scales of its keys' channels is divided by one power of two for all rows of
+//! the tile, the largest that is not above the tile's largest number, and rounded to a half; scores
+//! are multiplied by that power. What is 2^-14 of the largest or more keeps all bits of a half;
+//! what is below 2^-25 of it becomes zero, which changes a score less than rounding the largest
+//! does. Weights are halves too. Scales of values multiply what a warp has accumulated, in f32.
 //!
 //! New rows are rotated and rounded to the element type, as queries are, then become quantized
 //! values of their quotients by the scales, which are attended to and appended.
