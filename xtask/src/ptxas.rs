@@ -18,9 +18,10 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill
-/// (`docs/results/2026-11-26-h100-ampere`); on the others none was. On `sm_75` copies to shared
-/// memory go through registers.
-const SPILLS: [(&str, &str, u32); 18] = [
+/// (`docs/results/2026-11-26-h100-ampere`), or as fast as without a tree's mask
+/// (`docs/results/2026-11-27-h100-quantized-steps`); on the others none was. On `sm_75` copies to
+/// shared memory go through registers.
+const SPILLS: [(&str, &str, u32); 22] = [
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
@@ -32,7 +33,11 @@ const SPILLS: [(&str, &str, u32); 18] = [
     ("gqa_decode_paged_d128_r32_w4", "sm_103a", 12),
     ("gqa_decode_paged_d256_r8", "sm_120a", 36),
     ("gqa_decode_paged_d256_r8_w4", "sm_120a", 40),
-    ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 32),
+    ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 40),
+    ("gqa_decode_paged_tree_d128_r32", "sm_80", 8),
+    ("gqa_decode_paged_tree_d128_r32", "sm_89", 8),
+    ("gqa_decode_paged_tree_d128_r32", "sm_90", 56),
+    ("gqa_decode_tree_d128_r32", "sm_90", 16),
     ("gqa_split_kv_d160", "sm_75", 60),
     ("gqa_split_kv_d192", "sm_75", 148),
     ("gqa_tiled_d128", "sm_75", 92),

@@ -146,8 +146,8 @@ fn launches(text: &mut String) -> std::fmt::Result {
          bfloat16, 8 sequences with one new token each, 32 query heads over 8 KV heads, of 128 where\n\
          a row does not say otherwise, a rotary embedding. Kernels for the H100 have run on it and on\n\
          an H200, plans for an RTX 5090 on an H200, and plans for an A100 and an RTX 4090, with the\n\
-         kernels of those, on an H100. No other GPU was at hand. Kernels that pad heads have run on\n\
-         the simulator only. It runs plans for an A100, a B200 and an RTX 5090 in the test command.\n"
+         kernels of those, on an H100. No other GPU was at hand. The simulator runs plans for an\n\
+         A100, a B200 and an RTX 5090 in the test command.\n"
     )?;
     let devices = DECODING.map(|name| (name, DeviceInfo::known(name).unwrap()));
     row(text, ["decode over".to_owned()].into_iter().chain(DECODING.map(str::to_owned)))?;

@@ -98,7 +98,8 @@ impl Module {
     }
 
     /// Writes files into the list's folder that hold all kernels of a text, each a whole PTX text,
-    /// [packed](pack). Kernels that differ in the 16-bit type and the tile alone share one.
+    /// [packed](pack). Kernels that differ in types of 16 bits or of the output, in padding and
+    /// the tile alone share one.
     ///
     /// # Errors
     ///
@@ -171,11 +172,13 @@ impl Kernel {
 /// Of files of kernels.
 pub const EXTENSION: &str = "ptx.packed";
 
-/// A kernel's name without the 16-bit element type and what follows the head size, if it has one.
+/// A kernel's name without the 16-bit element type, the other type of its output, whether it pads
+/// heads, and what follows the head size, if it has one.
 fn common_name(kernel: &str) -> String {
     let is_head_size =
         |word: &str| word.strip_prefix('d').is_some_and(|size| size.parse::<u32>().is_ok());
-    let words: Vec<_> = kernel.split('_').filter(|word| !["f16", "bf16"].contains(word)).collect();
+    let is_shared = |word: &&str| !["f16", "bf16", "out32", "out8", "padded"].contains(word);
+    let words: Vec<_> = kernel.split('_').filter(is_shared).collect();
     let end = words.iter().position(|word| is_head_size(word)).map_or(words.len(), |at| at + 1);
     words[..end].join("_")
 }

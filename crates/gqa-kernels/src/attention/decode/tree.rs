@@ -5,7 +5,7 @@ use super::Decode;
 use super::layout::{Heads, Layout};
 use crate::concept::mask::Visible;
 use crate::params::AttentionParams;
-use crate::simt::{Global, Shared, lane, warp};
+use crate::simt::{Global, Shared, lane, opaque, thread_idx, warp};
 use crate::tile::fragment::{Fragments, column_of};
 use crate::tile::rows::{Rows, Span};
 
@@ -110,10 +110,11 @@ impl<
         Self::word_of(r).load(0)
     }
 
-    /// Where it is.
+    /// Where it is: found out anew, because the loop may have no register to keep it in.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn word_of(r: u32) -> Shared<u64> {
-        Shared::at(Self::STATES).offset(Self::team() * Self::ROWS + r)
+        let team = opaque(thread_idx()) / (32 * Self::TEAM);
+        Shared::at(Self::STATES).offset(team * Self::ROWS + r)
     }
 
     /// The warp's first row.
