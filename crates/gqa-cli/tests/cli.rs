@@ -287,7 +287,7 @@ fn explain_tells_what_a_cache_holds() -> Result {
     {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
-    let run = words(&format!("{step} --per-channel --head-size 80"))?;
+    let run = words(&format!("{step} --per-channel --head-size 72"))?;
     for words in ["with a scale per channel", "gqa_quantize_kv_f8_bf16"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
