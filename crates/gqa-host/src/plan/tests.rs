@@ -254,7 +254,7 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (float32(llama(1, 8191)), "a100", "decode_out32_f16_d128_r16"),
         (float32(llama(1, 8191)), "l4", "decode_out32_f16_d128_r16_w4"),
         (quantized(llama(1, 8191), CODES[0]), "a100", "decode_i8_f16_d128_r8"),
-        (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r16_w4"),
+        (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_f8_f16_d128_r16_w4"),
         (over_blocks(8, 1, 500), "a100", "decode_paged_f16_d128_r8"),
         (over_blocks(8, 4, 500), "rtx3090", "decode_paged_f16_d128_r16_w4"),
