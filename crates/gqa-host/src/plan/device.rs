@@ -89,7 +89,8 @@ const fn row(name: &'static str, sm: u32, units: [u32; 3], rates: [f64; 3]) -> D
 
 const H200: DeviceInfo = row("h200", 90, [132, 227, 60], [4800.0, 989.5, 66.9]);
 
-/// Vendor figures. A name that contains another comes first.
+/// Vendor figures, but for the SMs and the L2 cache of the B300, which are taken to be the B200's.
+/// A name that contains another comes first.
 static KNOWN: [DeviceInfo; 16] = [
     row("b300", 103, [148, 227, 126], [8000.0, 2250.0, 75.0]),
     row("b200", 100, [148, 227, 126], [8000.0, 2250.0, 80.0]),
