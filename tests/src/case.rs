@@ -522,9 +522,10 @@ pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> BoxedStrategy<Cas
         .boxed()
 }
 
-/// Prompts over caches of float8 whose products may be of float8.
-pub fn turned_float8_prompts(max_rows: usize) -> BoxedStrategy<Case> {
-    let heads = proptest::sample::select(vec![80usize, 96, 112, 128, 128]);
+/// Prompts over caches of float8 whose products may be of float8, of head sizes that take the tile
+/// of `tile` columns.
+pub fn turned_float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case> {
+    let heads = proptest::sample::select(vec![tile / 2 + 16, tile * 3 / 4, tile, tile]);
     (prompts(128, max_rows), heads, any::<bool>())
         .prop_map(|(case, head_size, per_channel)| Case {
             head_size,
@@ -541,8 +542,8 @@ pub fn turned_float8_prompts(max_rows: usize) -> BoxedStrategy<Case> {
 }
 
 /// The same, but nothing is rotated or normalised, so that the oracle knows what is rounded.
-pub fn float8_prompts(max_rows: usize) -> BoxedStrategy<Case> {
-    turned_float8_prompts(max_rows)
+pub fn float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case> {
+    turned_float8_prompts(tile, max_rows)
         .prop_map(|case| Case { rotary: None, qk_norm: false, ..case })
         .boxed()
 }

@@ -6,9 +6,9 @@ use crate::{
     half_dtype, heads_up_to, paged, paged_prompts, paged_steps, prompts, quantized,
     quantized_output, quantized_prompts, quantized_steps, sliding, steps, tree_steps, trees,
 };
-use gqa_host::Problem;
 use gqa_host::backend::Backend;
 use gqa_host::plan::{DeviceInfo, PlanOptions, plan};
+use gqa_host::{DType, Problem};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -20,6 +20,18 @@ use std::rc::Rc;
 /// belong to others.
 pub fn is_of_attention(entry: &Entry) -> bool {
     ![Role::RotaryRows, Role::ScatterRows].contains(&entry.role)
+}
+
+/// Kernels for products of float8, with the element type of their output and the columns of their
+/// tile.
+pub fn float8_kernels() -> impl Iterator<Item = (DType, usize, &'static str)> {
+    let is_wanted =
+        |entry: &&Entry| entry.family == Family::HopperFloat8 && entry.role == Role::Attention;
+    entries().filter(is_wanted).map(|entry| {
+        let is_bf16 = entry.dtype == gqa_kernels::num::DType::BF16;
+        let dtype = if is_bf16 { DType::BF16 } else { DType::F16 };
+        (dtype, entry.head_size as usize, entry.name)
+    })
 }
 
 /// Calls drawn, for each that a kernel shall run, until a kernel that too few of them reached is a
@@ -105,7 +117,9 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => quantized(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         1 => quantized_steps(400).prop_map(shared),
         1 => quantized_prompts(prompts(128, 200)).prop_map(shared),
-        1 => float8_prompts(200).prop_map(shared),
+        1 => float8_prompts(64, 200).prop_map(shared),
+        1 => float8_prompts(128, 200).prop_map(shared),
+        1 => float8_prompts(256, 200).prop_map(shared),
         1 => sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),
         1 => sliding(biased, 40).prop_map(shared),
         1 => paged(case(any_dtype(), heads_up_to(128), 24), 40).prop_map(shared),

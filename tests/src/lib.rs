@@ -20,7 +20,7 @@ pub use case::{
     quantized_steps, rotated_prompts, sliding, steps, tall_steps, turned_float8_prompts,
 };
 pub use compare::{Errors, Tolerance, compare};
-pub use entries::{every_entry, is_of_attention};
+pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use hostile::hostile;
 pub use paged::{
     DECODE_KERNELS, PREFILL_KERNELS, PagedCase, paged, paged_concurrent, paged_mixed,

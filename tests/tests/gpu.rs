@@ -7,9 +7,9 @@ use gqa_host::backend::cuda::Cuda;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
-    biased_prompts, case, every_entry, float8_prompts, half_dtype, heads_in, heads_up_to,
-    identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts, paged_reads,
-    paged_steps, parity, prompts, prompts_of_wide_scores, quantized, quantized_output,
+    biased_prompts, case, every_entry, float8_kernels, float8_prompts, half_dtype, heads_in,
+    heads_up_to, identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts,
+    paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores, quantized, quantized_output,
     quantized_prompts, quantized_steps, rotated_prompts, sequences, sliding, slow_device, steps,
     tall_steps, tree_steps, trees, turned_float8_prompts, with_some_lse,
 };
@@ -223,16 +223,14 @@ fn quantized_prompts_on_their_way() {
 #[test]
 #[ignore = "needs a GPU"]
 fn float8_products() {
-    for (dtype, kernel) in
-        [(DType::BF16, "gqa_hopper_float8_bf16_d128"), (DType::F16, "gqa_hopper_float8_f16_d128")]
-    {
+    for (dtype, tile, kernel) in float8_kernels() {
         let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
-        let prompts = float8_prompts(800).prop_map(move |case| Case { dtype, ..case });
-        run("cuda, float8 products", 300, prompts, options.clone());
+        let prompts = float8_prompts(tile, 800).prop_map(move |case| Case { dtype, ..case });
+        run("cuda, float8 products", 100, prompts, options.clone());
         let apart = cuda(PlanOptions { disable_fused_kv: true, ..options.clone() });
         let prompts =
-            turned_float8_prompts(800).prop_map(move |case| Case { dtype, ..case }).boxed();
-        identical("cuda, float8 operands", 300, prompts, [&cuda(options), &apart]);
+            turned_float8_prompts(tile, 800).prop_map(move |case| Case { dtype, ..case }).boxed();
+        identical("cuda, float8 operands", 100, prompts, [&cuda(options), &apart]);
     }
 }
 

@@ -6,8 +6,8 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    Case, any_dtype, case, float8_prompts, half_dtype, heads_up_to, identical, parity, prompts,
-    quantized, quantized_steps, sequences, turned_float8_prompts,
+    Case, any_dtype, case, float8_kernels, float8_prompts, half_dtype, heads_up_to, identical,
+    parity, prompts, quantized, quantized_steps, sequences, turned_float8_prompts,
 };
 use proptest::strategy::Strategy;
 
@@ -45,27 +45,26 @@ fn prompts_on_hopper() {
 
 #[test]
 fn prompts_in_products_of_float8() {
-    for (dtype, kernel) in
-        [(DType::BF16, "gqa_hopper_float8_bf16_d128"), (DType::F16, "gqa_hopper_float8_f16_d128")]
-    {
+    for (dtype, tile, kernel) in float8_kernels() {
         let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
-        let prompts = float8_prompts(300).prop_map(move |case| Case { dtype, ..case });
-        parity("sim, float8 products", 20, prompts, &Sim::default().with_options(options));
+        let prompts = float8_prompts(tile, 300).prop_map(move |case| Case { dtype, ..case });
+        parity("sim, float8 products", 10, prompts, &Sim::default().with_options(options));
     }
 }
 
 /// What the launch that rounds does besides is what launches of their own do.
 #[test]
 fn operands_of_float8_rotated_and_appended_on_the_way() {
-    let dtype = DType::BF16;
-    let options = |disable_fused_kv| PlanOptions {
-        disable_fused_kv,
-        force: Some("gqa_hopper_float8_bf16_d128"),
-        ..PlanOptions::default()
-    };
-    let [fused, apart] = [false, true].map(|off| Sim::default().with_options(options(off)));
-    let prompts = turned_float8_prompts(200).prop_map(move |case| Case { dtype, ..case }).boxed();
-    identical("sim, float8 operands", 40, prompts, [&fused, &apart]);
+    for (dtype, tile, kernel) in float8_kernels() {
+        let options = |disable_fused_kv| PlanOptions {
+            disable_fused_kv,
+            force: Some(kernel),
+            ..PlanOptions::default()
+        };
+        let [fused, apart] = [false, true].map(|off| Sim::default().with_options(options(off)));
+        let prompts = turned_float8_prompts(tile, 200).prop_map(move |case| Case { dtype, ..case });
+        identical("sim, float8 operands", 10, prompts.boxed(), [&fused, &apart]);
+    }
 }
 
 #[test]

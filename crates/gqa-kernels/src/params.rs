@@ -216,6 +216,10 @@ pub struct Float8OperandsParams {
     pub new_len: u32,
     /// As in [`Float8Params`].
     pub per_channel: u32,
+    /// Keys of a tile of the attention.
+    pub tile_keys: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 /// Scalars of `general`, of the unfused kernels and of those whose name ends with `_masked`.
@@ -555,7 +559,7 @@ const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() 
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
 const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
-    assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 6 * 4);
+    assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);
 const _: () =
     assert!(size_of::<PagedTiledParams>() == size_of::<AttentionParams>() + 4 * 4 + 6 * 4);

@@ -169,6 +169,12 @@ pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     u16::from_le_bytes([f32_to_e4m3(lo), f32_to_e4m3(hi)])
 }
 
+/// Rounds four values to e4m3, the first into the lowest byte; what is greater than 448 becomes
+/// 448. SM 89.
+pub fn f32x4_to_e4m3x4(x: [f32; 4]) -> u32 {
+    u32::from_le_bytes(x.map(f32_to_e4m3))
+}
+
 fn f32_to_e4m3(value: f32) -> u8 {
     /// Exponent of the least normal number.
     const LEAST: i32 = -6;

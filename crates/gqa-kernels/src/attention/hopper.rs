@@ -49,8 +49,8 @@
 //! the bytes, and full means an arrival of each thread that converts.
 //!
 //! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a
-//! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and [`Float8D128`]
-//! divide by the sum of the rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does
+//! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and
+//! [`Float8D128`] and its like divide by the sum of the rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does
 //! not.
 
 mod consumer;
@@ -71,11 +71,12 @@ mod work;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use float8::operands_grid;
-pub use float8::{float8_operands, transposed_keys};
+pub use float8::{float8_operands, transposed_columns};
 pub use pages::{LEAST_BOX, box_rows};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
-    Float8D128, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64, QuantizedD128,
+    Float8D64, Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64,
+    QuantizedD128,
 };
 
 use super::out::Quantized;
@@ -85,10 +86,9 @@ use crate::params::{
     QuantizedHopperParams, QuantizedPagedHopperParams,
 };
 use crate::simt::*;
-use consumer::{Consumer, Pointers};
+use consumer::{Consumer, Pointers, Steps};
 use float8::Scales as Float8Scales;
 use mask::Mask;
-use operand::Operand;
 use output::Destination;
 use pages::Pages;
 use rotate::Rotation;
@@ -126,7 +126,7 @@ impl<
     /// The kernel, with a mask or without, over a cache with such scales; `convert` is what the
     /// warpgroup does that converts tiles, if there is one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn attend<T: MmaElement, P: Operand, K: CacheScales>(
+    fn attend<T: MmaElement, P: Steps, K: CacheScales>(
         [q, k, v]: [TensorMap; 3],
         seqlens_k: Global<i32>,
         pointers: Pointers<T>,
@@ -293,8 +293,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     }
 }
 
-impl<const D: u32, const C: usize, const W: usize, const O: usize>
-    Hopper<D, 128, 2, C, W, O, 0, false, false>
+impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
+    Hopper<D, N, 2, C, W, O, 0, false, false>
 {
     /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q
     /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v (batch, KV
@@ -491,7 +491,7 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
         const VECTORS: u32 = 64;
         let (stage, vector) = (thread_idx() / VECTORS, thread_idx() % VECTORS);
         for stage in Rolled(stage..S::STAGES, (S::WARPGROUPS + 1) * WARPGROUP / VECTORS) {
-            let ones = base + S::KV + stage * S::STAGE_BYTES + S::KV_BYTES;
+            let ones = base + S::KV + stage * S::STAGE_BYTES + S::TILE_BYTES;
             st_shared_vec(ones + 16 * vector, [ONES; 4]);
         }
     } else if thread_idx() < S::ONES_BYTES / 16 {

@@ -76,7 +76,7 @@ pub fn quantize_kv<T: Element, C: Code>(
 
 /// Scales of a quantized cache, as new rows are divided by them: one, or (KV head, head size).
 #[derive(Clone, Copy)]
-pub(super) struct Divisors {
+pub(crate) struct Divisors {
     scales: Global<f32>,
     per_channel: bool,
     /// The one, or any.
@@ -90,7 +90,7 @@ impl Divisors {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn of(&self, channel: usize) -> Divisor {
+    pub fn of(&self, channel: usize) -> Divisor {
         if self.per_channel { Divisor::new(self.scales.load(channel)) } else { self.first }
     }
 }

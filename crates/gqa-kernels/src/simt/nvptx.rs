@@ -528,6 +528,19 @@ pub fn f32x2_to_e4m3x2(lo: f32, hi: f32) -> u16 {
     packed
 }
 
+/// Rounds four values to e4m3, the first into the lowest byte; what is greater than 448 becomes
+/// 448. SM 89.
+#[inline(always)]
+pub fn f32x4_to_e4m3x4(x: [f32; 4]) -> u32 {
+    let packed;
+    // SAFETY: registers only.
+    unsafe {
+        asm!("{{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {2}, {1}; cvt.rn.satfinite.e4m3x2.f32 high, {4}, {3}; mov.b32 {0}, {{low, high}}; }}",
+            out(reg32) packed, in(reg32) x[0], in(reg32) x[1], in(reg32) x[2], in(reg32) x[3], options(pure, nomem, nostack))
+    };
+    packed
+}
+
 /// The greater of each half, as numbers without sign. SM 90.
 #[inline(always)]
 pub fn max_u16x2(a: u32, b: u32) -> u32 {

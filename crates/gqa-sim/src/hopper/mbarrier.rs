@@ -347,6 +347,23 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
     wait(address, parity, Scope::Block, Location::caller());
 }
 
+/// Whether the phase of that parity has completed: 1 or 0. The answer takes its time, in which the
+/// thread can do something else.
+#[track_caller]
+#[inline]
+pub fn mbarrier_test(address: u32, parity: u32) -> u32 {
+    block::checked(|block| try_wait(block, address, parity, Scope::Block)).into()
+}
+
+/// [`mbarrier_wait`], unless [`mbarrier_test`] has answered 1.
+#[track_caller]
+#[inline]
+pub fn mbarrier_wait_unless(tested: u32, address: u32, parity: u32) {
+    if tested == 0 {
+        wait(address, parity, Scope::Block, Location::caller());
+    }
+}
+
 /// Waits until the phase of that parity has completed, and sees what peers have done before they
 /// arrived there.
 #[track_caller]

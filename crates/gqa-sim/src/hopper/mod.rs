@@ -11,7 +11,8 @@ mod warpgroup;
 
 pub use mbarrier::{
     fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_arrive_expect_peer,
-    mbarrier_arrive_peer, mbarrier_init, mbarrier_wait, mbarrier_wait_cluster,
+    mbarrier_arrive_peer, mbarrier_init, mbarrier_test, mbarrier_wait, mbarrier_wait_cluster,
+    mbarrier_wait_unless,
 };
 pub use named_barrier::{named_barrier_arrive, named_barrier_sync};
 pub use registers::{registers_lower, registers_raise};

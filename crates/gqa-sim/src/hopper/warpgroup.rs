@@ -352,7 +352,7 @@ fn issue<const C: usize, const N: usize>(
     d: &mut [f32; C],
     operands: [u32; N],
 ) {
-    const { assert!(C.is_multiple_of(4) && C >= 4 && C <= 128) };
+    assert!(C.is_multiple_of(4) && C >= 4 && C <= 128, "{C} accumulators");
     block::with(|block| block.lane().accumulators = Some(NonNull::from(d.as_mut_slice())));
     let [] = meet(Collective::Wgmma(Wgmma { element, a, adds, columns: 2 * C as u32 }), operands);
 }

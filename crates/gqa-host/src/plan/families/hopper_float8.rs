@@ -46,7 +46,7 @@ impl Family for HopperFloat8 {
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
         let (p, device, entry) = (job.problem, job.device, kernel.entry);
         let attention = params(p, job.rows.query.strides, 1)?;
-        let operands = Operands::take(p, &attention, job.scratch)?;
+        let operands = Operands::take(p, &attention, entry, job.scratch)?;
         let fused = self.fuses(p, entry, job.task.fused).new_rows;
         Ok(vec![
             operands.launch(p, device, entry, job.rows, fused)?,
@@ -58,8 +58,8 @@ impl Family for HopperFloat8 {
 /// A cache that the tensor cores multiply, where that is allowed and pays: where rows are short the
 /// launch before attention costs more than the products gain. GQA_FORCE knows better.
 fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
-    /// Smaller heads would be padded to half of a tile.
-    const LEAST_HEAD: usize = 64;
+    /// These and smaller heads would be padded to half of a tile.
+    const SMALL_HEAD: usize = 32;
     /// Between 2048 keys, where calls are slower, and 8192, where they are faster
     /// (`docs/perf-log.md`).
     const LEAST_KEYS: usize = 4096;
@@ -77,7 +77,7 @@ fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     if p.softcap.is_some() {
         return Err(Rejection::Argument { name: "softcap" });
     }
-    if p.head_size % 16 != 0 || p.head_size <= LEAST_HEAD {
+    if p.head_size % 16 != 0 || p.head_size <= SMALL_HEAD {
         return Err(Rejection::OtherHeadSize { got: p.head_size });
     }
     if p.total_len < LEAST_KEYS && options.force.is_none() {
@@ -96,21 +96,28 @@ struct Operands<'a> {
     row_factors: Arg,
     v_codes: Arg,
     v: Strides,
-    /// Columns of `v_codes`.
-    keys: u32,
+    /// Of `v_codes`.
+    columns: u32,
+    /// Of a tile of the attention.
+    tile_keys: u32,
 }
 
 impl<'a> Operands<'a> {
-    fn take(p: &Problem, params: &'a AttentionParams, scratch: &mut Scratch) -> Result<Self> {
+    fn take(
+        p: &Problem,
+        params: &'a AttentionParams,
+        entry: &Entry,
+        scratch: &mut Scratch,
+    ) -> Result<Self> {
         let AttentionParams { head_size, q_len, q_heads, kv_heads, .. } = *params;
-        let keys = kernels::transposed_keys(params.capacity);
+        let columns = kernels::transposed_columns(params.capacity, entry.keys);
         let dense = |heads: u32, rows: u32, row: u32| {
             let head = u64::from(rows) * u64::from(row);
             Strides { row: row.into(), head, batch: head * u64::from(heads) }
         };
         let mut take =
             |strides: Strides, size| scratch.take(p.batch * strides.batch as usize, size);
-        let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, keys));
+        let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, columns));
         Ok(Self {
             params,
             per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
@@ -119,7 +126,8 @@ impl<'a> Operands<'a> {
             row_factors: take(dense(q_heads, q_len, 1), size_of::<f32>())?,
             v_codes: take(v, 1)?,
             v,
-            keys,
+            columns,
+            tile_keys: entry.keys,
         })
     }
 
@@ -140,6 +148,8 @@ impl<'a> Operands<'a> {
             rotary: rotary_params(p.rotary.filter(|_| fused), stride)?,
             new_len: if fused { u32_of("new keys", p.new_len)? } else { 0 },
             per_channel: self.per_channel,
+            tile_keys: self.tile_keys,
+            reserved: 0,
         };
         let given = |arg: Arg| if fused { arg } else { Arg::Null };
         let tensor = |id| tensor(p, id, 0);
@@ -180,7 +190,7 @@ impl<'a> Operands<'a> {
         };
         let tensor = |id| tensor(p, id, 0);
         let keys = [head_size, capacity, kv_heads];
-        let values = [self.keys, head_size, kv_heads];
+        let values = [self.columns, head_size, kv_heads];
         let arguments = [
             ("q", map(self.q_codes, self.q, [head_size, q_len, q_heads], kernels::QUERY_BOX)),
             ("k", map(tensor(TensorId::PresentKey), k, keys, entry.keys)),

@@ -9,16 +9,18 @@ use super::ring::Ring;
 use super::rotate::Rotation;
 use super::scales::{CacheScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
-use super::softmax::{Raised, RowPair, Softmax, exceed, greatest, scale};
+use super::softmax::{Raised, RowPair, Softmax, Turns, exceed, exp2_bits, greatest, scale};
 use super::work::{KeyTiles, Place, Slot};
 use crate::attention::out::{OutElement, Quantized};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
-use crate::num::{MmaElement, e4m3};
+use crate::num::{Float8, MmaElement, e4m3};
 use crate::params::AttentionParams;
 use crate::simt::*;
 use core::marker::PhantomData;
 
+/// Output registers of the widest product.
+const MOST_SUMS: usize = 128;
 /// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup
 /// w's turn.
 const CLEARED: u32 = 8;
@@ -59,7 +61,7 @@ pub(super) struct Consumer<'a, T, P, S, K, const C: usize, const W: usize, const
 
 /// Where a consumer is: the key tile whose weights it holds, and those still to come.
 #[derive(Clone, Copy)]
-struct Cursor {
+pub(super) struct Cursor {
     slot: Slot,
     keys: KeyTiles,
     tile: u32,
@@ -68,7 +70,7 @@ struct Cursor {
 }
 
 /// What a consumer thread carries from key tile to key tile.
-struct State<const W: usize, const O: usize> {
+pub(super) struct State<const W: usize, const O: usize> {
     o: [f32; O],
     weights: [u32; W],
     rows: RowPair,
@@ -76,10 +78,65 @@ struct State<const W: usize, const O: usize> {
     begun: bool,
 }
 
+/// How a consumer of such operands steps over key tiles of which all rows see all keys. A trait,
+/// because a branch that is never taken would cost the others registers.
+pub(super) trait Steps: Operand {
+    /// To the cursor's `bottom`.
+    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
+        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
+        state: &mut State<W, O>,
+        at: &mut Cursor,
+    ) where
+        Self: Sized,
+        T: MmaElement,
+        S: Tile,
+        K: CacheScales;
+}
+
+impl<P: MmaElement> Steps for P {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
+        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
+        state: &mut State<W, O>,
+        at: &mut Cursor,
+    ) where
+        T: MmaElement,
+        S: Tile,
+        K: CacheScales,
+    {
+        let bottom = at.bottom;
+        while at.tile > bottom {
+            at.tile -= 1;
+            consumer.step(state);
+            state.begun = true;
+        }
+    }
+}
+
+impl Steps for Float8 {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
+        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
+        state: &mut State<W, O>,
+        at: &mut Cursor,
+    ) where
+        T: MmaElement,
+        S: Tile,
+        K: CacheScales,
+    {
+        let mut arrived = [0; 2];
+        while at.tile > at.bottom {
+            at.tile -= 1;
+            arrived = consumer.step_and_lower(state, arrived);
+            state.begun = true;
+        }
+    }
+}
+
 impl<
     'a,
     T: MmaElement,
-    P: Operand,
+    P: Steps,
     S: Tile,
     K: CacheScales,
     const C: usize,
@@ -108,6 +165,7 @@ impl<
                 row,
                 headroom: P::HEADROOM,
                 limit: P::LIMIT,
+                limit_bits: exp2_bits(P::LIMIT as u32) as i32,
                 adds: !S::SUM_COLUMNS,
                 keeps: !S::SUM_COLUMNS || S::IS_TRANSPOSED,
             },
@@ -160,17 +218,7 @@ impl<
         let mut state = State { o, weights, rows, begun: false };
         loop {
             if S::MASK_STAGES == 0 && at.tile < at.keys.cached_end && at.tile > at.bottom {
-                let most = at.tile.saturating_sub(S::STEPS);
-                let bottom = if S::STEPS < u32::MAX { at.bottom.max(most) } else { at.bottom };
-                while at.tile > bottom {
-                    at.tile -= 1;
-                    if S::IS_TRANSPOSED {
-                        self.step_and_raise(&mut state);
-                    } else {
-                        self.step(&mut state);
-                    }
-                    state.begun = true;
-                }
+                P::step_to_bottom(self, &mut state, at);
                 self.release_queries(at);
             }
             if !self.step_over_edge(&mut state, at) {
@@ -193,7 +241,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
-        let mut s = self.multiply(state);
+        let mut s = self.multiply::<false>(state);
         let State { o, weights, rows, .. } = state;
         let before = rows.sum;
         self.softmax.relate(0, &mut s, rows.reference[0]);
@@ -215,23 +263,34 @@ impl<
         self.release_tile(keys);
     }
 
-    /// The same where weights do not become infinite, so that the greatest exponents have to be
-    /// found.
+    /// The same where weights are packed to bytes, in which nobody sees what they exceeded: they
+    /// are looked at before. Takes and returns whether the tiles that it and the next step multiply
+    /// are known to have arrived, which is asked long before the answer is needed.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_and_raise(&mut self, state: &mut State<W, O>) {
+    fn step_and_lower(&mut self, state: &mut State<W, O>, arrived: [u32; 2]) -> [u32; 2] {
         let keys = self.kv;
-        let mut s = self.multiply(state);
-        self.release_tile(keys);
+        self.wait_unless(arrived[0], keys);
+        self.wait_unless(arrived[1], keys.next(S::STAGES));
+        let mut s = self.multiply::<true>(state);
         let State { o, weights, rows, .. } = state;
-        let mut raised = Raised::NONE;
-        self.softmax.relate_and_raise(0, &mut s, rows, &mut raised);
-        self.softmax.weigh(0, &mut s, rows);
-        self.softmax.relate_and_raise(1, &mut s, rows, &mut raised);
+        let mut turns = Turns::new(rows);
+        self.softmax.weigh_in_turns(0..C / 8, &mut s, &mut turns);
         wgmma_wait::<0>();
         self.release_tile(keys.next(S::STAGES));
-        raised.apply(o);
-        self.softmax.weigh(1, &mut s, rows);
+        collect_sums::<S, O>(o, rows);
+        let next = [self.test_tile(self.kv), self.test_tile(self.kv.next(S::STAGES))];
+        self.softmax.weigh_in_turns(C / 8..C / 4, &mut s, &mut turns);
+        let tops = turns.tops();
+        if self.softmax.exceed_limit(tops) {
+            let factors = match self.softmax.lower_wide(tops, &mut s, rows) {
+                Some(factors) => factors,
+                None => self.weigh_again_wide(keys, rows, &mut s),
+            };
+            scale(o, factors);
+        }
+        self.release_tile(keys);
         *weights = P::pack_weights::<C, W>(&s);
+        next
     }
 
     /// The same where something is masked, or where the output of a work tile is complete and the
@@ -253,7 +312,7 @@ impl<
         let keys = self.kv;
         let values = keys.next(S::STAGES);
         self.clear_values(&from, values);
-        let mut s = self.multiply(state);
+        let mut s = self.multiply::<false>(state);
         self.release_tile(keys);
         let State { o, weights, rows, begun } = state;
         *begun = !ends;
@@ -276,14 +335,19 @@ impl<
         true
     }
 
-    /// Issues the next S and this O; returns S when it is there.
+    /// Issues the next S and this O, whose tiles are to be waited for or have `ARRIVED`; returns S
+    /// when it is there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn multiply(&mut self, state: &mut State<W, O>) -> [f32; C] {
-        self.wait_tile(self.kv);
+    fn multiply<const ARRIVED: bool>(&mut self, state: &mut State<W, O>) -> [f32; C] {
+        if !ARRIVED {
+            self.wait_tile(self.kv);
+        }
         self.take_turn();
         let s = self.issue_scores();
         let values = self.kv.next(S::STAGES);
-        self.wait_tile(values);
+        if !ARRIVED {
+            self.wait_tile(values);
+        }
         self.issue_output(&mut state.o, state.begun, &state.weights, values);
         self.pass_turn();
         wgmma_wait::<1>();
@@ -319,9 +383,9 @@ impl<
         if let Some(factors) = self.scales.row_factors::<T, S>(rows, self.p) {
             self.softmax.factors = factors;
         }
-        // Large heads do better with one loop: the other one keeps K until weights are seen, and
-        // with their few tiles under way that keeps the next ones out.
-        let mixed = self.p.softcap > 0.0 || S::D > 128;
+        // Large heads of two bytes do better with one loop: the other one keeps K until weights are
+        // seen, and with their few tiles under way that keeps the next ones out.
+        let mixed = self.p.softcap > 0.0 || S::D > 128 && !S::IS_TRANSPOSED;
         let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
@@ -367,6 +431,18 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_tile(&self, at: Ring) {
         mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
+    }
+
+    /// Whether the tile has arrived, for [`Self::wait_unless`].
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn test_tile(&self, at: Ring) -> u32 {
+        mbarrier_test(self.base + S::KV_FULL + at.barrier(), at.parity)
+    }
+
+    /// Waits for a tile, unless it is known to have arrived.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn wait_unless(&self, arrived: u32, at: Ring) {
+        mbarrier_wait_unless(arrived, self.base + S::KV_FULL + at.barrier(), at.parity);
     }
 
     /// This warp has read the K or V tile.
@@ -441,6 +517,41 @@ impl<
         factors
     }
 
+    /// The same of weights that are not packed yet.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn weigh_again_wide(&self, keys: Ring, rows: &mut RowPair, s: &mut [f32; C]) -> [f32; 2] {
+        let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
+        let mut block = 0;
+        while block < C / 8 {
+            let mut scores = self.scores_of_block(keys, block as u32);
+            let mut half = 0;
+            while half < 2 {
+                self.softmax.relate(half, &mut scores, rows.origin(half));
+                self.softmax.weigh(half, &mut scores, rows);
+                half += 1;
+            }
+            let mut i = 0;
+            while i < 8 {
+                s[8 * block + i] = scores[i];
+                i += 1;
+            }
+            block += 1;
+        }
+        sync_warp();
+        factors
+    }
+
+    /// The greatest scores of a tile, of each of the thread's rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn greatest_again(&self, keys: Ring) -> [f32; 2] {
+        let mut tops = [f32::NEG_INFINITY; 2];
+        for block in Rolled(0..S::N / 16, 1) {
+            let s = self.scores_of_block(keys, block);
+            tops = [max(tops[0], greatest(0, &s)), max(tops[1], greatest(1, &s))];
+        }
+        tops
+    }
+
     /// This warp's scores of 16 keys of a tile.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scores_of_block(&self, keys: Ring, block: u32) -> [f32; 8] {
@@ -454,14 +565,14 @@ impl<
         let k = self.base + S::KV + keys.stage * S::STAGE_BYTES + (16 * block + key) * 128;
         let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
         // Not up to `D`, or the assembler would unroll the loop.
-        for step in Rolled(0..self.p.head_size.div_ceil(16), 1) {
+        for step in Rolled(0..self.p.head_size.div_ceil(32 / S::NUMBER_BYTES), 1) {
             let (chunk, unit) = (step / 4 * 128, step % 4 * 2);
             // Units of 16 bytes trade places within eight rows.
             let place = |row: u32, unit: u32| 16 * (unit ^ (row % 8));
             let a = ldmatrix_x4(q + chunk * WARPGROUP_ROWS + place(query, unit + lane / 16));
             let b = ldmatrix_x4(k + chunk * S::N + place(key, unit + lane / 8 % 2));
-            P::Element::mma(&mut low, a, [b[0], b[1]]);
-            P::Element::mma(&mut high, a, [b[2], b[3]]);
+            P::multiply_rows(&mut low, a, [b[0], b[1]]);
+            P::multiply_rows(&mut high, a, [b[2], b[3]]);
         }
         let ([a, b, c, d], [e, f, g, h]) = (low, high);
         [a, b, c, d, e, f, g, h]
@@ -470,7 +581,7 @@ impl<
     /// Issues O += P · V.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
-        let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
+        let v = self.base + S::KV + at.stage * S::STAGE_BYTES + S::VALUES;
         // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
         let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
         let behind = if apart { self.base + S::ONES - v } else { S::N * 128 };
@@ -486,8 +597,15 @@ impl<
             ];
             // Of 16 keys, which are rows, or 32, which are columns.
             let keys = step as u32 * if S::IS_TRANSPOSED { 32 } else { 16 * 128 };
-            let v = if apart { v.towards(keys) } else { v.at(keys) };
-            P::multiply_weights(o, begun || step > 0, a, v);
+            if O <= MOST_SUMS {
+                let v = if apart { v.towards(keys) } else { v.at(keys) };
+                P::multiply_weights(o, begun || step > 0, a, v);
+            } else {
+                // The columns in two halves, the second of them with the ones.
+                let (low, high) = halves(o);
+                P::multiply_weights::<64>(low, begun || step > 0, a, v.at(keys));
+                P::multiply_weights::<68>(high, begun || step > 0, a, v.at(keys + 128 * 128));
+            }
             step += 1;
         }
         wgmma_commit();
@@ -620,6 +738,16 @@ impl<
         } else {
             output.store::<T, S, O>(o, to.out);
         }
+    }
+}
+
+/// Output registers of 128 columns, and of those behind with sums of weights.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn halves<const O: usize>(o: &mut [f32; O]) -> (&mut [f32; 64], &mut [f32; 68]) {
+    let (low, high) = o.split_at_mut(64);
+    match (low.try_into(), high.try_into()) {
+        (Ok(low), Ok(high)) => (low, high),
+        _ => trap(),
     }
 }
 

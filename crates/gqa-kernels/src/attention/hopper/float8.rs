@@ -6,7 +6,7 @@
 //! | float8 queries (batch, query head, S, head size) | rotated queries times `k_scale`, divided by a power of two for each row and rounded |
 //! | row factors (batch, query head, S), f32 | that power of two, times `scale · log2 e` |
 //! | keys | the cache, (batch, KV head, capacity, head size) |
-//! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, keys in the order of [`key_of_column`], 0 behind the sequence up to the end of its last tile |
+//! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, tiles of keys in the order of [`key_of_column`], each 128 columns, 0 behind the sequence up to the end of its last tile |
 //!
 //! [`float8_operands`] writes all of them in one pass over queries, new rows and the values of the
 //! cache; where new rows are in the cache already, and queries are rotated, it does the rest.
@@ -16,12 +16,13 @@
 //! ones 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
 
 use super::operand::key_of_column;
-use super::shape::TRANSPOSED_KEYS;
+use super::shape::TRANSPOSED_COLUMNS;
 use super::work::Place;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::LOG2_E;
 use crate::num::{Element, quotient, unpack};
 use crate::params::{AttentionParams, Float8OperandsParams, Strides};
+use crate::prologue::quantize::Divisors;
 use crate::prologue::rope::Rope;
 use crate::simt::*;
 
@@ -80,28 +81,42 @@ const KEYS: u32 = 32;
 /// Columns of a thread's part, and of all threads of a warp.
 const COLUMNS: u32 = 4;
 const WARP_COLUMNS: u32 = 32 * COLUMNS;
-/// Numbers of a vector of 16 bytes: what a thread has of a row of queries or keys.
+/// Numbers of a vector of 16 bytes.
 const VECTOR: u32 = 8;
 type Numbers = [f32; VECTOR as usize];
-/// Rows of which a thread has vectors under way together.
+/// What a thread has of a row of queries or keys: two vectors, which turn together.
+const PAIR: u32 = 2 * VECTOR;
+/// Heads of which a thread has vectors under way together. They turn by the same angles.
 const TOGETHER: u32 = 4;
 
 /// Lanes that share a row of queries or keys: a power of two.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes(p: &AttentionParams) -> u32 {
-    (p.head_size / VECTOR).next_power_of_two().min(32)
+    (p.head_size / PAIR).next_power_of_two().min(32)
 }
 
 /// Rows of a warp.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn rows(p: &AttentionParams) -> u32 {
-    32 / lanes(p) * TOGETHER
+    32 / lanes(p)
 }
 
-/// Columns of the transposed values: whole tiles.
+/// Warps for that many rows of so many heads.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn transposed_keys(capacity: u32) -> u32 {
-    capacity.next_multiple_of(TRANSPOSED_KEYS)
+fn row_shares(heads: u32, count: u32, p: &AttentionParams) -> u32 {
+    p.batch * heads.div_ceil(TOGETHER) * count.div_ceil(rows(p))
+}
+
+/// Columns of the transposed values: whole tiles of so many keys.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn transposed_columns(capacity: u32, keys: u32) -> u32 {
+    quotient(capacity + keys - 1, keys) * TRANSPOSED_COLUMNS
+}
+
+/// Parts of the values of a head, in its first columns.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn value_parts(p: &Float8OperandsParams) -> u32 {
+    quotient(p.attention.capacity + p.tile_keys - 1, p.tile_keys) * (p.tile_keys / KEYS)
 }
 
 /// What there is to do, in warps: rows of queries, then rows of new keys, then parts of the values.
@@ -116,10 +131,10 @@ impl Shares {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new(p: &Float8OperandsParams) -> Self {
         let a = &p.attention;
-        let parts = transposed_keys(a.capacity) / KEYS * a.head_size.div_ceil(WARP_COLUMNS);
+        let parts = value_parts(p) * a.head_size.div_ceil(WARP_COLUMNS);
         Self {
-            queries: a.batch * a.q_heads * a.q_len.div_ceil(rows(a)),
-            keys: a.batch * a.kv_heads * p.new_len.div_ceil(rows(a)),
+            queries: row_shares(a.q_heads, a.q_len, a),
+            keys: row_shares(a.kv_heads, p.new_len, a),
             values: a.batch * a.kv_heads * parts,
         }
     }
@@ -210,118 +225,163 @@ pub fn float8_operands<T: Element>(
     }
 }
 
-/// A vector of a row of queries, keys or values.
+/// Some columns of a warp's part of the values.
 #[derive(Clone, Copy)]
-struct Vector {
+struct Keys {
     batch: u32,
     head: u32,
-    row: u32,
+    first: u32,
     column: u32,
 }
 
-impl Vector {
-    /// The same of a later row.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn down(self, rows: u32) -> Self {
-        Self { row: self.row + rows, ..self }
-    }
+/// A lane's part of a row of some heads: two vectors of each.
+#[derive(Clone, Copy)]
+struct Part {
+    batch: u32,
+    /// The first of [`TOGETHER`] heads.
+    head: u32,
+    row: u32,
+    /// The vectors' first elements.
+    columns: [u32; 2],
+    /// They turn.
+    turns: bool,
+    /// There is such a row, and it is that long.
+    exists: bool,
 }
 
 impl<T: Element> Operands<T> {
-    /// A warp: rows of a query head. All lanes take part in the search for each row's greatest
-    /// number.
+    /// A warp: some rows of some query heads. All lanes take part in the search for each row's
+    /// greatest number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn round_queries(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
-        let at = first_vector(share, a.q_heads, a.q_len, a);
-        let kv_head = quotient(at.head, quotient(a.q_heads, a.kv_heads));
-        let scales: Numbers = channel_scales(self.k_scale, kv_head, at.column, p);
-        let [w, x, y, z] = self.rotated((self.q, a.q), at, a.q_len, p);
-        let step = 32 / lanes(a);
-        self.round_query(at, w, &scales, a);
-        self.round_query(at.down(step), x, &scales, a);
-        self.round_query(at.down(2 * step), y, &scales, a);
-        self.round_query(at.down(3 * step), z, &scales, a);
+        let part = self.part(share, a.q_heads, a.q_len, p);
+        let vectors = self.load(part, (self.q, a.q), a.q_heads);
+        let angles = self.angles(part, a);
+        let group = quotient(a.q_heads, a.kv_heads);
+        let mut i = 0;
+        while i < TOGETHER {
+            let head = part.head + i;
+            let x = self.turned(part, vectors[i as usize], angles);
+            let kv_head = quotient(head.min(a.q_heads - 1), group);
+            self.round_query(Part { head, ..part }, x, kv_head, p);
+            i += 1;
+        }
     }
 
-    /// A vector of a query row, and with its first one the row's factor.
+    /// A lane's part of a query row, and with the first one the row's factor.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn round_query(&self, at: Vector, x: Numbers, scales: &Numbers, p: &AttentionParams) {
-        let x: Numbers = core::array::from_fn(|i| x[i] * scales[i]);
-        let top = x.into_iter().fold(0.0, |top, x| max(top, x.abs()));
-        let exponent = row_exponent(greatest(top, lanes(p)));
-        if at.row >= p.q_len || at.column >= p.head_size {
+    fn round_query(&self, at: Part, x: [Numbers; 2], kv_head: u32, p: &Float8OperandsParams) {
+        let a = &p.attention;
+        let scales = at.columns.map(|column| channel_scales(self.k_scale, kv_head, column, p));
+        let x = [0, 1].map(|n: usize| times(x[n], scales[n]));
+        let top = x.as_flattened().iter().fold(0.0, |top, x: &f32| max(top, x.abs()));
+        let exponent = row_exponent(greatest(top, lanes(a)));
+        if !at.exists || at.head >= a.q_heads {
             return;
         }
-        let index = (at.batch * p.q_heads + at.head) as usize * p.q_len as usize + at.row as usize;
-        let to = index * p.head_size as usize + at.column as usize;
-        let codes = codes_of(x.map(|x| x * power_of_two(-exponent)));
-        self.q_codes.store(to / size_of::<u64>(), codes);
-        if at.column == 0 {
-            self.row_factors.store(index, power_of_two(exponent) * (p.scale * LOG2_E));
+        let index = (at.batch * a.q_heads + at.head) as usize * a.q_len as usize + at.row as usize;
+        let factor = power_of_two(-exponent);
+        let mut n = 0;
+        while n < 2 {
+            let to = index * a.head_size as usize + at.columns[n] as usize;
+            self.q_codes.store(to / size_of::<u64>(), codes_of(x[n].map(|x| x * factor)));
+            n += 1;
+        }
+        if at.columns[0] == 0 {
+            self.row_factors.store(index, power_of_two(exponent) * (a.scale * LOG2_E));
         }
     }
 
-    /// A warp: new rows of a key head into the cache, but for padding.
+    /// A warp: new rows of some key heads into the cache, but for padding.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_keys(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
-        let at = first_vector(share, a.kv_heads, p.new_len, a);
-        let scales: Numbers = channel_scales(self.k_scale, at.head, at.column, p);
-        let [w, x, y, z] = self.rotated((self.k, p.new_k), at, p.new_len, p);
-        let step = 32 / lanes(a);
-        self.append_key(at, w, &scales, p);
-        self.append_key(at.down(step), x, &scales, p);
-        self.append_key(at.down(2 * step), y, &scales, p);
-        self.append_key(at.down(3 * step), z, &scales, p);
+        let part = self.part(share, a.kv_heads, p.new_len, p);
+        let vectors = self.load(part, (self.k, p.new_k), a.kv_heads);
+        let angles = self.angles(part, a);
+        let seqlen = self.seqlen(part.batch, a);
+        if !part.exists || !seqlen.is_token(part.row) {
+            return;
+        }
+        let scales = Divisors::new(self.k_scale, p.per_channel != 0);
+        let mut i = 0;
+        while i < TOGETHER && part.head + i < a.kv_heads {
+            let head = part.head + i;
+            let x = self.turned(part, vectors[i as usize], angles);
+            let row = a.k.at(part.batch, head, seqlen.past + part.row);
+            let mut n = 0;
+            while n < 2 {
+                let channel = (head * a.head_size + part.columns[n]) as usize;
+                let divided = core::array::from_fn(|i| scales.of(channel + i).divide(x[n][i]));
+                let codes = codes_of(divided);
+                let to = row + part.columns[n] as usize;
+                self.k_cache.store(to / size_of::<u64>(), codes);
+                n += 1;
+            }
+            i += 1;
+        }
     }
 
-    /// A vector of a new key into the cache.
+    /// The part of a lane in a warp's part, number `share`, of rows of so many heads.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append_key(&self, at: Vector, x: Numbers, scales: &Numbers, p: &Float8OperandsParams) {
+    fn part(&self, share: u32, heads: u32, count: u32, p: &Float8OperandsParams) -> Part {
         let a = &p.attention;
-        let seqlen = self.seqlen(at.batch, a);
-        if at.row < p.new_len && at.column < a.head_size && seqlen.is_token(at.row) {
-            let codes = codes_of(core::array::from_fn(|i| x[i] / scales[i]));
-            let to = a.k.at(at.batch, at.head, seqlen.past + at.row) + at.column as usize;
-            self.k_cache.store(to / size_of::<u64>(), codes);
+        let (row_parts, head_parts) = (count.div_ceil(rows(a)), heads.div_ceil(TOGETHER));
+        let above = quotient(share, row_parts);
+        let batch = quotient(above, head_parts);
+        let row = (share - above * row_parts) * rows(a) + lane() / lanes(a);
+        let pair = lane() % lanes(a);
+        let exists = row < count && pair * PAIR < a.head_size;
+        // What does not exist is read as the last, and not written.
+        let pair = pair.min(a.head_size / PAIR - 1);
+        let (half, turning) = (self.rope.params.dim / PAIR, self.rope.params.dim / VECTOR);
+        let turns = pair < half;
+        let columns = if turns {
+            [pair, pair + half]
+        } else {
+            let low = turning + pair - half;
+            [low, low + a.head_size / PAIR - half]
+        };
+        Part {
+            batch,
+            head: (above - batch * head_parts) * TOGETHER,
+            row: row.min(count - 1),
+            columns: columns.map(|vector| vector * VECTOR),
+            turns,
+            exists,
         }
     }
 
-    /// A lane's vectors of its warp's rows, of `count` that there are, rotated.
+    /// A lane's vectors of some heads, all under way together.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn rotated(
+    fn load(
         &self,
-        rows: (Global<T>, Strides),
-        at: Vector,
-        count: u32,
-        p: &Float8OperandsParams,
-    ) -> [Numbers; TOGETHER as usize] {
-        let past = self.seqlen(at.batch, &p.attention).past;
-        let step = 32 / lanes(&p.attention);
-        [
-            self.rotated_row(rows, at, count, past, p),
-            self.rotated_row(rows, at.down(step), count, past, p),
-            self.rotated_row(rows, at.down(2 * step), count, past, p),
-            self.rotated_row(rows, at.down(3 * step), count, past, p),
-        ]
-    }
-
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn rotated_row(
-        &self,
+        at: Part,
         (rows, strides): (Global<T>, Strides),
-        at: Vector,
-        count: u32,
-        past: u32,
-        p: &Float8OperandsParams,
-    ) -> Numbers {
-        if at.row >= count || at.column >= p.attention.head_size {
-            return [0.0; 8];
+        heads: u32,
+    ) -> [[[u32; 4]; 2]; TOGETHER as usize] {
+        core::array::from_fn(|i| {
+            let head = (at.head + i as u32).min(heads - 1);
+            let row = strides.at(at.batch, head, at.row);
+            at.columns.map(|column| rows.load_vec(row + column as usize))
+        })
+    }
+
+    /// What they turn by.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn angles(&self, at: Part, p: &AttentionParams) -> [[u32; 4]; 2] {
+        if !at.turns {
+            return [[0; 4]; 2];
         }
-        let position = self.rope.position(at.batch, at.row, past);
-        let head = strides.at(at.batch, at.head, at.row);
-        unpack::<T>(self.rope.vector(rows, head, at.column, position))
+        let past = self.seqlen(at.batch, p).past;
+        self.rope.angles(at.columns[0], self.rope.position(at.batch, at.row, past))
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn turned(&self, at: Part, vectors: [[u32; 4]; 2], angles: [[u32; 4]; 2]) -> [Numbers; 2] {
+        let turned = if at.turns { self.rope.rotate(vectors, angles) } else { vectors };
+        turned.map(unpack::<T>)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -333,19 +393,21 @@ impl<T: Element> Operands<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn transpose_values(&self, share: u32, p: &Float8OperandsParams) {
         let a = &p.attention;
-        let keys = transposed_keys(a.capacity);
-        let (parts, chunks) = (keys / KEYS, a.head_size.div_ceil(WARP_COLUMNS));
+        let (parts, chunks) = (value_parts(p), a.head_size.div_ceil(WARP_COLUMNS));
         let head = quotient(share, parts * chunks);
         let part = share - head * parts * chunks;
         let (chunk, batch) = (quotient(part, parts), quotient(head, a.kv_heads));
         let first = (part - chunk * parts) * KEYS;
         let column = chunk * WARP_COLUMNS + lane() * COLUMNS;
         let seqlen = self.seqlen(batch, a);
-        if first >= seqlen.total.next_multiple_of(TRANSPOSED_KEYS) || column >= a.head_size {
+        let tile = quotient(first, p.tile_keys);
+        if tile * p.tile_keys >= seqlen.total || column >= a.head_size {
             return;
         }
-        let at = Vector { batch, head: head - batch * a.kv_heads, row: first, column };
-        let to = (head * a.head_size + column) as usize * keys as usize + first as usize;
+        let at = Keys { batch, head: head - batch * a.kv_heads, first, column };
+        let columns = transposed_columns(a.capacity, p.tile_keys) as usize;
+        let place = tile * TRANSPOSED_COLUMNS + (first - tile * p.tile_keys);
+        let to = (head * a.head_size + column) as usize * columns + place as usize;
         for half in Rolled(0..KEYS / 16, 1) {
             let four = |i: u32| self.four_values(at, 16 * half + 4 * i, seqlen, p);
             let words = [four(0), four(1), four(2), four(3)];
@@ -353,7 +415,7 @@ impl<T: Element> Operands<T> {
             let mut i = 0;
             while i < COLUMNS as usize {
                 let of_column = [words[0][i], words[1][i], words[2][i], words[3][i]];
-                self.v_codes.store_vec(to + i * keys as usize / 4, of_column);
+                self.v_codes.store_vec(to + i * columns / 4, of_column);
                 i += 1;
             }
         }
@@ -364,13 +426,13 @@ impl<T: Element> Operands<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn four_values(
         &self,
-        at: Vector,
+        at: Keys,
         first: u32,
         seqlen: Seqlen,
         p: &Float8OperandsParams,
     ) -> [u32; 4] {
         let cached = if p.new_len > 0 { seqlen.past } else { seqlen.total };
-        let keys = [0, 1, 2, 3].map(|i| at.row + key_of_column(first + i));
+        let keys = [0, 1, 2, 3].map(|i| at.first + key_of_column(first + i));
         let place = |key| (p.attention.v.at(at.batch, at.head, key) + at.column as usize) / 4;
         let is_new = |key| key >= cached && key < seqlen.total;
         let found = keys.map(|key| if key < cached { self.v_cache.load(place(key)) } else { 0 });
@@ -378,29 +440,20 @@ impl<T: Element> Operands<T> {
             let row = if is_new(key) { key - cached } else { return [0; 2] };
             self.v.load_vec8(p.new_v.at(at.batch, at.head, row) + at.column as usize)
         });
-        let scales: [f32; 4] = channel_scales(self.v_scale, at.head, at.column, p);
+        let scales = Divisors::new(self.v_scale, p.per_channel != 0);
+        let channel = (at.head * p.attention.head_size + at.column) as usize;
         let code = |i: usize| {
             if !is_new(keys[i]) {
                 return found[i];
             }
             let [low, high] = given[i];
             let x = unpack::<T>([low, high, 0, 0]);
-            let word = word_of([0, 1, 2, 3].map(|i| x[i] / scales[i]));
+            let word = word_of([0, 1, 2, 3].map(|i| scales.of(channel + i).divide(x[i])));
             self.v_cache.store(place(keys[i]), word);
             word
         };
         transpose([code(0), code(1), code(2), code(3)])
     }
-}
-
-/// The first of a lane's vectors in a warp's part, number `share`, of (batch, head, row).
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn first_vector(share: u32, heads: u32, count: u32, p: &AttentionParams) -> Vector {
-    let parts = count.div_ceil(rows(p));
-    let head = quotient(share, parts);
-    let batch = quotient(head, heads);
-    let row = (share - head * parts) * rows(p) + lane() / lanes(p);
-    Vector { batch, head: head - batch * heads, row, column: lane() % lanes(p) * VECTOR }
 }
 
 /// Scales of the channels from `column` on.
@@ -418,6 +471,11 @@ fn channel_scales<const N: usize>(
     let column = column.min(p.attention.head_size - N as u32);
     let first = (kv_head * p.attention.head_size + column) as usize;
     core::array::from_fn(|i| scales.load(first + i))
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn times(x: Numbers, factors: Numbers) -> Numbers {
+    core::array::from_fn(|i| x[i] * factors[i])
 }
 
 /// The greatest value of so many neighbouring lanes.
@@ -449,7 +507,7 @@ fn power_of_two(exponent: i32) -> f32 {
 /// Four numbers as quantized values, the first in the lowest byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn word_of(x: [f32; 4]) -> u32 {
-    f32x2_to_e4m3x2(x[0], x[1]) as u32 | (f32x2_to_e4m3x2(x[2], x[3]) as u32) << 16
+    f32x4_to_e4m3x4(x)
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

@@ -6,13 +6,15 @@
 //! [`key_of_column`] says which one of 32 stands in a column of V, transposed.
 
 use crate::num::{Float8, MmaElement, f16};
-use crate::simt::{f32x2_to_e4m3x2, wgmma_add_e4m3, wgmma_e4m3, wgmma_registers_e4m3};
+use crate::simt::{
+    e4m3x2_to_f16x2, f32x4_to_e4m3x4, wgmma_add_e4m3, wgmma_e4m3, wgmma_registers_e4m3,
+};
 
 /// A type of operands. V is as the cache has it where they have two bytes; where they have one it
 /// is transposed, a row for each column of the head, because the tensor cores turn nothing round
 /// then.
 pub(super) trait Operand {
-    /// What `mma` multiplies for a warp of its own; not used where weights do not become infinite.
+    /// What `lower` and `weigh_again` read packed weights as; not used where these are of e4m3.
     type Element: MmaElement;
     /// Exponents of the weights that a row's greatest scores get when its reference is set,
     /// downwards from 1.
@@ -23,6 +25,8 @@ pub(super) trait Operand {
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C];
     /// The same, added to `d`.
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64);
+    /// `d += a · b` over 32 bytes of 16 and of 8 rows, for a warp of its own, from registers.
+    fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]);
     /// `d = keep · d + a · b`, `a` from registers; where `keep` is false, whatever `d` is.
     fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64);
     /// Weights as the A operand of the next multiplication.
@@ -42,6 +46,10 @@ impl<T: MmaElement> Operand for T {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         T::wgmma_add(d, a, b);
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+        T::mma(d, a, b);
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
@@ -73,6 +81,14 @@ impl Operand for Float8 {
     fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
         wgmma_add_e4m3(d, a, b);
     }
+    /// As halves: the lower two of each four numbers, then the upper ones.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+        let lower = |four: u32| e4m3x2_to_f16x2(four as u16);
+        f16::mma(d, a.map(lower), b.map(lower));
+        let upper = |four: u32| e4m3x2_to_f16x2((four >> 16) as u16);
+        f16::mma(d, a.map(upper), b.map(upper));
+    }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
         wgmma_registers_e4m3(d, keep, a, b);
@@ -85,9 +101,7 @@ impl Operand for Float8 {
             // A register has a row's weights of two times eight keys; the next one those of the row
             // eight further down.
             let at = i / 2 * 8 + i % 2 * 2;
-            let low = f32x2_to_e4m3x2(s[at], s[at + 1]);
-            let high = f32x2_to_e4m3x2(s[at + 4], s[at + 5]);
-            weights[i] = low as u32 | (high as u32) << 16;
+            weights[i] = f32x4_to_e4m3x4([s[at], s[at + 1], s[at + 4], s[at + 5]]);
             i += 1;
         }
         weights

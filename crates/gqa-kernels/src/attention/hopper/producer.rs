@@ -3,7 +3,7 @@
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
-use super::shape::{Arrival, CHUNK, TRANSPOSED_KEYS, Tile, WARPGROUP_ROWS};
+use super::shape::{Arrival, CHUNK, TRANSPOSED_COLUMNS, Tile, WARPGROUP_ROWS};
 use super::work::{Place, Slot, TileScheduler, Work};
 use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
@@ -40,9 +40,11 @@ fn load_transposed<S: Tile>(
     batch: u32,
     full: u32,
 ) {
-    const { assert!(!S::IS_TRANSPOSED || S::N == TRANSPOSED_KEYS) }
-    mbarrier_arrive_expect(full, S::KV_BYTES);
-    tma_load(destination, map, [tile * CHUNK, 0, head, batch], full);
+    const { assert!(!S::IS_TRANSPOSED || S::N <= TRANSPOSED_COLUMNS && S::N.is_multiple_of(32)) }
+    mbarrier_arrive_expect(full, S::VALUE_BYTES);
+    // Two quantized values are a column of the tensor map.
+    let column = tile * (TRANSPOSED_COLUMNS / 2);
+    tma_load(destination + S::VALUES, map, [column, 0, head, batch], full);
 }
 
 /// The ring of K and V tiles as its producer sees it.

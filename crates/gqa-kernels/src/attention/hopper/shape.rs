@@ -2,8 +2,9 @@
 
 /// Columns of a swizzled chunk: 128 bytes.
 pub(super) const CHUNK: u32 = 64;
-/// Keys of a tile of V, transposed, of e4m3.
-pub(super) const TRANSPOSED_KEYS: u32 = 128;
+/// Columns of a tile of V, transposed, of e4m3: its keys, and as many that nobody reads as fill up
+/// 128 bytes.
+pub(super) const TRANSPOSED_COLUMNS: u32 = 128;
 /// Threads of a warpgroup.
 pub(super) const WARPGROUP: u32 = 128;
 /// Query rows of a warpgroup.
@@ -50,6 +51,13 @@ pub(super) trait Tile {
     /// Of one warpgroup.
     const Q_BYTES: u32 = WARPGROUP_ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
+    /// Of a tile of V.
+    const VALUE_BYTES: u32 =
+        if Self::IS_TRANSPOSED { Self::D * TRANSPOSED_COLUMNS } else { Self::KV_BYTES };
+    /// Where V starts in its stage, so that it ends where K does or further back.
+    const VALUES: u32 = Self::KV_BYTES.saturating_sub(Self::VALUE_BYTES);
+    /// Of the larger of both.
+    const TILE_BYTES: u32 = Self::VALUES + Self::VALUE_BYTES;
     /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V:
     /// the sums are those of the rounded weights then.
     const SUM_COLUMNS: bool;
@@ -57,11 +65,7 @@ pub(super) trait Tile {
     /// ring ends with them.
     const ONES_BYTES: u32 = if Self::SUM_COLUMNS && !Self::IS_TRANSPOSED { 16 * 128 } else { 0 };
     const STAGE_BYTES: u32 =
-        Self::KV_BYTES + if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 8 * 128 } else { 0 };
-    /// Key tiles in a row that the loop without mask takes at most. Of weights of e4m3 the loop
-    /// with masks takes sums out of the output: in both there are no registers for it, and four
-    /// tiles lose about 2 % of a sum.
-    const STEPS: u32 = if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 3 } else { u32::MAX };
+        Self::TILE_BYTES + if Self::SUM_COLUMNS && Self::IS_TRANSPOSED { 8 * 128 } else { 0 };
     /// Tiles of a mask in flight; 0: there is none.
     const MASK_STAGES: u32;
     /// Tiles of K and V arrive as quantized values, of which a warpgroup of its own makes halves
@@ -175,6 +179,10 @@ pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS, f
 /// Head sizes up to 128, operands of e4m3. The tensor cores sum the weights, so that what rounds
 /// all of a row's weights alike does no harm.
 pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false, false>;
+/// The same for head sizes up to 256.
+pub type Float8D256 = Hopper<256, 96, 2, 48, 12, 132, 0, false, false>;
+/// The same for head sizes up to 64.
+pub type Float8D64 = Hopper<64, 128, 2, 64, 16, 36, 0, false, false>;
 /// Head sizes up to 64, over a quantized cache.
 pub type QuantizedD64 = Hopper<64, 128, 2, 64, 32, 32, 0, false, true>;
 /// Head sizes up to 128, over a quantized cache.

@@ -7,6 +7,7 @@ use crate::concept::softmax::{LOG2_E, SoftmaxState};
 use crate::num::{MmaElement, unpack};
 use crate::params::AttentionParams;
 use crate::simt::*;
+use core::ops::Range;
 
 /// What a consumer thread keeps of its two rows, `row` and `row + 8`.
 #[derive(Clone, Copy)]
@@ -17,6 +18,31 @@ pub(super) struct RowPair {
     pub(super) reference: [f32; 2],
     /// This thread's share of the running sums.
     pub(super) sum: [f32; 2],
+}
+
+/// How many pairs of keys are under way in [`Softmax::weigh_in_turns`].
+const AHEAD: usize = 3;
+
+/// What scores that become weights one after the other carry on, for each of the two rows.
+pub(super) struct Turns {
+    /// What is added to scores times their factor: negative references, each known when weights of
+    /// the keys before are.
+    origins: [[f32; AHEAD]; 2],
+    /// Bits of the greatest weights.
+    tops: [[i32; 2]; 2],
+}
+
+impl Turns {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new(rows: &RowPair) -> Self {
+        Self { origins: rows.reference.map(|reference| [-reference; AHEAD]), tops: [[0; 2]; 2] }
+    }
+
+    /// Bits of each row's greatest weight.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn tops(&self) -> [i32; 2] {
+        self.tops.map(|[even, odd]| even.max(odd))
+    }
 }
 
 /// Set in weights of 2 and more of both 16-bit types.
@@ -108,6 +134,8 @@ pub(super) struct Softmax<'a> {
     pub(super) headroom: f32,
     /// The greatest exponent that does not raise the reference.
     pub(super) limit: f32,
+    /// Bits of the greatest weight that does not.
+    pub(super) limit_bits: i32,
     /// Weights are summed here, and not by the tensor cores.
     pub(super) adds: bool,
     /// Sums of the tiles so far are kept in [`RowPair::sum`], whoever adds up a tile's weights, and
@@ -364,6 +392,84 @@ impl Softmax<'_> {
     }
 }
 
+impl Softmax<'_> {
+    /// Scores become weights that count from the rows' references. Returns the bits of each row's
+    /// greatest, which is also the greatest number if there is one that is none.
+    ///
+    /// The exponents of two keys wait for the weights of two that are `AHEAD` pairs before, so that
+    /// the unit for exponentials begins with the first ones and always has work while the others
+    /// are computed. The assembler would put all exponents first.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn weigh_in_turns<const C: usize>(
+        &self,
+        pairs: Range<usize>,
+        s: &mut [f32; C],
+        turns: &mut Turns,
+    ) {
+        let mut i = pairs.start;
+        while i < pairs.end {
+            let mut half = 0;
+            while half < 2 {
+                let at = 4 * i + 2 * half;
+                let origin = &mut turns.origins[half][i % AHEAD];
+                s[at] = exp2(fma(s[at], self.factors[half], *origin));
+                s[at + 1] = exp2(fma(s[at + 1], self.factors[half], *origin));
+                *origin = fma(s[at + 1], 0.0, *origin);
+                let top = &mut turns.tops[half][i % 2];
+                *top = (*top).max(bits(s[at])).max(bits(s[at + 1]));
+                half += 1;
+            }
+            i += 1;
+        }
+    }
+
+    /// Whether one of the warp's greatest weights, given as bits, is above the limit.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn exceed_limit(&self, tops: [i32; 2]) -> bool {
+        any_sync(tops[0].max(tops[1]) > self.limit_bits)
+    }
+
+    /// Where one exceeds the limit, a row's weights fall by a power of two, and its reference rises
+    /// by as much. Returns the factors for what was accumulated, or nothing if weights are
+    /// infinite.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn lower_wide<const C: usize>(
+        &self,
+        tops: [i32; 2],
+        s: &mut [f32; C],
+        rows: &mut RowPair,
+    ) -> Option<[f32; 2]> {
+        let tops = tops.map(|top| {
+            let top = (top as u32).max(shfl_xor_u32(top as u32, 1));
+            top.max(shfl_xor_u32(top, 2)) as i32
+        });
+        if any_sync(tops[0].max(tops[1]) >= bits(f32::INFINITY)) {
+            return None;
+        }
+        let mut factors = [1.0; 2];
+        let mut half = 0;
+        while half < 2 {
+            if tops[half] > self.limit_bits {
+                let old = rows.reference[half];
+                // The greatest weight's exponent, and what it becomes.
+                let fall = ((tops[half] >> 23) - 127) as f32 + self.headroom;
+                rows.reference[half] = old + fall;
+                // Of a large reference the sum is rounded.
+                factors[half] = exp2(old - rows.reference[half]);
+                rows.sum[half] *= factors[half];
+            }
+            let mut i = 0;
+            while i < C / 4 {
+                s[4 * i + 2 * half] *= factors[half];
+                s[4 * i + 2 * half + 1] *= factors[half];
+                i += 1;
+            }
+            half += 1;
+        }
+        Some(factors)
+    }
+}
+
 /// One bit for each of this thread's keys of a row, in their order, if it is below `end`; of 128
 /// keys that start at `key`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -418,7 +524,7 @@ fn greatest_weight<const W: usize>(half: usize, weights: &[u32; W]) -> u32 {
 
 /// Bits of 2 to the power of `exponent`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-const fn exp2_bits(exponent: u32) -> u32 {
+pub(super) const fn exp2_bits(exponent: u32) -> u32 {
     (127 + exponent) << 23
 }
 

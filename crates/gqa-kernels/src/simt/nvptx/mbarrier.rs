@@ -46,6 +46,30 @@ pub fn mbarrier_wait(address: u32, parity: u32) {
     }
 }
 
+/// Whether the phase of that parity has completed: 1 or 0. The answer takes its time, in which the
+/// thread can do something else.
+#[inline(always)]
+pub fn mbarrier_test(address: u32, parity: u32) -> u32 {
+    let done;
+    // SAFETY: an initialised barrier.
+    unsafe {
+        asm!("{{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [{1}], {2}; selp.u32 {0}, 1, 0, done; }}",
+            out(reg32) done, in(reg32) address, in(reg32) parity, options(nostack))
+    };
+    done
+}
+
+/// [`mbarrier_wait`], unless [`mbarrier_test`] has answered 1.
+#[inline(always)]
+#[allow(named_asm_labels)]
+pub fn mbarrier_wait_unless(tested: u32, address: u32, parity: u32) {
+    // SAFETY: an initialised barrier; the labels are local to the braces.
+    unsafe {
+        asm!("{{ .reg .pred done; setp.ne.u32 done, {}, 0; @done bra DONE; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [{}], {}; @!done bra WAIT; DONE: }}",
+            in(reg32) tested, in(reg32) address, in(reg32) parity, options(nostack))
+    }
+}
+
 /// Arrives once at a barrier of a peer and makes this thread's accesses known to those who wait
 /// there.
 #[inline(always)]
