@@ -2,15 +2,16 @@
 //! through global memory.
 
 use super::layout::{Heads, Layout};
+use super::products::Products;
 use super::{Decode, MAX_RANKS, Place};
 use crate::attention::out::OutElement;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
-    Global, Rolled, Shared, cluster_arrive_relaxed, cluster_wait, fence_mbarrier_init, fma, max,
-    mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster, peer_address, st_async_vec,
-    st_async_vec2, sync_threads, thread_idx,
+    Global, Rolled, Shared, cluster_arrive, cluster_arrive_relaxed, cluster_wait,
+    fence_mbarrier_init, fma, max, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster,
+    peer_address, st_async_vec, st_async_vec2, sync_threads, thread_idx,
 };
 use crate::tile::copy::UNIT;
 use crate::tile::rows::{Row, Rows, close};
@@ -52,12 +53,28 @@ impl<const D8: usize> Mailbox<D8> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn open(self) {
         if thread_idx() == 0 {
-            let of_each = self.rows * STATE_BYTES + self.owned() * UNIT_BYTES;
-            mbarrier_init(Self::barrier(), 1);
-            fence_mbarrier_init();
-            mbarrier_arrive_expect(Self::barrier(), self.place.ranks * of_each);
+            self.expect_all();
         }
         cluster_arrive_relaxed();
+    }
+
+    /// The same where it takes the place of what the block has read: what the others send comes
+    /// behind that.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn open_late(self) {
+        if thread_idx() == 0 {
+            self.expect_all();
+        }
+        cluster_arrive();
+    }
+
+    /// Makes the barrier ready for what all ranks send.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn expect_all(self) {
+        let of_each = self.rows * STATE_BYTES + self.owned() * UNIT_BYTES;
+        mbarrier_init(Self::barrier(), 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect(Self::barrier(), self.place.ranks * of_each);
     }
 
     /// Waits until all inboxes of the cluster are ready.
@@ -151,12 +168,13 @@ impl<
     const WARPS: u32,
     const STAGES: u32,
     H: Heads,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// Threads that merge a row of the block's results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;
-    pub(super) const MAILBOX_BYTES: u32 = Mailbox::<D8>::bytes(Self::ROWS)
-        .next_multiple_of(if Self::BY_WARPGROUPS { 1024 } else { 128 });
+    pub(super) const MAILBOX_BYTES: u32 =
+        Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(if P::IN_CHUNKS { 1024 } else { 128 });
 
     /// Sends the block's result to the owners.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
