@@ -39,8 +39,8 @@
 //! STAGES × (keys [KEYS], values [KEYS])
 //! | per team: ROWS × (maximum, sum)`; where the cache holds quantized values, new rows as they are
 //! given, scales and a word per warp come before the rings. After the loop a team's ring holds its
-//! accumulators as f32, and where teams multiply by `mma` the mailbox takes the place of queries and
-//! new rows: nothing is sent before all ranks have come so far.
+//! accumulators as f32, and where teams multiply by `mma` the mailbox, but for its barrier, takes the
+//! place of queries and new rows: nothing is sent before all ranks have come so far.
 //!
 //! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait
 //! for that before they read anything; where the caller says that lengths and cache are older than
@@ -391,10 +391,11 @@ impl<
     const ASKS_AHEAD: bool = M == 1 && (STAGES > 1 || Self::IS_HALF);
     /// Whether the loop leaves no registers to remember in where the block is.
     const FORGETS: bool = Self::IS_TIGHT || D8 >= 32;
-    /// Whether the mailbox takes the place of queries and new rows, when all have read them: tiles
-    /// of 64 rows and the mailbox for them leave little of 99 KB of shared memory.
-    const OPENS_LATE: bool = Self::IN_TEAMS && !P::IN_CHUNKS;
-    const QUERIES: u32 = if Self::OPENS_LATE { 0 } else { Self::MAILBOX_BYTES };
+    /// Whether the mailbox, but for its barrier, takes the place of queries and new rows when all
+    /// have read them: tiles of 64 rows and the mailbox for them leave little of 99 KB of shared
+    /// memory.
+    const SHARES_MAILBOX: bool = Self::IN_TEAMS && !P::IN_CHUNKS;
+    const QUERIES: u32 = if Self::SHARES_MAILBOX { 128 } else { Self::MAILBOX_BYTES };
     const NEW_TILES: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
     /// Columns in 16 bytes of a row of the cache.
@@ -408,7 +409,7 @@ impl<
     const SCALES: u32 = Self::GIVEN + Self::GIVEN_BYTES;
     const RINGS: u32 = if Self::IS_QUANTIZED {
         Self::SCALES + ScaleStaging::bytes(Self::HEAD_SIZE)
-    } else if Self::OPENS_LATE && Self::MAILBOX_BYTES > Self::SCALES {
+    } else if Self::SHARES_MAILBOX && Self::MAILBOX_BYTES > Self::SCALES {
         Self::MAILBOX_BYTES
     } else {
         Self::SCALES
@@ -719,7 +720,7 @@ impl<
         } else {
             Self::ask_new_rows_first(&opening, &rows, &share, &mut cache, ahead)
         };
-        if place.ranks > 1 && !Self::OPENS_LATE {
+        if place.ranks > 1 {
             Mailbox::<D8>::new(&rows, place).open();
         }
         let (scale, word) = early.unwrap_or_else(|| ask(&rows));
@@ -758,9 +759,6 @@ impl<
         if place.ranks == 1 {
             Self::finish_alone::<H::Over<L>, _, _>(&p, &rows, place, output, splits);
         } else {
-            if Self::OPENS_LATE {
-                mailbox.open_late();
-            }
             Self::send(&rows, mailbox);
             if Self::appends_late(&p, &rows, place) {
                 cluster_arrive();

@@ -53,28 +53,20 @@ impl<const D8: usize> Mailbox<D8> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn open(self) {
         if thread_idx() == 0 {
-            self.expect_all();
+            let of_each = self.rows * STATE_BYTES + self.owned() * UNIT_BYTES;
+            mbarrier_init(Self::barrier(), 1);
+            fence_mbarrier_init();
+            mbarrier_arrive_expect(Self::barrier(), self.place.ranks * of_each);
         }
         cluster_arrive_relaxed();
     }
 
-    /// The same where it takes the place of what the block has read: what the others send comes
-    /// behind that.
+    /// Lets the others write where the block has read until now; they wait for that in
+    /// [`wait_for_all`](Self::wait_for_all).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn open_late(self) {
-        if thread_idx() == 0 {
-            self.expect_all();
-        }
+    pub fn empty(self) {
+        cluster_wait();
         cluster_arrive();
-    }
-
-    /// Makes the barrier ready for what all ranks send.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn expect_all(self) {
-        let of_each = self.rows * STATE_BYTES + self.owned() * UNIT_BYTES;
-        mbarrier_init(Self::barrier(), 1);
-        fence_mbarrier_init();
-        mbarrier_arrive_expect(Self::barrier(), self.place.ranks * of_each);
     }
 
     /// Waits until all inboxes of the cluster are ready.
@@ -179,6 +171,9 @@ impl<
     /// Sends the block's result to the owners.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
+        if Self::SHARES_MAILBOX {
+            mailbox.empty();
+        }
         mailbox.wait_for_all();
         let (owners, halves) = (mailbox.owners(), 2 * D8 as u32);
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
