@@ -95,8 +95,9 @@ fn decode_is_reference_by_warps_of_16_rows() {
     let tall = || tall_steps(300);
     let blackwell = clusters(4, 2).with_device(DeviceInfo::known("b200").expect("a known device"));
     parity("sim, b200, more than 32 rows, 2 clusters of 4", 15, tall(), &blackwell);
-    parity("sim, a100, more than 32 rows", 15, tall(), &on("a100"));
-    parity("sim, rtx4090, more than 32 rows", 15, tall(), &on("rtx4090"));
+    for name in ["a100", "rtx4090"] {
+        parity(&format!("sim, {name}, more than 32 rows"), 20, tall(), &on(name));
+    }
 }
 
 #[test]

@@ -385,7 +385,7 @@ impl<
     };
 
     /// Whether an SM has two such blocks.
-    const IS_HALF: bool = WARPS < 8;
+    const IS_HALF: bool = WARPS < 8 && !Self::IN_TEAMS;
     /// Whether teams may ask for their first keys before they know how many there are: slower with
     /// more rows than 16, and with one stage in a block that is alone (`docs/perf-log.md`).
     const ASKS_AHEAD: bool = M == 1 && (STAGES > 1 || Self::IS_HALF);
