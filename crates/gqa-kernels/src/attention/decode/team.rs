@@ -13,7 +13,9 @@ use super::tree::Tree;
 use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::params::DecodeParams;
-use crate::simt::{Shared, cp_async_wait, lane, named_barrier_sync, sync_threads, sync_warp};
+use crate::simt::{
+    Shared, cp_async_wait, lane, named_barrier_sync, opaque, sync_threads, sync_warp,
+};
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::fragment::{Fragments, column_of, row_of};
 use crate::tile::rows::Rows;
@@ -45,7 +47,8 @@ impl<
         let first_row = first_row();
         let lane = P::lane::<C::Operand, D8, UNITS>(Self::queries());
         let has_rows = first_row < rows.count();
-        let visible = [0, 1].map(|half| rows.row(first_row + row_of(half)).visible);
+        let visible_of = |r: u32| rows.row(first_row + r).visible;
+        let visible = [0, 1].map(|half| visible_of(row_of(half)));
         let (mut states, mut acc) = ([[SoftmaxState::EMPTY; 2]], [[[0.0; 4]; D8]]);
         let (team, step) = (Self::team(), share.step(Self::TEAMS));
         let (start, end) = (share.start(team), share.end(team, Self::TEAMS));
@@ -70,7 +73,11 @@ impl<
                 if is_partial || begin + Self::KEYS > limit {
                     if tree.is_none() {
                         mask(&mut weights, begin, |_, half| {
-                            let Visible { first, end } = visible[half];
+                            let Visible { first, end } = if Self::IS_TIGHT {
+                                visible_of(opaque(row_of(half)))
+                            } else {
+                                visible[half]
+                            };
                             Visible { first, end: end.min(limit) }
                         });
                     } else {
