@@ -366,7 +366,10 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
 /// Calls that the planner gives to the decode family: up to 64 packed query rows, most often up to
 /// 16, its head sizes, no bias, no score output.
 pub fn steps(max_rows: usize) -> BoxedStrategy<Case> {
-    let heads = proptest::sample::select(vec![64usize, 80, 96, 128, 128, 192, 256]);
+    let own = proptest::sample::select(vec![64usize, 80, 96, 128, 128, 192, 256]);
+    // Kernels pad them.
+    let others = proptest::sample::select(vec![32usize, 72, 112, 160, 224]);
+    let heads = prop_oneof![5 => own, 1 => others];
     let up_to = |rows: usize| {
         (1..=rows).prop_flat_map(move |group| (Just(group), 1..=(rows / group).min(16)))
     };
@@ -450,7 +453,7 @@ pub fn quantized_steps(max_rows: usize) -> BoxedStrategy<Case> {
 /// The same of more than 32 packed query rows and up to 128, of the head sizes that have kernels
 /// for 64.
 pub fn tall_steps(max_rows: usize) -> BoxedStrategy<Case> {
-    let heads = proptest::sample::select(vec![64usize, 80, 96, 128]);
+    let heads = proptest::sample::select(vec![64usize, 80, 96, 128, 256]);
     let rows = (1..=16usize)
         .prop_flat_map(|group| (Just(group), 33usize.div_ceil(group)..=(128 / group).min(60)));
     (case(crate::half_dtype(), heads.boxed(), max_rows), rows)

@@ -76,14 +76,28 @@ fn decode_is_reference_in_several_clusters() {
     parity("sim, 3 clusters of 4", 20, steps(300), &clusters(4, 3));
 }
 
-/// Tiles of 32 rows where a Hopper has one of 64, and blocks of four warps where larger ones have
-/// no room.
+fn on(name: &str) -> Sim {
+    Sim::default().with_device(DeviceInfo::known(name).expect("a known device"))
+}
+
+/// Tiles of 64 rows without `wgmma`, and blocks of four warps where larger ones have no room.
 #[test]
 fn decode_is_reference_on_blackwell() {
-    let on = |name| Sim::default().with_device(DeviceInfo::known(name).expect("a known device"));
     parity("sim, b200, more than 32 rows", 25, tall_steps(200), &on("b200"));
     parity("sim, rtx5090", 60, steps(200), &on("rtx5090"));
+    parity("sim, rtx5090, more than 32 rows", 25, tall_steps(200), &on("rtx5090"));
     parity("sim, rtx5090, paged", 40, paged_steps(steps(40), 200), &on("rtx5090"));
+}
+
+/// In clusters, whose mailboxes take the place of queries and new rows, and without.
+#[test]
+fn decode_is_reference_by_warps_of_16_rows() {
+    let tall = || tall_steps(300);
+    let blackwell = clusters(4, 2).with_device(DeviceInfo::known("b200").expect("a known device"));
+    parity("sim, b200, more than 32 rows, 2 clusters of 4", 15, tall(), &blackwell);
+    for name in ["a100", "rtx4090"] {
+        parity(&format!("sim, {name}, more than 32 rows"), 20, tall(), &on(name));
+    }
 }
 
 #[test]

@@ -121,6 +121,7 @@ fn decode_steps() -> Vec<(&'static str, Problem)> {
     let (bf16, f32) = (DType::BF16, DType::F32);
     vec![
         ("a KV cache in one piece", dense(rotated(bf16))),
+        ("the same, heads of 112", dense(sized(bf16, 112))),
         ("the same, float32", dense(rotated(f32))),
         ("an int8 KV cache", dense(rotated(bf16).quantized(int8))),
         ("a paged KV cache", paged(rotated(bf16), 1)),

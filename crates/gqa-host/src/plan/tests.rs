@@ -116,7 +116,7 @@ fn flash_attention_wherever_it_can() {
             "token of head size 72",
             with(llama(1, 4096), |p| p.head_size = 72),
             "h200",
-            Family::SplitKv,
+            Family::Decode,
         ),
         ("token", llama(1, 4096), "v100", Family::General),
         ("token", llama(1, 4096), "t4", Family::SplitKv),
@@ -221,9 +221,12 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
     for (rows, name, want) in [
         (1, "b200", "decode_f16_d128_r8"),
         (8, "b200", "decode_f16_d128_r32"),
-        // Two tiles of 32 rows, where an H200 has one of 64.
-        (16, "b200", "decode_f16_d128_r32"),
+        (9, "b200", "decode_f16_d128_r64_mma"),
+        (16, "b200", "decode_f16_d128_r64_mma"),
         (16, "h200", "decode_f16_d128_r64"),
+        // Half of 64 rows would stay empty.
+        (8, "rtx5090", "decode_f16_d128_r16_w4"),
+        (16, "rtx5090", "decode_f16_d128_r64_mma_w4"),
         // No room for blocks of eight warps.
         (1, "rtx5090", "decode_f16_d128_r8_w4"),
         (4, "gb10", "decode_f16_d128_r16_w4"),
@@ -242,6 +245,7 @@ fn a_token_step_is_one_launch_without_clusters_too() {
     let off = PlanOptions::default();
     let float32 = |p: Problem| with(p, |p| p.out_dtype = DType::F32);
     let eight = |p: Problem| with(p, |p| p.batch = 8);
+    let of_heads = |size, p: Problem| with(p, |p| (p.head_size, p.rotary) = (size, None));
     for (problem, name, want) in [
         (llama(1, 8191), "a100", "decode_f16_d128_r8"),
         (eight(llama(1, 8191)), "a100", "decode_f16_d128_r8"),
@@ -250,6 +254,14 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (llama(4, 4096), "a100", "decode_f16_d128_r16"),
         (llama(8, 4096), "a100", "decode_f16_d128_r16"),
         (with(llama(8, 8184), |p| p.batch = 4), "a100", "decode_f16_d128_r32_w4"),
+        (llama(16, 4096), "a100", "decode_f16_d128_r64_mma"),
+        (llama(16, 4096), "rtx4090", "decode_f16_d128_r64_mma_w4"),
+        (of_heads(64, llama(16, 4096)), "rtx4090", "decode_f16_d64_r64_mma"),
+        (of_heads(96, llama(16, 4096)), "rtx3090", "decode_f16_d96_r64_mma"),
+        (of_heads(256, llama(16, 4096)), "a100", "decode_f16_d256_r64_mma_w4"),
+        // Other head sizes are padded.
+        (of_heads(72, llama(1, 8191)), "a100", "decode_padded_f16_d128_r16_w4"),
+        (of_heads(224, llama(1, 8191)), "rtx4090", "decode_padded_f16_d256_r8_w4"),
         (llama(1, 8191), "rtx4090", "decode_f16_d128_r8_w4"),
         (float32(llama(1, 8191)), "a100", "decode_out32_f16_d128_r16"),
         (float32(llama(1, 8191)), "l4", "decode_out32_f16_d128_r16_w4"),
@@ -724,17 +736,16 @@ fn positions_are_honoured_generated_or_implied() {
 
 #[test]
 fn the_keys_of_a_long_sequence_are_split_and_merged() {
-    let of_72 = |p| with(p, |p: &mut ProblemFields| p.head_size = 72);
-    let long = plan(&of_72(llama(1, 8000)), &device("a100"), &PlanOptions::default()).unwrap();
+    let long = plan(&llama(1, 8000), &device("t4"), &PlanOptions::default()).unwrap();
     let names: Vec<_> = long.launches.iter().map(kernel).collect();
     assert!(names.len() == 3 && names[2].starts_with("combine"), "{names:?}");
     let params: &AttentionParams = bytemuck::from_bytes(&long.launches[1].params);
     assert!(params.splits > 1 && long.launches[1].grid[1] == params.splits);
     // As many blocks as there are SMs already: nothing to gain.
-    let wide = with(of_72(llama(1, 100)), |p| p.batch = 512);
-    assert_eq!(plan(&wide, &device("a100"), &PlanOptions::default()).unwrap().launches.len(), 2);
+    let wide = with(llama(1, 100), |p| p.batch = 512);
+    assert_eq!(plan(&wide, &device("t4"), &PlanOptions::default()).unwrap().launches.len(), 2);
     let seven = PlanOptions { splits: Some(7), ..PlanOptions::default() };
-    let forced = plan(&wide, &device("a100"), &seven).unwrap();
+    let forced = plan(&wide, &device("t4"), &seven).unwrap();
     assert_eq!(forced.launches[1].grid[1], 7);
 }
 
@@ -1298,7 +1309,7 @@ fn blocks_are_gathered() {
         assert_eq!(rejection(p, "h200", &off, Family::HopperPaged), prompt);
     };
     let new = "17 new rows are over 16";
-    let large = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (256, 256));
+    let large = with(over_blocks(1, 17, 500), |p| (p.head_size, p.v_head_size) = (192, 192));
     rejections(&large, [new, "17 query rows are under 64"]);
     let odd = |p| with_pages(p, |pages| Pages { block_size: 48, ..pages });
     let why = "blocks of 48 rows are no power of two of 16 or more";

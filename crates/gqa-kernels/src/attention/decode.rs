@@ -5,8 +5,8 @@
 //! row of the query) against one split of the keys that they see; its blocks, the *ranks*, and
 //! their warps share the keys evenly. Every warp streams its own tiles of `KEYS` keys through its
 //! own ring of copies (`stream.rs`), so nothing in the loop waits for another warp. With more rows
-//! than a warp has registers for, the four warps of a warpgroup share tiles and rings
-//! (`warpgroup.rs`); whoever shares them is a *team*.
+//! than a warp has registers for, four warps share tiles and rings (`team.rs`); whoever shares them
+//! is a *team*.
 //!
 //! **New rows** (`new_tokens.rs`): queries come into shared memory and are rotated there. The last
 //! rank of the last split also takes the new keys, rotated, and values: into a tile of their own,
@@ -37,8 +37,10 @@
 //!
 //! **Shared memory**: `mailbox | queries [ROWS] | new keys [KEYS], values [KEYS] | per team:
 //! STAGES × (keys [KEYS], values [KEYS])
-//! | per team: ROWS × (maximum, sum)`; where the cache holds quantized values, new rows as they are given, scales and a word per warp come before the rings.
-//! After the loop a team's ring holds its accumulators as f32.
+//! | per team: ROWS × (maximum, sum)`; where the cache holds quantized values, new rows as they are
+//! given, scales and a word per warp come before the rings. After the loop a team's ring holds its
+//! accumulators as f32, and where teams multiply by `mma` the mailbox, but for its barrier, takes the
+//! place of queries and new rows: nothing is sent before all ranks have come so far.
 //!
 //! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait
 //! for that before they read anything; where the caller says that lengths and cache are older than
@@ -76,14 +78,16 @@ mod cached;
 mod exchange;
 mod layout;
 mod new_tokens;
+mod products;
 mod quantized;
 mod shape;
 mod stream;
+mod team;
 mod tree;
-mod warpgroup;
 
 pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
+pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Scales};
 pub use shape::{Device, Shape, shape};
 
@@ -112,7 +116,8 @@ pub const MAX_RANKS: u32 = 16;
 
 /// A kernel for head size `8 D8`, rows of the cache of `UNITS` times 16 bytes, and `16 (M - 1) + 8
 /// HALVES` packed query rows, whose teams among `WARPS` warps have `STAGES` tiles of `8 N8` keys
-/// each under way. `H` is [`Whole`], or [`Padded`] where heads may be smaller.
+/// each under way. `H` is [`Whole`], or [`Padded`] where heads may be smaller; `P` is how teams
+/// multiply.
 pub struct Decode<
     const D8: usize,
     const UNITS: usize,
@@ -122,7 +127,8 @@ pub struct Decode<
     const WARPS: u32,
     const STAGES: u32,
     H = Whole,
->(PhantomData<H>);
+    P = Mma,
+>(PhantomData<(H, P)>);
 
 /// A kernel whose cache holds elements of 16 bits.
 pub type OfElements<
@@ -133,6 +139,10 @@ pub type OfElements<
     const WARPS: u32,
     const STAGES: u32,
 > = Decode<D8, D8, M, HALVES, N8, WARPS, STAGES>;
+
+/// The same for 64 query rows, which teams multiply as `P` says.
+pub type OfTeams<const D8: usize, const N8: usize, const WARPS: u32, const STAGES: u32, P = Mma> =
+    Decode<D8, D8, 4, 2, N8, WARPS, STAGES, Whole, P>;
 
 // One shape per head size, for 8 or 16 query rows (`HALVES` of 16), and `R32` and `R64` for as many
 // where registers hold their output, with as many bytes under way as an SM's share of the memory's
@@ -176,13 +186,31 @@ pub type D64R32W4 = OfElements<8, 2, 2, 4, 4, 2>;
 /// Head size 128, 32 rows, half an SM.
 pub type D128R32W4 = OfElements<16, 2, 2, 4, 4, 1>;
 /// Head size 64, 64 rows.
-pub type D64R64 = OfElements<8, 4, 2, 8, 8, 4>;
+pub type D64R64 = OfTeams<8, 8, 8, 4, Wgmma>;
 /// Head size 80, 64 rows.
-pub type D80R64 = OfElements<10, 4, 2, 8, 8, 2>;
+pub type D80R64 = OfTeams<10, 8, 8, 2, Wgmma>;
 /// Head size 96, 64 rows.
-pub type D96R64 = OfElements<12, 4, 2, 8, 8, 2>;
+pub type D96R64 = OfTeams<12, 8, 8, 2, Wgmma>;
 /// Head size 128, 64 rows.
-pub type D128R64 = OfElements<16, 4, 2, 8, 8, 2>;
+pub type D128R64 = OfTeams<16, 8, 8, 2, Wgmma>;
+
+// 64 rows where there are no warpgroup instructions. Up to head size 96 two teams have room in 99
+// KB of shared memory, at 128 one.
+
+/// Head size 64, 64 rows, without `wgmma`.
+pub type D64R64Mma = OfTeams<8, 8, 8, 2>;
+/// Head size 80, 64 rows, without `wgmma`.
+pub type D80R64Mma = OfTeams<10, 8, 8, 1>;
+/// Head size 96, 64 rows, without `wgmma`.
+pub type D96R64Mma = OfTeams<12, 4, 8, 2>;
+/// Head size 128, 64 rows, without `wgmma`.
+pub type D128R64Mma = OfTeams<16, 4, 8, 3>;
+/// Head size 256, 64 rows, without `wgmma`.
+pub type D256R64Mma = OfTeams<32, 4, 8, 2>;
+/// Head size 128, 64 rows, without `wgmma`, less shared memory.
+pub type D128R64MmaW4 = OfTeams<16, 4, 4, 3>;
+/// Head size 256, 64 rows, without `wgmma`, less shared memory.
+pub type D256R64MmaW4 = OfTeams<32, 4, 4, 2>;
 
 // Caches of quantized values: for 8 or 16 query rows, with as many bytes under way. Four bits at
 // head size 128 have half of that, in smaller tiles, which is faster (`docs/perf-log.md`).
@@ -333,12 +361,13 @@ impl<
     const WARPS: u32,
     const STAGES: u32,
     H: Heads,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// Oldest compute capability, times ten.
     pub const MIN_SM: u32 = 80;
-    /// Whether warpgroups multiply: more rows than a warp's registers hold.
-    const BY_WARPGROUPS: bool = M > 2;
+    /// Whether warps share tiles of keys: more rows than a warp's registers hold.
+    const IN_TEAMS: bool = M > 2;
     /// The head size, or the largest.
     pub const HEAD_SIZE: u32 = D8 as u32 * 8;
     /// Whether heads may be smaller.
@@ -356,13 +385,17 @@ impl<
     };
 
     /// Whether an SM has two such blocks.
-    const IS_HALF: bool = WARPS < 8;
+    const IS_HALF: bool = WARPS < 8 && !Self::IN_TEAMS;
     /// Whether teams may ask for their first keys before they know how many there are: slower with
     /// more rows than 16, and with one stage in a block that is alone (`docs/perf-log.md`).
     const ASKS_AHEAD: bool = M == 1 && (STAGES > 1 || Self::IS_HALF);
     /// Whether the loop leaves no registers to remember in where the block is.
     const FORGETS: bool = Self::IS_TIGHT || D8 >= 32;
-    const QUERIES: u32 = Self::MAILBOX_BYTES;
+    /// Whether the mailbox, but for its barrier, takes the place of queries and new rows when all
+    /// have read them: tiles of 64 rows and the mailbox for them leave little of 99 KB of shared
+    /// memory.
+    const SHARES_MAILBOX: bool = Self::IN_TEAMS && !P::IN_CHUNKS;
+    const QUERIES: u32 = if Self::SHARES_MAILBOX { 128 } else { Self::MAILBOX_BYTES };
     const NEW_TILES: u32 = Self::QUERIES + Self::tile_bytes(Self::ROWS, D8);
     const STAGE_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, UNITS);
     /// Columns in 16 bytes of a row of the cache.
@@ -376,6 +409,8 @@ impl<
     const SCALES: u32 = Self::GIVEN + Self::GIVEN_BYTES;
     const RINGS: u32 = if Self::IS_QUANTIZED {
         Self::SCALES + ScaleStaging::bytes(Self::HEAD_SIZE)
+    } else if Self::SHARES_MAILBOX && Self::MAILBOX_BYTES > Self::SCALES {
+        Self::MAILBOX_BYTES
     } else {
         Self::SCALES
     };
@@ -387,7 +422,7 @@ impl<
 
     /// Bytes of a tile.
     const fn tile_bytes(rows: u32, units: usize) -> u32 {
-        if Self::BY_WARPGROUPS { chunked_bytes(rows, units) } else { swizzled_bytes(rows, units) }
+        if P::IN_CHUNKS { chunked_bytes(rows, units) } else { swizzled_bytes(rows, units) }
     }
 
     /// The kernel, with output of type `O`.
@@ -705,7 +740,7 @@ impl<
                 new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
             }
         }
-        if Self::BY_WARPGROUPS {
+        if Self::IN_TEAMS {
             let (states, acc) = Self::attend_together(&p, &rows, &share, cache, tree);
             Self::publish_together(states, &acc);
         } else {

@@ -33,22 +33,27 @@ decode_kernels!(DECODE, "family-decode", Element: run(out: T), {
     gqa_decode_f16_d64_r16_w4, gqa_decode_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
     gqa_decode_f16_d64_r32, gqa_decode_bf16_d64_r32 => decode::D64R32, 1;
     gqa_decode_f16_d64_r32_w4, gqa_decode_bf16_d64_r32_w4 => decode::D64R32W4, 2;
+    gqa_decode_f16_d64_r64_mma, gqa_decode_bf16_d64_r64_mma => decode::D64R64Mma, 1;
     gqa_decode_f16_d80_r8, gqa_decode_bf16_d80_r8 => decode::D80<1>, 1;
     gqa_decode_f16_d80_r8_w4, gqa_decode_bf16_d80_r8_w4 => decode::D80W4<1>, 2;
     gqa_decode_f16_d80_r16, gqa_decode_bf16_d80_r16 => decode::D80<2>, 1;
     gqa_decode_f16_d80_r16_w4, gqa_decode_bf16_d80_r16_w4 => decode::D80W4<2>, 2;
     gqa_decode_f16_d80_r32, gqa_decode_bf16_d80_r32 => decode::D80R32, 1;
+    gqa_decode_f16_d80_r64_mma, gqa_decode_bf16_d80_r64_mma => decode::D80R64Mma, 1;
     gqa_decode_f16_d96_r8, gqa_decode_bf16_d96_r8 => decode::D96<1>, 1;
     gqa_decode_f16_d96_r8_w4, gqa_decode_bf16_d96_r8_w4 => decode::D96W4<1>, 2;
     gqa_decode_f16_d96_r16, gqa_decode_bf16_d96_r16 => decode::D96<2>, 1;
     gqa_decode_f16_d96_r16_w4, gqa_decode_bf16_d96_r16_w4 => decode::D96W4<2>, 2;
     gqa_decode_f16_d96_r32, gqa_decode_bf16_d96_r32 => decode::D96R32, 1;
+    gqa_decode_f16_d96_r64_mma, gqa_decode_bf16_d96_r64_mma => decode::D96R64Mma, 1;
     gqa_decode_f16_d128_r8, gqa_decode_bf16_d128_r8 => decode::D128<1>, 1;
     gqa_decode_f16_d128_r8_w4, gqa_decode_bf16_d128_r8_w4 => decode::D128W4<1>, 2;
     gqa_decode_f16_d128_r16, gqa_decode_bf16_d128_r16 => decode::D128<2>, 1;
     gqa_decode_f16_d128_r16_w4, gqa_decode_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_f16_d128_r32, gqa_decode_bf16_d128_r32 => decode::D128R32, 1;
     gqa_decode_f16_d128_r32_w4, gqa_decode_bf16_d128_r32_w4 => decode::D128R32W4, 2;
+    gqa_decode_f16_d128_r64_mma, gqa_decode_bf16_d128_r64_mma => decode::D128R64Mma, 1;
+    gqa_decode_f16_d128_r64_mma_w4, gqa_decode_bf16_d128_r64_mma_w4 => decode::D128R64MmaW4, 1;
     gqa_decode_f16_d192_r8, gqa_decode_bf16_d192_r8 => decode::D192<1>, 1;
     gqa_decode_f16_d192_r8_w4, gqa_decode_bf16_d192_r8_w4 => decode::D192W4<1>, 2;
     gqa_decode_f16_d192_r16, gqa_decode_bf16_d192_r16 => decode::D192<2>, 1;
@@ -57,6 +62,10 @@ decode_kernels!(DECODE, "family-decode", Element: run(out: T), {
     gqa_decode_f16_d256_r8_w4, gqa_decode_bf16_d256_r8_w4 => decode::D256W4<1>, 2;
     gqa_decode_f16_d256_r16, gqa_decode_bf16_d256_r16 => decode::D256<2>, 1;
     gqa_decode_f16_d256_r16_w4, gqa_decode_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
+    gqa_decode_f16_d256_r64_mma, gqa_decode_bf16_d256_r64_mma => decode::D256R64Mma, 1;
+    gqa_decode_f16_d256_r64_mma_w4, gqa_decode_bf16_d256_r64_mma_w4 => decode::D256R64MmaW4, 1;
+    gqa_decode_padded_f16_d128_r16_w4, gqa_decode_padded_bf16_d128_r16_w4 => decode::UpTo128<2>, 2;
+    gqa_decode_padded_f16_d256_r8_w4, gqa_decode_padded_bf16_d256_r8_w4 => decode::UpTo256<1>, 2;
 });
 
 // Tiles of 64 rows, which warpgroups multiply.
@@ -95,9 +104,12 @@ decode_kernels!(DECODE_TREE, "family-decode", Element: run_tree(out: T; tree_mas
     gqa_decode_tree_f16_d64_r16, gqa_decode_tree_bf16_d64_r16 => decode::D64<2>, 1;
     gqa_decode_tree_f16_d64_r16_w4, gqa_decode_tree_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
     gqa_decode_tree_f16_d64_r32, gqa_decode_tree_bf16_d64_r32 => decode::D64R32, 1;
+    gqa_decode_tree_f16_d64_r64_mma, gqa_decode_tree_bf16_d64_r64_mma => decode::D64R64Mma, 1;
     gqa_decode_tree_f16_d128_r16, gqa_decode_tree_bf16_d128_r16 => decode::D128<2>, 1;
     gqa_decode_tree_f16_d128_r16_w4, gqa_decode_tree_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
     gqa_decode_tree_f16_d128_r32, gqa_decode_tree_bf16_d128_r32 => decode::D128R32, 1;
+    gqa_decode_tree_f16_d128_r64_mma, gqa_decode_tree_bf16_d128_r64_mma => decode::D128R64Mma, 1;
+    gqa_decode_tree_f16_d128_r64_mma_w4, gqa_decode_tree_bf16_d128_r64_mma_w4 => decode::D128R64MmaW4, 1;
     gqa_decode_tree_f16_d256_r16, gqa_decode_tree_bf16_d256_r16 => decode::D256<2>, 1;
     gqa_decode_tree_f16_d256_r16_w4, gqa_decode_tree_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
 });

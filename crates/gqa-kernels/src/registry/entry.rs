@@ -126,7 +126,7 @@ families! {
     /// The same with a bias or a mask.
     SplitKvMasked: "split_kv_masked", "family-split-kv-masked", ["sm_75" ptx 65, "sm_80"];
     // Before SM 90 there are no clusters: a block is one, and splits of the keys meet in global
-    // memory. `st.async` came after that target. Only kernels of 64 rows have warpgroup
+    // memory. `st.async` came after that target. Only some kernels of 64 rows have warpgroup
     // instructions, which no other architecture has.
     /// A whole decode step: rotation, append, attention by clusters of blocks, merge.
     Decode: "decode", "family-decode", ["sm_80", "sm_90" ptx 81, "sm_90a" ptx 81 => "family-decode-warpgroup"];
@@ -242,7 +242,8 @@ pub enum Output {
 /// the kernel within it, `_tree` for a mask over the new tokens, `_padded` for heads of fewer
 /// elements too, the format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output in
 /// float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several
-/// shapes `_d` head size, `_r` query rows, `_k` keys of a tile, `_w` warps, `_lse` for exact sums.
+/// shapes `_d` head size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of
+/// a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,

@@ -64,17 +64,24 @@ pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize
     scores
 }
 
-/// `out += weights · values` over `N8` blocks of 8 keys; `left` reads blocks column by column.
+/// `out += weights · values` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`; `left`
+/// reads blocks column by column.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
+pub fn accumulate<
+    T: MmaElement,
+    const M: usize,
+    const D8: usize,
+    const U: usize,
+    const N8: usize,
+>(
     out: &mut Fragments<M, D8>,
     weights: &Fragments<M, N8>,
-    values: Swizzled<T, D8>,
-    left: &WarpRead<D8>,
+    values: Swizzled<T, U>,
+    left: &WarpRead<U>,
 ) {
     for depth in 0..N8 / 2 {
         let a: [_; M] = core::array::from_fn(|m| pack::<T, N8>(&weights[m], depth));
-        for pair in 0..D8 / 2 {
+        for pair in 0..U / 2 {
             let b = ldmatrix_x4_trans(left.address(values, depth, pair));
             for m in 0..M {
                 T::mma(&mut out[m][2 * pair], a[m], [b[0], b[1]]);

@@ -74,8 +74,9 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 }
 
 /// The kernel for the call's type, head size and rows: one that pads heads only where none has
-/// their size, as few row tiles as there can be, and blocks of half the size only where the device
-/// has no room for whole ones.
+/// their size, as few row tiles as there can be, of 64 rows only where half of them are in use, and
+/// blocks of half the size only where the device has no room for whole ones. Of kernels that differ
+/// in their instructions alone it is the one for the newest target.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
     let codes = p.quantized.map(|how| how.format);
@@ -103,7 +104,10 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
     let order = |entry: &&Entry| {
         let padding = (entry.pads, entry.head_size);
-        (padding, tiles(entry), entry.min_blocks, entry.rows, Reverse(entry.threads))
+        let mostly_empty = entry.rows > 32 && p.packed_rows() <= 32;
+        let newest = Reverse(newest_target(entry, call.device));
+        let size = (entry.min_blocks, entry.rows);
+        (padding, mostly_empty, tiles(entry), size, newest, Reverse(entry.threads))
     };
     let Some(chosen) = suited().min_by_key(order) else {
         return runs_on(smallest, call.device).map(|()| smallest);
@@ -112,6 +116,12 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     let in_two = |entry: &&Entry| (entry.rows, entry.min_blocks, tiles(entry)) == (16, 1, 2);
     let whole = suited().find(in_two).filter(|_| is_half_of_32 && row_tiles_share_keys(call));
     Ok(whole.unwrap_or(chosen))
+}
+
+/// Of what the kernel is compiled for and the device runs, the newest.
+fn newest_target(entry: &Entry, device: &DeviceInfo) -> Option<(u32, bool)> {
+    let suited = entry.targets().filter(|target| target.runs_on(device.sm));
+    suited.map(|target| registry::number(target.arch)).max()
 }
 
 /// Whether a kernel takes heads of that size: its own, or a smaller one whose rows in the cache are
@@ -200,9 +210,17 @@ fn slowdown_of_halves(half: &Entry) -> u32 {
 }
 
 /// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
-/// all of the memory's bandwidth: longer where four bits become halves (`docs/perf-log.md`).
+/// all of the memory's bandwidth: longer where four bits become halves, and where 64 rows keep a
+/// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
+/// every SM has to take part, which is an estimate and not measured.
 fn tenths_of_block(entry: &Entry) -> u32 {
-    if entry.codes == Some(Format::Int4) { 12 } else { 10 }
+    let has_wgmma = !entry.runs_on(u32::MAX);
+    match (entry.rows, entry.codes) {
+        (33.., _) if has_wgmma => 13,
+        (33.., _) => 20,
+        (_, Some(Format::Int4)) => 12,
+        _ => 10,
+    }
 }
 
 /// The options' clusters and splits, or those with which the call ends first, and the kernel for

@@ -2,15 +2,16 @@
 //! through global memory.
 
 use super::layout::{Heads, Layout};
+use super::products::Products;
 use super::{Decode, MAX_RANKS, Place};
 use crate::attention::out::OutElement;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
-    Global, Rolled, Shared, cluster_arrive_relaxed, cluster_wait, fence_mbarrier_init, fma, max,
-    mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster, peer_address, st_async_vec,
-    st_async_vec2, sync_threads, thread_idx,
+    Global, Rolled, Shared, cluster_arrive, cluster_arrive_relaxed, cluster_wait,
+    fence_mbarrier_init, fma, max, mbarrier_arrive_expect, mbarrier_init, mbarrier_wait_cluster,
+    peer_address, st_async_vec, st_async_vec2, sync_threads, thread_idx,
 };
 use crate::tile::copy::UNIT;
 use crate::tile::rows::{Row, Rows, close};
@@ -58,6 +59,14 @@ impl<const D8: usize> Mailbox<D8> {
             mbarrier_arrive_expect(Self::barrier(), self.place.ranks * of_each);
         }
         cluster_arrive_relaxed();
+    }
+
+    /// Lets the others write where the block has read until now; they wait for that in
+    /// [`wait_for_all`](Self::wait_for_all).
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn empty(self) {
+        cluster_wait();
+        cluster_arrive();
     }
 
     /// Waits until all inboxes of the cluster are ready.
@@ -151,16 +160,20 @@ impl<
     const WARPS: u32,
     const STAGES: u32,
     H: Heads,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// Threads that merge a row of the block's results.
     const ACROSS: u32 = Self::THREADS / Self::ROWS;
-    pub(super) const MAILBOX_BYTES: u32 = Mailbox::<D8>::bytes(Self::ROWS)
-        .next_multiple_of(if Self::BY_WARPGROUPS { 1024 } else { 128 });
+    pub(super) const MAILBOX_BYTES: u32 =
+        Mailbox::<D8>::bytes(Self::ROWS).next_multiple_of(if P::IN_CHUNKS { 1024 } else { 128 });
 
     /// Sends the block's result to the owners.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn send(rows: &Rows, mailbox: Mailbox<D8>) {
+        if Self::SHARES_MAILBOX {
+            mailbox.empty();
+        }
         mailbox.wait_for_all();
         let (owners, halves) = (mailbox.owners(), 2 * D8 as u32);
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);

@@ -28,8 +28,8 @@ pub struct Device {
     /// By how many parts in 32 two blocks beside each other stream slower than one, where the
     /// kernel has blocks of half the size, of which an SM holds two.
     pub halves: Option<u32>,
-    /// Of a kernel with up to 32 rows to a tile: how long a block takes at least for what it
-    /// streams, in tenths of what half of the SMs take with all of the memory's bandwidth.
+    /// How long a block that is alone on its SM takes at least for what it streams, in tenths of
+    /// what half of the SMs take with all of the memory's bandwidth.
     pub tenths: u32,
 }
 
@@ -115,13 +115,8 @@ impl Shape {
         // Per block, of what all blocks of a wave get together; row tiles get the same keys, of
         // which the L2 cache has those of the other one.
         let blocks = clusters * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
-        // What a block takes at most. Halves have half as much under way, and 64 rows keep a block
-        // busier than memory does where half of the blocks read.
-        let tenths = match (together, rows) {
-            (2, _) => 34,
-            (_, 33..) => 13,
-            _ => u64::from(device.tenths),
-        };
+        // What a block takes at most: halves have half as much under way.
+        let tenths = if together == 2 { 34 } else { u64::from(device.tenths) };
         let multiprocessors = u64::from(device.multiprocessors);
         let alone = multiprocessors * tenths / 10;
         WAVE + streamed * (2 * blocks).max(alone) / multiprocessors.max(1)
@@ -183,7 +178,7 @@ mod tests {
             ..AttentionParams::zeroed()
         };
         let of = |p: &AttentionParams| {
-            let device = Device { halves: None, ..HOPPER };
+            let device = Device { halves: None, tenths: 13, ..HOPPER };
             let Shape { ranks, splits, .. } = shape(p, 64, 8192, device);
             (ranks, splits)
         };

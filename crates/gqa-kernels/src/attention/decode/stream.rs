@@ -12,6 +12,7 @@
 
 use super::cached::{Cached, first_channel};
 use super::layout::{Heads, Layout};
+use super::products::{self, Products, is_tight};
 use super::tree::Tree;
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
@@ -144,14 +145,14 @@ impl<
     const WARPS: u32,
     const STAGES: u32,
     H: Heads,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// Whether queries and accumulators leave so few registers that queries stay in shared memory,
     /// and lanes find out anew what they otherwise remember.
-    pub(super) const IS_TIGHT: bool = M == 2 || Self::ROWS * D8 as u32 > 384 && M == 1;
-    /// Warps that share a tile of keys: one, or those of a warpgroup, which multiplies 64 rows at
-    /// once.
-    pub(super) const TEAM: u32 = if Self::BY_WARPGROUPS { 4 } else { 1 };
+    pub(super) const IS_TIGHT: bool = M == 2 || is_tight(Self::ROWS / Self::TEAM, D8);
+    /// Warps that share a tile of keys: one, or four, which have 64 rows.
+    pub(super) const TEAM: u32 = if Self::IN_TEAMS { products::TEAM } else { 1 };
     /// Teams of a block.
     pub(super) const TEAMS: u32 = WARPS / Self::TEAM;
     /// f32 from one row of accumulators to the next: padded against bank conflicts where the ring
@@ -388,7 +389,7 @@ impl<
     /// A tile of rows of `W` units, as the products read it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn tile<E: Pod, const W: usize>(bytes: u32, rows: u32) -> Swizzled<E, W> {
-        if Self::BY_WARPGROUPS { Swizzled::in_chunks_at(bytes, rows) } else { Swizzled::at(bytes) }
+        if P::IN_CHUNKS { Swizzled::in_chunks_at(bytes, rows) } else { Swizzled::at(bytes) }
     }
 
     /// This thread's team.

@@ -3,6 +3,7 @@
 
 use super::Decode;
 use super::layout::{Heads, Layout};
+use super::products::Products;
 use crate::concept::mask::Visible;
 use crate::params::AttentionParams;
 use crate::simt::{Global, Shared, lane, opaque, thread_idx, warp};
@@ -75,7 +76,8 @@ impl<
     const WARPS: u32,
     const STAGES: u32,
     H: Heads,
-> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H>
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// Rows whose words a warp keeps.
     const WORDS: u32 = Self::ROWS / Self::TEAM;
