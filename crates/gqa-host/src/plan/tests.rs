@@ -217,26 +217,28 @@ fn flash_attention_wherever_it_can() {
 #[test]
 fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
     let off = PlanOptions::default();
-    let step = |rows| llama(rows, 4096);
-    for (rows, name, want) in [
-        (1, "b200", "decode_f16_d128_r8"),
-        (8, "b200", "decode_f16_d128_r32"),
-        (9, "b200", "decode_f16_d128_r64_mma"),
-        (16, "b200", "decode_f16_d128_r64_mma"),
-        (16, "h200", "decode_f16_d128_r64"),
+    let step = |batch, tokens| with(llama(tokens, 4096), |p| p.batch = batch);
+    for (batch, tokens, name, want) in [
+        (1, 1, "b200", "decode_f16_d128_r8"),
+        (1, 8, "b200", "decode_f16_d128_r32"),
+        (8, 9, "b200", "decode_f16_d128_r64_mma"),
+        (8, 16, "b200", "decode_f16_d128_r64_mma"),
+        // Two tiles of 32 rows, for which the L2 cache holds the keys.
+        (1, 16, "b200", "decode_f16_d128_r32"),
+        (1, 16, "h200", "decode_f16_d128_r64"),
         // Half of 64 rows would stay empty.
-        (8, "rtx5090", "decode_f16_d128_r16_w4"),
-        (16, "rtx5090", "decode_f16_d128_r64_mma_w4"),
+        (8, 8, "rtx5090", "decode_f16_d128_r16_w4"),
+        (8, 16, "rtx5090", "decode_f16_d128_r64_mma_w4"),
         // No room for blocks of eight warps.
-        (1, "rtx5090", "decode_f16_d128_r8_w4"),
-        (4, "gb10", "decode_f16_d128_r16_w4"),
+        (1, 1, "rtx5090", "decode_f16_d128_r8_w4"),
+        (1, 4, "gb10", "decode_f16_d128_r16_w4"),
     ] {
-        let plan = plan(&step(rows), &device(name), &off).unwrap();
+        let plan = plan(&step(batch, tokens), &device(name), &off).unwrap();
         let kernels: Vec<_> = plan.launches.iter().map(kernel).collect();
-        assert_eq!(kernels, [want], "{rows} rows on {name}");
+        assert_eq!(kernels, [want], "{batch} x {tokens} tokens on {name}");
     }
     let forced = PlanOptions { force: Some("gqa_decode_f16_d128_r64"), ..off };
-    let refused = plan(&step(16), &device("b200"), &forced).unwrap_err().to_string();
+    let refused = plan(&step(1, 16), &device("b200"), &forced).unwrap_err().to_string();
     assert!(refused.contains("needs wgmma, which compute capability 10.0 has not"), "{refused}");
 }
 
@@ -254,11 +256,11 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (llama(4, 4096), "a100", "decode_f16_d128_r16"),
         (llama(8, 4096), "a100", "decode_f16_d128_r16"),
         (with(llama(8, 8184), |p| p.batch = 4), "a100", "decode_f16_d128_r32_w4"),
-        (llama(16, 4096), "a100", "decode_f16_d128_r64_mma"),
-        (llama(16, 4096), "rtx4090", "decode_f16_d128_r64_mma_w4"),
-        (of_heads(64, llama(16, 4096)), "rtx4090", "decode_f16_d64_r64_mma"),
-        (of_heads(96, llama(16, 4096)), "rtx3090", "decode_f16_d96_r64_mma"),
-        (of_heads(256, llama(16, 4096)), "a100", "decode_f16_d256_r64_mma_w4"),
+        (eight(llama(16, 4096)), "a100", "decode_f16_d128_r64_mma"),
+        (eight(llama(16, 4096)), "rtx4090", "decode_f16_d128_r64_mma_w4"),
+        (of_heads(64, eight(llama(16, 4096))), "rtx4090", "decode_f16_d64_r64_mma"),
+        (of_heads(96, eight(llama(16, 4096))), "rtx3090", "decode_f16_d96_r64_mma"),
+        (of_heads(256, eight(llama(16, 4096))), "a100", "decode_f16_d256_r64_mma_w4"),
         // Other head sizes are padded.
         (of_heads(72, llama(1, 8191)), "a100", "decode_padded_f16_d128_r16_w4"),
         (of_heads(224, llama(1, 8191)), "rtx4090", "decode_padded_f16_d256_r8_w4"),

@@ -74,9 +74,10 @@ pub(super) fn choose(module: registry::Family, call: &Call<'_>) -> Result<Kernel
 }
 
 /// The kernel for the call's type, head size and rows: one that pads heads only where none has
-/// their size, as few row tiles as there can be, of 64 rows only where half of them are in use, and
-/// blocks of half the size only where the device has no room for whole ones. Of kernels that differ
-/// in their instructions alone it is the one for the newest target.
+/// their size, as few row tiles as there can be, of 64 rows only where half of them are in use (and
+/// without `wgmma` where more tiles would read the memory more often), and blocks of half the size
+/// only where the device has no room for whole ones. Of kernels that differ in their instructions
+/// alone it is the one for the newest target.
 fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     let p = call.problem;
     let codes = p.quantized.map(|how| how.format);
@@ -104,17 +105,20 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
     let order = |entry: &&Entry| {
         let padding = (entry.pads, entry.head_size);
-        let mostly_empty = entry.rows > 32 && p.packed_rows() <= 32;
+        let is_wide = entry.rows > 32;
+        let mostly_empty = is_wide && p.packed_rows() <= 32;
+        let is_slow = is_wide && !has_wgmma(entry) && row_tiles_share_keys(call, MOST_TILES);
         let newest = Reverse(newest_target(entry, call.device));
         let size = (entry.min_blocks, entry.rows);
-        (padding, mostly_empty, tiles(entry), size, newest, Reverse(entry.threads))
+        (padding, mostly_empty, is_slow, tiles(entry), size, newest, Reverse(entry.threads))
     };
     let Some(chosen) = suited().min_by_key(order) else {
         return runs_on(smallest, call.device).map(|()| smallest);
     };
     let is_half_of_32 = (chosen.rows, chosen.min_blocks, tiles(chosen)) == (32, 2, 1);
     let in_two = |entry: &&Entry| (entry.rows, entry.min_blocks, tiles(entry)) == (16, 1, 2);
-    let whole = suited().find(in_two).filter(|_| is_half_of_32 && row_tiles_share_keys(call));
+    let shares = !call.device.has(Capability::Clusters) && row_tiles_share_keys(call, 2);
+    let whole = suited().find(in_two).filter(|_| is_half_of_32 && shares);
     Ok(whole.unwrap_or(chosen))
 }
 
@@ -131,17 +135,26 @@ fn holds(entry: &Entry, head_size: usize) -> bool {
     most == head_size || entry.pads && most > head_size && head_size % per_vector == 0
 }
 
-/// Whether two row tiles that run at a time read keys once, because the L2 cache holds the KV
-/// cache. Then two of 16 rows are faster than one of 32 in blocks of half the size, if no cluster
-/// shares its keys (`docs/results/2026-11-26-h100-ampere`).
-fn row_tiles_share_keys(call: &Call<'_>) -> bool {
+/// Row tiles of 16 that 64 rows are.
+const MOST_TILES: usize = 4;
+
+/// Whether so many row tiles run at a time and read keys from memory once, because the L2 cache
+/// holds the KV cache. Then two of 16 rows are faster than one of 32 in blocks of half the size, if
+/// no cluster shares its keys (`docs/results/2026-11-26-h100-ampere`), and two or four than one of
+/// 64 whose products are not `wgmma` (`docs/results/2026-11-27-h100-wide-steps`).
+fn row_tiles_share_keys(call: &Call<'_>, tiles: usize) -> bool {
     let (p, device) = (call.problem, call.device);
     let heads = p.kv_heads.saturating_mul(p.batch);
     let bytes = [p.most_keys() as usize, p.head_size, 2 * p.dtype.size()]
         .into_iter()
         .try_fold(heads, usize::checked_mul);
     let fits = bytes.is_some_and(|bytes| bytes as u64 <= device.l2_bytes);
-    fits && !device.has(Capability::Clusters) && 2 * heads <= device.multiprocessors as usize
+    fits && tiles.saturating_mul(heads) <= device.multiprocessors as usize
+}
+
+/// Whether the kernel multiplies by `wgmma`, so that it runs on Hopper alone.
+fn has_wgmma(entry: &Entry) -> bool {
+    !entry.runs_on(u32::MAX)
 }
 
 /// Whether the device is new enough, multiplies as the kernel does, and has the shared memory that
@@ -212,11 +225,10 @@ fn slowdown_of_halves(half: &Entry) -> u32 {
 /// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
 /// all of the memory's bandwidth: longer where four bits become halves, and where 64 rows keep a
 /// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
-/// every SM has to take part, which is an estimate and not measured.
+/// every SM has to take part, which is an estimate.
 fn tenths_of_block(entry: &Entry) -> u32 {
-    let has_wgmma = !entry.runs_on(u32::MAX);
     match (entry.rows, entry.codes) {
-        (33.., _) if has_wgmma => 13,
+        (33.., _) if has_wgmma(entry) => 13,
         (33.., _) => 20,
         (_, Some(Format::Int4)) => 12,
         _ => 10,
