@@ -117,7 +117,6 @@ fn any_call() -> BoxedStrategy<Rc<dyn Parity>> {
         1 => quantized(case(any_dtype(), heads_up_to(128), 60)).prop_map(shared),
         1 => quantized_steps(400).prop_map(shared),
         1 => quantized_prompts(prompts(128, 200)).prop_map(shared),
-        1 => float8_prompts(64, 200).prop_map(shared),
         1 => float8_prompts(128, 200).prop_map(shared),
         1 => float8_prompts(256, 200).prop_map(shared),
         1 => sliding(case(any_dtype(), heads_up_to(128), 60), 40).prop_map(shared),

@@ -1064,6 +1064,8 @@ fn products_of_float8_where_they_are_allowed() {
     let attends = ["float8_operands", "hopper_float8_f16_d128"];
     assert_eq!(kernels(&prompt, &off), attends);
     assert_eq!(kernels(&with(prompt.clone(), |p| p.head_size = 80), &off), attends);
+    let wide = with(prompt.clone(), |p| (p.head_size, p.v_head_size) = (256, 256));
+    assert_eq!(kernels(&wide, &off), [attends[0], "hopper_float8_f16_d256"]);
     let normed = with(prompt.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     assert_eq!(kernels(&normed, &off), ["qk_norm", attends[0], attends[1]]);
     let separate = with(prompt.clone(), |p| p.cache = CacheBinding::Separate);
@@ -1076,10 +1078,13 @@ fn products_of_float8_where_they_are_allowed() {
     };
     refused(|p| p.float8_products = false, "the call does not allow float8 products");
     refused(|p| p.quantized = None, "the KV cache is not quantized");
-    refused(|p| p.total_len = 2048, "2048 keys are under 4096");
-    refused(|p| p.head_size = 64, "has no tile for head size 64");
-    refused(|p| p.head_size = 88, "has no tile for head size 88");
-    refused(|p| p.head_size = 256, "head size 256 is over 128");
+    refused(|p| (p.q_len, p.total_len) = (500, 500), "500 keys are under 512");
+    refused(|p| (p.head_size, p.total_len) = (256, 2047), "2047 keys are under 2048");
+    for size in [64, 88, 192, 272] {
+        let problem = with(prompt.clone(), |p| p.head_size = size);
+        let got = rejection(&problem, "h200", &off, Family::HopperFloat8);
+        assert_eq!(got, format!("has no tile for head size {size}"));
+    }
     refused(|p| p.lse = true, "does not take lse");
     refused(|p| p.softcap = Some(30.0), "does not take softcap");
     refused(|p| p.scale = -1.0, "scale -1 is not positive");

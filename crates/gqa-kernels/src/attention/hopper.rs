@@ -75,8 +75,7 @@ pub use float8::{float8_operands, transposed_columns};
 pub use pages::{LEAST_BOX, box_rows};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
-    Float8D64, Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64,
-    QuantizedD128,
+    Float8D128, Float8D256, Hopper, MaskedD64, MaskedD128, MaskedD256, QuantizedD64, QuantizedD128,
 };
 
 use super::out::Quantized;

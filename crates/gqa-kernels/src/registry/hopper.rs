@@ -164,6 +164,6 @@ macro_rules! hopper_float8_kernels {
 }
 
 hopper_float8_kernels! {
-    gqa_hopper_float8_f16_d64, gqa_hopper_float8_bf16_d64 => hopper::Float8D64;
     gqa_hopper_float8_f16_d128, gqa_hopper_float8_bf16_d128 => hopper::Float8D128;
+    gqa_hopper_float8_f16_d256, gqa_hopper_float8_bf16_d256 => hopper::Float8D256;
 }

@@ -58,11 +58,6 @@ impl Family for HopperFloat8 {
 /// A cache that the tensor cores multiply, where that is allowed and pays: where rows are short the
 /// launch before attention costs more than the products gain. GQA_FORCE knows better.
 fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
-    /// These and smaller heads would be padded to half of a tile.
-    const SMALL_HEAD: usize = 32;
-    /// Between 2048 keys, where calls are slower, and 8192, where they are faster
-    /// (`docs/perf-log.md`).
-    const LEAST_KEYS: usize = 4096;
     match p.quantized.map(|how| how.format) {
         None => return Err(Rejection::NotQuantized),
         Some(QuantFormat::Float8) => {}
@@ -77,14 +72,27 @@ fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     if p.softcap.is_some() {
         return Err(Rejection::Argument { name: "softcap" });
     }
-    if p.head_size % 16 != 0 || p.head_size <= SMALL_HEAD {
-        return Err(Rejection::OtherHeadSize { got: p.head_size });
-    }
-    if p.total_len < LEAST_KEYS && options.force.is_none() {
-        return Err(Rejection::FewKeys { got: p.total_len, min: LEAST_KEYS });
+    let min = match p.head_size {
+        size if size % 16 == 0 => least_keys(size),
+        _ => None,
+    };
+    let min = min.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
+    if p.total_len < min && options.force.is_none() {
+        return Err(Rejection::FewKeys { got: p.total_len, min });
     }
     let rows = p.batch.saturating_mul(p.q_heads + p.kv_heads).saturating_mul(p.q_len);
     if rows > i32::MAX as usize { Err(Rejection::TooLarge) } else { Ok(()) }
+}
+
+/// Keys from which on whole calls are faster than in products of the element type, by heads of that
+/// size, if any are (`docs/results/2026-11-27-h100-float8`). Heads of up to 64 are bound by their
+/// exponentials, and those between would be padded too far.
+fn least_keys(head_size: usize) -> Option<usize> {
+    match head_size {
+        65..=128 => Some(512),
+        193..=256 => Some(2048),
+        _ => None,
+    }
 }
 
 /// What lies in scratch, and how.

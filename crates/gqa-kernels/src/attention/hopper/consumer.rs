@@ -581,7 +581,7 @@ impl<
     /// Issues O += P · V.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
-        let v = self.base + S::KV + at.stage * S::STAGE_BYTES + S::VALUES;
+        let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
         // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
         let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
         let behind = if apart { self.base + S::ONES - v } else { S::N * 128 };

@@ -44,7 +44,7 @@ fn load_transposed<S: Tile>(
     mbarrier_arrive_expect(full, S::VALUE_BYTES);
     // Two quantized values are a column of the tensor map.
     let column = tile * (TRANSPOSED_COLUMNS / 2);
-    tma_load(destination + S::VALUES, map, [column, 0, head, batch], full);
+    tma_load(destination, map, [column, 0, head, batch], full);
 }
 
 /// The ring of K and V tiles as its producer sees it.

@@ -54,10 +54,9 @@ pub(super) trait Tile {
     /// Of a tile of V.
     const VALUE_BYTES: u32 =
         if Self::IS_TRANSPOSED { Self::D * TRANSPOSED_COLUMNS } else { Self::KV_BYTES };
-    /// Where V starts in its stage, so that it ends where K does or further back.
-    const VALUES: u32 = Self::KV_BYTES.saturating_sub(Self::VALUE_BYTES);
     /// Of the larger of both.
-    const TILE_BYTES: u32 = Self::VALUES + Self::VALUE_BYTES;
+    const TILE_BYTES: u32 =
+        if Self::KV_BYTES > Self::VALUE_BYTES { Self::KV_BYTES } else { Self::VALUE_BYTES };
     /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V:
     /// the sums are those of the rounded weights then.
     const SUM_COLUMNS: bool;
@@ -181,8 +180,6 @@ pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS, f
 pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false, false>;
 /// The same for head sizes up to 256.
 pub type Float8D256 = Hopper<256, 96, 2, 48, 12, 132, 0, false, false>;
-/// The same for head sizes up to 64.
-pub type Float8D64 = Hopper<64, 128, 2, 64, 16, 36, 0, false, false>;
 /// Head sizes up to 64, over a quantized cache.
 pub type QuantizedD64 = Hopper<64, 128, 2, 64, 32, 32, 0, false, true>;
 /// Head sizes up to 128, over a quantized cache.
