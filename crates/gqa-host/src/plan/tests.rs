@@ -238,6 +238,21 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
 }
 
 #[test]
+fn heads_of_128_take_long_tiles_where_two_blocks_fit() {
+    let prompt = llama(2048, 0);
+    for (name, want) in [
+        ("a100", "tiled_f16_d128_k64"),
+        ("orin", "tiled_f16_d128_k64"),
+        ("l4", "tiled_f16_d128"),
+        ("rtx5090", "tiled_f16_d128"),
+        ("t4", "tiled_f16_d128"),
+    ] {
+        let plan = plan(&prompt, &device(name), &PlanOptions::default()).unwrap();
+        assert_eq!(plan.launches.last().map(kernel), Some(want), "{name}");
+    }
+}
+
+#[test]
 fn a_token_step_is_one_launch_without_clusters_too() {
     let off = PlanOptions::default();
     let float32 = |p: Problem| with(p, |p| p.out_dtype = DType::F32);
@@ -798,7 +813,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
     assert_eq!(names(&float8(llama(1, 8000)), "h200"), ["decode_out8_f16_d128_r16"]);
     let prompt = float8(llama(2048, 0));
     assert_eq!(names(&prompt, "h200")[1..], ["hopper_out8_f16_d128"]);
-    assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128", behind]);
+    assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128_k64", behind]);
     let float32 = with(prompt.clone(), |p| p.dtype = DType::F32);
     assert_eq!(names(&float32, "h200")[1..], ["tiled_f32_d128", behind]);
     // Parts of the keys are merged in the element type.

@@ -22,11 +22,12 @@
 //!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
 //! elements ([`Swizzled`]), and what the block must know of each query row: which row and head it
-//! is, and the keys it sees. In the end each warp's query rows carry its output on the way to
-//! 16-byte stores.
+//! is, and the keys it sees. Where registers have room, warps keep their queries in them. In the
+//! end each warp's query rows carry its output on the way to 16-byte stores.
 //!
 //! **Order**, for key tile `j`; copies run while the line between their two ends computes. The
-//! first barrier lets everybody read what is kept of the rows, too.
+//! first barrier lets everybody read what is kept of the rows, too; where registers keep queries,
+//! there is one before that, by which they have arrived.
 //!
 //! ```text
 //! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
@@ -54,7 +55,7 @@ use crate::simt::{
     sync_threads, sync_warp, thread_idx, warp,
 };
 use crate::tile::bias::Bias;
-use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
+use crate::tile::fragment::{accumulate, left_operands, row_of, scores, scores_at, store, zeros};
 use crate::tile::pages;
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh_plain, weigh_with_slack};
@@ -74,9 +75,9 @@ pub struct Tiled<
     const MASKED: bool = false,
 >;
 
-// One shape per head size, each the fastest of those tried on an H100 that leave two blocks on an
-// SM. Two blocks of rows per warp halve the reads of K and V from shared memory; from 192 columns
-// on, their accumulators would not fit the registers.
+// One shape per head size, and two for 128, each the fastest of those tried on an H100 that leave
+// two blocks on an SM. Two blocks of rows per warp halve the reads of K and V from shared memory;
+// from 192 columns on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -88,6 +89,8 @@ pub type D80 = Tiled<2, 10, 8, 128>;
 pub type D96 = Tiled<2, 12, 8, 128>;
 /// Head sizes up to 128.
 pub type D128 = Tiled<2, 16, 6, 128>;
+/// Head sizes up to 128, in longer tiles.
+pub type D128Long = Tiled<2, 16, 8, 128>;
 /// Head sizes up to 160.
 pub type D160 = Tiled<2, 20, 4, 128>;
 /// Head sizes up to 192.
@@ -212,6 +215,15 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     /// Shared memory of a block.
     pub const SHARED_BYTES: u32 = Self::KEPT + 16 * Self::ROWS;
 
+    /// Pairs of units of which registers hold a warp's queries: as many as fit beside its output
+    /// and scores, so that shared memory is read less. What is matched are the registers of all
+    /// three.
+    const KEPT_PAIRS: usize = match M * (6 * D8 + 4 * N8) {
+        _ if D8 < 8 || MASKED => 0,
+        0..=200 => D8 / 2,
+        _ if M == 1 => D8 / 4,
+        _ => 0,
+    };
     const WARP_ROWS: u32 = M as u32 * 16;
     const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, D8);
 
@@ -335,13 +347,27 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let mut begin = span.some.first / L::PIECE * L::PIECE;
         let mut spots = layout.find(begin, 0, span.some.end);
         copy(keys, k, begin, spots);
+        let mut kept = [[[0; 4]; M]; D8];
+        if Self::KEPT_PAIRS > 0 {
+            cp_async_wait::<0>();
+            sync_threads();
+            let [read, _] = Self::reads();
+            kept = left_operands(Self::KEPT_PAIRS, |m, pair| {
+                read.address(Self::queries::<T>(), m, pair)
+            });
+        }
         while begin < span.some.end {
             cp_async_wait::<0>();
             sync_threads();
             copy(values, v, begin, spots);
             spots = layout.find(begin, Self::KEYS, span.some.end);
 
-            let mut weights = scores::<T, M, D8, N8>(Self::queries(), keys, &Self::reads());
+            let ([left, right], queries) = (Self::reads(), Self::queries::<T>());
+            let mut weights = scores_at::<T, M, D8, N8>(
+                (&kept, Self::KEPT_PAIRS),
+                |m, pair| left.address(queries, m, pair),
+                |block, pair| right.address(keys, block, pair),
+            );
             scale.adjust(&mut weights);
             if span.is_partial(begin, Self::KEYS) {
                 mask(&mut weights, begin, |m, half| Self::row(m, half).visible);

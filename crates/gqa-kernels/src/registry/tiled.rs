@@ -11,6 +11,7 @@ pub(super) static TABLES: &[&[super::Entry]] =
 kernels_by_head_size!(TILED, Tiled: Attention, "family-tiled",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), communicates: false, {
     gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
+    gqa_tiled_f16_d128_k64, gqa_tiled_bf16_d128_k64 => tiled::D128Long, 2;
 }, unless quick {
     gqa_tiled_f16_d32, gqa_tiled_bf16_d32 => tiled::D32, 3;
     gqa_tiled_f16_d64, gqa_tiled_bf16_d64 => tiled::D64, 2;
