@@ -25,6 +25,8 @@
 //! is, and the keys it sees. Where registers have room, warps keep their queries in them. In the
 //! end each warp's query rows carry its output on the way to 16-byte stores.
 //!
+//! **By TMA** K and V come with other barriers (`tiled/tma.rs`).
+//!
 //! **Order**, for key tile `j`; copies run while the line between their two ends computes. The
 //! first barrier lets everybody read what is kept of the rows, too; where registers keep queries,
 //! there is one before that, by which they have arrived.
@@ -44,6 +46,7 @@
 //! mask is read where it lies, by the threads whose scores it belongs to ([`Bias`]).
 
 mod layout;
+mod tma;
 
 use crate::concept::heads::Group;
 use crate::concept::softmax::SoftmaxState;
@@ -95,10 +98,14 @@ pub type D128Long = Tiled<2, 16, 8, 128>;
 pub type D160 = Tiled<2, 20, 4, 128>;
 /// Head sizes up to 192.
 pub type D192 = Tiled<1, 24, 8, 128>;
+/// Head sizes up to 192, in blocks that have an SM each.
+pub type TallD192 = Tiled<1, 24, 8, 256>;
 /// Head sizes up to 224.
 pub type D224 = Tiled<1, 28, 8, 128>;
 /// Head sizes up to 256.
 pub type D256 = Tiled<1, 32, 8, 128>;
+/// Head sizes up to 256, in blocks that have an SM each.
+pub type TallD256 = Tiled<1, 32, 8, 256>;
 
 /// Head sizes up to 64, with a bias or a mask.
 pub type MaskedD64 = Tiled<2, 8, 8, 128, true>;
@@ -238,7 +245,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         [q, k, v, head_sink, out]: [Global<T>; 5],
         lse: Global<f32>,
     ) {
-        Self::load_queries(p, rows, layout, q);
+        Self::load_queries(p, rows, layout, q, Swizzled::at(0));
         rotate();
 
         let mut acc = zeros::<M, D8>();
@@ -251,7 +258,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let factors = close_all(p, rows, head_sink, lse, states, Self::row);
         store(&acc, factors, Self::queries::<T>());
         sync_warp();
-        Self::write(p, rows, out);
+        Self::write(p, rows, out, Self::queries());
     }
 
     /// A lane's part in reading left and right operands, made anew in each step: the loop has no
@@ -288,9 +295,10 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         rows: &Rows,
         layout: impl Layout,
         q: Global<T>,
+        tile: Swizzled<T, D8>,
     ) {
         let copy = RowCopy::<D8, THREADS>::of(thread_idx());
-        copy.start(Swizzled::<T, D8>::at(0), Self::ROWS, p.head_size, |r| {
+        copy.start(tile, Self::ROWS, p.head_size, |r| {
             let (s, head) = layout.query(rows, r);
             let exists = s < p.q_len;
             (q.offset(if exists { p.q.at(rows.batch, head, s) } else { 0 }), exists)
@@ -452,10 +460,14 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
 
     /// Writes the warp's rows of the tile that was the queries'.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, out: Global<T>) {
+    fn write<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        out: Global<T>,
+        mine: Swizzled<T, D8>,
+    ) {
         /// Lanes on a row.
         const ACROSS: u32 = 8;
-        let mine = Self::queries::<T>();
         for r in (lane() / ACROSS..Self::WARP_ROWS).step_by((32 / ACROSS) as usize) {
             let row = Row::kept(Self::kept(Self::WARP_ROWS * warp() + r));
             if row.s < p.q_len {

@@ -109,10 +109,20 @@ pub fn accumulate<T: MmaElement, const M: usize, const D8: usize, const N8: usiz
     values: Swizzled<T, D8>,
     left: &WarpRead<D8>,
 ) {
+    accumulate_at::<T, M, D8, N8>(out, weights, |depth, pair| left.address(values, depth, pair));
+}
+
+/// The same where `values(block of 16 keys, pair of units)` is what the lane tells `ldmatrix`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn accumulate_at<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
+    out: &mut Fragments<M, D8>,
+    weights: &Fragments<M, N8>,
+    values: impl Fn(usize, usize) -> u32,
+) {
     for depth in 0..N8 / 2 {
         let a: [_; M] = core::array::from_fn(|m| pack::<T, N8>(&weights[m], depth));
         for pair in 0..D8 / 2 {
-            let b = ldmatrix_x4_trans(left.address(values, depth, pair));
+            let b = ldmatrix_x4_trans(values(depth, pair));
             for m in 0..M {
                 T::mma(&mut out[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut out[m][2 * pair + 1], a[m], [b[2], b[3]]);

@@ -39,7 +39,7 @@ impl Family for Tiled {
 }
 
 /// The kernel with the smallest tile that holds the call's heads.
-fn smallest(call: &Call<'_>) -> Result<&'static Entry, Rejection> {
+pub(super) fn smallest(call: &Call<'_>) -> Result<&'static Entry, Rejection> {
     select::smallest_of(&Tiled, call, |entry| unsuited(entry, call.device))
 }
 
