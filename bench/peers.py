@@ -136,11 +136,14 @@ def layer(call):
             str(call.window), "--dtype", call.dtype] + ([] if call.causal else ["--bidirectional"])
 
 
-def attention_alone(program, folder, *chosen):
-    """The program's plan, launched from here on a cache that holds all rows; `chosen` are options of `gqa explain`."""
+def attention_alone(program, folder, *chosen, switches=()):
+    """The program's plan, launched from here on a cache that holds all rows.
+
+    `chosen` are options of `gqa explain`, and `switches` environment switches."""
     def peer(call, sets, replays):
         sizes = ["--batch", call.batch, "--query-length", call.query_length, "--past-length", call.past_length]
-        plan = launches.explain(program, "--cached", *chosen, *sizes, *layer(call))
+        wanted = ["--cached", *chosen, *sizes, *layer(call)]
+        plan = launches.explain(program, *wanted, switches=switches)
         lengths = torch.full((call.batch,), call.total - 1, device="cuda", dtype=torch.int32)
 
         def prepared(q, k, v):
@@ -279,6 +282,9 @@ def main():
                         help="with --cached: gqa plans as for this GPU, and takes the kernels that it would get")
     parser.add_argument("--prefetch-cache", action="store_true", help="with --cached: gqa once more, told that no launch writes what the next one reads, as is so here")
     parser.add_argument("--ptx", default=str(launches.SHIPPED), help="with --cached: folders of kernels, several separated by commas")
+    parser.add_argument("--force", default="",
+                        help="with --cached: gqa once more with each of these kernels from the "
+                        "first folder, several separated by commas")
     parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
     parser.add_argument("--rounds", type=timing.count, default=2)
     parser.add_argument("--replays", type=timing.count, default=20)
@@ -299,6 +305,10 @@ def main():
         for number, folder in enumerate(options.ptx.split(",")):
             name = "gqa" if number == 0 else f"gqa {folder}"
             chosen[name] = attention_alone(options.gqa, folder, "--device", options.device)
+        for name in filter(None, options.force.split(",")):
+            device, folder = ["--device", options.device], options.ptx.split(",")[0]
+            forced = attention_alone(options.gqa, folder, *device, switches=[f"GQA_FORCE={name}"])
+            chosen[f"gqa {name}"] = forced
         if options.prefetch_cache:
             device, folder = ["--device", options.device], options.ptx.split(",")[0]
             chosen["gqa, prefetch cache"] = attention_alone(options.gqa, folder, *device, "--prefetch-cache")

@@ -141,6 +141,16 @@ fn prompts_as_planned_for_ampere_and_ada() {
     }
 }
 
+/// `tiled_tma` on Hopper, where it takes what `hopper` does not; one SM is full of short prompts.
+#[test]
+#[ignore = "needs a GPU"]
+fn prompts_of_negative_scale() {
+    let one_sm = DeviceInfo { multiprocessors: 1, ..DeviceInfo::h200() };
+    let gpu = cuda(PlanOptions::default()).with_device(one_sm);
+    let negative = |case| Case { scale: -0.1, ..case };
+    parity("cuda, negative scale", 500, prompts(256, 800).prop_map(negative), &gpu);
+}
+
 /// Kernels for GPUs whose tensor cores have float16 alone, and products of half the depth.
 #[test]
 #[ignore = "needs a GPU"]

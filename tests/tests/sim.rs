@@ -38,6 +38,18 @@ fn as_planned_for_ampere() {
     parity("sim, a100", 400, cases, &ampere(PlanOptions::default()));
 }
 
+/// Prompts take tiles that come by TMA, where there are some of their head size.
+#[test]
+fn as_planned_for_blackwell() {
+    let b200 = DeviceInfo::known("b200").expect("a known device");
+    // Short prompts fill one SM.
+    let one_sm = Sim::default().with_device(DeviceInfo { multiprocessors: 1, ..b200.clone() });
+    let b200 = Sim::default().with_device(b200);
+    parity("sim, b200", 200, case(half_dtype(), heads_up_to(128), 40), &b200);
+    parity("sim, b200, prompts", 80, prompts(128, 200), &b200);
+    parity("sim, b200, one SM, prompts", 80, prompts(256, 150), &one_sm);
+}
+
 /// Of tensor cores it has those of float16, and little shared memory.
 #[test]
 fn as_planned_for_turing() {

@@ -73,8 +73,8 @@ pub mod vectors {
     pub const MASK_WORDS: u32 = 4;
 }
 
-/// Scalars of every attention kernel: those of `tiled`, `tiled_f32`, `tiled_wide`, `hopper`,
-/// `split_kv` and `combine`, and a part of the others'.
+/// Scalars of every attention kernel: those of `tiled`, `tiled_tma`, `tiled_f32`, `tiled_wide`,
+/// `hopper`, `split_kv` and `combine`, and a part of the others'.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct AttentionParams {

@@ -25,8 +25,8 @@
 //! launch, `rotary_embedding` or, where rows are no vectors, `rotary_rows`; a cache update is
 //! `scatter_rows`. Attention reads K and V from the present cache, or where they are: `decode` or
 //! `decode_quantized`, `split_kv` or `split_kv_masked` and `combine`, `hopper` or `hopper_split`
-//! and `combine`, `hopper_masked`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide` (and
-//! `combine`), `general`, or the three unfused kernels.
+//! and `combine`, `hopper_masked`, `tiled_tma`, `tiled`, `tiled_masked`, `tiled_f32`, `tiled_wide`
+//! (and `combine`), `general`, or the three unfused kernels.
 
 mod build;
 mod cascade;

@@ -10,9 +10,18 @@ use gqa_kernels::registry::{Entry, entries};
 /// The family's kernel with the smallest tile that holds the call's heads, of those that the device
 /// has shared memory for.
 pub(super) fn smallest(family: &dyn Family, call: &Call<'_>) -> Result<&'static Entry, Rejection> {
+    smallest_of(family, call, |_| [0; 4])
+}
+
+/// The same, and of several with that tile the one that is `unsuited` least.
+pub(super) fn smallest_of(
+    family: &dyn Family,
+    call: &Call<'_>,
+    unsuited: impl Fn(&Entry) -> [usize; 4],
+) -> Result<&'static Entry, Rejection> {
     let fits = |entry: &Entry| shared_memory(entry, call.device).is_ok();
     let any = |_: &Entry| true;
-    among(family, call, fits, |_| [0; 4]).or_else(|_| among(family, call, any, |_| [0; 4]))
+    among(family, call, fits, &unsuited).or_else(|_| among(family, call, any, &unsuited))
 }
 
 /// Of the family's kernels that are `eligible` the one with the smallest tile that holds the call's

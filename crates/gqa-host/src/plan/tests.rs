@@ -128,7 +128,7 @@ fn flash_attention_wherever_it_can() {
             "short chunks of many sequences",
             with(llama(24, 1000), |p| p.batch = 16),
             "h200",
-            Family::Tiled,
+            Family::TiledTma,
         ),
         (
             "more new rows than a tile has",
@@ -205,9 +205,14 @@ fn flash_attention_wherever_it_can() {
         ),
         ("few rows", llama(63, 0), "h200", Family::Hopper),
         ("64 rows of a group", with(llama(16, 0), |p| p.batch = 32), "h200", Family::Decode),
-        ("few rows of many sequences", with(llama(24, 0), |p| p.batch = 32), "h200", Family::Tiled),
-        ("negative scale", with(llama(512, 0), |p| p.scale = -0.1), "h200", Family::Tiled),
-        ("a prompt on Blackwell", llama(512, 0), "b200", Family::Tiled),
+        (
+            "few rows of many sequences",
+            with(llama(24, 0), |p| p.batch = 32),
+            "h200",
+            Family::TiledTma,
+        ),
+        ("negative scale", with(llama(512, 0), |p| p.scale = -0.1), "h200", Family::TiledTma),
+        ("a prompt on Blackwell", llama(512, 0), "b200", Family::TiledTma),
         ("not causal", with(llama(512, 0), |p| p.causal = false), "h200", Family::Hopper),
     ] {
         assert_eq!(attention(&problem, device, &off), want, "{what} on {device}");
@@ -240,6 +245,60 @@ fn blackwell_has_the_decode_steps_that_need_no_wgmma() {
     let forced = PlanOptions { force: Some("gqa_decode_f16_d128_r64"), ..off };
     let refused = plan(&step(1, 16), &device("b200"), &forced).unwrap_err().to_string();
     assert!(refused.contains("needs wgmma, which compute capability 10.0 has not"), "{refused}");
+}
+
+#[test]
+fn heads_of_128_take_long_tiles_where_two_blocks_fit() {
+    let prompt = llama(2048, 0);
+    for (name, want) in [
+        ("a100", "tiled_f16_d128_k64"),
+        ("orin", "tiled_f16_d128_k64"),
+        ("l4", "tiled_f16_d128"),
+        ("rtx5090", "tiled_f16_d128"),
+        ("t4", "tiled_f16_d128"),
+    ] {
+        let plan = plan(&prompt, &device(name), &PlanOptions::default()).unwrap();
+        assert_eq!(plan.launches.last().map(kernel), Some(want), "{name}");
+    }
+}
+
+#[test]
+fn prompts_without_wgmma_have_keys_by_tma() {
+    let off = PlanOptions::default();
+    let prompt = |size| with(llama(2048, 0), |p| (p.head_size, p.v_head_size) = (size, size));
+    let attention_kernel = |problem: &Problem, name: &str| {
+        let launches = plan(problem, &device(name), &off).unwrap().launches;
+        launches.last().map(kernel).unwrap()
+    };
+    for (size, by_tma, otherwise) in [
+        (64, "tiled_f16_d64", "tiled_f16_d64"),
+        (80, "tiled_f16_d80", "tiled_f16_d80"),
+        (96, "tiled_f16_d96", "tiled_f16_d96"),
+        (112, "tiled_tma_f16_d128", "tiled_f16_d128"),
+        (128, "tiled_tma_f16_d128", "tiled_f16_d128"),
+        (160, "tiled_f16_d160", "tiled_f16_d160"),
+        (192, "tiled_tma_f16_d192", "tiled_f16_d192"),
+        (224, "tiled_f16_d224", "tiled_f16_d224"),
+        (256, "tiled_tma_f16_d256", "tiled_f16_d256"),
+    ] {
+        for name in ["b200", "b300", "thor"] {
+            assert_eq!(attention_kernel(&prompt(size), name), by_tma, "{size} on {name}");
+        }
+        for name in ["rtx5090", "gb10", "rtx4090"] {
+            assert_eq!(attention_kernel(&prompt(size), name), otherwise, "{size} on {name}");
+        }
+    }
+    let why = |size, name| rejection(&prompt(size), name, &off, Family::TiledTma);
+    assert_eq!(why(96, "b200"), "has no tile for head size 96");
+    assert_eq!(why(128, "a100"), "needs TMA, which compute capability 8.0 has not");
+    let refused = why(128, "rtx5090");
+    assert!(refused.starts_with("a block needs 102480 bytes of shared memory"), "{refused}");
+    // Blocks of 128 rows that would leave SMs idle.
+    let short = with(prompt(256), |p| (p.q_len, p.new_len, p.total_len) = (256, 256, 256));
+    assert_eq!(attention(&short, "b200", &off), Family::Tiled);
+    let why = rejection(&short, "b200", &off, Family::TiledTma);
+    assert_eq!(why, "1024 query rows are under 1280");
+    assert_eq!(attention(&with(short, |p| p.batch = 2), "b200", &off), Family::TiledTma);
 }
 
 #[test]
@@ -811,7 +870,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
     assert_eq!(names(&float8(llama(1, 8000)), "h200"), ["decode_out8_f16_d128_r16"]);
     let prompt = float8(llama(2048, 0));
     assert_eq!(names(&prompt, "h200")[1..], ["hopper_out8_f16_d128"]);
-    assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128", behind]);
+    assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128_k64", behind]);
     let float32 = with(prompt.clone(), |p| p.dtype = DType::F32);
     assert_eq!(names(&float32, "h200")[1..], ["tiled_f32_d128", behind]);
     // Parts of the keys are merged in the element type.
@@ -889,6 +948,7 @@ fn what_is_switched_off_leaves_the_unfused_kernels() {
          hopper_quantized switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper switched off by GQA_DISABLE_FLASH_ATTENTION; \
          hopper_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
+         tiled_tma switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_masked switched off by GQA_DISABLE_FLASH_ATTENTION; \
          tiled_f32 switched off by GQA_DISABLE_FLASH_ATTENTION; \

@@ -22,11 +22,14 @@
 //!
 //! **Shared memory**: `queries [ROWS] | keys [KEYS] | values [KEYS]`, swizzled rows of `HEAD_SIZE`
 //! elements ([`Swizzled`]), and what the block must know of each query row: which row and head it
-//! is, and the keys it sees. In the end each warp's query rows carry its output on the way to
-//! 16-byte stores.
+//! is, and the keys it sees. Where registers have room, warps keep their queries in them. In the
+//! end each warp's query rows carry its output on the way to 16-byte stores.
+//!
+//! **By TMA** K and V come with other barriers (`tiled/tma.rs`).
 //!
 //! **Order**, for key tile `j`; copies run while the line between their two ends computes. The
-//! first barrier lets everybody read what is kept of the rows, too.
+//! first barrier lets everybody read what is kept of the rows, too; where registers keep queries,
+//! there is one before that, by which they have arrived.
 //!
 //! ```text
 //! wait for K_j ‖ barrier (K_j is there; all are done with V_{j-1})   start V_j
@@ -43,6 +46,7 @@
 //! mask is read where it lies, by the threads whose scores it belongs to ([`Bias`]).
 
 mod layout;
+mod tma;
 
 use crate::concept::heads::Group;
 use crate::concept::softmax::SoftmaxState;
@@ -54,7 +58,7 @@ use crate::simt::{
     sync_threads, sync_warp, thread_idx, warp,
 };
 use crate::tile::bias::Bias;
-use crate::tile::fragment::{accumulate, row_of, scores, store, zeros};
+use crate::tile::fragment::{accumulate, left_operands, row_of, scores, scores_at, store, zeros};
 use crate::tile::pages;
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
 use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh_plain, weigh_with_slack};
@@ -74,9 +78,9 @@ pub struct Tiled<
     const MASKED: bool = false,
 >;
 
-// One shape per head size, each the fastest of those tried on an H100 that leave two blocks on an
-// SM. Two blocks of rows per warp halve the reads of K and V from shared memory; from 192 columns
-// on, their accumulators would not fit the registers.
+// One shape per head size, and two for 128, each the fastest of those tried on an H100 that leave
+// two blocks on an SM. Two blocks of rows per warp halve the reads of K and V from shared memory;
+// from 192 columns on, their accumulators would not fit the registers.
 
 /// Head sizes up to 32.
 pub type D32 = Tiled<2, 4, 8, 128>;
@@ -88,14 +92,20 @@ pub type D80 = Tiled<2, 10, 8, 128>;
 pub type D96 = Tiled<2, 12, 8, 128>;
 /// Head sizes up to 128.
 pub type D128 = Tiled<2, 16, 6, 128>;
+/// Head sizes up to 128, in longer tiles.
+pub type D128Long = Tiled<2, 16, 8, 128>;
 /// Head sizes up to 160.
 pub type D160 = Tiled<2, 20, 4, 128>;
 /// Head sizes up to 192.
 pub type D192 = Tiled<1, 24, 8, 128>;
+/// Head sizes up to 192, in blocks that have an SM each.
+pub type TallD192 = Tiled<1, 24, 8, 256>;
 /// Head sizes up to 224.
 pub type D224 = Tiled<1, 28, 8, 128>;
 /// Head sizes up to 256.
 pub type D256 = Tiled<1, 32, 8, 128>;
+/// Head sizes up to 256, in blocks that have an SM each.
+pub type TallD256 = Tiled<1, 32, 8, 256>;
 
 /// Head sizes up to 64, with a bias or a mask.
 pub type MaskedD64 = Tiled<2, 8, 8, 128, true>;
@@ -212,6 +222,15 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
     /// Shared memory of a block.
     pub const SHARED_BYTES: u32 = Self::KEPT + 16 * Self::ROWS;
 
+    /// Pairs of units of which registers hold a warp's queries: as many as fit beside its output
+    /// and scores, so that shared memory is read less. What is matched are the registers of all
+    /// three.
+    const KEPT_PAIRS: usize = match M * (6 * D8 + 4 * N8) {
+        _ if D8 < 8 || MASKED => 0,
+        0..=200 => D8 / 2,
+        _ if M == 1 => D8 / 4,
+        _ => 0,
+    };
     const WARP_ROWS: u32 = M as u32 * 16;
     const KEPT: u32 = swizzled_bytes(Self::ROWS + 2 * Self::KEYS, D8);
 
@@ -226,7 +245,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         [q, k, v, head_sink, out]: [Global<T>; 5],
         lse: Global<f32>,
     ) {
-        Self::load_queries(p, rows, layout, q);
+        Self::load_queries(p, rows, layout, q, Swizzled::at(0));
         rotate();
 
         let mut acc = zeros::<M, D8>();
@@ -239,7 +258,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let factors = close_all(p, rows, head_sink, lse, states, Self::row);
         store(&acc, factors, Self::queries::<T>());
         sync_warp();
-        Self::write(p, rows, out);
+        Self::write(p, rows, out, Self::queries());
     }
 
     /// A lane's part in reading left and right operands, made anew in each step: the loop has no
@@ -276,9 +295,10 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         rows: &Rows,
         layout: impl Layout,
         q: Global<T>,
+        tile: Swizzled<T, D8>,
     ) {
         let copy = RowCopy::<D8, THREADS>::of(thread_idx());
-        copy.start(Swizzled::<T, D8>::at(0), Self::ROWS, p.head_size, |r| {
+        copy.start(tile, Self::ROWS, p.head_size, |r| {
             let (s, head) = layout.query(rows, r);
             let exists = s < p.q_len;
             (q.offset(if exists { p.q.at(rows.batch, head, s) } else { 0 }), exists)
@@ -335,13 +355,27 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
         let mut begin = span.some.first / L::PIECE * L::PIECE;
         let mut spots = layout.find(begin, 0, span.some.end);
         copy(keys, k, begin, spots);
+        let mut kept = [[[0; 4]; M]; D8];
+        if Self::KEPT_PAIRS > 0 {
+            cp_async_wait::<0>();
+            sync_threads();
+            let [read, _] = Self::reads();
+            kept = left_operands(Self::KEPT_PAIRS, |m, pair| {
+                read.address(Self::queries::<T>(), m, pair)
+            });
+        }
         while begin < span.some.end {
             cp_async_wait::<0>();
             sync_threads();
             copy(values, v, begin, spots);
             spots = layout.find(begin, Self::KEYS, span.some.end);
 
-            let mut weights = scores::<T, M, D8, N8>(Self::queries(), keys, &Self::reads());
+            let ([left, right], queries) = (Self::reads(), Self::queries::<T>());
+            let mut weights = scores_at::<T, M, D8, N8>(
+                (&kept, Self::KEPT_PAIRS),
+                |m, pair| left.address(queries, m, pair),
+                |block, pair| right.address(keys, block, pair),
+            );
             scale.adjust(&mut weights);
             if span.is_partial(begin, Self::KEYS) {
                 mask(&mut weights, begin, |m, half| Self::row(m, half).visible);
@@ -426,10 +460,14 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
 
     /// Writes the warp's rows of the tile that was the queries'.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn write<T: MmaElement>(p: &AttentionParams, rows: &Rows, out: Global<T>) {
+    fn write<T: MmaElement>(
+        p: &AttentionParams,
+        rows: &Rows,
+        out: Global<T>,
+        mine: Swizzled<T, D8>,
+    ) {
         /// Lanes on a row.
         const ACROSS: u32 = 8;
-        let mine = Self::queries::<T>();
         for r in (lane() / ACROSS..Self::WARP_ROWS).step_by((32 / ACROSS) as usize) {
             let row = Row::kept(Self::kept(Self::WARP_ROWS * warp() + r));
             if row.s < p.q_len {

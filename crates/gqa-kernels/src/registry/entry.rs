@@ -105,6 +105,8 @@ families! {
     TiledMasked: "tiled_masked", "family-tiled-masked", ["sm_75" ptx 65, "sm_80"];
     /// The same over a paged KV cache.
     TiledPaged: "tiled_paged", "family-tiled-paged", ["sm_80"];
+    /// `Tiled` with K and V by TMA.
+    TiledTma: "tiled_tma", "family-tiled-tma", ["sm_90" ptx 80];
     /// The same in float32.
     TiledF32: "tiled_f32", "family-tiled-f32", ["sm_80"];
     /// The same for heads larger than 256.

@@ -6,11 +6,12 @@ use crate::params::{AttentionParams, MaskedParams, PagedTiledParams};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] =
-    &[TILED, TILED_MASKED, TILED_PAGED, TILED_F32, TILED_WIDE];
+    &[TILED, TILED_MASKED, TILED_PAGED, TILED_TMA, TILED_F32, TILED_WIDE];
 
 kernels_by_head_size!(TILED, Tiled: Attention, "family-tiled",
     (q: T, k: T, v: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), communicates: false, {
     gqa_tiled_f16_d128, gqa_tiled_bf16_d128 => tiled::D128, 2;
+    gqa_tiled_f16_d128_k64, gqa_tiled_bf16_d128_k64 => tiled::D128Long, 2;
 }, unless quick {
     gqa_tiled_f16_d32, gqa_tiled_bf16_d32 => tiled::D32, 3;
     gqa_tiled_f16_d64, gqa_tiled_bf16_d64 => tiled::D64, 2;
@@ -51,6 +52,28 @@ tiled_paged_kernels! {
     gqa_tiled_paged_f16_d64, gqa_tiled_paged_bf16_d64 => tiled::D64, 2;
     gqa_tiled_paged_f16_d128, gqa_tiled_paged_bf16_d128 => tiled::D128, 2;
     gqa_tiled_paged_f16_d256, gqa_tiled_paged_bf16_d256 => tiled::D256, 2;
+}
+
+/// Rows of the kernels with K and V by TMA, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE,
+/// blocks that fit on an SM together`.
+macro_rules! tiled_tma_kernels {
+    ($($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)*) => {
+        tiled_tma_kernels!(@rows $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)*);
+    };
+    (@rows $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)*) => {
+        kernels!(TILED_TMA, TiledTma: Attention, "family-tiled-tma",
+            ([k 0, v 1] q: T, seqlens_k: i32, head_sink: T, out: T, lse: f32; p: AttentionParams), { $(
+            $name => <$shape>::run_tma, T = $t, {
+                head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
+                min_blocks: $min_blocks, shared: <$shape>::TMA_SHARED_BYTES, hot: true, min_sm: 90 };
+        )* });
+    };
+}
+
+tiled_tma_kernels! {
+    gqa_tiled_tma_f16_d128, gqa_tiled_tma_bf16_d128 => tiled::D128Long, 2;
+    gqa_tiled_tma_f16_d192, gqa_tiled_tma_bf16_d192 => tiled::TallD192, 1;
+    gqa_tiled_tma_f16_d256, gqa_tiled_tma_bf16_d256 => tiled::TallD256, 1;
 }
 
 /// Rows of the float32 kernels: `NAME => SHAPE, blocks that fit on an SM together`. A `quick`

@@ -36,6 +36,23 @@ pub fn column_of() -> u32 {
     lane() % 4 * 2
 }
 
+/// Left operands of `M` blocks of 16 rows, by pairs of units.
+pub type LeftOperands<const M: usize, const UNITS: usize> = [[[u32; 4]; M]; UNITS];
+
+/// The left operands of the first `pairs` pairs of units, a constant, for who has registers to keep
+/// them: `left(m, pair)` is what the lane tells `ldmatrix` of one.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn left_operands<const M: usize, const UNITS: usize>(
+    pairs: usize,
+    left: impl Fn(usize, usize) -> u32,
+) -> LeftOperands<M, UNITS> {
+    let mut operands = [[[0; 4]; M]; UNITS];
+    for pair in 0..pairs {
+        operands[pair] = core::array::from_fn(|m| ldmatrix_x4(left(m, pair)));
+    }
+    operands
+}
+
 /// `scores = queries · keysᵀ` over `M` blocks of 16 rows, the warp's, and `N8` blocks of 8 keys;
 /// `N8` is 1 or even. `left` and `right` read operands of that side.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -44,17 +61,37 @@ pub fn scores<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize
     keys: Swizzled<T, UNITS>,
     [left, right]: &[WarpRead<UNITS>; 2],
 ) -> Fragments<M, N8> {
+    scores_at::<T, M, UNITS, N8>(
+        (&[[[0; 4]; M]; UNITS], 0),
+        |m, pair| left.address(queries, m, pair),
+        |block, pair| right.address(keys, block, pair),
+    )
+}
+
+/// The same where the left operands of the first pairs of units, a constant count, are kept in
+/// registers, and where `left(m, pair)` and `right(block of 16 keys, pair)` are what the lane tells
+/// `ldmatrix` of the others.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn scores_at<T: MmaElement, const M: usize, const UNITS: usize, const N8: usize>(
+    (kept, pairs): (&LeftOperands<M, UNITS>, usize),
+    left: impl Fn(usize, usize) -> u32,
+    right: impl Fn(usize, usize) -> u32,
+) -> Fragments<M, N8> {
     let mut scores = zeros::<M, N8>();
     for depth in 0..UNITS / 2 {
-        let a: [_; M] = core::array::from_fn(|m| ldmatrix_x4(left.address(queries, m, depth)));
+        let a: [_; M] = if depth < pairs {
+            kept[depth]
+        } else {
+            core::array::from_fn(|m| ldmatrix_x4(left(m, depth)))
+        };
         if N8 == 1 {
-            let b = ldmatrix_x2(right.address(keys, 0, depth));
+            let b = ldmatrix_x2(right(0, depth));
             for m in 0..M {
                 T::mma(&mut scores[m][0], a[m], b);
             }
         }
         for pair in 0..N8 / 2 {
-            let b = ldmatrix_x4(right.address(keys, pair, depth));
+            let b = ldmatrix_x4(right(pair, depth));
             for m in 0..M {
                 T::mma(&mut scores[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut scores[m][2 * pair + 1], a[m], [b[2], b[3]]);
@@ -79,10 +116,20 @@ pub fn accumulate<
     values: Swizzled<T, U>,
     left: &WarpRead<U>,
 ) {
+    accumulate_at::<T, M, D8, N8>(out, weights, |depth, pair| left.address(values, depth, pair));
+}
+
+/// The same where `values(block of 16 keys, pair of units)` is what the lane tells `ldmatrix`.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn accumulate_at<T: MmaElement, const M: usize, const D8: usize, const N8: usize>(
+    out: &mut Fragments<M, D8>,
+    weights: &Fragments<M, N8>,
+    values: impl Fn(usize, usize) -> u32,
+) {
     for depth in 0..N8 / 2 {
         let a: [_; M] = core::array::from_fn(|m| pack::<T, N8>(&weights[m], depth));
-        for pair in 0..U / 2 {
-            let b = ldmatrix_x4_trans(left.address(values, depth, pair));
+        for pair in 0..D8 / 2 {
+            let b = ldmatrix_x4_trans(values(depth, pair));
             for m in 0..M {
                 T::mma(&mut out[m][2 * pair], a[m], [b[0], b[1]]);
                 T::mma(&mut out[m][2 * pair + 1], a[m], [b[2], b[3]]);

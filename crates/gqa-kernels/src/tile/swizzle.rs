@@ -186,8 +186,12 @@ impl<const UNITS: usize, const THREADS: u32> RowCopy<UNITS, THREADS> {
         for further in (0..UNITS as u32).step_by(Self::ACROSS as usize) {
             let unit = self.unit + further;
             if further + Self::ACROSS <= UNITS as u32 || unit < UNITS as u32 {
-                // Units trade places within the `ACROSS` only.
-                let place = place.offset(further * T::PER_VEC).address();
+                // Units trade places within the `ACROSS` only, but chunks lie apart.
+                let place = if tile.chunk == 0 {
+                    place.offset(further * T::PER_VEC).address()
+                } else {
+                    tile.place(row, unit).address()
+                };
                 let valid = valid && unit * T::PER_VEC < width;
                 cp_async_16(place, from, (unit * T::PER_VEC) as usize, valid);
             }

@@ -13,4 +13,5 @@ mod splits;
 mod support;
 mod tiled;
 mod tiled_f32;
+mod tiled_tma;
 mod tiled_wide;

@@ -4,11 +4,22 @@ use crate::flash::{Case, Tensors, case, check, lse, start, with_type};
 use gqa_kernels::attention::tiled;
 use gqa_kernels::num::{DType, MmaElement};
 use gqa_kernels::params::sink;
+use gqa_kernels::registry::Entry;
 use gqa_sim::{Arg, Report};
 use proptest::prelude::*;
 
 fn run<T: MmaElement>(case: &Case) -> Result<Report, TestCaseError> {
-    let (entry, p, mut t) = (case.entry("gqa_tiled"), case.params(1), Tensors::<T>::new(case));
+    run_on::<T>(case.entry("gqa_tiled"), case)
+}
+
+/// In tiles of 64 keys.
+fn run_long<T: MmaElement>(case: &Case) -> Result<Report, TestCaseError> {
+    let dtype = if case.dtype == DType::F16 { "f16" } else { "bf16" };
+    run_on::<T>(case.entry(&format!("gqa_tiled_{dtype}_d128_k64")), case)
+}
+
+fn run_on<T: MmaElement>(entry: &Entry, case: &Case) -> Result<Report, TestCaseError> {
+    let (p, mut t) = (case.params(1), Tensors::<T>::new(case));
     let arguments = [
         Arg::read(&t.q),
         Arg::read(&t.k),
@@ -31,6 +42,13 @@ proptest! {
     #[test]
     fn any_call(case in case(150, 200)) {
         with_type!(&case, run)?;
+    }
+
+    #[test]
+    fn heads_of_128_in_long_tiles(case in case(150, 400)) {
+        let scale = case.scale * (case.head_size as f32 / 128.0).sqrt();
+        let case = Case { head_size: 128, scale, ..case };
+        with_type!(&case, run_long)?;
     }
 
     #[test]

@@ -17,13 +17,14 @@ mod tiled;
 mod tiled_f32;
 mod tiled_masked;
 mod tiled_paged;
+mod tiled_tma;
 mod tiled_wide;
 mod unfused;
 
 use super::family::Family;
 
 /// All families, best first: the order in which the cascade asks them.
-pub(super) static FAMILIES: [&dyn Family; 19] = [
+pub(super) static FAMILIES: [&dyn Family; 20] = [
     &decode_paged::DecodePaged,
     &decode_paged_quantized::DecodePagedQuantized,
     &hopper_paged_quantized::HopperPagedQuantized,
@@ -37,6 +38,7 @@ pub(super) static FAMILIES: [&dyn Family; 19] = [
     &hopper_quantized::HopperQuantized,
     &hopper::Hopper,
     &hopper_masked::HopperMasked,
+    &tiled_tma::TiledTma,
     &tiled::Tiled,
     &tiled_masked::TiledMasked,
     &tiled_f32::TiledF32,

@@ -3,13 +3,14 @@
 use crate::Result;
 use crate::plan::build::launch;
 use crate::plan::decision::Rejection;
+use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
 use crate::plan::params::{arguments, l2_swizzled_params};
 use crate::plan::{requirements, select};
 use gqa_kernels::attention::tiled;
-use gqa_kernels::registry;
+use gqa_kernels::registry::{self, Entry};
 
 pub(super) struct Tiled;
 
@@ -24,7 +25,7 @@ impl Family for Tiled {
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::flash(call.problem)?;
-        let entry = select::smallest(self, call)?;
+        let entry = smallest(call)?;
         requirements::narrow_output(call.problem)?;
         Ok(Kernel::whole(entry))
     }
@@ -34,5 +35,21 @@ impl Family for Tiled {
         let grid = tiled::grid(&params, kernel.entry.rows);
         let arguments = arguments(job.problem, &job.rows);
         Ok(vec![launch(kernel.entry, grid, &arguments, &params)?])
+    }
+}
+
+/// The kernel with the smallest tile that holds the call's heads.
+pub(super) fn smallest(call: &Call<'_>) -> Result<&'static Entry, Rejection> {
+    select::smallest_of(&Tiled, call, |entry| unsuited(entry, call.device))
+}
+
+/// Of tiles for the same heads the longest of which two blocks fit an SM, or else the shortest.
+fn unsuited(entry: &Entry, device: &DeviceInfo) -> [usize; 4] {
+    /// What CUDA takes of each block.
+    const RESERVED: u32 = 1024;
+    let keys = entry.keys as usize;
+    match 2 * (entry.shared_bytes + RESERVED) <= device.shared_bytes {
+        true => [0, usize::MAX - keys, 0, 0],
+        false => [1, keys, 0, 0],
     }
 }

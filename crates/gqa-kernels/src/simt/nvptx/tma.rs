@@ -30,7 +30,8 @@ impl TensorMap {
     feature = "family-hopper-paged",
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
-    feature = "family-hopper-float8"
+    feature = "family-hopper-float8",
+    feature = "family-tiled-tma"
 ))]
 macro_rules! tensor_map_param {
     ($kernel:ident, $i:literal) => {{
@@ -51,7 +52,8 @@ macro_rules! tensor_map_param {
     feature = "family-hopper-paged",
     feature = "family-hopper-quantized",
     feature = "family-hopper-paged-quantized",
-    feature = "family-hopper-float8"
+    feature = "family-hopper-float8",
+    feature = "family-tiled-tma"
 ))]
 pub(crate) use tensor_map_param;
 
