@@ -20,7 +20,7 @@ use crate::simt::*;
 use core::marker::PhantomData;
 
 /// Output registers of the widest product.
-const MOST_SUMS: usize = 128;
+const WIDEST_PRODUCT: usize = 128;
 /// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup
 /// w's turn.
 const CLEARED: u32 = 8;
@@ -490,12 +490,7 @@ impl<
     /// what was accumulated.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn weigh_again(&self, keys: Ring, rows: &mut RowPair, weights: &mut [u32; W]) -> [f32; 2] {
-        let mut tops = [f32::NEG_INFINITY; 2];
-        for block in Rolled(0..S::N / 16, 1) {
-            let s = self.scores_of_block(keys, block);
-            tops = [max(tops[0], greatest(0, &s)), max(tops[1], greatest(1, &s))];
-        }
-        let factors = self.softmax.raise_to(tops, rows);
+        let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
         let mut block = 0;
         while block < W / 4 {
             let mut s = self.scores_of_block(keys, block as u32);
@@ -597,7 +592,7 @@ impl<
             ];
             // Of 16 keys, which are rows, or 32, which are columns.
             let keys = step as u32 * if S::IS_TRANSPOSED { 32 } else { 16 * 128 };
-            if O <= MOST_SUMS {
+            if O <= WIDEST_PRODUCT {
                 let v = if apart { v.towards(keys) } else { v.at(keys) };
                 P::multiply_weights(o, begun || step > 0, a, v);
             } else {

@@ -28,7 +28,8 @@ pub(super) struct Turns {
     /// What is added to scores times their factor: negative references, each known when weights of
     /// the keys before are.
     origins: [[f32; AHEAD]; 2],
-    /// Bits of the greatest weights.
+    /// Bits of the greatest weights of even and odd pairs; where one is no number, these are greater
+    /// than those of any number.
     tops: [[i32; 2]; 2],
 }
 
@@ -390,11 +391,8 @@ impl Softmax<'_> {
             rows.sum[half] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
         }
     }
-}
 
-impl Softmax<'_> {
-    /// Scores become weights that count from the rows' references. Returns the bits of each row's
-    /// greatest, which is also the greatest number if there is one that is none.
+    /// Scores of some pairs of keys become weights that count from the rows' references.
     ///
     /// The exponents of two keys wait for the weights of two that are `AHEAD` pairs before, so that
     /// the unit for exponentials begins with the first ones and always has work while the others
@@ -414,6 +412,7 @@ impl Softmax<'_> {
                 let origin = &mut turns.origins[half][i % AHEAD];
                 s[at] = exp2(fma(s[at], self.factors[half], *origin));
                 s[at + 1] = exp2(fma(s[at + 1], self.factors[half], *origin));
+                // The same once more, or no number if the weight is infinite.
                 *origin = fma(s[at + 1], 0.0, *origin);
                 let top = &mut turns.tops[half][i % 2];
                 *top = (*top).max(bits(s[at])).max(bits(s[at + 1]));
