@@ -20,8 +20,10 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// faster than the one of eight warps that does not spill
 /// (`docs/results/2026-11-26-h100-ampere`), or as fast as without a tree's mask
 /// (`docs/results/2026-11-27-h100-quantized-steps`); on the others none was. On `sm_75` copies to
-/// shared memory go through registers.
-const SPILLS: [(&str, &str, u32); 22] = [
+/// shared memory go through registers. Products of float8 at head size 256 spill where a tile is
+/// masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the shared memory for
+/// `tiled_tma`, and those of `sm_89` for two blocks of 64 keys.
+const SPILLS: [(&str, &str, u32); 30] = [
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
@@ -38,12 +40,20 @@ const SPILLS: [(&str, &str, u32); 22] = [
     ("gqa_decode_paged_tree_d128_r32", "sm_89", 8),
     ("gqa_decode_paged_tree_d128_r32", "sm_90", 56),
     ("gqa_decode_tree_d128_r32", "sm_90", 16),
+    ("gqa_float8_operands", "sm_90a", 16),
+    ("gqa_hopper_float8_d256", "sm_90a", 640),
     ("gqa_split_kv_d160", "sm_75", 60),
     ("gqa_split_kv_d192", "sm_75", 148),
     ("gqa_tiled_d128", "sm_75", 92),
+    ("gqa_tiled_d128_k64", "sm_89", 24),
     ("gqa_tiled_d160", "sm_75", 204),
     ("gqa_tiled_masked_d128", "sm_89", 24),
     ("gqa_tiled_masked_d256", "sm_120a", 16),
+    ("gqa_tiled_paged_d256", "sm_89", 40),
+    ("gqa_tiled_tma_d128", "sm_103a", 16),
+    ("gqa_tiled_tma_d128", "sm_120a", 80),
+    ("gqa_tiled_tma_d192", "sm_120a", 8),
+    ("gqa_tiled_tma_d256", "sm_120a", 28),
 ];
 
 #[derive(ClapArgs)]

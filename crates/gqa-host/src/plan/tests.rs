@@ -315,6 +315,7 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (llama(4, 4096), "a100", "decode_f16_d128_r16"),
         (llama(8, 4096), "a100", "decode_f16_d128_r16"),
         (with(llama(8, 8184), |p| p.batch = 4), "a100", "decode_f16_d128_r32_w4"),
+        (llama(16, 4096), "a100", "decode_f16_d128_r16"),
         (eight(llama(16, 4096)), "a100", "decode_f16_d128_r64_mma"),
         (eight(llama(16, 4096)), "rtx4090", "decode_f16_d128_r64_mma_w4"),
         (of_heads(64, eight(llama(16, 4096))), "rtx4090", "decode_f16_d64_r64_mma"),

@@ -115,10 +115,12 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     let Some(chosen) = suited().min_by_key(order) else {
         return runs_on(smallest, call.device).map(|()| smallest);
     };
-    let is_half_of_32 = (chosen.rows, chosen.min_blocks, tiles(chosen)) == (32, 2, 1);
-    let in_two = |entry: &&Entry| (entry.rows, entry.min_blocks, tiles(entry)) == (16, 1, 2);
-    let shares = !call.device.has(Capability::Clusters) && row_tiles_share_keys(call, 2);
-    let whole = suited().find(in_two).filter(|_| is_half_of_32 && shares);
+    let is_half_of_32 = (chosen.rows, chosen.min_blocks) == (32, 2);
+    let of_16 = suited().find(|entry| (entry.rows, entry.min_blocks) == (16, 1));
+    let shares = |entry: &&Entry| {
+        !call.device.has(Capability::Clusters) && row_tiles_share_keys(call, tiles(entry))
+    };
+    let whole = of_16.filter(|entry| is_half_of_32 && tiles(entry) > 1 && shares(entry));
     Ok(whole.unwrap_or(chosen))
 }
 
@@ -139,9 +141,10 @@ fn holds(entry: &Entry, head_size: usize) -> bool {
 const MOST_TILES: usize = 4;
 
 /// Whether so many row tiles run at a time and read keys from memory once, because the L2 cache
-/// holds the KV cache. Then two of 16 rows are faster than one of 32 in blocks of half the size, if
-/// no cluster shares its keys (`docs/results/2026-11-26-h100-ampere`), and two or four than one of
-/// 64 whose products are not `wgmma` (`docs/results/2026-11-27-h100-wide-steps`).
+/// holds the KV cache. Then tiles of 16 rows are faster than half as many of 32 in blocks of half
+/// the size, if no cluster shares their keys (`docs/results/2026-11-26-h100-ampere`), and two or
+/// four than one of 64 whose products are not `wgmma`
+/// (`docs/results/2026-11-27-h100-wide-steps`).
 fn row_tiles_share_keys(call: &Call<'_>, tiles: usize) -> bool {
     let (p, device) = (call.problem, call.device);
     let heads = p.kv_heads.saturating_mul(p.batch);

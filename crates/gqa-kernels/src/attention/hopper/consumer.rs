@@ -241,7 +241,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
-        let mut s = self.multiply::<false>(state);
+        let mut s = self.multiply(state, None);
         let State { o, weights, rows, .. } = state;
         let before = rows.sum;
         self.softmax.relate(0, &mut s, rows.reference[0]);
@@ -269,9 +269,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_and_lower(&mut self, state: &mut State<W, O>, arrived: [u32; 2]) -> [u32; 2] {
         let keys = self.kv;
-        self.wait_unless(arrived[0], keys);
-        self.wait_unless(arrived[1], keys.next(S::STAGES));
-        let mut s = self.multiply::<true>(state);
+        let mut s = self.multiply(state, Some(arrived));
         let State { o, weights, rows, .. } = state;
         let mut turns = Turns::new(rows);
         self.softmax.weigh_in_turns(0..C / 8, &mut s, &mut turns);
@@ -312,7 +310,7 @@ impl<
         let keys = self.kv;
         let values = keys.next(S::STAGES);
         self.clear_values(&from, values);
-        let mut s = self.multiply::<false>(state);
+        let mut s = self.multiply(state, None);
         self.release_tile(keys);
         let State { o, weights, rows, begun } = state;
         *begun = !ends;
@@ -335,18 +333,20 @@ impl<
         true
     }
 
-    /// Issues the next S and this O, whose tiles are to be waited for or have `ARRIVED`; returns S
-    /// when it is there.
+    /// Issues the next S and this O; returns S when it is there. Of the tiles may be known whether
+    /// they have arrived.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn multiply<const ARRIVED: bool>(&mut self, state: &mut State<W, O>) -> [f32; C] {
-        if !ARRIVED {
-            self.wait_tile(self.kv);
+    fn multiply(&mut self, state: &mut State<W, O>, arrived: Option<[u32; 2]>) -> [f32; C] {
+        match arrived {
+            Some([keys, _]) => self.wait_unless(keys, self.kv),
+            None => self.wait_tile(self.kv),
         }
         self.take_turn();
         let s = self.issue_scores();
         let values = self.kv.next(S::STAGES);
-        if !ARRIVED {
-            self.wait_tile(values);
+        match arrived {
+            Some([_, arrived]) => self.wait_unless(arrived, values),
+            None => self.wait_tile(values),
         }
         self.issue_output(&mut state.o, state.begun, &state.weights, values);
         self.pass_turn();
