@@ -1,7 +1,6 @@
 //! Quantized caches: every format, on every back end and by every kernel, against the f64
 //! reference.
 
-use gqa_host::DType;
 use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};

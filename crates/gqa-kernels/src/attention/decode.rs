@@ -39,8 +39,8 @@
 //! STAGES × (keys [KEYS], values [KEYS])
 //! | per team: ROWS × (maximum, sum)`; where the cache holds quantized values, new rows as they are
 //! given, scales and a word per warp come before the rings. After the loop a team's ring holds its
-//! accumulators as f32, and where teams multiply by `mma` the mailbox, but for its barrier, takes the
-//! place of queries and new rows: nothing is sent before all ranks have come so far.
+//! accumulators as f32, and where teams multiply by `mma` the mailbox, but for its barrier, takes
+//! the place of queries and new rows: nothing is sent before all ranks have come so far.
 //!
 //! **Dependent launch**: blocks may start before the launch ahead of this one has ended, and wait
 //! for that before they read anything; where the caller says that lengths and cache are older than

@@ -49,8 +49,8 @@
 //! the bytes, and full means an arrival of each thread that converts.
 //!
 //! **Numerics**: f32 accumulation, `exp2` of scores times `scale · log2 e`, weights, against a
-//! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and
-//! [`Float8D128`] and its like divide by the sum of the rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does
+//! maximum that may lag, rounded to the element type. [`D64`], [`D64Short`] and those of e4m3
+//! divide by the sum of the rounded weights, which their log-sum-exp is of, too; [`D64Exact`] does
 //! not.
 
 mod consumer;

@@ -244,8 +244,8 @@ pub enum Output {
 /// the kernel within it, `_tree` for a mask over the new tokens, `_padded` for heads of fewer
 /// elements too, the format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output in
 /// float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several
-/// shapes `_d` head size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of
-/// a tile, `_w` warps, `_lse` for exact sums.
+/// shapes `_d` head size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys
+/// of a tile, `_w` warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,

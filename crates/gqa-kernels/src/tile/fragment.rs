@@ -101,8 +101,8 @@ pub fn scores_at<T: MmaElement, const M: usize, const UNITS: usize, const N8: us
     scores
 }
 
-/// `out += weights · values` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`; `left`
-/// reads blocks column by column.
+/// `out += weights · values` over `N8` blocks of 8 keys in rows of `U` units, which are `D8`;
+/// `left` reads blocks column by column.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn accumulate<
     T: MmaElement,

@@ -28,8 +28,8 @@ pub(super) struct Turns {
     /// What is added to scores times their factor: negative references, each known when weights of
     /// the keys before are.
     origins: [[f32; AHEAD]; 2],
-    /// Bits of the greatest weights of even and odd pairs; where one is no number, these are greater
-    /// than those of any number.
+    /// Bits of the greatest weights of even and odd pairs; where one is no number, these are
+    /// greater than those of any number.
     tops: [[i32; 2]; 2],
 }
 
