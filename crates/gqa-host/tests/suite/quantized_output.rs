@@ -148,7 +148,7 @@ fn behind_other_kernels_a_launch_does() {
     let with_lse = |call| Call { lse: true, ..call };
     for (call, device, before) in [
         (Call::new(DType::F32, 64, 20, 20), name("h200"), "gqa_tiled_f32_d64"),
-        (Call::new(DType::F16, 112, 4, 150), name("a100"), "gqa_split_kv_f16_d128"),
+        (Call::new(DType::F16, 112, 4, 150), name("a100"), "gqa_decode_padded_f16_d128_r16_w4"),
         (Call::new(DType::BF16, 64, 3, 60), name("v100"), "gqa_general_bf16"),
         (with_lse(Call::new(DType::BF16, 128, 64, 64)), name("h200"), "gqa_hopper_bf16_d128"),
     ] {
