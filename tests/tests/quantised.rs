@@ -51,6 +51,25 @@ fn prompts_in_products_of_float8() {
     }
 }
 
+/// Scores so far apart that weights of a later tile are infinite before their reference rises.
+#[test]
+fn wide_scores_in_products_of_float8() {
+    for (dtype, tile, kernel) in float8_kernels() {
+        let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
+        let wide = float8_prompts(tile, 60).prop_map(move |case| Case {
+            dtype,
+            spread: 8.0,
+            past: case.past.iter().map(|past| past + 512).collect(),
+            first_prompt: false,
+            packed: false,
+            scale: 0.0,
+            window: -1,
+            ..case
+        });
+        parity("sim, float8 products, wide", 3, wide, &Sim::default().with_options(options));
+    }
+}
+
 /// What the launch that rounds does besides is what launches of their own do.
 #[test]
 fn operands_of_float8_rotated_and_appended_on_the_way() {
