@@ -56,7 +56,7 @@ fn prompts_in_products_of_float8() {
 fn wide_scores_in_products_of_float8() {
     for (dtype, tile, kernel) in float8_kernels() {
         let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
-        let wide = float8_prompts(tile, 60).prop_map(move |case| Case {
+        let wide = float8_prompts(tile, 100).prop_map(move |case| Case {
             dtype,
             spread: 8.0,
             past: case.past.iter().map(|past| past + 512).collect(),
