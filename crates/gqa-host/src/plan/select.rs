@@ -77,3 +77,10 @@ pub(super) fn shared_memory(entry: &Entry, device: &DeviceInfo) -> Result<(), Re
 pub(super) fn least_splits(p: &Problem) -> u32 {
     if p.widens_output() { 2 } else { 1 }
 }
+
+/// Whether an SM has shared memory for two blocks of a kernel at a time.
+pub(super) fn fits_twice(entry: &Entry, device: &DeviceInfo) -> bool {
+    /// What each block takes besides its own; the device's figure has that of one left out.
+    const RESERVED: u32 = 1024;
+    2 * entry.shared_bytes + RESERVED <= device.shared_bytes
+}

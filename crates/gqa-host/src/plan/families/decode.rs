@@ -205,8 +205,6 @@ fn values_per_element(entry: &Entry) -> u32 {
 
 /// The same kernel, or one for more rows, in blocks of half the size, if an SM has room for two.
 fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
-    /// What a block takes of an SM's shared memory besides its own.
-    const RESERVED: u32 = 1024;
     let is_half = |other: &&Entry| {
         other.family == entry.family
             && (other.dtype, other.codes) == (entry.dtype, entry.codes)
@@ -215,7 +213,7 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
             && other.arguments == entry.arguments
             && other.min_blocks == 2
     };
-    let fits = |half: &&Entry| 2 * half.shared_bytes + RESERVED <= device.shared_bytes;
+    let fits = |half: &&Entry| select::fits_twice(half, device);
     entries().filter(is_half).min_by_key(|half| half.rows).filter(fits)
 }
 

@@ -45,10 +45,8 @@ pub(super) fn smallest(call: &Call<'_>) -> Result<&'static Entry, Rejection> {
 
 /// Of tiles for the same heads the longest of which two blocks fit an SM, or else the shortest.
 fn unsuited(entry: &Entry, device: &DeviceInfo) -> [usize; 4] {
-    /// What CUDA takes of each block.
-    const RESERVED: u32 = 1024;
     let keys = entry.keys as usize;
-    match 2 * (entry.shared_bytes + RESERVED) <= device.shared_bytes {
+    match select::fits_twice(entry, device) {
         true => [0, usize::MAX - keys, 0, 0],
         false => [1, keys, 0, 0],
     }
