@@ -20,11 +20,12 @@ impl Tolerance {
     /// with the scores. So does the bound of a rotated or normalised 16-bit call: near a tie,
     /// float32 and double precision round an element of such a query or key to different
     /// neighbours. And that of one with a quantized cache, whose numbers most kernels round to the
-    /// element type.
+    /// element type. Weights that are off by so much are off by more of values that are further
+    /// apart.
     pub fn of(case: &Case) -> Self {
         let scores = f64::from(case.score_deviation()).max(1.0);
         let rounded = case.rotary.is_some() || case.qk_norm || case.quantized.is_some();
-        let ties = if rounded { scores } else { 1.0 };
+        let ties = if rounded { scores * spread_of_values(case) } else { 1.0 };
         match case.dtype {
             DType::F16 => Self { absolute: 4e-3 * ties, relative: 4e-3 },
             DType::BF16 => Self { absolute: 2e-2 * ties, relative: 2e-2 },
@@ -36,9 +37,13 @@ impl Tolerance {
     /// weigh may be off by that much of its deviation from the mean. That queries are rounded is
     /// the oracle's affair.
     pub(crate) fn of_float8(case: &Case) -> Self {
-        let values = if case.packed { f64::from(case.spread) } else { 1.0 };
-        Self { absolute: 3.0 / 16.0 * values.max(1.0), relative: 2e-2 }
+        Self { absolute: 3.0 / 16.0 * spread_of_values(case), relative: 2e-2 }
     }
+}
+
+/// Standard deviation of values, at least one: in a packed query they have that of queries.
+fn spread_of_values(case: &Case) -> f64 {
+    if case.packed { f64::from(case.spread).max(1.0) } else { 1.0 }
 }
 
 impl Tolerance {
