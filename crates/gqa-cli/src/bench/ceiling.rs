@@ -34,6 +34,9 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
+    /// Measurements of which the best counts, at most: a ceiling is what can be had.
+    pub const MOST_TRIES: u64 = 7;
+
     /// Operations per second on that element type.
     pub fn arithmetic(&self, dtype: DType) -> &Rate {
         if dtype == DType::F32 { &self.single } else { &self.half }
@@ -46,12 +49,12 @@ impl Ceilings {
     }
 
     /// Of a GPU: bandwidth is measured, arithmetic is the vendor's.
-    pub fn of_gpu(gpu: &Gpu) -> Result<Self> {
+    pub fn of_gpu(gpu: &Gpu, tries: u64) -> Result<Self> {
         let info = gpu.device.info();
         let vendor = |per_second| Rate { per_second, source: "the vendor's figure".to_owned() };
         Ok(Self {
             memory: Rate {
-                per_second: copied(gpu)?,
+                per_second: copied(gpu, tries)?,
                 source: "measured: copies in device memory, bytes read and written".to_owned(),
             },
             half: vendor(info.tensor_flops),
@@ -61,34 +64,31 @@ impl Ceilings {
 
     /// Of the CPU: both are measured. It computes 16-bit elements in float32, but for prefill in
     /// bfloat16 where it has tiles (AMX), which is beyond this ceiling.
-    pub fn of_cpu() -> Self {
+    pub fn of_cpu(tries: u64) -> Self {
         let arithmetic = Rate {
-            per_second: best(|| Arch::new().dispatch(MultiplyAdd)),
+            per_second: best(tries, || Arch::new().dispatch(MultiplyAdd)),
             source: "measured: float32 multiply-adds on all cores".to_owned(),
         };
         let memory = Rate {
-            per_second: streamed(),
+            per_second: streamed(tries),
             source: "measured: memory read by all cores".to_owned(),
         };
         Self { memory, half: arithmetic.clone(), single: arithmetic }
     }
 }
 
-/// Measurements of which the best counts: a ceiling is what can be had.
-const TRIES: usize = 7;
-
-fn best(mut measure: impl FnMut() -> f64) -> f64 {
-    (0..TRIES).map(|_| measure()).fold(0.0, f64::max)
+fn best(tries: u64, mut measure: impl FnMut() -> f64) -> f64 {
+    (0..tries).map(|_| measure()).fold(0.0, f64::max)
 }
 
 /// Bytes per second of a copy far larger than the L2 cache.
-fn copied(gpu: &Gpu) -> Result<f64> {
+fn copied(gpu: &Gpu, tries: u64) -> Result<f64> {
     let elements = (gpu.device.memory_bytes() / 64).min(1 << 30) / 4;
     let tensor = || DeviceTensor::new(&gpu.device, DType::I32, &[elements]);
     let (from, to) = (tensor()?, tensor()?);
     from.fill(1, &gpu.stream)?;
     let mut rate = 0.0f64;
-    for _ in 0..TRIES {
+    for _ in 0..tries {
         let seconds = gpu.stream.timed(|| to.copy_from(&from, &gpu.stream))?;
         rate = rate.max(2.0 * from.bytes() as f64 / seconds);
     }
@@ -98,9 +98,9 @@ fn copied(gpu: &Gpu) -> Result<f64> {
 /// Bytes that are read: more than caches hold.
 const STREAMED_BYTES: usize = 512 << 20;
 
-fn streamed() -> f64 {
+fn streamed(tries: u64) -> f64 {
     let words = vec![1u64; STREAMED_BYTES / 8];
-    best(|| {
+    best(tries, || {
         let start = Instant::now();
         let chunks = words.par_chunks(1 << 16);
         black_box(chunks.map(|chunk| chunk.iter().fold(0, |sum: u64, x| sum ^ x)).sum::<u64>());

@@ -159,7 +159,7 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     let mut report = Report {
         mode: mode.kind(),
         provenance: Provenance::new(&machine, device),
-        ceilings: ceilings(&machine, peers.as_ref())?,
+        ceilings: ceilings(&machine, common.runs, peers.as_ref())?,
         results: Vec::new(),
         failed: Vec::new(),
         peers: peers.as_ref().map(|peers| peers.provenance.clone()).unwrap_or_default(),
@@ -179,12 +179,15 @@ pub fn run(mode: &Mode) -> Result<ExitCode> {
     Ok(report.exit_code())
 }
 
-/// Of a GPU, with what the peers' run measured, or of the CPU. A back end that plays or defines has
-/// no roofline.
-fn ceilings(machine: &Machine, peers: Option<&Peers>) -> Result<Option<Ceilings>> {
+/// Of a GPU, with what the peers' run measured, or of the CPU, where so many timed runs are asked
+/// for. A back end that plays or defines has no roofline.
+fn ceilings(machine: &Machine, runs: u64, peers: Option<&Peers>) -> Result<Option<Ceilings>> {
+    let tries = runs.min(Ceilings::MOST_TRIES);
     let mut ceilings = match machine {
-        Machine::Gpu(gpu) => Ceilings::of_gpu(gpu)?,
-        Machine::Host(backend) if backend.name() == "cpu" => return Ok(Some(Ceilings::of_cpu())),
+        Machine::Gpu(gpu) => Ceilings::of_gpu(gpu, tries)?,
+        Machine::Host(backend) if backend.name() == "cpu" => {
+            return Ok(Some(Ceilings::of_cpu(tries)));
+        }
         Machine::Host(_) => return Ok(None),
     };
     if let Some(peers) = peers {
