@@ -5,7 +5,7 @@ use float8::F8E4M3;
 use gqa_host::backend::Backend;
 use gqa_host::op::{Inputs, KvCache, Outputs};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Layout, Problem, QuantFormat, Quantization, Result, Tensor};
+use gqa_host::{DType, Layout, Problem, QuantFormat, Quantization, Result, Scales, Tensor};
 use ndarray::{ArrayD, IxDyn};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -163,6 +163,7 @@ impl Call {
         let mut query = widened(&self.query);
         let heads = case.kv_heads * case.group;
         let [k_scale, _] = self.scales.as_ref().expect("a quantized KV cache");
+        let how = case.quantized.expect("a quantized KV cache");
         let k_scale: Vec<f32> = k_scale.to_f64().into_iter().map(|x| x as f32).collect();
         let Tensor::F32(values) = &mut query else { unreachable!("widened") };
         let values = values.as_slice_mut();
@@ -173,9 +174,11 @@ impl Call {
                 Layout::Bnsh => index / case.q_len % heads,
             };
             if head < heads {
-                let first = head / case.group * case.head_size;
-                round_to_float8(row, |i| {
-                    if k_scale.len() == 1 { k_scale[0] } else { k_scale[first + i] }
+                let kv_head = head / case.group;
+                round_to_float8(row, |i| match how.scales {
+                    Scales::PerTensor => k_scale[0],
+                    Scales::PerHead => k_scale[kv_head],
+                    Scales::PerChannel => k_scale[kv_head * case.head_size + i],
                 });
             }
         }
@@ -330,7 +333,7 @@ impl Data {
             QuantFormat::Int4 => 7.0,
             QuantFormat::Float8 => 16.0,
         };
-        let count = if how.per_channel { case.kv_heads * case.head_size } else { 1 };
+        let count = how.scales.count(case.kv_heads, case.head_size);
         let key_spread = if case.qk_norm { 1.0 } else { case.spread };
         [key_spread, 1.0].map(|spread| {
             let mut scale = || {

@@ -2,7 +2,7 @@
 //! shrink it.
 
 use gqa_host::op::{GroupQueryAttention, QuantType};
-use gqa_host::{CacheBinding, DType, Layout, QuantFormat, Quantization};
+use gqa_host::{CacheBinding, DType, Layout, QuantFormat, Quantization, Scales};
 use proptest::prelude::*;
 use std::ops::RangeInclusive;
 
@@ -177,11 +177,7 @@ impl Case {
 
 impl Case {
     pub(crate) fn quant_type(&self) -> QuantType {
-        match self.quantized {
-            None => QuantType::None,
-            Some(Quantization { per_channel: false, .. }) => QuantType::PerTensor,
-            Some(Quantization { per_channel: true, .. }) => QuantType::PerChannel,
-        }
+        self.quantized.map(|how| how.scales).into()
     }
 
     fn bit_width(&self) -> i64 {
@@ -268,9 +264,14 @@ fn sometimes_quantized() -> BoxedStrategy<Option<Quantization>> {
 /// Every way to quantize a cache.
 pub fn any_quantization() -> BoxedStrategy<Quantization> {
     let formats = vec![QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
-    (proptest::sample::select(formats), any::<bool>())
-        .prop_map(|(format, per_channel)| Quantization { format, per_channel })
+    (proptest::sample::select(formats), any_scales())
+        .prop_map(|(format, scales)| Quantization { format, scales })
         .boxed()
+}
+
+/// Whatever scales are for.
+pub fn any_scales() -> BoxedStrategy<Scales> {
+    proptest::sample::select(vec![Scales::PerTensor, Scales::PerHead, Scales::PerChannel]).boxed()
 }
 
 /// A factor on scores that single precision may flush to 0.
@@ -529,10 +530,10 @@ pub fn prompts_of_wide_scores(max_rows: usize, spread: f32) -> BoxedStrategy<Cas
 /// of `tile` columns.
 pub fn turned_float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case> {
     let heads = proptest::sample::select(vec![tile - 48, tile - 16, tile, tile]);
-    (prompts(128, max_rows), heads, any::<bool>())
-        .prop_map(|(case, head_size, per_channel)| Case {
+    (prompts(128, max_rows), heads, any_scales())
+        .prop_map(|(case, head_size, scales)| Case {
             head_size,
-            quantized: Some(Quantization { format: QuantFormat::Float8, per_channel }),
+            quantized: Some(Quantization { format: QuantFormat::Float8, scales }),
             float8_products: true,
             rotary: case
                 .rotary

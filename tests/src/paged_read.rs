@@ -3,6 +3,7 @@
 
 use crate::Tolerance;
 use crate::call::{Data, poisoned};
+use crate::case::any_scales;
 use crate::compare::{optional, tensors};
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
@@ -55,8 +56,8 @@ pub fn paged_reads(
     let sequences = prop::collection::vec((keys, 0..=tokens), 1..=4);
     let heads = (1..=2usize, 1..=4usize, prop::sample::select(head_sizes.to_vec()));
     let format = prop::sample::select(vec![QuantFormat::Int8, QuantFormat::Int4]);
-    let how = (format, any::<bool>());
-    let how = how.prop_map(|(format, per_channel)| Quantization { format, per_channel });
+    let how = (format, any_scales());
+    let how = how.prop_map(|(format, scales)| Quantization { format, scales });
     let quantized = prop::option::weighted(0.3, how);
     let window = prop::option::weighted(0.3, 1..=tokens);
     let block_size = prop::sample::select(vec![16usize, 32, 64]);
@@ -149,12 +150,12 @@ impl Given {
             .iter()
             .map(|&[keys, new]| keys as i32 - if case.counts_new { 0 } else { new as i32 });
         let (cache, table) = Self::cache(case, &mut data);
-        let channels = |how: Quantization| if how.per_channel { kv * size } else { 1 };
+        let count = |how: Quantization| how.scales.count(kv, size);
         let most = |how: Quantization| if how.format == QuantFormat::Int4 { 8.0 } else { 128.0 };
         let mut scale = |how| data.rng.random_range(1.0..2.0f32) / most(how);
         let scales = case
             .quantized
-            .map(|how| arr1(&(0..channels(how)).map(|_| scale(how)).collect::<Vec<_>>()).into());
+            .map(|how| arr1(&(0..count(how)).map(|_| scale(how)).collect::<Vec<_>>()).into());
         let angles = [(); 2].map(|()| data.normal(&[case.longest() + 1, 8], 1.0));
         Self {
             query: data.normal(&[case.tokens(), heads * size], 1.0),

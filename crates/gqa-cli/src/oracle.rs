@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::TensorId;
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Problem, RowLayout, Tensor};
+use gqa_host::{DType, Problem, RowLayout, Scales, Tensor};
 use gqa_onnx::{Tolerance, compare};
 use ndarray::{Array1, Array2};
 
@@ -203,9 +203,10 @@ impl Computed<'_> {
     /// k_scale or v_scale of one KV head.
     fn scale(&self, id: TensorId, kv_head: usize) -> Option<Tensor> {
         let Tensor::F32(scales) = self.tensors.get(id)? else { return None };
-        let width = scales.len().min(self.problem.head_size);
-        let scales = scales.iter().copied().skip(if width > 1 { kv_head * width } else { 0 });
-        Some(Array1::from_iter(scales.take(width)).into())
+        let (per, size) = (self.problem.quantized?.scales, self.problem.head_size);
+        let count = per.count(1, size);
+        let first = if per == Scales::PerTensor { 0 } else { kv_head * count };
+        Some(Array1::from_iter(scales.iter().copied().skip(first).take(count)).into())
     }
 
     /// One query row at `position` over `total` keys, by the reference.

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use gqa_host::backend::Io;
 use gqa_host::op::{GroupQueryAttention, QuantType, Shapes};
 use gqa_host::plan::TensorId;
-use gqa_host::{CacheBinding, DType, Problem, Tensor, TensorDesc};
+use gqa_host::{CacheBinding, DType, Problem, Scales, Tensor, TensorDesc};
 use ndarray::Array1;
 
 use crate::Usage;
@@ -42,6 +42,27 @@ pub enum Rotation {
     Half,
     /// Pairs (2i, 2i + 1).
     Interleaved,
+}
+
+/// `--scales`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum ScalesPer {
+    /// all of the cache
+    Tensor,
+    /// a KV head
+    Head,
+    /// an element of a KV head
+    Channel,
+}
+
+impl From<ScalesPer> for Scales {
+    fn from(per: ScalesPer) -> Self {
+        match per {
+            ScalesPer::Tensor => Self::PerTensor,
+            ScalesPer::Head => Self::PerHead,
+            ScalesPer::Channel => Self::PerChannel,
+        }
+    }
 }
 
 /// `--kv-cache`.
@@ -123,9 +144,9 @@ pub struct Layer {
     /// The cache holds quantized values.
     #[arg(long, value_enum)]
     pub kv_cache: Option<Codes>,
-    /// A quantized cache has a scale for each element of each KV head rather than one for all.
-    #[arg(long, requires = "kv_cache")]
-    pub per_channel: bool,
+    /// What each scale of a quantized cache is for; without this option one is for all of it.
+    #[arg(long, value_enum, requires = "kv_cache")]
+    pub scales: Option<ScalesPer>,
     /// Over a cache of float8 the products may be of float8 too: queries and weights are rounded to
     /// it.
     #[arg(long, requires = "kv_cache", conflicts_with = "block_size")]
@@ -182,7 +203,7 @@ impl Layer {
             rotary: Rotation::Half,
             qk_norm: false,
             kv_cache: None,
-            per_channel: false,
+            scales: None,
             float8_products: false,
             window: -1,
             sliding_cache: None,
@@ -215,11 +236,16 @@ impl Layer {
     }
 
     fn quant_type(&self) -> QuantType {
-        match self.kv_cache {
-            None => QuantType::None,
-            Some(_) if self.per_channel => QuantType::PerChannel,
-            Some(_) => QuantType::PerTensor,
-        }
+        self.kv_cache.map(|_| self.scales_per()).into()
+    }
+
+    fn scales_per(&self) -> Scales {
+        self.scales.map_or(Scales::PerTensor, Scales::from)
+    }
+
+    /// Elements of k_scale, and of v_scale, where the cache is quantized.
+    fn scale_count(&self) -> usize {
+        self.scales_per().count(self.kv_heads as usize, self.head_size as usize)
     }
 
     /// Attributes that are not at their defaults, in words.
@@ -235,7 +261,8 @@ impl Layer {
             (self.kv_cache == Some(Codes::Int8), " int8-cache".to_owned()),
             (self.kv_cache == Some(Codes::Int4), " int4-cache".to_owned()),
             (self.kv_cache == Some(Codes::Float8), " float8-cache".to_owned()),
-            (self.per_channel, " per-channel".to_owned()),
+            (self.scales == Some(ScalesPer::Head), " per-head".to_owned()),
+            (self.scales == Some(ScalesPer::Channel), " per-channel".to_owned()),
             (self.float8_products, " float8-products".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
@@ -379,7 +406,7 @@ impl Shape {
         let codes = self.layer.kv_cache;
         let width = head_size as usize / codes.map_or(1, Codes::of_element);
         let past = [self.batch, kv_heads as usize, past_rows, width];
-        let scale = [if self.layer.per_channel { (kv_heads * head_size) as usize } else { 1 }];
+        let scale = [self.layer.scale_count()];
         let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
         let one = TensorDesc { dtype: DType::F32, shape: &[1] };
         let table = [self.positions(), head_size as usize / 2];

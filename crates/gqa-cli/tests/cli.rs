@@ -287,11 +287,13 @@ fn explain_tells_what_a_cache_holds() -> Result {
     {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
-    let run = words(&format!("{step} --per-channel --head-size 72"))?;
+    let run = words(&format!("{step} --scales head"))?;
+    assert!(run.stdout.contains("float8e4m3fn cache with a scale per head"), "{}", run.stdout);
+    let run = words(&format!("{step} --scales channel --head-size 72"))?;
     for words in ["with a scale per channel", "gqa_quantize_kv_f8_bf16"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
-    refused(&words("explain --per-channel")?, 2, &["--kv-cache"]);
+    refused(&words("explain --scales channel")?, 2, &["--kv-cache"]);
     let prompt = "explain --query-length 8192 --device h200 --kv-cache float8";
     let run = words(&format!("{prompt} --float8-products"))?;
     for words in ["float8 products", "chosen: gqa_hopper_float8_bf16_d128", "gqa_float8_operands"] {
@@ -407,7 +409,8 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "token --size 2x65 --rotary half --cached",
         "token --size 2x65 --rotary half --qk-norm",
         "token --size 2x65 --rotary half --kv-cache int8",
-        "token --size 1x40 --kv-cache int4 --per-channel",
+        "token --size 1x40 --kv-cache int4 --scales channel",
+        "token --size 2x65 --kv-cache float8 --scales head",
         "prompt --size 1x40 --packed --rotary half --kv-cache float8",
         "prompt --size 1x40 --packed --qk-norm",
         "token --size 2x65 --rotary half --float8-output",
@@ -417,7 +420,7 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "prompt --size 1x16 --past-length 50 --window 20 --sliding-cache 40 --kv-cache int8",
         "token --size 3x65 --rotary half --block-size 16 --window 30",
         "prompt --size 2x40 --past-length 9 --packed --qk-norm --block-size 7",
-        "token --size 2x65 --rotary half --block-size 16 --kv-cache int4 --per-channel",
+        "token --size 2x65 --rotary half --block-size 16 --kv-cache int4 --scales channel",
     ] {
         let run = words(&format!(
             "bench {mode} --backend cpu --heads 4 --kv-heads 2 --head-size 32 --dtype f16 --runs 3 --json"

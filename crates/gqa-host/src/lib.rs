@@ -27,7 +27,8 @@ pub use error::{Error, Result};
 pub use merge::{State, merge_states};
 pub use problem::{
     Alignment, Bias, CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, QkNorm,
-    QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Sink, Strided, WriteMode,
+    QkOutput, QuantFormat, Quantization, Rotary, RowLayout, RowStrides, Scales, Sink, Strided,
+    WriteMode,
 };
 pub use tensor::{DType, RowMajor, Tensor, TensorDesc};
 pub use view::{CacheView, TensorView, TensorViewMut};

@@ -104,8 +104,30 @@ pub struct QkNorm {
 pub struct Quantization {
     /// What the quantized values are.
     pub format: QuantFormat,
-    /// A scale for each channel, which is an element of a KV head, rather than one for all.
-    pub per_channel: bool,
+    /// What each of their scales is for.
+    pub scales: Scales,
+}
+
+/// What each scale of a quantized KV cache is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// All of the cache: one element.
+    PerTensor,
+    /// A KV head: (KV heads).
+    PerHead,
+    /// A channel, which is an element of a KV head: (KV heads, head_size).
+    PerChannel,
+}
+
+impl Scales {
+    /// How many there are.
+    pub fn count(self, kv_heads: usize, head_size: usize) -> usize {
+        match self {
+            Self::PerTensor => 1,
+            Self::PerHead => kv_heads,
+            Self::PerChannel => kv_heads.saturating_mul(head_size),
+        }
+    }
 }
 
 impl Quantization {
@@ -789,8 +811,7 @@ impl Problem {
 
     /// Elements of k_scale, and of v_scale; their shape does not matter.
     pub fn scales(&self) -> Option<usize> {
-        let channels = self.kv_heads * self.head_size;
-        self.quantized.map(|how| if how.per_channel { channels } else { 1 })
+        self.quantized.map(|how| how.scales.count(self.kv_heads, self.head_size))
     }
 
     /// Shape of output_qk.

@@ -6,7 +6,7 @@
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, environment, plan};
-use gqa_host::{CacheBinding, DType, Problem, QuantFormat, Quantization, TensorDesc};
+use gqa_host::{CacheBinding, DType, Problem, QuantFormat, Quantization, Scales, TensorDesc};
 use gqa_kernels::registry::{Entry, Family, Role, entries};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -112,7 +112,7 @@ fn decode_steps() -> Vec<(&'static str, Problem)> {
         Layer::new(dtype, Heads { query: 32, kv: 8, size }).rope(Rope::new(size, 8192))
     };
     let rotated = |dtype| sized(dtype, 128);
-    let int8 = Quantization { format: QuantFormat::Int8, per_channel: false };
+    let int8 = Quantization { format: QuantFormat::Int8, scales: Scales::PerTensor };
     let dense = |layer: Layer| layer.dense(Dense::decode(8, 8192)).unwrap();
     let paged = |layer: Layer, tokens| {
         let call = Paged::new(8, 8 * tokens, [4096, 16, 512]).most_tokens(tokens).longest(8192);

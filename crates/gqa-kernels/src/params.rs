@@ -52,6 +52,16 @@ pub mod qk_output {
     pub const BIASED: u32 = 5;
 }
 
+/// What each scale of a quantized KV cache is for.
+pub mod scales {
+    /// All of it; where it is not quantized, too.
+    pub const PER_TENSOR: u32 = 0;
+    /// A KV head.
+    pub const PER_HEAD: u32 = 1;
+    /// A channel, which is an element of a KV head.
+    pub const PER_CHANNEL: u32 = 2;
+}
+
 /// Where query rows stand among the keys.
 pub mod alignment {
     /// By [`AttentionParams::first_prompt`](super::AttentionParams::first_prompt), rows of padding
@@ -193,8 +203,8 @@ pub struct PagedTiledParams {
 pub struct Float8Params {
     /// Attention. Strides of keys and values, which are quantized values, count bytes.
     pub attention: AttentionParams,
-    /// 1: k_scale and v_scale are one for each KV head and channel. 0: one for all.
-    pub per_channel: u32,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
 }
@@ -215,7 +225,7 @@ pub struct Float8OperandsParams {
     /// New K and V rows: S, or 0 where the cache is complete already.
     pub new_len: u32,
     /// As in [`Float8Params`].
-    pub per_channel: u32,
+    pub scales: u32,
     /// Keys of a tile of the attention.
     pub tile_keys: u32,
     /// Zero.
@@ -311,8 +321,8 @@ pub struct PrologueParams {
     pub rotary: RotaryParams,
     /// What `qk_norm` adds to the mean of squares.
     pub epsilon: f32,
-    /// 1: `quantize_kv` has a scale for each channel, an element of a KV head. 0: one for all.
-    pub per_channel: u32,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
     /// 1: past is present (`quantize_kv`).
     pub in_place: u32,
 }
@@ -458,9 +468,8 @@ pub struct PagedParams {
     pub per_sequence: u32,
     /// 1: `paged_append` writes queries for attention. 0: that reads them where they are.
     pub moves_queries: u32,
-    /// 1: `paged_append_quantized` has a scale for each channel, an element of a KV head. 0: one
-    /// for all.
-    pub per_channel: u32,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
     /// 1: `paged_append`, where it writes no queries, looks for the sequence of each token. 0: for
     /// the token of each of a sequence's S rows, of which many may be none.
     pub by_token: u32,
@@ -483,8 +492,8 @@ pub struct QuantizedHopperParams {
     pub hopper: HopperParams,
     /// What the cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
-    /// 1: scales of the cache are one for each KV head and channel. 0: one for all.
-    pub per_channel: u32,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
 }
 
 /// Scalars of `hopper` over a quantized cache that consists of blocks.
@@ -495,8 +504,8 @@ pub struct QuantizedPagedHopperParams {
     pub paged: PagedHopperParams,
     /// What the cache holds: a [`Format`](crate::num::Format).
     pub format: u32,
-    /// 1: scales of the cache are one for each KV head and channel. 0: one for all.
-    pub per_channel: u32,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
 }
 
 /// Scalars of the decode kernels.
@@ -528,9 +537,8 @@ pub struct DecodeParams {
     /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked
     /// for before it is known how many there are.
     pub ahead: u32,
-    /// 1: scales of a quantized KV cache are one for each KV head and channel. 0: one for all, and
-    /// where the cache holds no quantized values.
-    pub per_channel: u32,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
 }
 
 /// Scalars of the decode kernels whose cache consists of blocks, of elements or quantized values.

@@ -5,7 +5,7 @@ use super::machine::Machine;
 use super::{Report, Scenario, operators};
 use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::plan::TensorId;
-use gqa_host::{DType, Layout, QuantFormat, Quantization, RowStrides, Sink};
+use gqa_host::{DType, Layout, QuantFormat, Quantization, RowStrides, Scales, Sink};
 
 /// A call that is only planned.
 #[derive(Debug)]
@@ -46,6 +46,7 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
         let dim = draw.of(&[16, 64, 64, 0, 7, 128]);
         let [dim, positions] = [dim, 64].map(|n| number(draw, n));
         let format = draw.of(&[QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8]);
+        let scales = draw.of(&[Scales::PerTensor, Scales::PerHead, Scales::PerChannel]);
         layer = match draw.below(8) {
             0 => layer.scale(draw.float()),
             1 => layer.softcap(draw.float()),
@@ -54,7 +55,7 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
             4 => layer.sink(draw.of(&[Sink::None, Sink::Zero, Sink::PerHead])),
             5 => layer.rope(Rope::new(dim, positions)),
             6 => layer.qk_norm(draw.float()),
-            _ => layer.quantized(Quantization { format, per_channel: draw.flag() }),
+            _ => layer.quantized(Quantization { format, scales }),
         };
     }
     layer

@@ -153,7 +153,12 @@ fn cache_update(draw: &mut Draw) -> (Op, Given) {
 impl Op {
     /// The operator with an attribute spoilt.
     fn spoilt(self, draw: &mut Draw) -> Self {
-        let how = draw.of(&[QuantType::None, QuantType::PerTensor, QuantType::PerChannel]);
+        let how = draw.of(&[
+            QuantType::None,
+            QuantType::PerTensor,
+            QuantType::PerHead,
+            QuantType::PerChannel,
+        ]);
         let name = draw.of(&["", "int4", "int8", "float8e4m3fn", "float16", "no type"]);
         let (i, j, x, flag) = (draw.integer(), draw.integer(), draw.float(), draw.flag());
         match self {

@@ -141,8 +141,8 @@ impl Layer {
         Self { qk_norm: Some(epsilon), ..self }
     }
 
-    /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, or
-    /// one for each element of each KV head.
+    /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, one
+    /// for each KV head, or one for each element of each KV head, as [`Quantization::scales`] says.
     pub fn quantized(self, how: Quantization) -> Self {
         Self { quantized: Some(how), ..self }
     }
@@ -158,11 +158,7 @@ impl Layer {
     }
 
     fn quant_type(&self) -> QuantType {
-        match self.quantized {
-            None => QuantType::None,
-            Some(how) if how.per_channel => QuantType::PerChannel,
-            Some(_) => QuantType::PerTensor,
-        }
+        self.quantized.map(|how| how.scales).into()
     }
 
     fn bits(&self) -> i64 {
@@ -175,8 +171,7 @@ impl Layer {
 
     /// Shape of `k_scale` and `v_scale`.
     fn scales(&self) -> Option<[usize; 1]> {
-        let channels = self.heads.kv.saturating_mul(self.heads.size);
-        self.quantized.map(|how| [if how.per_channel { channels } else { 1 }])
+        self.quantized.map(|how| [how.scales.count(self.heads.kv, self.heads.size)])
     }
 
     /// Shape of `cos_cache` and `sin_cache`.

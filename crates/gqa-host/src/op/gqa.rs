@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
-use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Sink, Tensor};
+use crate::{CacheBinding, DType, Layout, Problem, QkOutput, Result, Scales, Sink, Tensor};
 
 /// How a cache is quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -12,16 +12,41 @@ pub enum QuantType {
     None,
     /// One scale for all of it.
     PerTensor,
+    /// A scale for each KV head, which no ONNX operator has.
+    PerHead,
     /// A scale for each element of each KV head.
     PerChannel,
 }
 
+impl QuantType {
+    pub(crate) fn scales(self) -> Option<Scales> {
+        match self {
+            Self::None => None,
+            Self::PerTensor => Some(Scales::PerTensor),
+            Self::PerHead => Some(Scales::PerHead),
+            Self::PerChannel => Some(Scales::PerChannel),
+        }
+    }
+}
+
+impl From<Option<Scales>> for QuantType {
+    fn from(scales: Option<Scales>) -> Self {
+        match scales {
+            None => Self::None,
+            Some(Scales::PerTensor) => Self::PerTensor,
+            Some(Scales::PerHead) => Self::PerHead,
+            Some(Scales::PerChannel) => Self::PerChannel,
+        }
+    }
+}
+
 impl std::fmt::Display for QuantType {
-    /// The word ONNX uses.
+    /// The word ONNX uses, or one like those.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::None => "NONE",
             Self::PerTensor => "PER_TENSOR",
+            Self::PerHead => "PER_HEAD",
             Self::PerChannel => "PER_CHANNEL",
         })
     }

@@ -4,7 +4,7 @@ use super::cost::Cost;
 use super::decision::Decision;
 use super::device::DeviceInfo;
 use super::launch::{Arg, Launch, Plan};
-use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Sink};
+use crate::{Alignment, CacheBinding, Layout, Phase, Problem, QkOutput, Scales, Sink};
 use std::fmt;
 
 /// What a plan does and why, as plain data; its `Display` is the text that `gqa explain` prints.
@@ -206,7 +206,11 @@ fn features(p: &Problem) -> Vec<String> {
     add(p.packed, "packed QKV".to_owned());
     add(p.layout == Layout::Bnsh, "BNSH".to_owned());
     if let Some(how) = p.quantized {
-        let scales = if how.per_channel { "channel" } else { "tensor" };
+        let scales = match how.scales {
+            Scales::PerTensor => "tensor",
+            Scales::PerHead => "head",
+            Scales::PerChannel => "channel",
+        };
         add(true, format!("{} cache with a scale per {scales}", how.format));
     }
     add(p.slides, format!("cache of {} rows that slides", p.capacity));

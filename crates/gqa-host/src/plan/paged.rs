@@ -25,7 +25,7 @@ use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
 use super::mixed::Attentions;
 use super::options::PlanOptions;
-use super::params::rotary_params;
+use super::params::{rotary_params, scales};
 use super::positions::positions;
 use super::prologue::normalise;
 use super::rebind::Rebind;
@@ -123,7 +123,7 @@ impl<'a> Prologue<'a> {
             kv_heads: u32_of("KV heads", p.kv_heads)?,
             head_size: u32_of("head size", p.head_size)?,
             row_vectors: u32_of("head size", p.head_size * size / Problem::VECTOR_BYTES)?,
-            per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
+            scales: scales(p),
             by_token: 0,
             least: 0,
             window: u32_of("window", p.window.unwrap_or(0).min(p.capacity))?,

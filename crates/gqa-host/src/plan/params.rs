@@ -6,11 +6,12 @@ use super::launch::Arg;
 use super::requirements;
 use super::rows::Rows;
 use super::tensors::TensorId;
-use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Rotary, Sink};
+use crate::{Alignment, Bias, Phase, Problem, QkOutput, Result, Rotary, Scales, Sink};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper;
 use gqa_kernels::params::{
-    AttentionParams, MaskedParams, RotaryParams, Strides, alignment, qk_output, sink, vectors,
+    AttentionParams, MaskedParams, RotaryParams, Strides, alignment, qk_output, scales, sink,
+    vectors,
 };
 use gqa_kernels::registry::Output;
 
@@ -95,6 +96,15 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
         softcap: p.softcap_in_f32(),
         l2_section: 0,
     })
+}
+
+/// What the scales of the call's cache are for, if it is quantized.
+pub(super) fn scales(p: &Problem) -> u32 {
+    match p.quantized.map(|how| how.scales) {
+        None | Some(Scales::PerTensor) => scales::PER_TENSOR,
+        Some(Scales::PerHead) => scales::PER_HEAD,
+        Some(Scales::PerChannel) => scales::PER_CHANNEL,
+    }
 }
 
 /// The same for a kernel that takes a bias or a mask.

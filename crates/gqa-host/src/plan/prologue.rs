@@ -4,7 +4,7 @@ use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::family::FusedPrologue;
 use super::launch::{Arg, Launch};
-use super::params::{position_stride, rotary_params};
+use super::params::{position_stride, rotary_params, scales};
 use super::positions::{Positions, positions};
 use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
@@ -409,7 +409,7 @@ impl<'a> Builder<'a> {
             rotary: rotary_params(rotary, self.positions.1)?,
             // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
             epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
-            per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
+            scales: scales(p),
             in_place: (p.cache == CacheBinding::Shared).into(),
         })
     }

@@ -4,7 +4,7 @@
 use super::*;
 use crate::{
     Bias, CacheBinding, DType, Layout, Pages, Phase, Problem, ProblemFields, QkNorm, QkOutput,
-    QuantFormat, Quantization, Rotary, Sink,
+    QuantFormat, Quantization, Rotary, Scales, Sink,
 };
 use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
@@ -1023,7 +1023,7 @@ fn problems() -> impl Iterator<Item = Problem> {
             }
             if kind % 6 > 2 {
                 let format = CODES[kind % 3];
-                p.quantized = Some(Quantization { format, per_channel: bit(4) });
+                p.quantized = Some(Quantization { format, scales: SCALES[kind / 3 % 3] });
                 p.head_size = [64, 128, 40, 264, 96, 192][kind / 2 % 6];
                 p.float8_products = true;
                 p.rotary = p.rotary.map(|rotary| Rotary { dim: 16, ..rotary });
@@ -1084,9 +1084,10 @@ fn a_step_pads_heads_that_have_no_kernel_of_their_own() {
 }
 
 const CODES: [QuantFormat; 3] = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
+const SCALES: [Scales; 3] = [Scales::PerTensor, Scales::PerHead, Scales::PerChannel];
 
 fn quantized(problem: Problem, format: QuantFormat) -> Problem {
-    with(problem, |p| p.quantized = Some(Quantization { format, per_channel: false }))
+    with(problem, |p| p.quantized = Some(Quantization { format, scales: Scales::PerTensor }))
 }
 
 #[test]
@@ -1152,7 +1153,7 @@ fn products_of_float8_where_they_are_allowed() {
     refused(|p| p.out_dtype = DType::F32, "does not write output in float32");
     refused(|p| p.dtype = DType::F32, "does not take float32");
     let int8 = with(prompt.clone(), |p| {
-        p.quantized = Some(Quantization { format: CODES[0], per_channel: false });
+        p.quantized = Some(Quantization { format: CODES[0], scales: Scales::PerTensor });
     });
     let why = rejection(&int8, "h200", &off, Family::HopperFloat8);
     assert_eq!(why, "does not take a KV cache of int8");
@@ -1781,14 +1782,13 @@ fn rolling_bias_reach(name: &str, p: &RollingBiasParams, element: usize) -> usiz
 }
 
 fn scales_reach(problem: &Problem) -> usize {
-    let per_channel = problem.quantized.unwrap().per_channel;
-    4 * if per_channel { problem.kv_heads * problem.head_size } else { 1 }
+    4 * problem.quantized.unwrap().scales.count(problem.kv_heads, problem.head_size)
 }
 
 fn quantized_reach(problem: &Problem, launch: &Launch) -> usize {
     let p: &DecodeParams = bytemuck::from_bytes(&launch.params);
     let a = &p.attention;
-    assert_eq!(p.per_channel != 0, problem.quantized.unwrap().per_channel);
+    assert_eq!(p.scales, problem.quantized.unwrap().scales as u32);
     let width = a.head_size / problem.quantized.unwrap().codes_per_element() as u32;
     reach(a.k, [a.batch, a.kv_heads, a.capacity], width)
 }

@@ -1,20 +1,24 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use crate::{QuantFormat, Quantization};
+use crate::{QuantFormat, Quantization, Scales};
 use float8::F8E4M3;
 
 /// How one of the two caches is quantized.
 pub(super) struct Codes {
     /// What its quantized values are.
     pub(super) how: Quantization,
-    /// One, or those of each KV head's elements.
+    /// One, one for each KV head, or those of each KV head's elements.
     pub(super) scales: Vec<f64>,
 }
 
 impl Codes {
     /// The scale of element `i` of a KV head of `size` elements.
     fn scale(&self, head: usize, size: usize, i: usize) -> f64 {
-        if self.how.per_channel { self.scales[head * size + i] } else { self.scales[0] }
+        match self.how.scales {
+            Scales::PerTensor => self.scales[0],
+            Scales::PerHead => self.scales[head],
+            Scales::PerChannel => self.scales[head * size + i],
+        }
     }
 
     /// Bytes of a row of `size` numbers.

@@ -7,7 +7,8 @@ use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner};
 use gqa_host::reference::Reference;
 use gqa_host::{
-    CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Sink, TensorDesc,
+    CacheBinding, DType, Layout, Phase, QuantFormat, Quantization, RowStrides, Scales, Sink,
+    TensorDesc,
 };
 
 const HEADS: Heads = Heads { query: 32, kv: 8, size: 128 };
@@ -54,7 +55,7 @@ fn everything_that_a_layer_may_have_is_taken() {
             .sink(Sink::PerHead)
             .rope(Rope::new(64, 8192).interleaved())
             .qk_norm(1e-5)
-            .quantized(Quantization { format, per_channel: true });
+            .quantized(Quantization { format, scales: Scales::PerHead });
         let dense = layer.dense(Dense::chunk(2, 4, 4096).longest(1000).packed()).unwrap();
         assert_eq!((dense.total_len, dense.packed), (1000, true));
         let call = Paged::new(3, 20, [64, 16, 30]).most_tokens(8).longest(300).slot_mapping();

@@ -2,7 +2,7 @@
 
 use gqa_host::op::{Bounds, PagedAttention, PagedCache, PagedInputs, PagedShapes, QuantType};
 use gqa_host::{
-    DType, Pages, Phase, Problem, QuantFormat, Quantization, Result, Tensor, TensorDesc,
+    DType, Pages, Phase, Problem, QuantFormat, Quantization, Result, Scales, Tensor, TensorDesc,
 };
 use ndarray::{Array, Array1};
 
@@ -354,7 +354,7 @@ fn new_tokens_have_rows_of_their_own() {
 #[test]
 fn codes() {
     let call = Call::codes;
-    let per_channel = |format| Some(Quantization { format, per_channel: true });
+    let per_channel = |format| Some(Quantization { format, scales: Scales::PerChannel });
     assert_eq!(accepts(call()).quantized, per_channel(QuantFormat::Int8));
     let named = |name: &str| Call { op: call().op.k_cache_dtype(name), ..call() };
     accepts(named("int8"));

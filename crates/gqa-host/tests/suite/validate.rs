@@ -3,7 +3,7 @@
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs, QuantType, Shapes};
 use gqa_host::{
     Bias, CacheBinding, DType, Error, Layout, Phase, Problem, QkNorm, QkOutput, QuantFormat,
-    Quantization, Result, Sink, Tensor, TensorDesc,
+    Quantization, Result, Scales, Sink, Tensor, TensorDesc,
 };
 use ndarray::Array;
 
@@ -579,24 +579,26 @@ fn normalisation() {
 
 #[test]
 fn quantized_caches() {
-    use QuantType::{PerChannel, PerTensor};
     assert_eq!(accepts(Call::new()).quantized, None);
     for (bits, dtype, format) in [
         (8, DType::I8, QuantFormat::Int8),
         (8, DType::F8E4M3, QuantFormat::Float8),
         (4, DType::U8, QuantFormat::Int4),
     ] {
-        for (how, scales) in [(PerTensor, 1), (PerChannel, 32)] {
-            let p = accepts(Call::quantized(how, bits, dtype, scales));
-            let per_channel = how == PerChannel;
-            assert_eq!(p.quantized, Some(Quantization { format, per_channel }));
+        for (how, scales, count) in [
+            (QuantType::PerTensor, Scales::PerTensor, 1),
+            (QuantType::PerHead, Scales::PerHead, 2),
+            (QuantType::PerChannel, Scales::PerChannel, 32),
+        ] {
+            let p = accepts(Call::quantized(how, bits, dtype, count));
+            assert_eq!(p.quantized, Some(Quantization { format, scales }));
             assert_eq!((p.dtype, p.key_cache_dtype()), (DType::F32, dtype));
             assert_eq!(p.key_cache_shape(5), [2, 2, 5, if bits == 4 { 8 } else { 16 }]);
         }
     }
     // A scale may have any shape, and what is not quantized may have one.
     let scales = || Some(Tensor::from(Array::from_elem((1, 2, 1, 16), 0.5f32)));
-    accepts(Call { scales: [scales(), scales()], ..int8(PerChannel, 32) });
+    accepts(Call { scales: [scales(), scales()], ..int8(QuantType::PerChannel, 32) });
     accepts(Call { scales: [scales(), None], ..Call::new() });
 }
 
@@ -633,7 +635,7 @@ fn attributes_of_quantized_caches() {
 
 #[test]
 fn tensors_of_quantized_caches() {
-    use QuantType::{PerChannel, PerTensor};
+    use QuantType::{PerChannel, PerHead, PerTensor};
     let zeros = |dtype, shape: &[usize]| Some(Tensor::zeros(dtype, shape));
     let call = || int8(PerTensor, 1);
     refuses(
@@ -684,6 +686,10 @@ fn tensors_of_quantized_caches() {
     refuses(
         int8(PerChannel, 16),
         "k_scale: got (16); allowed: 32 elements, as k_quant_type is PER_CHANNEL",
+    );
+    refuses(
+        int8(PerHead, 32),
+        "k_scale: got (32); allowed: 2 elements, as k_quant_type is PER_HEAD",
     );
     refuses(scaled(zeros(DType::F16, &[1])), "k_scale: got float16; allowed: float32");
     for (bad, shown) in [(0.0, "0"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {

@@ -28,9 +28,9 @@
 //!
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size)
 //! with their strides, unrotated; k, v (batch, KV head, capacity, head size), the cache that is
-//! read and appended to, or (batch, KV head, capacity, bytes of a row) where it is quantized;
-//! then k_scale and v_scale, f32, 1 or (KV head, head size); out, which may be f32, and lse as in
-//! [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
+//! read and appended to, or (batch, KV head, capacity, bytes of a row) where it is quantized; then
+//! k_scale and v_scale, f32, 1, (KV head) or (KV head, head size); out, which may be f32, and lse
+//! as in [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
 //! (split, batch, query head, S, head size), f32; partial_states (split, cluster, rank, row),
 //! maxima and sums; arrivals (cluster, rank), counters that are zero before and after. Clusters are
 //! counted without their splits.
@@ -481,7 +481,7 @@ impl<
     }
 
     /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
-    /// capacity, bytes of a row), and its scales one or (KV head, head size).
+    /// capacity, bytes of a row), and its scales one, (KV head) or (KV head, head size).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
         q: Global<T>,

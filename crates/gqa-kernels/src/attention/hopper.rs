@@ -79,6 +79,7 @@ pub use shape::{
 };
 
 use super::out::Quantized;
+use crate::concept::scales::ScalesPer;
 use crate::num::{Float8, MmaElement, e4m3, f16};
 use crate::params::{
     AttentionParams, Float8Params, HopperParams, MaskedParams, PagedHopperParams,
@@ -312,7 +313,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: Float8Params,
     ) {
         const { assert!(<Self as Tile>::IS_TRANSPOSED) }
-        let scales = Some(Float8Scales { row_factors, v_scale, per_channel: p.per_channel != 0 });
+        let per = ScalesPer::new(p.scales);
+        let scales = Some(Float8Scales { row_factors, v_scale, per });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
@@ -352,7 +354,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let HopperParams { attention, rotary } = p.hopper;
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let scales = Scales::new(k_scale, v_scale, p.per_channel != 0);
+        let per = ScalesPer::new(p.scales);
+        let scales = Scales::new(k_scale, v_scale, per);
         let attention = scales.join(&attention);
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         let convert = |base| convert::run::<Self>(base, p.format);
@@ -390,7 +393,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
-        let scales = Scales::new(k_scale, v_scale, p.per_channel != 0);
+        let per = ScalesPer::new(p.scales);
+        let scales = Scales::new(k_scale, v_scale, per);
         let attention = scales.join(&p.paged.hopper.attention);
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         let convert = |base| convert::run::<Self>(base, p.format);

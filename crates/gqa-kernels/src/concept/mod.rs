@@ -4,6 +4,7 @@ pub mod band;
 pub mod heads;
 pub mod mask;
 pub mod pages;
+pub mod scales;
 pub mod seqlen;
 pub mod sliding;
 pub mod softmax;

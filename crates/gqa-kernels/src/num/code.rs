@@ -7,8 +7,8 @@
 //! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
 //! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
 //!
-//! A scale is one for all of a tensor or one for each channel (KV head and element); never NaN, and
-//! what 0 gives is unspecified.
+//! A scale is one for all of a tensor, for each KV head or for each channel (KV head and element);
+//! never NaN, and what 0 gives is unspecified.
 
 /// Names a format at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,7 @@
 //! New K and V rows go behind the rows that a shared cache already holds: `concat_kv_in_place`, and
 //! the part of `unpack_qkv_with_rope_and_append_kv` that does the same; `append_quantized` where
-//! the cache holds quantized values, in half words, with scales of one element or (KV head, head
-//! size).
+//! the cache holds quantized values, in half words, with scales of one element, (KV head) or (KV
+//! head, head size).
 //!
 //! One thread moves two 16-byte vectors of one new row, in `concat_kv_in_place` of K and of V; K is
 //! rotated on the way. Row `s` of batch entry `b` lands in cache row `past_b + s`. Rows of padding
@@ -11,6 +11,7 @@ use super::quantize::{Divisors, store_vector};
 use super::rope::{Rope, Unturned, pairs};
 use super::seqlen;
 use super::walk::Walk;
+use crate::concept::scales::ScalesPer;
 use crate::concept::seqlen::Seqlen;
 use crate::num::{Code, Element};
 use crate::params::PrologueParams;
@@ -128,7 +129,7 @@ pub fn append_quantized<T: Element, C: Code>(
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, p.per_channel != 0));
+    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
     for [b, s, head, pair] in Walk::over(append_quantized_size(&p, T::PER_VEC)) {
         let seqlen = seqlen(&p, seqlens_k, b);
         if !seqlen.is_token(s) {
@@ -137,10 +138,10 @@ pub fn append_quantized<T: Element, C: Code>(
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };
         let (scales, cache) = if is_key { (k_scale, present_k) } else { (v_scale, present_v) };
-        let channel = (head * p.head_size) as usize;
+        let scales = scales.of_head(head, p.head_size);
         let number = p.kv_out.at(b, head, seqlen.past + s);
         let to = cache.offset(number * C::BITS as usize / 16);
-        let store = |e, vector| store_vector::<T, C>(e, vector, &scales, channel, to);
+        let store = |e, vector| store_vector::<T, C>(e, vector, &scales, to);
         if is_key {
             let position = rope.position(b, s, seqlen.past);
             rope.rotate_pair((k, p.k.at(b, head, s)), (pair, p.head_size), position, store);

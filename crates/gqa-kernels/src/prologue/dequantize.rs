@@ -7,14 +7,15 @@
 //! without tokens.
 //!
 //! One thread has 8 numbers of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
-//! head size), quantized values in 32-bit words; k_scale, v_scale of one element or (KV head, head
-//! size); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table (batch, those
-//! blocks), of which entries behind the rows of a sequence stay as they are, as such rows do. Rows
-//! that no token sees are not read; they get the numbers of zero bytes.
+//! head size), quantized values in 32-bit words; k_scale, v_scale of one element, (KV head) or (KV
+//! head, head size); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table
+//! (batch, those blocks), of which entries behind the rows of a sequence stay as they are, as such
+//! rows do. Rows that no token sees are not read; they get the numbers of zero bytes.
 
 use super::paged::{Blocks, sequence_of};
 use super::quantize::{NUMBERS, decode, load};
 use super::walk::Walk;
+use crate::concept::scales::ScalesPer;
 use crate::num::{Code, Element};
 use crate::params::PagedParams;
 use crate::simt::Global;
@@ -78,8 +79,9 @@ pub fn paged_dequantize<T: Element, C: Code>(
             let place = if seen { blocks.row(&p, b, row) } else { None };
             place.map_or([0; 2], |place| load::<C>(cache, element(place)))
         });
-        let channel = |i| ((head * p.head_size) as usize + e + i) * p.per_channel as usize;
-        let scale: [f32; NUMBERS] = core::array::from_fn(|i| scales.load(channel(i)));
+        let per = ScalesPer::new(p.scales);
+        let number = |i| per.number(head, p.head_size, (e + i) as u32);
+        let scale: [f32; NUMBERS] = core::array::from_fn(|i| scales.load(number(i)));
         for i in 0..ROWS {
             let row = first + i as u32;
             if row < total {

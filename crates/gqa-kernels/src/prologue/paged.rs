@@ -16,16 +16,17 @@
 //!
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
-//! KV head, head size), of quantized values in half words; k_scale, v_scale of one element or (KV
-//! head, head size); q_out, rows, (batch, S, query head, head size); present_k, present_v (batch,
-//! KV head, capacity, head size); lengths (batch); out (tokens, query head, head size); row_lse
-//! (batch, query head, S) and lse (query head, tokens) or null. Whatever the integers are, nothing
-//! outside of these is touched.
+//! KV head, head size), of quantized values in half words; k_scale, v_scale of one element, (KV
+//! head) or (KV head, head size); q_out, rows, (batch, S, query head, head size); present_k,
+//! present_v (batch, KV head, capacity, head size); lengths (batch); out (tokens, query head, head
+//! size); row_lse (batch, query head, S) and lse (query head, tokens) or null. Whatever the
+//! integers are, nothing outside of these is touched.
 
 use super::quantize::{Divisors, store_vector};
 use super::rope::{Rope, Unturned, pairs};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
+use crate::concept::scales::ScalesPer;
 use crate::num::{Code, Element};
 use crate::params::PagedParams;
 use crate::simt::Global;
@@ -150,13 +151,13 @@ pub fn paged_append_quantized<T: Element, C: Code>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
-    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, p.per_channel != 0));
+    let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
     call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
         let (scales, cache) = if is_key { (k_scale, k_cache) } else { (v_scale, v_cache) };
-        let channel = (row.head * p.head_size) as usize;
+        let scales = scales.of_head(row.head, p.head_size);
         let half_words = p.head_size as usize * C::BITS as usize / 16;
         let to = cache.offset(row.number(&p) * half_words);
-        store_vector::<T, C>(e, vector, &scales, channel, to);
+        store_vector::<T, C>(e, vector, &scales, to);
     });
 }
 

@@ -12,12 +12,14 @@
 //!
 //! One thread has 8 numbers of a row. Tensors: past_k, past_v, present_k, present_v (batch, KV
 //! head, row, head size), quantized values in 32-bit words; past is not read where it is present;
-//! k, v, scratch, as present in numbers; k_scale, v_scale of one element or (KV head, head size).
+//! k, v, scratch, as present in numbers; k_scale, v_scale of one element, (KV head) or
+//! (KV head, head size).
 //! All strides count numbers.
 
 use super::concat::Source;
 use super::seqlen;
 use super::walk::Walk;
+use crate::concept::scales::ScalesPer;
 use crate::num::{Code, Divisor, Element, pack_pairs, unpack};
 use crate::params::PrologueParams;
 use crate::simt::Global;
@@ -52,8 +54,8 @@ pub fn quantize_kv<T: Element, C: Code>(
             if is_key { (past_k, present_k, k_scale, k) } else { (past_v, present_v, v_scale, v) };
         let e = eighth as usize * NUMBERS;
         let (to, from) = (p.kv_out.at(b, head, row) + e, p.past.at(b, head, row) + e);
-        let channel = if p.per_channel != 0 { (head * p.head_size) as usize + e } else { 0 };
-        let scale = |i| scales.load(channel + if p.per_channel != 0 { i } else { 0 });
+        let per = ScalesPer::new(p.scales);
+        let scale = |i| scales.load(per.number(head, p.head_size, (e + i) as u32));
         let is_shared = p.in_place != 0;
         let codes = match Source::of(row, seqlen(&p, seqlens_k, b), &p) {
             Source::Past if is_shared => Some(load::<C>(present, to)),
@@ -74,42 +76,60 @@ pub fn quantize_kv<T: Element, C: Code>(
     }
 }
 
-/// Scales of a quantized cache, as new rows are divided by them: one, or (KV head, head size).
+/// Scales of a quantized cache, as new rows are divided by them.
 #[derive(Clone, Copy)]
 pub(crate) struct Divisors {
     scales: Global<f32>,
-    per_channel: bool,
-    /// The one, or any.
+    per: ScalesPer,
+    /// The one of all of the cache, or any.
     first: Divisor,
 }
 
 impl Divisors {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn new(scales: Global<f32>, per_channel: bool) -> Self {
-        Self { scales, per_channel, first: Divisor::new(scales.load(0)) }
+    pub fn new(scales: Global<f32>, per: ScalesPer) -> Self {
+        Self { scales, per, first: Divisor::new(scales.load(0)) }
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn of(&self, channel: usize) -> Divisor {
-        if self.per_channel { Divisor::new(self.scales.load(channel)) } else { self.first }
+    pub fn of_head(&self, kv_head: u32, head_size: u32) -> HeadDivisors {
+        HeadDivisors { scales: *self, kv_head, head_size }
     }
 }
 
-/// Writes the quantized values of a vector of a head, from element `element` on. The head's first
-/// channel is number `channel`, and its quantized values start at `to`, in half words.
+/// Those of a KV head's channels.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadDivisors {
+    scales: Divisors,
+    kv_head: u32,
+    head_size: u32,
+}
+
+impl HeadDivisors {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn of(&self, channel: u32) -> Divisor {
+        let Divisors { scales, per, first } = self.scales;
+        if per.is_one() {
+            return first;
+        }
+        Divisor::new(scales.load(per.number(self.kv_head, self.head_size, channel)))
+    }
+}
+
+/// Writes the quantized values of a vector of a head, from element `element` on. The head's start
+/// at `to`, in half words.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_vector<T: Element, C: Code>(
     element: usize,
     vector: [u32; 4],
-    scales: &Divisors,
-    channel: usize,
+    scales: &HeadDivisors,
     to: Global<u16>,
 ) {
     let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
     let mut words = [0; 2];
     for i in 0..per_vec {
         let bit = i * C::BITS as usize;
-        let quotient = scales.of(channel + element + i).divide(values[i]);
+        let quotient = scales.of((element + i) as u32).divide(values[i]);
         words[bit / 32] |= C::encode(quotient) << (bit % 32);
     }
     let first = element * C::BITS as usize / 16;

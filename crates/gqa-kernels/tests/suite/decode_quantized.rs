@@ -4,7 +4,7 @@ use crate::support::{Layout, Random, Rows, unit, wide};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode;
 use gqa_kernels::num::{Code, DType, Element, Float8, Format, Int4, Int8, bf16, f16};
-use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, sink};
+use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, scales, sink};
 use gqa_kernels::registry::{Entry, find};
 use gqa_sim::{Arg, Launch, launch};
 use proptest::prelude::*;
@@ -28,7 +28,8 @@ struct Case {
     is_new: bool,
     /// Valid keys of each sequence, the new ones included.
     totals: Vec<u32>,
-    per_channel: bool,
+    /// One of `params::scales`.
+    scales: u32,
     rotary: RotaryParams,
     causal: bool,
     window: u32,
@@ -55,11 +56,17 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
     );
     let cluster = (prop_oneof![Just(1u32), Just(2), Just(4)], 1..=2u32, any::<[bool; 2]>());
     let sizes = prop_oneof![3 => Just(1.0f32), 1 => Just(0.0), 1 => Just(0.001), 1 => Just(10.0)];
-    let values =
-        (formats, types, any::<bool>(), prop_oneof![Just(8u32), Just(16)], sizes, any::<u64>());
+    let values = (
+        formats,
+        types,
+        0..=scales::PER_CHANNEL,
+        prop_oneof![Just(8u32), Just(16)],
+        sizes,
+        any::<u64>(),
+    );
     (values, shape, totals, (turns, any::<bool>()), mask, score, cluster).prop_map(
         move |(values, shape, totals, turns, mask, score, cluster)| {
-            let (format, dtype, per_channel, rows, query_size, seed) = values;
+            let (format, dtype, scales, rows, query_size, seed) = values;
             let (kv_heads, group, q_len, is_new) = shape;
             let ((ranks, splits, [prefetches, is_ahead]), (causal, window, is_windowed)) =
                 (cluster, mask);
@@ -90,7 +97,7 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
                 q_len,
                 is_new,
                 totals,
-                per_channel,
+                scales,
                 rotary,
                 causal,
                 window,
@@ -187,7 +194,7 @@ impl Case {
             at_a_time: 132,
             prefetch_cache: self.prefetches.into(),
             ahead: self.is_ahead.into(),
-            per_channel: self.per_channel.into(),
+            scales: self.scales,
             attention,
         }
     }
@@ -198,6 +205,8 @@ impl Case {
 struct Cache {
     codes: Vec<u8>,
     scales: Vec<f32>,
+    /// What each is for: one of `params::scales`.
+    kind: u32,
     strides: Strides,
     width: usize,
 }
@@ -209,11 +218,16 @@ impl Cache {
         let width = case.head_size as usize;
         let bytes = width * C::BITS as usize / 8;
         let strides = case.params(bytes as u64).attention.k;
-        let count = if case.per_channel { case.kv_heads as usize * width } else { 1 };
+        let count = match case.scales {
+            scales::PER_TENSOR => 1,
+            scales::PER_HEAD => case.kv_heads as usize,
+            _ => case.kv_heads as usize * width,
+        };
         let scale = |random: &mut Random| (0.5 + random.unit() as f32) * 1.5 / most;
         let mut cache = Self {
             codes: vec![0xff; strides.batch as usize * case.totals.len()],
             scales: (0..count).map(|_| scale(random)).collect(),
+            kind: case.scales,
             strides,
             width,
         };
@@ -233,8 +247,11 @@ impl Cache {
     }
 
     fn scale(&self, head: u32, channel: usize) -> f32 {
-        let index = head as usize * self.width + channel;
-        self.scales[if self.scales.len() == 1 { 0 } else { index }]
+        match self.kind {
+            scales::PER_TENSOR => self.scales[0],
+            scales::PER_HEAD => self.scales[head as usize],
+            _ => self.scales[head as usize * self.width + channel],
+        }
     }
 
     fn row_mut(&mut self, b: u32, head: u32, row: u32, bytes: usize) -> &mut [u8] {

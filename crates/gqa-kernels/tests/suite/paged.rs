@@ -39,7 +39,7 @@ proptest! {
             rotary: RotaryParams { dim: 16, max_positions: 3, ..RotaryParams::default() },
             batch, q_heads, kv_heads, head_size, row_vectors: head_size / 4, q_len, tokens,
             capacity: (per_sequence * block_size).min(7), blocks, block_size, per_sequence,
-            moves_queries: moves.into(), per_channel: 0, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), reserved: 0,
+            moves_queries: moves.into(), scales: 0, by_token: (by_token && !moves).into(), least: 2, window, counts_new: counts_new.into(), reserved: 0,
         };
         let rows = |count: u32, heads: u32| vec![0.5f32; (count * heads * head_size) as usize];
         let [starts, past, table, slots] = integers;

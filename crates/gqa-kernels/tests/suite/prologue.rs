@@ -172,7 +172,7 @@ impl Case {
         past: Strides,
     ) -> PrologueParams {
         PrologueParams {
-            per_channel: 0,
+            scales: 0,
             in_place: 0,
             q: t.q.strides,
             k: t.k.strides,

@@ -1,6 +1,6 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use crate::{Error, Problem, QuantFormat, Quantization, Result, TensorView};
+use crate::{Error, Problem, QuantFormat, Quantization, Result, Scales, TensorView};
 use gqa_cpu::{CacheElement, Starts, StoredRows, StoredTile};
 use gqa_kernels::num::{Code, Float8, Int4, Int8};
 
@@ -8,7 +8,7 @@ use gqa_kernels::num::{Code, Float8, Int4, Int8};
 #[derive(Clone, Copy)]
 pub(super) struct Codes<'a> {
     how: Quantization,
-    /// One, or those of each KV head's elements.
+    /// One, one for each KV head, or those of each KV head's elements.
     scales: &'a [f32],
 }
 
@@ -92,7 +92,11 @@ impl<'a> Codes<'a> {
 
     /// The scale of each element of a KV head, or of all.
     pub(super) fn scales_of(self, head: usize, size: usize) -> &'a [f32] {
-        if self.how.per_channel { &self.scales[head * size..][..size] } else { &self.scales[..1] }
+        match self.how.scales {
+            Scales::PerTensor => &self.scales[..1],
+            Scales::PerHead => &self.scales[head..][..1],
+            Scales::PerChannel => &self.scales[head * size..][..size],
+        }
     }
 }
 

@@ -17,13 +17,10 @@ pub(super) fn quantization(
     check_types(how, op.v_quant_type)?;
     check_name("k_cache_dtype", &op.k_cache_dtype, "key_cache", key_cache)?;
     check_name("v_cache_dtype", &op.v_cache_dtype, "value_cache", inputs.value_cache.dtype)?;
-    if how == QuantType::None {
-        return no_scales(inputs).map(|()| None);
-    }
+    let Some(scales) = how.scales() else { return no_scales(inputs).map(|()| None) };
     let format = format(key_cache, how)?;
-    let scales = [inputs.k_scale, inputs.v_scale];
-    let per_channel = check_scales(how, kv_heads * head_size, scales)?;
-    let quantized = Quantization { format, per_channel };
+    check_scales(how, scales.count(kv_heads, head_size), [inputs.k_scale, inputs.v_scale])?;
+    let quantized = Quantization { format, scales };
     let together = Problem::VECTOR_BYTES * quantized.codes_per_element();
     if head_size % together != 0 {
         let allowed =

@@ -17,9 +17,9 @@ pub(super) fn quantization(
         return Err(Error::invalid("kv_cache_bit_width", bits, "0, 4 or 8"));
     }
     check_types(how, op.v_quant_type)?;
-    match (how, bits) {
-        (QuantType::None, 0) => return Ok(None),
-        (QuantType::None, _) => {
+    let scales = match (how.scales(), bits) {
+        (None, 0) => return Ok(None),
+        (None, _) => {
             let allowed = "0, as k_quant_type is NONE";
             return Err(Error::invalid("kv_cache_bit_width", bits, allowed));
         }
@@ -27,10 +27,11 @@ pub(super) fn quantization(
             let allowed = format!("8 or 4, as k_quant_type is {how}");
             return Err(Error::invalid("kv_cache_bit_width", bits, allowed));
         }
-        _ => {}
-    }
-    let per_channel = check_scales(how, heads.kv * head_size, [inputs.k_scale, inputs.v_scale])?;
-    Ok(Some(Quantization { format: format(inputs.past_key, bits)?, per_channel }))
+        (Some(scales), _) => scales,
+    };
+    let count = scales.count(heads.kv, head_size);
+    check_scales(how, count, [inputs.k_scale, inputs.v_scale])?;
+    Ok(Some(Quantization { format: format(inputs.past_key, bits)?, scales }))
 }
 
 /// Errs unless keys and values are quantized alike.
@@ -41,19 +42,14 @@ pub(in crate::op) fn check_types(k_quant_type: QuantType, v_quant_type: QuantTyp
     Err(Error::invalid("v_quant_type", v_quant_type, format!("{k_quant_type}, as k_quant_type")))
 }
 
-/// Whether there is a scale for each of so many `channels`; errs unless k_scale and v_scale have as
-/// many as `how` says.
+/// Errs unless k_scale and v_scale have `count` elements, as many as `how` says.
 pub(in crate::op) fn check_scales(
     how: QuantType,
-    channels: usize,
+    count: usize,
     [k_scale, v_scale]: [Option<TensorDesc<'_>>; 2],
-) -> Result<bool> {
-    let per_channel = how == QuantType::PerChannel;
-    let count = if per_channel { channels } else { 1 };
-    for (argument, scale) in [("k_scale", k_scale), ("v_scale", v_scale)] {
-        check_scale(argument, scale, how, count)?;
-    }
-    Ok(per_channel)
+) -> Result<()> {
+    check_scale("k_scale", k_scale, how, count)?;
+    check_scale("v_scale", v_scale, how, count)
 }
 
 /// What the cache's element type says.

@@ -7,7 +7,7 @@ use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{arguments, params, position_stride, rotary_params};
+use crate::plan::params::{arguments, params, position_stride, rotary_params, scales};
 use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
 use crate::{CacheBinding, Problem, Result};
@@ -353,8 +353,7 @@ pub(super) fn step_params(
         // The launch that normalises begins when all before it has ended, and writes scratch.
         prefetch_cache: u32::from(appends && (p.prefetch_cache || p.qk_norm.is_some())),
         ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
-        per_channel: (entry.codes.is_some() && p.quantized.is_some_and(|how| how.per_channel))
-            .into(),
+        scales: scales(p),
         attention,
     })
 }

@@ -8,7 +8,7 @@ use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::{PlanOption, PlanOptions};
-use crate::plan::params::{output, params, position_stride, rotary_params};
+use crate::plan::params::{output, params, position_stride, rotary_params, scales};
 use crate::plan::rows::Rows;
 use crate::plan::scratch::Scratch;
 use crate::plan::tensors::TensorId;
@@ -98,7 +98,7 @@ fn least_keys(head_size: usize) -> Option<usize> {
 /// What lies in scratch, and how.
 struct Operands<'a> {
     params: &'a AttentionParams,
-    per_channel: u32,
+    scales: u32,
     q_codes: Arg,
     q: Strides,
     row_factors: Arg,
@@ -128,7 +128,7 @@ impl<'a> Operands<'a> {
         let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, columns));
         Ok(Self {
             params,
-            per_channel: p.quantized.is_some_and(|how| how.per_channel).into(),
+            scales: scales(p),
             q_codes: take(q, 1)?,
             q,
             row_factors: take(dense(q_heads, q_len, 1), size_of::<f32>())?,
@@ -155,7 +155,7 @@ impl<'a> Operands<'a> {
             new_v: rows.value.strides,
             rotary: rotary_params(p.rotary.filter(|_| fused), stride)?,
             new_len: if fused { u32_of("new keys", p.new_len)? } else { 0 },
-            per_channel: self.per_channel,
+            scales: self.scales,
             tile_keys: self.tile_keys,
             reserved: 0,
         };
@@ -215,7 +215,7 @@ impl<'a> Operands<'a> {
         let l2_section = kernels::l2_section(&halves, device.l2_bytes);
         let params = Float8Params {
             attention: AttentionParams { l2_section, ..*self.params },
-            per_channel: self.per_channel,
+            scales: self.scales,
             reserved: 0,
         };
         let grid = kernels::grid(self.params, entry.rows, device.multiprocessors);

@@ -7,6 +7,7 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
+use crate::plan::params::scales;
 use crate::plan::requirements;
 use crate::{Error, Result};
 use gqa_kernels::params::QuantizedPagedHopperParams;
@@ -39,13 +40,15 @@ impl Family for HopperPagedQuantized {
     }
 
     fn launches(&self, kernel: &Kernel, job: Job<'_>) -> Result<Vec<Launch>> {
-        let how = job.problem.quantized;
-        let how = how.ok_or_else(|| Error::NoKernel("the KV cache is not quantized".to_owned()))?;
+        let p = job.problem;
+        let how = p
+            .quantized
+            .ok_or_else(|| Error::NoKernel("the KV cache is not quantized".to_owned()))?;
         let paged = PagedCall::new(job, kernel.entry)?;
         Ok(vec![paged.launch(&QuantizedPagedHopperParams {
             paged: paged.params,
             format: how.format as u32,
-            per_channel: how.per_channel.into(),
+            scales: scales(p),
         })?])
     }
 }

@@ -6,7 +6,7 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{l2_swizzled_params, params, rotary_params};
+use crate::plan::params::{l2_swizzled_params, params, rotary_params, scales};
 use crate::plan::tensors::TensorId;
 use crate::plan::{build, requirements, select};
 use crate::{Error, Problem, QuantFormat, Result};
@@ -61,7 +61,7 @@ impl Family for HopperQuantized {
         let params = QuantizedHopperParams {
             hopper: HopperParams { attention, rotary },
             format: how.format as u32,
-            per_channel: how.per_channel.into(),
+            scales: scales(p),
         };
         let grid = kernels::grid(&attention, entry.rows, job.device.multiprocessors);
         Ok(vec![launch(entry, grid, &arguments, &params)?])

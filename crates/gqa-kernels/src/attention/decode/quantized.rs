@@ -15,6 +15,7 @@
 
 use super::cached::{Block, Cached, ScaleStaging, first_channel};
 use super::new_tokens::Tiles;
+use crate::concept::scales::ScalesPer;
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
 use crate::simt::{
@@ -37,8 +38,7 @@ impl<T, F> Clone for Codes<T, F> {
 }
 impl<T, F> Copy for Codes<T, F> {}
 
-/// Scales of keys and values: one of each, or as many as there are KV heads times elements of a
-/// head.
+/// Scales of keys and values: one of each, (KV head) or (KV head, head size).
 #[derive(Clone, Copy)]
 pub struct Scales {
     /// Of keys.
@@ -64,13 +64,14 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         other: f32,
         threads: u32,
     ) -> [[f32; 2]; CHANNELS] {
+        let per = ScalesPer::new(p.scales);
         core::array::from_fn(|pass| {
             let channel = thread_idx() + pass as u32 * threads;
             if channel >= head_size {
                 return [other; 2];
             }
-            let index = if p.per_channel != 0 { kv_head * head_size + channel } else { 0 };
-            [scales.k, scales.v].map(|scale| scale.load(index as usize))
+            let number = per.number(kv_head, head_size, channel);
+            [scales.k, scales.v].map(|scale| scale.load(number))
         })
     }
 

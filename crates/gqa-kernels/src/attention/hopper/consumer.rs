@@ -41,7 +41,7 @@ pub(super) struct Pointers<T> {
 
 /// A consumer warpgroup, which multiplies operands of type `P`, over a cache with scales `K`: `C`
 /// score, `W` packed weight and `O` output registers per thread.
-pub(super) struct Consumer<'a, T, P, S, K, const C: usize, const W: usize, const O: usize> {
+pub(super) struct Consumer<'a, T, P: Steps, S, K, const C: usize, const W: usize, const O: usize> {
     p: &'a AttentionParams,
     base: u32,
     warpgroup: u32,
@@ -52,6 +52,9 @@ pub(super) struct Consumer<'a, T, P, S, K, const C: usize, const W: usize, const
     q: Ring,
     /// The next K or V tile.
     kv: Ring,
+    /// Whether that tile and the one behind are known to have arrived. Steps over edges look at it,
+    /// too: else the assembler keeps the ring's position in registers that are not uniform.
+    arrived: P::Arrived,
     /// The next tile of the mask.
     mask: Ring,
     /// Work tiles begun.
@@ -78,9 +81,40 @@ pub(super) struct State<const W: usize, const O: usize> {
     begun: bool,
 }
 
+/// What a consumer knows of the K and V tiles that it multiplies next.
+pub(super) trait Arrived: Copy {
+    /// Nothing.
+    const UNKNOWN: Self;
+
+    /// Whether K, number 0, or V, number 1, is known to have arrived, for
+    /// [`wait_unless`](Consumer::wait_unless); `None` where nobody asks.
+    fn of(self, tile: usize) -> Option<u32>;
+}
+
+impl Arrived for () {
+    const UNKNOWN: Self = ();
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(self, _: usize) -> Option<u32> {
+        None
+    }
+}
+
+impl Arrived for [u32; 2] {
+    const UNKNOWN: Self = [0; 2];
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(self, tile: usize) -> Option<u32> {
+        Some(self[tile])
+    }
+}
+
 /// How a consumer of such operands steps over key tiles of which all rows see all keys. A trait,
 /// because a branch that is never taken would cost the others registers.
 pub(super) trait Steps: Operand {
+    /// What is asked of the next tiles in the middle of a step.
+    type Arrived: Arrived;
+
     /// To the cursor's `bottom`.
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -94,6 +128,8 @@ pub(super) trait Steps: Operand {
 }
 
 impl<P: MmaElement> Steps for P {
+    type Arrived = ();
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -114,6 +150,8 @@ impl<P: MmaElement> Steps for P {
 }
 
 impl Steps for Float8 {
+    type Arrived = [u32; 2];
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -124,10 +162,10 @@ impl Steps for Float8 {
         S: Tile,
         K: CacheScales,
     {
-        let mut arrived = [0; 2];
-        while at.tile > at.bottom {
+        let bottom = at.bottom;
+        while at.tile > bottom {
             at.tile -= 1;
-            arrived = consumer.step_and_lower(state, arrived);
+            consumer.arrived = consumer.step_and_lower(state);
             state.begun = true;
         }
     }
@@ -172,6 +210,7 @@ impl<
             scales,
             q: Ring::START,
             kv: Ring::START,
+            arrived: P::Arrived::UNKNOWN,
             mask: Ring::START,
             works: 0,
             shape: PhantomData,
@@ -241,7 +280,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step(&mut self, state: &mut State<W, O>) {
         let keys = self.kv;
-        let mut s = self.multiply(state, None);
+        let mut s = self.multiply(state);
         let State { o, weights, rows, .. } = state;
         let before = rows.sum;
         self.softmax.relate(0, &mut s, rows.reference[0]);
@@ -264,12 +303,12 @@ impl<
     }
 
     /// The same where weights are packed to bytes, in which nobody sees what they exceeded: they
-    /// are looked at before. Takes and returns whether the tiles that it and the next step multiply
-    /// are known to have arrived, which is asked long before the answer is needed.
+    /// are looked at before. Returns whether the next two tiles have arrived, which is asked long
+    /// before the answer is needed.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_and_lower(&mut self, state: &mut State<W, O>, arrived: [u32; 2]) -> [u32; 2] {
+    fn step_and_lower(&mut self, state: &mut State<W, O>) -> [u32; 2] {
         let keys = self.kv;
-        let mut s = self.multiply(state, Some(arrived));
+        let mut s = self.multiply(state);
         let State { o, weights, rows, .. } = state;
         let mut turns = Turns::new(rows);
         self.softmax.weigh_in_turns(0..C / 8, &mut s, &mut turns);
@@ -310,7 +349,7 @@ impl<
         let keys = self.kv;
         let values = keys.next(S::STAGES);
         self.clear_values(&from, values);
-        let mut s = self.multiply(state, None);
+        let mut s = self.multiply(state);
         self.release_tile(keys);
         let State { o, weights, rows, begun } = state;
         *begun = !ends;
@@ -333,25 +372,19 @@ impl<
         true
     }
 
-    /// Issues the next S and this O; returns S when it is there. Of the tiles may be known whether
-    /// they have arrived.
+    /// Issues the next S and this O; returns S when it is there.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn multiply(&mut self, state: &mut State<W, O>, arrived: Option<[u32; 2]>) -> [f32; C] {
-        match arrived {
-            Some([keys, _]) => self.wait_unless(keys, self.kv),
-            None => self.wait_tile(self.kv),
-        }
+    fn multiply(&mut self, state: &mut State<W, O>) -> [f32; C] {
+        self.wait_known(0, self.kv);
         self.take_turn();
         let s = self.issue_scores();
         let values = self.kv.next(S::STAGES);
-        match arrived {
-            Some([_, arrived]) => self.wait_unless(arrived, values),
-            None => self.wait_tile(values),
-        }
+        self.wait_known(1, values);
         self.issue_output(&mut state.o, state.begun, &state.weights, values);
         self.pass_turn();
         wgmma_wait::<1>();
         self.kv = values.next(S::STAGES);
+        self.arrived = P::Arrived::UNKNOWN;
         s
     }
 
@@ -431,6 +464,15 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_tile(&self, at: Ring) {
         mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
+    }
+
+    /// The same for K, number 0, or V, number 1, of which may be known that it has arrived.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn wait_known(&self, tile: usize, at: Ring) {
+        match self.arrived.of(tile) {
+            Some(arrived) => self.wait_unless(arrived, at),
+            None => self.wait_tile(at),
+        }
     }
 
     /// Whether the tile has arrived, for [`Self::wait_unless`].

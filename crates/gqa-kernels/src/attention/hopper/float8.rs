@@ -18,6 +18,7 @@
 use super::operand::key_of_column;
 use super::shape::TRANSPOSED_COLUMNS;
 use super::work::Place;
+use crate::concept::scales::ScalesPer;
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::LOG2_E;
 use crate::num::{Element, quotient, unpack};
@@ -31,9 +32,10 @@ use crate::simt::*;
 pub(super) struct Scales {
     /// (batch, query head, S)
     pub(super) row_factors: Global<f32>,
-    /// One, or (KV head, head size).
+    /// One, (KV head) or (KV head, head size).
     pub(super) v_scale: Global<f32>,
-    pub(super) per_channel: bool,
+    /// Which of them.
+    pub(super) per: ScalesPer,
 }
 
 impl Scales {
@@ -49,8 +51,9 @@ impl Scales {
     /// Multiplies a thread's output by the scale of the values.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn widen<const O: usize>(&self, o: &mut [f32; O], head: u32, p: &AttentionParams) {
-        if !self.per_channel {
-            let scale = self.v_scale.load(0);
+        let kv_head = kv_head(head, p);
+        if !self.per.channel {
+            let scale = self.v_scale.load(self.per.number(kv_head, p.head_size, 0));
             let mut i = 0;
             while i < O {
                 o[i] *= scale;
@@ -58,7 +61,6 @@ impl Scales {
             }
             return;
         }
-        let kv_head = quotient(head, quotient(p.q_heads, p.kv_heads));
         // Opaque, or addresses would be hoisted out of the loop over work and spilled.
         let column = opaque(lane()) % 4 * 2;
         let mut i = 0;
@@ -304,16 +306,17 @@ impl<T: Element> Operands<T> {
         if !part.exists || !seqlen.is_token(part.row) {
             return;
         }
-        let scales = Divisors::new(self.k_scale, p.per_channel != 0);
+        let scales = Divisors::new(self.k_scale, ScalesPer::new(p.scales));
         let mut i = 0;
         while i < TOGETHER && part.head + i < a.kv_heads {
             let head = part.head + i;
             let x = self.turned(part, vectors[i as usize], angles);
             let row = a.k.at(part.batch, head, seqlen.past + part.row);
+            let scales = scales.of_head(head, a.head_size);
             let mut n = 0;
             while n < 2 {
-                let channel = (head * a.head_size + part.columns[n]) as usize;
-                let divided = core::array::from_fn(|i| scales.of(channel + i).divide(x[n][i]));
+                let channel = |i| part.columns[n] + i as u32;
+                let divided = core::array::from_fn(|i| scales.of(channel(i)).divide(x[n][i]));
                 let codes = codes_of(divided);
                 let to = row + part.columns[n] as usize;
                 self.k_cache.store(to / size_of::<u64>(), codes);
@@ -440,15 +443,16 @@ impl<T: Element> Operands<T> {
             let row = if is_new(key) { key - cached } else { return [0; 2] };
             self.v.load_vec8(p.new_v.at(at.batch, at.head, row) + at.column as usize)
         });
-        let scales = Divisors::new(self.v_scale, p.per_channel != 0);
-        let channel = (at.head * p.attention.head_size + at.column) as usize;
+        let scales = Divisors::new(self.v_scale, ScalesPer::new(p.scales));
+        let scales = scales.of_head(at.head, p.attention.head_size);
         let code = |i: usize| {
             if !is_new(keys[i]) {
                 return found[i];
             }
             let [low, high] = given[i];
             let x = unpack::<T>([low, high, 0, 0]);
-            let word = word_of([0, 1, 2, 3].map(|i| scales.of(channel + i).divide(x[i])));
+            let word =
+                word_of([0, 1, 2, 3].map(|i| scales.of(at.column + i).divide(x[i as usize])));
             self.v_cache.store(place(keys[i]), word);
             word
         };
@@ -464,13 +468,16 @@ fn channel_scales<const N: usize>(
     column: u32,
     p: &Float8OperandsParams,
 ) -> [f32; N] {
-    if p.per_channel == 0 {
-        return [scales.load(0); N];
-    }
+    let (per, head_size) = (ScalesPer::new(p.scales), p.attention.head_size);
     // Lanes behind the head's last column have none.
-    let column = column.min(p.attention.head_size - N as u32);
-    let first = (kv_head * p.attention.head_size + column) as usize;
-    core::array::from_fn(|i| scales.load(first + i))
+    let column = column.min(head_size - N as u32);
+    core::array::from_fn(|i| scales.load(per.number(kv_head, head_size, column + i as u32)))
+}
+
+/// A query head's KV head.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn kv_head(head: u32, p: &AttentionParams) -> u32 {
+    quotient(head, quotient(p.q_heads, p.kv_heads))
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

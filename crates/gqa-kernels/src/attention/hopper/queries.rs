@@ -1,8 +1,8 @@
 //! Queries over a quantized cache become halves in their tile, as the cache's values do, whatever
 //! their type: each row is divided by a power of two that leaves its greatest number the highest
 //! exponents of a half but one. Halves keep more bits than bfloat16, so that only numbers 2^28
-//! times smaller than that one lose any. Where the keys have a scale for each channel, it joins
-//! before.
+//! times smaller than that one lose any. Where the keys have scales for each KV head or channel,
+//! they join before.
 
 use super::scales::{HeadScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
@@ -21,9 +21,9 @@ type Vectors = [[u32; 4]; TOGETHER];
 /// Exponent of a row's greatest number.
 const TOP: i32 = 14;
 
-/// Converts the rows of a warpgroup in its tile, times the scales of the keys where there are such
-/// of channels, and shows them to the tensor cores. What each row was divided by is in shared
-/// memory then.
+/// Converts the rows of a warpgroup in its tile, times the scales of its KV head's keys where they
+/// are given, and shows them to the tensor cores. What each row was divided by is in shared memory
+/// then.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn convert<T: MmaElement, S: Tile>(
     rows: &TileRows,

@@ -1,12 +1,13 @@
 //! Scales of a quantized cache whose values become halves without them: those of the keys are the
 //! queries', before their product, or the products'; those of the values the output's.
 
-use super::float8;
+use super::float8::{self, kv_head};
 use super::queries;
 use super::shape::Tile;
 use super::work::Slot;
+use crate::concept::scales::ScalesPer;
 use crate::concept::softmax::LOG2_E;
-use crate::num::{MmaElement, quotient};
+use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
@@ -43,23 +44,23 @@ pub(super) struct TileRows {
 /// Of quantized values.
 #[derive(Clone, Copy)]
 pub(super) struct Scales {
-    /// (KV head, head size), or one, which is part of [`AttentionParams::scale`] then.
+    /// (KV head, head size) or (KV head); or one, which is part of [`AttentionParams::scale`] then.
     keys: Global<f32>,
     values: float8::Scales,
 }
 
 impl Scales {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new(keys: Global<f32>, values: Global<f32>, per_channel: bool) -> Self {
+    pub(super) fn new(keys: Global<f32>, values: Global<f32>, per: ScalesPer) -> Self {
         let (row_factors, v_scale) = (Global::null(), values);
-        Self { keys, values: float8::Scales { row_factors, v_scale, per_channel } }
+        Self { keys, values: float8::Scales { row_factors, v_scale, per } }
     }
 
     /// The same call where the scale of all keys, if there is one, is part of its own, which may be
     /// negative then.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn join(&self, p: &AttentionParams) -> AttentionParams {
-        let of_all = if self.values.per_channel { 1.0 } else { self.keys.load(0) };
+        let of_all = if self.values.per.is_one() { self.keys.load(0) } else { 1.0 };
         AttentionParams { scale: p.scale * of_all, ..*p }
     }
 }
@@ -77,8 +78,9 @@ impl CacheScales for Scales {
             return Some([0.0; 2]);
         }
         let head = rows.slot.place::<S>().head;
-        let k_scale = || HeadScales::new(self.keys, head, p);
-        queries::convert::<T, S>(&rows, self.values.per_channel.then(k_scale), p);
+        let per = self.values.per;
+        let k_scale = || HeadScales { scales: self.keys, per, kv_head: kv_head(head, p) };
+        queries::convert::<T, S>(&rows, (!per.is_one()).then(k_scale), p);
         // Maxima are taken before the factor, so the sign is the queries'.
         let factor = p.scale.abs() * LOG2_E;
         Some(queries::factors::<S>(rows.base, rows.row).map(|row| row * factor))
@@ -94,22 +96,16 @@ impl CacheScales for Scales {
 #[derive(Clone, Copy)]
 pub(super) struct HeadScales {
     scales: Global<f32>,
-    /// Of the first channel.
-    first: u32,
+    per: ScalesPer,
+    kv_head: u32,
 }
 
 impl HeadScales {
-    /// Those of a query head's KV head.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(scales: Global<f32>, head: u32, p: &AttentionParams) -> Self {
-        let kv_head = quotient(head, quotient(p.q_heads, p.kv_heads));
-        Self { scales, first: kv_head * p.head_size }
-    }
-
     /// Scales of `N` channels from `column` on; those behind the head's last columns are any.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn load<const N: usize>(self, column: u32, p: &AttentionParams) -> [f32; N] {
         let column = column.min(p.head_size - N as u32);
-        core::array::from_fn(|i| self.scales.load((self.first + column) as usize + i))
+        let number = |i| self.per.number(self.kv_head, p.head_size, column + i as u32);
+        core::array::from_fn(|i| self.scales.load(number(i)))
     }
 }
