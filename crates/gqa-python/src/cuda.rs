@@ -6,7 +6,7 @@ use crate::scores::Scores;
 use gqa_host::driver::{Device, DeviceTensor, DeviceView, LoadedPlan, Stream, Views, Workspace};
 use gqa_host::engine::{External, Heads, Layer, Paged, Rope};
 use gqa_host::plan::{DeviceInfo, PlanOptions, Planner, TensorSpec};
-use gqa_host::{DType, Problem, RowStrides, Strided, Tensor};
+use gqa_host::{DType, Problem, QuantFormat, Quantization, RowStrides, Scales, Strided, Tensor};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -153,6 +153,23 @@ fn dtype_of(argument: &str, name: &str) -> PyResult<DType> {
     }
 }
 
+/// What a KV cache holds, and what each of its scales is for.
+fn quantization(format: &str, scales: &str) -> PyResult<Quantization> {
+    let format = match format {
+        "int8" => QuantFormat::Int8,
+        "int4" => QuantFormat::Int4,
+        "float8" => QuantFormat::Float8,
+        other => return Err(invalid("k_cache", other, "int8, int4 or float8")),
+    };
+    let scales = match scales {
+        "tensor" => Scales::PerTensor,
+        "head" => Scales::PerHead,
+        "channel" => Scales::PerChannel,
+        other => return Err(invalid("k_descale", other, "tensor, head or channel")),
+    };
+    Ok(Quantization { format, scales })
+}
+
 /// Strides of batch entries, rows and heads.
 type Strides = Option<(usize, usize, usize)>;
 
@@ -207,7 +224,8 @@ impl Call {
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     #[pyo3(signature = (
-        sizes, sequences, tokens, cache, most_tokens, longest, rope, counts_new, appended, lse, tree_mask
+        sizes, sequences, tokens, cache, most_tokens, longest, rope, counts_new, appended, lse,
+        tree_mask, quantized=None
     ))]
     fn paged(
         sizes: Sizes,
@@ -221,8 +239,12 @@ impl Call {
         appended: bool,
         lse: bool,
         tree_mask: bool,
+        quantized: Option<(String, String)>,
     ) -> PyResult<Self> {
         let mut layer = sizes.layer()?;
+        if let Some((format, scales)) = quantized {
+            layer = layer.quantized(quantization(&format, &scales)?);
+        }
         if let Some((dim, positions, interleaved)) = rope {
             let rope = Rope::new(dim, positions);
             layer = layer.rope(if interleaved { rope.interleaved() } else { rope });

@@ -91,6 +91,75 @@ def turned(new, heads, places):
     )
 
 
+def decoded(codes, factors):
+    """The numbers of quantized values, float32."""
+    if codes.dtype == torch.uint8:
+        low, high = codes.int() % 16 - 8, codes.int() // 16 - 8
+        codes = torch.stack([low, high], -1).flatten(-2)
+    return codes.float() * factors
+
+
+def encoded(numbers, dtype, factors):
+    """The quantized values that are nearest to numbers."""
+    quotients = numbers.float() / factors
+    if dtype == torch.float8_e4m3fn:
+        return quotients.clamp(-448, 448).to(dtype)
+    if dtype == torch.int8:
+        return quotients.round().clamp(-128, 127).to(dtype)
+    fours = quotients.round().clamp(-8, 7).int() + 8
+    return (fours[..., 0::2] + 16 * fours[..., 1::2]).to(dtype)
+
+
+class Quantization:
+    """How a KV cache of a random call is quantized: its scales as a call takes them, and factors
+    of (..., KV heads, size)."""
+
+    def __init__(self, case, batch):
+        pick, device, (heads, size) = case.pick, case.device, (case.kv_heads, case.size)
+        self.dtype = pick.choice([torch.int8, torch.float8_e4m3fn, torch.uint8])
+        most = {torch.int8: 127, torch.float8_e4m3fn: 16, torch.uint8: 7}[self.dtype]
+        self.per = pick.choice(["none", "tensor", "head", "channel"])
+        shape = {"none": (), "tensor": (), "head": (heads, 1), "channel": (heads, size)}[self.per]
+        sign = lambda: torch.randint(0, 2, shape, device=device) * 2 - 1
+        random = lambda: (torch.rand(shape, device=device) + 1.5) / most * sign()
+        ones = torch.ones((), device=device)
+        self.factors = [ones if self.per == "none" else random() for _ in "kv"]
+        self.given = {}
+        if self.per != "none":
+            names = "k_descale", "v_descale"
+            scales = (self.as_given(pick, scale, batch) for scale in self.factors)
+            self.given = dict(zip(names, scales))
+
+    def as_given(self, pick, factors, batch):
+        """A scale in one of the shapes that are taken."""
+        heads = factors.shape[0] if factors.dim() else 1
+        if self.per == "channel":
+            return factors
+        if self.per == "tensor":
+            return pick.choice([factors, factors.view(1), factors.expand(batch, 1)])
+        return pick.choice([factors[:, 0], factors[:, 0].expand(batch, heads)])
+
+    def codes(self, shape, device):
+        """Random quantized values, none of which is NaN."""
+        width = shape[-1] // (2 if self.dtype == torch.uint8 else 1)
+        bytes = torch.randint(0, 256, (*shape[:-1], width), device=device).to(torch.uint8)
+        if self.dtype == torch.float8_e4m3fn:
+            bytes = bytes & 0x80 | (bytes & 0x7F).clamp(max=0x58)
+        return bytes.view(self.dtype)
+
+    def check_rounded(self, codes, numbers, factors):
+        """Errs unless quantized values are nearest to numbers, which may have been rounded before
+        or, if rotated, be off by as much."""
+        got, factors = decoded(codes, factors), factors.expand(numbers.shape)
+        ranges = {torch.int8: (-128, 127), torch.float8_e4m3fn: (-448, 448), torch.uint8: (-8, 7)}
+        least, most = (factors * end for end in ranges[self.dtype])
+        numbers = torch.maximum(numbers, torch.minimum(least, most))
+        numbers = torch.minimum(numbers, torch.maximum(least, most))
+        is_float, units = self.dtype == torch.float8_e4m3fn, factors.abs()
+        step = numbers.abs() / 16 + units / 1024 if is_float else units / 2
+        assert ((got - numbers).abs() <= step * 1.01 + numbers.abs() / 64).all(), "not rounded so"
+
+
 class KvCache:
     """A KV cache of some rows for each sequence, or of blocks that have as many."""
 
@@ -414,6 +483,76 @@ class Cases:
                 self.near_lse(lse[b], wanted_lse)
 
     @in_draws
+    def test_quantized_kv_caches(self):
+        pick = self.pick
+        batch, rows = pick.choice([1, 3]), pick.choice([1, 1, 4, 80])
+        q, ours, new = self.tensor(batch, rows, self.heads, self.size), self.scores(), {}
+        count = rows if pick.random() < 0.7 else pick.choice([1, 3, 20])
+        cache, how = KvCache(self, batch, max(rows, count)), Quantization(self, batch)
+        caches = [how.codes(x.shape, self.device) for x in (cache.keys, cache.values)]
+        if how.per == "none":
+            # Numbers of all sizes: scores of which one is all that counts say little.
+            q = q / 64
+        if pick.random() < 0.7:
+            new = {name: self.tensor(batch, count, self.kv_heads, self.size) for name in "kv"}
+            if pick.random() < 0.6:
+                new |= self.rope(cache.capacity)
+        before = [tensor.clone() for tensor in caches]
+        arguments = {**new, **cache.where, **ours, **how.given, "return_softmax_lse": True}
+        out, lse = gqa.flash_attn_with_kvcache(q, *caches, **arguments)
+        advances = ours["causal"] or ours.get("window_size", (-1, -1)) != (-1, -1)
+        as_bytes = lambda tensor, b: cache.of(tensor.view(torch.uint8), b)
+        for b in range(batch):
+            queries, end, first = q[b], int(cache.lengths[b]), int(cache.first[b])
+            got, was = ([as_bytes(x, b).clone() for x in both] for both in (caches, before))
+            if new:
+                row = torch.arange(rows, device=self.device)
+                queries = turned(new, queries, end + row * advances).to(self.dtype)
+                places = torch.arange(count, device=self.device) + end
+                appended = turned(new, new["k"][b], places), new["v"][b].float()
+                for rows_of, numbers, factors in zip(got, appended, how.factors):
+                    how.check_rounded(rows_of[places].view(how.dtype), numbers, factors)
+                for now, then in zip(got, was):
+                    then[places] = now[places]
+                end += count
+            self.assertTrue(all(map(torch.equal, got, was)), "other rows were written")
+            seen = (decoded(x.view(how.dtype), f)[first:end] for x, f in zip(got, how.factors))
+            wanted, wanted_lse = self.expected(ours, queries, *seen)
+            if how.per == "none":
+                out[b], wanted = out[b] / 16, wanted / 16
+            self.near(out[b], wanted)
+            self.near_lse(lse[b], wanted_lse)
+
+    @in_draws
+    def test_sequences_over_quantized_blocks(self):
+        """As engines call it, which write the keys themselves."""
+        options, kv = self.options(), (self.kv_heads, self.size)
+        how = Quantization(self, 3)
+        caches = [how.codes((24, 16, *kv), self.device) for _ in "kv"]
+        table = torch.randperm(24, device=self.device).view(3, 8).int()
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        scale = 1 / 64 if how.per == "none" else 1
+        with mock.patch.object(_steps, "keep", wraps=_steps.keep) as kept:
+            for rows, keys in (([1, 5, 1], [7, 100, 0]), ([4, 2, 1], [128, 1, 60])):
+                q = torch.randn(7, self.heads, self.size, **options) * scale
+                starts = of_device([0, *itertools.accumulate(rows)])
+                where = {"seqused_k": of_device(keys), "block_table": table, "causal": True}
+                where |= how.given
+                out = gqa.flash_attn_varlen_func(q, *caches, starts, None, 5, 128, **where)
+                for b in range(3):
+                    rows_of = (x.view(torch.uint8)[table[b].long()].flatten(0, 1) for x in caches)
+                    seen = (
+                        decoded(x.view(how.dtype), factors)[: keys[b]]
+                        for x, factors in zip(rows_of, how.factors)
+                    )
+                    mine = slice(int(starts[b]), int(starts[b + 1]))
+                    wanted = expected(q[mine], *seen, (-1, 0))[0]
+                    if how.per == "none":
+                        out[mine], wanted = out[mine] / 16, wanted / 16
+                    self.near(out[mine], wanted)
+        self.assertLessEqual(kept.call_count, 1)
+
+    @in_draws
     def test_trees_of_drafts(self):
         pick = self.pick
         batch, rows = pick.choice([1, 3]), pick.choice([1, 5, 16, 64])
@@ -588,6 +727,35 @@ class Cases:
             with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
                 gqa.flash_attn_with_kvcache(**({"q": q, "k_cache": k, "v_cache": v} | change))
             self.assertTrue(torch.equal(k, before), "the cache was written")
+
+    def test_a_callers_error_about_a_quantized_cache_is_named(self):
+        q, new = (torch.randn(2, 3, n, 32, device=self.device) for n in (4, 2))
+        codes = torch.zeros(2, 8, 2, 32, dtype=torch.int8, device=self.device)
+        halves = codes[..., :16].contiguous().view(torch.uint8)
+        one, heads = torch.ones((), device=self.device), torch.ones(2, device=self.device)
+        both = lambda scale: {"k_descale": scale, "v_descale": scale}
+        numbers = {"k_cache": new, "v_cache": new}
+        for named, change in (
+            ("k_descale", both(one.half())),
+            ("k_descale", both(heads[:1].expand(3).clone())),
+            ("k_descale", both(torch.ones(2, 2, device=self.device))),
+            ("k_descale", both(torch.ones(2, 16, device=self.device))),
+            ("k_descale", both(1.0)),
+            ("v_descale", {"k_descale": one, "v_descale": heads}),
+            ("v_descale", {"v_descale": heads}),
+            ("k_descale", numbers | both(one)),
+            ("k_cache", {"k_cache": codes[..., :16], "v_cache": codes[..., :16]}),
+            ("v_cache", {"v_cache": halves}),
+            ("v_cache", {"v_cache": new}),
+            ("k_cache", {"k_cache": codes.view(torch.uint8), "v_cache": codes.view(torch.uint8)}),
+            ("k", {"k": codes[:, :3], "v": codes[:, :3], "cache_seqlens": 0}),
+        ):
+            given = {"q": q, "k_cache": codes, "v_cache": codes} | change
+            with self.subTest(named), self.assertRaisesRegex(ValueError, f"^{named}: got "):
+                gqa.flash_attn_with_kvcache(**given)
+        rows, starts = q.flatten(0, 1), torch.tensor([0, 6], dtype=torch.int32)
+        with self.assertRaisesRegex(ValueError, "^k_descale, v_descale: got "):
+            gqa.flash_attn_varlen_func(rows, rows, rows, starts, starts, 6, 6, **both(one))
 
     def compiled(self, call):
         """The call as one graph."""

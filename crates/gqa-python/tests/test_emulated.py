@@ -10,7 +10,7 @@ from unittest import mock
 import gqa
 from gqa import _gqa
 from libraries import torch
-from test_cuda import Cases, expected, rotated
+from test_cuda import Cases, decoded, encoded, expected, rotated
 
 if torch is not None:
     from gqa import _cuda, _fallback, _flash, _launch, _ops, _steps
@@ -69,11 +69,19 @@ class Planned:
 
     def paged(self, tensors):
         _, _, (blocks, size, columns), most, longest, rope, *wanted = self.numbers
-        counts_new, no_new, want_lse, has_tree = wanted
+        counts_new, no_new, want_lse, has_tree, quantized = wanted
         names = ("query",) if no_new else ("query", "key", "value")
         rows = {name: tensors[name].flatten(0, -3) for name in names}
         caches = [tensors[name] for name in ("present_key", "present_value")]
         caches = [cache.view(blocks, size, *cache.shape[-2:]) for cache in caches]
+        numbers = codes = lambda x, *_: x
+        factors = None, None
+        if quantized is not None:
+            _, per = quantized
+            kv_heads, head_size = caches[0].shape[2], rows["query"].shape[-1]
+            numbers, codes = decoded, encoded
+            scales = tensors["k_scale"], tensors["v_scale"]
+            factors = [in_units(scale, per, kv_heads, head_size) for scale in scales]
         output = tensors["output"].view(rows["query"].shape)
         starts = tensors["cumulative_sequence_length"].tolist()
         table = tensors["block_table"].view(-1, columns)
@@ -90,18 +98,33 @@ class Planned:
                 q, new = turned[0], turned[1:] + new[1:]
             row = torch.arange(end)
             place = table[b, row // size].long(), row % size
-            for cache, appended in zip(caches, new):
-                cache[place[0][past:], place[1][past:]] = appended.to(cache.dtype)
+            for cache, appended, unit in zip(caches, new, factors):
+                appended = codes(appended.to(output.dtype), cache.dtype, unit)
+                as_bytes(cache)[place[0][past:], place[1][past:]] = as_bytes(appended)
             others = ()
             if has_tree:
                 words = tensors["tree_mask"].flatten()[mine][:, None]
                 seen = (row < past) | (words >> (row - past).clamp(0, 63) & 1 != 0)
                 has_key = torch.arange(len(q))[:, None] + past >= 0
                 others = (seen & has_key)[None], (-1, -1)
-            out, lse = self.attend(q, caches[0][place], caches[1][place], tensors, *others)
+            seen = (as_bytes(cache)[place].view(cache.dtype) for cache in caches)
+            keys, values = (numbers(x, unit) for x, unit in zip(seen, factors))
+            out, lse = self.attend(q, keys, values, tensors, *others)
             output[mine] = out
             if want_lse:
                 tensors["lse"][:, mine] = lse
+
+
+def as_bytes(tensor):
+    """The same memory in a type that all of torch's functions know."""
+    return tensor.view(torch.uint8)
+
+
+def in_units(scale, per, heads, size):
+    """What (..., KV heads, size) is multiplied by, by a scale as kernels find it in memory."""
+    shape = {"tensor": (1, 1), "head": (heads, 1), "channel": (heads, size)}[per]
+    strides = {"tensor": (0, 0), "head": (1, 0), "channel": (size, 1)}[per]
+    return torch.as_strided(scale, shape, strides)
 
 
 def launches(*call):

@@ -57,6 +57,8 @@ def test_a_callers_error_is_named(change, named):
         ({"append": 3, "cache_seqlens": 2, "rope": (9, 9)}, "rotary_cos"),
         ({"append": 3, "cache_seqlens": 2, "s_aux": np.zeros(3)}, "s_aux"),
         ({"append": 3, "cache_seqlens": 2, "alibi_slopes": np.zeros(3)}, "alibi_slopes"),
+        ({"k_cache": np.zeros((2, 5, 2, 16), np.int8)}, "k_cache"),
+        ({"k_descale": np.ones(1, np.float32)}, "k_descale"),
         ({"tree_mask": np.zeros((2, 3), np.int64)}, "causal"),
         ({"tree_mask": np.zeros((2, 3), np.int64), "causal": True, "window_size": (4, 0)}, "causal"),
         ({"tree_mask": np.zeros((2, 4), np.int64), "causal": True}, "tree_mask"),
@@ -77,7 +79,7 @@ def test_a_callers_error_about_a_cache_is_named(change, named):
         change |= {"rotary_sin": np.ones(shape, np.float32)}
     before = k.copy()
     with pytest.raises(ValueError, match=f"^{named}.*: got .*; allowed: "):
-        gqa.flash_attn_with_kvcache(q, k, v, **change)
+        gqa.flash_attn_with_kvcache(q, **({"k_cache": k, "v_cache": v} | change))
     np.testing.assert_array_equal(k, before)
 
 

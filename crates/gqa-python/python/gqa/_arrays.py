@@ -258,7 +258,8 @@ def _check_lse(scores, want_lse, may_see_none):
         _refuse("s_aux", "an array with log-sum-exps of rows that may see no key", "None")
 
 
-def varlen(q, k, v, starts, used, most, table, scores, want_lse):
+def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
+    _cpu.no_descales(descales)
     work = _Work(q)
     q = work.heads("q", q)
     shape = np.shape(starts[0])
@@ -301,7 +302,8 @@ def _sequences(work, q, k, v, starts, scores, want_lse):
     return out, None
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None):
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None, descales=()):
+    _cpu.no_descales(descales)
     work = _Work(q)
     q = work.heads("q", q)
     caches = work.pair(("k_cache", "v_cache"), cache, q, 4)

@@ -82,6 +82,14 @@ def _shared(array):
     return array.detach() if _is_torch(array) else array
 
 
+def no_descales(descales):
+    """Errs where there are scales of a quantized KV cache."""
+    for name, scale in zip(("k_descale", "v_descale"), descales):
+        if scale is not None:
+            allowed = "None: quantized KV caches are torch's tensors on a GPU"
+            raise ValueError(f"{name}: got an array; allowed: {allowed}")
+
+
 def _given(arrays):
     """The arrays that there are."""
     return {name: _shared(array) for name, array in arrays.items() if array is not None}
@@ -110,7 +118,8 @@ def _lse_shape(q):
     return batch, heads, rows
 
 
-def varlen(q, k, v, starts, used, most, table, scores, want_lse):
+def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
+    no_descales(descales)
     names = "cu_seqlens_q", "cu_seqlens_k"
     if used is not None:
         count = _numbers("cu_seqlens_q", starts[0]).size - 1
@@ -122,7 +131,8 @@ def varlen(q, k, v, starts, used, most, table, scores, want_lse):
     return _as(q, out), _as(q, lse)
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None):
+def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None, descales=()):
+    no_descales(descales)
     batch = q.shape[0]
     arrays = {
         "k_cache": cache[0],

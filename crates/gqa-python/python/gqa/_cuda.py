@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from gqa import _fallback, _steps
+from gqa import _fallback, _quantized, _steps
 from gqa._flash import block_size
 from gqa._launch import ELEMENTS, filled, keeps, launches, plan, rising, run
+from gqa._quantized import FORMATS, Cache
 
 _NEW_BLOCK = 128
 
@@ -30,40 +31,48 @@ def dense(q, k, v, scores, want_lse, mask, step=None):
     if k.shape[0] != q.shape[0]:
         raise _invalid("k", f"{k.shape[0]} entries", f"{q.shape[0]}, the batch of q")
     # Where nothing is kept, to make the tables costs more than one launch less brings.
-    if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, (k, v), scores):
+    cache = Cache(k, v)
+    if mask is None and q.shape[1] == 1 and keeps() and _reads_blocks(q, cache, scores):
         call = _over_entries(q, k, filled(q.device, q.shape[0], k.shape[1]), True)
-        if launches(*_asked(q, k, None, None, call, scores, want_lse)) == 1:
+        if launches(*_asked(q, cache, None, None, call, scores, want_lse)) == 1:
             kept = None if step is None else (*step, [call.starts, call.lengths, call.table])
-            return _of_batch(q, (k, v), None, None, call, scores, want_lse, kept=kept)
+            return _of_batch(q, cache, None, None, call, scores, want_lse, kept=kept)
     return _external(q, k, v, scores, want_lse, mask=mask, step=step)
 
 
-def varlen(q, k, v, starts, used, most, table, scores, want_lse, step=None):
+def varlen(
+    q, k, v, starts, used, most, table, scores, want_lse, step=None, descales=(None, None)
+):
     """``step`` as that of dense."""
-    _check(q, {"k": k, "v": v}, 3 if table is None else 4)
+    if table is None:
+        _check(q, {"k": k, "v": v}, 3)
+    else:
+        cache = _cache(q, {"k": k, "v": v}, descales)
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
     starts, lengths, most = _starts(starts, used, most, q.device)
     if table is not None:
         lengths = starts[1].diff() if lengths is None else lengths
         where = starts[0], lengths, most, table
-        return _varlen_over_blocks(q, (k, v), *where, scores, want_lse, step)
+        return _varlen_over_blocks(q, cache, *where, scores, want_lse, step)
     if is_self and not want_lse and _suits_blocks(q, scores):
         return _over_new_blocks(q, k, v, starts[0], most[0], scores), None
     k, v = (_fallback.padded(x, starts[1][:-1], most[1]) for x in (k, v))
     return _padded(q, k, v, starts[0], starts[1].diff(), most[0], scores, want_lse)
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse, step=None, tree=None):
+def with_kvcache(
+    q, cache, new, rope, places, scores, want_lse, step=None, tree=None, descales=(None, None)
+):
     """``step`` is a key of _steps and the arguments it is of, where this call may be kept."""
-    _check(q, {"k_cache": cache[0], "v_cache": cache[1]}, 4)
+    cache = _cache(q, dict(zip(("k_cache", "v_cache"), cache)), descales)
     rope = None if rope is None else _rope(rope, q)
-    places = _on_device(places, q, cache[0])
-    new = None if new is None else _new(q, new, cache[0], places.table)
+    places = _on_device(places, q, cache.keys)
+    new = None if new is None else _new(q, new, cache.keys, places.table)
     # What is wrong with them is found before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     tree = None if tree is None else _aligned(tree.to(q.device))
     in_place = places.first is None and _reads_blocks(q, cache, scores)
-    in_place = in_place and _is_of_last_rows(q, cache[0], new, places, scores, tree)
+    in_place = in_place and _is_of_last_rows(q, cache.keys, new, places, scores, tree)
     if in_place and _rotates(rope, q.shape[1], scores):
         return _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree)
     return _over_rows(q, cache, new, rope, places, scores, want_lse, tree)
@@ -82,12 +91,29 @@ def _invalid(argument, got, allowed):
     return ValueError(f"{argument}: got {got}; allowed: {allowed}")
 
 
-def _check(q, pair, dimensions):
-    """Errs unless q and two tensors of heads, which have names, agree."""
+def _cache(q, pair, descales):
+    """The two tensors of a KV cache, which have names, with their scales if it is quantized."""
+    cache = Cache(*pair.values())
+    dtype = getattr(cache.keys, "dtype", None)
+    size = q.shape[-1]
+    if dtype not in FORMATS:
+        _check(q, pair, 4)
+    elif FORMATS[dtype] == "int4":
+        if size % 2 != 0:
+            raise _invalid("q", f"heads of {size} elements", f"an even number, as keys are {dtype}")
+        _check(q, pair, 4, dtype, size // 2)
+    else:
+        _check(q, pair, 4, dtype)
+    return _quantized.scaled(cache, size, descales)
+
+
+def _check(q, pair, dimensions, dtype=None, size=None):
+    """Errs unless q and two tensors of heads, which have names, agree: these have q's type and size
+    if no other ones are given."""
     if q.dtype not in ELEMENTS:
         raise _invalid("q", q.dtype, "float32, float16 or bfloat16")
-    dtype, device = q.dtype, q.device
-    heads, size = q.shape[-2:]
+    dtype, size = q.dtype if dtype is None else dtype, q.shape[-1] if size is None else size
+    heads, device = q.shape[-2], q.device
     (first_name, first), (second_name, second) = pair.items()
     for name, tensor in pair.items():
         if not isinstance(tensor, torch.Tensor) or tensor.device != device:
@@ -259,13 +285,14 @@ def _padded(q, k, v, starts, lengths, rows, scores, want_lse):
 def _varlen_over_blocks(q, cache, starts, lengths, most, table, scores, want_lse, step):
     rows, keys = most
     table = _table(table, q.device, starts.shape[0] - 1)
-    keys = min(keys, _room(cache[0], table))
+    keys = min(keys, _room(cache.keys, table))
     if _reads_blocks(q, cache, scores) and _are_last(rows, keys, scores):
-        size = cache[0].shape[1]
+        size = cache.keys.shape[1]
         call = _Sequences(starts, lengths, True, table, size, rows, keys)
         kept = None if step is None else (*step, [])
         return _paged(q, cache, None, None, call, scores, want_lse, kept=kept)
-    k, v = (_fallback.gathered(tensor, table, keys) for tensor in cache)
+    rows_of = [_fallback.gathered(tensor, table, keys) for tensor in cache.bytes()]
+    k, v = cache.decoded(rows_of, q.dtype)
     return _padded(q, k, v, starts, lengths, rows, scores, want_lse)
 
 
@@ -273,7 +300,7 @@ def _over_new_blocks(q, k, v, starts, rows, scores):
     """Sequences that see themselves only, over a paged KV cache that is made for the call."""
     count, columns = starts.shape[0] - 1, -(-rows // _NEW_BLOCK)
     shape = count * columns, _NEW_BLOCK, *k.shape[1:]
-    cache = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv"]
+    cache = Cache(*(torch.empty(shape, dtype=q.dtype, device=q.device) for _ in "kv"))
     table = rising(q.device, count * columns, 1).view(count, columns)
     past = filled(q.device, count, 0)
     call = _Sequences(starts, past, False, table, _NEW_BLOCK, rows, columns * _NEW_BLOCK)
@@ -282,8 +309,9 @@ def _over_new_blocks(q, k, v, starts, rows, scores):
 
 def _reads_blocks(q, cache, scores):
     """Whether paged kernels read the cache where it is, and know what becomes of scores."""
-    in_place = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in cache)
-    return in_place and _suits_blocks(q, scores) and cache[0].numel() > 0
+    in_place = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in cache.pair())
+    in_place = in_place and cache.has_whole_rows() and cache.keys.numel() > 0
+    return in_place and _suits_blocks(q, scores)
 
 
 def _are_last(rows, keys, scores):
@@ -308,22 +336,23 @@ def _paged(q, cache, new, rope, call, scores, want_lse=False, tree=None, kept=No
     planned, tensors = _planned(q, cache, new, rope, call, scores, want_lse, tree)
     run(planned, tensors)
     if kept is not None:
-        _steps.keep(kept[0], planned, tensors, *kept[1:])
+        step, arguments, constants = kept
+        _steps.keep(step, planned, tensors, arguments, constants + cache.constants())
     lse = tensors["lse"]
     return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
 
-def _asked(q, k_cache, new, rope, call, scores, want_lse, has_tree=False):
+def _asked(q, cache, new, rope, call, scores, want_lse, has_tree=False):
     """What the planner is told of that.
 
     Only how many elements tensors have is of importance, as they are contiguous.
     """
-    (heads, size), kv_heads = q.shape[-2:], k_cache.shape[2]
+    (heads, size), (_, _, kv_heads, width) = q.shape[-2:], cache.keys.shape
     tokens, columns = q.numel() // (heads * size), call.table.shape[1]
-    blocks = k_cache.numel() // (call.block_size * kv_heads * size)
+    blocks = cache.keys.numel() // (call.block_size * kv_heads * width)
     numbers = (blocks, call.block_size, columns), call.most_tokens, call.longest
     turns = None if rope is None else (2 * rope[0].shape[1], rope[0].shape[0], rope[2])
-    wanted = turns, call.counts_new, new is None, want_lse, has_tree
+    wanted = turns, call.counts_new, new is None, want_lse, has_tree, cache.format()
     return "paged", q, kv_heads, scores, call.lengths.shape[0], tokens, *numbers, *wanted
 
 
@@ -334,14 +363,17 @@ def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
     out = torch.empty_like(q)
     k, v = (None, None) if new is None else (_aligned(new[0]), _aligned(new[1]))
     cos, sin, _ = (None, None, None) if rope is None else rope
-    planned = plan(*_asked(q, cache[0], new, rope, call, scores, want_lse, tree is not None))
+    planned = plan(*_asked(q, cache, new, rope, call, scores, want_lse, tree is not None))
+    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales[1:]
     tensors = {
         "query": q,
         "key": k,
         "value": v,
         "output": out,
-        "present_key": cache[0],
-        "present_value": cache[1],
+        "present_key": cache.keys,
+        "present_value": cache.values,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "seqlens_k": call.lengths,
         "cumulative_sequence_length": call.starts,
         "block_table": call.table,
@@ -368,7 +400,7 @@ def _rope(rope, q):
 def _new(q, new, k_cache, table):
     _check(q, dict(zip("kv", new)), 4)
     rows = new[0].shape[1]
-    expected = q.shape[0], rows, *k_cache.shape[2:]
+    expected = q.shape[0], rows, k_cache.shape[2], q.shape[-1]
     if tuple(new[0].shape) != expected:
         raise _invalid("k", tuple(new[0].shape), expected)
     room = _room(k_cache, table)
@@ -423,11 +455,11 @@ def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
     (batch, rows), table = q.shape[:2], places.table
     lengths, counts_new = places.lengths, new is None
     if table is None:
-        call = _over_entries(q, cache[0], lengths, counts_new)
+        call = _over_entries(q, cache.keys, lengths, counts_new)
         if places.entries is not None:
             call = call._replace(table=call.table[places.entries.long()])
     else:
-        size = cache[0].shape[1]
+        size = cache.keys.shape[1]
         longest, starts = table.shape[1] * size, rising(q.device, batch + 1, rows)
         call = _Sequences(starts, lengths, counts_new, table, size, rows, longest)
     if rope is not None:
@@ -465,12 +497,13 @@ def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):
         rows = new[0].shape[1]
         q = _fallback.appended(q, cache, new, rope, places, _advances(scores))
         lengths, shortest = lengths + rows, rows
-    k, v = cache
+    rows_of = cache.bytes()
     if places.table is not None:
-        keys = places.table.shape[1] * k.shape[1]
-        k, v = (_fallback.gathered(tensor, places.table, keys) for tensor in cache)
+        keys = places.table.shape[1] * cache.keys.shape[1]
+        rows_of = [_fallback.gathered(tensor, places.table, keys) for tensor in rows_of]
     elif places.entries is not None:
-        k, v = (tensor[places.entries.long()] for tensor in cache)
+        rows_of = [tensor[places.entries.long()] for tensor in rows_of]
+    k, v = cache.decoded(rows_of, q.dtype)
     if places.first is not None:
         ends = k.shape[1] if lengths is None else lengths
         k, v = (_fallback.from_first(tensor, places.first) for tensor in (k, v))

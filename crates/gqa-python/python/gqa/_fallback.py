@@ -10,7 +10,7 @@ _PARTS_AT_ONCE = 8
 
 def appended(q, cache, new, rope, places, advances):
     """Puts k and v into the cache; gives q, rotated where there is a rotary embedding."""
-    rows, (k, v), (k_cache, v_cache) = new[0].shape[1], new, cache
+    rows, (k, v) = new[0].shape[1], new
     ends = places.lengths[:, None].long()
     at = ends + torch.arange(rows, device=q.device)
     if rope is not None:
@@ -18,13 +18,14 @@ def appended(q, cache, new, rope, places, advances):
         row = torch.arange(q.shape[1], device=q.device)
         q = _rotated(q, ends + (row if advances else row * 0), rope)
     if places.table is not None:
-        size = k_cache.shape[1]
+        size = cache.keys.shape[1]
         index = places.table.long().gather(1, at // size), at % size
     else:
         entries = places.entries
         entries = torch.arange(q.shape[0], device=q.device) if entries is None else entries.long()
         index = entries[:, None].expand(-1, rows), at
-    k_cache[index], v_cache[index] = k, v
+    for memory, new in zip(cache.bytes(), cache.encoded((k, v))):
+        memory[index] = new
     return q
 
 

@@ -207,6 +207,8 @@ def flash_attn_varlen_func(
     seqused_k=None,
     return_softmax_lse=False,
     s_aux=None,
+    k_descale=None,
+    v_descale=None,
 ):
     """:func:`flash_attn_func` of sequences of any lengths, which lie one behind the other.
 
@@ -215,11 +217,12 @@ def flash_attn_varlen_func(
     where the last one ends. With ``block_table``, int32 (sequences, blocks of a sequence), k and v
     are a paged KV cache of shape (blocks, rows of a block, KV heads, size), and ``seqused_k``, int32
     (sequences), may say how many keys each has, in place of ``cu_seqlens_k``. ``max_seqlen_q`` and
-    ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at.
+    ``max_seqlen_k`` bound the lengths on a GPU, where these are not looked at. The paged KV cache
+    may be quantized, with ``k_descale`` and ``v_descale``: see :func:`flash_attn_with_kvcache`.
 
     Log-sum-exps have shape (heads, rows of all sequences).
     """
-    arguments = q, k, v, cu_seqlens_q, seqused_k, block_table
+    arguments = q, k, v, cu_seqlens_q, seqused_k, block_table, k_descale, v_descale
     numbers = softmax_scale, causal, softcap, max_seqlen_q, max_seqlen_k
     want_lse = return_softmax_lse or return_attn_probs
     unusual = seqused_k is None or None in (max_seqlen_q, max_seqlen_k)
@@ -236,10 +239,13 @@ def flash_attn_varlen_func(
         raise _invalid("seqused_k", "an array", "None without block_table")
     if used is None and cu_seqlens_k is None:
         raise _invalid("cu_seqlens_k", None, "an array, or seqused_k with block_table")
+    scales = descales(k_descale, v_descale)
+    if scales and block_table is None:
+        raise _invalid("k_descale, v_descale", "an array", "None without block_table")
     most = tuple(None if n is None else operator.index(n) for n in (max_seqlen_q, max_seqlen_k))
     step = {} if step is None else {"step": (step, arguments)}
     given = q, k, v, starts, used, most, block_table
-    out, lse = _backend(q).varlen(*given, scores, want_lse, **step)
+    out, lse = _backend(q).varlen(*given, scores, want_lse, **step, **scales)
     return _returned(out, lse, return_softmax_lse, return_attn_probs)
 
 
@@ -266,6 +272,8 @@ def flash_attn_with_kvcache(
     *,
     s_aux=None,
     tree_mask=None,
+    k_descale=None,
+    v_descale=None,
 ):
     """Attention over a KV cache, to which k and v are appended in place first.
 
@@ -284,8 +292,15 @@ def flash_attn_with_kvcache(
     ``tree_mask``, int64 (batch, rows) of up to 64 rows, lets a causal call check a tree of drafts:
     a row sees the keys before its sequence's rows, and row ``j``'s where bit ``j`` is set, its own
     and later ones too.
+
+    In torch's tensors on a GPU the caches may be quantized: int8, float8_e4m3fn, or uint8 of
+    (..., size / 2), whose low four bits are an even element plus 8, and whose high ones the next.
+    Such a value times ``k_descale`` or ``v_descale``, float32, is the number, and 1 where there is
+    none: one for the cache, (KV heads), (batch, KV heads) with one row for all, as ``expand`` makes
+    it, or (KV heads, size). What is appended is divided by them and rounded.
     """
     arguments = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
+    arguments += k_descale, v_descale
     numbers = softmax_scale, causal, softcap, rotary_interleaved
     unusual = cache_batch_idx is not None or cache_leftpad is not None or return_softmax_lse
     unusual = unusual or alibi_slopes is not None or s_aux is not None or tree_mask is not None
@@ -307,6 +322,7 @@ def flash_attn_with_kvcache(
     others = {} if step is None else {"step": (step, arguments)}
     if tree_mask is not None:
         others["tree"] = tree_mask
+    others |= descales(k_descale, v_descale)
     out, lse = _backend(q).with_kvcache(
         q, (k_cache, v_cache), new, rope, places, scores, return_softmax_lse, **others
     )
@@ -324,6 +340,12 @@ def _earlier(arguments, numbers, window):
         return None, None
     key, addresses = looked
     return key, _steps.again(key, arguments[0], addresses)
+
+
+def descales(k_descale, v_descale):
+    """The scales of a quantized KV cache by their name, where there are some."""
+    is_given = k_descale is not None or v_descale is not None
+    return {"descales": (k_descale, v_descale)} if is_given else {}
 
 
 def _both(names, first, second):

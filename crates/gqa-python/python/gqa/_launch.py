@@ -157,6 +157,12 @@ def filled(device, count, number):
 
 
 @_kept
+def ones(device):
+    """One, as a scale is."""
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+@_kept
 def rising(device, count, step):
     """0, step and so on: so many numbers."""
     return torch.arange(0, count * step, step, dtype=torch.int32, device=device)

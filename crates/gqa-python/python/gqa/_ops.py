@@ -15,19 +15,25 @@ def dense(q, k, v, scores, want_lse, mask):
     return out, lse if want_lse else None
 
 
-def varlen(q, k, v, starts, used, most, table, scores, want_lse):
-    out, lse = _varlen(q, k, v, *starts, used, *most, table, *_flat(scores), want_lse)
+def varlen(
+    q, k, v, starts, used, most, table, scores, want_lse, descales=(None, None)
+):
+    given = q, k, v, *starts, used, *most, table, *_flat(scores), *descales
+    out, lse = _varlen(*given, want_lse)
     return out, lse if want_lse else None
 
 
-def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None):
+def with_kvcache(
+    q, cache, new, rope, places, scores, want_lse, tree=None, descales=(None, None)
+):
     k, v = new or (None, None)
     cos, sin, interleaved = rope or (None, None, False)
     lengths, *others = places
     if isinstance(lengths, int):
         lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
     places, turns = (lengths, *others), (cos, sin, interleaved)
-    out, lse = _with_kvcache(q, *cache, k, v, *turns, *places, *_flat(scores), tree, want_lse)
+    given = q, *cache, k, v, *turns, *places, *_flat(scores), tree, *descales
+    out, lse = _with_kvcache(*given, want_lse)
     return out, lse if want_lse else None
 
 
@@ -89,11 +95,14 @@ def _varlen(
     right: int,
     slopes: Optional[Tensor],
     sinks: Optional[Tensor],
+    k_descale: Optional[Tensor],
+    v_descale: Optional[Tensor],
     want_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
     scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
     starts, most = (q_starts, k_starts), (most_rows, most_keys)
-    return _computed("varlen", q, k, v, starts, used, most, table, scores, want_lse)
+    arguments = k, v, starts, used, most, table, scores, want_lse
+    return _computed("varlen", q, *arguments, **_flash.descales(k_descale, v_descale))
 
 
 @_varlen.register_fake
@@ -123,6 +132,8 @@ def _with_kvcache(
     slopes: Optional[Tensor],
     sinks: Optional[Tensor],
     tree: Optional[Tensor],
+    k_descale: Optional[Tensor],
+    v_descale: Optional[Tensor],
     want_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
     scores = _flash.Scores(scale, softcap, (left, right), slopes, sinks)
@@ -131,7 +142,9 @@ def _with_kvcache(
     places = _flash.Places(lengths, entries, first, table)
     cache = k_cache, v_cache
     arguments = cache, new, rope, places, scores, want_lse
-    return _computed("with_kvcache", q, *arguments, **({} if tree is None else {"tree": tree}))
+    others = {} if tree is None else {"tree": tree}
+    others |= _flash.descales(k_descale, v_descale)
+    return _computed("with_kvcache", q, *arguments, **others)
 
 
 @_with_kvcache.register_fake

@@ -1,0 +1,146 @@
+"""Quantized KV caches in torch's tensors: what they hold, and what that is multiplied by."""
+
+from typing import NamedTuple, Optional
+
+import torch
+
+from gqa._launch import ones
+
+# Older versions have none.
+_FLOAT8 = getattr(torch, "float8_e4m3fn", None)
+_MOST_FLOAT8 = 448.0
+# By the type of a cache's tensors; an element of uint8 holds two values.
+FORMATS = {torch.int8: "int8", torch.uint8: "int4"}
+FORMATS |= {} if _FLOAT8 is None else {_FLOAT8: "float8"}
+
+
+class Scales(NamedTuple):
+    """Scales of keys and of values, float32: each is for a "tensor", a "head" or a "channel"."""
+
+    per: str
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Cache(NamedTuple):
+    """A KV cache, which has scales where it holds quantized values."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: Optional[Scales] = None
+
+    def pair(self):
+        return self.keys, self.values
+
+    def format(self):
+        """What the kernels call it: None where it holds elements."""
+        return None if self.scales is None else (FORMATS[self.keys.dtype], self.scales.per)
+
+    def constants(self):
+        """Scales that are no argument of the call."""
+        one = None if self.scales is None else ones(self.keys.device)
+        return [] if one is None or all(x is not one for x in self.scales) else [one]
+
+    def has_whole_rows(self):
+        """Whether a head's quantized values are whole vectors of 16 bytes, as kernels read them."""
+        return self.scales is None or self.keys.shape[-1] % 16 == 0
+
+    def bytes(self):
+        """The same memory in a type that all of torch's functions know."""
+        return tuple(x if self.scales is None else x.view(torch.uint8) for x in self.pair())
+
+    def encoded(self, new):
+        """New keys and values as bytes() has them."""
+        if self.scales is None:
+            return new
+        scales = self.scales.keys, self.scales.values
+        return tuple(self._encode(x, self._factors(scale)) for x, scale in zip(new, scales))
+
+    def decoded(self, rows, dtype):
+        """Rows of bytes(), of keys and of values, as numbers of that type."""
+        if self.scales is None:
+            return rows
+        scales = self.scales.keys, self.scales.values
+        decode = lambda x, scale: (self._decode(x) * self._factors(scale)).to(dtype)
+        return tuple(decode(x, scale) for x, scale in zip(rows, scales))
+
+    def _factors(self, scale):
+        """What (..., KV heads, size) is multiplied by."""
+        if self.scales.per == "tensor":
+            return scale.flatten()[0]
+        if self.scales.per == "head":
+            return scale.reshape(-1, self.keys.shape[2])[0, :, None]
+        return scale
+
+    def _encode(self, x, factors):
+        x, dtype = x.float() / factors, self.keys.dtype
+        if dtype == torch.uint8:
+            x = (x.round().clamp(-8, 7) + 8).to(dtype)
+            return x[..., 0::2] | x[..., 1::2] << 4
+        if dtype == torch.int8:
+            x = x.round().clamp(-128, 127)
+        else:
+            x = x.clamp(-_MOST_FLOAT8, _MOST_FLOAT8)
+        return x.to(dtype).view(torch.uint8)
+
+    def _decode(self, x):
+        if self.keys.dtype != torch.uint8:
+            return x.view(self.keys.dtype).float()
+        return torch.stack([x & 15, x >> 4], -1).flatten(-2).float() - 8
+
+
+def scaled(cache, size, descales):
+    """The same with scales, if it is quantized: keys and values of heads of so many elements.
+
+    A scale is of the whole cache: one element; of each KV head: (KV heads), or (sequences, KV
+    heads) where it is the same for all sequences, as expand() makes it; of each channel: (KV heads,
+    size).
+    """
+    if cache.keys.dtype not in FORMATS:
+        for name, scale in zip(("k_descale", "v_descale"), descales):
+            if scale is not None:
+                raise _invalid(name, "a tensor", f"None, as the KV cache is {cache.keys.dtype}")
+        return cache
+    sizes, device = (cache.keys.shape[-2], size), cache.keys.device
+    names = zip(("k_descale", "v_descale"), descales)
+    per, scales = zip(*(_scale(name, scale, sizes, device) for name, scale in names))
+    if per[0] != per[1]:
+        raise _invalid("v_descale", f"a scale per {per[1]}", f"one per {per[0]}, as k_descale")
+    return cache._replace(scales=Scales(per[0], *scales))
+
+
+def _invalid(argument, got, allowed):
+    return ValueError(f"{argument}: got {got}; allowed: {allowed}")
+
+
+def _scale(name, scale, sizes, device):
+    """What it is for, and the scale where kernels can read it."""
+    if scale is None:
+        return "tensor", ones(device)
+    heads, size = sizes
+    if not isinstance(scale, torch.Tensor) or scale.device != device:
+        got = getattr(scale, "device", type(scale).__name__)
+        raise _invalid(name, f"a tensor on {got}", f"one on {device}, as the KV cache")
+    per = _per(scale, heads, size)
+    if scale.dtype != torch.float32 or per is None:
+        got = f"{scale.dtype} {tuple(scale.shape)}, strides {scale.stride()}"
+        allowed = f"float32 of one element, ({heads},), (sequences, {heads}) with one row for "
+        raise _invalid(name, got, allowed + f"all sequences, or ({heads}, {size})")
+    if scale.data_ptr() % 16 != 0:
+        # Its first elements are the scales: all others repeat them.
+        count = {"tensor": 1, "head": heads, "channel": heads * size}[per]
+        scale = scale.as_strided((count,), (1,), scale.storage_offset()).clone()
+    return per, scale
+
+
+def _per(scale, heads, size):
+    """What a scale is for that has these strides, or None."""
+    shape, strides = tuple(scale.shape), scale.stride()
+    moves = [stride if n > 1 else 0 for n, stride in zip(shape, strides)]
+    if scale.numel() > 0 and not any(moves) and shape[-1:] in ((), (1,), (heads,)):
+        return "tensor"
+    if shape == (heads, size) and scale.is_contiguous():
+        return "channel"
+    if len(shape) in (1, 2) and shape[-1] == heads and moves[-1] == 1 and not any(moves[:-1]):
+        return "head" if scale.numel() > 0 else None
+    return None
