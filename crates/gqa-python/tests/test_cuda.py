@@ -131,8 +131,11 @@ class Quantization:
             self.given = dict(zip(names, scales))
 
     def as_given(self, pick, factors, batch):
-        """A scale in one of the shapes that are taken."""
+        """A scale in one of the shapes that are taken, which may begin anywhere."""
         heads = factors.shape[0] if factors.dim() else 1
+        if pick.random() < 0.2:
+            behind = torch.cat([factors.new_full((1,), torch.nan), factors.flatten()])
+            factors = behind[1:].view(factors.shape)
         if self.per == "channel":
             return factors
         if self.per == "tensor":
@@ -801,6 +804,34 @@ class Cases:
             got, wanted = self.compiled(call)(q, *caches), call(q, *others)
             for ours, theirs in zip([*got, *caches], [*wanted, *others], strict=True):
                 self.near(ours, theirs)
+
+
+    def test_a_compiled_call_appends_quantized_values(self):
+        device = self.device
+        q, k, v = (torch.randn(2, 1, 4, 32, device=device) for _ in "qkv")
+        table = torch.arange(4, dtype=torch.int32, device=device).view(2, 2)
+        lengths = torch.tensor([5, 20], dtype=torch.int32, device=device)
+        scales = {name: torch.rand(4, device=device) + 0.1 for name in ("k_descale", "v_descale")}
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+
+            def call(q, *caches):
+                new = {"k": k, "v": v, "causal": True, "cache_seqlens": lengths}
+                step = gqa.flash_attn_with_kvcache(
+                    q * 2, *caches, **new, **scales, block_table=table
+                )
+                starts = torch.arange(3, dtype=torch.int32, device=device)
+                where = {"seqused_k": lengths + 1, "block_table": table}
+                rows = q.flatten(0, 1) * 2, *caches, starts, None, 1, 32
+                return step, gqa.flash_attn_varlen_func(*rows, causal=True, **where, **scales)
+
+            caches = [torch.zeros(4, 16, 4, 32, dtype=dtype, device=device) for _ in "kv"]
+            others = [cache.clone() for cache in caches]
+            got, wanted = self.compiled(call)(q, *caches), call(q, *others)
+            for ours, theirs in zip(got, wanted, strict=True):
+                self.near(ours, theirs)
+            for ours, theirs in zip(caches, others, strict=True):
+                self.assertTrue(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)))
+                self.assertGreater(ours.view(torch.uint8).count_nonzero(), 0)
 
 
 @unittest.skipUnless(torch is not None and torch.cuda.is_available(), "torch has no GPU")

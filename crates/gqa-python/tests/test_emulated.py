@@ -142,6 +142,8 @@ def enqueue(planned, output, stream, addresses):
 
 
 def earlier(arguments, numbers, window):
+    if _flash._is_compiling(arguments[0]):
+        return None, None
     looked = _steps.look(arguments, numbers, window)
     if looked is None:
         return None, None

@@ -66,11 +66,12 @@ class Cache(NamedTuple):
 
     def _factors(self, scale):
         """What (..., KV heads, size) is multiplied by."""
+        heads = self.keys.shape[2]
         if self.scales.per == "tensor":
             return scale.flatten()[0]
         if self.scales.per == "head":
-            return scale.reshape(-1, self.keys.shape[2])[0, :, None]
-        return scale
+            return scale.reshape(-1, heads)[0, :, None]
+        return scale.view(heads, -1)
 
     def _encode(self, x, factors):
         x, dtype = x.float() / factors, self.keys.dtype
