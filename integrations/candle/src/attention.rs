@@ -1,9 +1,11 @@
 //! What the calls of an attention layer have in common.
 
 use crate::error::invalid;
-use crate::rows::contiguous;
+use crate::rows::{check_type, contiguous};
 use candle::{DType, Device, Result, Tensor};
 use gqa_host::engine::{self, Heads, Layer};
+use gqa_host::plan::TensorId;
+use gqa_host::{QuantFormat, Quantization, Scales};
 
 /// Rotary position embedding: which way each position turns.
 #[derive(Clone, Debug)]
@@ -73,6 +75,15 @@ pub struct Attention {
     softcap: Option<f32>,
     window: Option<usize>,
     pub(crate) rope: Option<Rope>,
+    quantized: Option<Quantized>,
+}
+
+/// How a KV cache is quantized, and its scales.
+#[derive(Clone, Debug)]
+struct Quantized {
+    how: Quantization,
+    k_scale: Tensor,
+    v_scale: Tensor,
 }
 
 impl Attention {
@@ -80,7 +91,7 @@ impl Attention {
     /// made for it.
     pub const fn new(query_heads: usize, kv_heads: usize, head_size: usize) -> Self {
         let heads = Heads { query: query_heads, kv: kv_heads, size: head_size };
-        Self { heads, scale: None, softcap: None, window: None, rope: None }
+        Self { heads, scale: None, softcap: None, window: None, rope: None, quantized: None }
     }
 
     /// The factor on q·k; 1/√head_size where it is not given.
@@ -103,6 +114,32 @@ impl Attention {
         Self { rope: Some(rope), ..self }
     }
 
+    /// The KV cache holds quantized values of that format: each times its scale is the number, and
+    /// new keys, once they are rotated, and values are divided by it and rounded.
+    ///
+    /// `k_scale` and `v_scale` are float32, on the device of the KV cache, and have one element, or
+    /// one for each KV head, or one for each element of each KV head, (KV heads, head_size).
+    ///
+    /// # Errors
+    ///
+    /// Where a scale has another type or another number of elements, or k_scale's is not
+    /// v_scale's; where one is not finite, or so small that nothing can be divided by it.
+    pub fn quantized(
+        self,
+        format: QuantFormat,
+        k_scale: &Tensor,
+        v_scale: &Tensor,
+    ) -> Result<Self> {
+        let scales = scales_per("k_scale", k_scale, self.heads)?;
+        if scales_per("v_scale", v_scale, self.heads)? != scales {
+            let allowed = format!("{} elements, as k_scale", k_scale.elem_count());
+            return Err(invalid("v_scale", format!("{:?}", v_scale.shape()), allowed));
+        }
+        let [k_scale, v_scale] = [contiguous(k_scale)?, contiguous(v_scale)?];
+        let how = Quantization { format, scales };
+        Ok(Self { quantized: Some(Quantized { how, k_scale, v_scale }), ..self })
+    }
+
     /// The same in gqa's terms.
     ///
     /// # Errors
@@ -110,6 +147,9 @@ impl Attention {
     /// Where the element type is none of ours, or that of the rotary embedding is another.
     pub(crate) fn layer(&self, dtype: DType) -> Result<Layer> {
         let mut layer = Layer::new(element_type("dtype", dtype)?, self.heads);
+        if let Some(Quantized { how, .. }) = &self.quantized {
+            layer = layer.quantized(*how);
+        }
         if let Some(scale) = self.scale {
             layer = layer.scale(scale);
         }
@@ -131,21 +171,58 @@ impl Attention {
 }
 
 impl Attention {
-    /// Errs unless the rotary embedding has so many positions, and is on that device.
-    pub(crate) fn check_rope(&self, positions: usize, device: &Device) -> Result<()> {
-        let Some(Rope { cos, .. }) = &self.rope else { return Ok(()) };
-        let rows = cos.dim(0)?;
+    /// Elements of a head in the KV cache's memory.
+    pub(crate) fn cached_size(&self) -> usize {
+        let how = self.quantized.as_ref().map(|quantized| quantized.how);
+        self.heads.size / how.map_or(1, Quantization::codes_per_element)
+    }
+
+    /// The tensors that all calls of the layer read, and what errors call them.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (TensorId, &'static str, &Tensor)> {
+        let rope = self.rope.iter().flat_map(|Rope { cos, sin, .. }| {
+            [(TensorId::CosCache, "cos", cos), (TensorId::SinCache, "sin", sin)]
+        });
+        let scales = self.quantized.iter().flat_map(|Quantized { k_scale, v_scale, .. }| {
+            [(TensorId::KScale, "k_scale", k_scale), (TensorId::VScale, "v_scale", v_scale)]
+        });
+        rope.chain(scales)
+    }
+
+    /// Errs unless the rotary embedding has so many positions, and all the layer's tensors are on
+    /// that device.
+    pub(crate) fn check_tensors(&self, positions: usize, device: &Device) -> Result<()> {
+        let rows = self.rope.as_ref().map_or(Ok(positions), |rope| rope.cos.dim(0))?;
         if rows < positions {
             let allowed = format!("{positions} or more, the tokens that a sequence has room for");
             return Err(invalid("cos", format!("{rows} positions"), allowed));
         }
-        match cos.device().same_device(device) {
-            true => Ok(()),
-            false => {
-                let [got, allowed] = [cos.device(), device].map(|device| device.location());
+        let other = |(_, _, tensor): &(_, _, &Tensor)| !tensor.device().same_device(device);
+        match self.tensors().find(other) {
+            None => Ok(()),
+            Some((_, name, tensor)) => {
+                let [got, allowed] = [tensor.device(), device].map(|device| device.location());
                 let allowed = format!("{allowed:?}, where the KV cache is");
-                Err(invalid("cos", format!("a tensor on {got:?}"), allowed))
+                Err(invalid(name, format!("a tensor on {got:?}"), allowed))
             }
+        }
+    }
+}
+
+/// What each of a KV cache's scales is for.
+fn scales_per(argument: &'static str, scale: &Tensor, heads: Heads) -> Result<Scales> {
+    check_type(argument, scale, DType::F32)?;
+    let kinds = [Scales::PerTensor, Scales::PerHead, Scales::PerChannel];
+    let count = |scales: &Scales| scales.count(heads.kv, heads.size) == scale.elem_count();
+    let Some(scales) = kinds.into_iter().find(count) else {
+        let [of_heads, of_channels] = [heads.kv, heads.kv.saturating_mul(heads.size)];
+        let allowed = format!("1, {of_heads} or {of_channels} elements");
+        return Err(invalid(argument, format!("{:?}", scale.shape()), allowed));
+    };
+    let numbers = scale.flatten_all()?.to_vec1::<f32>()?;
+    match numbers.into_iter().find(|number| !number.is_normal()) {
+        None => Ok(scales),
+        Some(number) => {
+            Err(invalid(argument, number, "finite numbers other than 0, none subnormal"))
         }
     }
 }

@@ -1,16 +1,16 @@
 //! KV caches of sequences that each have room of their own.
 
-use crate::attention::{Attention, Rope};
+use crate::attention::Attention;
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::{Gpu, Pointer};
-use crate::device::store;
+use crate::device::Store;
 use crate::error::{invalid, ours};
 use crate::rows::{check_shape, check_type, readable, strides};
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use gqa_host::backend::IoViews;
 use gqa_host::engine::Dense;
 use gqa_host::plan::{TensorId, Tensors};
@@ -38,8 +38,8 @@ pub struct KvCache {
     batch: usize,
     capacity: usize,
     lengths: Vec<usize>,
-    keys: Storage,
-    values: Storage,
+    keys: Store,
+    values: Store,
 }
 
 impl KvCache {
@@ -58,11 +58,11 @@ impl KvCache {
     ) -> Result<Self> {
         // What is wrong with the layer is told now, by a call that any cache would take.
         let layer = attention.layer(dtype)?;
-        attention.check_rope(capacity, device)?;
+        attention.check_tensors(capacity, device)?;
         layer.dense(Dense::decode(batch, capacity)).map_err(ours)?;
-        let shape = [batch, attention.heads.kv, capacity, attention.heads.size];
-        let [keys, values] =
-            [store("keys", dtype, &shape, device)?, store("values", dtype, &shape, device)?];
+        let shape = [batch, attention.heads.kv, capacity, attention.cached_size()];
+        let store = |argument| Store::new(argument, layer.cache_dtype(), &shape, device);
+        let (keys, values) = (store("keys")?, store("values")?);
         let lengths = vec![0; batch];
         Ok(Self { attention: attention.clone(), dtype, batch, capacity, lengths, keys, values })
     }
@@ -165,7 +165,7 @@ impl KvCache {
         let last: Vec<i32> = lengths.iter().map(|length| *length as i32 - 1).collect();
         let step = Step {
             problem: &problem,
-            rope: self.attention.rope.as_ref(),
+            attention: &self.attention,
             last: &last,
             cache: RefCell::new([&mut self.keys, &mut self.values]),
         };
@@ -193,11 +193,11 @@ impl KvCache {
 /// One call: of query, key and value.
 struct Step<'a> {
     problem: &'a Problem,
-    rope: Option<&'a Rope>,
+    attention: &'a Attention,
     /// seqlens_k
     last: &'a [i32],
     /// Keys and values.
-    cache: RefCell<[&'a mut Storage; 2]>,
+    cache: RefCell<[&'a mut Store; 2]>,
 }
 
 impl CustomOp3 for Step<'_> {
@@ -215,9 +215,7 @@ impl CustomOp3 for Step<'_> {
         value_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let [keys, values] = &mut *self.cache.borrow_mut();
-        let (Storage::Cpu(keys), Storage::Cpu(values)) = (keys, values) else {
-            return Err(invalid("query", "a tensor on the CPU", "one where the KV cache is"));
-        };
+        let (keys, values) = (keys.on_cpu()?, values.on_cpu()?);
         let shape = query_layout.shape();
         let mut output = cpu::zeros("output", query.dtype(), shape.dims())?;
         let inputs = Tensors::default()
@@ -228,12 +226,12 @@ impl CustomOp3 for Step<'_> {
         let io = IoViews {
             inputs,
             output: cpu::view_mut("output", &mut output)?,
-            present_key: cpu::view_mut("keys", keys)?.into(),
-            present_value: cpu::view_mut("values", values)?.into(),
+            present_key: keys.into(),
+            present_value: values.into(),
             output_qk: None,
             lse: None,
         };
-        cpu::run_rotated(self.problem, io, self.rope)?;
+        cpu::run_layer(self.problem, io, self.attention)?;
         Ok((output, shape.clone()))
     }
 
@@ -248,9 +246,7 @@ impl CustomOp3 for Step<'_> {
         value_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let [keys, values] = &mut *self.cache.borrow_mut();
-        let (Storage::Cuda(keys), Storage::Cuda(values)) = (keys, values) else {
-            return Err(invalid("query", "a tensor on a GPU", "one where the KV cache is"));
-        };
+        let (keys, values) = (keys.on_gpu()?, values.on_gpu()?);
         let (gpu, shape) = (Gpu::beside(keys, query)?, query_layout.shape());
         let last = gpu.numbers(self.last)?;
         let mut output = Gpu::output(query, shape)?;
@@ -262,7 +258,7 @@ impl CustomOp3 for Step<'_> {
             .with(TensorId::PresentKey, Pointer::written("keys", keys, &gpu)?)
             .with(TensorId::PresentValue, Pointer::written("values", values, &gpu)?)
             .with(TensorId::Output, Pointer::written("output", &mut output, &gpu)?);
-        gpu.run_rotated(self.problem, tensors, self.rope)?;
+        gpu.run_layer(self.problem, tensors, self.attention)?;
         Ok((output, shape.clone()))
     }
 }

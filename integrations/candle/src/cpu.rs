@@ -1,10 +1,10 @@
 //! candle's tensors on the CPU as gqa's: slices of the same memory.
 
-use crate::attention::{Rope, element_type};
+use crate::attention::{Attention, element_type};
 use crate::error::{invalid, ours};
 use candle::{CpuStorage, DType, Layout, Result, Storage};
 use gqa_host::backend::{IoViews, cpu::Cpu};
-use gqa_host::plan::{TensorId, Tensors};
+use gqa_host::plan::Tensors;
 use gqa_host::{CacheView, Problem, RowMajor, Tensor, TensorView, TensorViewMut};
 use std::ops::Range;
 
@@ -118,19 +118,14 @@ pub(crate) fn run(problem: &Problem, io: &mut IoViews<'_>) -> Result<()> {
     Cpu::default().run_on(problem, io).map_err(ours)
 }
 
-/// Runs a call whose queries and keys rotate, where there is a rotary embedding.
-pub(crate) fn run_rotated(
-    problem: &Problem,
-    mut io: IoViews<'_>,
-    rope: Option<&Rope>,
-) -> Result<()> {
-    let Some(rope) = rope else { return run(problem, &mut io) };
-    let (cos, cos_layout) = rope.cos.storage_and_layout();
-    let (sin, sin_layout) = rope.sin.storage_and_layout();
-    let inputs = io
-        .inputs
-        .with(TensorId::CosCache, view_of("cos", &cos, cos_layout)?)
-        .with(TensorId::SinCache, view_of("sin", &sin, sin_layout)?);
+/// Runs a call with the layer's own tensors.
+pub(crate) fn run_layer(problem: &Problem, io: IoViews<'_>, attention: &Attention) -> Result<()> {
+    let tensors = attention.tensors();
+    let held: Vec<_> = tensors.map(|(id, name, x)| (id, name, x.storage_and_layout())).collect();
+    let mut inputs = io.inputs;
+    for (id, name, (storage, layout)) in &held {
+        inputs = inputs.with(*id, view_of(name, storage, layout)?);
+    }
     run(problem, &mut IoViews { inputs, ..io })
 }
 

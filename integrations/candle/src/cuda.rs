@@ -1,6 +1,6 @@
 //! Plans in candle's streams, on candle's memory. Nothing is copied, and nothing waited for.
 
-use crate::attention::Rope;
+use crate::attention::Attention;
 use crate::error::{invalid, ours};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::cuda_backend::CudaStorageSlice;
@@ -11,7 +11,7 @@ use candle::cuda_backend::cudarc::driver::{
 use candle::{CudaDevice, CudaStorage, DeviceLocation, Layout, Result, Shape, Storage};
 use gqa_host::Problem;
 use gqa_host::driver::{Device, DeviceView, LoadedPlan, Stream, Views, Workspace};
-use gqa_host::plan::{Plan, PlanOptions, Planner, TensorId, TensorSpec, Tensors};
+use gqa_host::plan::{Plan, PlanOptions, Planner, TensorSpec, Tensors};
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
@@ -131,19 +131,19 @@ impl Gpu {
             .map_err(ours)
     }
 
-    /// The same where queries and keys rotate, if there is a rotary embedding.
-    pub(crate) fn run_rotated<'a>(
+    /// The same with the layer's own tensors.
+    pub(crate) fn run_layer<'a>(
         &'a self,
         problem: &Problem,
         tensors: Tensors<Pointer<'a>>,
-        rope: Option<&Rope>,
+        attention: &Attention,
     ) -> Result<()> {
-        let Some(rope) = rope else { return self.run(problem, &tensors) };
-        let (cos, cos_layout) = rope.cos.storage_and_layout();
-        let (sin, sin_layout) = rope.sin.storage_and_layout();
-        let tensors = tensors
-            .with(TensorId::CosCache, Pointer::read_of("cos", &cos, cos_layout, self)?)
-            .with(TensorId::SinCache, Pointer::read_of("sin", &sin, sin_layout, self)?);
+        let own = attention.tensors();
+        let held: Vec<_> = own.map(|(id, name, x)| (id, name, x.storage_and_layout())).collect();
+        let mut tensors: Tensors<Pointer<'_>> = tensors;
+        for (id, name, (storage, layout)) in &held {
+            tensors = tensors.with(*id, Pointer::read_of(name, storage, layout, self)?);
+        }
         self.run(problem, &tensors)
     }
 
@@ -253,7 +253,7 @@ impl<'a> Pointer<'a> {
         Self { address: pointer + (first * size_of::<T>()) as u64, _used: used }
     }
 
-    /// The first element of a tensor that is written.
+    /// The first element of a tensor that is written; those of a quantized KV cache are bytes.
     pub(crate) fn written(
         argument: &'static str,
         storage: &'a mut CudaStorage,
@@ -264,6 +264,7 @@ impl<'a> Pointer<'a> {
             CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&gpu.theirs),
             CudaStorageSlice::F16(slice) => slice.device_ptr_mut(&gpu.theirs),
             CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&gpu.theirs),
+            CudaStorageSlice::U8(slice) => slice.device_ptr_mut(&gpu.theirs),
             _ => return Err(error),
         };
         Ok(Self { address, _used: used })

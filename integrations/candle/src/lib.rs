@@ -3,6 +3,7 @@
 //! - [`KvCache`] is a layer's KV cache with room for a number of tokens. It is appended to in
 //!   place: rotary embedding, append and attention are one call, and KV heads are never repeated.
 //! - [`PagedKvCache`] is one of blocks, which sequences of any lengths share.
+//! - [`Attention::quantized`] makes either one of int8, float8 or 4-bit values.
 //! - [`flash`] has the functions of candle-flash-attn under their names and with their arguments.
 //!   The crate `candle-flash-attn` beside this one hands them on, so that
 //!   `[patch.crates-io]` puts them into programs that call the original.
@@ -44,4 +45,5 @@ mod tables;
 
 pub use attention::{Attention, Rope};
 pub use cache::KvCache;
+pub use gqa_host::QuantFormat;
 pub use paged::{PagedKvCache, Sequence};

@@ -4,14 +4,14 @@ use crate::attention::Attention;
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::{Gpu, Pointer};
-use crate::device::store;
-use crate::error::{invalid, ours};
+use crate::device::Store;
+use crate::error::ours;
 use crate::rows::{check_shape, check_type, contiguous};
 use crate::tables::Tables;
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use candle::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use gqa_host::backend::IoViews;
 use gqa_host::engine::Paged;
 use gqa_host::plan::{TensorId, Tensors};
@@ -48,8 +48,8 @@ pub struct PagedKvCache {
     dtype: DType,
     blocks: usize,
     tables: Tables,
-    keys: Storage,
-    values: Storage,
+    keys: Store,
+    values: Store,
 }
 
 impl PagedKvCache {
@@ -68,11 +68,12 @@ impl PagedKvCache {
         device: &Device,
     ) -> Result<Self> {
         // What is wrong with the layer is told now, by a call that any cache would take.
-        attention.layer(dtype)?.paged(Paged::decode(1, [blocks, block_size, 1])).map_err(ours)?;
-        attention.check_rope(0, device)?;
-        let shape = [blocks, block_size, attention.heads.kv, attention.heads.size];
-        let [keys, values] =
-            [store("keys", dtype, &shape, device)?, store("values", dtype, &shape, device)?];
+        let layer = attention.layer(dtype)?;
+        layer.paged(Paged::decode(1, [blocks, block_size, 1])).map_err(ours)?;
+        attention.check_tensors(0, device)?;
+        let shape = [blocks, block_size, attention.heads.kv, attention.cached_size()];
+        let store = |argument| Store::new(argument, layer.cache_dtype(), &shape, device);
+        let (keys, values) = (store("keys")?, store("values")?);
         let tables = Tables::new(blocks, block_size)?;
         Ok(Self { attention: attention.clone(), dtype, blocks, tables, keys, values })
     }
@@ -154,7 +155,7 @@ struct Step<'a> {
     starts: &'a [i32],
     table: &'a [i32],
     /// Keys and values.
-    cache: RefCell<[&'a mut Storage; 2]>,
+    cache: RefCell<[&'a mut Store; 2]>,
 }
 
 impl CustomOp3 for Step<'_> {
@@ -172,9 +173,7 @@ impl CustomOp3 for Step<'_> {
         value_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let [keys, values] = &mut *self.cache.borrow_mut();
-        let (Storage::Cpu(keys), Storage::Cpu(values)) = (keys, values) else {
-            return Err(invalid("query", "a tensor on the CPU", "one where the KV cache is"));
-        };
+        let (keys, values) = (keys.on_cpu()?, values.on_cpu()?);
         let shape = query_layout.shape();
         let mut output = cpu::zeros("output", query.dtype(), shape.dims())?;
         let inputs = Tensors::default()
@@ -187,12 +186,12 @@ impl CustomOp3 for Step<'_> {
         let io = IoViews {
             inputs,
             output: cpu::view_mut("output", &mut output)?,
-            present_key: cpu::view_mut("keys", keys)?.into(),
-            present_value: cpu::view_mut("values", values)?.into(),
+            present_key: keys.into(),
+            present_value: values.into(),
             output_qk: None,
             lse: None,
         };
-        cpu::run_rotated(self.problem, io, self.attention.rope.as_ref())?;
+        cpu::run_layer(self.problem, io, self.attention)?;
         Ok((output, shape.clone()))
     }
 
@@ -207,9 +206,7 @@ impl CustomOp3 for Step<'_> {
         value_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let [keys, values] = &mut *self.cache.borrow_mut();
-        let (Storage::Cuda(keys), Storage::Cuda(values)) = (keys, values) else {
-            return Err(invalid("query", "a tensor on a GPU", "one where the KV cache is"));
-        };
+        let (keys, values) = (keys.on_gpu()?, values.on_gpu()?);
         let (gpu, shape) = (Gpu::beside(keys, query)?, query_layout.shape());
         let (past, starts) = (gpu.numbers(self.past)?, gpu.numbers(self.starts)?);
         let table = gpu.numbers(self.table)?;
@@ -224,7 +221,7 @@ impl CustomOp3 for Step<'_> {
             .with(TensorId::PresentKey, Pointer::written("keys", keys, &gpu)?)
             .with(TensorId::PresentValue, Pointer::written("values", values, &gpu)?)
             .with(TensorId::Output, Pointer::written("output", &mut output, &gpu)?);
-        gpu.run_rotated(self.problem, tensors, self.attention.rope.as_ref())?;
+        gpu.run_layer(self.problem, tensors, self.attention)?;
         Ok((output, shape.clone()))
     }
 }

@@ -7,7 +7,7 @@ use crate::refusal::refusal;
 use candle::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle::{DType, Device, Result, Tensor};
 use gqa_candle::flash::*;
-use gqa_candle::{Attention, KvCache, PagedKvCache, Rope};
+use gqa_candle::{Attention, KvCache, PagedKvCache, QuantFormat, Rope};
 use std::thread;
 
 /// The largest difference.
@@ -134,9 +134,26 @@ fn functions_of_any_lengths_are_as_on_the_cpu() -> Result<()> {
 
 #[test]
 fn kv_caches_are_as_on_the_cpu() -> Result<()> {
+    caches_are_as_on_the_cpu(|device, dtype| {
+        Ok(Attention::new(6, 2, 64).rope(Rope::of_frequency(10_000., 64, 256, dtype, device)?))
+    })
+}
+
+/// Keys that rotate are rounded before, and may then become another quantized value.
+#[test]
+fn quantized_kv_caches_are_as_on_the_cpu() -> Result<()> {
+    for format in [QuantFormat::Int8, QuantFormat::Float8, QuantFormat::Int4] {
+        caches_are_as_on_the_cpu(|device, _| {
+            let scale = Tensor::new(&[0.2f32, 0.15], device)?;
+            Attention::new(6, 2, 64).quantized(format, &scale, &scale)
+        })?;
+    }
+    Ok(())
+}
+
+fn caches_are_as_on_the_cpu(layer: impl Fn(&Device, DType) -> Result<Attention>) -> Result<()> {
     alike(|device, dtype| {
-        let rope = Rope::of_frequency(10_000., 64, 256, dtype, device)?;
-        let attention = Attention::new(6, 2, 64).rope(rope);
+        let attention = layer(device, dtype)?;
         let mut dense = KvCache::new(&attention, 2, 256, dtype, device)?;
         let mut paged = PagedKvCache::new(&attention, 32, 16, dtype, device)?;
         let sequences = [paged.begin(), paged.begin()];

@@ -13,6 +13,7 @@ mod gpu;
 #[expect(dead_code, reason = "the example reads files, too")]
 mod llama;
 mod model;
+mod quantized;
 mod refusal;
 mod smollm2;
 #[path = "../../examples/smollm2/text.rs"]
