@@ -751,6 +751,9 @@ class Cases:
             ("v_cache", {"v_cache": halves}),
             ("v_cache", {"v_cache": new}),
             ("k_cache", {"k_cache": codes.view(torch.uint8), "v_cache": codes.view(torch.uint8)}),
+            ("k_cache", {"q": q[..., :31], "k_cache": halves, "v_cache": halves}),
+            ("k_cache", {"k_cache": new.half(), "v_cache": new.half()}),
+            ("k_cache", {"k_cache": None}),
             ("k", {"k": codes[:, :3], "v": codes[:, :3], "cache_seqlens": 0}),
         ):
             given = {"q": q, "k_cache": codes, "v_cache": codes} | change

@@ -93,15 +93,19 @@ def _invalid(argument, got, allowed):
 
 def _cache(q, pair, descales):
     """The two tensors of a KV cache, which have names, with their scales if it is quantized."""
-    cache = Cache(*pair.values())
-    dtype = getattr(cache.keys, "dtype", None)
-    size = q.shape[-1]
+    cache, size = Cache(*pair.values()), q.shape[-1]
+    name, dtype = next(iter(pair)), getattr(cache.keys, "dtype", None)
     if dtype not in FORMATS:
+        if dtype not in (None, q.dtype) and q.dtype in ELEMENTS:
+            types = ", ".join(map(str, FORMATS))
+            raise _invalid(name, dtype, f"{q.dtype}, as q, or quantized values: {types}")
         _check(q, pair, 4)
     elif FORMATS[dtype] == "int4":
-        if size % 2 != 0:
-            raise _invalid("q", f"heads of {size} elements", f"an even number, as keys are {dtype}")
-        _check(q, pair, 4, dtype, size // 2)
+        width = cache.keys.shape[-1]
+        if 2 * width != size:
+            got = f"{dtype} heads of {width} elements"
+            raise _invalid(name, got, f"two numbers of 4 bits to each, {size} in all, as q has")
+        _check(q, pair, 4, dtype, width)
     else:
         _check(q, pair, 4, dtype)
     return _quantized.scaled(cache, size, descales)

@@ -24,8 +24,8 @@ def appended(q, cache, new, rope, places, advances):
         entries = places.entries
         entries = torch.arange(q.shape[0], device=q.device) if entries is None else entries.long()
         index = entries[:, None].expand(-1, rows), at
-    for memory, new in zip(cache.bytes(), cache.encoded((k, v))):
-        memory[index] = new
+    for memory, rows_of in zip(cache.bytes(), cache.encoded((k, v))):
+        memory[index] = rows_of
     return q
 
 
