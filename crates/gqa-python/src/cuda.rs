@@ -225,7 +225,7 @@ impl Call {
     #[expect(clippy::too_many_arguments, reason = "each is a number of the call")]
     #[pyo3(signature = (
         sizes, sequences, tokens, cache, most_tokens, longest, rope, counts_new, appended, lse,
-        tree_mask, quantized=None
+        tree_mask, quantized
     ))]
     fn paged(
         sizes: Sizes,

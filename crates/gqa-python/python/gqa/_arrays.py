@@ -469,7 +469,8 @@ def _paged(work, q, call, most, new, rope, scores, want_lse, tree=None):
     }
     blocks = k_cache.shape[0] * k_cache.shape[1] // call.block
     cut = blocks, call.block, call.columns
-    wanted = call.counts_new, new is None, want_lse, tree is not None
+    quantized = None
+    wanted = call.counts_new, new is None, want_lse, tree is not None, quantized
     numbers = len(call.starts) - 1, tokens, cut, most, longest, turns, *wanted
     work.run("paged", q, k_cache.shape[2], scores, sinks is not None, numbers, tensors)
     return out, lse
