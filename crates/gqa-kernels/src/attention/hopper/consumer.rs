@@ -21,6 +21,8 @@ use core::marker::PhantomData;
 
 /// Output registers of the widest product.
 const WIDEST_PRODUCT: usize = 128;
+/// Of tiles of which nobody has asked whether they have arrived.
+const UNKNOWN: [u32; 2] = [0; 2];
 /// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup
 /// w's turn.
 const CLEARED: u32 = 8;
@@ -52,9 +54,10 @@ pub(super) struct Consumer<'a, T, P: Steps, S, K, const C: usize, const W: usize
     q: Ring,
     /// The next K or V tile.
     kv: Ring,
-    /// Whether that tile and the one behind are known to have arrived. Steps over edges look at it,
-    /// too: else the assembler keeps the ring's position in registers that are not uniform.
-    arrived: P::Arrived,
+    /// Whether that tile and the one behind are known to have arrived, where consumers
+    /// [ask ahead](Tile::ASKS_AHEAD). Steps over edges look at it, too: else the assembler keeps
+    /// the ring's position in registers that are not uniform.
+    arrived: [u32; 2],
     /// The next tile of the mask.
     mask: Ring,
     /// Work tiles begun.
@@ -81,40 +84,9 @@ pub(super) struct State<const W: usize, const O: usize> {
     begun: bool,
 }
 
-/// What a consumer knows of the K and V tiles that it multiplies next.
-pub(super) trait Arrived: Copy {
-    /// Nothing.
-    const UNKNOWN: Self;
-
-    /// Whether K, number 0, or V, number 1, is known to have arrived, for
-    /// [`wait_unless`](Consumer::wait_unless); `None` where nobody asks.
-    fn of(self, tile: usize) -> Option<u32>;
-}
-
-impl Arrived for () {
-    const UNKNOWN: Self = ();
-
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn of(self, _: usize) -> Option<u32> {
-        None
-    }
-}
-
-impl Arrived for [u32; 2] {
-    const UNKNOWN: Self = [0; 2];
-
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn of(self, tile: usize) -> Option<u32> {
-        Some(self[tile])
-    }
-}
-
 /// How a consumer of such operands steps over key tiles of which all rows see all keys. A trait,
 /// because a branch that is never taken would cost the others registers.
 pub(super) trait Steps: Operand {
-    /// What is asked of the next tiles in the middle of a step.
-    type Arrived: Arrived;
-
     /// To the cursor's `bottom`.
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -128,8 +100,6 @@ pub(super) trait Steps: Operand {
 }
 
 impl<P: MmaElement> Steps for P {
-    type Arrived = ();
-
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -150,8 +120,6 @@ impl<P: MmaElement> Steps for P {
 }
 
 impl Steps for Float8 {
-    type Arrived = [u32; 2];
-
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
@@ -210,7 +178,7 @@ impl<
             scales,
             q: Ring::START,
             kv: Ring::START,
-            arrived: P::Arrived::UNKNOWN,
+            arrived: UNKNOWN,
             mask: Ring::START,
             works: 0,
             shape: PhantomData,
@@ -286,6 +254,9 @@ impl<
         self.softmax.relate(0, &mut s, rows.reference[0]);
         self.softmax.weigh(0, &mut s, rows);
         self.softmax.relate(1, &mut s, rows.reference[1]);
+        if S::WAITS_LATE {
+            self.hold_wait(rows);
+        }
         wgmma_wait::<0>();
         self.release_tile(keys.next(S::STAGES));
         // The second row's exponentials hide the packing.
@@ -300,6 +271,14 @@ impl<
             scale(o, factors);
         }
         self.release_tile(keys);
+    }
+
+    /// Keeps the assembler from moving a wait for P·V ahead of the first row's exponentials. It
+    /// moves none over a test of a barrier, and the address here needs the sign, 0, of their sum.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn hold_wait(&self, rows: &RowPair) {
+        let sign = rows.sum[0].to_bits() >> 31;
+        mbarrier_test(self.base + S::KV_FULL + sign, 0);
     }
 
     /// The same where weights are packed to bytes, in which nobody sees what they exceeded: they
@@ -384,7 +363,7 @@ impl<
         self.pass_turn();
         wgmma_wait::<1>();
         self.kv = values.next(S::STAGES);
-        self.arrived = P::Arrived::UNKNOWN;
+        self.arrived = UNKNOWN;
         s
     }
 
@@ -466,25 +445,21 @@ impl<
         mbarrier_wait(self.base + S::KV_FULL + at.barrier(), at.parity);
     }
 
-    /// The same for K, number 0, or V, number 1, of which may be known that it has arrived.
+    /// The same for K, number 0, or V, number 1, unless it is known to have arrived.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait_known(&self, tile: usize, at: Ring) {
-        match self.arrived.of(tile) {
-            Some(arrived) => self.wait_unless(arrived, at),
-            None => self.wait_tile(at),
+        if S::ASKS_AHEAD {
+            let full = self.base + S::KV_FULL + at.barrier();
+            mbarrier_wait_unless(self.arrived[tile], full, at.parity);
+        } else {
+            self.wait_tile(at);
         }
     }
 
-    /// Whether the tile has arrived, for [`Self::wait_unless`].
+    /// Whether the tile has arrived, for [`Self::wait_known`].
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn test_tile(&self, at: Ring) -> u32 {
         mbarrier_test(self.base + S::KV_FULL + at.barrier(), at.parity)
-    }
-
-    /// Waits for a tile, unless it is known to have arrived.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn wait_unless(&self, arrived: u32, at: Ring) {
-        mbarrier_wait_unless(arrived, self.base + S::KV_FULL + at.barrier(), at.parity);
     }
 
     /// This warp has read the K or V tile.
@@ -535,13 +510,7 @@ impl<
         let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
         let mut block = 0;
         while block < W / 4 {
-            let mut s = self.scores_of_block(keys, block as u32);
-            let mut half = 0;
-            while half < 2 {
-                self.softmax.relate(half, &mut s, rows.origin(half));
-                self.softmax.weigh(half, &mut s, rows);
-                half += 1;
-            }
+            let s = self.weights_of_block(keys, block as u32, rows);
             let packed: [u32; 4] = P::Element::pack_weights::<8, 4>(&s);
             let mut i = 0;
             while i < 4 {
@@ -560,22 +529,29 @@ impl<
         let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
         let mut block = 0;
         while block < C / 8 {
-            let mut scores = self.scores_of_block(keys, block as u32);
-            let mut half = 0;
-            while half < 2 {
-                self.softmax.relate(half, &mut scores, rows.origin(half));
-                self.softmax.weigh(half, &mut scores, rows);
-                half += 1;
-            }
+            let weights = self.weights_of_block(keys, block as u32, rows);
             let mut i = 0;
             while i < 8 {
-                s[8 * block + i] = scores[i];
+                s[8 * block + i] = weights[i];
                 i += 1;
             }
             block += 1;
         }
         sync_warp();
         factors
+    }
+
+    /// This warp's weights of 16 keys of a tile, from scores computed once more.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn weights_of_block(&self, keys: Ring, block: u32, rows: &mut RowPair) -> [f32; 8] {
+        let mut s = self.scores_of_block(keys, block);
+        let mut half = 0;
+        while half < 2 {
+            self.softmax.relate(half, &mut s, rows.origin(half));
+            self.softmax.weigh(half, &mut s, rows);
+            half += 1;
+        }
+        s
     }
 
     /// The greatest scores of a tile, of each of the thread's rows.

@@ -60,6 +60,12 @@ pub(super) trait Tile {
     /// Whether the tensor cores sum the weights, as products with eight columns of ones behind V:
     /// the sums are those of the rounded weights then.
     const SUM_COLUMNS: bool;
+    /// Whether a consumer waits for P·V behind its first row's exponentials, and not before. Three
+    /// warpgroups have others to run meanwhile, and are slower with it.
+    const WAITS_LATE: bool = Self::WARPGROUPS == 2 && !Self::SUM_COLUMNS;
+    /// Whether a consumer asks in the middle of a step if the next tiles have arrived, so that the
+    /// next one need not wait for the answer. Without products of e4m3 it is not faster.
+    const ASKS_AHEAD: bool = Self::IS_TRANSPOSED;
     /// As many rows of ones as one multiplication takes; where V is transposed, each stage of the
     /// ring ends with them.
     const ONES_BYTES: u32 = if Self::SUM_COLUMNS && !Self::IS_TRANSPOSED { 16 * 128 } else { 0 };
