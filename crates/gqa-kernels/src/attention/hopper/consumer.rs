@@ -344,10 +344,15 @@ impl<
             collect_sums::<S, O>(o, rows);
         }
         self.softmax.weigh(1, &mut s, rows);
+        if S::PACKS_EARLY {
+            *weights = P::pack_weights::<C, W>(&s);
+        }
         if ends {
             self.finish(o, done, from.slot);
         }
-        *weights = P::pack_weights::<C, W>(&s);
+        if !S::PACKS_EARLY {
+            *weights = P::pack_weights::<C, W>(&s);
+        }
         true
     }
 

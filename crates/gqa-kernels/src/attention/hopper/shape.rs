@@ -66,6 +66,9 @@ pub(super) trait Tile {
     /// Whether a consumer asks in the middle of a step if the next tiles have arrived, so that the
     /// next one need not wait for the answer. Without products of e4m3 it is not faster.
     const ASKS_AHEAD: bool = Self::IS_TRANSPOSED;
+    /// Whether weights are packed before a finished work tile's output is written: behind it where
+    /// there are registers for both, because the assembler gives others fewer then.
+    const PACKS_EARLY: bool = Self::IS_TRANSPOSED && Self::D > 128;
     /// As many rows of ones as one multiplication takes; where V is transposed, each stage of the
     /// ring ends with them.
     const ONES_BYTES: u32 = if Self::SUM_COLUMNS && !Self::IS_TRANSPOSED { 16 * 128 } else { 0 };
@@ -185,7 +188,7 @@ pub type D256<const SPLITS: bool> = Hopper<256, 64, 2, 32, 16, 128, 0, SPLITS, f
 /// all of a row's weights alike does no harm.
 pub type Float8D128 = Hopper<128, 128, 2, 64, 16, 68, 0, false, false>;
 /// The same for head sizes up to 256.
-pub type Float8D256 = Hopper<256, 96, 2, 48, 12, 132, 0, false, false>;
+pub type Float8D256 = Hopper<256, 64, 2, 32, 8, 132, 0, false, false>;
 /// Head sizes up to 64, over a quantized cache.
 pub type QuantizedD64 = Hopper<64, 128, 2, 64, 32, 32, 0, false, true>;
 /// Head sizes up to 128, over a quantized cache.
