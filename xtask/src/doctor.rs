@@ -11,7 +11,7 @@ pub fn run() -> Result<()> {
     line("device toolchain", Toolchain::find());
     line(
         "ptxas",
-        Ptxas::find(&place::ptxas())
+        Ptxas::find(&place::cuda_tools())
             .and_then(|ptxas| Ok(format!("{}, {}", ptxas.version()?, ptxas.path().display()))),
     );
     line("cargo", first_line("cargo", &["--version"]));

@@ -7,6 +7,7 @@ mod doctor;
 mod embed;
 mod folder;
 mod integrations;
+mod loops;
 mod module;
 mod parallel;
 mod place;

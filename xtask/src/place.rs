@@ -36,7 +36,7 @@ pub fn target() -> PathBuf {
         .map_or_else(|| root().join("target"), |folder| root().join(folder))
 }
 
-/// Where ptxas is installed if the machine has none.
-pub fn ptxas() -> PathBuf {
-    target().join("ptxas")
+/// Where programs of the CUDA toolkit are installed if the machine has none.
+pub fn cuda_tools() -> PathBuf {
+    target().join("cuda-tools")
 }

@@ -1,5 +1,6 @@
 //! `cargo xtask ptxas`: what each entry costs on each GPU.
 
+use crate::loops;
 use crate::parallel::longest_first;
 use crate::place;
 use anyhow::{Context, Result, bail};
@@ -65,13 +66,14 @@ pub struct Args {
 
 /// Assembles modules, and writes into the manifest that they were found good.
 pub fn run(args: &Args) -> Result<()> {
-    let ptxas = Ptxas::find_or_install(&place::ptxas())?;
+    let ptxas = Ptxas::find_or_install(&place::cuda_tools())?;
     let mut manifest = Manifest::read(&place::manifest())?;
     let mut modules = manifest.modules.clone();
     modules.retain(|module| args.family.is_empty() || args.family.contains(&module.family));
     let reports = assemble(&ptxas, &modules)?;
     table(&reports);
     judge(&reports)?;
+    loops::check(&cubins_of_hopper(&modules))?;
     for module in modules {
         manifest.put(Module { assembled: module.sha256.clone(), ..module });
     }
@@ -87,8 +89,12 @@ pub fn check(full: bool) -> Result<Option<String>> {
         println!("every module was assembled as it is; not assembled again");
         return Ok(None);
     }
-    match Ptxas::find_or_install(&place::ptxas()) {
-        Ok(ptxas) => judge(&assemble(&ptxas, &modules)?).map(|()| None),
+    match Ptxas::find_or_install(&place::cuda_tools()) {
+        Ok(ptxas) => {
+            judge(&assemble(&ptxas, &modules)?)?;
+            loops::check(&cubins_of_hopper(&modules))?;
+            Ok(None)
+        }
         Err(reason) => Ok(Some(reason.to_string())),
     }
 }
@@ -100,9 +106,21 @@ struct Assembled {
     report: Report,
 }
 
+/// Where modules are assembled.
+fn assembled() -> PathBuf {
+    place::target().join("ptx/assembled")
+}
+
+/// The binaries of those modules that multiply by `wgmma`.
+fn cubins_of_hopper(modules: &[Module]) -> Vec<PathBuf> {
+    let hopper = modules.iter().filter(|module| module.family.starts_with("hopper"));
+    let name = |module: &Module| format!("{}.{}.cubin", module.name(), module.arch);
+    hopper.map(|module| assembled().join(name(module))).collect()
+}
+
 /// Assembles shipped modules, each for its own GPU and the newer ones it runs on.
 fn assemble(ptxas: &Ptxas, modules: &[Module]) -> Result<Vec<Assembled>> {
-    let folder = place::target().join("ptx/assembled");
+    let folder = assembled();
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let mut jobs = Vec::new();
     for module in modules {

@@ -19,13 +19,17 @@ pub enum Error {
         /// One line per place or installer tried.
         tried: String,
     },
-    /// No ptxas.
+    /// A program of the CUDA toolkit is missing.
     #[error(
-        "no ptxas here: not in PATH, CUDA_HOME, /usr/local/cuda, {folder}, nor a Python package.\n{tried}\n\
+        "no {name} here: not in PATH, CUDA_HOME, /usr/local/cuda, {folder}, nor a Python package.\n{tried}\n\
          `pip install {package}` brings one, so does any CUDA toolkit",
-        folder = folder.display(), package = crate::ptxas::PACKAGE
+        folder = folder.display()
     )]
-    NoPtxas {
+    NoCudaTool {
+        /// The program.
+        name: &'static str,
+        /// The Python package that holds it.
+        package: &'static str,
         /// Where an installed one would lie.
         folder: PathBuf,
         /// What installing it said, if that was tried.

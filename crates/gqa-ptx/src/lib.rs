@@ -9,7 +9,8 @@
 //!    parameter alignment.
 //! 4. [`inspect`] counts what matters per entry (barriers, matrix instructions, access widths,
 //!    local memory); [`Ratchet`] freezes the counts in a file.
-//! 5. [`Ptxas`] assembles the PTX for a GPU and reports registers, spills and warnings.
+//! 5. [`Ptxas`] assembles the PTX for a GPU and reports registers, spills and warnings;
+//!    [`Nvdisasm`] reads what it made of loops over matrix products.
 //! 6. [`Manifest`] lists the kernels a crate ships, with what they were made from; each is a file
 //!    of its own, made small by [`pack`].
 //!
@@ -39,11 +40,15 @@ mod build;
 #[cfg(feature = "build")]
 mod command;
 #[cfg(feature = "build")]
+mod cuda_tool;
+#[cfg(feature = "build")]
 mod error;
 #[cfg(feature = "build")]
 pub mod inspect;
 #[cfg(feature = "build")]
 mod manifest;
+#[cfg(feature = "build")]
+mod nvdisasm;
 #[cfg(feature = "build")]
 pub mod post;
 #[cfg(feature = "build")]
@@ -58,6 +63,7 @@ pub use self::{
     build::{Builder, Built, Target},
     error::Error,
     manifest::{Kernel, Manifest, Module, sha256, source_hash},
+    nvdisasm::{Loop, Nvdisasm},
     packed::pack,
     ptxas::{Ptxas, Report, Usage},
     ratchet::Ratchet,

@@ -2,16 +2,12 @@
 //! entry costs.
 
 use crate::command::run;
+use crate::cuda_tool::CudaTool;
 use crate::{Error, Result};
-use std::env;
-use std::env::consts::EXE_SUFFIX;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The Python package that holds it.
-pub(crate) const PACKAGE: &str = "nvidia-cuda-nvcc==13.0.88";
-/// Prints the folder of the CUDA 13 Python packages.
-const PACKAGE_FOLDER: &str = "import nvidia.cu13; print(next(iter(nvidia.cu13.__path__)))";
+const TOOL: CudaTool = CudaTool { name: "ptxas", package: "nvidia-cuda-nvcc==13.0.88" };
 
 /// The assembler.
 #[derive(Clone, Debug)]
@@ -53,26 +49,7 @@ impl Ptxas {
     ///
     /// Where there is none, with the places that were looked at.
     pub fn find(folder: &Path) -> Result<Self> {
-        let in_path = env::var_os("PATH")
-            .map(|path| env::split_paths(&path).collect::<Vec<_>>())
-            .unwrap_or_default();
-        let homes = ["CUDA_HOME", "CUDA_PATH"]
-            .into_iter()
-            .filter_map(env::var_os)
-            .map(|home| PathBuf::from(home).join("bin"));
-        let toolkit = [PathBuf::from("/usr/local/cuda/bin")];
-        let packages = [python(folder), PathBuf::from("python3")]
-            .into_iter()
-            .filter_map(|python| package_bin(&python));
-        in_path
-            .into_iter()
-            .chain(homes)
-            .chain(toolkit)
-            .chain(packages)
-            .map(|bin| bin.join(format!("ptxas{EXE_SUFFIX}")))
-            .find(|path| path.is_file())
-            .map(|path| Self { path })
-            .ok_or_else(|| Error::NoPtxas { folder: folder.into(), tried: String::new() })
+        TOOL.find(folder).map(|path| Self { path })
     }
 
     /// [`Self::find`]; where that finds nothing, installs the Python package into a virtual
@@ -82,13 +59,7 @@ impl Ptxas {
     ///
     /// Where there is none and it cannot be installed.
     pub fn find_or_install(folder: &Path) -> Result<Self> {
-        Self::find(folder).or_else(|_| {
-            install(folder).map_err(|error| Error::NoPtxas {
-                folder: folder.into(),
-                tried: error.to_string(),
-            })?;
-            Self::find(folder)
-        })
+        TOOL.find_or_install(folder).map(|path| Self { path })
     }
 
     /// Its version line.
@@ -122,24 +93,6 @@ impl Ptxas {
         let (stdout, stderr) = run(&format!("assembling {}", ptx.display()), &mut command)?;
         parse(&(stdout + &stderr), arch)
     }
-}
-
-fn python(folder: &Path) -> PathBuf {
-    folder.join("bin/python3")
-}
-
-fn package_bin(python: &Path) -> Option<PathBuf> {
-    let (folder, _) =
-        run("looking for Python packages", Command::new(python).args(["-c", PACKAGE_FOLDER]))
-            .ok()?;
-    Some(Path::new(folder.trim()).join("bin"))
-}
-
-fn install(folder: &Path) -> Result<()> {
-    run("making a virtual environment", Command::new("python3").args(["-m", "venv"]).arg(folder))?;
-    let mut pip = Command::new(python(folder));
-    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE]);
-    run("installing ptxas", &mut pip).map(drop)
 }
 
 /// Reads what `ptxas -v` prints.
@@ -231,12 +184,5 @@ ptxas info    : Used 27 registers, used 0 barriers
     fn another_format_is_an_error_not_a_clean_report() {
         let output = "ptxas info : Compiling entry function 'tiled' for 'sm_90a'\nregisters: 5\n";
         assert!(parse(output, "sm_90a").unwrap_err().to_string().contains("`tiled` for sm_90a"));
-    }
-
-    #[test]
-    fn a_missing_ptxas_says_where_it_was_looked_for() {
-        let text =
-            Error::NoPtxas { folder: "target/venv".into(), tried: String::new() }.to_string();
-        assert!(text.contains("target/venv") && text.contains(PACKAGE), "{text}");
     }
 }

@@ -1,0 +1,101 @@
+//! What the assembler made of Hopper's loops over key tiles, which nobody sees in PTX: how often
+//! registers are copied to those of a warp, and how late the products are waited for. Both have
+//! cost several per cent of prefill's time without a test that failed.
+
+use crate::place;
+use anyhow::{Result, bail};
+use gqa_ptx::{Loop, Nvdisasm};
+use std::path::PathBuf;
+
+/// Copies to the registers of a warp in a loop: more than these are descriptors of products, which
+/// should be there already (`docs/results/2026-11-27-h100-float8`).
+const MOST_COPIES: usize = 9;
+
+/// Entries, without their element type, that wait for the output behind at least so many
+/// exponentials (`docs/results/2026-11-28-h100-late-wait`).
+const LATE_WAITS: [(&str, usize); 7] = [
+    ("gqa_hopper_d128", 32),
+    ("gqa_hopper_d128_k176", 44),
+    ("gqa_hopper_out8_d128", 32),
+    ("gqa_hopper_split_d128", 32),
+    ("gqa_hopper_paged_d128", 32),
+    ("gqa_hopper_quantized_d128", 32),
+    ("gqa_hopper_paged_quantized_d128", 32),
+];
+
+/// Looks at the binaries of modules that were assembled for Hopper. Where there is no disassembler
+/// and none can be installed, it says so.
+pub fn check(cubins: &[PathBuf]) -> Result<()> {
+    if cubins.is_empty() {
+        return Ok(());
+    }
+    let nvdisasm = match Nvdisasm::find_or_install(&place::cuda_tools()) {
+        Ok(found) => found,
+        Err(reason) => {
+            println!("loops are not looked at: {reason}");
+            return Ok(());
+        }
+    };
+    let mut loops = Vec::new();
+    for cubin in cubins {
+        loops.extend(nvdisasm.loops(cubin)?);
+    }
+    table(&loops);
+    let problems: Vec<_> = loops.iter().filter_map(problem).collect();
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        bail!("loops over key tiles:\n  {}", problems.join("\n  "))
+    }
+}
+
+fn table(loops: &[Loop]) {
+    if !loops.is_empty() {
+        println!(
+            "{:44} {:>12} {:>8} {:>6} {:>12}  exponentials ahead of waits",
+            "loop of", "instructions", "products", "copies", "exponentials"
+        );
+    }
+    for Loop { entry, instructions, products, uniform_copies, exponentials, waits } in loops {
+        let waits: Vec<_> = waits.iter().map(usize::to_string).collect();
+        println!(
+            "{entry:44} {instructions:12} {products:8} {uniform_copies:6} {exponentials:12}  {}",
+            waits.join(", ")
+        );
+    }
+}
+
+fn problem(found: &Loop) -> Option<String> {
+    let Loop { entry, uniform_copies, waits, .. } = found;
+    if *uniform_copies > MOST_COPIES {
+        return Some(format!(
+            "{entry} has {uniform_copies} copies to registers of a warp; at most {MOST_COPIES}"
+        ));
+    }
+    let name = entry.replace("_bf16", "").replace("_f16", "");
+    let (_, least) = LATE_WAITS.iter().find(|row| row.0 == name)?;
+    let last = waits.last().copied().unwrap_or(0);
+    (last < *least).then(|| {
+        format!("{entry} waits for its output behind {last} exponentials; at least {least}")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_and_early_waits_are_problems() {
+        let found = |uniform_copies, wait| Loop {
+            entry: "gqa_hopper_bf16_d128".into(),
+            uniform_copies,
+            waits: vec![0, wait],
+            ..Loop::default()
+        };
+        assert_eq!(problem(&found(MOST_COPIES, 40)), None);
+        assert!(problem(&found(MOST_COPIES + 1, 40)).is_some_and(|text| text.contains("copies")));
+        assert!(problem(&found(1, 13)).is_some_and(|text| text.contains("behind 13")));
+        let other = Loop { entry: "gqa_hopper_bf16_d64".into(), ..found(1, 0) };
+        assert_eq!(problem(&other), None);
+    }
+}
