@@ -1,26 +1,29 @@
 //! A consumer warpgroup: 64 rows of every work tile of the block.
 
+mod again;
+mod products;
+mod steps;
+
+pub(super) use steps::Steps;
+
 use super::float8::Scales;
 use super::mask::Mask;
-use super::operand::Operand;
 use super::output::{Destination, Output};
 use super::pages::Pages;
 use super::ring::Ring;
 use super::rotate::Rotation;
 use super::scales::{CacheScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS};
-use super::softmax::{Raised, RowPair, Softmax, Turns, exceed, exp2_bits, greatest, scale};
+use super::softmax::{Raised, RowPair, Softmax, exp2_bits, scale};
 use super::work::{KeyTiles, Place, Slot};
 use crate::attention::out::{OutElement, Quantized};
 use crate::concept::seqlen::Seqlen;
 use crate::concept::softmax::{LOG2_E, SoftmaxState};
-use crate::num::{Float8, MmaElement, e4m3};
+use crate::num::{MmaElement, e4m3};
 use crate::params::AttentionParams;
 use crate::simt::*;
 use core::marker::PhantomData;
 
-/// Output registers of the widest product.
-const WIDEST_PRODUCT: usize = 128;
 /// Of tiles of which nobody has asked whether they have arrived.
 const UNKNOWN: [u32; 2] = [0; 2];
 /// Named barrier: all consumers have cleared their share of a V tile. Barrier 1 + w is warpgroup
@@ -82,61 +85,6 @@ pub(super) struct State<const W: usize, const O: usize> {
     rows: RowPair,
     /// The output has begun: it is not what another work tile left.
     begun: bool,
-}
-
-/// How a consumer of such operands steps over key tiles of which all rows see all keys. A trait,
-/// because a branch that is never taken would cost the others registers.
-pub(super) trait Steps: Operand {
-    /// To the cursor's `bottom`.
-    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
-        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
-        state: &mut State<W, O>,
-        at: &mut Cursor,
-    ) where
-        Self: Sized,
-        T: MmaElement,
-        S: Tile,
-        K: CacheScales;
-}
-
-impl<P: MmaElement> Steps for P {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
-        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
-        state: &mut State<W, O>,
-        at: &mut Cursor,
-    ) where
-        T: MmaElement,
-        S: Tile,
-        K: CacheScales,
-    {
-        let bottom = at.bottom;
-        while at.tile > bottom {
-            at.tile -= 1;
-            consumer.step(state);
-            state.begun = true;
-        }
-    }
-}
-
-impl Steps for Float8 {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
-        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
-        state: &mut State<W, O>,
-        at: &mut Cursor,
-    ) where
-        T: MmaElement,
-        S: Tile,
-        K: CacheScales,
-    {
-        let bottom = at.bottom;
-        while at.tile > bottom {
-            at.tile -= 1;
-            consumer.arrived = consumer.step_and_lower(state);
-            state.begun = true;
-        }
-    }
 }
 
 impl<
@@ -242,75 +190,8 @@ impl<
         self.finish(&mut o, rows.states(), at.slot);
     }
 
-    /// The scores of the next key tile, of which all rows see all keys, and the output of the last.
-    /// Whether an exponent exceeds its limit shows in the weights, which is less work than to find
-    /// the greatest exponents. K stays until that is known.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step(&mut self, state: &mut State<W, O>) {
-        let keys = self.kv;
-        let mut s = self.multiply(state);
-        let State { o, weights, rows, .. } = state;
-        let before = rows.sum;
-        self.softmax.relate(0, &mut s, rows.reference[0]);
-        self.softmax.weigh(0, &mut s, rows);
-        self.softmax.relate(1, &mut s, rows.reference[1]);
-        if S::WAITS_LATE {
-            self.hold_wait(rows);
-        }
-        wgmma_wait::<0>();
-        self.release_tile(keys.next(S::STAGES));
-        // The second row's exponentials hide the packing.
-        self.softmax.weigh(1, &mut s, rows);
-        *weights = P::pack_weights::<C, W>(&s);
-        if exceed(weights) {
-            rows.sum = before;
-            let factors = match self.softmax.lower::<P::Element, W>(weights, rows) {
-                Some(factors) => factors,
-                None => self.weigh_again(keys, rows, weights),
-            };
-            scale(o, factors);
-        }
-        self.release_tile(keys);
-    }
-
-    /// Keeps the assembler from moving a wait for P·V ahead of the first row's exponentials. It
-    /// moves none over a test of a barrier, and the address here needs the sign, 0, of their sum.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn hold_wait(&self, rows: &RowPair) {
-        let sign = rows.sum[0].to_bits() >> 31;
-        mbarrier_test(self.base + S::KV_FULL + sign, 0);
-    }
-
-    /// The same where weights are packed to bytes, in which nobody sees what they exceeded: they
-    /// are looked at before. Returns whether the next two tiles have arrived, which is asked long
-    /// before the answer is needed.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_and_lower(&mut self, state: &mut State<W, O>) -> [u32; 2] {
-        let keys = self.kv;
-        let mut s = self.multiply(state);
-        let State { o, weights, rows, .. } = state;
-        let mut turns = Turns::new(rows);
-        self.softmax.weigh_in_turns(0..C / 8, &mut s, &mut turns);
-        wgmma_wait::<0>();
-        self.release_tile(keys.next(S::STAGES));
-        collect_sums::<S, O>(o, rows);
-        let next = [self.test_tile(self.kv), self.test_tile(self.kv.next(S::STAGES))];
-        self.softmax.weigh_in_turns(C / 8..C / 4, &mut s, &mut turns);
-        let tops = turns.tops();
-        if self.softmax.exceed_limit(tops) {
-            let factors = match self.softmax.lower_wide(tops, &mut s, rows) {
-                Some(factors) => factors,
-                None => self.weigh_again_wide(keys, rows, &mut s),
-            };
-            scale(o, factors);
-        }
-        self.release_tile(keys);
-        *weights = P::pack_weights::<C, W>(&s);
-        next
-    }
-
-    /// The same where something is masked, or where the output of a work tile is complete and the
-    /// next one begins. Returns whether there is a next one.
+    /// A step where something is masked, or where the output of a work tile is complete and the
+    /// next one begins; the others are in `steps`. Returns whether there is a next one.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_over_edge(&mut self, state: &mut State<W, O>, at: &mut Cursor) -> bool {
         let from = *at;
@@ -483,152 +364,6 @@ impl<
         }
     }
 
-    /// Issues S = Q · Kᵀ.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn issue_scores(&self) -> [f32; C] {
-        let q = self.base + self.q_tile() * S::Q_BYTES;
-        // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in
-        // such as are not uniform.
-        let q = Descriptor::new(if S::WARPGROUPS == 2 { opaque(q) } else { q }, 16);
-        let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::STAGE_BYTES, 16);
-        wgmma_fence();
-        let mut s = P::multiply(q.at(0), k.at(0));
-        let mut step = 1;
-        while step < S::D * S::NUMBER_BYTES / 32 {
-            let (chunk, within) = (step / 4 * 128, step % 4 * 32);
-            P::multiply_add(
-                &mut s,
-                q.at(chunk * WARPGROUP_ROWS + within),
-                k.at(chunk * S::N + within),
-            );
-            step += 1;
-        }
-        wgmma_commit();
-        s
-    }
-
-    /// Weights of a tile where some have become infinite: raises references and starts from scores
-    /// once more, by instructions that a warp can give without the others. Returns the factors for
-    /// what was accumulated.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn weigh_again(&self, keys: Ring, rows: &mut RowPair, weights: &mut [u32; W]) -> [f32; 2] {
-        let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
-        let mut block = 0;
-        while block < W / 4 {
-            let s = self.weights_of_block(keys, block as u32, rows);
-            let packed: [u32; 4] = P::Element::pack_weights::<8, 4>(&s);
-            let mut i = 0;
-            while i < 4 {
-                weights[4 * block + i] = packed[i];
-                i += 1;
-            }
-            block += 1;
-        }
-        sync_warp();
-        factors
-    }
-
-    /// The same of weights that are not packed yet.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn weigh_again_wide(&self, keys: Ring, rows: &mut RowPair, s: &mut [f32; C]) -> [f32; 2] {
-        let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
-        let mut block = 0;
-        while block < C / 8 {
-            let weights = self.weights_of_block(keys, block as u32, rows);
-            let mut i = 0;
-            while i < 8 {
-                s[8 * block + i] = weights[i];
-                i += 1;
-            }
-            block += 1;
-        }
-        sync_warp();
-        factors
-    }
-
-    /// This warp's weights of 16 keys of a tile, from scores computed once more.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn weights_of_block(&self, keys: Ring, block: u32, rows: &mut RowPair) -> [f32; 8] {
-        let mut s = self.scores_of_block(keys, block);
-        let mut half = 0;
-        while half < 2 {
-            self.softmax.relate(half, &mut s, rows.origin(half));
-            self.softmax.weigh(half, &mut s, rows);
-            half += 1;
-        }
-        s
-    }
-
-    /// The greatest scores of a tile, of each of the thread's rows.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn greatest_again(&self, keys: Ring) -> [f32; 2] {
-        let mut tops = [f32::NEG_INFINITY; 2];
-        for block in Rolled(0..S::N / 16, 1) {
-            let s = self.scores_of_block(keys, block);
-            tops = [max(tops[0], greatest(0, &s)), max(tops[1], greatest(1, &s))];
-        }
-        tops
-    }
-
-    /// This warp's scores of 16 keys of a tile.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn scores_of_block(&self, keys: Ring, block: u32) -> [f32; 8] {
-        // Blocks one after the other: for all at a time there are no registers.
-        sync_warp();
-        // Opaque, or addresses would take registers for all the loop over tiles.
-        let thread = opaque(thread_idx());
-        let (warp, lane) = (thread / 32, thread % 32);
-        let (query, key) = (lane % 16, lane / 16 * 8 + lane % 8);
-        let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
-        let k = self.base + S::KV + keys.stage * S::STAGE_BYTES + (16 * block + key) * 128;
-        let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
-        // Not up to `D`, or the assembler would unroll the loop.
-        for step in Rolled(0..self.p.head_size.div_ceil(32 / S::NUMBER_BYTES), 1) {
-            let (chunk, unit) = (step / 4 * 128, step % 4 * 2);
-            // Units of 16 bytes trade places within eight rows.
-            let place = |row: u32, unit: u32| 16 * (unit ^ (row % 8));
-            let a = ldmatrix_x4(q + chunk * WARPGROUP_ROWS + place(query, unit + lane / 16));
-            let b = ldmatrix_x4(k + chunk * S::N + place(key, unit + lane / 8 % 2));
-            P::multiply_rows(&mut low, a, [b[0], b[1]]);
-            P::multiply_rows(&mut high, a, [b[2], b[3]]);
-        }
-        let ([a, b, c, d], [e, f, g, h]) = (low, high);
-        [a, b, c, d, e, f, g, h]
-    }
-
-    /// Issues O += P · V.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
-        let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
-        // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
-        let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
-        let behind = if apart { self.base + S::ONES - v } else { S::N * 128 };
-        let v = Descriptor::new(v, behind);
-        wgmma_fence();
-        let mut step = 0;
-        while step < W / 4 {
-            let a = [
-                weights[4 * step],
-                weights[4 * step + 1],
-                weights[4 * step + 2],
-                weights[4 * step + 3],
-            ];
-            // Of 16 keys, which are rows, or 32, which are columns.
-            let keys = step as u32 * if S::IS_TRANSPOSED { 32 } else { 16 * 128 };
-            if O <= WIDEST_PRODUCT {
-                let v = if apart { v.towards(keys) } else { v.at(keys) };
-                P::multiply_weights(o, begun || step > 0, a, v);
-            } else {
-                // The columns in two halves, the second of them with the ones.
-                let (low, high) = halves(o);
-                P::multiply_weights::<64>(low, begun || step > 0, a, v.at(keys));
-                P::multiply_weights::<68>(high, begun || step > 0, a, v.at(keys + 128 * 128));
-            }
-            step += 1;
-        }
-        wgmma_commit();
-    }
-
     /// What few calls and few tiles need.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn cap_and_mask(&self, s: &mut [f32; C], at: &Cursor) {
@@ -759,16 +494,6 @@ impl<
     }
 }
 
-/// Output registers of 128 columns, and of those behind with sums of weights.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn halves<const O: usize>(o: &mut [f32; O]) -> (&mut [f32; 64], &mut [f32; 68]) {
-    let (low, high) = o.split_at_mut(64);
-    match (low.try_into(), high.try_into()) {
-        (Ok(low), Ok(high)) => (low, high),
-        _ => trap(),
-    }
-}
-
 /// Takes the sums of some tiles' weights out of the output where products are of e4m3: tensor cores
 /// keep so few bits of their sums that thousands of keys' weights cannot be added up there.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -781,31 +506,5 @@ fn collect_sums<S: Tile, const O: usize>(o: &mut [f32; O], rows: &mut RowPair) {
             o[i] = 0.0;
             i += 1;
         }
-    }
-}
-
-/// Descriptor of a tile with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks of
-/// columns `chunk_bytes` apart.
-#[derive(Clone, Copy)]
-struct Descriptor(u32);
-
-impl Descriptor {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn new(address: u32, chunk_bytes: u32) -> Self {
-        Self(address >> 4 | (chunk_bytes >> 4) << 16)
-    }
-
-    /// Of the first chunk's part that starts `bytes` further on, and all of the second chunk.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn towards(self, bytes: u32) -> u64 {
-        Self(self.0.wrapping_sub((bytes >> 4) << 16)).at(bytes)
-    }
-
-    /// Of the part that starts `bytes` further on.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn at(self, bytes: u32) -> u64 {
-        const SWIZZLE_128: u32 = 1 << 30;
-        const GROUP: u32 = 1024 >> 4;
-        ((SWIZZLE_128 | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
     }
 }

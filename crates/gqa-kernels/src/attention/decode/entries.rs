@@ -1,0 +1,259 @@
+//! The kernels' entries: what each takes, in the order of its parameters.
+
+use super::exchange::{Output, Splits};
+use super::layout::SideBySide;
+use super::new_tokens::NewTokens;
+use super::tree::Tree;
+use super::{Blocks, Codes, Decode, Heads, Products, Scales, quantized};
+use crate::attention::out::OutElement;
+use crate::num::{MmaCode, MmaElement, e4m3};
+use crate::params::{DecodeParams, PagedDecodeParams};
+use crate::prologue::rope::Rope;
+use crate::simt::Global;
+
+impl<
+    const D8: usize,
+    const UNITS: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+    H: Heads,
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
+{
+    /// The kernel, with output of type `O`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, Tree::none(), p);
+    }
+
+    /// The kernel with output of e4m3, times `out_scale`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_scaled<T: MmaElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<e4m3>,
+        out_scale: Global<f32>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale, lse, tokens: 0 };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, Tree::none(), p);
+    }
+
+    /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
+    /// capacity, bytes of a row), and its scales one, (KV head) or (KV head, head size).
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<u8>,
+        v: Global<u8>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        const { Self::assert_codes::<F>() }
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let new_tokens =
+            NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let scales = Scales { k: k_scale, v: v_scale };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        Self::step(new_tokens, seqlens_k, SideBySide, scales, output, splits, Tree::none(), p);
+    }
+
+    /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
+    /// (batch, blocks of a sequence), gives some to each sequence. `starts`, (batch + 1), tells
+    /// where the tokens of each begin; null: each has one.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: PagedDecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let blocks = Blocks::new(starts, block_table, &p);
+        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, Tree::none(), p.decode);
+    }
+
+    /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
+    /// bytes of a row).
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        k: Global<u8>,
+        v: Global<u8>,
+        k_scale: Global<f32>,
+        v_scale: Global<f32>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: PagedDecodeParams,
+    ) {
+        const { Self::assert_codes::<F>() }
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let new_tokens =
+            NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let scales = Scales { k: k_scale, v: v_scale };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let blocks = Blocks::new(starts, block_table, &p);
+        Self::step(
+            new_tokens,
+            past_seqlens,
+            blocks,
+            scales,
+            output,
+            splits,
+            Tree::none(),
+            p.decode,
+        );
+    }
+
+    /// The kernel with a word of `tree_mask`, (batch, S), for each new token: bit `j` says whether
+    /// it sees new token `j` of its sequence.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_tree<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        seqlens_k: Global<i32>,
+        head_sink: Global<T>,
+        tree_mask: Global<i64>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: DecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let tree = Tree { words: tree_mask };
+        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, tree, p);
+    }
+
+    /// The same for a paged KV cache; `tree_mask` has a word for each token of all sequences.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn run_paged_tree<T: MmaElement, O: OutElement>(
+        q: Global<T>,
+        new_k: Global<T>,
+        new_v: Global<T>,
+        cos: Global<T>,
+        sin: Global<T>,
+        position_ids: Global<i64>,
+        starts: Global<i32>,
+        past_seqlens: Global<i32>,
+        block_table: Global<i32>,
+        head_sink: Global<T>,
+        tree_mask: Global<i64>,
+        k: Global<T>,
+        v: Global<T>,
+        out: Global<O>,
+        lse: Global<f32>,
+        partial_out: Global<f32>,
+        partial_states: Global<[f32; 2]>,
+        arrivals: Global<u32>,
+        p: PagedDecodeParams,
+    ) {
+        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
+        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
+        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
+        let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
+        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, tree, p.decode);
+    }
+
+    /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare
+    /// them.
+    const fn assert_codes<F: MmaCode>() {
+        assert!(128 * UNITS as u32 == Self::HEAD_SIZE * F::BITS);
+        assert!(Self::HEAD_SIZE <= quantized::CHANNELS as u32 * Self::THREADS);
+        assert!(Self::ROWS * D8 as u32 <= quantized::PASSES as u32 * Self::THREADS);
+    }
+}

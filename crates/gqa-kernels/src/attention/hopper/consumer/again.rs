@@ -1,0 +1,120 @@
+//! Weights of a key tile once more: where some have become infinite, the scores that they were made
+//! of are gone.
+
+use super::{Consumer, Ring, Steps};
+use crate::attention::hopper::operand::Operand;
+use crate::attention::hopper::scales::CacheScales;
+use crate::attention::hopper::shape::{Tile, WARPGROUP_ROWS};
+use crate::attention::hopper::softmax::{RowPair, greatest};
+use crate::num::MmaElement;
+use crate::simt::*;
+
+impl<
+    T: MmaElement,
+    P: Steps,
+    S: Tile,
+    K: CacheScales,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+> Consumer<'_, T, P, S, K, C, W, O>
+{
+    /// Weights of a tile where some have become infinite: raises references and starts from scores
+    /// once more, by instructions that a warp can give without the others. Returns the factors for
+    /// what was accumulated.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn weigh_again(
+        &self,
+        keys: Ring,
+        rows: &mut RowPair,
+        weights: &mut [u32; W],
+    ) -> [f32; 2] {
+        let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
+        let mut block = 0;
+        while block < W / 4 {
+            let s = self.weights_of_block(keys, block as u32, rows);
+            let packed: [u32; 4] = P::Element::pack_weights::<8, 4>(&s);
+            let mut i = 0;
+            while i < 4 {
+                weights[4 * block + i] = packed[i];
+                i += 1;
+            }
+            block += 1;
+        }
+        sync_warp();
+        factors
+    }
+
+    /// The same of weights that are not packed yet.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn weigh_again_wide(
+        &self,
+        keys: Ring,
+        rows: &mut RowPair,
+        s: &mut [f32; C],
+    ) -> [f32; 2] {
+        let factors = self.softmax.raise_to(self.greatest_again(keys), rows);
+        let mut block = 0;
+        while block < C / 8 {
+            let weights = self.weights_of_block(keys, block as u32, rows);
+            let mut i = 0;
+            while i < 8 {
+                s[8 * block + i] = weights[i];
+                i += 1;
+            }
+            block += 1;
+        }
+        sync_warp();
+        factors
+    }
+
+    /// This warp's weights of 16 keys of a tile, from scores computed once more.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn weights_of_block(&self, keys: Ring, block: u32, rows: &mut RowPair) -> [f32; 8] {
+        let mut s = self.scores_of_block(keys, block);
+        let mut half = 0;
+        while half < 2 {
+            self.softmax.relate(half, &mut s, rows.origin(half));
+            self.softmax.weigh(half, &mut s, rows);
+            half += 1;
+        }
+        s
+    }
+
+    /// The greatest scores of a tile, of each of the thread's rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn greatest_again(&self, keys: Ring) -> [f32; 2] {
+        let mut tops = [f32::NEG_INFINITY; 2];
+        for block in Rolled(0..S::N / 16, 1) {
+            let s = self.scores_of_block(keys, block);
+            tops = [max(tops[0], greatest(0, &s)), max(tops[1], greatest(1, &s))];
+        }
+        tops
+    }
+
+    /// This warp's scores of 16 keys of a tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scores_of_block(&self, keys: Ring, block: u32) -> [f32; 8] {
+        // Blocks one after the other: for all at a time there are no registers.
+        sync_warp();
+        // Opaque, or addresses would take registers for all the loop over tiles.
+        let thread = opaque(thread_idx());
+        let (warp, lane) = (thread / 32, thread % 32);
+        let (query, key) = (lane % 16, lane / 16 * 8 + lane % 8);
+        let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
+        let k = self.base + S::KV + keys.stage * S::STAGE_BYTES + (16 * block + key) * 128;
+        let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
+        // Not up to `D`, or the assembler would unroll the loop.
+        for step in Rolled(0..self.p.head_size.div_ceil(32 / S::NUMBER_BYTES), 1) {
+            let (chunk, unit) = (step / 4 * 128, step % 4 * 2);
+            // Units of 16 bytes trade places within eight rows.
+            let place = |row: u32, unit: u32| 16 * (unit ^ (row % 8));
+            let a = ldmatrix_x4(q + chunk * WARPGROUP_ROWS + place(query, unit + lane / 16));
+            let b = ldmatrix_x4(k + chunk * S::N + place(key, unit + lane / 8 % 2));
+            P::multiply_rows(&mut low, a, [b[0], b[1]]);
+            P::multiply_rows(&mut high, a, [b[2], b[3]]);
+        }
+        let ([a, b, c, d], [e, f, g, h]) = (low, high);
+        [a, b, c, d, e, f, g, h]
+    }
+}

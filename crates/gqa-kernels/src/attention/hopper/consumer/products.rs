@@ -1,0 +1,114 @@
+//! The two products of a consumer warpgroup, by `wgmma`.
+
+use super::{Consumer, Ring, Steps};
+use crate::attention::hopper::scales::CacheScales;
+use crate::attention::hopper::shape::{Tile, WARPGROUP_ROWS};
+use crate::num::MmaElement;
+use crate::simt::*;
+
+/// Output registers of the widest product.
+const WIDEST_PRODUCT: usize = 128;
+
+impl<
+    T: MmaElement,
+    P: Steps,
+    S: Tile,
+    K: CacheScales,
+    const C: usize,
+    const W: usize,
+    const O: usize,
+> Consumer<'_, T, P, S, K, C, W, O>
+{
+    /// Issues S = Q · Kᵀ.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn issue_scores(&self) -> [f32; C] {
+        let q = self.base + self.q_tile() * S::Q_BYTES;
+        // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in
+        // such as are not uniform.
+        let q = Descriptor::new(if S::WARPGROUPS == 2 { opaque(q) } else { q }, 16);
+        let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::STAGE_BYTES, 16);
+        wgmma_fence();
+        let mut s = P::multiply(q.at(0), k.at(0));
+        let mut step = 1;
+        while step < S::D * S::NUMBER_BYTES / 32 {
+            let (chunk, within) = (step / 4 * 128, step % 4 * 32);
+            P::multiply_add(
+                &mut s,
+                q.at(chunk * WARPGROUP_ROWS + within),
+                k.at(chunk * S::N + within),
+            );
+            step += 1;
+        }
+        wgmma_commit();
+        s
+    }
+
+    /// Issues O += P · V.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn issue_output(&self, o: &mut [f32; O], begun: bool, weights: &[u32; W], at: Ring) {
+        let v = self.base + S::KV + at.stage * S::STAGE_BYTES;
+        // The ones are the chunk behind, wherever the rows are; transposed the rows behind.
+        let apart = S::SUM_COLUMNS && !S::IS_TRANSPOSED;
+        let behind = if apart { self.base + S::ONES - v } else { S::N * 128 };
+        let v = Descriptor::new(v, behind);
+        wgmma_fence();
+        let mut step = 0;
+        while step < W / 4 {
+            let a = [
+                weights[4 * step],
+                weights[4 * step + 1],
+                weights[4 * step + 2],
+                weights[4 * step + 3],
+            ];
+            // Of 16 keys, which are rows, or 32, which are columns.
+            let keys = step as u32 * if S::IS_TRANSPOSED { 32 } else { 16 * 128 };
+            if O <= WIDEST_PRODUCT {
+                let v = if apart { v.towards(keys) } else { v.at(keys) };
+                P::multiply_weights(o, begun || step > 0, a, v);
+            } else {
+                // The columns in two halves, the second of them with the ones.
+                let (low, high) = halves(o);
+                P::multiply_weights::<64>(low, begun || step > 0, a, v.at(keys));
+                P::multiply_weights::<68>(high, begun || step > 0, a, v.at(keys + 128 * 128));
+            }
+            step += 1;
+        }
+        wgmma_commit();
+    }
+}
+
+/// Output registers of 128 columns, and of those behind with sums of weights.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn halves<const O: usize>(o: &mut [f32; O]) -> (&mut [f32; 64], &mut [f32; 68]) {
+    let (low, high) = o.split_at_mut(64);
+    match (low.try_into(), high.try_into()) {
+        (Ok(low), Ok(high)) => (low, high),
+        _ => trap(),
+    }
+}
+
+/// Descriptor of a tile with the 128-byte swizzle: eight-row groups 1024 bytes apart, chunks of
+/// columns `chunk_bytes` apart.
+#[derive(Clone, Copy)]
+struct Descriptor(u32);
+
+impl Descriptor {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new(address: u32, chunk_bytes: u32) -> Self {
+        Self(address >> 4 | (chunk_bytes >> 4) << 16)
+    }
+
+    /// Of the first chunk's part that starts `bytes` further on, and all of the second chunk.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn towards(self, bytes: u32) -> u64 {
+        Self(self.0.wrapping_sub((bytes >> 4) << 16)).at(bytes)
+    }
+
+    /// Of the part that starts `bytes` further on.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn at(self, bytes: u32) -> u64 {
+        const SWIZZLE_128: u32 = 1 << 30;
+        const GROUP: u32 = 1024 >> 4;
+        ((SWIZZLE_128 | GROUP) as u64) << 32 | (self.0 + (bytes >> 4)) as u64
+    }
+}
