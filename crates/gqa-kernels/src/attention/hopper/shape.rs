@@ -66,8 +66,8 @@ pub(super) trait Tile {
     /// Whether a consumer asks in the middle of a step if the next tiles have arrived, so that the
     /// next one need not wait for the answer. Without products of e4m3 it is not faster.
     const ASKS_AHEAD: bool = Self::IS_TRANSPOSED;
-    /// Whether weights are packed before a finished work tile's output is written: behind it where
-    /// there are registers for both, because the assembler gives others fewer then.
+    /// Whether weights are packed before a finished work tile's output is written, and take fewer
+    /// registers meanwhile. Shapes that have enough of them spill if they do.
     const PACKS_EARLY: bool = Self::IS_TRANSPOSED && Self::D > 128;
     /// As many rows of ones as one multiplication takes; where V is transposed, each stage of the
     /// ring ends with them.
