@@ -3,7 +3,7 @@
 //! cost several per cent of prefill's time without a test that failed.
 
 use crate::place;
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use gqa_ptx::{Loop, Nvdisasm};
 use std::path::PathBuf;
 
@@ -38,7 +38,10 @@ pub fn check(cubins: &[PathBuf]) -> Result<()> {
     };
     let mut loops = Vec::new();
     for cubin in cubins {
-        loops.extend(nvdisasm.loops(cubin)?);
+        let found = nvdisasm.loops(cubin)?;
+        // Else a disassembler that writes otherwise would find nothing wrong.
+        ensure!(!found.is_empty(), "{}: no loop over key tiles was found", cubin.display());
+        loops.extend(found);
     }
     table(&loops);
     let problems: Vec<_> = loops.iter().filter_map(problem).collect();
@@ -50,12 +53,10 @@ pub fn check(cubins: &[PathBuf]) -> Result<()> {
 }
 
 fn table(loops: &[Loop]) {
-    if !loops.is_empty() {
-        println!(
-            "{:44} {:>12} {:>8} {:>6} {:>12}  exponentials ahead of waits",
-            "loop of", "instructions", "products", "copies", "exponentials"
-        );
-    }
+    println!(
+        "{:44} {:>12} {:>8} {:>6} {:>12}  exponentials ahead of waits",
+        "loop of", "instructions", "products", "copies", "exponentials"
+    );
     for Loop { entry, instructions, products, uniform_copies, exponentials, waits } in loops {
         let waits: Vec<_> = waits.iter().map(usize::to_string).collect();
         println!(
@@ -72,7 +73,7 @@ fn problem(found: &Loop) -> Option<String> {
             "{entry} has {uniform_copies} copies to registers of a warp; at most {MOST_COPIES}"
         ));
     }
-    let name = entry.replace("_bf16", "").replace("_f16", "");
+    let name = without_type(entry);
     let (_, least) = LATE_WAITS.iter().find(|row| row.0 == name)?;
     let last = waits.last().copied().unwrap_or(0);
     (last < *least).then(|| {
@@ -80,9 +81,21 @@ fn problem(found: &Loop) -> Option<String> {
     })
 }
 
+fn without_type(entry: &str) -> String {
+    entry.replace("_bf16", "").replace("_f16", "")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use gqa_kernels::registry;
+
+    #[test]
+    fn late_waits_are_of_entries_that_there_are() {
+        for (name, _) in LATE_WAITS {
+            assert!(registry::entries().any(|entry| without_type(entry.name) == name), "{name}");
+        }
+    }
 
     #[test]
     fn copies_and_early_waits_are_problems() {
