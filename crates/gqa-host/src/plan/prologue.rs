@@ -27,6 +27,8 @@ enum Step {
     Append { rotate: bool },
     /// Append K and V to a shared and quantized cache, K rotated if `rotate`.
     AppendQuantized { format: QuantFormat, rotate: bool },
+    /// The same, and dequantize all of it into scratch.
+    AppendDequantized { format: QuantFormat, rotate: bool },
     /// Copy the past and append K and V, K rotated if `rotate`.
     Concat { rotate: bool },
     /// Copy the past and append K and V, whatever the sizes of their rows.
@@ -69,6 +71,9 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         Some(format) => Step::AppendQuantized { format, rotate },
         None => Step::Append { rotate },
     };
+    // One pass over a cache in place; a past of its own is copied as well.
+    let in_place = p.cache == CacheBinding::Shared && fused;
+    let dequantized = p.quantized.filter(|_| codes.is_none()).map(|how| how.format);
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
     push(p.qk_norm.is_some(), Step::Normalise);
@@ -77,11 +82,17 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     }
     if fused {
         let rotate_query = rotate && !by_attention.query_rotation;
-        let all_in_one = shared && new && rotate_query && codes.is_none();
+        let at_once = dequantized.filter(|_| in_place);
+        let all_in_one = shared && new && rotate_query && codes.is_none() && at_once.is_none();
         push(all_in_one, Step::UnpackRotateAppend);
         push(concat, Step::Concat { rotate });
         push(rows, Step::ConcatRows);
-        push(shared && new && !all_in_one, append(rotate));
+        match at_once {
+            Some(format) => {
+                push(true, Step::AppendDequantized { format, rotate: rotate && new });
+            }
+            None => push(shared && new && !all_in_one, append(rotate)),
+        }
         push(rotate_query && !all_in_one, Step::RotateQuery);
     } else {
         push(p.packed, Step::Unpack);
@@ -92,8 +103,7 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
-    let dequantized = p.quantized.filter(|_| codes.is_none());
-    steps.extend(dequantized.map(|how| Step::Quantize(how.format)));
+    steps.extend(dequantized.filter(|_| !in_place).map(Step::Quantize));
     steps
 }
 
@@ -105,6 +115,7 @@ impl Step {
             Self::UnpackRotateAppend => Role::UnpackRotateAppend,
             Self::Append { .. } => Role::AppendInPlace,
             Self::AppendQuantized { .. } => Role::AppendQuantized,
+            Self::AppendDequantized { .. } => Role::AppendDequantized,
             Self::Concat { .. } => Role::ConcatNewToPast,
             Self::ConcatRows => Role::ConcatRows,
             Self::Quantize(_) => Role::QuantizeKv,
@@ -127,7 +138,9 @@ impl Step {
             })?),
         };
         let codes = match self {
-            Self::Quantize(format) | Self::AppendQuantized { format, .. } => Some(format),
+            Self::Quantize(format)
+            | Self::AppendQuantized { format, .. }
+            | Self::AppendDequantized { format, .. } => Some(format),
             _ => None,
         };
         find(self.role(), typed, codes)
@@ -200,6 +213,7 @@ impl<'a> Builder<'a> {
             }
             Step::Append { .. } | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
             Step::AppendQuantized { .. } => self.launch(step, &self.scales(), |_| {})?,
+            Step::AppendDequantized { .. } => self.append_dequantized(step)?,
             Step::ConcatRows => self.concat_rows(step)?,
             Step::RotateOutput { .. } => {
                 let output = tensor(p, TensorId::Output, 0);
@@ -246,6 +260,21 @@ impl<'a> Builder<'a> {
         let mut room = || self.scratch.take(p.batch * layout.batch, p.dtype.size());
         self.rows.attended = [room()?, room()?];
         Ok(())
+    }
+
+    fn append_dequantized(&mut self, step: Step) -> Result<()> {
+        let p = self.problem;
+        let [k, v] = self.rows.attended;
+        let [k_scale, v_scale] = self.scales();
+        let arguments = [
+            ("k_numbers", k),
+            ("v_numbers", v),
+            ("present_k", tensor(p, TensorId::PresentKey, 0)),
+            ("present_v", tensor(p, TensorId::PresentValue, 0)),
+            k_scale,
+            v_scale,
+        ];
+        self.launch(step, &arguments, |_| {})
     }
 
     fn quantize(&mut self, step: Step) -> Result<()> {
@@ -422,6 +451,7 @@ impl Step {
             Self::UnpackRotateAppend
                 | Self::Append { rotate: true }
                 | Self::AppendQuantized { rotate: true, .. }
+                | Self::AppendDequantized { rotate: true, .. }
                 | Self::Concat { rotate: true }
                 | Self::RotateQuery
                 | Self::RotateKey

@@ -1102,7 +1102,8 @@ fn a_step_reads_codes_where_it_can() {
     let step = |change: fn(&mut ProblemFields)| with(quantized(llama(1, 4096), CODES[0]), change);
     let staged = |p: &Problem, why: &str| {
         let kernels = kernels(p, &off);
-        assert!(kernels.contains(&"quantize_kv_i8"), "{kernels:?}");
+        let stages = ["quantize_kv_i8", "append_dequantized_i8"];
+        assert!(kernels.iter().any(|kernel| stages.contains(kernel)), "{kernels:?}");
         assert_eq!(rejection(p, "h200", &off, Family::DecodeQuantized), why);
     };
     staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
@@ -1168,12 +1169,12 @@ fn codes_become_numbers_behind_all_that_appends() {
     let prompt = quantized(llama(1024, 0), CODES[1]);
     let rotated = with(prompt.clone(), |p| p.rotary = Some(ROTARY));
     let attention = "hopper_f16_d128";
-    assert_eq!(kernels_of(&prompt), ["concat_kv_in_place", "quantize_kv_i4", attention]);
-    assert_eq!(kernels_of(&rotated), ["concat_kv_in_place", "quantize_kv_i4", attention]);
+    assert_eq!(kernels_of(&prompt), ["append_dequantized_i4", attention]);
+    assert_eq!(kernels_of(&rotated), ["append_dequantized_i4", attention]);
     let separate = with(prompt, |p| p.cache = CacheBinding::Separate);
     assert_eq!(kernels_of(&separate), ["concat_kv_in_place", "quantize_kv_i4", attention]);
     let complete = with(quantized(llama(1024, 1024), CODES[1]), |p| p.new_len = 0);
-    assert_eq!(kernels_of(&complete), ["quantize_kv_i4", attention]);
+    assert_eq!(kernels_of(&complete), ["append_dequantized_i4", attention]);
     // All that is attended to is in scratch.
     let plan = plan(&rotated, &device("h200"), &off).unwrap();
     let reads_cache = |launch: &&Launch| {
@@ -1184,7 +1185,7 @@ fn codes_become_numbers_behind_all_that_appends() {
         launch.args.iter().any(is_present)
     };
     let readers: Vec<_> = plan.launches.iter().filter(reads_cache).map(kernel).collect();
-    assert_eq!(readers, ["quantize_kv_i4"]);
+    assert_eq!(readers, ["append_dequantized_i4"]);
 }
 
 /// A call whose cache of 1024 rows rolls under a window of 1000.
@@ -1595,7 +1596,9 @@ fn check(plan: &Plan, launch: &Launch) {
             Family::Prologue if role == Role::QuantizeKv => {
                 quantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
-            Family::Prologue if role == Role::AppendQuantized => {
+            Family::Prologue
+                if [Role::AppendQuantized, Role::AppendDequantized].contains(&role) =>
+            {
                 let p = bytemuck::from_bytes(&launch.params);
                 append_quantized_reach(name, &plan.problem, p, element)
             }
@@ -1709,6 +1712,8 @@ fn append_quantized_reach(
 ) -> usize {
     match name {
         "k" | "v" => prologue_reach(name, p, element),
+        "k_numbers" => quantize_reach("k", problem, p, element),
+        "v_numbers" => quantize_reach("v", problem, p, element),
         other => quantize_reach(other, problem, p, element),
     }
 }

@@ -2,7 +2,7 @@
 //! that, f32, or quantized: e4m3 times a scale.
 
 use crate::num::{Code, Float8, MmaElement, e4m3};
-use crate::simt::{Global, f32x2_to_e4m3x2};
+use crate::simt::Global;
 use crate::tile::copy::to_unit;
 use bytemuck::Pod;
 
@@ -66,16 +66,10 @@ impl OutElement for e4m3 {
     }
 }
 
-/// Whether the target has an instruction that rounds to float8.
-const ROUNDS_TO_FLOAT8: bool = cfg!(any(not(target_arch = "nvptx64"), target_feature = "sm_89"));
-
 /// Two results of e4m3, the first in the lowest byte.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pair(lo: f32, hi: f32) -> u32 {
-    if !ROUNDS_TO_FLOAT8 {
-        return Float8::encode(lo) | Float8::encode(hi) << 8;
-    }
-    f32x2_to_e4m3x2(lo, hi).into()
+    Float8::encode_two([lo, hi])
 }
 
 /// Four of them.

@@ -10,6 +10,8 @@
 //! A scale is one for all of a tensor, for each KV head or for each channel (KV head and element);
 //! never NaN, and what 0 gives is unspecified.
 
+use crate::simt::f32x2_to_e4m3x2;
+
 /// Names a format at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
@@ -42,6 +44,11 @@ pub trait Code: Copy + 'static {
     const PER_WORD: u32 = 32 / Self::BITS;
     /// The quantized value of a number divided by its scale.
     fn encode(quotient: f32) -> u32;
+    /// Those of two, the first in the lowest bits.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode_two([first, second]: [f32; 2]) -> u32 {
+        Self::encode(first) | Self::encode(second) << Self::BITS
+    }
     /// A quantized value as a number, to be multiplied by its scale: exact in `f32` and in half
     /// precision. Bits above the code's do not count.
     fn decode(code: u32) -> f32;
@@ -94,6 +101,9 @@ fn nearest(x: f32, least: f32, most: f32) -> i32 {
     rounded.to_bits().wrapping_sub(ONE_APART.to_bits()) as i32
 }
 
+/// Whether the target has an instruction that rounds to float8.
+const ROUNDS_TO_FLOAT8: bool = cfg!(any(not(target_arch = "nvptx64"), target_feature = "sm_89"));
+
 impl Float8 {
     /// The largest number.
     pub const MAX: f32 = 448.0;
@@ -128,6 +138,13 @@ impl Code for Float8 {
             (bits + half + (bits >> Self::DROPPED & 1)) >> Self::DROPPED
         };
         sign | code
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn encode_two([first, second]: [f32; 2]) -> u32 {
+        if !ROUNDS_TO_FLOAT8 {
+            return Self::encode(first) | Self::encode(second) << Self::BITS;
+        }
+        f32x2_to_e4m3x2(first, second).into()
     }
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn decode(code: u32) -> f32 {

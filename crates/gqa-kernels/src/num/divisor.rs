@@ -16,6 +16,12 @@ impl Divisor {
         Self { value, inverse: 1.0 / value }
     }
 
+    /// The number itself.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn value(self) -> f32 {
+        self.value
+    }
+
     /// `x` divided by the number: rounded to nearest where the number is between 2^-60 and 2^100
     /// in size and the quotient between 2^-20 and 2^20; smaller and larger ones stay so.
     ///

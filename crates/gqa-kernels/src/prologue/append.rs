@@ -141,7 +141,9 @@ pub fn append_quantized<T: Element, C: Code>(
         let scales = scales.of_head(head, p.head_size);
         let number = p.kv_out.at(b, head, seqlen.past + s);
         let to = cache.offset(number * C::BITS as usize / 16);
-        let store = |e, vector| store_vector::<T, C>(e, vector, &scales, to);
+        let store = |e, vector| {
+            store_vector::<T, C>(e, vector, &scales, to);
+        };
         if is_key {
             let position = rope.position(b, s, seqlen.past);
             rope.rotate_pair((k, p.k.at(b, head, s)), (pair, p.head_size), position, store);

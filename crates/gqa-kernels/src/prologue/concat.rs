@@ -24,6 +24,12 @@ use crate::num::Element;
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
+/// Rows of a sequence that are not new: without new ones all that there are.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn rows_before(seqlen: Seqlen, p: &PrologueParams) -> u32 {
+    if p.new_len == 0 { seqlen.total } else { seqlen.past }
+}
+
 /// Where a row of present comes from.
 pub(super) enum Source {
     /// The same row of past.
@@ -39,7 +45,7 @@ impl Source {
     /// rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn of(row: u32, seqlen: Seqlen, p: &PrologueParams) -> Self {
-        let copied = if p.new_len == 0 { seqlen.total } else { seqlen.past };
+        let copied = rows_before(seqlen, p);
         if row < copied {
             if row < p.past_capacity { Self::Past } else { Self::Nothing }
         } else if row < seqlen.total && row - copied < p.new_len {

@@ -1,8 +1,8 @@
 //! How many blocks a launch has.
 
 use super::{
-    THREADS, append, concat, dequantize, norm, paged, positions, quantize, quantize_output,
-    rolling, rope, scatter, tree, unpack,
+    THREADS, append, append_dequantized, concat, dequantize, norm, paged, positions, quantize,
+    quantize_output, rolling, rope, scatter, tree, unpack,
 };
 use crate::num::DType;
 use crate::params::{
@@ -87,6 +87,7 @@ fn per_vec(entry: &Entry) -> u32 {
 fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
     let per_vec = per_vec(entry);
     match entry.role {
+        Role::AppendDequantized => append_dequantized::append_dequantized_size(p, per_vec),
         Role::AppendInPlace => append::concat_kv_in_place_size(p, per_vec),
         Role::AppendQuantized => append::append_quantized_size(p, per_vec),
         Role::ConcatNewToPast => concat::concat_new_to_past_kv_size(p, per_vec),

@@ -9,6 +9,8 @@
 //!
 //! | kernel | does | where |
 //! |---|---|---|
+//! | `append_dequantized` | appends K and V to a quantized cache, and makes numbers of all of it | [`mod@append_dequantized`] |
+//! | `append_quantized` | appends K and V to a quantized cache | [`append`] |
 //! | `concat_kv_in_place` | appends K and V to a shared cache | [`append`] |
 //! | `concat_new_to_past_kv` | past and new K and V into a separate cache | [`mod@concat`] |
 //! | `concat_rows` | the same of K or V alone, rows of any size | [`mod@concat`] |
@@ -27,6 +29,7 @@
 //! | `rolling_kv`, `rolling_lengths`, `rolling_bias` | a rolling KV cache, as one that does not roll | [`rolling`] |
 
 pub mod append;
+pub mod append_dequantized;
 pub mod concat;
 pub mod dequantize;
 pub mod norm;

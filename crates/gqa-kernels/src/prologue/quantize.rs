@@ -20,7 +20,7 @@ use super::concat::Source;
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::scales::ScalesPer;
-use crate::num::{Code, Divisor, Element, pack_pairs, unpack};
+use crate::num::{Code, Divisor, Element, MmaCode, f16, pack_pairs, unpack};
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
@@ -114,23 +114,33 @@ impl HeadDivisors {
         }
         Divisor::new(scales.load(per.number(self.kv_head, self.head_size, channel)))
     }
+
+    /// The scale itself.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn scale(&self, channel: u32) -> f32 {
+        let Divisors { scales, per, first } = self.scales;
+        if per.is_one() {
+            return first.value();
+        }
+        scales.load(per.number(self.kv_head, self.head_size, channel))
+    }
 }
 
-/// Writes the quantized values of a vector of a head, from element `element` on. The head's start
-/// at `to`, in half words.
+/// Writes the quantized values of a vector of a head, from element `element` on, into the head
+/// that starts at `to`, in half words. Returns them.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn store_vector<T: Element, C: Code>(
     element: usize,
     vector: [u32; 4],
     scales: &HeadDivisors,
     to: Global<u16>,
-) {
+) -> [u32; 2] {
     let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
     let mut words = [0; 2];
-    for i in 0..per_vec {
+    for i in (0..per_vec).step_by(2) {
         let bit = i * C::BITS as usize;
-        let quotient = scales.of((element + i) as u32).divide(values[i]);
-        words[bit / 32] |= C::encode(quotient) << (bit % 32);
+        let quotient = |i| scales.of((element + i) as u32).divide(values[i]);
+        words[bit / 32] |= C::encode_two([quotient(i), quotient(i + 1)]) << (bit % 32);
     }
     let first = element * C::BITS as usize / 16;
     match per_vec * C::BITS as usize {
@@ -138,6 +148,35 @@ pub(super) fn store_vector<T: Element, C: Code>(
         32 => to.store_word(first, words[0]),
         _ => to.store(first, words[0] as u16),
     }
+    words
+}
+
+/// Such quantized values as [`store_vector`] has written.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn load_vector<T: Element, C: Code>(element: usize, from: Global<u16>) -> [u32; 2] {
+    let first = element * C::BITS as usize / 16;
+    match T::PER_VEC * C::BITS {
+        64 => from.load_vec8(first),
+        32 => [from.load_word(first), 0],
+        _ => [from.load(first).into(), 0],
+    }
+}
+
+/// The numbers that they stand for.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn numbers<T: Element, C: MmaCode>(
+    element: usize,
+    words: [u32; 2],
+    scales: &HeadDivisors,
+) -> [u32; 4] {
+    let [a, b] = words.map(C::in_order);
+    let halves = if C::BITS == 4 { a } else { [a[0], a[1], b[0], b[1]] };
+    let codes = unpack::<f16>(halves);
+    let mut values = [0.0; 8];
+    for i in 0..T::PER_VEC as usize {
+        values[i] = codes[i] * scales.scale((element + i) as u32);
+    }
+    pack_pairs::<T>(values)
 }
 
 /// Words of eight quantized values.

@@ -92,9 +92,10 @@ macro_rules! families {
 }
 
 families! {
-    // SM 80 has an instruction that rounds to bfloat16. Tensor cores of SM 75 have float16 alone.
+    // SM 80 has an instruction that rounds to bfloat16, SM 89 those that convert float8. Tensor
+    // cores of SM 75 have float16 alone.
     /// Unpack, rotate, append.
-    Prologue: "prologue", "family-prologue", ["sm_70", "sm_80"];
+    Prologue: "prologue", "family-prologue", ["sm_70", "sm_80", "sm_89" ptx 81];
     /// Memory-efficient attention, for almost everything legal.
     General: "general", "family-general", ["sm_70"];
     /// Attention with all scores in memory.
@@ -184,6 +185,8 @@ roles! {
     AppendInPlace: "concat_kv_in_place";
     /// Appends key and value to a shared and quantized cache.
     AppendQuantized: "append_quantized";
+    /// The same, and makes numbers of all of the cache.
+    AppendDequantized: "append_dequantized";
     /// Copies the past and appends key and value.
     ConcatNewToPast: "concat_new_to_past_kv";
     /// The same for one tensor whose rows are no vectors.

@@ -8,6 +8,7 @@ use crate::params::{
 use crate::prologue::{
     self,
     append::{append_quantized, concat_kv_in_place},
+    append_dequantized::append_dequantized,
     concat::{concat_new_to_past_kv, concat_rows},
     dequantize::paged_dequantize,
     norm::qk_norm,
@@ -25,6 +26,7 @@ use crate::prologue::{
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) static TABLES: &[&[super::Entry]] = &[
     CONCAT_KV_IN_PLACE,
+    APPEND_DEQUANTIZED,
     APPEND_QUANTIZED,
     CONCAT_NEW_TO_PAST_KV,
     CONCAT_ROWS,
@@ -65,6 +67,20 @@ kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
     gqa_concat_kv_in_place_f32 => concat_kv_in_place::<f32>, T = f32;
     gqa_concat_kv_in_place_f16 => concat_kv_in_place::<f16>, T = f16;
     gqa_concat_kv_in_place_bf16 => concat_kv_in_place::<bf16>, T = bf16;
+});
+
+quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized, min_blocks: 4,
+    (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k_numbers: T, v_numbers: T;
+     p: PrologueParams), {
+    gqa_append_dequantized_i8_f32 => f32, Int8;
+    gqa_append_dequantized_i8_f16 => f16, Int8;
+    gqa_append_dequantized_i8_bf16 => bf16, Int8;
+    gqa_append_dequantized_i4_f32 => f32, Int4;
+    gqa_append_dequantized_i4_f16 => f16, Int4;
+    gqa_append_dequantized_i4_bf16 => bf16, Int4;
+    gqa_append_dequantized_f8_f32 => f32, Float8;
+    gqa_append_dequantized_f8_f16 => f16, Float8;
+    gqa_append_dequantized_f8_bf16 => bf16, Float8;
 });
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.

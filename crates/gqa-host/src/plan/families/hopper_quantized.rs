@@ -72,9 +72,12 @@ impl Family for HopperQuantized {
 /// dequantizes them once; of a smaller head, tiles would be padded too. GQA_FORCE knows better.
 /// `docs/perf-log.md` has the figures.
 pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
-    /// Query rows of a group.
-    const MOST_ROWS: usize = 2048;
     let p = call.problem;
+    // Query rows of a group; more instructions convert four bits.
+    let max: u16 = match p.quantized.map(|how| how.format) {
+        Some(QuantFormat::Int4) => 512,
+        _ => 1024,
+    };
     if call.options.force.is_some() {
         return Ok(());
     }
@@ -82,7 +85,7 @@ pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Reje
         return Err(Rejection::OtherHeadSize { got: p.head_size });
     }
     match p.packed_rows() {
-        got if got > MOST_ROWS => Err(Rejection::Rows { got, max: MOST_ROWS as u32 }),
+        got if got > usize::from(max) => Err(Rejection::Rows { got, max: max.into() }),
         _ => Ok(()),
     }
 }
