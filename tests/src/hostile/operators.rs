@@ -297,12 +297,12 @@ impl Applied {
 
     fn cache(&self) -> KvCache {
         let [key, value] = ["past_key", "past_value"].map(|name| self.inputs.need(name).clone());
-        KvCache { key, value }
+        KvCache { key, value, scales: None }
     }
 
     fn pages(&self) -> PagedCache {
         let [key, value] = ["key_cache", "value_cache"].map(|name| self.inputs.need(name).clone());
-        PagedCache { key, value }
+        PagedCache { key, value, scales: None }
     }
 
     fn problem(&self) -> Option<Result<Problem>> {

@@ -4,7 +4,7 @@ use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::family::FusedPrologue;
 use super::launch::{Arg, Launch};
-use super::params::{position_stride, rotary_params, scales};
+use super::params::{position_stride, rotary_params, scale_tensors, scales};
 use super::positions::{Positions, positions};
 use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
@@ -199,7 +199,7 @@ impl<'a> Builder<'a> {
                 self.rows.query = query;
             }
             Step::Append { .. } | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
-            Step::AppendQuantized { .. } => self.launch(step, &self.scales(), |_| {})?,
+            Step::AppendQuantized { .. } => self.launch(step, &scale_tensors(p), |_| {})?,
             Step::ConcatRows => self.concat_rows(step)?,
             Step::RotateOutput { .. } => {
                 let output = tensor(p, TensorId::Output, 0);
@@ -251,7 +251,7 @@ impl<'a> Builder<'a> {
     fn quantize(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
         let [k, v] = self.rows.attended;
-        let [k_scale, v_scale] = self.scales();
+        let [k_scale, v_scale] = scale_tensors(p);
         let arguments = [
             ("k", k),
             ("v", v),
@@ -261,12 +261,6 @@ impl<'a> Builder<'a> {
             v_scale,
         ];
         self.launch(step, &arguments, |_| {})
-    }
-
-    /// Of a quantized cache.
-    fn scales(&self) -> [(&'static str, Arg); 2] {
-        let scale = |id| tensor(self.problem, id, 0);
-        [("k_scale", scale(TensorId::KScale)), ("v_scale", scale(TensorId::VScale))]
     }
 
     /// K and V one after the other.

@@ -53,7 +53,11 @@ impl Call {
             head_sink: None,
             metadata: None,
             scales: [None, None],
-            cache: PagedCache { key: float(&[5, 4, 2, 16]), value: float(&[5, 4, 2, 16]) },
+            cache: PagedCache {
+                key: float(&[5, 4, 2, 16]),
+                value: float(&[5, 4, 2, 16]),
+                scales: None,
+            },
         }
     }
 
@@ -70,7 +74,7 @@ impl Call {
         Self {
             op,
             scales: [scale(), scale()],
-            cache: PagedCache { key: cache(), value: cache() },
+            cache: PagedCache { key: cache(), value: cache(), scales: None },
             ..Self::new()
         }
     }
@@ -293,7 +297,7 @@ fn blocks() {
     let idle = Call { starts: ints(&[0, 4, 4]), past: ints(&[2, 6]), ..Call::new() };
     accepts(Call { table: table(2, &[4, 0, -9, -1, 99, -1]), ..idle });
     let cache = |key: &[usize], value: &[usize]| {
-        let cache = PagedCache { key: float(key), value: float(value) };
+        let cache = PagedCache { key: float(key), value: float(value), scales: None };
         Call { cache, ..Call::new() }
     };
     refuses(
@@ -395,7 +399,7 @@ fn codes() {
             key: new(),
             value: new(),
             scales: [scale(), scale()],
-            cache: PagedCache { key: cache(), value: cache() },
+            cache: PagedCache { key: cache(), value: cache(), scales: None },
             ..call()
         }
     };

@@ -136,7 +136,7 @@ impl Call {
     fn in_place(&self, rows: usize) -> Result<Problem> {
         let cache = || float(&[2, 2, rows, 16]);
         let inputs = Inputs { past_key: None, past_value: None, ..self.inputs() };
-        self.op.problem_in_place(&inputs, &KvCache { key: cache(), value: cache() })
+        self.op.problem_in_place(&inputs, &KvCache { key: cache(), value: cache(), scales: None })
     }
 
     fn with(mut self, spoil: impl FnOnce(&mut Self)) -> Self {
@@ -723,7 +723,7 @@ fn caches_that_slide() {
     let p = accepts(sliding());
     assert_eq!((p.slides, p.capacity, p.total_len, p.window), (true, 6, 20, Some(4)));
     let inputs = sliding();
-    let cache = KvCache { key: float(&[2, 2, 6, 16]), value: float(&[2, 2, 6, 16]) };
+    let cache = KvCache { key: float(&[2, 2, 6, 16]), value: float(&[2, 2, 6, 16]), scales: None };
     let inputs = Inputs { past_key: None, past_value: None, ..inputs.inputs() };
     let p = sliding().op.problem_in_place(&inputs, &cache).unwrap();
     assert_eq!((p.cache, p.capacity), (CacheBinding::Shared, 6));
@@ -801,7 +801,7 @@ fn cache_in_place() {
         "total_sequence_length: got 5; allowed: up to 4, the rows of past_key",
     );
     let call = Call::new();
-    let cache = KvCache { key: float(&[2, 2, 8, 16]), value: float(&[2, 2, 8, 16]) };
+    let cache = KvCache { key: float(&[2, 2, 8, 16]), value: float(&[2, 2, 8, 16]), scales: None };
     refused(
         call.op.problem_in_place(&call.inputs(), &cache),
         "past_key: got (2, 2, 2, 16); allowed: no input: the cache given is the past",

@@ -7,10 +7,11 @@
 //! without tokens.
 //!
 //! One thread has 8 numbers of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
-//! head size), quantized values in 32-bit words; k_scale, v_scale of one element, (KV head) or (KV
-//! head, head size); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table
+//! head size), quantized values in 32-bit words; k_scale, v_scale of one element, (KV head), (KV
+//! head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table
 //! (batch, those blocks), of which entries behind the rows of a sequence stay as they are, as such
-//! rows do. Rows that no token sees are not read; they get the numbers of zero bytes.
+//! rows do. Rows that no token sees are not read; they get the numbers of zero bytes, or zeros where
+//! each row has a scale of its own.
 
 use super::paged::{Blocks, sequence_of};
 use super::quantize::{NUMBERS, decode, load};
@@ -73,13 +74,26 @@ pub fn paged_dequantize<T: Element, C: Code>(
         let element = |row: u32| {
             (row as usize * p.kv_heads as usize + head as usize) * p.head_size as usize + e
         };
-        let codes: [_; ROWS] = core::array::from_fn(|i| {
+        let places: [Option<u32>; ROWS] = core::array::from_fn(|i| {
             let row = first + i as u32;
             let seen = row < total && !sequence.is_hidden(row, p.window);
-            let place = if seen { blocks.row(&p, b, row) } else { None };
-            place.map_or([0; 2], |place| load::<C>(cache, element(place)))
+            if seen { blocks.row(&p, b, row) } else { None }
         });
+        let codes =
+            places.map(|place| place.map_or([0; 2], |place| load::<C>(cache, element(place))));
         let per = ScalesPer::new(p.scales);
+        if per.row {
+            let scale = |place| scales.load(place as usize * p.kv_heads as usize + head as usize);
+            let of_rows = places.map(|place| place.map_or(0.0, scale));
+            for i in 0..ROWS {
+                let row = first + i as u32;
+                if row < total {
+                    let to = numbers.offset(element(b * per_sequence * BLOCK + row));
+                    decode::<T, C>(codes[i], |_| of_rows[i], to);
+                }
+            }
+            continue;
+        }
         let number = |i| per.number(head, p.head_size, (e + i) as u32);
         let scale: [f32; NUMBERS] = core::array::from_fn(|i| scales.load(number(i)));
         for i in 0..ROWS {

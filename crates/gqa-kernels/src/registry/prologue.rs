@@ -193,7 +193,8 @@ quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantize, min_bloc
 
 // Rows move as bytes, whatever they hold.
 kernels!(PAGED_GATHER, Prologue: PagedGather, "family-prologue",
-    (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32; p: PagedParams),
+    (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32,
+     k_scale: f32, v_scale: f32, present_k_scale: f32, present_v_scale: f32; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_gather => paged_gather, T = f32;
 });
