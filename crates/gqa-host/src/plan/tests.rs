@@ -1040,6 +1040,10 @@ fn problems() -> impl Iterator<Item = Problem> {
             if kind % 4 == 1 && p.output_qk == QkOutput::None {
                 *p = (*paged(&Problem::new(p.clone()).unwrap())).clone();
             }
+            if kind % 3 == 2 && p.cache == CacheBinding::Shared && !p.slides {
+                let of_rows = |how| Quantization { scales: Scales::PerToken, ..how };
+                p.quantized = p.quantized.map(of_rows);
+            }
             if kind % 7 == 3 && s <= 64 && p.window.is_none() && p.output_qk == QkOutput::None {
                 (p.tree_mask, p.causal, p.bias) = (true, false, None);
             }
@@ -1720,6 +1724,10 @@ fn quantize_reach(name: &str, problem: &Problem, p: &PrologueParams, element: us
         "k" | "v" => numbers(p.kv_out, p.capacity) * element,
         "present_k" | "present_v" => numbers(p.kv_out, p.capacity) / per_byte,
         "past_k" | "past_v" => numbers(p.past, p.past_capacity) / per_byte,
+        // Of gathered rows, too.
+        "k_scale" | "v_scale" if problem.has_row_scales() => {
+            (p.batch * p.kv_heads * p.capacity) as usize * 4
+        }
         "k_scale" | "v_scale" => scales_reach(problem),
         other => prologue_reach(other, p, element),
     }
@@ -1765,6 +1773,7 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         }
         "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
+        "present_k_scale" | "present_v_scale" => (p.batch * p.kv_heads * p.capacity) as usize * 4,
         "out" => rows(p.tokens, p.q_heads),
         "row_lse" => (p.batch * p.q_heads * p.q_len) as usize * 4,
         "lse" => (p.q_heads * p.tokens) as usize * 4,
@@ -1782,7 +1791,8 @@ fn rolling_bias_reach(name: &str, p: &RollingBiasParams, element: usize) -> usiz
 }
 
 fn scales_reach(problem: &Problem) -> usize {
-    4 * problem.quantized.unwrap().scales.count(problem.kv_heads, problem.head_size)
+    let of_rows = problem.row_scales_shape().map(|shape| shape.iter().product());
+    4 * problem.scales().or(of_rows).unwrap()
 }
 
 fn quantized_reach(problem: &Problem, launch: &Launch) -> usize {

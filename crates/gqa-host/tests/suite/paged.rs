@@ -415,6 +415,39 @@ fn codes() {
 }
 
 #[test]
+fn scales_of_rows_are_the_caches() {
+    let how = QuantType::PerToken;
+    let call = |scales: Option<&[usize]>| {
+        let call = Call::codes();
+        let scales = scales.map(|shape| [float(shape), float(shape)]);
+        Call {
+            op: call.op.k_quant_type(how).v_quant_type(how),
+            scales: [None, None],
+            cache: PagedCache { scales, ..call.cache },
+            ..Call::new()
+        }
+    };
+    let p = accepts(call(Some(&[5, 4, 2])));
+    assert_eq!(p.quantized.map(|how| how.scales), Some(Scales::PerToken));
+    assert_eq!(p.row_scales_shape(), Some([5, 4, 2]));
+    let dims = "(num_blocks = 5, block_size = 4, kv_num_heads = 2)";
+    refuses(call(Some(&[5, 2, 4])), &format!("k_scale: got (5, 2, 4); allowed: {dims}"));
+    refuses(
+        call(None),
+        &format!("k_scale: got no input; allowed: {dims}, as k_quant_type is PER_TOKEN"),
+    );
+    refuses(
+        Call { scales: Call::codes().scales, ..call(Some(&[5, 4, 2])) },
+        "k_scale: got a tensor; allowed: no input: the cache has its scales where k_quant_type is PER_TOKEN",
+    );
+    let scales = call(Some(&[5, 4, 2])).cache.scales;
+    refuses(
+        Call { cache: PagedCache { scales, ..Call::codes().cache }, ..Call::codes() },
+        "k_scale: got scales of the cache; allowed: none, as k_quant_type is PER_CHANNEL",
+    );
+}
+
+#[test]
 fn shapes_alone() {
     fn desc(dtype: DType, shape: &[usize]) -> TensorDesc<'_> {
         TensorDesc { dtype, shape }
