@@ -10,6 +10,7 @@ use ndarray::{ArrayD, IxDyn};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, Normal};
+use std::ops::Deref;
 
 /// A case with data. Rows of the past behind each sequence's valid length hold NaN: nobody may use
 /// them.
@@ -28,7 +29,7 @@ pub struct Call {
     position_ids: Option<Tensor>,
     attention_bias: Option<Tensor>,
     head_sink: Option<Tensor>,
-    /// k_scale and v_scale.
+    /// k_scale and v_scale that are inputs.
     scales: Option<[Tensor; 2]>,
     /// q_norm_weight and k_norm_weight.
     norm_weights: Option<[Tensor; 2]>,
@@ -53,7 +54,7 @@ impl Call {
             )
         };
         let (cos_cache, sin_cache, position_ids) = data.rotary(case);
-        let scales = case.quantized.map(|how| data.scales(case, how));
+        let scales = case.quantized.and_then(|how| data.scales(case, how));
         Self {
             query,
             key,
@@ -78,6 +79,8 @@ impl Call {
     /// Its tensors by name.
     pub(crate) fn named(&self) -> Vec<(&'static str, Option<Tensor>)> {
         let of = |pair: &Option<[Tensor; 2]>, i: usize| pair.as_ref().map(|pair| pair[i].clone());
+        let of_rows = self.past.as_ref().and_then(|past| past.scales.clone());
+        let scales = self.scales.clone().or(of_rows);
         vec![
             ("query", Some(self.query.clone())),
             ("key", self.key.clone()),
@@ -91,8 +94,8 @@ impl Call {
             ("position_ids", self.position_ids.clone()),
             ("attention_bias", self.attention_bias.clone()),
             ("head_sink", self.head_sink.clone()),
-            ("k_scale", of(&self.scales, 0)),
-            ("v_scale", of(&self.scales, 1)),
+            ("k_scale", of(&scales, 0)),
+            ("v_scale", of(&scales, 1)),
             ("q_norm_weight", of(&self.norm_weights, 0)),
             ("k_norm_weight", of(&self.norm_weights, 1)),
             ("output_scale", self.output_scale.clone()),
@@ -121,8 +124,8 @@ impl Call {
     }
 
     /// Runs the call on `backend` with every output poisoned with NaN first. With a shared cache
-    /// the cache afterwards is returned as present_*.
-    pub fn run(&self, backend: &dyn Backend) -> Result<Outputs> {
+    /// the cache afterwards is returned as present_*, and the scales of its rows beside it.
+    pub fn run(&self, backend: &dyn Backend) -> Result<Results> {
         let problem = self.problem()?;
         let mut outputs = Outputs::new(&problem)?;
         for tensor in [
@@ -138,18 +141,24 @@ impl Call {
             outputs.present_key = past.key.clone();
             outputs.present_value = past.value.clone();
         }
-        backend.run(&problem, &mut outputs.io(&self.inputs()))?;
-        Ok(outputs)
+        let mut scales = self.past.as_ref().and_then(|past| past.scales.clone());
+        let mut io = outputs.io(&self.inputs());
+        io.row_scales = scales.as_mut().map(|scales| scales.each_mut());
+        backend.run(&problem, &mut io)?;
+        Ok(Results { outputs, scales })
     }
 
     /// What the call's results should be with the cache that it left: nothing is appended any more.
-    pub fn reference_after(&self, cache: &Outputs) -> Result<Outputs> {
+    pub fn reference_after(&self, cache: &Results) -> Result<Results> {
         let problem = self.problem()?;
         let mut outputs = Outputs::new(&problem)?;
         outputs.present_key = cache.present_key.clone();
         outputs.present_value = cache.present_value.clone();
-        Reference.run(&problem.appended(), &mut outputs.io(&self.inputs()))?;
-        Ok(outputs)
+        let mut scales = cache.scales.clone();
+        let mut io = outputs.io(&self.inputs());
+        io.row_scales = scales.as_mut().map(|scales| scales.each_mut());
+        Reference.run(&problem.appended(), &mut io)?;
+        Ok(Results { outputs, scales })
     }
 
     /// The same in float32 with queries as they are rounded for products of float8: times k_scale,
@@ -179,6 +188,7 @@ impl Call {
                     Scales::PerTensor => k_scale[0],
                     Scales::PerHead => k_scale[kv_head],
                     Scales::PerChannel => k_scale[kv_head * case.head_size + i],
+                    Scales::PerToken => unreachable!("no products of float8"),
                 });
             }
         }
@@ -214,11 +224,33 @@ impl Call {
     }
 }
 
+/// What a call gives.
+#[derive(Clone, Debug)]
+pub struct Results {
+    /// The operator's outputs; the cache, too, where it is shared.
+    pub outputs: Outputs,
+    /// k_scale and v_scale afterwards, where each row of the cache has its own.
+    pub scales: Option<[Tensor; 2]>,
+}
+
+impl Deref for Results {
+    type Target = Outputs;
+
+    fn deref(&self) -> &Outputs {
+        &self.outputs
+    }
+}
+
 /// A tensor for results, of NaN.
 pub(crate) fn poisoned(dtype: DType, shape: &[usize]) -> Tensor {
     let mut tensor = Tensor::zeros(dtype, shape);
     tensor.with_bytes_mut(|bytes| bytes.fill(0xff));
     tensor
+}
+
+/// Standard deviations of keys and values.
+fn spreads(case: &Case) -> [f32; 2] {
+    [if case.qk_norm { 1.0 } else { case.spread }, 1.0]
 }
 
 /// A row of queries, which `scale` turns into what is rounded.
@@ -298,7 +330,10 @@ impl Data {
                 None => self.held_rows(&shape, spread, &held),
             }
         };
-        Some(KvCache { key: cache(case.spread), value: cache(1.0) })
+        let (key, value) = (cache(case.spread), cache(1.0));
+        let shape = [case.batch(), case.kv_heads, rows];
+        let scales = case.quantized.and_then(|how| self.row_scales(case, how, &shape, &held));
+        Some(KvCache { key, value, scales })
     }
 
     /// Rows of that shape as random quantized values, as many as `held` says; in those that are not
@@ -326,22 +361,44 @@ impl Data {
     }
 
     /// k_scale and v_scale such that the quantized values reach to about two standard deviations of
-    /// keys and values, so that some are clamped.
-    pub(crate) fn scales(&mut self, case: &Case, how: Quantization) -> [Tensor; 2] {
+    /// keys and values, so that some are clamped; none where each row has its own.
+    pub(crate) fn scales(&mut self, case: &Case, how: Quantization) -> Option<[Tensor; 2]> {
+        let count = how.scales.count(case.kv_heads, case.head_size)?;
+        Some(spreads(case).map(|spread| {
+            let scale = || self.scale(how, spread);
+            Tensor::from(ArrayD::from_shape_simple_fn(IxDyn(&[count]), scale))
+        }))
+    }
+
+    /// The same of rows, where each has its own: of as many rows as `held` says, and NaN of those
+    /// that are not.
+    pub(crate) fn row_scales(
+        &mut self,
+        case: &Case,
+        how: Quantization,
+        shape: &[usize],
+        held: &[bool],
+    ) -> Option<[Tensor; 2]> {
+        (how.scales == Scales::PerToken).then(|| {
+            let rows: usize = shape.iter().product();
+            let each = rows / held.len().max(1);
+            let is_held = |row: usize| held[row / each.max(1)];
+            spreads(case).map(|spread| {
+                let scale = |row| if is_held(row) { self.scale(how, spread) } else { f32::NAN };
+                let scales = (0..rows).map(scale).collect();
+                Tensor::from(ArrayD::from_shape_vec(IxDyn(shape), scales).expect("as many"))
+            })
+        })
+    }
+
+    fn scale(&mut self, how: Quantization, spread: f32) -> f32 {
         let most = match how.format {
             QuantFormat::Int8 => 127.0,
             QuantFormat::Int4 => 7.0,
             QuantFormat::Float8 => 16.0,
         };
-        let count = how.scales.count(case.kv_heads, case.head_size);
-        let key_spread = if case.qk_norm { 1.0 } else { case.spread };
-        [key_spread, 1.0].map(|spread| {
-            let mut scale = || {
-                let sign = if self.rng.random_bool(0.2) { -1.0 } else { 1.0 };
-                sign * spread * self.rng.random_range(1.5..2.5) / most
-            };
-            Tensor::from(ArrayD::from_shape_simple_fn(IxDyn(&[count]), &mut scale))
-        })
+        let sign = if self.rng.random_bool(0.2) { -1.0 } else { 1.0 };
+        sign * spread * self.rng.random_range(1.5..2.5) / most
     }
 
     fn seqlens(&self, case: &Case) -> Tensor {

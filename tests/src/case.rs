@@ -188,6 +188,11 @@ impl Case {
         }
     }
 
+    /// Whether each row of the cache has a scale of its own.
+    pub fn has_row_scales(&self) -> bool {
+        self.quantized.is_some_and(|how| how.scales == Scales::PerToken)
+    }
+
     /// Whether the quantized values of a new key depend on how something was rounded before.
     pub fn rounds_before_codes(&self) -> bool {
         self.quantized.is_some() && (self.rotary.is_some() || self.qk_norm)
@@ -264,12 +269,13 @@ fn sometimes_quantized() -> BoxedStrategy<Option<Quantization>> {
 /// Every way to quantize a cache.
 pub fn any_quantization() -> BoxedStrategy<Quantization> {
     let formats = vec![QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8];
-    (proptest::sample::select(formats), any_scales())
+    let scales = prop_oneof![3 => any_scales(), 1 => Just(Scales::PerToken)];
+    (proptest::sample::select(formats), scales)
         .prop_map(|(format, scales)| Quantization { format, scales })
         .boxed()
 }
 
-/// Whatever scales are for.
+/// Whatever scales are for that are given and never written.
 pub fn any_scales() -> BoxedStrategy<Scales> {
     proptest::sample::select(vec![Scales::PerTensor, Scales::PerHead, Scales::PerChannel]).boxed()
 }
@@ -338,7 +344,7 @@ fn assemble(drawn: Drawn, rows: Vec<usize>, q_len: usize) -> Case {
         past,
         first_prompt,
         no_new_rows,
-        shared,
+        shared: shared || quantized.is_some_and(|how| how.scales == Scales::PerToken),
         spare_rows: if spare < 4 { 0 } else { spare },
         packed,
         layout: if bnsh && !packed { Layout::Bnsh } else { Layout::Bsnh },
@@ -387,7 +393,22 @@ pub fn steps(max_rows: usize) -> BoxedStrategy<Case> {
 /// The same calls on quantized KV caches.
 pub fn quantized(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
     (cases, any_quantization())
-        .prop_map(|(case, how)| Case { quantized: Some(how), ..case })
+        .prop_map(|(case, how)| Case {
+            quantized: Some(how),
+            shared: case.shared || how.scales == Scales::PerToken,
+            ..case
+        })
+        .boxed()
+}
+
+/// The same calls on quantized KV caches whose rows have scales of their own.
+pub fn with_row_scales(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    (cases, any_quantization())
+        .prop_map(|(case, how)| Case {
+            quantized: Some(Quantization { scales: Scales::PerToken, ..how }),
+            shared: true,
+            ..case
+        })
         .boxed()
 }
 
@@ -395,8 +416,11 @@ pub fn quantized(cases: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
 pub fn sliding(cases: BoxedStrategy<Case>, most_rows: usize) -> BoxedStrategy<Case> {
     (cases, 1..=most_rows, 0..=most_rows)
         .prop_map(|(case, window, spare)| {
-            // Rows of quantized values are multiples of 16 bytes.
-            let fits = |how: &Quantization| case.head_size % (16 * how.codes_per_element()) == 0;
+            // Rows of quantized values are multiples of 16 bytes, and move without their scales.
+            let fits = |how: &Quantization| {
+                case.head_size % (16 * how.codes_per_element()) == 0
+                    && how.scales != Scales::PerToken
+            };
             let quantized = case.quantized.filter(fits);
             // The quantized value of a rotated or normalised key may be one of two, and what rows
             // saw of it may be gone afterwards.

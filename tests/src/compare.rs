@@ -119,16 +119,103 @@ pub(crate) fn equal_codes(name: &str, got: &Tensor, want: &Tensor) -> Result<(),
     }
 }
 
-/// Errs unless every code is `want`'s or one that rounding to `dtype` before explains.
+/// What rounding to `dtype` of several numbers that are added or multiplied makes of the largest.
+fn rounding(dtype: DType) -> f64 {
+    // Four: two elements, a scale for each channel, and large elements that the quantized values
+    // clamp.
+    match dtype {
+        DType::BF16 => 4.0 / 128.0,
+        DType::F16 => 4.0 / 1024.0,
+        _ => 4.0 * f64::from(f32::EPSILON),
+    }
+}
+
+/// k_scale of one side and of the other one.
+pub(crate) type KeyScales<'a> = [&'a Tensor; 2];
+
+/// Errs unless the scales of rows are `want`'s: of values to the bit, and of keys, where these are
+/// rounded to `dtype` before, nearly so; then returns those of keys.
+pub(crate) fn row_scales<'a>(
+    got: &'a Option<[Tensor; 2]>,
+    want: &'a Option<[Tensor; 2]>,
+    dtype: DType,
+    rounds: bool,
+) -> Result<Option<KeyScales<'a>>, String> {
+    let (Some(got), Some(want)) = (got, want) else {
+        return match (got, want) {
+            (None, None) => Ok(None),
+            _ => Err("k_scale: present on one side only".to_owned()),
+        };
+    };
+    equal_codes("v_scale", &got[1], &want[1])?;
+    match rounds {
+        true => {
+            let tolerance = Tolerance { absolute: 0.0, relative: rounding(dtype) };
+            tensors("k_scale", &got[0], &want[0], tolerance)?;
+        }
+        false => equal_codes("k_scale", &got[0], &want[0])?,
+    }
+    Ok(Some([&got[0], &want[0]]))
+}
+
+/// Errs unless every code is `want`'s or one that rounding to `dtype` before explains, where each
+/// row has a scale of its own of that, too.
 pub(crate) fn codes_rounded_before(
     name: &str,
     got: &Tensor,
     want: &Tensor,
+    scales: Option<KeyScales<'_>>,
     dtype: DType,
 ) -> Result<(), String> {
+    if let Some(scales) = scales {
+        return rows_rounded_before(name, [got, want], scales, dtype);
+    }
     match want.dtype() {
         DType::F8E4M3 => float8_rounded_before(name, got, want, dtype),
         _ => neighbouring_codes(name, got, want),
+    }
+}
+
+/// Errs unless every number of rows with scales of their own is `want`'s or one that rounding to
+/// `dtype` before explains.
+fn rows_rounded_before(
+    name: &str,
+    codes: [&Tensor; 2],
+    scales: KeyScales<'_>,
+    dtype: DType,
+) -> Result<(), String> {
+    let ([got, want], [got_scales, want_scales]) = (codes.map(numbers), scales.map(Tensor::to_f64));
+    let size = (want.len() / want_scales.len().max(1)).max(1);
+    for (number, (got, want)) in got.chunks(size).zip(want.chunks(size)).enumerate() {
+        let [got_scale, want_scale] = [got_scales[number], want_scales[number]];
+        // Rows that the cache does not hold.
+        if got_scale.is_nan() && want_scale.is_nan() {
+            continue;
+        }
+        let top = want.iter().fold(0.0, |top: f64, x| top.max(x.abs())) * want_scale.abs();
+        // From an integer to the next; from a float8e4m3fn an eighth, and of subnormal ones less.
+        let absolute = 1.01 * want_scale.abs() + rounding(dtype) * top;
+        let tolerance = Tolerance { absolute, relative: 1.0 / 8.0 };
+        for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+            let [got, want] = [got * got_scale, want * want_scale];
+            if excess(got, want, tolerance).0 > 0.0 {
+                return Err(format!(
+                    "{name}: row {number}, element {i}: got {got:e}, want {want:e}, largest {top:e}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What quantized values are before they are multiplied by their scales.
+fn numbers(codes: &Tensor) -> Vec<f64> {
+    let number = |half: u8| f64::from(half) - 8.0;
+    match codes {
+        Tensor::U8(bytes) => {
+            bytes.iter().flat_map(|&two| [number(two & 15), number(two >> 4)]).collect()
+        }
+        codes => codes.to_f64(),
     }
 }
 
@@ -151,13 +238,7 @@ fn float8_rounded_before(
     want: &Tensor,
     dtype: DType,
 ) -> Result<(), String> {
-    // Four: two elements, a scale for each channel, and large elements that the quantized values
-    // clamp.
-    let rounding = match dtype {
-        DType::BF16 => 4.0 / 128.0,
-        DType::F16 => 4.0 / 1024.0,
-        _ => 4.0 * f64::from(f32::EPSILON),
-    };
+    let rounding = rounding(dtype);
     let row = want.shape().last().map_or(1, |&size| size.max(1));
     let (got, want) = (got.to_f64(), want.to_f64());
     for (number, (got, want)) in got.chunks(row).zip(want.chunks(row)).enumerate() {

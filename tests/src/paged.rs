@@ -2,7 +2,7 @@
 
 use crate::call::Data;
 use crate::case::step_heads;
-use crate::compare::{codes_rounded_before, equal_codes, optional, tensors};
+use crate::compare::{codes_rounded_before, equal_codes, optional, row_scales, tensors};
 use crate::parity::{Judge, Parity};
 use crate::{Case, Errors, Tolerance};
 use gqa_host::backend::Backend;
@@ -167,7 +167,8 @@ impl PagedCase {
     pub(crate) fn named(&self) -> Vec<(&'static str, Option<Tensor>)> {
         let given = Tensors::new(self);
         let both = |pair: Option<[Tensor; 2]>| pair.map_or([None, None], |pair| pair.map(Some));
-        let ([cos, sin], [k_scale, v_scale]) = (both(given.rotary), both(given.scales));
+        let scales = given.scales.or(given.cache.scales);
+        let ([cos, sin], [k_scale, v_scale]) = (both(given.rotary), both(scales));
         let [q_norm_weight, k_norm_weight] = both(given.norm_weights);
         vec![
             ("query", Some(given.query)),
@@ -323,7 +324,10 @@ impl Tensors {
                 None => data.held_rows(&shape, spread, &held),
             }
         };
-        let cache = PagedCache { key: cache(case.spread), value: cache(1.0) };
+        let (keys, values) = (cache(case.spread), cache(1.0));
+        let shape = [count, paged.block_size, kv];
+        let scales = case.quantized.and_then(|how| data.row_scales(case, how, &shape, &held));
+        let cache = PagedCache { key: keys, value: values, scales };
         let integers = |shape: &[usize], values: Vec<i32>| {
             Tensor::from(ArrayD::from_shape_vec(IxDyn(shape), values).expect("as many"))
         };
@@ -338,7 +342,7 @@ impl Tensors {
             slots: paged.skipped.map(|_| integers(&[tokens], slots)),
             rotary,
             head_sink: case.head_sink.then(|| data.normal(&[heads], 2.0)),
-            scales: case.quantized.map(|how| data.scales(case, how)),
+            scales: case.quantized.and_then(|how| data.scales(case, how)),
             norm_weights: case.qk_norm.then(|| [(); 2].map(|()| data.normal(&[size], 1.0))),
             cache,
         }
@@ -400,10 +404,13 @@ impl PagedCase {
         (want, want_cache): &(PagedOutputs, PagedCache),
     ) -> std::result::Result<Errors, String> {
         let tolerance = Tolerance::of(&self.case);
-        if self.case.rounds_before_codes() {
+        let (dtype, rounds) = (self.case.dtype, self.case.rounds_before_codes());
+        let of_keys = row_scales(&got_cache.scales, &want_cache.scales, dtype, rounds)?;
+        if rounds {
             // A new key's code may be one or the other near a tie: the output is that of the cache
             // as it is then, with no new rows.
-            codes_rounded_before("key_cache", &got_cache.key, &want_cache.key, self.case.dtype)?;
+            let [got_keys, want_keys] = [&got_cache.key, &want_cache.key];
+            codes_rounded_before("key_cache", got_keys, want_keys, of_keys, dtype)?;
             equal_codes("value_cache", &got_cache.value, &want_cache.value)?;
             let nowhere = Tensor::from(ArrayD::from_elem(IxDyn(&[self.tokens()]), -1));
             let inputs = PagedInputs { slot_mapping: Some(&nowhere), ..given.inputs() };

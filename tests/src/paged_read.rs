@@ -10,7 +10,7 @@ use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Heads, Layer, Paged, Rope};
 use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Sink, Tensor};
+use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Scales, Sink, Tensor};
 use ndarray::{Array2, arr1};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
@@ -56,7 +56,8 @@ pub fn paged_reads(
     let sequences = prop::collection::vec((keys, 0..=tokens), 1..=4);
     let heads = (1..=2usize, 1..=4usize, prop::sample::select(head_sizes.to_vec()));
     let format = prop::sample::select(vec![QuantFormat::Int8, QuantFormat::Int4]);
-    let how = (format, any_scales());
+    let scales = prop_oneof![3 => any_scales(), 1 => Just(Scales::PerToken)];
+    let how = (format, scales);
     let how = how.prop_map(|(format, scales)| Quantization { format, scales });
     let quantized = prop::option::weighted(0.3, how);
     let window = prop::option::weighted(0.3, 1..=tokens);
@@ -149,13 +150,18 @@ impl Given {
             .sequences
             .iter()
             .map(|&[keys, new]| keys as i32 - if case.counts_new { 0 } else { new as i32 });
-        let (cache, table) = Self::cache(case, &mut data);
-        let count = |how: Quantization| how.scales.count(kv, size);
-        let most = |how: Quantization| if how.format == QuantFormat::Int4 { 8.0 } else { 128.0 };
-        let mut scale = |how| data.rng.random_range(1.0..2.0f32) / most(how);
-        let scales = case
-            .quantized
-            .map(|how| arr1(&(0..count(how)).map(|_| scale(how)).collect::<Vec<_>>()).into());
+        let (cache, table, held) = Self::cache(case, &mut data);
+        let scales = case.quantized.map(|how| {
+            let most = if how.format == QuantFormat::Int4 { 8.0 } else { 128.0 };
+            let mut scale = || data.rng.random_range(1.0..2.0f32) / most;
+            let scales: Vec<_> = match how.scales.count(kv, size) {
+                Some(count) => (0..count).map(|_| scale()).collect(),
+                None => (0..held.len() * kv)
+                    .map(|row| if held[row / kv] { scale() } else { f32::NAN })
+                    .collect(),
+            };
+            arr1(&scales).into()
+        });
         let angles = [(); 2].map(|()| data.normal(&[case.longest() + 1, 8], 1.0));
         Self {
             query: data.normal(&[case.tokens(), heads * size], 1.0),
@@ -173,8 +179,8 @@ impl Given {
         }
     }
 
-    /// Keys and values, and the table of their blocks.
-    fn cache(case: &PagedReadCase, data: &mut Data) -> ([Tensor; 2], Tensor) {
+    /// Keys and values, the table of their blocks, and which rows of these are keys.
+    fn cache(case: &PagedReadCase, data: &mut Data) -> ([Tensor; 2], Tensor, Vec<bool>) {
         let ([_, kv, size], [columns, blocks]) = (case.heads, case.blocks());
         let mut order: Vec<_> = (0..blocks as i32).collect();
         order.shuffle(&mut data.rng);
@@ -195,7 +201,7 @@ impl Given {
         };
         let cache = [cache(), cache()];
         let table = Array2::from_shape_vec((case.sequences.len(), columns), table.to_vec());
-        (cache, table.expect("as many").into())
+        (cache, table.expect("as many").into(), held)
     }
 
     /// Output, and log-sum-exps if wanted, of the call on `backend`.
@@ -204,6 +210,8 @@ impl Given {
         let mut lse = problem.lse.then(|| poisoned(DType::F32, &problem.lse_shape()));
         let [mut present_key, mut present_value] = self.cache.clone();
         let rotary = self.rotary.as_ref();
+        let of_rows = self.scales.as_ref().filter(|_| problem.has_row_scales());
+        let mut of_rows = of_rows.map(|scales| [scales.clone(), scales.clone()]);
         let inputs = Tensors::default()
             .with(TensorId::Query, &self.query)
             .with(TensorId::SeqlensK, &self.lengths)
@@ -220,6 +228,7 @@ impl Given {
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,
+            row_scales: of_rows.as_mut().map(|scales| scales.each_mut()),
             output_qk: None,
             lse: lse.as_mut(),
         };

@@ -1,7 +1,8 @@
 //! One test body for every back end: random calls, poisoned outputs, compared with the f64
 //! reference.
 
-use crate::compare::{codes_rounded_before, equal_codes, tensors, unrounded};
+use crate::call::Results;
+use crate::compare::{codes_rounded_before, equal_codes, row_scales, tensors, unrounded};
 use crate::{Call, Case, Errors, Tolerance, compare};
 use gqa_host::backend::Backend;
 use gqa_host::op::{KvCache, Outputs};
@@ -152,7 +153,8 @@ impl Parity for Case {
             let want = by_reference(&call.with_float8_queries())?;
             let tolerance = Tolerance::of_float8(self);
             return Ok(Box::new(move |backend| {
-                compare(&run_on(&call, backend)?, &want, tolerance)
+                let got = run_on(&call, backend)?;
+                compare(&got, &want, tolerance)
             }));
         }
         let want = by_reference(&call)?;
@@ -161,7 +163,7 @@ impl Parity for Case {
 }
 
 impl Case {
-    fn compare(&self, call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
+    fn compare(&self, call: &Call, got: &Results, want: &Results) -> Result<Errors, String> {
         let errors = compare_with_cache(call, got, want)?;
         // Most kernels round the numbers of a quantized cache, and one key's output is its value.
         let widens = self.float32_output && self.output_scale.is_none();
@@ -172,22 +174,24 @@ impl Case {
     }
 }
 
-fn by_reference(call: &Call) -> Result<Outputs, String> {
+fn by_reference(call: &Call) -> Result<Results, String> {
     run_on(call, &Reference)
 }
 
-fn run_on(call: &Call, backend: &dyn Backend) -> Result<Outputs, String> {
+fn run_on(call: &Call, backend: &dyn Backend) -> Result<Results, String> {
     call.run(backend).map_err(|error| format!("{}: {error}", backend.name()))
 }
 
 /// Compares a call's outputs. Near a tie a new key's code may be one or the other, which the output
 /// feels: then the caches are compared, values code for code, and the rest with what the reference
 /// makes of the cache that the back end left.
-fn compare_with_cache(call: &Call, got: &Outputs, want: &Outputs) -> Result<Errors, String> {
-    if !call.case.rounds_before_codes() {
+fn compare_with_cache(call: &Call, got: &Results, want: &Results) -> Result<Errors, String> {
+    let (dtype, rounds) = (call.case.dtype, call.case.rounds_before_codes());
+    let of_keys = row_scales(&got.scales, &want.scales, dtype, rounds)?;
+    if !rounds {
         return compare_outputs(call, got, want);
     }
-    codes_rounded_before("present_key", &got.present_key, &want.present_key, call.case.dtype)?;
+    codes_rounded_before("present_key", &got.present_key, &want.present_key, of_keys, dtype)?;
     equal_codes("present_value", &got.present_value, &want.present_value)?;
     let want = call.reference_after(got).map_err(|e| format!("reference: {e}"))?;
     compare_outputs(call, got, &want)
@@ -239,7 +243,9 @@ fn check_sequence(case: &Case, steps: usize, backend: &dyn Backend) -> Result<()
         let got = call.run(backend).map_err(|e| format!("step {step}: {}: {e}", backend.name()))?;
         compare_with_cache(&call, &got, &want).map_err(|e| format!("step {step}: {e}"))?;
         if step + 1 < steps {
-            call = call.next(KvCache { key: got.present_key, value: got.present_value });
+            let Results { outputs, scales } = got;
+            let (key, value) = (outputs.present_key, outputs.present_value);
+            call = call.next(KvCache { key, value, scales });
         }
     }
     Ok(())

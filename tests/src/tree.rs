@@ -300,6 +300,7 @@ impl Given {
             output: &mut output,
             present_key,
             present_value,
+            row_scales: None,
             output_qk: None,
             lse: lse.as_mut(),
         };

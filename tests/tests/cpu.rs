@@ -5,7 +5,7 @@ use gqa_host::backend::{Backend, Io};
 use gqa_host::{Problem, Result};
 use gqa_tests::{
     any_dtype, case, heads_in, heads_up_to, identical, parity, quantized, quantized_output,
-    sliding, steps,
+    sliding, steps, with_row_scales,
 };
 use proptest::prelude::*;
 use std::thread;
@@ -24,6 +24,13 @@ fn cpu_is_reference_with_fewer_instructions() {
         parity(&name, 200, quantized(case(any_dtype(), heads_up_to(256), 70)), &cpu);
         parity(&name, 200, steps(3000), &cpu);
     }
+}
+
+#[test]
+fn cpu_is_reference_with_scales_of_rows() {
+    let cases = with_row_scales(case(any_dtype(), heads_up_to(256), 70));
+    parity("cpu, scales of rows", 600, cases, &Cpu::default());
+    parity("cpu, scales of rows, steps", 200, with_row_scales(steps(3000)), &Cpu::default());
 }
 
 #[test]

@@ -6,7 +6,7 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, paged,
     paged_concurrent, paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized,
-    slow_device, steps, with_some_lse,
+    slow_device, steps, with_row_scales, with_some_lse,
 };
 
 #[test]
@@ -19,6 +19,14 @@ fn on_the_cpu() {
 fn of_codes_on_the_cpu() {
     let cases = paged(quantized(case(any_dtype(), heads_up_to(256), 40)), 70);
     parity("cpu, paged codes", 600, cases, &Cpu::default());
+}
+
+#[test]
+fn of_scales_of_rows_on_the_cpu() {
+    let cases = paged(with_row_scales(case(any_dtype(), heads_up_to(256), 40)), 70);
+    parity("cpu, paged, scales of rows", 600, cases, &Cpu::default());
+    let cases = paged_steps(with_row_scales(steps(40)), 400);
+    parity("cpu, paged steps, scales of rows", 100, cases, &Cpu::default());
 }
 
 #[test]

@@ -547,6 +547,7 @@ impl Tensors {
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,
+            row_scales: None,
             output_qk: None,
             lse: None,
         };

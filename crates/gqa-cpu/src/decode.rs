@@ -131,6 +131,12 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             self.score::<BLOCK, _>(simd, keys, values.later(), count, scores);
             in_unit(simd, keys, scores);
         });
+        let mut of_rows = [Line([1.0; TILE]); 2];
+        let [of_keys, of_values] = of_rows.each_mut().map(|line| &mut line.0[..count]);
+        let by_row = self.rows.row_scales(&keys, S::F32_LANES, [of_keys, of_values]);
+        if by_row {
+            times(simd, &of_rows[0], scores);
+        }
         self.cap(simd, scores);
         for (row, line) in scores.iter_mut().enumerate() {
             if self.rows.has_bias() && row < self.visible.len() {
@@ -140,6 +146,9 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
             line.0[seen[row].end..].fill(f32::NEG_INFINITY);
         }
         let correction = self.weigh(simd, scores);
+        if by_row {
+            times(simd, &of_rows[1], scores);
+        }
         for_stored!(S, tile, |[_, values]| {
             in_unit(simd, values, scores);
             let common = common(&seen);
@@ -295,6 +304,17 @@ impl<'a, S: Simd, const R: usize> FewRows<'a, S, R> {
                 *to = simd.mul_f32s(rows[row], factor);
             }
             write(row, Softmax { max: self.max[row], sum: self.sum[row] }, &line);
+        }
+    }
+}
+
+/// A number for each key of all rows times a number of the key.
+#[inline(always)]
+fn times<S: Simd, const R: usize>(simd: S, factors: &Line, lines: &mut [Line; R]) {
+    let factors = S::as_simd_f32s(&factors.0).0;
+    for line in lines {
+        for (number, factor) in S::as_mut_simd_f32s(&mut line.0).0.iter_mut().zip(factors) {
+            *number = simd.mul_f32s(*number, *factor);
         }
     }
 }

@@ -102,6 +102,12 @@ pub trait Rows: Sync {
         None
     }
 
+    /// What stored keys, and values, of this range are to be multiplied by besides, where each has
+    /// a number of its own, which is written for each; whether that is so.
+    fn row_scales(&self, _keys: &Range<usize>, _lanes: usize, _to: [&mut [f32]; 2]) -> bool {
+        false
+    }
+
     /// Adds the bias of a row's keys from `first` on.
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]);
 }

@@ -20,7 +20,7 @@ fn rows(rows: usize, heads: usize) -> Tensor {
 fn main() -> gqa_host::Result<()> {
     let attention = GroupQueryAttention::new(HEADS as i64, KV_HEADS as i64);
     let empty = Tensor::zeros(DType::F32, &[1, KV_HEADS, CAPACITY, SIZE]);
-    let mut cache = KvCache { key: empty.clone(), value: empty };
+    let mut cache = KvCache { key: empty.clone(), value: empty, scales: None };
     let mut length = 0;
     for new in [10, 1, 1] {
         length += new;

@@ -117,15 +117,23 @@ pub enum Scales {
     PerHead,
     /// A channel, which is an element of a KV head: (KV heads, head_size).
     PerChannel,
+    /// A row of the cache: a token's of a KV head. They lie beside the cache, as it does but for
+    /// its last dimension, and are part of it: a call that appends rows writes the scales of these.
+    ///
+    /// A row's scale is its largest absolute value divided by the largest quantized value there is
+    /// (127, 7 or 448), and 1 where that is no normal number: of rows of zeros, of such small
+    /// numbers that it would be subnormal, and of rows with an infinity. NaN is not looked at.
+    PerToken,
 }
 
 impl Scales {
-    /// How many there are.
-    pub fn count(self, kv_heads: usize, head_size: usize) -> usize {
+    /// How many there are; none that could be counted without the cache where each row has its own.
+    pub fn count(self, kv_heads: usize, head_size: usize) -> Option<usize> {
         match self {
-            Self::PerTensor => 1,
-            Self::PerHead => kv_heads,
-            Self::PerChannel => kv_heads.saturating_mul(head_size),
+            Self::PerTensor => Some(1),
+            Self::PerHead => Some(kv_heads),
+            Self::PerChannel => Some(kv_heads.saturating_mul(head_size)),
+            Self::PerToken => None,
         }
     }
 }
@@ -809,9 +817,21 @@ impl Problem {
         self.quantized.map_or(self.v_dtype, Quantization::dtype)
     }
 
-    /// Elements of k_scale, and of v_scale; their shape does not matter.
+    /// Elements of k_scale, and of v_scale, where these are read only; their shape does not matter.
     pub fn scales(&self) -> Option<usize> {
-        self.quantized.map(|how| how.scales.count(self.kv_heads, self.head_size))
+        self.quantized.and_then(|how| how.scales.count(self.kv_heads, self.head_size))
+    }
+
+    /// Whether each row of the cache has a scale of its own.
+    pub fn has_row_scales(&self) -> bool {
+        self.quantized.is_some_and(|how| how.scales == Scales::PerToken)
+    }
+
+    /// Shape of k_scale, and of v_scale, where each row of the cache has its own: that of the cache
+    /// without its last dimension.
+    pub fn row_scales_shape(&self) -> Option<[usize; 3]> {
+        let [outer, middle, inner, _] = self.key_cache_shape(self.capacity);
+        self.has_row_scales().then_some([outer, middle, inner])
     }
 
     /// Shape of output_qk.

@@ -60,6 +60,8 @@ pub mod scales {
     pub const PER_HEAD: u32 = 1;
     /// A channel, which is an element of a KV head.
     pub const PER_CHANNEL: u32 = 2;
+    /// A row of the cache: they are part of it, and of new rows they are written.
+    pub const PER_TOKEN: u32 = 3;
 }
 
 /// Where query rows stand among the keys.

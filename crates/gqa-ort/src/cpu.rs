@@ -42,6 +42,7 @@ pub unsafe fn run(
             present_key: place(&mut made.present_key, present_key, TensorId::PresentKey)?.into(),
             present_value: place(&mut made.present_value, present_value, TensorId::PresentValue)?
                 .into(),
+            row_scales: None,
             output_qk: match TensorId::OutputQk.spec(problem) {
                 Some(_) => Some(place(&mut made.output_qk, output_qk, TensorId::OutputQk)?),
                 None => None,

@@ -218,6 +218,7 @@ impl<T: Element> Call<T> {
                 output: T::view_mut(job.output),
                 present_key,
                 present_value,
+                row_scales: None,
                 output_qk: None,
                 lse: job.lse.as_deref_mut().map(TensorViewMut::F32),
             },
@@ -271,8 +272,15 @@ impl<T: Element> Call<T> {
             .with(TensorId::HeadSink, self.sinks.as_deref().map(T::view));
         let (present_key, present_value) = (T::view(keys).into(), T::view(values).into());
         let output = T::view_mut(out);
-        let mut io =
-            IoViews { inputs, output, present_key, present_value, output_qk: None, lse: None };
+        let mut io = IoViews {
+            inputs,
+            output,
+            present_key,
+            present_value,
+            row_scales: None,
+            output_qk: None,
+            lse: None,
+        };
         Cpu::new(Instructions::from_env()?).run_on(&problem, &mut io)
     }
 }

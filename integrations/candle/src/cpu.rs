@@ -136,6 +136,14 @@ pub(crate) fn attend(
     output: TensorViewMut<'_>,
 ) -> Result<()> {
     let [present_key, present_value] = [CacheView::NONE; 2];
-    let mut io = IoViews { inputs, output, present_key, present_value, output_qk: None, lse: None };
+    let mut io = IoViews {
+        inputs,
+        output,
+        present_key,
+        present_value,
+        row_scales: None,
+        output_qk: None,
+        lse: None,
+    };
     run(problem, &mut io)
 }

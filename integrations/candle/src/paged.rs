@@ -188,6 +188,7 @@ impl CustomOp3 for Step<'_> {
             output: cpu::view_mut("output", &mut output)?,
             present_key: keys.into(),
             present_value: values.into(),
+            row_scales: None,
             output_qk: None,
             lse: None,
         };

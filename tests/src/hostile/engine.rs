@@ -46,7 +46,8 @@ fn layer(mut layer: Layer, draw: &mut Draw) -> Layer {
         let dim = draw.of(&[16, 64, 64, 0, 7, 128]);
         let [dim, positions] = [dim, 64].map(|n| number(draw, n));
         let format = draw.of(&[QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Float8]);
-        let scales = draw.of(&[Scales::PerTensor, Scales::PerHead, Scales::PerChannel]);
+        let scales =
+            draw.of(&[Scales::PerTensor, Scales::PerHead, Scales::PerChannel, Scales::PerToken]);
         layer = match draw.below(8) {
             0 => layer.scale(draw.float()),
             1 => layer.softcap(draw.float()),

@@ -158,6 +158,7 @@ impl Op {
             QuantType::PerTensor,
             QuantType::PerHead,
             QuantType::PerChannel,
+            QuantType::PerToken,
         ]);
         let name = draw.of(&["", "int4", "int8", "float8e4m3fn", "float16", "no type"]);
         let (i, j, x, flag) = (draw.integer(), draw.integer(), draw.float(), draw.flag());
@@ -246,18 +247,34 @@ macro_rules! filled {
     };
 }
 
+/// Whether scales have the cache's dimensions but the last.
+fn has_scales_of_rows(inputs: &Named<Tensor>) -> bool {
+    inputs.get("k_scale").is_some_and(|scales| scales.shape().len() == 3)
+}
+
 /// An operator applied by every back end that needs no GPU.
 #[derive(Debug)]
 pub struct Applied {
     op: Op,
     inputs: Named<Tensor>,
+    /// k_scale and v_scale are the cache's.
+    are_scales_of_rows: bool,
     machine: Machine,
 }
 
 impl Applied {
     pub fn draw(draw: &mut Draw) -> Self {
         let (op, mut inputs) = legal(draw);
-        Self { op: spoil(op, &mut inputs, draw), inputs, machine: Machine::draw(draw) }
+        // What the operator takes, most often.
+        let are_scales_of_rows = has_scales_of_rows(&inputs) != draw.one_in(16);
+        let op = spoil(op, &mut inputs, draw);
+        Self { op, inputs, are_scales_of_rows, machine: Machine::draw(draw) }
+    }
+
+    /// Those that a cache has.
+    fn row_scales(&self) -> Option<[Tensor; 2]> {
+        let scale = |name| self.inputs.get(name).filter(|_| self.are_scales_of_rows).cloned();
+        Some([scale("k_scale")?, scale("v_scale")?])
     }
 
     fn gqa(&self, cache: CacheBinding) -> Inputs<'_> {
@@ -266,8 +283,12 @@ impl Applied {
             may key value past_key past_value cos_cache sin_cache position_ids attention_bias
                 head_sink k_scale v_scale q_norm_weight k_norm_weight output_scale,
         );
+        let given = |scale| if self.are_scales_of_rows { None } else { scale };
+        let (k_scale, v_scale) = (given(inputs.k_scale), given(inputs.v_scale));
         match cache {
-            CacheBinding::Shared => Inputs { past_key: None, past_value: None, ..inputs },
+            CacheBinding::Shared => {
+                Inputs { past_key: None, past_value: None, k_scale, v_scale, ..inputs }
+            }
             _ => inputs,
         }
     }
@@ -280,11 +301,15 @@ impl Applied {
     }
 
     fn paged(&self) -> PagedInputs<'_> {
-        filled!(PagedInputs of self.inputs,
+        let inputs = filled!(PagedInputs of self.inputs,
             need query cumulative_sequence_length past_seqlens block_table,
             may key value cos_cache sin_cache slot_mapping head_sink q_norm_weight k_norm_weight
                 k_scale v_scale attention_metadata,
-        )
+        );
+        match self.are_scales_of_rows {
+            true => PagedInputs { k_scale: None, v_scale: None, ..inputs },
+            false => inputs,
+        }
     }
 
     fn rotary(&self) -> RotaryInputs<'_> {
@@ -297,12 +322,12 @@ impl Applied {
 
     fn cache(&self) -> KvCache {
         let [key, value] = ["past_key", "past_value"].map(|name| self.inputs.need(name).clone());
-        KvCache { key, value }
+        KvCache { key, value, scales: self.row_scales() }
     }
 
     fn pages(&self) -> PagedCache {
         let [key, value] = ["key_cache", "value_cache"].map(|name| self.inputs.need(name).clone());
-        PagedCache { key, value }
+        PagedCache { key, value, scales: self.row_scales() }
     }
 
     fn problem(&self) -> Option<Result<Problem>> {
@@ -443,7 +468,9 @@ impl Confused {
         let mut call = || {
             let (case, call) = gqa(draw);
             let op = Op::Gqa(case.op(), CacheBinding::Separate);
-            Applied { op, inputs: Named(call.named()), machine: Machine::draw(draw) }
+            let inputs = Named(call.named());
+            let are_scales_of_rows = has_scales_of_rows(&inputs);
+            Applied { op, inputs, are_scales_of_rows, machine: Machine::draw(draw) }
         };
         let calls = [call(), call()];
         let lengths = ["seqlens_k", "position_ids"]
@@ -472,6 +499,7 @@ impl Scenario for Confused {
                 TensorId::PresentValue => *io.present_value = foreign.present_value.clone(),
                 TensorId::OutputQk => io.output_qk = None,
                 TensorId::Lse => io.lse = None,
+                TensorId::KRowScale | TensorId::VRowScale => io.row_scales = None,
                 _ => io.inputs = io.inputs.with(id, foreign.input(id)),
             }
         }

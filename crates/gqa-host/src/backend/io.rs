@@ -37,10 +37,16 @@ impl<'a> Io<'a> {
 
     /// The outputs that the call has.
     pub fn outputs(&mut self) -> impl Iterator<Item = (TensorId, &mut Tensor)> {
+        let [k_scale, v_scale] = match &mut self.row_scales {
+            Some(scales) => scales.each_mut().map(|tensor| Some(&mut **tensor)),
+            None => [None, None],
+        };
         let outputs = [
             (TensorId::Output, Some(&mut *self.output)),
             (TensorId::PresentKey, Some(&mut *self.present_key)),
             (TensorId::PresentValue, Some(&mut *self.present_value)),
+            (TensorId::KRowScale, k_scale),
+            (TensorId::VRowScale, v_scale),
             (TensorId::OutputQk, self.output_qk.as_deref_mut()),
             (TensorId::Lse, self.lse.as_deref_mut()),
         ];
@@ -53,6 +59,8 @@ impl<'a> Io<'a> {
             TensorId::Output => Some(self.output),
             TensorId::PresentKey => Some(self.present_key),
             TensorId::PresentValue => Some(self.present_value),
+            TensorId::KRowScale => self.row_scales.as_ref().map(|[k_scale, _]| &**k_scale),
+            TensorId::VRowScale => self.row_scales.as_ref().map(|[_, v_scale]| &**v_scale),
             TensorId::OutputQk => self.output_qk.as_deref(),
             TensorId::Lse => self.lse.as_deref(),
             _ => None,
@@ -87,6 +95,10 @@ impl<'a> Io<'a> {
             output: self.output.view_mut(),
             present_key: self.present_key.view_mut().into(),
             present_value: self.present_value.view_mut().into(),
+            row_scales: self
+                .row_scales
+                .as_mut()
+                .map(|scales| scales.each_mut().map(|tensor| tensor.view_mut().into())),
             output_qk: self.output_qk.as_deref_mut().map(Tensor::view_mut),
             lse: self.lse.as_deref_mut().map(Tensor::view_mut),
         }
@@ -110,10 +122,17 @@ impl<'a> IoViews<'a> {
             TensorId::Output => Some(self.output.view()),
             TensorId::PresentKey => Some(self.present_key.view()),
             TensorId::PresentValue => Some(self.present_value.view()),
+            TensorId::KRowScale => self.row_scale(0),
+            TensorId::VRowScale => self.row_scale(1),
             TensorId::OutputQk => self.output_qk.as_ref().map(TensorViewMut::view),
             TensorId::Lse => self.lse.as_ref().map(TensorViewMut::view),
             _ => None,
         }
+    }
+
+    /// k_scale or v_scale of each row.
+    pub(crate) fn row_scale(&self, number: usize) -> Option<TensorView<'_>> {
+        self.row_scales.as_ref().map(|scales| scales[number].view())
     }
 
     /// As [`Io::check`]; tensors with strides have as many elements as these reach.
@@ -152,7 +171,8 @@ fn check_tensor(
     suffice: impl FnOnce(&TensorSpec, usize) -> bool,
 ) -> Result<()> {
     let Some(spec) = spec else {
-        let none = got.is_none() || !matches!(id, TensorId::OutputQk | TensorId::Lse);
+        use TensorId::{KRowScale, Lse, OutputQk, VRowScale};
+        let none = got.is_none() || !matches!(id, OutputQk | Lse | KRowScale | VRowScale);
         let refusal = || Error::invalid(id.name(), "a tensor", "none, as the problem has none");
         return none.then_some(()).ok_or_else(refusal);
     };

@@ -17,7 +17,7 @@ use crate::{CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
 /// final shapes.
 ///
 /// With [`CacheBinding::Shared`](crate::CacheBinding) `past_*` are absent and `present_*` arrive
-/// holding the past; with `Separate` every element of `present_*` is written. Every element of the
+/// holding the past, and so do the scales of rows; with `Separate` every element of `present_*` is written. Every element of the
 /// other outputs is always written.
 pub struct Io<'a> {
     /// What the call reads, by role.
@@ -28,6 +28,8 @@ pub struct Io<'a> {
     pub present_key: &'a mut Tensor,
     /// present_value
     pub present_value: &'a mut Tensor,
+    /// k_scale and v_scale where each row of the cache has its own
+    pub row_scales: Option<[&'a mut Tensor; 2]>,
     /// output_qk
     pub output_qk: Option<&'a mut Tensor>,
     /// float32 (batch, query heads, rows)
@@ -45,6 +47,8 @@ pub struct IoViews<'a> {
     pub present_key: CacheView<'a>,
     /// present_value
     pub present_value: CacheView<'a>,
+    /// k_scale and v_scale where each row of the cache has its own
+    pub row_scales: Option<[CacheView<'a>; 2]>,
     /// output_qk
     pub output_qk: Option<TensorViewMut<'a>>,
     /// float32 (batch, query heads, rows)

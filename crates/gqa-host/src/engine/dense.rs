@@ -175,8 +175,8 @@ impl Layer {
         let query = Rows::new(call.layout, batch, rows, query_heads, heads.size);
         let new = Rows::new(call.layout, batch, call.new_rows, heads.kv, heads.size);
         let cache = [batch, heads.kv, capacity, self.cached_size()];
+        let (rotations, scales) = (self.rotations(), self.scales(cache));
         let cache = TensorDesc { dtype: self.cache_dtype(), shape: &cache };
-        let (rotations, scales) = (self.rotations(), self.scales());
         let rotations = rotations.as_ref().map(|shape| self.desc(shape));
         let scales = scales.as_ref().map(|shape| f32s(shape));
         let positions = [batch, rows];

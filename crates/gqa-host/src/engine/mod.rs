@@ -143,6 +143,10 @@ impl Layer {
 
     /// The KV cache is quantized. The float32 tensors `k_scale` and `v_scale` have one element, one
     /// for each KV head, or one for each element of each KV head, as [`Quantization::scales`] says.
+    ///
+    /// With [`Scales::PerToken`](crate::Scales) they are part of the cache, of its shape without
+    /// its last dimension: (batch, KV heads, capacity), or (blocks, block size, KV heads). A call
+    /// that appends rows computes their scales and writes them there.
     pub fn quantized(self, how: Quantization) -> Self {
         Self { quantized: Some(how), ..self }
     }
@@ -169,9 +173,10 @@ impl Layer {
         }
     }
 
-    /// Shape of `k_scale` and `v_scale`.
-    fn scales(&self) -> Option<[usize; 1]> {
-        self.quantized.map(|how| [how.scales.count(self.heads.kv, self.heads.size)])
+    /// Shape of `k_scale` and `v_scale`, beside a cache of that shape.
+    fn scales(&self, [cache @ .., _]: [usize; 4]) -> Option<Vec<usize>> {
+        let count = |how: Quantization| how.scales.count(self.heads.kv, self.heads.size);
+        self.quantized.map(|how| count(how).map_or(cache.to_vec(), |count| vec![count]))
     }
 
     /// Shape of `cos_cache` and `sin_cache`.

@@ -150,8 +150,8 @@ impl Layer {
         let new = [call.tokens, width(heads.kv)];
         let key = (!call.packed).then(|| self.desc(&new));
         let cache = [call.blocks, call.block_size, heads.kv, self.cached_size()];
+        let (rotations, scales) = (self.rotations(), self.scales(cache));
         let cache = TensorDesc { dtype: self.cache_dtype(), shape: &cache };
-        let (rotations, scales) = (self.rotations(), self.scales());
         let rotations = rotations.as_ref().map(|shape| self.desc(shape));
         let scales = scales.as_ref().map(|shape| f32s(shape));
         let (sink, norm) = ([heads.query], [heads.size]);

@@ -232,6 +232,7 @@ impl AttentionOutputs {
             output: &mut self.y,
             present_key: self.present_key.as_mut().unwrap_or(no_key),
             present_value: self.present_value.as_mut().unwrap_or(no_value),
+            row_scales: None,
             output_qk: self.qk_matmul_output.as_mut(),
             lse: None,
         }

@@ -16,6 +16,9 @@ pub enum QuantType {
     PerHead,
     /// A scale for each element of each KV head.
     PerChannel,
+    /// A scale for each row of the cache, in tensors that lie beside it: where past and present are
+    /// one cache only.
+    PerToken,
 }
 
 impl QuantType {
@@ -25,6 +28,7 @@ impl QuantType {
             Self::PerTensor => Some(Scales::PerTensor),
             Self::PerHead => Some(Scales::PerHead),
             Self::PerChannel => Some(Scales::PerChannel),
+            Self::PerToken => Some(Scales::PerToken),
         }
     }
 }
@@ -36,6 +40,7 @@ impl From<Option<Scales>> for QuantType {
             Some(Scales::PerTensor) => Self::PerTensor,
             Some(Scales::PerHead) => Self::PerHead,
             Some(Scales::PerChannel) => Self::PerChannel,
+            Some(Scales::PerToken) => Self::PerToken,
         }
     }
 }
@@ -48,6 +53,7 @@ impl std::fmt::Display for QuantType {
             Self::PerTensor => "PER_TENSOR",
             Self::PerHead => "PER_HEAD",
             Self::PerChannel => "PER_CHANNEL",
+            Self::PerToken => "PER_TOKEN",
         })
     }
 }
@@ -251,6 +257,7 @@ impl GroupQueryAttention {
         let mut io = outputs.io(inputs);
         io.present_key = &mut cache.key;
         io.present_value = &mut cache.value;
+        io.row_scales = cache.scales.as_mut().map(|scales| scales.each_mut());
         run(backend, &problem, &mut io)?;
         Ok(outputs)
     }
@@ -357,6 +364,9 @@ pub struct KvCache {
     pub key: Tensor,
     /// Values.
     pub value: Tensor,
+    /// k_scale and v_scale where each row has its own, float32 (B, Nk, capacity), which the inputs
+    /// of these names are not then.
+    pub scales: Option<[Tensor; 2]>,
 }
 
 /// The operator's outputs.
@@ -412,6 +422,7 @@ impl Outputs {
             output: &mut self.output,
             present_key: &mut self.present_key,
             present_value: &mut self.present_value,
+            row_scales: None,
             output_qk: self.output_qk.as_mut(),
             lse: self.lse.as_mut(),
         }

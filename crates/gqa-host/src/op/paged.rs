@@ -10,7 +10,7 @@ mod written;
 pub use inputs::{PagedCache, PagedInputs, PagedShapes};
 
 use super::QuantType;
-use super::validate::values;
+use super::validate::{check_owner, values};
 use crate::backend::{Backend, Io, run};
 use crate::plan::{TensorId, Tensors};
 use crate::{DType, Problem, Result, Tensor};
@@ -154,6 +154,7 @@ impl PagedAttention {
                 output: &mut output,
                 present_key: &mut cache.key,
                 present_value: &mut cache.value,
+                row_scales: cache.scales.as_mut().map(|scales| scales.each_mut()),
                 output_qk: None,
                 lse: lse.as_mut(),
             },
@@ -168,6 +169,8 @@ impl PagedAttention {
     /// [`Error::Invalid`](crate::Error::Invalid) names the input or attribute that is not allowed,
     /// what was got and what is allowed.
     pub fn problem(&self, inputs: &PagedInputs<'_>, cache: &PagedCache) -> Result<Problem> {
+        let given = [inputs.k_scale, inputs.v_scale];
+        check_owner(self.k_quant_type, given, cache.scales.as_ref())?;
         let (tokens, tensors) = (inputs.query.shape().first().copied(), inputs.tensors().views());
         let lengths = Lengths::of(&tensors, tokens.unwrap_or_default())?;
         let shapes = PagedShapes::of(inputs, cache, lengths.bounds());

@@ -67,6 +67,7 @@ impl RotaryEmbedding {
                 output: &mut output,
                 present_key,
                 present_value,
+                row_scales: None,
                 output_qk: None,
                 lse: None,
             },

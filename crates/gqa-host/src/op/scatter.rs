@@ -307,6 +307,7 @@ fn write(
             output: &mut output,
             present_key,
             present_value,
+            row_scales: None,
             output_qk: None,
             lse: None,
         },

@@ -16,7 +16,9 @@ pub(super) use pattern::{
     Dim, MAX_COUNT, MAX_HEADS, Pattern, addressable, check_rows, head_count, shape,
 };
 use quantization::quantization;
-pub(super) use quantization::{check_scales, check_types};
+pub(super) use quantization::{
+    check_owner, check_row_scales, check_scales, check_types, row_scales,
+};
 
 impl GroupQueryAttention {
     /// Checks the call. With [`CacheBinding::Shared`] past_key and past_value are the cache that
@@ -48,8 +50,16 @@ impl GroupQueryAttention {
                 ));
             }
         }
-        let inputs =
-            Inputs { past_key: Some(&cache.key), past_value: Some(&cache.value), ..*inputs };
+        let given = [inputs.k_scale, inputs.v_scale];
+        check_owner(self.k_quant_type, given, cache.scales.as_ref())?;
+        let [k_scale, v_scale] = row_scales(cache.scales.as_ref());
+        let inputs = Inputs {
+            past_key: Some(&cache.key),
+            past_value: Some(&cache.value),
+            k_scale: inputs.k_scale.or(k_scale),
+            v_scale: inputs.v_scale.or(v_scale),
+            ..*inputs
+        };
         self.problem(&inputs, CacheBinding::Shared)
     }
 
@@ -67,7 +77,7 @@ impl GroupQueryAttention {
         let heads = self.heads()?;
         self.check_numbers()?;
         let query = Query::of(inputs, heads, self.layout)?;
-        let quantized = quantization(self, inputs, heads, query.head_size)?;
+        let quantized = quantization(self, inputs, &query, cache)?;
         let rows = Rows {
             query: query.rows,
             total: inputs.total_sequence_length,
@@ -75,6 +85,7 @@ impl GroupQueryAttention {
             past: query.past_rows(inputs, quantized, cache)?,
         };
         query.check_seqlens_k(inputs)?;
+        query.check_row_scales(inputs, quantized, rows.past)?;
         self.check_sliding(inputs, quantized, rows)?;
         let capacity = self.present_rows(rows, cache)?;
         let problem = Problem::new(ProblemFields {

@@ -45,6 +45,8 @@ pub enum Rejection {
         /// The call's.
         got: QuantFormat,
     },
+    /// The kernel takes no scales for each row of a quantized KV cache.
+    RowScales,
     /// The kernel appends to the cache that it reads.
     NotShared,
     /// A piece of a tile of keys lies in one block of the paged KV cache.
@@ -202,6 +204,7 @@ impl fmt::Display for Rejection {
             }
             Self::NotQuantized => write!(f, "the KV cache is not quantized"),
             Self::Format { got } => write!(f, "does not take a KV cache of {got}"),
+            Self::RowScales => write!(f, "does not take a scale for each row of the KV cache"),
             Self::NotShared => write!(f, "past and present are not one cache"),
             Self::BlockSize { got, need } => {
                 write!(f, "blocks of {got} rows are no power of two of {need} or more")

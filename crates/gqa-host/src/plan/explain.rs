@@ -210,6 +210,7 @@ fn features(p: &Problem) -> Vec<String> {
             Scales::PerTensor => "tensor",
             Scales::PerHead => "head",
             Scales::PerChannel => "channel",
+            Scales::PerToken => "token",
         };
         add(true, format!("{} cache with a scale per {scales}", how.format));
     }

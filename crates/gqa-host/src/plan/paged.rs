@@ -25,7 +25,7 @@ use super::device::DeviceInfo;
 use super::launch::{Arg, Launch};
 use super::mixed::Attentions;
 use super::options::PlanOptions;
-use super::params::{rotary_params, scales};
+use super::params::{rotary_params, scale_tensors, scales};
 use super::positions::positions;
 use super::prologue::normalise;
 use super::rebind::Rebind;
@@ -147,7 +147,7 @@ impl<'a> Prologue<'a> {
             Some(_) => tensor(self.problem, id, 0),
             None => Arg::Null,
         };
-        let scale = |id| tensor(self.problem, id, 0);
+        let [k_scale, v_scale] = scale_tensors(self.problem);
         let arguments = [
             ("q", self.rows.query.arg),
             ("k", self.rows.key.arg),
@@ -156,8 +156,8 @@ impl<'a> Prologue<'a> {
             ("sin", rotation(TensorId::SinCache)),
             ("position_ids", Arg::Null),
             ("q_out", query),
-            ("k_scale", scale(TensorId::KScale)),
-            ("v_scale", scale(TensorId::VScale)),
+            k_scale,
+            v_scale,
         ];
         let role = match self.problem.quantized {
             None => Role::PagedAppend,
@@ -234,14 +234,8 @@ impl<'a> Dequantized<'a> {
 
     fn launch(&self, device: &DeviceInfo) -> Result<Launch> {
         let (p, [k, v]) = (self.prologue.problem, self.cache);
-        let scale = |id| tensor(p, id, 0);
-        let arguments = [
-            ("k_scale", scale(TensorId::KScale)),
-            ("v_scale", scale(TensorId::VScale)),
-            ("k", k),
-            ("v", v),
-            ("table", self.table),
-        ];
+        let [k_scale, v_scale] = scale_tensors(p);
+        let arguments = [k_scale, v_scale, ("k", k), ("v", v), ("table", self.table)];
         let entry = self.prologue.typed(Role::PagedDequantize)?;
         let least = u32_of("tokens", self.least)?;
         let params = PagedParams { least, ..self.prologue.params };
@@ -264,6 +258,8 @@ struct Gathered<'a> {
     /// Null where queries stay where they are.
     moved: Arg,
     cache: [Arg; 2],
+    /// Scales of their rows; null where these have none.
+    scales: [Arg; 2],
     lengths: Arg,
     /// Null where the output's rows are tokens, and log-sum-exps nobody's.
     output: Arg,
@@ -276,6 +272,8 @@ impl<'a> Gathered<'a> {
         let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
         let padded = p.batch * p.q_len * p.q_heads * p.head_size;
         let cached: usize = p.gathered().key_cache_shape(p.capacity).iter().product();
+        let of_rows = p.gathered().row_scales_shape();
+        let scaled = of_rows.map_or(0, |shape| shape.iter().product());
         let lies_apart = p.packed || p.strided.query.is_some();
         let moves = !p.has_single_tokens() || p.rotary.is_some() || lies_apart;
         let mut take = |wanted: bool, elements: usize, size: usize| match wanted {
@@ -286,6 +284,7 @@ impl<'a> Gathered<'a> {
             prologue: Prologue::new(p, pages, rows)?,
             moved: take(moves, padded, size)?,
             cache: [take(true, cached, code_size)?, take(true, cached, code_size)?],
+            scales: [take(of_rows.is_some(), scaled, 4)?, take(of_rows.is_some(), scaled, 4)?],
             lengths: take(true, p.batch, DType::I32.size())?,
             output: take(!p.has_single_tokens() || p.lse, padded, size)?,
             lse: take(p.lse, p.batch * p.q_heads * p.q_len, DType::F32.size())?,
@@ -294,7 +293,19 @@ impl<'a> Gathered<'a> {
 
     fn gather(&self, device: &DeviceInfo) -> Result<Launch> {
         let (p, [k, v]) = (self.prologue.problem, self.cache);
-        let arguments = [("present_k", k), ("present_v", v), ("lengths", self.lengths)];
+        let [k_scale, v_scale] = match p.has_row_scales() {
+            true => scale_tensors(p),
+            false => [("k_scale", Arg::Null), ("v_scale", Arg::Null)],
+        };
+        let arguments = [
+            ("present_k", k),
+            ("present_v", v),
+            ("lengths", self.lengths),
+            k_scale,
+            v_scale,
+            ("present_k_scale", self.scales[0]),
+            ("present_v_scale", self.scales[1]),
+        ];
         let [.., width] = p.gathered().key_cache_shape(0);
         let bytes = width * p.key_cache_dtype().size();
         let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
@@ -322,6 +333,8 @@ impl<'a> Gathered<'a> {
             (TensorId::Query, query),
             (TensorId::PresentKey, self.cache[0]),
             (TensorId::PresentValue, self.cache[1]),
+            (TensorId::KRowScale, self.scales[0]),
+            (TensorId::VRowScale, self.scales[1]),
             (TensorId::SeqlensK, self.lengths),
             (TensorId::Output, self.output),
             (TensorId::Lse, self.lse),

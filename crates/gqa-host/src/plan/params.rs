@@ -98,12 +98,23 @@ pub(super) fn params(p: &Problem, q: Strides, splits: u32) -> Result<AttentionPa
     })
 }
 
+/// k_scale and v_scale, whatever they are for.
+pub(super) fn scale_tensors(p: &Problem) -> [(&'static str, Arg); 2] {
+    let ids = match p.has_row_scales() {
+        true => [TensorId::KRowScale, TensorId::VRowScale],
+        false => [TensorId::KScale, TensorId::VScale],
+    };
+    let [k_scale, v_scale] = ids.map(|id| tensor(p, id, 0));
+    [("k_scale", k_scale), ("v_scale", v_scale)]
+}
+
 /// What the scales of the call's cache are for, if it is quantized.
 pub(super) fn scales(p: &Problem) -> u32 {
     match p.quantized.map(|how| how.scales) {
         None | Some(Scales::PerTensor) => scales::PER_TENSOR,
         Some(Scales::PerHead) => scales::PER_HEAD,
         Some(Scales::PerChannel) => scales::PER_CHANNEL,
+        Some(Scales::PerToken) => scales::PER_TOKEN,
     }
 }
 

@@ -4,13 +4,14 @@ use super::build::{element, find, launch, strides, tensor, u32_of};
 use super::device::DeviceInfo;
 use super::family::FusedPrologue;
 use super::launch::{Arg, Launch};
-use super::params::{position_stride, rotary_params, scales};
+use super::params::{position_stride, rotary_params, scale_tensors, scales};
 use super::positions::{Positions, positions};
 use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
 use super::tensors::TensorId;
 use crate::{
-    Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, QuantFormat, Result, RowLayout,
+    Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, QuantFormat, Result,
+    RowLayout, Scales,
 };
 use bytemuck::Zeroable;
 use gqa_kernels::params::{PrologueParams, Strides};
@@ -71,8 +72,10 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
         Some(format) => Step::AppendQuantized { format, rotate },
         None => Step::Append { rotate },
     };
-    // One pass over a cache in place; a past of its own is copied as well.
-    let in_place = p.cache == CacheBinding::Shared && fused;
+    // One pass over a cache in place; a past of its own is copied as well, and rows with scales of
+    // their own are looked at twice.
+    let has_row_scales = p.quantized.is_some_and(|how| how.scales == Scales::PerToken);
+    let in_place = p.cache == CacheBinding::Shared && fused && !has_row_scales;
     let dequantized = p.quantized.filter(|_| codes.is_none()).map(|how| how.format);
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
@@ -212,7 +215,7 @@ impl<'a> Builder<'a> {
                 self.rows.query = query;
             }
             Step::Append { .. } | Step::Concat { .. } => self.launch(step, &[], |_| {})?,
-            Step::AppendQuantized { .. } => self.launch(step, &self.scales(), |_| {})?,
+            Step::AppendQuantized { .. } => self.launch(step, &scale_tensors(p), |_| {})?,
             Step::AppendDequantized { .. } => self.append_dequantized(step)?,
             Step::ConcatRows => self.concat_rows(step)?,
             Step::RotateOutput { .. } => {
@@ -265,7 +268,7 @@ impl<'a> Builder<'a> {
     fn append_dequantized(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
         let [k, v] = self.rows.attended;
-        let [k_scale, v_scale] = self.scales();
+        let [k_scale, v_scale] = scale_tensors(p);
         let arguments = [
             ("k_numbers", k),
             ("v_numbers", v),
@@ -280,7 +283,7 @@ impl<'a> Builder<'a> {
     fn quantize(&mut self, step: Step) -> Result<()> {
         let p = self.problem;
         let [k, v] = self.rows.attended;
-        let [k_scale, v_scale] = self.scales();
+        let [k_scale, v_scale] = scale_tensors(p);
         let arguments = [
             ("k", k),
             ("v", v),
@@ -290,12 +293,6 @@ impl<'a> Builder<'a> {
             v_scale,
         ];
         self.launch(step, &arguments, |_| {})
-    }
-
-    /// Of a quantized cache.
-    fn scales(&self) -> [(&'static str, Arg); 2] {
-        let scale = |id| tensor(self.problem, id, 0);
-        [("k_scale", scale(TensorId::KScale)), ("v_scale", scale(TensorId::VScale))]
     }
 
     /// K and V one after the other.

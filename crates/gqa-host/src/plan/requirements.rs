@@ -80,6 +80,11 @@ pub(super) fn quantized_vectors(p: &Problem) -> Result<(), Rejection> {
     }
 }
 
+/// Scales that are the same for many rows.
+pub(super) fn no_row_scales(p: &Problem) -> Result<(), Rejection> {
+    if p.has_row_scales() { Err(Rejection::RowScales) } else { Ok(()) }
+}
+
 /// Blocks of a paged cache that are whole pieces of so many rows.
 pub(super) fn blocks_of(p: &Problem, need: u32) -> Result<(), Rejection> {
     match p.pages {

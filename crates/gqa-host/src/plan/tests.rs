@@ -1040,6 +1040,10 @@ fn problems() -> impl Iterator<Item = Problem> {
             if kind % 4 == 1 && p.output_qk == QkOutput::None {
                 *p = (*paged(&Problem::new(p.clone()).unwrap())).clone();
             }
+            if kind % 3 == 2 && p.cache == CacheBinding::Shared && !p.slides {
+                let of_rows = |how| Quantization { scales: Scales::PerToken, ..how };
+                p.quantized = p.quantized.map(of_rows);
+            }
             if kind % 7 == 3 && s <= 64 && p.window.is_none() && p.output_qk == QkOutput::None {
                 (p.tree_mask, p.causal, p.bias) = (true, false, None);
             }
@@ -1406,20 +1410,20 @@ fn chunks_read_quantized_blocks() {
     let [append, i4] = ["paged_append_quantized_i8", "paged_append_quantized_i4"];
     let chunks = |how, rows| quantized(equal(over_blocks(8, rows, 2048)), how);
     let kernel = "hopper_paged_quantized_f16_d128";
-    assert_eq!(kernels(&chunks(CODES[0], 512), &off), [append, kernel]);
-    assert_eq!(kernels(&chunks(CODES[1], 512), &off), [i4, kernel]);
+    assert_eq!(kernels(&chunks(CODES[0], 256), &off), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[1], 128), &off), [i4, kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperPagedQuantized), why);
         assert_eq!(kernels(p, &off)[1..2], ["paged_dequantize_i8"]);
     };
-    refused(&chunks(CODES[0], 513), "2052 packed query rows are over 2048");
-    let small = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (96, 96));
+    refused(&chunks(CODES[0], 257), "1028 packed query rows are over 1024");
+    let small = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (96, 96));
     refused(&small, "has no tile for head size 96");
-    let large = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (256, 256));
+    let large = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (256, 256));
     refused(&large, "head size 256 is over 128");
     let force = Some("gqa_hopper_paged_quantized_f16_d128");
     let forced = PlanOptions { force, ..PlanOptions::default() };
-    assert_eq!(kernels(&chunks(CODES[0], 513), &forced), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[0], 257), &forced), [append, kernel]);
 }
 
 /// The same over a contiguous cache, to which a launch appends quantized values.
@@ -1427,18 +1431,19 @@ fn chunks_read_quantized_blocks() {
 fn chunks_read_quantized_caches() {
     let off = PlanOptions::default();
     let chunk = |rows| quantized(llama(rows, 7680), CODES[0]);
+    let chunks = |rows| with(chunk(rows), |p| p.batch = 8);
     let kernel = "hopper_quantized_f16_d128";
-    assert_eq!(kernels(&chunk(512), &off), ["append_quantized_i8", kernel]);
+    assert_eq!(kernels(&chunks(256), &off), ["append_quantized_i8", kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperQuantized), why);
     };
-    refused(&chunk(1024), "4096 packed query rows are over 2048");
+    refused(&chunks(512), "2048 packed query rows are over 1024");
     refused(&chunk(128), "does not split the keys, of which there would be 4 splits");
     let asked =
         PlanOptions { splits: Some(3), disable_flash_decode: true, ..PlanOptions::default() };
     assert!(kernels(&chunk(512), &asked).contains(&"hopper_split_f16_d128"));
     refused(&llama(512, 7680), "the KV cache is not quantized");
-    let apart = with(chunk(512), |p| p.cache = CacheBinding::Separate);
+    let apart = with(chunks(256), |p| p.cache = CacheBinding::Separate);
     refused(&apart, "past and present are not one cache");
 }
 
@@ -1725,6 +1730,10 @@ fn quantize_reach(name: &str, problem: &Problem, p: &PrologueParams, element: us
         "k" | "v" => numbers(p.kv_out, p.capacity) * element,
         "present_k" | "present_v" => numbers(p.kv_out, p.capacity) / per_byte,
         "past_k" | "past_v" => numbers(p.past, p.past_capacity) / per_byte,
+        // Of gathered rows, too.
+        "k_scale" | "v_scale" if problem.has_row_scales() => {
+            (p.batch * p.kv_heads * p.capacity) as usize * 4
+        }
         "k_scale" | "v_scale" => scales_reach(problem),
         other => prologue_reach(other, p, element),
     }
@@ -1770,6 +1779,7 @@ fn paged_reach(name: &str, problem: &Problem, p: &PagedParams, element: usize) -
         }
         "k_scale" | "v_scale" => scales_reach(problem),
         "present_k" | "present_v" => rows(p.batch * p.capacity, p.kv_heads),
+        "present_k_scale" | "present_v_scale" => (p.batch * p.kv_heads * p.capacity) as usize * 4,
         "out" => rows(p.tokens, p.q_heads),
         "row_lse" => (p.batch * p.q_heads * p.q_len) as usize * 4,
         "lse" => (p.q_heads * p.tokens) as usize * 4,
@@ -1787,7 +1797,8 @@ fn rolling_bias_reach(name: &str, p: &RollingBiasParams, element: usize) -> usiz
 }
 
 fn scales_reach(problem: &Problem) -> usize {
-    4 * problem.quantized.unwrap().scales.count(problem.kv_heads, problem.head_size)
+    let of_rows = problem.row_scales_shape().map(|shape| shape.iter().product());
+    4 * problem.scales().or(of_rows).unwrap()
 }
 
 fn quantized_reach(problem: &Problem, launch: &Launch) -> usize {

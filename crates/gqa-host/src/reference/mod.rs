@@ -15,7 +15,7 @@ use crate::{
     Alignment, CacheBinding, CallKind, Phase, Problem, ProblemFields, QkNorm, QkOutput, Result,
     Sink, Tensor,
 };
-use quantized::Codes;
+use quantized::{Codes, Row as CachedRow};
 use rayon::prelude::*;
 use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;
@@ -177,12 +177,22 @@ impl<'a> Call<'a> {
                     call.present(present_value, past_value, p.v_head_size, new_value),
                 ),
                 Some(how) => {
-                    let keys = Codes { how, scales: values(inputs.input(TensorId::KScale)) };
-                    let codes = Codes { how, scales: values(inputs.input(TensorId::VScale)) };
-                    (
-                        call.present_codes(present_key, past_key, h, &keys, new_key)?,
-                        call.present_codes(present_value, past_value, h, &codes, new_value)?,
-                    )
+                    let given = match &io.row_scales {
+                        Some(scales) => scales.each_ref().map(|scales| scales.to_f64()),
+                        None => {
+                            [TensorId::KScale, TensorId::VScale].map(|id| values(inputs.input(id)))
+                        }
+                    };
+                    let [mut keys, mut codes] = given.map(|scales| Codes { how, scales });
+                    let all = (
+                        call.present_codes(present_key, past_key, h, &mut keys, new_key)?,
+                        call.present_codes(present_value, past_value, h, &mut codes, new_value)?,
+                    );
+                    if let Some([k_scale, v_scale]) = &mut io.row_scales {
+                        store(k_scale, 0, &keys.scales);
+                        store(v_scale, 0, &codes.scales);
+                    }
+                    all
                 }
             };
             if let Some(Joined { present: [key, value], .. }) = &joined {
@@ -300,21 +310,22 @@ impl<'a> Call<'a> {
         tensor: &mut Tensor,
         past: Option<&Tensor>,
         size: usize,
-        codes: &Codes,
+        codes: &mut Codes,
         new: impl Fn([usize; 3]) -> Vec<f64>,
     ) -> Result<Heads> {
         let (p, bytes) = (self.problem, codes.bytes(size));
+        let row_of = |number| CachedRow { number, head: number / self.rows() % p.kv_heads };
         let past = past.map(Tensor::bytes).unwrap_or_default();
         for (row, source) in self.rows_written() {
             let values = match source {
                 Source::Past(row) => past[row * bytes..][..bytes].to_vec(),
-                Source::New([b, head, s]) => codes.encode(head, &new([b, head, s])),
+                Source::New(new_row) => codes.encode(row_of(row), &new(new_row)),
                 Source::Nothing => vec![0; bytes],
             };
             tensor.bytes_mut()?[row * bytes..][..bytes].copy_from_slice(&values);
         }
         let rows = tensor.bytes().chunks_exact(bytes).enumerate();
-        let rows = rows.map(|(i, row)| codes.decode(i / self.rows() % p.kv_heads, row));
+        let rows = rows.map(|(i, row)| codes.decode(row_of(i), row));
         Ok(bnsh(rows.flatten().collect(), p.kv_heads, self.rows(), size))
     }
 

@@ -5,7 +5,8 @@ use super::{Exact, compute};
 use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{
-    CacheBinding, CallKind, Layout, Pages, Phase, Problem, ProblemFields, Result, Rotary, Tensor,
+    CacheBinding, CallKind, DType, Layout, Pages, Phase, Problem, ProblemFields, Result, Rotary,
+    Tensor,
 };
 use ndarray::Array1;
 
@@ -115,41 +116,69 @@ impl<'a> Sequence<'a> {
         let shape = alone.key_cache_shape(self.new);
         let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
         let (mut key, mut value) = (zeros("key")?, zeros("value")?);
+        let mut scales = self.room_for_scales(&alone)?;
         let positions = Array1::from(positions).into();
-        self.compute(&alone, io, Some(&positions), [&mut key, &mut value])?;
-        for (rows, cache) in [(&key, &mut *io.present_key), (&value, &mut *io.present_value)] {
-            let (size, cache) = (row_bytes(rows), cache.bytes_mut()?);
-            for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
-                if let Some(slot) = self.slots[i % self.new] {
-                    let to = (slot * p.kv_heads + i / self.new) * size;
-                    cache[to..to + size].copy_from_slice(row);
-                }
+        let row_scales = scales.as_mut().map(|scales| scales.each_mut());
+        self.compute(&alone, io, Some(&positions), [&mut key, &mut value], row_scales)?;
+        let size = row_bytes(&key);
+        self.scatter(&key, io.present_key, size)?;
+        self.scatter(&value, io.present_value, size)?;
+        if let (Some([k, v]), Some([k_scale, v_scale])) = (&scales, &mut io.row_scales) {
+            self.scatter(k, k_scale, size_of::<f32>())?;
+            self.scatter(v, v_scale, size_of::<f32>())?;
+        }
+        Ok(())
+    }
+
+    /// Copies the new rows, of `size` bytes each, to where they go.
+    fn scatter(&self, rows: &Tensor, cache: &mut Tensor, size: usize) -> Result<()> {
+        let (p, cache) = (self.problem, cache.bytes_mut()?);
+        for (i, row) in rows.bytes().chunks_exact(size).enumerate() {
+            if let Some(slot) = self.slots[i % self.new] {
+                let to = (slot * p.kv_heads + i / self.new) * size;
+                cache[to..to + size].copy_from_slice(row);
             }
         }
         Ok(())
     }
 
+    /// Where scales of rows go that `call` computes or reads, if each row has one.
+    fn room_for_scales(&self, call: &Problem) -> Result<Option<[Tensor; 2]>> {
+        let Some(shape) = call.row_scales_shape() else { return Ok(None) };
+        let zeros = |name| Tensor::try_zeros(name, DType::F32, &shape);
+        Ok(Some([zeros("k_scale")?, zeros("v_scale")?]))
+    }
+
     /// Attends to the rows that the cache holds.
     fn attend(&self, io: &mut Io<'_>) -> Result<Exact> {
         let call = self.call().appended();
-        let mut key = self.gathered("present_key", io.present_key)?;
-        let mut value = self.gathered("present_value", io.present_value)?;
-        self.compute(&call, io, None, [&mut key, &mut value])
+        let shape = call.key_cache_shape(self.places.len());
+        let zeros = |name, cache: &Tensor| Tensor::try_zeros(name, cache.dtype(), &shape);
+        let mut key = zeros("present_key", io.present_key)?;
+        let mut value = zeros("present_value", io.present_value)?;
+        let size = row_bytes(&key);
+        self.gather(&mut key, io.present_key, size)?;
+        self.gather(&mut value, io.present_value, size)?;
+        let mut scales = self.room_for_scales(&call)?;
+        if let (Some([k, v]), Some([k_scale, v_scale])) = (&mut scales, &io.row_scales) {
+            self.gather(k, k_scale, size_of::<f32>())?;
+            self.gather(v, v_scale, size_of::<f32>())?;
+        }
+        let row_scales = scales.as_mut().map(|scales| scales.each_mut());
+        self.compute(&call, io, None, [&mut key, &mut value], row_scales)
     }
 
-    /// The sequence's rows side by side, head by head; zeros where there is none.
-    fn gathered(&self, name: &'static str, cache: &Tensor) -> Result<Tensor> {
+    /// Copies the sequence's rows, of `size` bytes each, side by side, head by head; where there is
+    /// none, zeros stay.
+    fn gather(&self, gathered: &mut Tensor, cache: &Tensor, size: usize) -> Result<()> {
         let (p, rows) = (self.problem, self.places.len());
-        let shape = self.call().key_cache_shape(rows);
-        let mut gathered = Tensor::try_zeros(name, cache.dtype(), &shape)?;
-        let size = row_bytes(cache);
         for (i, row) in gathered.bytes_mut()?.chunks_exact_mut(size).enumerate() {
             if let Some(place) = self.places[i % rows] {
                 let from = (place * p.kv_heads + i / rows) * size;
                 row.copy_from_slice(&cache.bytes()[from..from + size]);
             }
         }
-        Ok(gathered)
+        Ok(())
     }
 
     /// The call on the sequence's tokens and that cache.
@@ -159,6 +188,7 @@ impl<'a> Sequence<'a> {
         io: &Io<'_>,
         position_ids: Option<&Tensor>,
         [present_key, present_value]: [&mut Tensor; 2],
+        row_scales: Option<[&mut Tensor; 2]>,
     ) -> Result<Exact> {
         let p = self.problem;
         let (n, nk) = (p.q_heads, p.kv_heads);
@@ -194,6 +224,7 @@ impl<'a> Sequence<'a> {
                 output: &mut output,
                 present_key,
                 present_value,
+                row_scales,
                 output_qk: None,
                 lse: None,
             },

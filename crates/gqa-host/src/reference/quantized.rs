@@ -7,18 +7,42 @@ use float8::F8E4M3;
 pub(super) struct Codes {
     /// What its quantized values are.
     pub(super) how: Quantization,
-    /// One, one for each KV head, or those of each KV head's elements.
+    /// One, one for each KV head, those of each KV head's elements, or those of the cache's rows.
     pub(super) scales: Vec<f64>,
 }
 
+/// A row of the cache.
+#[derive(Clone, Copy)]
+pub(super) struct Row {
+    /// Its number in the cache's tensor.
+    pub(super) number: usize,
+    /// Its KV head.
+    pub(super) head: usize,
+}
+
 impl Codes {
-    /// The scale of element `i` of a KV head of `size` elements.
-    fn scale(&self, head: usize, size: usize, i: usize) -> f64 {
+    /// The scale of element `i` of a row of `size` elements.
+    fn scale(&self, row: Row, size: usize, i: usize) -> f64 {
         match self.how.scales {
             Scales::PerTensor => self.scales[0],
-            Scales::PerHead => self.scales[head],
-            Scales::PerChannel => self.scales[head * size + i],
+            Scales::PerHead => self.scales[row.head],
+            Scales::PerChannel => self.scales[row.head * size + i],
+            Scales::PerToken => self.scales[row.number],
         }
+    }
+
+    /// The scale with which a row's largest number gets the largest quantized value: a quotient of
+    /// single precision, or 1 where that is no normal number.
+    fn scale_of(&self, row: &[f64]) -> f64 {
+        let most = match self.how.format {
+            QuantFormat::Int8 => 127.0,
+            QuantFormat::Int4 => 7.0,
+            QuantFormat::Float8 => 448.0,
+        };
+        let top = row.iter().fold(0.0, |top: f64, x| top.max(x.abs())) as f32;
+        let scale = top / most;
+        let is_finite = row.iter().all(|x| x.is_finite());
+        if is_finite && scale.is_normal() { f64::from(scale) } else { 1.0 }
     }
 
     /// Bytes of a row of `size` numbers.
@@ -26,11 +50,15 @@ impl Codes {
         size / self.how.codes_per_element()
     }
 
-    /// A row's quantized values. The quotient of a number and its scale is one of single precision.
-    pub(super) fn encode(&self, head: usize, row: &[f64]) -> Vec<u8> {
+    /// A new row's quantized values. The quotient of a number and its scale is one of single
+    /// precision.
+    pub(super) fn encode(&mut self, row: Row, values: &[f64]) -> Vec<u8> {
+        if self.how.scales == Scales::PerToken {
+            self.scales[row.number] = self.scale_of(values);
+        }
         let quotient =
-            |(i, &x): (usize, &f64)| f64::from(x as f32 / self.scale(head, row.len(), i) as f32);
-        let quotients: Vec<f64> = row.iter().enumerate().map(quotient).collect();
+            |(i, &x): (usize, &f64)| f64::from(x as f32 / self.scale(row, values.len(), i) as f32);
+        let quotients: Vec<f64> = values.iter().enumerate().map(quotient).collect();
         let integer = |x: f64, least, most| x.round_ties_even().clamp(least, most) as i8;
         match self.how.format {
             QuantFormat::Int8 => {
@@ -48,7 +76,7 @@ impl Codes {
     }
 
     /// The dequantized values of a row.
-    pub(super) fn decode(&self, head: usize, bytes: &[u8]) -> Vec<f64> {
+    pub(super) fn decode(&self, row: Row, bytes: &[u8]) -> Vec<f64> {
         let codes: Vec<f64> = match self.how.format {
             QuantFormat::Int8 => bytes.iter().map(|&code| f64::from(code as i8)).collect(),
             QuantFormat::Float8 => {
@@ -59,7 +87,7 @@ impl Codes {
                 bytes.iter().flat_map(|&two| [number(two & 15), number(two >> 4)]).collect()
             }
         };
-        let number = |(i, code)| code * self.scale(head, codes.len(), i);
+        let number = |(i, code)| code * self.scale(row, codes.len(), i);
         codes.iter().copied().enumerate().map(number).collect()
     }
 }

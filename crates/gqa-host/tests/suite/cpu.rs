@@ -54,6 +54,7 @@ impl Call {
             cache: KvCache {
                 key: cache(dtype, shape, past, 1),
                 value: cache(dtype, shape, past, 2),
+                scales: None,
             },
             seqlens_k: Tensor::from(Array::from(lengths)),
             total: Tensor::from(Array::from(vec![longest as i32])),

@@ -49,6 +49,7 @@ fn run(backend: &dyn Backend, layer: &Layer, call: External, lengths: [i32; 2]) 
         output: &mut output,
         present_key,
         present_value,
+        row_scales: None,
         output_qk: None,
         lse: Some(&mut lse),
     };
@@ -106,6 +107,7 @@ fn keys_may_have_a_stride_of_0() -> Result<()> {
             output: TensorViewMut::F32(&mut output),
             present_key,
             present_value,
+            row_scales: None,
             output_qk: None,
             lse: None,
         },

@@ -209,7 +209,8 @@ fn lengths_and_positions_that_lead_outside_are_refused() {
 fn blocks_that_lead_outside_are_refused() {
     let (query, past, starts) = (float(&[3, 8]), ints(&[1]), ints(&[0, 3]));
     let table = |blocks: [i32; 3]| Tensor::from(Array2::from(vec![blocks]));
-    let mut cache = PagedCache { key: float(&[2, 2, 1, 8]), value: float(&[2, 2, 1, 8]) };
+    let mut cache =
+        PagedCache { key: float(&[2, 2, 1, 8]), value: float(&[2, 2, 1, 8]), scales: None };
     let right = table([1, 0, 1]);
     let inputs = PagedInputs {
         key: Some(&query),
@@ -232,6 +233,7 @@ fn blocks_that_lead_outside_are_refused() {
                 output: &mut output,
                 present_key: &mut cache.key,
                 present_value: &mut cache.value,
+                row_scales: None,
                 output_qk: None,
                 lse: None,
             };

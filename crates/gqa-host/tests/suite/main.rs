@@ -14,6 +14,7 @@ mod plan;
 mod quantized_output;
 mod reference;
 #[cfg(feature = "sim")]
+mod row_scales;
 mod rows;
 #[cfg(feature = "sim")]
 mod sim_backend;

@@ -53,7 +53,11 @@ impl Call {
             head_sink: None,
             metadata: None,
             scales: [None, None],
-            cache: PagedCache { key: float(&[5, 4, 2, 16]), value: float(&[5, 4, 2, 16]) },
+            cache: PagedCache {
+                key: float(&[5, 4, 2, 16]),
+                value: float(&[5, 4, 2, 16]),
+                scales: None,
+            },
         }
     }
 
@@ -70,7 +74,7 @@ impl Call {
         Self {
             op,
             scales: [scale(), scale()],
-            cache: PagedCache { key: cache(), value: cache() },
+            cache: PagedCache { key: cache(), value: cache(), scales: None },
             ..Self::new()
         }
     }
@@ -293,7 +297,7 @@ fn blocks() {
     let idle = Call { starts: ints(&[0, 4, 4]), past: ints(&[2, 6]), ..Call::new() };
     accepts(Call { table: table(2, &[4, 0, -9, -1, 99, -1]), ..idle });
     let cache = |key: &[usize], value: &[usize]| {
-        let cache = PagedCache { key: float(key), value: float(value) };
+        let cache = PagedCache { key: float(key), value: float(value), scales: None };
         Call { cache, ..Call::new() }
     };
     refuses(
@@ -395,7 +399,7 @@ fn codes() {
             key: new(),
             value: new(),
             scales: [scale(), scale()],
-            cache: PagedCache { key: cache(), value: cache() },
+            cache: PagedCache { key: cache(), value: cache(), scales: None },
             ..call()
         }
     };
@@ -407,6 +411,39 @@ fn codes() {
     refuses(
         Call { op: call().op, ..bytes(32) },
         "k_cache_dtype: got \"\"; allowed: \"int4\", as key_cache is uint8",
+    );
+}
+
+#[test]
+fn scales_of_rows_are_the_caches() {
+    let how = QuantType::PerToken;
+    let call = |scales: Option<&[usize]>| {
+        let call = Call::codes();
+        let scales = scales.map(|shape| [float(shape), float(shape)]);
+        Call {
+            op: call.op.k_quant_type(how).v_quant_type(how),
+            scales: [None, None],
+            cache: PagedCache { scales, ..call.cache },
+            ..Call::new()
+        }
+    };
+    let p = accepts(call(Some(&[5, 4, 2])));
+    assert_eq!(p.quantized.map(|how| how.scales), Some(Scales::PerToken));
+    assert_eq!(p.row_scales_shape(), Some([5, 4, 2]));
+    let dims = "(num_blocks = 5, block_size = 4, kv_num_heads = 2)";
+    refuses(call(Some(&[5, 2, 4])), &format!("k_scale: got (5, 2, 4); allowed: {dims}"));
+    refuses(
+        call(None),
+        &format!("k_scale: got no input; allowed: {dims}, as k_quant_type is PER_TOKEN"),
+    );
+    refuses(
+        Call { scales: Call::codes().scales, ..call(Some(&[5, 4, 2])) },
+        "k_scale: got a tensor; allowed: no input: the cache has its scales where k_quant_type is PER_TOKEN",
+    );
+    let scales = call(Some(&[5, 4, 2])).cache.scales;
+    refuses(
+        Call { cache: PagedCache { scales, ..Call::codes().cache }, ..Call::codes() },
+        "k_scale: got scales of the cache; allowed: none, as k_quant_type is PER_CHANNEL",
     );
 }
 

@@ -44,7 +44,7 @@ impl Call {
         let (query, key, value) = (new(8, 1), new(2, 2), new(2, 3));
         let [cos, sin] = [4, 5].map(|seed| random(dtype, &[CAPACITY, size / 2], seed));
         let cache = |seed| random(dtype, &[2, 2, CAPACITY, size], seed);
-        let mut cache = KvCache { key: cache(6), value: cache(7) };
+        let mut cache = KvCache { key: cache(6), value: cache(7), scales: None };
         let shorter = (self.total / 2).max(if self.total == rows { 1 } else { rows });
         let seqlens_k = int(&[self.total as i32 - 1, shorter as i32 - 1]);
         let (total, scale) =

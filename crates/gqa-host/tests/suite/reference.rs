@@ -213,7 +213,7 @@ impl Chunk {
     }
 
     fn cache(&self) -> KvCache {
-        KvCache { key: self.past.clone(), value: self.past.clone() }
+        KvCache { key: self.past.clone(), value: self.past.clone(), scales: None }
     }
 }
 

@@ -190,8 +190,11 @@ fn new_rows_go_where_they_are_told_and_nowhere_else() {
     for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
         for (flat, circular) in [(false, false), (true, false), (false, true), (true, true)] {
             let cache = [batch, heads, capacity, size];
-            let before =
-                KvCache { key: numbers(dtype, &cache, 1), value: numbers(dtype, &cache, 2) };
+            let before = KvCache {
+                key: numbers(dtype, &cache, 1),
+                value: numbers(dtype, &cache, 2),
+                scales: None,
+            };
             let shape = match flat {
                 true => vec![batch, rows, heads * size],
                 false => vec![batch, heads, rows, size],
@@ -233,7 +236,7 @@ fn refusals_of_cache_updates() {
     let zeros = |shape: &[usize]| Tensor::zeros(DType::F16, shape);
     let refuses = |size: usize, key: &[usize], first: &[i64], want: &str| {
         let cache = zeros(&[2, 2, 9, size]);
-        let mut cache = KvCache { key: cache.clone(), value: cache };
+        let mut cache = KvCache { key: cache.clone(), value: cache, scales: None };
         let first: Tensor = Array1::from(first.to_vec()).into();
         let (key, cpu) = (zeros(key), Cpu::default());
         let result = cache.write(&key, &key, &first, &cpu);
@@ -268,7 +271,8 @@ fn refusals_of_cache_updates() {
     refuses(12, &[2, 2, 4, 12], &[0, 0], "accepted");
     refuses(8, &[2, 2, 0, 8], &[0, 9], "accepted");
     let circular = |first: &[i64]| {
-        let mut cache = KvCache { key: zeros(&[2, 2, 9, 8]), value: zeros(&[2, 2, 9, 8]) };
+        let mut cache =
+            KvCache { key: zeros(&[2, 2, 9, 8]), value: zeros(&[2, 2, 9, 8]), scales: None };
         let (key, first) = (zeros(&[2, 2, 4, 8]), Array1::from(first.to_vec()).into());
         let result = cache.write_circular(&key, &key, &first, &Cpu::default());
         result.map_or_else(|e| e.to_string(), |()| "accepted".to_owned())

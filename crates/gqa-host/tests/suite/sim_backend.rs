@@ -277,6 +277,7 @@ fn padded(
         output: &mut output,
         present_key: &mut present_key,
         present_value: &mut present_value,
+        row_scales: None,
         output_qk: None,
         lse: None,
     };

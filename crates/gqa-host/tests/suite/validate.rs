@@ -136,7 +136,7 @@ impl Call {
     fn in_place(&self, rows: usize) -> Result<Problem> {
         let cache = || float(&[2, 2, rows, 16]);
         let inputs = Inputs { past_key: None, past_value: None, ..self.inputs() };
-        self.op.problem_in_place(&inputs, &KvCache { key: cache(), value: cache() })
+        self.op.problem_in_place(&inputs, &KvCache { key: cache(), value: cache(), scales: None })
     }
 
     fn with(mut self, spoil: impl FnOnce(&mut Self)) -> Self {
@@ -701,6 +701,49 @@ fn tensors_of_quantized_caches() {
     }
 }
 
+#[test]
+fn scales_of_rows_are_part_of_a_cache_that_past_and_present_share() {
+    let call = || Call { scales: [None, None], ..int8(QuantType::PerToken, 1) };
+    let in_place = |call: Call, scales: Option<&[usize]>| {
+        let cache = || Tensor::zeros(DType::I8, &[2, 2, 5, 16]);
+        let scales = scales.map(|shape| [float(shape), float(shape)]);
+        let inputs = Inputs { past_key: None, past_value: None, ..call.inputs() };
+        call.op.problem_in_place(&inputs, &KvCache { key: cache(), value: cache(), scales })
+    };
+    let p = in_place(call(), Some(&[2, 2, 5])).unwrap();
+    let how = Quantization { format: QuantFormat::Int8, scales: Scales::PerToken };
+    assert_eq!((p.quantized, p.scales(), p.row_scales_shape()), (Some(how), None, Some([2, 2, 5])));
+    let others = "NONE, PER_TENSOR, PER_HEAD or PER_CHANNEL";
+    refuses(
+        int8(QuantType::PerToken, 8),
+        &format!(
+            "k_quant_type: got PER_TOKEN; allowed: {others}, as past and present are not one cache"
+        ),
+    );
+    let rolls = call().op(|op| op.sliding_window_cache(true).local_window_size(4));
+    refused(
+        in_place(rolls, Some(&[2, 2, 5])),
+        &format!("k_quant_type: got PER_TOKEN; allowed: {others}, as sliding_window_cache is 1"),
+    );
+    let dims = "(batch_size = 2, kv_num_heads = 2, past_sequence_length = 5)";
+    refused(
+        in_place(call(), Some(&[2, 5, 2])),
+        &format!("k_scale: got (2, 5, 2); allowed: {dims}"),
+    );
+    refused(
+        in_place(call(), None),
+        &format!("k_scale: got no input; allowed: {dims}, as k_quant_type is PER_TOKEN"),
+    );
+    refused(
+        in_place(int8(QuantType::PerToken, 20), Some(&[2, 2, 5])),
+        "k_scale: got a tensor; allowed: no input: the cache has its scales where k_quant_type is PER_TOKEN",
+    );
+    refused(
+        in_place(int8(QuantType::PerTensor, 1), Some(&[2, 2, 5])),
+        "k_scale: got scales of the cache; allowed: none, as k_quant_type is PER_TENSOR",
+    );
+}
+
 /// A cache of 6 rows that rolls under a window of 4, and one new row of each sequence, far behind.
 fn sliding() -> Call {
     let past = || Some(float(&[2, 2, 6, 16]));
@@ -723,7 +766,7 @@ fn caches_that_slide() {
     let p = accepts(sliding());
     assert_eq!((p.slides, p.capacity, p.total_len, p.window), (true, 6, 20, Some(4)));
     let inputs = sliding();
-    let cache = KvCache { key: float(&[2, 2, 6, 16]), value: float(&[2, 2, 6, 16]) };
+    let cache = KvCache { key: float(&[2, 2, 6, 16]), value: float(&[2, 2, 6, 16]), scales: None };
     let inputs = Inputs { past_key: None, past_value: None, ..inputs.inputs() };
     let p = sliding().op.problem_in_place(&inputs, &cache).unwrap();
     assert_eq!((p.cache, p.capacity), (CacheBinding::Shared, 6));
@@ -801,7 +844,7 @@ fn cache_in_place() {
         "total_sequence_length: got 5; allowed: up to 4, the rows of past_key",
     );
     let call = Call::new();
-    let cache = KvCache { key: float(&[2, 2, 8, 16]), value: float(&[2, 2, 8, 16]) };
+    let cache = KvCache { key: float(&[2, 2, 8, 16]), value: float(&[2, 2, 8, 16]), scales: None };
     refused(
         call.op.problem_in_place(&call.inputs(), &cache),
         "past_key: got (2, 2, 2, 16); allowed: no input: the cache given is the past",

@@ -26,6 +26,7 @@ fn views<'a>(
         output: TensorViewMut::F32(output),
         present_key,
         present_value,
+        row_scales: None,
         output_qk: None,
         lse: None,
     }
@@ -54,6 +55,7 @@ fn a_decode_step_appends_to_memory_of_the_callers() {
         output: &mut output,
         present_key: &mut present_key,
         present_value: &mut present_value,
+        row_scales: None,
         output_qk: None,
         lse: None,
     };

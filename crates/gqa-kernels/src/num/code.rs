@@ -7,8 +7,9 @@
 //! | [`Int4`] | the same clamped to -8 … 7, plus 8; the even element of two in a byte's low half | `(code - 8) · scale` |
 //! | [`Float8`] | `x / scale` rounded to e4m3 (no infinity), clamped to ±448 | `code · scale` |
 //!
-//! A scale is one for all of a tensor, for each KV head or for each channel (KV head and element);
-//! never NaN, and what 0 gives is unspecified.
+//! A scale is one for all of a tensor, for each KV head, for each channel (KV head and element) or
+//! for each row; never NaN, and what 0 gives is unspecified. A row's own scale is
+//! [`Code::row_scale`].
 
 use crate::simt::f32x2_to_e4m3x2;
 
@@ -42,6 +43,8 @@ pub trait Code: Copy + 'static {
     const BITS: u32;
     /// Quantized values of a 32-bit word, the first in its lowest bits.
     const PER_WORD: u32 = 32 / Self::BITS;
+    /// The largest number that a quantized value is.
+    const LARGEST: f32;
     /// The quantized value of a number divided by its scale.
     fn encode(quotient: f32) -> u32;
     /// Those of two, the first in the lowest bits.
@@ -49,9 +52,24 @@ pub trait Code: Copy + 'static {
     fn encode_two([first, second]: [f32; 2]) -> u32 {
         Self::encode(first) | Self::encode(second) << Self::BITS
     }
+    /// The scale of a row by the bits of the largest [`magnitude`] in it: with it the row's largest
+    /// number has the largest quantized value. 1 where that is no normal number.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row_scale(largest: u32) -> f32 {
+        let scale = f32::from_bits(largest) / Self::LARGEST;
+        // Not so of NaN.
+        if scale >= f32::MIN_POSITIVE && scale <= f32::MAX { scale } else { 1.0 }
+    }
     /// A quantized value as a number, to be multiplied by its scale: exact in `f32` and in half
     /// precision. Bits above the code's do not count.
     fn decode(code: u32) -> f32;
+}
+
+/// The bits of a number without its sign, which are in the order of absolute values; those of NaN
+/// are larger than all others.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn magnitude(x: f32) -> u32 {
+    x.to_bits() & 0x7fff_ffff
 }
 
 /// Signed 8-bit integers.
@@ -69,6 +87,7 @@ pub struct Float8;
 impl Code for Int8 {
     const FORMAT: Format = Format::Int8;
     const BITS: u32 = 8;
+    const LARGEST: f32 = 127.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(quotient: f32) -> u32 {
         (nearest(quotient, -128.0, 127.0) & 0xff) as u32
@@ -82,6 +101,7 @@ impl Code for Int8 {
 impl Code for Int4 {
     const FORMAT: Format = Format::Int4;
     const BITS: u32 = 4;
+    const LARGEST: f32 = 7.0;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(quotient: f32) -> u32 {
         (nearest(quotient, -8.0, 7.0) + 8) as u32
@@ -120,6 +140,7 @@ impl Float8 {
 impl Code for Float8 {
     const FORMAT: Format = Format::Float8;
     const BITS: u32 = 8;
+    const LARGEST: f32 = Self::MAX;
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn encode(quotient: f32) -> u32 {
         /// Next to it floats are [`Float8::STEP`] apart, so that an addition rounds.
@@ -182,6 +203,31 @@ mod tests {
             assert_eq!(Int4::decode(Int4::encode(x)), want, "{x}");
         }
         assert_eq!([Int8::encode(-1.0), Int8::encode(-128.0), Int4::encode(-8.0)], [0xff, 0x80, 0]);
+    }
+
+    /// The scale of a row with such numbers.
+    fn row_scale<C: Code>(row: &[f32]) -> f32 {
+        C::row_scale(row.iter().map(|&x| magnitude(x)).max().unwrap_or(0))
+    }
+
+    #[test]
+    fn a_rows_scale_gives_its_largest_number_the_largest_quantized_value() {
+        fn check<C: Code>() {
+            for x in numbers(1.0).filter(|x| x.is_finite()) {
+                let scale = row_scale::<C>(&[0.0, x, x / 2.0]);
+                let tiny = x.abs() / C::LARGEST < f32::MIN_POSITIVE;
+                assert_eq!(scale, if tiny { 1.0 } else { x.abs() / C::LARGEST }, "{x:e}");
+                let want = if tiny { 0.0 } else { C::LARGEST.copysign(x) };
+                let got = C::decode(C::encode(x / scale));
+                assert_eq!(got, want, "{x:e} by {scale:e}");
+            }
+            for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                assert_eq!(row_scale::<C>(&[1.0, x, 3.0]), 1.0, "{x}");
+            }
+        }
+        check::<Int8>();
+        check::<Int4>();
+        check::<Float8>();
     }
 
     #[test]

@@ -147,6 +147,7 @@ impl<T: Element> Row<T> {
     /// Quantized values from element `element` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn dequantize<C: MmaCode>(&self, element: usize, words: [u32; 2]) {
-        self.numbers.store_vec(element, numbers::<T, C>(element, words, &self.scales));
+        let scale = |i: usize| self.scales.scale((element + i) as u32);
+        self.numbers.store_vec(element, numbers::<T, C>(words, scale));
     }
 }

@@ -6,17 +6,18 @@
 //! tokens are left out, because another kernel reads their quantized values, and so are those
 //! without tokens.
 //!
-//! One thread has 8 numbers of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
-//! head size), quantized values in 32-bit words; k_scale, v_scale of one element, (KV head) or (KV
-//! head, head size); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table
-//! (batch, those blocks), of which entries behind the rows of a sequence stay as they are, as such
-//! rows do. Rows that no token sees are not read; they get the numbers of zero bytes.
+//! One thread has a vector of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
+//! head size), quantized values in half words; k_scale, v_scale of one element, (KV head), (KV
+//! head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV
+//! head, head size); table (batch, those blocks), of which entries behind the rows of a sequence
+//! stay as they are, as such rows do. Rows that no token sees are not read; they get the numbers of
+//! zero bytes.
 
 use super::paged::{Blocks, sequence_of};
-use super::quantize::{NUMBERS, decode, load};
+use super::quantize::{load_vector, numbers};
 use super::walk::Walk;
 use crate::concept::scales::ScalesPer;
-use crate::num::{Code, Element};
+use crate::num::{Element, MmaCode};
 use crate::params::PagedParams;
 use crate::simt::Global;
 
@@ -31,23 +32,23 @@ pub const fn blocks_of_sequence(capacity: u32) -> u32 {
     capacity.div_ceil(BLOCK)
 }
 
-/// Index space of [`paged_dequantize`]: (batch, four rows, key heads and then value heads, 8
-/// numbers).
+/// Index space of [`paged_dequantize`]: (batch, four rows, key heads and then value heads,
+/// vector).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn paged_dequantize_size(p: &PagedParams) -> [u32; 4] {
-    [p.batch, p.capacity.div_ceil(ROWS as u32), 2 * p.kv_heads, p.head_size / NUMBERS as u32]
+pub fn paged_dequantize_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
+    [p.batch, p.capacity.div_ceil(ROWS as u32), 2 * p.kv_heads, p.head_size / per_vec]
 }
 
 /// Writes numbers, and the table of their blocks.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn paged_dequantize<T: Element, C: Code>(
+pub fn paged_dequantize<T: Element, C: MmaCode>(
     k_scale: Global<f32>,
     v_scale: Global<f32>,
     starts: Global<i32>,
     past_seqlens: Global<i32>,
     block_table: Global<i32>,
-    k_cache: Global<u32>,
-    v_cache: Global<u32>,
+    k_cache: Global<u16>,
+    v_cache: Global<u16>,
     k: Global<T>,
     v: Global<T>,
     table: Global<i32>,
@@ -55,38 +56,45 @@ pub fn paged_dequantize<T: Element, C: Code>(
 ) {
     let blocks = Blocks { table: block_table, slot_mapping: Global::null() };
     let per_sequence = blocks_of_sequence(p.capacity);
-    for [b, four, head, eighth] in Walk::over(paged_dequantize_size(&p)) {
+    for [b, four, head, vector] in Walk::over(paged_dequantize_size(&p, T::PER_VEC)) {
         let sequence = sequence_of(&p, starts, past_seqlens, b).of_at_least(p.least);
         let (first, total) = (four * ROWS as u32, sequence.seqlen().total);
         if sequence.new == 0 || first >= total {
             continue;
         }
-        if first % BLOCK == 0 && head + eighth == 0 {
+        if first % BLOCK == 0 && head + vector == 0 {
             let block = b * per_sequence + first / BLOCK;
             table.store(block as usize, block as i32);
         }
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };
-        let (cache, scales, numbers) =
+        let (cache, scales, to) =
             if is_key { (k_cache, k_scale, k) } else { (v_cache, v_scale, v) };
-        let e = eighth as usize * NUMBERS;
-        let element = |row: u32| {
-            (row as usize * p.kv_heads as usize + head as usize) * p.head_size as usize + e
-        };
-        let codes: [_; ROWS] = core::array::from_fn(|i| {
+        let e = vector * T::PER_VEC;
+        let number = |row: u32| row as usize * p.kv_heads as usize + head as usize;
+        let start = |row| number(row) * p.head_size as usize;
+        let places: [Option<u32>; ROWS] = core::array::from_fn(|i| {
             let row = first + i as u32;
             let seen = row < total && !sequence.is_hidden(row, p.window);
-            let place = if seen { blocks.row(&p, b, row) } else { None };
-            place.map_or([0; 2], |place| load::<C>(cache, element(place)))
+            if seen { blocks.row(&p, b, row) } else { None }
+        });
+        let codes = places.map(|place| {
+            let codes = |place| cache.offset(start(place) * C::BITS as usize / 16);
+            place.map_or([0; 2], |place| load_vector::<T, C>(e as usize, codes(place)))
         });
         let per = ScalesPer::new(p.scales);
-        let number = |i| per.number(head, p.head_size, (e + i) as u32);
-        let scale: [f32; NUMBERS] = core::array::from_fn(|i| scales.load(number(i)));
+        let of_rows = places.map(|place| match place {
+            Some(place) if per.row => scales.load(number(place)),
+            _ => 1.0,
+        });
+        let of_channels: [f32; 8] = core::array::from_fn(|i| {
+            if per.row { 1.0 } else { scales.load(per.number(head, p.head_size, e + i as u32)) }
+        });
         for i in 0..ROWS {
             let row = first + i as u32;
             if row < total {
-                let to = numbers.offset(element(b * per_sequence * BLOCK + row));
-                decode::<T, C>(codes[i], |i| scale[i], to);
+                let vector = numbers::<T, C>(codes[i], |n| of_rows[i] * of_channels[n]);
+                to.store_vec(start(b * per_sequence * BLOCK + row) + e as usize, vector);
             }
         }
     }

@@ -55,7 +55,7 @@ pub fn paged_grid(entry: &Entry, p: &PagedParams, multiprocessors: u32) -> [u32;
     let size = match entry.role {
         Role::PagedGather => paged::paged_gather_size(p),
         Role::PagedScatter => paged::paged_scatter_size(p),
-        Role::PagedDequantize => dequantize::paged_dequantize_size(p),
+        Role::PagedDequantize => dequantize::paged_dequantize_size(p, per_vec(entry)),
         _ => paged::paged_append_size(p, per_vec(entry)),
     };
     of_threads(size, multiprocessors)

@@ -17,19 +17,21 @@
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
 //! KV head, head size), of quantized values in half words; k_scale, v_scale of one element, (KV
-//! head) or (KV head, head size); q_out, rows, (batch, S, query head, head size); present_k,
-//! present_v (batch, KV head, capacity, head size); lengths (batch); out (tokens, query head, head
+//! head), (KV head, head size) or (block, row, KV head); q_out, rows, (batch, S, query head, head size); present_k,
+//! present_v (batch, KV head, capacity, head size) and scales of their rows; lengths (batch); out (tokens, query head, head
 //! size); row_lse (batch, query head, S) and lse (query head, tokens) or null. Whatever the
 //! integers are, nothing outside of these is touched.
 
-use super::quantize::{Divisors, store_vector};
+use super::quantize::{Divisors, store_quotients, store_vector};
 use super::rope::{Rope, Unturned, pairs};
+use super::row_scales::{lanes, largest_of, largest_of_lanes};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
 use crate::concept::scales::ScalesPer;
-use crate::num::{Code, Element};
+use crate::num::{Code, Divisor, Element};
 use crate::params::PagedParams;
-use crate::simt::Global;
+use crate::params::scales::PER_TENSOR;
+use crate::simt::{Global, Rolled, any_sync};
 
 /// Where the rows of batch entry `b` are.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -90,11 +92,16 @@ impl Blocks {
 }
 
 /// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and
-/// then K heads and then V heads, pair of vectors), or with all tokens as those of one.
+/// then K heads and then V heads, pair of vectors, or as many lanes as share a row), or with all
+/// tokens as those of one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
-    [batch, rows, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+    let parts = match ScalesPer::new(p.scales).row {
+        true => lanes(p.head_size / per_vec),
+        false => pairs(p.head_size, per_vec),
+    };
+    [batch, rows, moved(p) + 2 * p.kv_heads, parts]
 }
 
 /// Query heads that move.
@@ -151,6 +158,14 @@ pub fn paged_append_quantized<T: Element, C: Code>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
+    if ScalesPer::new(p.scales).row {
+        let cache = Quantized { k_scale, v_scale, k_cache, v_cache };
+        return call.append_with_scales::<C>(
+            &p,
+            Blocks { table: block_table, slot_mapping },
+            cache,
+        );
+    }
     let [k_scale, v_scale] = [k_scale, v_scale].map(|s| Divisors::new(s, ScalesPer::new(p.scales)));
     call.append(&p, Blocks { table: block_table, slot_mapping }, |row, is_key, e, vector| {
         let (scales, cache) = if is_key { (k_scale, k_cache) } else { (v_scale, v_cache) };
@@ -192,7 +207,7 @@ impl<T: Element> New<T> {
     /// Writes queries for attention; `store` writes a vector of a row of the cache, from that
     /// element on, of its key or else of its value.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append(self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
+    fn append(&self, p: &PagedParams, blocks: Blocks, store: impl Fn(Row, bool, usize, [u32; 4])) {
         for [b, s, head, pair] in Walk::over(paged_append_size(p, T::PER_VEC)) {
             let (b, s) = if p.by_token != 0 { owner_of(p, self.starts, s) } else { (b, s) };
             let sequence = sequence_of(p, self.starts, self.past_seqlens, b);
@@ -227,6 +242,109 @@ impl<T: Element> New<T> {
             }
         }
     }
+    /// [`append`](Self::append) to quantized values whose rows have scales of their own: lanes that
+    /// share a row tell each other its largest number.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn append_with_scales<C: Code>(&self, p: &PagedParams, blocks: Blocks, cache: Quantized) {
+        if p.moves_queries != 0 {
+            let alone = PagedParams { kv_heads: 0, scales: PER_TENSOR, ..*p };
+            self.append(&alone, blocks, |_, _, _, _| {});
+        }
+        let p = &PagedParams { moves_queries: 0, ..*p };
+        let sharing = lanes(p.head_size / T::PER_VEC);
+        let mut walk = Walk::over(paged_append_size(p, T::PER_VEC));
+        loop {
+            let index = walk.next();
+            // Lanes whose rows are done still take part in the shuffles of others.
+            if !any_sync(index.is_some()) {
+                return;
+            }
+            let new = index.and_then(|index| self.new_row(p, blocks, index));
+            let largest = new.as_ref().map_or(0, |new| {
+                let vector = |e| self.vector(p, new, e);
+                vectors::<T>(p, new.lane).fold(0, |x, e| largest_of::<T>(x, vector(e)))
+            });
+            let largest = largest_of_lanes(largest, sharing);
+            if let Some(new) = new {
+                let scale = C::row_scale(largest);
+                let (scales, codes) = cache.of(new.is_key);
+                if new.lane == 0 {
+                    scales.store(new.to.number(p), scale);
+                }
+                let half_words = p.head_size as usize * C::BITS as usize / 16;
+                let to = codes.offset(new.to.number(p) * half_words);
+                let scale = Divisor::new(scale);
+                for e in vectors::<T>(p, new.lane) {
+                    let vector = self.vector(p, &new, e);
+                    store_quotients::<T, C>(e as usize, vector, |_, x| scale.divide(x), to);
+                }
+            }
+        }
+    }
+
+    /// The row of a KV head that a lane shares.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new_row(
+        &self,
+        p: &PagedParams,
+        blocks: Blocks,
+        [b, s, head, lane]: [u32; 4],
+    ) -> Option<NewRow> {
+        let (b, s) = if p.by_token != 0 { owner_of(p, self.starts, s) } else { (b, s) };
+        let sequence = sequence_of(p, self.starts, self.past_seqlens, b);
+        if s >= sequence.of_at_least(p.least).new {
+            return None;
+        }
+        let row = blocks.slot(p, b, sequence, s)?;
+        let (is_key, token) = (head < p.kv_heads, sequence.start + s);
+        let to = Row { row, head: if is_key { head } else { head - p.kv_heads } };
+        Some(NewRow { to, is_key, lane, token, position: sequence.past.wrapping_add(s) as i64 })
+    }
+
+    /// A vector of a new row, from element `e` on.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn vector(&self, p: &PagedParams, new: &NewRow, e: u32) -> [u32; 4] {
+        if new.is_key {
+            self.rope.vector(self.k, p.k.at(0, new.to.head, new.token), e, new.position)
+        } else {
+            self.v.load_vec(p.v.at(0, new.to.head, new.token) + e as usize)
+        }
+    }
+}
+
+/// A cache of quantized values whose rows have scales of their own.
+#[derive(Clone, Copy)]
+struct Quantized {
+    k_scale: Global<f32>,
+    v_scale: Global<f32>,
+    k_cache: Global<u16>,
+    v_cache: Global<u16>,
+}
+
+impl Quantized {
+    /// Scales and quantized values, of keys or of values.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn of(&self, is_key: bool) -> (Global<f32>, Global<u16>) {
+        if is_key { (self.k_scale, self.k_cache) } else { (self.v_scale, self.v_cache) }
+    }
+}
+
+/// A new row of a KV head, of which a lane has a part.
+struct NewRow {
+    /// Where it goes.
+    to: Row,
+    is_key: bool,
+    lane: u32,
+    /// Where it comes from.
+    token: u32,
+    position: i64,
+}
+
+/// First elements of the vectors of a row that a lane has.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn vectors<T: Element>(p: &PagedParams, lane: u32) -> Rolled {
+    let step = lanes(p.head_size / T::PER_VEC) * T::PER_VEC;
+    Rolled(lane * T::PER_VEC..p.head_size, step)
 }
 
 /// Index space of [`paged_gather`]: (batch, key heads and then value heads, row of the sequence,
@@ -236,8 +354,8 @@ pub fn paged_gather_size(p: &PagedParams) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, p.capacity, p.row_vectors]
 }
 
-/// Copies every sequence's rows side by side, zeros for those that no token sees; rows behind them
-/// stay as they are.
+/// Copies every sequence's rows side by side, zeros for those that no token sees, and the scales of
+/// rows where these have such; rows behind them stay as they are.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_gather(
     starts: Global<i32>,
@@ -249,6 +367,10 @@ pub fn paged_gather(
     present_k: Global<u8>,
     present_v: Global<u8>,
     lengths: Global<i32>,
+    k_scale: Global<f32>,
+    v_scale: Global<f32>,
+    present_k_scale: Global<f32>,
+    present_v_scale: Global<f32>,
     p: PagedParams,
 ) {
     let blocks = Blocks { table: block_table, slot_mapping };
@@ -261,17 +383,26 @@ pub fn paged_gather(
         if row >= total {
             continue;
         }
-        let (from, to, head) = if head < p.kv_heads {
+        let is_key = head < p.kv_heads;
+        let (from, to, head) = if is_key {
             (k_cache, present_k, head)
         } else {
             (v_cache, present_v, head - p.kv_heads)
         };
         let hidden = sequence.is_hidden(row, p.window);
-        let words = match if hidden { None } else { blocks.row(&p, b, row) } {
+        let place = if hidden { None } else { blocks.row(&p, b, row) };
+        let words = match place {
             Some(place) => from.load_vec(byte(&p, [place, p.kv_heads, head], vector)),
             None => [0; 4],
         };
         to.store_vec(byte(&p, [b * p.kv_heads + head, p.capacity, row], vector), words);
+        if vector == 0 && !k_scale.is_null() {
+            let (from, to) =
+                if is_key { (k_scale, present_k_scale) } else { (v_scale, present_v_scale) };
+            let number = |place| place as usize * p.kv_heads as usize + head as usize;
+            let scale = place.map_or(0.0, |place| from.load(number(place)));
+            to.store(((b * p.kv_heads + head) * p.capacity + row) as usize, scale);
+        }
     }
 }
 

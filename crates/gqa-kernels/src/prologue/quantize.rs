@@ -10,27 +10,31 @@
 //! | `past_b .. total_b` | quantized values of scratch | the dequantized values |
 //! | `total_b .. capacity` | 0; as it was where past is present | as it was |
 //!
-//! One thread has 8 numbers of a row. Tensors: past_k, past_v, present_k, present_v (batch, KV
+//! One thread has 8 numbers of a row, or, where each row has a scale of its own, neighbouring lanes
+//! share one, of which the first writes the scale of a new row. Tensors: past_k, past_v, present_k, present_v (batch, KV
 //! head, row, head size), quantized values in 32-bit words; past is not read where it is present;
-//! k, v, scratch, as present in numbers; k_scale, v_scale of one element, (KV head) or
-//! (KV head, head size).
-//! All strides count numbers.
+//! k, v, scratch, as present in numbers; k_scale, v_scale of one element, (KV head), (KV head, head
+//! size) or, where past is present, (batch, KV head, row). All strides count numbers.
 
 use super::concat::Source;
+use super::row_scales::{lanes, largest_of, largest_of_lanes};
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::scales::ScalesPer;
 use crate::num::{Code, Divisor, Element, MmaCode, f16, pack_pairs, unpack};
 use crate::params::PrologueParams;
-use crate::simt::Global;
+use crate::simt::{Global, Rolled, any_sync};
 
 /// Numbers of a thread: head sizes are multiples of it.
 pub(super) const NUMBERS: usize = 8;
 
-/// Index space of [`quantize_kv`]: (batch, key heads and then value heads, row, 8 numbers).
+/// Index space of [`quantize_kv`]: (batch, key heads and then value heads, row, 8 numbers), or of as
+/// many lanes as share a row.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn quantize_kv_size(p: &PrologueParams) -> [u32; 4] {
-    [p.batch, 2 * p.kv_heads, p.capacity, p.head_size / NUMBERS as u32]
+    let eighths = p.head_size / NUMBERS as u32;
+    let parts = if ScalesPer::new(p.scales).row { lanes(eighths) } else { eighths };
+    [p.batch, 2 * p.kv_heads, p.capacity, parts]
 }
 
 /// Makes quantized values of new rows and all dequantized values.
@@ -47,6 +51,11 @@ pub fn quantize_kv<T: Element, C: Code>(
     v: Global<T>,
     p: PrologueParams,
 ) {
+    if ScalesPer::new(p.scales).row {
+        let rows =
+            Rows { scales: [k_scale, v_scale], present: [present_k, present_v], numbers: [k, v] };
+        return rows.quantize::<C>(seqlens_k, &p);
+    }
     for [b, head, row, eighth] in Walk::over(quantize_kv_size(&p)) {
         let is_key = head < p.kv_heads;
         let head = if is_key { head } else { head - p.kv_heads };
@@ -72,6 +81,107 @@ pub fn quantize_kv<T: Element, C: Code>(
             None => {
                 store::<C>(present, to, [0; 2]);
             }
+        }
+    }
+}
+
+/// A cache of keys and of values whose rows have scales of their own.
+struct Rows<T> {
+    scales: [Global<f32>; 2],
+    present: [Global<u32>; 2],
+    numbers: [Global<T>; 2],
+}
+
+impl<T: Element> Rows<T> {
+    /// [`quantize_kv`] of them, in place.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn quantize<C: Code>(&self, seqlens_k: Global<i32>, p: &PrologueParams) {
+        let mut walk = Walk::over(quantize_kv_size(p));
+        loop {
+            let index = walk.next();
+            // Lanes whose rows are done still take part in the shuffles of others.
+            if !any_sync(index.is_some()) {
+                return;
+            }
+            let share = index.and_then(|[b, head, row, lane]| {
+                let is_new = match Source::of(row, seqlen(p, seqlens_k, b), p) {
+                    Source::Past => false,
+                    Source::New(_) => true,
+                    Source::Nothing => return None,
+                };
+                Some(self.share([b, head, row, lane], is_new, p))
+            });
+            let largest = share.as_ref().map_or(0, |share| share.largest(p));
+            let largest = largest_of_lanes(largest, lanes(p.head_size / NUMBERS as u32));
+            if let Some(share) = share {
+                share.write::<C>(largest, p);
+            }
+        }
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn share(&self, [b, head, row, lane]: [u32; 4], is_new: bool, p: &PrologueParams) -> Share<T> {
+        let (which, head) = if head < p.kv_heads { (0, head) } else { (1, head - p.kv_heads) };
+        let first = p.kv_out.at(b, head, row);
+        let number = (b * p.kv_heads + head) as usize * p.capacity as usize + row as usize;
+        Share {
+            scale: self.scales[which].offset(number),
+            present: self.present[which],
+            numbers: self.numbers[which],
+            first,
+            lane,
+            is_new,
+        }
+    }
+}
+
+/// A lane's part of a row.
+struct Share<T> {
+    /// The row's.
+    scale: Global<f32>,
+    present: Global<u32>,
+    numbers: Global<T>,
+    /// Of both, where the row begins.
+    first: usize,
+    lane: u32,
+    is_new: bool,
+}
+
+impl<T: Element> Share<T> {
+    /// Where each eight of its numbers begin.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn eighths(&self, p: &PrologueParams) -> impl Iterator<Item = usize> {
+        let step = lanes(p.head_size / NUMBERS as u32) * NUMBERS as u32;
+        let first = self.first;
+        Rolled(self.lane * NUMBERS as u32..p.head_size, step).map(move |e| first + e as usize)
+    }
+
+    /// The largest magnitude of its numbers, if the row is new.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn largest(&self, p: &PrologueParams) -> u32 {
+        if !self.is_new {
+            return 0;
+        }
+        self.eighths(p).fold(0, |largest, at| {
+            let vectors = (0..NUMBERS).step_by(T::PER_VEC as usize);
+            vectors.fold(largest, |x, i| largest_of::<T>(x, self.numbers.load_vec(at + i)))
+        })
+    }
+
+    /// Quantized values of a new row, whose largest magnitude that is, and numbers of them.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn write<C: Code>(&self, largest: u32, p: &PrologueParams) {
+        let scale = if self.is_new { C::row_scale(largest) } else { self.scale.load(0) };
+        if self.is_new && self.lane == 0 {
+            self.scale.store(0, scale);
+        }
+        for at in self.eighths(p) {
+            let numbers = self.numbers.offset(at);
+            let codes = match self.is_new {
+                true => store::<C>(self.present, at, encode::<T, C>(numbers, |_| scale)),
+                false => load::<C>(self.present, at),
+            };
+            decode::<T, C>(codes, |_| scale, numbers);
         }
     }
 }
@@ -135,12 +245,25 @@ pub(super) fn store_vector<T: Element, C: Code>(
     scales: &HeadDivisors,
     to: Global<u16>,
 ) -> [u32; 2] {
+    let quotient = |i: usize, x: f32| scales.of((element + i) as u32).divide(x);
+    store_quotients::<T, C>(element, vector, quotient, to)
+}
+
+/// The same of numbers that `quotient` divides by their scales; it is told which of the vector's
+/// each is.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn store_quotients<T: Element, C: Code>(
+    element: usize,
+    vector: [u32; 4],
+    quotient: impl Fn(usize, f32) -> f32,
+    to: Global<u16>,
+) -> [u32; 2] {
     let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
     let mut words = [0; 2];
     for i in (0..per_vec).step_by(2) {
         let bit = i * C::BITS as usize;
-        let quotient = |i| scales.of((element + i) as u32).divide(values[i]);
-        words[bit / 32] |= C::encode_two([quotient(i), quotient(i + 1)]) << (bit % 32);
+        let quotients = [quotient(i, values[i]), quotient(i + 1, values[i + 1])];
+        words[bit / 32] |= C::encode_two(quotients) << (bit % 32);
     }
     let first = element * C::BITS as usize / 16;
     match per_vec * C::BITS as usize {
@@ -162,19 +285,17 @@ pub(super) fn load_vector<T: Element, C: Code>(element: usize, from: Global<u16>
     }
 }
 
-/// The numbers that they stand for.
+/// The numbers that they stand for, `scale` of each in the vector.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn numbers<T: Element, C: MmaCode>(
-    element: usize,
     words: [u32; 2],
-    scales: &HeadDivisors,
+    scale: impl Fn(usize) -> f32,
 ) -> [u32; 4] {
     let [a, b] = words.map(C::in_order);
     let halves = if C::BITS == 4 { a } else { [a[0], a[1], b[0], b[1]] };
-    let codes = unpack::<f16>(halves);
-    let mut values = [0.0; 8];
+    let mut values = unpack::<f16>(halves);
     for i in 0..T::PER_VEC as usize {
-        values[i] = codes[i] * scales.scale((element + i) as u32);
+        values[i] *= scale(i);
     }
     pack_pairs::<T>(values)
 }

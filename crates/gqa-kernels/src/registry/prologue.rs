@@ -198,7 +198,7 @@ quantized_kernels!(PAGED_APPEND_CODES, PagedAppendQuantized, paged_append_quanti
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.
 quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantize, min_blocks: 4,
-    (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u32, v_cache: u32, k: T, v: T, table: i32; p: PagedParams), {
+    (k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, k_cache: u16, v_cache: u16, k: T, v: T, table: i32; p: PagedParams), {
     gqa_paged_dequantize_i8_f16 => f16, Int8;
     gqa_paged_dequantize_i8_bf16 => bf16, Int8;
     gqa_paged_dequantize_i4_f16 => f16, Int4;
@@ -209,7 +209,8 @@ quantized_kernels!(PAGED_DEQUANTISE, PagedDequantize, paged_dequantize, min_bloc
 
 // Rows move as bytes, whatever they hold.
 kernels!(PAGED_GATHER, Prologue: PagedGather, "family-prologue",
-    (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32; p: PagedParams),
+    (starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, k_cache: u8, v_cache: u8, present_k: u8, present_v: u8, lengths: i32,
+     k_scale: f32, v_scale: f32, present_k_scale: f32, present_v_scale: f32; p: PagedParams),
     each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_gather => paged_gather, T = f32;
 });

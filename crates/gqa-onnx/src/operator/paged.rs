@@ -108,7 +108,7 @@ pub(super) fn run(
 
 fn cache(arguments: &Arguments) -> Result<PagedCache> {
     let required = |i: usize| arguments.required(i, INPUTS[i]).cloned();
-    Ok(PagedCache { key: required(3)?, value: required(4)? })
+    Ok(PagedCache { key: required(3)?, value: required(4)?, scales: None })
 }
 
 fn inputs(arguments: &Arguments) -> Result<PagedInputs<'_>> {

@@ -168,8 +168,15 @@ impl Paged {
             .with(TensorId::SlotMapping, TensorView::I32(&slots))
             .with(TensorId::BlockTable, TensorView::I32(&self.table));
         let (present_key, present_value) = (k.into(), v.into());
-        let mut io =
-            IoViews { inputs, output, present_key, present_value, output_qk: None, lse: None };
+        let mut io = IoViews {
+            inputs,
+            output,
+            present_key,
+            present_value,
+            row_scales: None,
+            output_qk: None,
+            lse: None,
+        };
         cpu::run(&problem, &mut io)
     }
 

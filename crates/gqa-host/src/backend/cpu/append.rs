@@ -3,10 +3,10 @@
 use super::element::Element;
 use super::executor::{Executor, each, threads_for};
 use super::norm::{Norm, round};
-use super::quantized::Codes;
+use super::quantized::{Codes, encode_by_itself};
 use super::rope::Rope;
 use super::sequence::Sequence;
-use crate::{CacheBinding, Problem, RowLayout};
+use crate::{CacheBinding, Problem, Quantization, RowLayout};
 
 /// New rows for a cache, and what comes before them.
 pub(super) struct Append<'a, T> {
@@ -44,6 +44,34 @@ impl<T: Element> Append<'_, T> {
             self.turn([b, head, s], buffer);
             round::<T>(buffer);
             codes.encode(head, buffer, row);
+        });
+    }
+
+    /// The same of one whose rows have scales of their own: past and present are one, or there is
+    /// no past.
+    pub(super) fn run_with_scales(
+        &self,
+        how: Quantization,
+        present: &mut [u8],
+        scales: &mut [f32],
+    ) {
+        let (p, size) = (self.problem, self.size / how.codes_per_element());
+        if present.is_empty() {
+            return;
+        }
+        let work = p.batch * p.kv_heads * p.new_len * self.size * size_of::<T>();
+        let scales = scales.chunks_exact_mut(p.capacity);
+        let heads = present.chunks_exact_mut(p.capacity * size).zip(scales).enumerate();
+        each(threads_for(work, self.executor), heads, |(i, (present, scales))| {
+            let sequence = self.sequences[i / p.kv_heads];
+            let rows = sequence.kept(p)..sequence.total;
+            let mut buffer = vec![0.0; self.size];
+            for (s, row) in rows.enumerate() {
+                self.turn([i / p.kv_heads, i % p.kv_heads, s], &mut buffer);
+                round::<T>(&mut buffer);
+                let to = &mut present[row * size..][..size];
+                scales[row] = encode_by_itself(how.format, &buffer, to);
+            }
         });
     }
 

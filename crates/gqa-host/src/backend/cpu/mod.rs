@@ -36,7 +36,7 @@ use half::{bf16, f16};
 pub use instructions::Instructions;
 use norm::Norm;
 use paged::Blocks;
-use quantized::Codes;
+use quantized::{Codes, given_scales};
 use rope::Rope;
 use rows::Outputs;
 use sequence::Sequence;
@@ -90,7 +90,7 @@ impl Cpu {
     ///     output: TensorViewMut::F32(&mut output),
     ///     present_key: TensorViewMut::F32(&mut keys).into(),
     ///     present_value: TensorViewMut::F32(&mut values).into(),
-    ///     output_qk: None,
+    ///     row_scales: None, output_qk: None,
     ///     lse: None,
     /// })?;
     /// assert_eq!((output[0], values[8]), (1.5, 3.0));
@@ -201,24 +201,15 @@ impl Run<'_> {
                 (CacheBinding::External, Some(key), Some(value)) => (key, value),
                 _ => (io.present_key.view(), io.present_value.view()),
             };
+        let [key_codes, value_codes] = Codes::of(p, given_scales(&inputs, &io.row_scales))?;
         let call = Call {
             problem: p,
             sequences,
             query: elements::<T>("query", inputs.need(TensorId::Query)?)?,
             norm: norm(p, "q_norm_weight", inputs.input(TensorId::QNormWeight))?,
             rope,
-            keys: cached(
-                "key",
-                key,
-                Codes::of(p, "k_scale", inputs.input(TensorId::KScale))?,
-                blocks,
-            )?,
-            values: cached(
-                "value",
-                value,
-                Codes::of(p, "v_scale", inputs.input(TensorId::VScale))?,
-                blocks,
-            )?,
+            keys: cached("key", key, key_codes, blocks)?,
+            values: cached("value", value, value_codes, blocks)?,
             bias: inputs.input(TensorId::AttentionBias).map(Bias::of).transpose()?,
             tree: match inputs.input(TensorId::TreeMask) {
                 Some(TensorView::I64(words)) => words,
@@ -294,10 +285,15 @@ impl Run<'_> {
             Append { norm: norm(p, "k_norm_weight", io.input(TensorId::KNormWeight))?, ..key };
         let value =
             rows("value", io.input(TensorId::Value), p.value_layout(), p.v_head_size, None)?;
-        let codes = [
-            Codes::of(p, "k_scale", io.input(TensorId::KScale))?,
-            Codes::of(p, "v_scale", io.input(TensorId::VScale))?,
-        ];
+        if let (Some(how), Some([k_scale, v_scale])) = (p.quantized, &mut io.row_scales) {
+            let scales = elements_mut("k_scale", k_scale.appended("k_scale")?)?;
+            key.run_with_scales(how, io.present_key.appended("present_key")?.into_bytes()?, scales);
+            let scales = elements_mut("v_scale", v_scale.appended("v_scale")?)?;
+            let present = io.present_value.appended("present_value")?.into_bytes()?;
+            value.run_with_scales(how, present, scales);
+            return Ok(());
+        }
+        let codes = Codes::of(p, given_scales(&io.inputs, &None))?;
         if let [Some(key_codes), Some(value_codes)] = codes {
             let past_key = io.input(TensorId::PastKey).map(TensorView::bytes).unwrap_or_default();
             let past_value =

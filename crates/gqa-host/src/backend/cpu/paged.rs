@@ -101,6 +101,13 @@ impl PagedCall<'_> {
         let shape = alone.key_cache_shape(rows);
         let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
         let (mut key, mut value) = (zeros("key")?, zeros("value")?);
+        let mut scales = match alone.row_scales_shape() {
+            Some(shape) => {
+                let zeros = |name| Tensor::try_zeros(name, DType::F32, &shape);
+                Some([zeros("k_scale")?, zeros("v_scale")?])
+            }
+            None => None,
+        };
         let last: Tensor = Array1::from_elem(1, rows as i32 - 1).into();
         let mut output = Tensor::zeros(p.dtype, &[0]);
         let mut of_tokens = IoViews {
@@ -111,12 +118,19 @@ impl PagedCall<'_> {
             output: output.view_mut(),
             present_key: key.view_mut().into(),
             present_value: value.view_mut().into(),
+            row_scales: scales
+                .as_mut()
+                .map(|scales| scales.each_mut().map(|x| x.view_mut().into())),
             output_qk: None,
             lse: None,
         };
         self.run.compute(&alone, &mut of_tokens)?;
         self.scatter(&places, &key, io.present_key.appended("present_key")?.into_bytes()?);
         self.scatter(&places, &value, io.present_value.appended("present_value")?.into_bytes()?);
+        if let (Some([k, v]), Some([k_scale, v_scale])) = (&scales, &mut io.row_scales) {
+            self.scatter(&places, k, k_scale.appended("k_scale")?.into_bytes()?);
+            self.scatter(&places, v, v_scale.appended("v_scale")?.into_bytes()?);
+        }
         Ok(())
     }
 

@@ -1,31 +1,51 @@
 //! Rows of a quantized cache: quantization and dequantization.
 
-use crate::{Error, Problem, QuantFormat, Quantization, Result, Scales, TensorView};
+use crate::plan::{TensorId, Tensors};
+use crate::{CacheView, Error, Problem, QuantFormat, Quantization, Result, Scales, TensorView};
 use gqa_cpu::{CacheElement, Starts, StoredRows, StoredTile};
-use gqa_kernels::num::{Code, Float8, Int4, Int8};
+use gqa_kernels::num::{Code, Float8, Int4, Int8, magnitude};
+use std::iter;
 
 /// How one of the two caches is quantized.
 #[derive(Clone, Copy)]
 pub(super) struct Codes<'a> {
     how: Quantization,
-    /// One, one for each KV head, or those of each KV head's elements.
+    /// One, one for each KV head, those of each KV head's elements, or those of the cache's rows.
     scales: &'a [f32],
 }
 
+/// k_scale and v_scale, of the inputs or of the cache.
+pub(super) fn given_scales<'a>(
+    inputs: &Tensors<TensorView<'a>>,
+    row_scales: &'a Option<[CacheView<'a>; 2]>,
+) -> [Option<TensorView<'a>>; 2] {
+    match row_scales {
+        Some(scales) => scales.each_ref().map(|scales| Some(scales.view())),
+        None => [TensorId::KScale, TensorId::VScale].map(|id| inputs.input(id)),
+    }
+}
+
 impl<'a> Codes<'a> {
-    /// Where the cache is quantized; `scale` is the input `name`.
+    /// How keys and values are quantized, where the cache is; `scales` are theirs.
     pub(super) fn of(
         p: &Problem,
-        name: &'static str,
-        scale: Option<TensorView<'a>>,
-    ) -> Result<Option<Self>> {
-        let Some(how) = p.quantized else { return Ok(None) };
-        match scale {
-            Some(TensorView::F32(scales)) if scales.len() >= p.scales().unwrap_or(1) => {
-                Ok(Some(Self { how, scales }))
+        scales: [Option<TensorView<'a>>; 2],
+    ) -> Result<[Option<Self>; 2]> {
+        let Some(how) = p.quantized else { return Ok([None; 2]) };
+        let ids = match how.scales {
+            Scales::PerToken => [TensorId::KRowScale, TensorId::VRowScale],
+            _ => [TensorId::KScale, TensorId::VScale],
+        };
+        let codes = |i: usize| {
+            let count = ids[i].spec(p).map_or(0, |spec| spec.len());
+            match scales[i] {
+                Some(TensorView::F32(scales)) if scales.len() >= count => {
+                    Ok(Some(Self { how, scales }))
+                }
+                _ => Err(Error::invalid(ids[i].name(), "no scales", "those of the problem")),
             }
-            _ => Err(Error::invalid(name, "no scales", "those of the problem")),
-        }
+        };
+        Ok([codes(0)?, codes(1)?])
     }
 
     /// Numbers that a byte holds.
@@ -40,35 +60,32 @@ impl<'a> Codes<'a> {
 
     /// The quantized values of a row of a KV head.
     pub(super) fn encode(self, head: usize, row: &[f32], to: &mut [u8]) {
-        let scales = self.scales_of(head, row.len());
-        let quotient = |i: usize| row[i] / scales[if scales.len() == 1 { 0 } else { i }];
-        match self.how.format {
-            QuantFormat::Int8 => {
-                let codes = (0..row.len()).map(|i| Int8::encode(quotient(i)) as u8);
-                to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
-            }
-            QuantFormat::Float8 => {
-                let codes = (0..row.len()).map(|i| Float8::encode(quotient(i)) as u8);
-                to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
-            }
-            QuantFormat::Int4 => {
-                let code = |i| Int4::encode(quotient(i)) as u8;
-                to.iter_mut()
-                    .enumerate()
-                    .for_each(|(i, to)| *to = code(2 * i) | code(2 * i + 1) << 4);
-            }
+        match self.scales_of(head, row.len()) {
+            Some([scale]) => encode(self.how.format, row, |_| *scale, to),
+            Some(scales) => encode(self.how.format, row, |i| scales[i], to),
+            None => unreachable!("a row's own scale is computed with its quantized values"),
         }
     }
 
-    /// The numbers of rows of `size` quantized values of a KV head: of each pair the first's into
-    /// the second.
+    /// The numbers of rows of `size` quantized values of a KV head: of each the second's into the
+    /// third. The first is the row's number in the cache.
     pub(super) fn decode<'r>(
         self,
         head: usize,
         size: usize,
-        rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>,
+        rows: impl Iterator<Item = (usize, &'r [u8], &'r mut [f32])>,
     ) {
-        let scales = self.scales_of(head, size);
+        let Some(scales) = self.scales_of(head, size) else {
+            for (number, codes, to) in rows {
+                self.widen(&self.scales[number..][..1], iter::once((codes, to)));
+            }
+            return;
+        };
+        self.widen(scales, rows.map(|(_, codes, to)| (codes, to)));
+    }
+
+    /// The numbers of rows of quantized values, times such scales.
+    fn widen<'r>(self, scales: &[f32], rows: impl Iterator<Item = (&'r [u8], &'r mut [f32])>) {
         match self.how.format {
             QuantFormat::Int8 => widen::<gqa_cpu::Int8>(scales, rows),
             QuantFormat::Float8 => widen::<gqa_cpu::Float8>(scales, rows),
@@ -90,12 +107,57 @@ impl<'a> Codes<'a> {
         }
     }
 
-    /// The scale of each element of a KV head, or of all.
-    pub(super) fn scales_of(self, head: usize, size: usize) -> &'a [f32] {
+    /// The scale of each element of a KV head, or of all; none where each row has its own.
+    pub(super) fn scales_of(self, head: usize, size: usize) -> Option<&'a [f32]> {
         match self.how.scales {
-            Scales::PerTensor => &self.scales[..1],
-            Scales::PerHead => &self.scales[head..][..1],
-            Scales::PerChannel => &self.scales[head * size..][..size],
+            Scales::PerTensor => Some(&self.scales[..1]),
+            Scales::PerHead => Some(&self.scales[head..][..1]),
+            Scales::PerChannel => Some(&self.scales[head * size..][..size]),
+            Scales::PerToken => None,
+        }
+    }
+
+    /// The scales of rows of those numbers in the cache; whether each row has its own.
+    pub(super) fn scales_of_rows(
+        self,
+        numbers: impl Iterator<Item = usize>,
+        to: &mut [f32],
+    ) -> bool {
+        let has_own = self.how.scales == Scales::PerToken;
+        if has_own {
+            to.iter_mut().zip(numbers).for_each(|(to, number)| *to = self.scales[number]);
+        }
+        has_own
+    }
+}
+
+/// The quantized values of a row whose largest number has the largest one, and their scale.
+pub(super) fn encode_by_itself(format: QuantFormat, row: &[f32], to: &mut [u8]) -> f32 {
+    let largest = row.iter().map(|&x| magnitude(x)).max().unwrap_or(0);
+    let scale = match format {
+        QuantFormat::Int8 => Int8::row_scale(largest),
+        QuantFormat::Int4 => Int4::row_scale(largest),
+        QuantFormat::Float8 => Float8::row_scale(largest),
+    };
+    encode(format, row, |_| scale, to);
+    scale
+}
+
+/// The quantized values of a row.
+fn encode(format: QuantFormat, row: &[f32], scale: impl Fn(usize) -> f32, to: &mut [u8]) {
+    let quotient = |i: usize| row[i] / scale(i);
+    match format {
+        QuantFormat::Int8 => {
+            let codes = (0..row.len()).map(|i| Int8::encode(quotient(i)) as u8);
+            to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
+        }
+        QuantFormat::Float8 => {
+            let codes = (0..row.len()).map(|i| Float8::encode(quotient(i)) as u8);
+            to.iter_mut().zip(codes).for_each(|(to, code)| *to = code);
+        }
+        QuantFormat::Int4 => {
+            let code = |i| Int4::encode(quotient(i)) as u8;
+            to.iter_mut().enumerate().for_each(|(i, to)| *to = code(2 * i) | code(2 * i + 1) << 4);
         }
     }
 }

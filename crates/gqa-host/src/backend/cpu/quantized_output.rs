@@ -5,7 +5,7 @@ use super::element::elements;
 use super::executor::{each, threads_for};
 use crate::backend::IoViews;
 use crate::plan::TensorId;
-use crate::{DType, Problem, ProblemFields, Result, Tensor, TensorViewMut};
+use crate::{CacheView, DType, Problem, ProblemFields, Result, Tensor, TensorViewMut};
 use float8::F8E4M3;
 
 impl Run<'_> {
@@ -21,6 +21,10 @@ impl Run<'_> {
             output: output.view_mut(),
             present_key: io.present_key.reborrow(),
             present_value: io.present_value.reborrow(),
+            row_scales: io
+                .row_scales
+                .as_mut()
+                .map(|scales| scales.each_mut().map(CacheView::reborrow)),
             output_qk: io.output_qk.as_mut().map(TensorViewMut::reborrow),
             lse: io.lse.as_mut().map(TensorViewMut::reborrow),
         };

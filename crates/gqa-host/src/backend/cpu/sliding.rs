@@ -122,6 +122,7 @@ impl SlidingCall<'_> {
             output: io.output.reborrow(),
             present_key,
             present_value,
+            row_scales: None,
             output_qk: io.output_qk.as_mut().map(TensorViewMut::reborrow),
             lse: io.lse.as_mut().map(TensorViewMut::reborrow),
         };

@@ -371,9 +371,23 @@ impl<T: Element> Rows for Task<'_, T> {
         let (p, keys, values) =
             (self.call.problem, codes_of(self.call.keys)?, codes_of(self.call.values)?);
         Some([
-            keys.scales_of(self.rows.head, p.head_size),
-            values.scales_of(self.rows.head, p.v_head_size),
+            keys.scales_of(self.rows.head, p.head_size)?,
+            values.scales_of(self.rows.head, p.v_head_size)?,
         ])
+    }
+
+    fn row_scales(
+        &self,
+        keys: &Range<usize>,
+        lanes: usize,
+        [of_keys, of_values]: [&mut [f32]; 2],
+    ) -> bool {
+        let rows = CachedRows { b: self.b, head: self.rows.head, rows: keys.clone() };
+        let p = self.call.problem;
+        p.has_row_scales()
+            && self.stored(&(0..0), lanes).is_some()
+            && self.call.keys.scales_of_rows(&rows, p, of_keys)
+            && self.call.values.scales_of_rows(&rows, p, of_values)
     }
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
@@ -427,13 +441,31 @@ impl<'a, T: Element> Cached<'a, T> {
             Self::Codes(codes, bytes) => {
                 // A head's rows lie side by side.
                 let rows = bytes[codes.bytes(start)..].chunks_exact(codes.bytes(size));
-                codes.decode(of.head, size, rows.zip(to));
+                let rows = (start / size..).zip(rows).zip(to);
+                codes.decode(of.head, size, rows.map(|((number, row), to)| (number, row, to)));
             }
             Self::BlocksOfCodes(blocks, codes, bytes) => {
-                let rows = places().map(|place| blocks.row(bytes, place, codes.bytes(size)));
-                codes.decode(of.head, size, rows.zip(to));
+                let row =
+                    |place| (blocks.start(place, 1), blocks.row(bytes, place, codes.bytes(size)));
+                let rows = places().map(row).zip(to);
+                codes.decode(of.head, size, rows.map(|((number, row), to)| (number, row, to)));
             }
         }
         &buffer[..buffer_size]
+    }
+
+    /// The scales of rows; whether each has its own.
+    fn scales_of_rows(self, of: &CachedRows, p: &Problem, to: &mut [f32]) -> bool {
+        match self {
+            Self::Codes(codes, _) => {
+                let first = (of.b * p.kv_heads + of.head) * p.capacity;
+                codes.scales_of_rows(of.rows.clone().map(|row| first + row), to)
+            }
+            Self::BlocksOfCodes(blocks, codes, _) => {
+                let number = |row| blocks.start([of.b, of.head, row], 1);
+                codes.scales_of_rows(of.rows.clone().map(number), to)
+            }
+            Self::Numbers(_) | Self::Blocks(..) => false,
+        }
     }
 }

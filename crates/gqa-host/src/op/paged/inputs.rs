@@ -1,6 +1,7 @@
 //! What PagedAttention takes.
 
 use super::Bounds;
+use crate::op::validate::row_scales;
 use crate::{Tensor, TensorDesc};
 
 /// The operator's inputs under ONNX Runtime's names; checked when the operator is applied. B
@@ -78,6 +79,9 @@ pub struct PagedCache {
     pub key: Tensor,
     /// Values.
     pub value: Tensor,
+    /// k_scale and v_scale where each row has its own, float32 (num_blocks, block_size, Nk), which
+    /// the inputs of these names are not then.
+    pub scales: Option<[Tensor; 2]>,
 }
 
 /// Types and shapes of the inputs, which is all that is known on the host when the data is in a
@@ -128,6 +132,7 @@ impl<'a> PagedShapes<'a> {
         bounds: Bounds,
     ) -> Self {
         let desc = |tensor: Option<&'a Tensor>| tensor.map(Tensor::desc);
+        let [k_scale, v_scale] = row_scales(cache.scales.as_ref());
         Self {
             query: inputs.query.desc(),
             key: desc(inputs.key),
@@ -143,8 +148,8 @@ impl<'a> PagedShapes<'a> {
             head_sink: desc(inputs.head_sink),
             q_norm_weight: desc(inputs.q_norm_weight),
             k_norm_weight: desc(inputs.k_norm_weight),
-            k_scale: desc(inputs.k_scale),
-            v_scale: desc(inputs.v_scale),
+            k_scale: desc(inputs.k_scale.or(k_scale)),
+            v_scale: desc(inputs.v_scale.or(v_scale)),
             bounds,
         }
     }

@@ -19,7 +19,9 @@ pub(super) fn quantization(
     check_name("v_cache_dtype", &op.v_cache_dtype, "value_cache", inputs.value_cache.dtype)?;
     let Some(scales) = how.scales() else { return no_scales(inputs).map(|()| None) };
     let format = format(key_cache, how)?;
-    check_scales(how, scales.count(kv_heads, head_size), [inputs.k_scale, inputs.v_scale])?;
+    if let Some(count) = scales.count(kv_heads, head_size) {
+        check_scales(how, count, [inputs.k_scale, inputs.v_scale])?;
+    }
     let quantized = Quantization { format, scales };
     let together = Problem::VECTOR_BYTES * quantized.codes_per_element();
     if head_size % together != 0 {

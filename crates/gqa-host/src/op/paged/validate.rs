@@ -3,8 +3,8 @@
 use super::quantization::quantization;
 use super::{PagedAttention, PagedShapes};
 use crate::op::validate::{
-    Dim, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_rows, head_count, scale,
-    shape,
+    Dim, MAX_HEAD_SIZE, Pattern, addressable, both, check_factors, check_row_scales, check_rows,
+    head_count, scale, shape,
 };
 use crate::{
     CacheBinding, DType, Error, Pages, Phase, Problem, ProblemFields, QkNorm, Quantization, Result,
@@ -192,6 +192,10 @@ impl Sizes {
         let (blocks, block_size) = (inputs.key_cache.shape[0], inputs.key_cache.shape[1]);
         let of_key = [Dim::Is("num_blocks", blocks), Dim::Is("block_size", block_size)];
         self.check_cache("value_cache", inputs.value_cache, of_key)?;
+        let heads = Dim::Is("kv_num_heads", self.kv_heads);
+        let [of_blocks, of_rows] = of_key;
+        let given = [inputs.k_scale, inputs.v_scale];
+        check_row_scales(self.quantized, given, [of_blocks, of_rows, heads])?;
         check_rows("key_cache", &[blocks, block_size, self.kv_heads])?;
         let int32 = |argument, got, dims: &[Dim]| {
             Pattern { argument, dtype: DType::I32, why: "", dims }.check(got)

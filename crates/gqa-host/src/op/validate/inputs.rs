@@ -1,6 +1,7 @@
 //! What the inputs' types and shapes say about a call, and whether they agree.
 
 use super::pattern::{Dim, Pattern, addressable, shape};
+use super::quantization::check_row_scales;
 use crate::op::Shapes;
 use crate::{Bias, CacheBinding, DType, Error, Layout, QkNorm, Quantization, Result, TensorDesc};
 
@@ -29,6 +30,11 @@ pub(super) struct Query {
 }
 
 impl Query {
+    /// Nk
+    pub(super) fn kv_heads(&self) -> usize {
+        self.heads.kv
+    }
+
     pub(super) fn of(inputs: &Shapes<'_>, heads: Heads, layout: Layout) -> Result<Self> {
         let TensorDesc { dtype, shape: got } = inputs.query;
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
@@ -142,6 +148,19 @@ impl Query {
         let rows = key.shape[2];
         check("past_value", value, Dim::Is(NAME, rows))?;
         Ok(rows)
+    }
+
+    /// Errs unless scales of rows, if the cache has such, lie beside its `rows` rows.
+    pub(super) fn check_row_scales(
+        &self,
+        inputs: &Shapes<'_>,
+        quantized: Option<Quantization>,
+        rows: usize,
+    ) -> Result<()> {
+        let [batch, heads] =
+            [Dim::Is("batch_size", self.batch), Dim::Is("kv_num_heads", self.heads.kv)];
+        let dims = [batch, heads, Dim::Is("past_sequence_length", rows)];
+        check_row_scales(quantized, [inputs.k_scale, inputs.v_scale], dims)
     }
 
     /// One length per batch entry, whichever way the tensor lies.

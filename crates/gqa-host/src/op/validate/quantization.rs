@@ -1,16 +1,18 @@
 //! What attributes, cache and scales say about quantized values, and whether they agree.
 
-use super::inputs::Heads;
-use super::pattern::shape;
+use super::inputs::Query;
+use super::pattern::{Dim, Pattern, shape};
 use crate::op::{GroupQueryAttention, QuantType, Shapes};
-use crate::{DType, Error, QuantFormat, Quantization, Result, TensorDesc};
+use crate::{
+    CacheBinding, DType, Error, QuantFormat, Quantization, Result, Scales, Tensor, TensorDesc,
+};
 
 /// How the call's cache is quantized, if it is.
 pub(super) fn quantization(
     op: &GroupQueryAttention,
     inputs: &Shapes<'_>,
-    heads: Heads,
-    head_size: usize,
+    query: &Query,
+    cache: CacheBinding,
 ) -> Result<Option<Quantization>> {
     let (how, bits) = (op.k_quant_type, op.kv_cache_bit_width);
     if !matches!(bits, 0 | 4 | 8) {
@@ -29,8 +31,11 @@ pub(super) fn quantization(
         }
         (Some(scales), _) => scales,
     };
-    let count = scales.count(heads.kv, head_size);
-    check_scales(how, count, [inputs.k_scale, inputs.v_scale])?;
+    let given = [inputs.k_scale, inputs.v_scale];
+    match scales.count(query.kv_heads(), query.head_size) {
+        Some(count) => check_scales(how, count, given)?,
+        None => lie_beside_the_cache(op, cache)?,
+    }
     Ok(Some(Quantization { format: format(inputs.past_key, bits)?, scales }))
 }
 
@@ -40,6 +45,63 @@ pub(in crate::op) fn check_types(k_quant_type: QuantType, v_quant_type: QuantTyp
         return Ok(());
     }
     Err(Error::invalid("v_quant_type", v_quant_type, format!("{k_quant_type}, as k_quant_type")))
+}
+
+/// Errs unless scales of rows can be part of the cache: of one that past and present share, whose
+/// rows stay where they are.
+fn lie_beside_the_cache(op: &GroupQueryAttention, cache: CacheBinding) -> Result<()> {
+    let why = match cache {
+        CacheBinding::Shared if op.sliding_window_cache => "sliding_window_cache is 1",
+        CacheBinding::Shared => return Ok(()),
+        CacheBinding::Separate | CacheBinding::External => "past and present are not one cache",
+    };
+    let allowed = format!("NONE, PER_TENSOR, PER_HEAD or PER_CHANNEL, as {why}");
+    Err(Error::invalid("k_quant_type", op.k_quant_type, allowed))
+}
+
+/// Errs unless, where each row of the cache has a scale of its own, k_scale and v_scale have the
+/// cache's dimensions but the last.
+pub(in crate::op) fn check_row_scales(
+    quantized: Option<Quantization>,
+    scales: [Option<TensorDesc<'_>>; 2],
+    dims: [Dim; 3],
+) -> Result<()> {
+    if quantized.is_none_or(|how| how.scales != Scales::PerToken) {
+        return Ok(());
+    }
+    for (argument, scales) in ["k_scale", "v_scale"].into_iter().zip(scales) {
+        let Some(scales) = scales else {
+            let allowed = format!("{}, as k_quant_type is PER_TOKEN", shape(&dims));
+            return Err(Error::invalid(argument, "no input", allowed));
+        };
+        Pattern { argument, dtype: DType::F32, why: "", dims: &dims }.check(scales)?;
+    }
+    Ok(())
+}
+
+/// Errs where scales are among the inputs but should be the cache's, or the other way round.
+pub(in crate::op) fn check_owner(
+    how: QuantType,
+    inputs: [Option<&Tensor>; 2],
+    of_cache: Option<&[Tensor; 2]>,
+) -> Result<()> {
+    let given = ["k_scale", "v_scale"].into_iter().zip(inputs).find(|(_, input)| input.is_some());
+    match (how, given, of_cache) {
+        (QuantType::PerToken, Some((argument, _)), _) => {
+            let allowed = "no input: the cache has its scales where k_quant_type is PER_TOKEN";
+            Err(Error::invalid(argument, "a tensor", allowed))
+        }
+        (QuantType::PerToken, None, _) | (_, _, None) => Ok(()),
+        (_, _, Some(_)) => {
+            let allowed = format!("none, as k_quant_type is {how}");
+            Err(Error::invalid("k_scale", "scales of the cache", allowed))
+        }
+    }
+}
+
+/// k_scale and v_scale of a cache that has them.
+pub(in crate::op) fn row_scales(of_cache: Option<&[Tensor; 2]>) -> [Option<&Tensor>; 2] {
+    of_cache.map_or([None; 2], |scales| scales.each_ref().map(Some))
 }
 
 /// Errs unless k_scale and v_scale have `count` elements, as many as `how` says.

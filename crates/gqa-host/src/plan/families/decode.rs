@@ -7,7 +7,9 @@ use crate::plan::device::{Capability, DeviceInfo};
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{arguments, params, position_stride, rotary_params, scales};
+use crate::plan::params::{
+    arguments, params, position_stride, rotary_params, scale_tensors, scales,
+};
 use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
 use crate::{CacheBinding, Problem, Result};
@@ -375,9 +377,8 @@ pub(super) fn bound(
         ("cos", given(TensorId::CosCache)),
         ("sin", given(TensorId::SinCache)),
         ("position_ids", given(TensorId::PositionIds)),
-        ("k_scale", tensor(p, TensorId::KScale, 0)),
-        ("v_scale", tensor(p, TensorId::VScale, 0)),
     ]);
+    bound.extend(scale_tensors(p));
     let [out, states, arrivals] = partials(kernel, job, params)?;
     bound.extend([("partial_out", out), ("partial_states", states), ("arrivals", arrivals)]);
     Ok(bound)

@@ -32,6 +32,7 @@ impl Family for HopperFloat8 {
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::flash(call.problem)?;
         suits(call.problem, call.options)?;
+        requirements::no_row_scales(call.problem)?;
         let entry = select::smallest(self, call)?;
         hopper::suits(call, entry)?;
         requirements::narrow_output(call.problem)?;

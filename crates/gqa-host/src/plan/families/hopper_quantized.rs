@@ -6,9 +6,8 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
-use crate::plan::params::{l2_swizzled_params, params, rotary_params, scales};
-use crate::plan::tensors::TensorId;
-use crate::plan::{build, requirements, select};
+use crate::plan::params::{l2_swizzled_params, params, rotary_params, scale_tensors, scales};
+use crate::plan::{requirements, select};
 use crate::{Error, Problem, QuantFormat, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::hopper as kernels;
@@ -31,6 +30,7 @@ impl Family for HopperQuantized {
         requirements::flash(p)?;
         requirements::shared_and_quantized(p)?;
         requirements::quantized_vectors(p)?;
+        requirements::no_row_scales(p)?;
         let entry = select::smallest(self, call)?;
         converting_pays(call, entry)?;
         hopper::suits(call, entry)?;
@@ -53,10 +53,8 @@ impl Family for HopperQuantized {
         let counter = job.scratch.count(1);
         let keys = key_maps(&job, &attention, entry, how.format);
         let mut arguments = hopper::arguments(p, &attention, &job.rows, counter, keys);
-        let scale = |id| build::tensor(p, id, 0);
         arguments.extend(hopper::tables(p, turns));
-        arguments
-            .extend([("k_scale", scale(TensorId::KScale)), ("v_scale", scale(TensorId::VScale))]);
+        arguments.extend(scale_tensors(p));
         let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
         let params = QuantizedHopperParams {
             hopper: HopperParams { attention, rotary },

@@ -64,7 +64,7 @@ impl Step {
             value: new(KV_HEADS, 3),
             cos: random(dtype, &[CAPACITY, SIZE / 2], 4),
             sin: random(dtype, &[CAPACITY, SIZE / 2], 5),
-            cache: KvCache { key: cache(6), value: cache(7) },
+            cache: KvCache { key: cache(6), value: cache(7), scales: None },
             seqlens_k: int(&lengths.iter().map(|length| length - 1).collect::<Vec<_>>()),
             total: int(&[total as i32]),
         }

@@ -51,7 +51,15 @@ pub fn run_over(
         .with(TensorId::BlockTable, &table)
         .with(TensorId::CosCache, problem.rotary.map(|_| &cos))
         .with(TensorId::SinCache, problem.rotary.map(|_| &sin));
-    let mut io = Io { inputs, output, present_key, present_value, output_qk: None, lse: None };
+    let mut io = Io {
+        inputs,
+        output,
+        present_key,
+        present_value,
+        row_scales: None,
+        output_qk: None,
+        lse: None,
+    };
     backend.run(problem, &mut io).unwrap();
     outputs
 }
