@@ -72,7 +72,9 @@ impl Gpu {
 
     /// Copies what a call wrote to the host, into the tensors that are there if they have room.
     pub fn download(&self, call: &Call, tensors: &mut Tensors) -> Result<()> {
-        for id in [TensorId::Output, TensorId::PresentKey, TensorId::PresentValue] {
+        use TensorId::{KRowScale, Output, PresentKey, PresentValue, VRowScale};
+        let written = [Output, PresentKey, PresentValue, KRowScale, VRowScale];
+        for id in written.into_iter().filter(|id| call.tensor(*id).is_some()) {
             let (memory, tensor) = (tensor_of(call, id)?, tensors.expect_mut(id)?);
             match tensor.bytes().len() < memory.bytes() {
                 true => *tensor = memory.download(&self.stream)?,

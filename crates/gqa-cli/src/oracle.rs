@@ -6,12 +6,13 @@
 //! value row; the reference is asked for it as a prompt of one token at that position.
 
 use anyhow::{Context, Result, bail};
-use gqa_host::op::{Inputs, Outputs};
+use gqa_host::op::{Inputs, KvCache, Outputs};
 use gqa_host::plan::TensorId;
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Problem, RowLayout, Scales, Tensor};
+use gqa_host::{DType, Pages, Problem, RowLayout, Scales, Tensor};
 use gqa_onnx::{Tolerance, compare};
 use ndarray::{Array1, Array2};
+use std::ops::Deref;
 
 use crate::input::Noise;
 use crate::shape::{OUTPUT_SCALE, Shape, Tensors, lengths};
@@ -83,8 +84,23 @@ struct Operands<'a> {
     query: &'a Tensor,
     key: &'a Tensor,
     value: &'a Tensor,
-    past: Option<(&'a Tensor, &'a Tensor)>,
+    past: Option<&'a KvCache>,
     kv_head: usize,
+}
+
+/// What the reference says.
+struct Want {
+    outputs: Outputs,
+    /// Of the cache's rows, where each has one.
+    scales: Option<[Tensor; 2]>,
+}
+
+impl Deref for Want {
+    type Target = Outputs;
+
+    fn deref(&self) -> &Outputs {
+        &self.outputs
+    }
 }
 
 impl Computed<'_> {
@@ -131,15 +147,14 @@ impl Computed<'_> {
         let visible = if is_causal { position + 1 } else { self.past_length + p.q_len };
         let visible = visible - self.first_cached();
         let start = Place { row: 0, ..kv };
-        let past_key = self.cached_rows(TensorId::PresentKey, start, visible)?;
-        let past_value = self.cached_rows(TensorId::PresentValue, start, visible)?;
+        let past = self.cache_of(start, visible)?;
         let query = self.rows(TensorId::Query, p.query_layout(), place, &[1, 1, p.head_size])?;
         let nothing = Tensor::zeros(p.dtype, &[1, 0, p.head_size]);
         let operands = Operands {
             query: &query,
             key: &nothing,
             value: &nothing,
-            past: Some((&past_key, &past_value)),
+            past: Some(&past),
             kv_head: kv.head,
         };
         let want = self.reference(&operands, position, visible)?;
@@ -161,14 +176,63 @@ impl Computed<'_> {
         let value = self.rows(value, p.value_layout(), kv, &one)?;
         // What a prompt finds in its cache does not matter, but says what quantized values are.
         let empty = Tensor::zeros(p.key_cache_dtype(), &self.cache_shape(1));
-        let past = p.quantized.map(|_| (&empty, &empty));
+        let scale = || Tensor::zeros(DType::F32, &[1, 1, 1]);
+        let scales = p.has_row_scales().then(|| [scale(), scale()]);
+        let empty = KvCache { key: empty.clone(), value: empty, scales };
+        let past = p.quantized.map(|_| &empty);
         let operands = Operands { query: &key, key: &key, value: &value, past, kv_head: kv.head };
         let want = self.reference(&operands, position, 1)?;
         let row = Place { row: position - self.first_cached(), ..kv };
-        let key = self.cached_rows(TensorId::PresentKey, row, 1)?;
-        sampled.add(&key, &want.present_key, Tolerance::of(p.key_cache_dtype()))?;
-        let value = self.cached_rows(TensorId::PresentValue, row, 1)?;
-        sampled.add(&value, &want.present_value, Tolerance::of(p.value_cache_dtype()))
+        let got = self.cache_of(row, 1)?;
+        sampled.add(&got.key, &want.present_key, Tolerance::of(p.key_cache_dtype()))?;
+        sampled.add(&got.value, &want.present_value, Tolerance::of(p.value_cache_dtype()))?;
+        for (got, want) in got.scales.iter().flatten().zip(want.scales.iter().flatten()) {
+            sampled.add(got, want, Tolerance::of(p.dtype))?;
+        }
+        Ok(())
+    }
+
+    /// Consecutive rows of one head's cache, with their scales if they have such.
+    fn cache_of(&self, first: Place, count: usize) -> Result<KvCache> {
+        let scales = match self.problem.has_row_scales() {
+            true => Some([
+                self.scales_of_rows(TensorId::KRowScale, first, count)?,
+                self.scales_of_rows(TensorId::VRowScale, first, count)?,
+            ]),
+            false => None,
+        };
+        let rows = |id| self.cached_rows(id, first, count);
+        let (key, value) = (rows(TensorId::PresentKey)?, rows(TensorId::PresentValue)?);
+        Ok(KvCache { key, value, scales })
+    }
+
+    /// The scales of consecutive rows of one head's cache, wherever its blocks are.
+    fn scales_of_rows(&self, id: TensorId, first: Place, count: usize) -> Result<Tensor> {
+        let (p, Tensor::F32(scales)) = (self.problem, self.tensors.expect(id)?) else {
+            bail!("scales that are not float32");
+        };
+        let number = |row: usize| -> Result<usize> {
+            match p.pages {
+                None => Ok((first.batch * p.kv_heads + first.head) * p.capacity + row),
+                Some(pages) => Ok(self.place(pages, first.batch, row)? * p.kv_heads + first.head),
+            }
+        };
+        let scale = |row| {
+            let scale = scales.as_slice().get(number(row)?);
+            scale.copied().with_context(|| format!("{} ends early", id.name()))
+        };
+        let rows = first.row..first.row + count;
+        let scales = rows.map(scale).collect::<Result<Vec<_>>>()?;
+        Ok(Tensor::from_f32(DType::F32, &[1, 1, count], &scales)?)
+    }
+
+    /// The row of a paged cache, through all blocks, that has a row of a sequence.
+    fn place(&self, pages: Pages, batch: usize, row: usize) -> Result<usize> {
+        let Tensor::I32(table) = self.tensors.expect(TensorId::BlockTable)? else {
+            bail!("a block_table that is not int32");
+        };
+        let block = table[[batch, row / pages.block_size]] as usize;
+        Ok(block * pages.block_size + row % pages.block_size)
     }
 
     /// Shape of so many rows of one head's cache.
@@ -183,17 +247,13 @@ impl Computed<'_> {
         let Some(pages) = p.pages else {
             return self.rows(id, p.cache_layout(p.capacity), first, &self.cache_shape(count));
         };
-        let Tensor::I32(table) = self.tensors.expect(TensorId::BlockTable)? else {
-            bail!("a block_table that is not int32");
-        };
         let row_of_blocks = p.kv_heads * p.head_size;
         let layout = RowLayout { offset: 0, batch: 0, head: p.head_size, row: row_of_blocks };
         let mut rows = Tensor::zeros(p.key_cache_dtype(), &self.cache_shape(count));
         let width = rows.bytes().len() / count;
         for (i, to) in rows.bytes_mut()?.chunks_exact_mut(width).enumerate() {
-            let row = first.row + i;
-            let block = table[[first.batch, row / pages.block_size]] as usize;
-            let place = Place { row: block * pages.block_size + row % pages.block_size, ..first };
+            let row = self.place(pages, first.batch, first.row + i)?;
+            let place = Place { row, ..first };
             let one = self.rows(id, layout, place, &self.cache_shape(1))?;
             to.copy_from_slice(one.bytes());
         }
@@ -204,22 +264,23 @@ impl Computed<'_> {
     fn scale(&self, id: TensorId, kv_head: usize) -> Option<Tensor> {
         let Tensor::F32(scales) = self.tensors.get(id)? else { return None };
         let (per, size) = (self.problem.quantized?.scales, self.problem.head_size);
-        let count = per.count(1, size);
+        let count = per.count(1, size)?;
         let first = if per == Scales::PerTensor { 0 } else { kv_head * count };
         Some(Array1::from_iter(scales.iter().copied().skip(first).take(count)).into())
     }
 
     /// One query row at `position` over `total` keys, by the reference.
-    fn reference(&self, operands: &Operands<'_>, position: usize, total: usize) -> Result<Outputs> {
+    fn reference(&self, operands: &Operands<'_>, position: usize, total: usize) -> Result<Want> {
         let (seqlens_k, total_length) = lengths(1, total);
         let position_ids = Tensor::from(Array2::from_elem((1, 1), position as i64));
         let [k_scale, v_scale] =
             [TensorId::KScale, TensorId::VScale].map(|id| self.scale(id, operands.kv_head));
+        let in_place = self.problem.has_row_scales();
         let inputs = Inputs {
             key: Some(operands.key),
             value: Some(operands.value),
-            past_key: operands.past.map(|past| past.0),
-            past_value: operands.past.map(|past| past.1),
+            past_key: operands.past.filter(|_| !in_place).map(|past| &past.key),
+            past_value: operands.past.filter(|_| !in_place).map(|past| &past.value),
             cos_cache: self.tensors.get(TensorId::CosCache),
             sin_cache: self.tensors.get(TensorId::SinCache),
             position_ids: self.problem.rotary.map(|_| &position_ids),
@@ -230,7 +291,13 @@ impl Computed<'_> {
             output_scale: self.tensors.get(TensorId::OutputScale),
             ..Inputs::new(operands.query, &seqlens_k, &total_length)
         };
-        Ok(self.shape.layer.op(1, 1).sliding_window_cache(false).run(&inputs, &Reference)?)
+        let op = self.shape.layer.op(1, 1).sliding_window_cache(false);
+        let Some(mut cache) = operands.past.filter(|_| in_place).cloned() else {
+            return Ok(Want { outputs: op.run(&inputs, &Reference)?, scales: None });
+        };
+        let outputs = op.run_in_place(&inputs, &mut cache, &Reference)?;
+        let KvCache { key: present_key, value: present_value, scales } = cache;
+        Ok(Want { outputs: Outputs { present_key, present_value, ..outputs }, scales })
     }
 
     /// Consecutive rows of one head, as a tensor of that shape.

@@ -53,6 +53,8 @@ pub enum ScalesPer {
     Head,
     /// an element of a KV head
     Channel,
+    /// a row of the cache: a token's of a KV head
+    Token,
 }
 
 impl From<ScalesPer> for Scales {
@@ -61,6 +63,7 @@ impl From<ScalesPer> for Scales {
             ScalesPer::Tensor => Self::PerTensor,
             ScalesPer::Head => Self::PerHead,
             ScalesPer::Channel => Self::PerChannel,
+            ScalesPer::Token => Self::PerToken,
         }
     }
 }
@@ -243,9 +246,10 @@ impl Layer {
         self.scales.map_or(Scales::PerTensor, Scales::from)
     }
 
-    /// Elements of k_scale, and of v_scale, where the cache is quantized.
-    fn scale_count(&self) -> usize {
-        self.scales_per().count(self.kv_heads as usize, self.head_size as usize)
+    /// Shape of k_scale, and of v_scale, where the cache is quantized and has that shape.
+    fn scale_shape(&self, [cache @ .., _]: [usize; 4]) -> Vec<usize> {
+        let count = self.scales_per().count(self.kv_heads as usize, self.head_size as usize);
+        count.map_or(cache.to_vec(), |count| vec![count])
     }
 
     /// Attributes that are not at their defaults, in words.
@@ -263,6 +267,7 @@ impl Layer {
             (self.kv_cache == Some(Codes::Float8), " float8-cache".to_owned()),
             (self.scales == Some(ScalesPer::Head), " per-head".to_owned()),
             (self.scales == Some(ScalesPer::Channel), " per-channel".to_owned()),
+            (self.scales == Some(ScalesPer::Token), " per-token".to_owned()),
             (self.float8_products, " float8-products".to_owned()),
             (self.rotary == Rotation::Half, " rotary".to_owned()),
             (self.rotary == Rotation::Interleaved, " rotary-interleaved".to_owned()),
@@ -406,7 +411,7 @@ impl Shape {
         let codes = self.layer.kv_cache;
         let width = head_size as usize / codes.map_or(1, Codes::of_element);
         let past = [self.batch, kv_heads as usize, past_rows, width];
-        let scale = [self.layer.scale_count()];
+        let scale = self.layer.scale_shape(past);
         let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
         let one = TensorDesc { dtype: DType::F32, shape: &[1] };
         let table = [self.positions(), head_size as usize / 2];
@@ -460,7 +465,7 @@ impl Shape {
                 TensorId::Output => Tensor::try_zeros(id.name(), spec.dtype, &spec.shape)?,
                 TensorId::CosCache | TensorId::SinCache => continue,
                 TensorId::CumulativeSequenceLength | TensorId::BlockTable => continue,
-                TensorId::KScale | TensorId::VScale => {
+                TensorId::KScale | TensorId::VScale | TensorId::KRowScale | TensorId::VRowScale => {
                     let scale = self.layer.kv_cache.map_or(1.0, Codes::scale);
                     Array1::from_elem(spec.len(), scale).into()
                 }
@@ -542,12 +547,16 @@ impl Tensors {
         let mut output = self.take(TensorId::Output)?;
         let mut present_key = self.take(TensorId::PresentKey)?;
         let mut present_value = self.take(TensorId::PresentValue)?;
+        let mut row_scales = match self.get(TensorId::KRowScale) {
+            Some(_) => Some([self.take(TensorId::KRowScale)?, self.take(TensorId::VRowScale)?]),
+            None => None,
+        };
         let mut io = Io {
             inputs: self.iter().collect(),
             output: &mut output,
             present_key: &mut present_key,
             present_value: &mut present_value,
-            row_scales: None,
+            row_scales: row_scales.as_mut().map(|scales| scales.each_mut()),
             output_qk: None,
             lse: None,
         };
@@ -555,6 +564,10 @@ impl Tensors {
         self.set(TensorId::Output, output);
         self.set(TensorId::PresentKey, present_key);
         self.set(TensorId::PresentValue, present_value);
+        if let Some([k_scale, v_scale]) = row_scales {
+            self.set(TensorId::KRowScale, k_scale);
+            self.set(TensorId::VRowScale, v_scale);
+        }
         Ok(result?)
     }
 }

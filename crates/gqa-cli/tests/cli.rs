@@ -293,6 +293,10 @@ fn explain_tells_what_a_cache_holds() -> Result {
     for words in ["with a scale per channel", "gqa_quantize_kv_f8_bf16"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
+    let run = words(&format!("{step} --scales token"))?;
+    assert!(run.stdout.contains("float8e4m3fn cache with a scale per token"), "{}", run.stdout);
+    let run = words(&format!("{step} --scales token --separate-cache"))?;
+    refused(&run, 1, &["k_quant_type", "PER_TOKEN", "past and present are not one cache"]);
     refused(&words("explain --scales channel")?, 2, &["--kv-cache"]);
     let prompt = "explain --query-length 8192 --device h200 --kv-cache float8";
     let run = words(&format!("{prompt} --float8-products"))?;
@@ -411,6 +415,8 @@ fn bench_prints_json_and_checks_its_results() -> Result {
         "token --size 2x65 --rotary half --kv-cache int8",
         "token --size 1x40 --kv-cache int4 --scales channel",
         "token --size 2x65 --kv-cache float8 --scales head",
+        "token --size 2x65 --rotary half --kv-cache int8 --scales token",
+        "prompt --size 1x40 --packed --kv-cache int4 --scales token --block-size 16",
         "prompt --size 1x40 --packed --rotary half --kv-cache float8",
         "prompt --size 1x40 --packed --qk-norm",
         "token --size 2x65 --rotary half --float8-output",

@@ -57,7 +57,7 @@ impl Shape {
         let per_sequence = self.blocks(block_size);
         let width = head_size as usize / codes.map_or(1, Codes::of_element);
         let cache = [self.batch * per_sequence, block_size, kv_heads as usize, width];
-        let scale = [self.layer.scale_count()];
+        let scale = self.layer.scale_shape(cache);
         let scale = codes.map(|_| TensorDesc { dtype: DType::F32, shape: &scale });
         let table = [self.total(), head_size as usize / 2];
         let weight = [head_size as usize];

@@ -57,8 +57,8 @@ pub trait Code: Copy + 'static {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_scale(largest: u32) -> f32 {
         let scale = f32::from_bits(largest) / Self::LARGEST;
-        // Not so of NaN.
-        if scale >= f32::MIN_POSITIVE && scale <= f32::MAX { scale } else { 1.0 }
+        // NaN is not among these.
+        if (f32::MIN_POSITIVE..=f32::MAX).contains(&scale) { scale } else { 1.0 }
     }
     /// A quantized value as a number, to be multiplied by its scale: exact in `f32` and in half
     /// precision. Bits above the code's do not count.
