@@ -325,8 +325,8 @@ pub struct PrologueParams {
     pub epsilon: f32,
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
-    /// 1: past is present (`quantize_kv`).
-    pub in_place: u32,
+    /// Not used.
+    pub reserved: u32,
 }
 
 /// Scalars of `rolling_kv` and `rolling_lengths`.

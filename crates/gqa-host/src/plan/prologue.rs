@@ -10,8 +10,7 @@ use super::rows::{Operand, Rows};
 use super::scratch::Scratch;
 use super::tensors::TensorId;
 use crate::{
-    Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, QuantFormat, Result,
-    RowLayout, Scales,
+    Alignment, CacheBinding, CallKind, DType, Error, Phase, Problem, QuantFormat, Result, RowLayout,
 };
 use bytemuck::Zeroable;
 use gqa_kernels::params::{PrologueParams, Strides};
@@ -68,15 +67,18 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     };
     // Where attention reads them, there is nothing to dequantize.
     let codes = p.quantized.map(|how| how.format).filter(|_| by_attention.reads_quantized);
-    let append = |rotate| match codes {
-        Some(format) => Step::AppendQuantized { format, rotate },
-        None => Step::Append { rotate },
-    };
-    // One pass over a cache in place; a past of its own is copied as well, and rows with scales of
-    // their own are looked at twice.
-    let has_row_scales = p.quantized.is_some_and(|how| how.scales == Scales::PerToken);
-    let in_place = p.cache == CacheBinding::Shared && fused && !has_row_scales;
+    // One pass in place; a past of its own is copied behind all others.
     let dequantized = p.quantized.filter(|_| codes.is_none()).map(|how| how.format);
+    let (at_once, behind) = match p.cache {
+        CacheBinding::Shared => (dequantized, None),
+        _ => (None, dequantized),
+    };
+    let append = |rotate| match (codes, at_once) {
+        (Some(format), _) => Step::AppendQuantized { format, rotate },
+        (None, Some(format)) => Step::AppendDequantized { format, rotate: rotate && new },
+        (None, None) => Step::Append { rotate },
+    };
+    let appends = shared && new || at_once.is_some();
     let mut steps = Vec::new();
     let mut push = |wanted: bool, step| steps.extend(wanted.then_some(step));
     push(p.qk_norm.is_some(), Step::Normalise);
@@ -85,28 +87,22 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     }
     if fused {
         let rotate_query = rotate && !by_attention.query_rotation;
-        let at_once = dequantized.filter(|_| in_place);
         let all_in_one = shared && new && rotate_query && codes.is_none() && at_once.is_none();
         push(all_in_one, Step::UnpackRotateAppend);
         push(concat, Step::Concat { rotate });
         push(rows, Step::ConcatRows);
-        match at_once {
-            Some(format) => {
-                push(true, Step::AppendDequantized { format, rotate: rotate && new });
-            }
-            None => push(shared && new && !all_in_one, append(rotate)),
-        }
+        push(appends && !all_in_one, append(rotate));
         push(rotate_query && !all_in_one, Step::RotateQuery);
     } else {
         push(p.packed, Step::Unpack);
         push(positions(p, fused) == Some(Positions::Generated), Step::GeneratePositions);
         push(rotate, Step::RotateQuery);
         push(rotate && new, Step::RotateKey);
-        push(shared && new, append(false));
+        push(appends, append(false));
         push(concat, Step::Concat { rotate: false });
         push(rows, Step::ConcatRows);
     }
-    steps.extend(dequantized.filter(|_| !in_place).map(Step::Quantize));
+    steps.extend(behind.map(Step::Quantize));
     steps
 }
 
@@ -436,7 +432,7 @@ impl<'a> Builder<'a> {
             // Kernels flush smaller ones to 0, and a row of zeros would become NaN.
             epsilon: p.qk_norm.map_or(0.0, |norm| norm.epsilon.max(f32::MIN_POSITIVE)),
             scales: scales(p),
-            in_place: (p.cache == CacheBinding::Shared).into(),
+            reserved: 0,
         })
     }
 }

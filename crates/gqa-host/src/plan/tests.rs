@@ -1136,9 +1136,12 @@ fn products_of_float8_where_they_are_allowed() {
     let normed = with(prompt.clone(), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     assert_eq!(kernels(&normed, &off), ["qk_norm", attends[0], attends[1]]);
     let separate = with(prompt.clone(), |p| p.cache = CacheBinding::Separate);
-    for kernels in [kernels(&separate, &off), kernels(&prompt, &apart)] {
-        assert_eq!(kernels[kernels.len() - 3..], ["quantize_kv_f8", attends[0], attends[1]]);
-    }
+    let before = |p, options, kernel| {
+        let kernels = kernels(p, options);
+        assert_eq!(kernels[kernels.len() - 3..], [kernel, attends[0], attends[1]]);
+    };
+    before(&separate, &off, "quantize_kv_f8");
+    before(&prompt, &apart, "append_dequantized_f8");
     let refused = |change: fn(&mut ProblemFields), why: &str| {
         let problem = with(prompt.clone(), change);
         assert_eq!(rejection(&problem, "h200", &off, Family::HopperFloat8), why);

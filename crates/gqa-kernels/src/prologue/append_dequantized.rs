@@ -8,19 +8,23 @@
 //! | `total_b .. capacity` | as it was | as it was |
 //!
 //! So attention sees what a later call would see. One thread has two 16-byte vectors of numbers of
-//! one new row, then a vector of each of four old rows, again and again. Tensors: k, v (batch, KV
-//! head, new row, head size); present_k, present_v (batch, KV head, capacity, head size), quantized
-//! values in half words; k_scale, v_scale of one element, (KV head) or (KV head, head size);
+//! one new row, or, where rows have scales of their own, neighbouring lanes share it; then a vector
+//! of each of four old rows. Tensors: k, v (batch, KV head, new row, head size); present_k,
+//! present_v (batch, KV head, capacity, head size), quantized values in half words; k_scale,
+//! v_scale of one element, (KV head), (KV head, head size) or (batch, KV head, capacity);
 //! k_numbers, v_numbers as present, but of numbers. All strides count numbers.
 
 use super::append::append_quantized_size;
 use super::concat::rows_before;
-use super::quantize::{Divisors, HeadDivisors, load_vector, numbers, store_vector};
+use super::quantize::{
+    Divisors, HeadDivisors, load_vector, numbers, store_quotients, store_vector,
+};
 use super::rope::{Rope, Unturned};
+use super::row_scales::{NewRow, each_row, lanes};
 use super::seqlen;
 use super::walk::Walk;
 use crate::concept::scales::ScalesPer;
-use crate::num::{Element, MmaCode};
+use crate::num::{Divisor, Element, MmaCode};
 use crate::params::PrologueParams;
 use crate::simt::Global;
 
@@ -34,7 +38,7 @@ fn old_rows_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [p.batch, 2 * p.kv_heads, most.div_ceil(ROWS), p.head_size / per_vec]
 }
 
-/// The larger of the two index spaces, (batch, heads, rows, vectors).
+/// A space that has as many indices as either has of each, (batch, heads, rows, vectors).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn append_dequantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows, heads, pairs] = append_quantized_size(p, per_vec);
@@ -61,48 +65,127 @@ pub fn append_dequantized<T: Element, C: MmaCode>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let per = ScalesPer::new(p.scales);
-    let keys =
-        Cache { present: present_k, numbers: k_numbers, scales: Divisors::new(k_scale, per) };
-    let values =
-        Cache { present: present_v, numbers: v_numbers, scales: Divisors::new(v_scale, per) };
-    for [b, s, head, pair] in Walk::over(append_quantized_size(&p, T::PER_VEC)) {
-        let seqlen = seqlen(&p, seqlens_k, b);
-        if !seqlen.is_token(s) {
-            continue;
-        }
-        let row = seqlen.past + s;
-        if head < p.kv_heads {
-            let position = rope.position(b, s, seqlen.past);
-            let from = (k, p.k.at(b, head, s));
-            let to = keys.row::<C>([b, head, row], &p);
-            rope.rotate_pair(from, (pair, p.head_size), position, |e, vector| {
-                to.append::<C>(e, vector)
-            });
-        } else {
-            let head = head - p.kv_heads;
-            let from = (v, p.v.at(b, head, s));
-            let to = values.row::<C>([b, head, row], &p);
-            let vectors = Unturned::load(from, 0, pair, p.head_size);
-            vectors.each(|e, vector| to.append::<C>(e, vector));
+    let cache = |present, numbers, scales| Cache { present, numbers, scales, per };
+    let keys = cache(present_k, k_numbers, k_scale);
+    let values = cache(present_v, v_numbers, v_scale);
+    let call = Call { k, v, keys, values, rope, seqlens_k };
+    if per.row {
+        call.append_with_scales::<C>(&p);
+    } else {
+        call.append::<C>(&p);
+    }
+    call.dequantize::<C>(&p);
+}
+
+/// New rows and the cache.
+struct Call<T> {
+    k: Global<T>,
+    v: Global<T>,
+    keys: Cache<T>,
+    values: Cache<T>,
+    rope: Rope<T>,
+    seqlens_k: Global<i32>,
+}
+
+impl<T: Element> Call<T> {
+    /// New rows, and their numbers.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn append<C: MmaCode>(&self, p: &PrologueParams) {
+        let [keys, values] = [self.keys, self.values].map(|c| Divisors::new(c.scales, c.per));
+        for [b, s, head, pair] in Walk::over(append_quantized_size(p, T::PER_VEC)) {
+            let seqlen = seqlen(p, self.seqlens_k, b);
+            if !seqlen.is_token(s) {
+                continue;
+            }
+            let row = seqlen.past + s;
+            let part = (pair, p.head_size);
+            if head < p.kv_heads {
+                let (to, scales) =
+                    (self.keys.row::<C>([b, head, row], p), keys.of_head(head, p.head_size));
+                let position = self.rope.position(b, s, seqlen.past);
+                let from = (self.k, p.k.at(b, head, s));
+                self.rope.rotate_pair(from, part, position, |e, vector| {
+                    to.append::<C>(e, vector, &scales)
+                });
+            } else {
+                let head = head - p.kv_heads;
+                let (to, scales) =
+                    (self.values.row::<C>([b, head, row], p), values.of_head(head, p.head_size));
+                let vectors = Unturned::load((self.v, p.v.at(b, head, s)), 0, pair, p.head_size);
+                vectors.each(|e, vector| to.append::<C>(e, vector, &scales));
+            }
         }
     }
-    for [b, head, four, vector] in Walk::over(old_rows_size(&p, T::PER_VEC)) {
-        let rows = rows_before(seqlen(&p, seqlens_k, b), &p).min(p.capacity);
-        let first = four * ROWS;
-        if first >= rows {
-            continue;
-        }
-        let (cache, head) =
-            if head < p.kv_heads { (keys, head) } else { (values, head - p.kv_heads) };
-        let e = (vector * T::PER_VEC) as usize;
-        let at = |i: usize| cache.row::<C>([b, head, first + i as u32], &p);
-        let is_row = |i: usize| first + (i as u32) < rows;
-        let words: [_; ROWS as usize] = core::array::from_fn(|i| {
-            if is_row(i) { load_vector::<T, C>(e, at(i).codes) } else { [0; 2] }
+
+    /// The same where rows have scales of their own.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn append_with_scales<C: MmaCode>(&self, p: &PrologueParams) {
+        let size = [p.batch, p.new_len, 2 * p.kv_heads, lanes(p.head_size / T::PER_VEC)];
+        let row = |index| self.new_row::<C>(p, index);
+        each_row(size, &self.rope, row, |new, to, largest| {
+            let scale = C::row_scale(largest);
+            if new.lane == 0 {
+                to.scale.store(0, scale);
+            }
+            let divisor = Divisor::new(scale);
+            for e in new.elements() {
+                let (e, vector) = (e as usize, new.vector(&self.rope, e));
+                let words = store_quotients::<T, C>(e, vector, |_, x| divisor.divide(x), to.codes);
+                to.numbers.store_vec(e, numbers::<T, C>(words, |_| scale));
+            }
         });
-        for i in 0..ROWS as usize {
-            if is_row(i) {
-                at(i).dequantize::<C>(e, words[i]);
+    }
+
+    /// The row that a lane shares, and where it goes.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn new_row<C: MmaCode>(
+        &self,
+        p: &PrologueParams,
+        [b, s, head, lane]: [u32; 4],
+    ) -> Option<(NewRow<T>, Row<T>)> {
+        let seqlen = seqlen(p, self.seqlens_k, b);
+        if !seqlen.is_token(s) {
+            return None;
+        }
+        let row = seqlen.past + s;
+        let is_key = head < p.kv_heads;
+        let head = if is_key { head } else { head - p.kv_heads };
+        let (cache, from) = match is_key {
+            true => (self.keys, (self.k, p.k.at(b, head, s))),
+            false => (self.values, (self.v, p.v.at(b, head, s))),
+        };
+        let position = is_key.then(|| self.rope.position(b, s, seqlen.past));
+        let new = NewRow { from, position, head_size: p.head_size, lane };
+        Some((new, cache.row::<C>([b, head, row], p)))
+    }
+
+    /// Numbers of the rows that are not new.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn dequantize<C: MmaCode>(&self, p: &PrologueParams) {
+        for [b, head, four, vector] in Walk::over(old_rows_size(p, T::PER_VEC)) {
+            let rows = rows_before(seqlen(p, self.seqlens_k, b), p).min(p.capacity);
+            let first = four * ROWS;
+            if first >= rows {
+                continue;
+            }
+            let is_key = head < p.kv_heads;
+            let head = if is_key { head } else { head - p.kv_heads };
+            let cache = if is_key { self.keys } else { self.values };
+            let e = vector * T::PER_VEC;
+            let at = |i: usize| cache.row::<C>([b, head, first + i as u32], p);
+            let is_row = |i: usize| first + (i as u32) < rows;
+            let words: [_; ROWS as usize] = core::array::from_fn(|i| match is_row(i) {
+                true => load_vector::<T, C>(e as usize, at(i).codes),
+                false => [0; 2],
+            });
+            let of_channels = cache.channel_scales(head, e, p);
+            for i in 0..ROWS as usize {
+                if is_row(i) {
+                    let row = at(i);
+                    let of_row = if cache.per.row { row.scale.load(0) } else { 1.0 };
+                    let vector = numbers::<T, C>(words[i], |n| of_row * of_channels[n]);
+                    row.numbers.store_vec(e as usize, vector);
+                }
             }
         }
     }
@@ -113,18 +196,31 @@ pub fn append_dequantized<T: Element, C: MmaCode>(
 struct Cache<T> {
     present: Global<u16>,
     numbers: Global<T>,
-    scales: Divisors,
+    scales: Global<f32>,
+    per: ScalesPer,
 }
 
 impl<T: Element> Cache<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row<C: MmaCode>(&self, [b, head, row]: [u32; 3], p: &PrologueParams) -> Row<T> {
         let number = p.kv_out.at(b, head, row);
+        let of_row = (b * p.kv_heads + head) as usize * p.capacity as usize + row as usize;
         Row {
             codes: self.present.offset(number * C::BITS as usize / 16),
             numbers: self.numbers.offset(number),
-            scales: self.scales.of_head(head, p.head_size),
+            scale: self.scales.offset(if self.per.row { of_row } else { 0 }),
         }
+    }
+
+    /// Scales of a vector's channels, unless each row has its own.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn channel_scales(&self, head: u32, element: u32, p: &PrologueParams) -> [f32; 8] {
+        core::array::from_fn(|i| {
+            if self.per.row || i >= T::PER_VEC as usize {
+                return 1.0;
+            }
+            self.scales.load(self.per.number(head, p.head_size, element + i as u32))
+        })
     }
 }
 
@@ -133,21 +229,16 @@ impl<T: Element> Cache<T> {
 struct Row<T> {
     codes: Global<u16>,
     numbers: Global<T>,
-    scales: HeadDivisors,
+    /// Its own, if rows have such.
+    scale: Global<f32>,
 }
 
 impl<T: Element> Row<T> {
-    /// A vector of numbers from element `element` on.
+    /// A vector of numbers from element `e` on.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn append<C: MmaCode>(&self, element: usize, vector: [u32; 4]) {
-        let words = store_vector::<T, C>(element, vector, &self.scales, self.codes);
-        self.dequantize::<C>(element, words);
-    }
-
-    /// Quantized values from element `element` on.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn dequantize<C: MmaCode>(&self, element: usize, words: [u32; 2]) {
-        let scale = |i: usize| self.scales.scale((element + i) as u32);
-        self.numbers.store_vec(element, numbers::<T, C>(words, scale));
+    fn append<C: MmaCode>(&self, e: usize, vector: [u32; 4], scales: &HeadDivisors) {
+        let words = store_vector::<T, C>(e, vector, scales, self.codes);
+        let scale = |i: usize| scales.scale((e + i) as u32);
+        self.numbers.store_vec(e, numbers::<T, C>(words, scale));
     }
 }

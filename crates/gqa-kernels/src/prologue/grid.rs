@@ -92,7 +92,7 @@ fn size(entry: &Entry, p: &PrologueParams) -> [u32; 4] {
         Role::AppendQuantized => append::append_quantized_size(p, per_vec),
         Role::ConcatNewToPast => concat::concat_new_to_past_kv_size(p, per_vec),
         Role::ConcatRows => concat::concat_rows_size(p),
-        Role::QuantizeKv => quantize::quantize_kv_size(p),
+        Role::QuantizeKv => quantize::quantize_kv_size(p, per_vec),
         Role::QkNorm => norm::qk_norm_size(p, per_vec),
         Role::RotaryEmbedding => rope::rotary_embedding_size(p, per_vec),
         Role::RotaryRows => rope::rotary_rows_size(p),

@@ -24,14 +24,14 @@
 
 use super::quantize::{Divisors, store_quotients, store_vector};
 use super::rope::{Rope, Unturned, pairs};
-use super::row_scales::{lanes, largest_of, largest_of_lanes};
+use super::row_scales::{NewRow, each_row, lanes};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
 use crate::concept::scales::ScalesPer;
 use crate::num::{Code, Divisor, Element};
 use crate::params::PagedParams;
 use crate::params::scales::PER_TENSOR;
-use crate::simt::{Global, Rolled, any_sync};
+use crate::simt::Global;
 
 /// Where the rows of batch entry `b` are.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -242,6 +242,7 @@ impl<T: Element> New<T> {
             }
         }
     }
+
     /// [`append`](Self::append) to quantized values whose rows have scales of their own: lanes that
     /// share a row tell each other its largest number.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -251,45 +252,32 @@ impl<T: Element> New<T> {
             self.append(&alone, blocks, |_, _, _, _| {});
         }
         let p = &PagedParams { moves_queries: 0, ..*p };
-        let sharing = lanes(p.head_size / T::PER_VEC);
-        let mut walk = Walk::over(paged_append_size(p, T::PER_VEC));
-        loop {
-            let index = walk.next();
-            // Lanes whose rows are done still take part in the shuffles of others.
-            if !any_sync(index.is_some()) {
-                return;
+        let row = |index| self.new_row(p, blocks, index);
+        let size = paged_append_size(p, T::PER_VEC);
+        each_row(size, &self.rope, row, |new, (to, is_key), largest| {
+            let (scales, codes) = cache.of(is_key);
+            let scale = C::row_scale(largest);
+            if new.lane == 0 {
+                scales.store(to.number(p), scale);
             }
-            let new = index.and_then(|index| self.new_row(p, blocks, index));
-            let largest = new.as_ref().map_or(0, |new| {
-                let vector = |e| self.vector(p, new, e);
-                vectors::<T>(p, new.lane).fold(0, |x, e| largest_of::<T>(x, vector(e)))
-            });
-            let largest = largest_of_lanes(largest, sharing);
-            if let Some(new) = new {
-                let scale = C::row_scale(largest);
-                let (scales, codes) = cache.of(new.is_key);
-                if new.lane == 0 {
-                    scales.store(new.to.number(p), scale);
-                }
-                let half_words = p.head_size as usize * C::BITS as usize / 16;
-                let to = codes.offset(new.to.number(p) * half_words);
-                let scale = Divisor::new(scale);
-                for e in vectors::<T>(p, new.lane) {
-                    let vector = self.vector(p, &new, e);
-                    store_quotients::<T, C>(e as usize, vector, |_, x| scale.divide(x), to);
-                }
+            let half_words = p.head_size as usize * C::BITS as usize / 16;
+            let codes = codes.offset(to.number(p) * half_words);
+            let scale = Divisor::new(scale);
+            for e in new.elements() {
+                let vector = new.vector(&self.rope, e);
+                store_quotients::<T, C>(e as usize, vector, |_, x| scale.divide(x), codes);
             }
-        }
+        });
     }
 
-    /// The row of a KV head that a lane shares.
+    /// The row of a KV head that a lane shares, where it goes, and whether it is a key.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn new_row(
         &self,
         p: &PagedParams,
         blocks: Blocks,
         [b, s, head, lane]: [u32; 4],
-    ) -> Option<NewRow> {
+    ) -> Option<(NewRow<T>, (Row, bool))> {
         let (b, s) = if p.by_token != 0 { owner_of(p, self.starts, s) } else { (b, s) };
         let sequence = sequence_of(p, self.starts, self.past_seqlens, b);
         if s >= sequence.of_at_least(p.least).new {
@@ -297,18 +285,14 @@ impl<T: Element> New<T> {
         }
         let row = blocks.slot(p, b, sequence, s)?;
         let (is_key, token) = (head < p.kv_heads, sequence.start + s);
-        let to = Row { row, head: if is_key { head } else { head - p.kv_heads } };
-        Some(NewRow { to, is_key, lane, token, position: sequence.past.wrapping_add(s) as i64 })
-    }
-
-    /// A vector of a new row, from element `e` on.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn vector(&self, p: &PagedParams, new: &NewRow, e: u32) -> [u32; 4] {
-        if new.is_key {
-            self.rope.vector(self.k, p.k.at(0, new.to.head, new.token), e, new.position)
-        } else {
-            self.v.load_vec(p.v.at(0, new.to.head, new.token) + e as usize)
-        }
+        let head = if is_key { head } else { head - p.kv_heads };
+        let from = match is_key {
+            true => (self.k, p.k.at(0, head, token)),
+            false => (self.v, p.v.at(0, head, token)),
+        };
+        let position = is_key.then(|| sequence.past.wrapping_add(s) as i64);
+        let new = NewRow { from, position, head_size: p.head_size, lane };
+        Some((new, (Row { row, head }, is_key)))
     }
 }
 
@@ -327,24 +311,6 @@ impl Quantized {
     fn of(&self, is_key: bool) -> (Global<f32>, Global<u16>) {
         if is_key { (self.k_scale, self.k_cache) } else { (self.v_scale, self.v_cache) }
     }
-}
-
-/// A new row of a KV head, of which a lane has a part.
-struct NewRow {
-    /// Where it goes.
-    to: Row,
-    is_key: bool,
-    lane: u32,
-    /// Where it comes from.
-    token: u32,
-    position: i64,
-}
-
-/// First elements of the vectors of a row that a lane has.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn vectors<T: Element>(p: &PagedParams, lane: u32) -> Rolled {
-    let step = lanes(p.head_size / T::PER_VEC) * T::PER_VEC;
-    Rolled(lane * T::PER_VEC..p.head_size, step)
 }
 
 /// Index space of [`paged_gather`]: (batch, key heads and then value heads, row of the sequence,

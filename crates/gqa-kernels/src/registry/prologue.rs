@@ -133,7 +133,7 @@ kernels!(QK_NORM, Prologue: QkNorm, "family-prologue",
 });
 
 quantized_kernels!(QUANTISE_KV, QuantizeKv, quantize_kv, min_blocks: 4,
-    (past_k: u32, past_v: u32, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u32, present_v: u32, k: T, v: T; p: PrologueParams), {
+    (past_k: u16, past_v: u16, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k: T, v: T; p: PrologueParams), {
     gqa_quantize_kv_i8_f32 => f32, Int8;
     gqa_quantize_kv_i8_f16 => f16, Int8;
     gqa_quantize_kv_i8_bf16 => bf16, Int8;

@@ -67,7 +67,8 @@ proptest! {
         ]).or_else(overlaps)?;
         start(entry("paged_gather", DType::F32), 2, seed, &[
             Arg::read(starts), Arg::read(past), Arg::read(table), slots(), Arg::read(&k_cache), Arg::read(&v_cache),
-            Arg::write(&mut present_k), Arg::write(&mut present_v), Arg::write(&mut lengths), Arg::params(&p),
+            Arg::write(&mut present_k), Arg::write(&mut present_v), Arg::write(&mut lengths), Arg::null(), Arg::null(), Arg::null(), Arg::null(),
+            Arg::params(&p),
         ])?;
         let numbers = (batch * dequantize::blocks_of_sequence(p.capacity)) as usize;
         let values = vec![bf16::ZERO; numbers * (dequantize::BLOCK * kv_heads * head_size) as usize];
