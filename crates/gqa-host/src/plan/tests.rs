@@ -1148,8 +1148,7 @@ fn products_of_float8_where_they_are_allowed() {
     };
     refused(|p| p.float8_products = false, "the call does not allow float8 products");
     refused(|p| p.quantized = None, "the KV cache is not quantized");
-    refused(|p| (p.q_len, p.total_len) = (500, 500), "500 keys are under 512");
-    refused(|p| (p.head_size, p.total_len) = (256, 2047), "2047 keys are under 2048");
+    refused(|p| (p.q_len, p.total_len) = (500, 4095), "4095 keys are under 4096");
     for size in [64, 88, 192, 272] {
         let problem = with(prompt.clone(), |p| p.head_size = size);
         let got = rejection(&problem, "h200", &off, Family::HopperFloat8);
@@ -1413,20 +1412,20 @@ fn chunks_read_quantized_blocks() {
     let [append, i4] = ["paged_append_quantized_i8", "paged_append_quantized_i4"];
     let chunks = |how, rows| quantized(equal(over_blocks(8, rows, 2048)), how);
     let kernel = "hopper_paged_quantized_f16_d128";
-    assert_eq!(kernels(&chunks(CODES[0], 256), &off), [append, kernel]);
-    assert_eq!(kernels(&chunks(CODES[1], 128), &off), [i4, kernel]);
+    assert_eq!(kernels(&chunks(CODES[0], 512), &off), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[1], 256), &off), [i4, kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperPagedQuantized), why);
         assert_eq!(kernels(p, &off)[1..2], ["paged_dequantize_i8"]);
     };
-    refused(&chunks(CODES[0], 257), "1028 packed query rows are over 1024");
-    let small = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (96, 96));
+    refused(&chunks(CODES[0], 513), "2052 packed query rows are over 2048");
+    let small = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (96, 96));
     refused(&small, "has no tile for head size 96");
-    let large = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (256, 256));
+    let large = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (256, 256));
     refused(&large, "head size 256 is over 128");
     let force = Some("gqa_hopper_paged_quantized_f16_d128");
     let forced = PlanOptions { force, ..PlanOptions::default() };
-    assert_eq!(kernels(&chunks(CODES[0], 257), &forced), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[0], 513), &forced), [append, kernel]);
 }
 
 /// The same over a contiguous cache, to which a launch appends quantized values.

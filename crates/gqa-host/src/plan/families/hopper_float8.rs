@@ -73,27 +73,23 @@ fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     if p.softcap.is_some() {
         return Err(Rejection::Argument { name: "softcap" });
     }
-    let min = match p.head_size {
-        size if size % 16 == 0 => least_keys(size),
-        _ => None,
-    };
-    let min = min.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
-    if p.total_len < min && options.force.is_none() {
-        return Err(Rejection::FewKeys { got: p.total_len, min });
+    if p.head_size % 16 != 0 || !pays_for_heads_of(p.head_size) {
+        return Err(Rejection::OtherHeadSize { got: p.head_size });
+    }
+    if p.total_len < LEAST_KEYS && options.force.is_none() {
+        return Err(Rejection::FewKeys { got: p.total_len, min: LEAST_KEYS });
     }
     let rows = p.batch.saturating_mul(p.q_heads + p.kv_heads).saturating_mul(p.q_len);
     if rows > i32::MAX as usize { Err(Rejection::TooLarge) } else { Ok(()) }
 }
 
-/// Keys from which on whole calls are faster than in products of the element type, by heads of that
-/// size, if any are (`docs/results/2026-11-27-h100-float8`). Heads of up to 64 are bound by their
-/// exponentials, and those between would be padded too far.
-fn least_keys(head_size: usize) -> Option<usize> {
-    match head_size {
-        65..=128 => Some(512),
-        193..=256 => Some(2048),
-        _ => None,
-    }
+/// Keys from which on whole calls are no slower than in products of the element type
+/// (`docs/results/2026-11-28-h200-quantized`).
+const LEAST_KEYS: usize = 4096;
+
+/// Heads of up to 64 are bound by their exponentials, and those between would be padded too far.
+fn pays_for_heads_of(size: usize) -> bool {
+    matches!(size, 65..=128 | 193..=256)
 }
 
 /// What lies in scratch, and how.

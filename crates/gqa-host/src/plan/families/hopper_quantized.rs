@@ -71,10 +71,14 @@ impl Family for HopperQuantized {
 /// `docs/perf-log.md` has the figures.
 pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
-    // Query rows of a group; more instructions convert four bits.
-    let max: u16 = match p.quantized.map(|how| how.format) {
-        Some(QuantFormat::Int4) => 512,
-        _ => 1024,
+    // Query rows of a group. More instructions convert four bits, and blocks take one more launch
+    // to be dequantized.
+    let (of_four_bits, in_blocks) =
+        (p.quantized.map(|how| how.format) == Some(QuantFormat::Int4), p.pages.is_some());
+    let max: u16 = match (of_four_bits, in_blocks) {
+        (true, false) => 512,
+        (true, true) | (false, false) => 1024,
+        (false, true) => 2048,
     };
     if call.options.force.is_some() {
         return Ok(());
