@@ -199,34 +199,21 @@ pub struct PagedTiledParams {
     pub counts_new: u32,
 }
 
-/// Scalars of `hopper_float8`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-pub struct Float8Params {
-    /// Attention. Strides of keys and values, which are quantized values, count bytes.
-    pub attention: AttentionParams,
-    /// What k_scale and v_scale are for: one of [`scales`].
-    pub scales: u32,
-    /// Keeps the size a multiple of 8 without hidden padding.
-    pub reserved: u32,
-}
-
 /// Scalars of `float8_operands`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Float8OperandsParams {
-    /// Attention. Strides of keys and values, which are quantized values, count bytes; those of
-    /// queries are of such as are given.
+    /// Attention. Strides of keys and values, which are quantized values, count bytes.
     pub attention: AttentionParams,
     /// Strides of the new keys given.
     pub new_k: Strides,
     /// Strides of the new values given.
     pub new_v: Strides,
-    /// Rotary embedding of queries and new keys.
+    /// Rotary embedding of new keys.
     pub rotary: RotaryParams,
     /// New K and V rows: S, or 0 where the cache is complete already.
     pub new_len: u32,
-    /// As in [`Float8Params`].
+    /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
     /// Keys of a tile of the attention.
     pub tile_keys: u32,
@@ -486,7 +473,8 @@ pub struct PagedParams {
     pub reserved: u32,
 }
 
-/// Scalars of `hopper` over a quantized cache.
+/// Scalars of `hopper` over a quantized cache, and of `hopper_float8`, to which strides of keys and
+/// values count bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct QuantizedHopperParams {
@@ -521,7 +509,7 @@ pub struct DecodeParams {
     pub new_k: Strides,
     /// Strides of the new values given.
     pub new_v: Strides,
-    /// Rotary embedding of queries and new keys.
+    /// Rotary embedding of new keys.
     pub rotary: RotaryParams,
     /// New K and V rows: S, or 0 where the cache is complete already.
     pub new_len: u32,
@@ -567,7 +555,6 @@ pub struct PagedDecodeParams {
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
-const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);
