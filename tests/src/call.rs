@@ -162,8 +162,7 @@ impl Call {
     }
 
     /// The same in float32 with queries as they are rounded for products of float8: times k_scale,
-    /// if that is not one for all of the cache, and divided by the least power of two with which
-    /// none exceeds 448.
+    /// divided by the least power of two with which none exceeds 448.
     pub(crate) fn with_float8_queries(&self) -> Self {
         let case = Case { dtype: DType::F32, ..self.case.clone() };
         let widened = |tensor: &Tensor| -> Tensor {
@@ -186,7 +185,7 @@ impl Call {
             if head < heads {
                 let kv_head = head / case.group;
                 round_to_float8(row, |i| match how.scales {
-                    Scales::PerTensor => 1.0,
+                    Scales::PerTensor => k_scale[0],
                     Scales::PerHead => k_scale[kv_head],
                     Scales::PerChannel => k_scale[kv_head * case.head_size + i],
                     Scales::PerToken => unreachable!("no products of float8"),

@@ -199,21 +199,34 @@ pub struct PagedTiledParams {
     pub counts_new: u32,
 }
 
+/// Scalars of `hopper_float8`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct Float8Params {
+    /// Attention. Strides of keys and values, which are quantized values, count bytes.
+    pub attention: AttentionParams,
+    /// What k_scale and v_scale are for: one of [`scales`].
+    pub scales: u32,
+    /// Keeps the size a multiple of 8 without hidden padding.
+    pub reserved: u32,
+}
+
 /// Scalars of `float8_operands`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Float8OperandsParams {
-    /// Attention. Strides of keys and values, which are quantized values, count bytes.
+    /// Attention. Strides of keys and values, which are quantized values, count bytes; those of
+    /// queries are of such as are given.
     pub attention: AttentionParams,
     /// Strides of the new keys given.
     pub new_k: Strides,
     /// Strides of the new values given.
     pub new_v: Strides,
-    /// Rotary embedding of new keys.
+    /// Rotary embedding of queries and new keys.
     pub rotary: RotaryParams,
     /// New K and V rows: S, or 0 where the cache is complete already.
     pub new_len: u32,
-    /// What k_scale and v_scale are for: one of [`scales`].
+    /// As in [`Float8Params`].
     pub scales: u32,
     /// Keys of a tile of the attention.
     pub tile_keys: u32,
@@ -473,8 +486,7 @@ pub struct PagedParams {
     pub reserved: u32,
 }
 
-/// Scalars of `hopper` over a quantized cache, and of `hopper_float8`, to which strides of keys and
-/// values count bytes.
+/// Scalars of `hopper` over a quantized cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct QuantizedHopperParams {
@@ -509,7 +521,7 @@ pub struct DecodeParams {
     pub new_k: Strides,
     /// Strides of the new values given.
     pub new_v: Strides,
-    /// Rotary embedding of new keys.
+    /// Rotary embedding of queries and new keys.
     pub rotary: RotaryParams,
     /// New K and V rows: S, or 0 where the cache is complete already.
     pub new_len: u32,
@@ -555,6 +567,7 @@ pub struct PagedDecodeParams {
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);
 const _: () = assert!(size_of::<HopperParams>() == size_of::<AttentionParams>() + 4 * 4);
+const _: () = assert!(size_of::<Float8Params>() == size_of::<AttentionParams>() + 2 * 4);
 const _: () =
     assert!(size_of::<Float8OperandsParams>() == size_of::<AttentionParams>() + 2 * 24 + 8 * 4);
 const _: () = assert!(size_of::<PagedHopperParams>() == size_of::<HopperParams>() + 10 * 4);

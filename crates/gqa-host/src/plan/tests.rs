@@ -7,7 +7,7 @@ use crate::{
     QuantFormat, Quantization, Rotary, Scales, Sink,
 };
 use gqa_kernels::params::{
-    AttentionParams, DecodeParams, Float8OperandsParams, HopperParams, MaskedParams,
+    AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
     PagedDecodeParams, PagedHopperParams, PagedParams, PagedTiledParams, PrologueParams,
     QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams,
     RollingParams, Strides, TreeMaskParams,
@@ -1141,7 +1141,7 @@ fn products_of_float8_where_they_are_allowed() {
         assert_eq!(kernels[kernels.len() - 3..], [kernel, attends[0], attends[1]]);
     };
     before(&separate, &off, "quantize_kv_f8");
-    before(&prompt, &apart, "append_quantized_f8");
+    before(&prompt, &apart, "append_dequantized_f8");
     let refused = |change: fn(&mut ProblemFields), why: &str| {
         let problem = with(prompt.clone(), change);
         assert_eq!(rejection(&problem, "h200", &off, Family::HopperFloat8), why);
@@ -1888,18 +1888,19 @@ fn rotating_reach(name: &str, p: &HopperParams, element: usize) -> usize {
 }
 
 fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) -> usize {
-    let (a, rotary, operands): (AttentionParams, _, Option<&Float8OperandsParams>) =
-        match bytemuck::try_from_bytes::<QuantizedHopperParams>(&launch.params) {
-            Ok(p) => (p.hopper.attention, p.hopper.rotary, None),
+    let (a, operands): (AttentionParams, Option<&Float8OperandsParams>) =
+        match bytemuck::try_from_bytes::<Float8Params>(&launch.params) {
+            Ok(p) => (p.attention, None),
             Err(_) => {
                 let p: &Float8OperandsParams = bytemuck::from_bytes(&launch.params);
-                (p.attention, p.rotary, Some(p))
+                (p.attention, Some(p))
             }
         };
     let new = |strides| {
         let rows = operands.map_or(0, |p| p.new_len);
         reach(strides, [a.batch, a.kv_heads, rows], a.head_size) * element
     };
+    let rotary = operands.map(|p| p.rotary).unwrap_or_default();
     match name {
         "k" => new(operands.unwrap().new_k),
         "v" => new(operands.unwrap().new_v),
@@ -1907,6 +1908,8 @@ fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) 
         "position_ids" => ((a.batch - 1) * rotary.position_stride + a.q_len) as usize * 8,
         "k_scale" | "v_scale" => scales_reach(problem),
         "k_cache" | "v_cache" => reach(a.k, [a.batch, a.kv_heads, a.capacity], a.head_size),
+        "q_codes" => (a.batch * a.q_heads * a.q_len * a.head_size) as usize,
+        "row_factors" => (a.batch * a.q_heads * a.q_len) as usize * 4,
         "v_codes" => {
             let keys = a.capacity.next_multiple_of(128);
             (a.batch * a.kv_heads * a.head_size * keys) as usize

@@ -40,8 +40,8 @@
 //! their way (`convert.rs`), and queries become halves in their tile (`queries.rs`); scales join
 //! before and behind the products (`scales.rs`).
 //!
-//! **Operands of e4m3**: over a cache of such quantized values queries, in their tile, and weights
-//! may be rounded to them as well, and products take half the time (`float8.rs`, `operand.rs`).
+//! **Operands of e4m3**: over a cache of such quantized values queries and weights may be rounded
+//! to them as well, and products take half the time (`float8.rs`, `operand.rs`).
 //!
 //! **Barriers** (mbarriers; full: the bytes of every warp that copies have landed; empty: one
 //! arrival per consumer warp): each Q tile of a warpgroup, each stage of the ring, through which
@@ -82,11 +82,12 @@ use super::out::Quantized;
 use crate::concept::scales::ScalesPer;
 use crate::num::{Float8, MmaElement, e4m3, f16};
 use crate::params::{
-    AttentionParams, HopperParams, MaskedParams, PagedHopperParams, QuantizedHopperParams,
-    QuantizedPagedHopperParams,
+    AttentionParams, Float8Params, HopperParams, MaskedParams, PagedHopperParams,
+    QuantizedHopperParams, QuantizedPagedHopperParams,
 };
 use crate::simt::*;
 use consumer::{Consumer, Pointers, Steps};
+use float8::Scales as Float8Scales;
 use mask::Mask;
 use output::Destination;
 use pages::Pages;
@@ -227,7 +228,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let HopperParams { attention, rotary } = p;
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation, pages: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
@@ -251,7 +252,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let rotation = Some(Rotation { cos, sin, params: rotary });
         let quantized = Some(Quantized { out, scale: out_scale });
         let to = Destination { out: Global::null(), quantized, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation, pages: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &attention, (), |_| ());
     }
 
@@ -279,7 +280,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p));
-        let pointers = Pointers { mask: None, rotation, pages, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         Self::attend::<T, T, ()>(
             [q, k, v],
             past_seqlens,
@@ -295,39 +296,35 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
 impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, false>
 {
-    /// The kernel for operands of e4m3: q (batch, query head, S, head size) as for others, k (batch,
-    /// KV head, capacity, head size), the cache, v (batch, KV head, head size, keys), which
-    /// [`float8_operands`] writes; k and v with two quantized values to a column of the tensor map.
+    /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q
+    /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v (batch, KV
+    /// head, head size, keys), each with two quantized values to a column of its tensor map.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_float8<T: MmaElement>(
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
-        cos: Global<T>,
-        sin: Global<T>,
-        k_scale: Global<f32>,
+        row_factors: Global<f32>,
         v_scale: Global<f32>,
         seqlens_k: Global<i32>,
         head_sink: Global<T>,
         out: Global<T>,
         counter: Global<u32>,
-        p: QuantizedHopperParams,
+        p: Float8Params,
     ) {
         const { assert!(<Self as Tile>::IS_TRANSPOSED) }
-        let HopperParams { attention, rotary } = p.hopper;
-        let rotation = Some(Rotation { cos, sin, params: rotary });
-        let scales = Scales::new(k_scale, v_scale, ScalesPer::new(p.scales));
-        let attention = scales.join(&attention);
+        let per = ScalesPer::new(p.scales);
+        let scales = Some(Float8Scales { row_factors, v_scale, per });
         let to =
             Destination { out, quantized: None, partial_out: Global::null(), lse: Global::null() };
-        let pointers = Pointers { mask: None, rotation, pages: None, head_sink, to };
-        Self::attend::<T, Float8, _>(
+        let pointers = Pointers { mask: None, rotation: None, pages: None, scales, head_sink, to };
+        Self::attend::<T, Float8, ()>(
             [q, k, v],
             seqlens_k,
             pointers,
             counter,
-            &attention,
-            scales,
+            &p.attention,
+            (),
             |_| (),
         );
     }
@@ -360,7 +357,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
         let attention = scales.join(&attention);
-        let pointers = Pointers { mask: None, rotation, pages: None, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
         let convert = |base| convert::run::<Self>(base, p.format);
         Self::attend::<T, f16, _>(
             [q, k, v],
@@ -399,7 +396,7 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
         let attention = scales.join(&p.paged.hopper.attention);
-        let pointers = Pointers { mask: None, rotation, pages, head_sink, to };
+        let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
         let convert = |base| convert::run::<Self>(base, p.format);
         Self::attend::<T, f16, _>(
             [q, k, v],
@@ -430,7 +427,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         p: AttentionParams,
     ) {
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers { mask: None, rotation: None, pages: None, head_sink, to };
+        let pointers =
+            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
@@ -453,7 +451,8 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
         p: AttentionParams,
     ) {
         let to = Destination { out, quantized: None, partial_out, lse: partial_lse };
-        let pointers = Pointers { mask: None, rotation: None, pages: None, head_sink, to };
+        let pointers =
+            Pointers { mask: None, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p, (), |_| ());
     }
 }
@@ -478,7 +477,7 @@ impl<const D: u32, const N: u32, const G: u32, const C: usize, const W: usize, c
     ) {
         let mask = Some(Mask::new(tiles, bias, &p));
         let to = Destination { out, quantized: None, partial_out: lse, lse };
-        let pointers = Pointers { mask, rotation: None, pages: None, head_sink, to };
+        let pointers = Pointers { mask, rotation: None, pages: None, scales: None, head_sink, to };
         Self::attend::<T, T, ()>([q, k, v], seqlens_k, pointers, counter, &p.attention, (), |_| ());
     }
 }

@@ -5,8 +5,8 @@ use crate::attention::hopper;
 use crate::num::Format;
 use crate::num::{bf16, e4m3, f16};
 use crate::params::{
-    AttentionParams, Float8OperandsParams, HopperParams, MaskedParams, PagedHopperParams,
-    QuantizedHopperParams, QuantizedPagedHopperParams,
+    AttentionParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
+    PagedHopperParams, QuantizedHopperParams, QuantizedPagedHopperParams,
 };
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -140,7 +140,7 @@ hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized, "family-
 });
 
 kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "family-hopper-float8",
-    (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, k_cache: u64, v_cache: u32, v_codes: u32;
+    (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, k_cache: u64, v_cache: u32, q_codes: u64, row_factors: f32, v_codes: u32;
      p: Float8OperandsParams),
     each { head_size: 0, rows: 0, keys: 0, threads: 128, min_blocks: 5, shared: 0, hot: true, min_sm: 90 }, {
     gqa_float8_operands_f16 => hopper::float8_operands::<f16>, T = f16;
@@ -155,7 +155,7 @@ macro_rules! hopper_float8_kernels {
     };
     (@rows $($name:ident: $t:ident => $shape:ty;)*) => {
         kernels!(HOPPER_FLOAT8, HopperFloat8: Attention, "family-hopper-float8",
-            ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, counter: u32; p: QuantizedHopperParams), { $(
+            ([q 0, k 1, v 2] row_factors: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, counter: u32; p: Float8Params), { $(
             $name => <$shape>::run_float8, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: 1, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM, communicates: true, codes: Format::Float8 };

@@ -13,11 +13,9 @@ use crate::plan::rows::Rows;
 use crate::plan::scratch::Scratch;
 use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
-use crate::{CacheBinding, Problem, QuantFormat, Result};
+use crate::{Problem, QuantFormat, Result};
 use gqa_kernels::attention::hopper as kernels;
-use gqa_kernels::params::{
-    AttentionParams, Float8OperandsParams, HopperParams, QuantizedHopperParams, Strides,
-};
+use gqa_kernels::params::{AttentionParams, Float8OperandsParams, Float8Params, Strides};
 use gqa_kernels::registry::{self, Entry, Role};
 
 pub(super) struct HopperFloat8;
@@ -41,13 +39,8 @@ impl Family for HopperFloat8 {
         Ok(Kernel::whole(entry))
     }
 
-    /// Its launches append and rotate, but for queries at positions of their own.
     fn fuses(&self, problem: &Problem, entry: &Entry, fused: bool) -> FusedPrologue {
-        let all = FusedPrologue::of_new_rows(problem, entry, fused);
-        let knows = problem.rotary.is_none_or(hopper::knows);
-        let reads_quantized = problem.cache == CacheBinding::Shared;
-        let query_rotation = fused && knows && problem.rotary.is_some();
-        FusedPrologue { new_rows: all.new_rows && knows, query_rotation, reads_quantized, ..all }
+        FusedPrologue::of_new_rows(problem, entry, fused)
     }
 
     /// `float8_operands`, which takes new rows as they are given where it may, and the attention.
@@ -55,18 +48,10 @@ impl Family for HopperFloat8 {
         let (p, device, entry) = (job.problem, job.device, kernel.entry);
         let attention = params(p, job.rows.query.strides, 1)?;
         let operands = Operands::take(p, &attention, entry, job.scratch)?;
-        let fuses = self.fuses(p, entry, job.task.fused);
-        let counter = job.scratch.count(1);
+        let fused = self.fuses(p, entry, job.task.fused).new_rows;
         Ok(vec![
-            operands.launch(p, device, entry, job.rows, fuses.new_rows)?,
-            operands.attention(
-                p,
-                device,
-                entry,
-                job.rows.query.arg,
-                fuses.query_rotation,
-                counter,
-            )?,
+            operands.launch(p, device, entry, job.rows, fused)?,
+            operands.attention(p, device, entry, job.scratch.count(1))?,
         ])
     }
 }
@@ -111,6 +96,9 @@ fn pays_for_heads_of(size: usize) -> bool {
 struct Operands<'a> {
     params: &'a AttentionParams,
     scales: u32,
+    q_codes: Arg,
+    q: Strides,
+    row_factors: Arg,
     v_codes: Arg,
     v: Strides,
     /// Of `v_codes`.
@@ -126,14 +114,22 @@ impl<'a> Operands<'a> {
         entry: &Entry,
         scratch: &mut Scratch,
     ) -> Result<Self> {
-        let AttentionParams { head_size, kv_heads, .. } = *params;
+        let AttentionParams { head_size, q_len, q_heads, kv_heads, .. } = *params;
         let columns = kernels::transposed_columns(params.capacity, entry.keys);
-        let head = u64::from(head_size) * u64::from(columns);
-        let v = Strides { row: columns.into(), head, batch: head * u64::from(kv_heads) };
+        let dense = |heads: u32, rows: u32, row: u32| {
+            let head = u64::from(rows) * u64::from(row);
+            Strides { row: row.into(), head, batch: head * u64::from(heads) }
+        };
+        let mut take =
+            |strides: Strides, size| scratch.take(p.batch * strides.batch as usize, size);
+        let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, columns));
         Ok(Self {
             params,
             scales: scales(p),
-            v_codes: scratch.take(p.batch * v.batch as usize, 1)?,
+            q_codes: take(q, 1)?,
+            q,
+            row_factors: take(dense(q_heads, q_len, 1), size_of::<f32>())?,
+            v_codes: take(v, 1)?,
             v,
             columns,
             tile_keys: entry.keys,
@@ -163,6 +159,7 @@ impl<'a> Operands<'a> {
         let given = |arg: Arg| if fused { arg } else { Arg::Null };
         let tensor = |id| tensor(p, id, 0);
         let arguments = [
+            ("q", rows.query.arg),
             ("k", given(rows.key.arg)),
             ("v", given(rows.value.arg)),
             ("cos", given(tensor(TensorId::CosCache))),
@@ -173,40 +170,37 @@ impl<'a> Operands<'a> {
             ("seqlens_k", tensor(TensorId::SeqlensK)),
             ("k_cache", tensor(TensorId::PresentKey)),
             ("v_cache", tensor(TensorId::PresentValue)),
+            ("q_codes", self.q_codes),
+            ("row_factors", self.row_factors),
             ("v_codes", self.v_codes),
         ];
         let grid = kernels::operands_grid(&params, entry.threads, device.multiprocessors);
         launch(entry, grid, &arguments, &params)
     }
 
-    /// The attention, which rotates queries if `turns`. What TMA takes for an element are two of
-    /// float8 in keys and values.
+    /// The attention. What TMA takes for an element are two of float8.
     fn attention(
         &self,
         p: &Problem,
         device: &DeviceInfo,
         entry: &'static Entry,
-        query: Arg,
-        turns: bool,
         counter: Arg,
     ) -> Result<Launch> {
-        let AttentionParams { head_size, q_len, q_heads, kv_heads, capacity, batch, q, k, .. } =
+        let AttentionParams { head_size, q_len, q_heads, kv_heads, capacity, batch, k, .. } =
             *self.params;
-        let map = |arg, strides: Strides, [width, rows]: [u32; 2], tile_rows| {
+        let map = |arg, strides: Strides, [width, rows, heads]: [u32; 3], tile_rows| {
             let Strides { row, head, batch: entry } = strides;
             let strides = Strides { row: row / 2, head: head / 2, batch: entry / 2 };
-            tensor_map(p, arg, strides, [width / 2, rows, kv_heads, batch], tile_rows)
+            tensor_map(p, arg, strides, [width / 2, rows, heads, batch], tile_rows)
         };
-        let queries = [head_size, q_len, q_heads, batch];
         let tensor = |id| tensor(p, id, 0);
-        let [cos, sin] = hopper::tables(p, turns);
+        let keys = [head_size, capacity, kv_heads];
+        let values = [self.columns, head_size, kv_heads];
         let arguments = [
-            ("q", tensor_map(p, query, q, queries, kernels::QUERY_BOX)),
-            ("k", map(tensor(TensorId::PresentKey), k, [head_size, capacity], entry.keys)),
-            ("v", map(self.v_codes, self.v, [self.columns, head_size], entry.head_size)),
-            cos,
-            sin,
-            ("k_scale", tensor(TensorId::KScale)),
+            ("q", map(self.q_codes, self.q, [head_size, q_len, q_heads], kernels::QUERY_BOX)),
+            ("k", map(tensor(TensorId::PresentKey), k, keys, entry.keys)),
+            ("v", map(self.v_codes, self.v, values, entry.head_size)),
+            ("row_factors", self.row_factors),
             ("v_scale", tensor(TensorId::VScale)),
             ("seqlens_k", tensor(TensorId::SeqlensK)),
             ("head_sink", tensor(TensorId::HeadSink)),
@@ -216,12 +210,10 @@ impl<'a> Operands<'a> {
         // A float8 is half of an element.
         let halves = AttentionParams { head_size: head_size / 2, ..*self.params };
         let l2_section = kernels::l2_section(&halves, device.l2_bytes);
-        let attention = AttentionParams { l2_section, ..*self.params };
-        let rotary = rotary_params(p.rotary.filter(|_| turns), 0)?;
-        let params = QuantizedHopperParams {
-            hopper: HopperParams { attention, rotary },
-            format: QuantFormat::Float8 as u32,
+        let params = Float8Params {
+            attention: AttentionParams { l2_section, ..*self.params },
             scales: self.scales,
+            reserved: 0,
         };
         let grid = kernels::grid(self.params, entry.rows, device.multiprocessors);
         launch(entry, grid, &arguments, &params)

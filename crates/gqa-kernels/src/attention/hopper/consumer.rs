@@ -6,6 +6,7 @@ mod steps;
 
 pub(super) use steps::Steps;
 
+use super::float8::Scales;
 use super::mask::Mask;
 use super::output::{Destination, Output};
 use super::pages::Pages;
@@ -37,6 +38,8 @@ pub(super) struct Pointers<T> {
     pub(super) rotation: Option<Rotation<T>>,
     /// Of sequences in a paged KV cache.
     pub(super) pages: Option<Pages>,
+    /// Of e4m3.
+    pub(super) scales: Option<Scales>,
     pub(super) head_sink: Global<T>,
     pub(super) to: Destination<T>,
 }
@@ -265,6 +268,9 @@ impl<
             let tile = self.base + self.q_tile() * S::Q_BYTES;
             rotation.rotate::<S>(slot, self.rows(slot.seqlen()), tile, self.warpgroup);
         }
+        if let Some(scales) = self.pointers.scales {
+            self.softmax.factors = scales.factors(slot.place::<S>(), self.softmax.row, self.p);
+        }
         let rows = || TileRows {
             base: self.base,
             slot,
@@ -474,6 +480,9 @@ impl<
             None => factors,
         };
         scale(o, factors);
+        if let Some(scales) = self.pointers.scales {
+            scales.widen(o, place.head, self.p);
+        }
         self.scales.widen(o, place.head, self.p);
         if S::SPLITS {
             output.store_part(o, to.partial_out);

@@ -3,25 +3,80 @@
 //!
 //! | operand | what it is |
 //! |---|---|
-//! | queries | rotated and rounded in their tile, each row divided by a power of two (`queries.rs`) |
+//! | float8 queries (batch, query head, S, head size) | rotated queries times `k_scale`, divided by a power of two for each row and rounded |
+//! | row factors (batch, query head, S), f32 | that power of two, times `scale · log2 e` |
 //! | keys | the cache, (batch, KV head, capacity, head size) |
 //! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, tiles of keys in the order of [`key_of_column`], each 128 columns, 0 behind the sequence up to the end of its last tile |
 //!
-//! [`float8_operands`] writes the values in one pass over those of the cache and new rows, which
-//! join the cache on their way; where these are in the cache already it does the rest.
+//! [`float8_operands`] writes all of them in one pass over queries, new rows and the values of the
+//! cache; where new rows are in the cache already, and queries are rotated, it does the rest.
 //!
-//! Weights are rounded to e4m3 too, where they count from a reference that gives the greatest ones
-//! 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
+//! The power of two is the least with which no query exceeds 448, so that rounding is all that is
+//! lost. Weights are rounded to e4m3 too, where they count from a reference that gives the greatest
+//! ones 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
 
 use super::operand::key_of_column;
 use super::shape::TRANSPOSED_COLUMNS;
+use super::work::Place;
 use crate::concept::scales::ScalesPer;
 use crate::concept::seqlen::Seqlen;
+use crate::concept::softmax::LOG2_E;
 use crate::num::{Element, quotient, unpack};
 use crate::params::{AttentionParams, Float8OperandsParams, Strides};
 use crate::prologue::quantize::Divisors;
 use crate::prologue::rope::Rope;
 use crate::simt::*;
+
+/// What turns products of e4m3 into scores and outputs.
+#[derive(Clone, Copy)]
+pub(super) struct Scales {
+    /// (batch, query head, S)
+    pub(super) row_factors: Global<f32>,
+    /// One, (KV head) or (KV head, head size).
+    pub(super) v_scale: Global<f32>,
+    /// Which of them.
+    pub(super) per: ScalesPer,
+}
+
+impl Scales {
+    /// Factors of the rows `row` and `row + 8` of a work tile.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn factors(&self, place: Place, row: u32, p: &AttentionParams) -> [f32; 2] {
+        let rows = (place.batch * p.q_heads + place.head) as usize * p.q_len as usize;
+        // Rows behind the last one count as that one.
+        let row = |half: u32| (place.row + row + 8 * half).min(p.q_len - 1) as usize;
+        [0, 1].map(|half| self.row_factors.load(rows + row(half)))
+    }
+
+    /// Multiplies a thread's output by the scale of the values.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn widen<const O: usize>(&self, o: &mut [f32; O], head: u32, p: &AttentionParams) {
+        let kv_head = kv_head(head, p);
+        if !self.per.channel {
+            let scale = self.v_scale.load(self.per.number(kv_head, p.head_size, 0));
+            let mut i = 0;
+            while i < O {
+                o[i] *= scale;
+                i += 1;
+            }
+            return;
+        }
+        // Opaque, or addresses would be hoisted out of the loop over work and spilled.
+        let column = opaque(lane()) % 4 * 2;
+        let mut i = 0;
+        while i < O {
+            let column = (column + i as u32 * 2).min(p.head_size - 2);
+            let scales = self.v_scale.offset((kv_head * p.head_size + column) as usize);
+            let pair = [scales.load(0), scales.load(1)];
+            let mut j = 0;
+            while j < 4 {
+                o[i + j] *= pair[j % 2];
+                j += 1;
+            }
+            i += 4;
+        }
+    }
+}
 
 /// Keys of a warp's part of the values.
 const KEYS: u32 = 32;
@@ -31,12 +86,12 @@ const WARP_COLUMNS: u32 = 32 * COLUMNS;
 /// Numbers of a vector of 16 bytes.
 const VECTOR: u32 = 8;
 type Numbers = [f32; VECTOR as usize];
-/// What a thread has of a row of keys: two vectors, which turn together.
+/// What a thread has of a row of queries or keys: two vectors, which turn together.
 const PAIR: u32 = 2 * VECTOR;
 /// Heads of which a thread has vectors under way together. They turn by the same angles.
 const TOGETHER: u32 = 4;
 
-/// Lanes that share a row of keys: a power of two.
+/// Lanes that share a row of queries or keys: a power of two.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn lanes(p: &AttentionParams) -> u32 {
     (p.head_size / PAIR).next_power_of_two().min(32)
@@ -66,9 +121,10 @@ fn value_parts(p: &Float8OperandsParams) -> u32 {
     quotient(p.attention.capacity + p.tile_keys - 1, p.tile_keys) * (p.tile_keys / KEYS)
 }
 
-/// What there is to do, in warps: rows of new keys, then parts of the values.
+/// What there is to do, in warps: rows of queries, then rows of new keys, then parts of the values.
 #[derive(Clone, Copy)]
 struct Shares {
+    queries: u32,
     keys: u32,
     values: u32,
 }
@@ -78,7 +134,11 @@ impl Shares {
     fn new(p: &Float8OperandsParams) -> Self {
         let a = &p.attention;
         let parts = value_parts(p) * a.head_size.div_ceil(WARP_COLUMNS);
-        Self { keys: row_shares(a.kv_heads, p.new_len, a), values: a.batch * a.kv_heads * parts }
+        Self {
+            queries: row_shares(a.q_heads, a.q_len, a),
+            keys: row_shares(a.kv_heads, p.new_len, a),
+            values: a.batch * a.kv_heads * parts,
+        }
     }
 }
 
@@ -87,17 +147,19 @@ impl Shares {
 pub fn operands_grid(p: &Float8OperandsParams, threads: u32, multiprocessors: u32) -> [u32; 3] {
     /// Blocks on an SM at a time, and times that these are started.
     const WAVES: u32 = 32;
-    let Shares { keys, values } = Shares::new(p);
-    [(keys + values).div_ceil(threads / 32).min(multiprocessors * WAVES), 1, 1]
+    let Shares { queries, keys, values } = Shares::new(p);
+    [(queries + keys + values).div_ceil(threads / 32).min(multiprocessors * WAVES), 1, 1]
 }
 
 /// What the operands come from, and where they go.
 pub struct Operands<T> {
+    /// Queries as given, (batch, query head, S).
+    pub q: Global<T>,
     /// New keys as given, (batch, KV head, S).
     pub k: Global<T>,
     /// New values as given, likewise.
     pub v: Global<T>,
-    /// Of new keys.
+    /// Of queries and new keys.
     pub rope: Rope<T>,
     /// One, or (KV head, head size).
     pub k_scale: Global<f32>,
@@ -109,6 +171,10 @@ pub struct Operands<T> {
     pub k_cache: Global<u64>,
     /// The value cache.
     pub v_cache: Global<u32>,
+    /// Float8 queries.
+    pub q_codes: Global<u64>,
+    /// Row factors.
+    pub row_factors: Global<f32>,
     /// Float8 values.
     pub v_codes: Global<u32>,
 }
@@ -116,6 +182,7 @@ pub struct Operands<T> {
 /// Writes the operands, and new rows into the cache.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn float8_operands<T: Element>(
+    q: Global<T>,
     k: Global<T>,
     v: Global<T>,
     cos: Global<T>,
@@ -126,19 +193,36 @@ pub fn float8_operands<T: Element>(
     seqlens_k: Global<i32>,
     k_cache: Global<u64>,
     v_cache: Global<u32>,
+    q_codes: Global<u64>,
+    row_factors: Global<f32>,
     v_codes: Global<u32>,
     p: Float8OperandsParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    let call = Operands { k, v, rope, k_scale, v_scale, seqlens_k, k_cache, v_cache, v_codes };
-    let Shares { keys, values } = Shares::new(&p);
+    let call = Operands {
+        q,
+        k,
+        v,
+        rope,
+        k_scale,
+        v_scale,
+        seqlens_k,
+        k_cache,
+        v_cache,
+        q_codes,
+        row_factors,
+        v_codes,
+    };
+    let Shares { queries, keys, values } = Shares::new(&p);
     let warps = block_dim() / 32;
     let first = block_idx_x() * warps + warp();
-    for share in Rolled(first..keys + values, grid_dim_x() * warps) {
-        if share < keys {
-            call.append_keys(share, &p);
+    for share in Rolled(first..queries + keys + values, grid_dim_x() * warps) {
+        if share < queries {
+            call.round_queries(share, &p);
+        } else if share < queries + keys {
+            call.append_keys(share - queries, &p);
         } else {
-            call.transpose_values(share - keys, &p);
+            call.transpose_values(share - queries - keys, &p);
         }
     }
 }
@@ -168,6 +252,49 @@ struct Part {
 }
 
 impl<T: Element> Operands<T> {
+    /// A warp: some rows of some query heads. All lanes take part in the search for each row's
+    /// greatest number.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn round_queries(&self, share: u32, p: &Float8OperandsParams) {
+        let a = &p.attention;
+        let part = self.part(share, a.q_heads, a.q_len, p);
+        let vectors = self.load(part, (self.q, a.q), a.q_heads);
+        let angles = self.angles(part, a);
+        let group = quotient(a.q_heads, a.kv_heads);
+        let mut i = 0;
+        while i < TOGETHER {
+            let head = part.head + i;
+            let x = self.turned(part, vectors[i as usize], angles);
+            let kv_head = quotient(head.min(a.q_heads - 1), group);
+            self.round_query(Part { head, ..part }, x, kv_head, p);
+            i += 1;
+        }
+    }
+
+    /// A lane's part of a query row, and with the first one the row's factor.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn round_query(&self, at: Part, x: [Numbers; 2], kv_head: u32, p: &Float8OperandsParams) {
+        let a = &p.attention;
+        let scales = at.columns.map(|column| channel_scales(self.k_scale, kv_head, column, p));
+        let x = [0, 1].map(|n: usize| times(x[n], scales[n]));
+        let top = x.as_flattened().iter().fold(0.0, |top, x: &f32| max(top, x.abs()));
+        let exponent = row_exponent(greatest(top, lanes(a)));
+        if !at.exists || at.head >= a.q_heads {
+            return;
+        }
+        let index = (at.batch * a.q_heads + at.head) as usize * a.q_len as usize + at.row as usize;
+        let factor = power_of_two(-exponent);
+        let mut n = 0;
+        while n < 2 {
+            let to = index * a.head_size as usize + at.columns[n] as usize;
+            self.q_codes.store(to / size_of::<u64>(), codes_of(x[n].map(|x| x * factor)));
+            n += 1;
+        }
+        if at.columns[0] == 0 {
+            self.row_factors.store(index, power_of_two(exponent) * (a.scale * LOG2_E));
+        }
+    }
+
     /// A warp: new rows of some key heads into the cache, but for padding.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_keys(&self, share: u32, p: &Float8OperandsParams) {
@@ -331,6 +458,57 @@ impl<T: Element> Operands<T> {
         };
         transpose([code(0), code(1), code(2), code(3)])
     }
+}
+
+/// Scales of the channels from `column` on.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn channel_scales<const N: usize>(
+    scales: Global<f32>,
+    kv_head: u32,
+    column: u32,
+    p: &Float8OperandsParams,
+) -> [f32; N] {
+    let (per, head_size) = (ScalesPer::new(p.scales), p.attention.head_size);
+    // Lanes behind the head's last column have none.
+    let column = column.min(head_size - N as u32);
+    core::array::from_fn(|i| scales.load(per.number(kv_head, head_size, column + i as u32)))
+}
+
+/// A query head's KV head.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn kv_head(head: u32, p: &AttentionParams) -> u32 {
+    quotient(head, quotient(p.q_heads, p.kv_heads))
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn times(x: Numbers, factors: Numbers) -> Numbers {
+    core::array::from_fn(|i| x[i] * factors[i])
+}
+
+/// The greatest value of so many neighbouring lanes.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn greatest(value: f32, lanes: u32) -> f32 {
+    let (mut top, mut distance) = (value, lanes / 2);
+    while distance > 0 {
+        top = max(top, shfl_xor_f32(top, distance));
+        distance /= 2;
+    }
+    top
+}
+
+/// Exponent of the least power of two that is not less than `top / 448`, among those that have an
+/// inverse.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn row_exponent(top: f32) -> i32 {
+    /// What the mantissa of 448 lacks of all ones.
+    const REST: u32 = 0x001f_ffff;
+    let exponent = (((top.to_bits() + REST) >> 23) as i32) - 127 - 8;
+    exponent.clamp(-120, 120)
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
 /// Four numbers as quantized values, the first in the lowest byte.

@@ -149,7 +149,7 @@ pub(super) fn load_queries<S: Tile>(base: u32, q: TensorMap, in_pages: bool) {
             } else {
                 let destination = base + tile * S::Q_BYTES;
                 let row = row + warpgroup * WARPGROUP_ROWS;
-                load_tile(WARPGROUP_ROWS, S::Q_CHUNKS, destination, q, row, head, batch, full);
+                load_tile(WARPGROUP_ROWS, S::CHUNKS, destination, q, row, head, batch, full);
             }
             warpgroup += 1;
         }

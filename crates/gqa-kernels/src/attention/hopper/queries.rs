@@ -1,13 +1,8 @@
-//! Queries over a quantized cache become what its values are multiplied as, in their tile, whatever
-//! their type: each row is divided by a power of two. Where the keys have scales for each KV head
-//! or channel, they join before.
-//!
-//! - Halves: the power leaves a row's greatest number the highest exponents of a half but one.
-//!   Halves keep more bits than bfloat16, so that only numbers 2^28 times smaller than that one
-//!   lose any.
-//! - e4m3, for products of float8: the power is the least with which no query exceeds 448, so that
-//!   rounding is all that is lost. A row of them takes the first half of the row's place in the
-//!   tile, chunk by chunk.
+//! Queries over a quantized cache become halves in their tile, as the cache's values do, whatever
+//! their type: each row is divided by a power of two that leaves its greatest number the highest
+//! exponents of a half but one. Halves keep more bits than bfloat16, so that only numbers 2^28
+//! times smaller than that one lose any. Where the keys have scales for each KV head or channel,
+//! they join before.
 
 use super::scales::{HeadScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
@@ -114,13 +109,6 @@ impl<S: Tile> Share<S> {
         core::array::from_fn(|n| ld_shared_vec(self.address(first, n)))
     }
 
-    /// Where a vector of e4m3 goes.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn code_address(&self, first: u32, n: usize) -> u32 {
-        let row = first + n as u32 * Self::ROWS;
-        self.tile + swizzled(WARPGROUP_ROWS, row, self.vector / 2) + self.vector % 2 * 8
-    }
-
     /// Writes the vectors divided, with the sign of the scale, and what by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn store(
@@ -131,24 +119,13 @@ impl<S: Tile> Share<S> {
         p: &AttentionParams,
     ) {
         let sign = p.scale.to_bits() & (1 << 31);
-        if S::IS_TRANSPOSED {
-            // Lanes that share a row have all read it.
-            sync_warp();
-        }
         let mut n = 0;
         while n < TOGETHER {
-            let exponent =
-                if S::IS_TRANSPOSED { exponent_of_e4m3(tops[n]) } else { exponent(tops[n]) };
+            let exponent = exponent(tops[n]);
             let factor = f32::from_bits(power_of_two(-exponent).to_bits() | sign);
             let x = x[n].map(|x| x * factor);
-            if S::IS_TRANSPOSED {
-                let [a, b, c, d, e, f, g, h] = x;
-                let (low, high) = (f32x4_to_e4m3x4([a, b, c, d]), f32x4_to_e4m3x4([e, f, g, h]));
-                st_shared(self.code_address(first, n), low as u64 | (high as u64) << 32);
-            } else {
-                let pair = |i: usize| f16::pack(x[2 * i], x[2 * i + 1]);
-                st_shared_vec(self.address(first, n), [pair(0), pair(1), pair(2), pair(3)]);
-            }
+            let pair = |i: usize| f16::pack(x[2 * i], x[2 * i + 1]);
+            st_shared_vec(self.address(first, n), [pair(0), pair(1), pair(2), pair(3)]);
             if self.vector == 0 {
                 let row = first + n as u32 * Self::ROWS;
                 st_shared(self.factors + 4 * row, power_of_two(exponent));
@@ -186,16 +163,6 @@ fn greatest<S: Tile>(mut tops: [u32; TOGETHER], max: impl Fn(u32, u32) -> u32) -
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn exponent(top: f32) -> i32 {
     let exponent = (top.to_bits() >> 23) as i32 - 127 - TOP;
-    exponent.clamp(-120, 120)
-}
-
-/// Exponent of the least power of two that is not less than `top / 448`, among those that have an
-/// inverse.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn exponent_of_e4m3(top: f32) -> i32 {
-    /// What the mantissa of 448 lacks of all ones.
-    const REST: u32 = 0x001f_ffff;
-    let exponent = (((top.to_bits() + REST) >> 23) as i32) - 127 - 8;
     exponent.clamp(-120, 120)
 }
 

@@ -1,12 +1,13 @@
-//! Scales of a quantized cache whose values are multiplied without them: those of the keys are the
+//! Scales of a quantized cache whose values become halves without them: those of the keys are the
 //! queries', before their product, or the products'; those of the values the output's.
 
+use super::float8::{self, kv_head};
 use super::queries;
 use super::shape::Tile;
 use super::work::Slot;
 use crate::concept::scales::ScalesPer;
 use crate::concept::softmax::LOG2_E;
-use crate::num::{MmaElement, quotient};
+use crate::num::MmaElement;
 use crate::params::AttentionParams;
 use crate::simt::*;
 
@@ -45,29 +46,27 @@ pub(super) struct TileRows {
 pub(super) struct Scales {
     /// (KV head, head size) or (KV head); or one, which is part of [`AttentionParams::scale`] then.
     keys: Global<f32>,
-    /// As many.
-    values: Global<f32>,
-    /// Which of them.
-    per: ScalesPer,
+    values: float8::Scales,
 }
 
 impl Scales {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new(keys: Global<f32>, values: Global<f32>, per: ScalesPer) -> Self {
-        Self { keys, values, per }
+        let (row_factors, v_scale) = (Global::null(), values);
+        Self { keys, values: float8::Scales { row_factors, v_scale, per } }
     }
 
     /// The same call where the scale of all keys, if there is one, is part of its own, which may be
     /// negative then.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn join(&self, p: &AttentionParams) -> AttentionParams {
-        let of_all = if self.per.is_one() { self.keys.load(0) } else { 1.0 };
+        let of_all = if self.values.per.is_one() { self.keys.load(0) } else { 1.0 };
         AttentionParams { scale: p.scale * of_all, ..*p }
     }
 }
 
 impl CacheScales for Scales {
-    /// Queries become what the cache's values are for it.
+    /// Queries become halves for it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_factors<T: MmaElement, S: Tile>(
         &self,
@@ -79,7 +78,7 @@ impl CacheScales for Scales {
             return Some([0.0; 2]);
         }
         let head = rows.slot.place::<S>().head;
-        let per = self.per;
+        let per = self.values.per;
         let k_scale = || HeadScales { scales: self.keys, per, kv_head: kv_head(head, p) };
         queries::convert::<T, S>(&rows, (!per.is_one()).then(k_scale), p);
         // Maxima are taken before the factor, so the sign is the queries'.
@@ -89,37 +88,8 @@ impl CacheScales for Scales {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn widen<const O: usize>(&self, o: &mut [f32; O], head: u32, p: &AttentionParams) {
-        let kv_head = kv_head(head, p);
-        if !self.per.channel {
-            let scale = self.values.load(self.per.number(kv_head, p.head_size, 0));
-            let mut i = 0;
-            while i < O {
-                o[i] *= scale;
-                i += 1;
-            }
-            return;
-        }
-        // Opaque, or addresses would be hoisted out of the loop over work and spilled.
-        let column = opaque(lane()) % 4 * 2;
-        let mut i = 0;
-        while i < O {
-            let column = (column + i as u32 * 2).min(p.head_size - 2);
-            let scales = self.values.offset((kv_head * p.head_size + column) as usize);
-            let pair = [scales.load(0), scales.load(1)];
-            let mut j = 0;
-            while j < 4 {
-                o[i + j] *= pair[j % 2];
-                j += 1;
-            }
-            i += 4;
-        }
+        self.values.widen(o, head, p);
     }
-}
-
-/// A query head's KV head.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn kv_head(head: u32, p: &AttentionParams) -> u32 {
-    quotient(head, quotient(p.q_heads, p.kv_heads))
 }
 
 /// Scales of a KV head's channels.

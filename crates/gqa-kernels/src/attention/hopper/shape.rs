@@ -46,12 +46,10 @@ pub(super) trait Tile {
     const NUMBER_BYTES: u32;
     const IS_TRANSPOSED: bool = Self::NUMBER_BYTES == 1;
     const ROWS: u32 = Self::WARPGROUPS * WARPGROUP_ROWS;
-    /// Of K.
+    /// Of Q and K.
     const CHUNKS: u32 = (Self::D * Self::NUMBER_BYTES).div_ceil(128);
-    /// Of Q, which arrives in elements of 16 bits.
-    const Q_CHUNKS: u32 = Self::D.div_ceil(CHUNK);
     /// Of one warpgroup.
-    const Q_BYTES: u32 = WARPGROUP_ROWS * Self::Q_CHUNKS * 128;
+    const Q_BYTES: u32 = WARPGROUP_ROWS * Self::CHUNKS * 128;
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
     /// Of a tile of V.
     const VALUE_BYTES: u32 =
@@ -85,9 +83,8 @@ pub(super) trait Tile {
     /// tile of halves that they become.
     const CODE_CHUNKS: u32 = Self::D.div_ceil(128);
     const CODE_BYTES: u32 = Self::N * Self::CODE_CHUNKS * 128;
-    /// A factor for each query row, where queries become other numbers (`queries.rs`).
-    const FACTOR_BYTES: u32 =
-        if Self::CONVERTS || Self::IS_TRANSPOSED { 4 * Self::ROWS } else { 0 };
+    /// A factor for each query row.
+    const FACTOR_BYTES: u32 = if Self::CONVERTS { 4 * Self::ROWS } else { 0 };
     /// Threads of a block.
     const THREADS: u32 = (Self::WARPGROUPS + 1 + Self::CONVERTS as u32) * WARPGROUP;
     /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is
