@@ -16,7 +16,7 @@
 use super::paged::{Blocks, sequence_of};
 use super::quantize::{NUMBERS, decode, load};
 use super::walk::Walk;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Element};
 use crate::params::PagedParams;
 use crate::simt::Global;
@@ -82,7 +82,7 @@ pub fn paged_dequantize<T: Element, C: Code>(
         let codes =
             places.map(|place| place.map_or([0; 2], |place| load::<C>(cache, element(place))));
         let per = ScalesPer::new(p.scales);
-        if per.row {
+        if are_of_rows(p.scales) {
             let scale = |place| scales.load(place as usize * p.kv_heads as usize + head as usize);
             let of_rows = places.map(|place| place.map_or(0.0, scale));
             for i in 0..ROWS {

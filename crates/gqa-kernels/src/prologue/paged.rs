@@ -27,7 +27,7 @@ use super::rope::{Rope, Unturned, pairs};
 use super::row_scales::{lanes, largest_of, largest_of_lanes};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Divisor, Element};
 use crate::params::PagedParams;
 use crate::params::scales::PER_TENSOR;
@@ -97,7 +97,7 @@ impl Blocks {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
-    let parts = match ScalesPer::new(p.scales).row {
+    let parts = match are_of_rows(p.scales) {
         true => lanes(p.head_size / per_vec),
         false => pairs(p.head_size, per_vec),
     };
@@ -158,7 +158,7 @@ pub fn paged_append_quantized<T: Element, C: Code>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
-    if ScalesPer::new(p.scales).row {
+    if are_of_rows(p.scales) {
         let cache = Quantized { k_scale, v_scale, k_cache, v_cache };
         return call.append_with_scales::<C>(
             &p,

@@ -20,7 +20,7 @@ use super::concat::Source;
 use super::row_scales::{lanes, largest_of, largest_of_lanes};
 use super::seqlen;
 use super::walk::Walk;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Divisor, Element, pack_pairs, unpack};
 use crate::params::PrologueParams;
 use crate::simt::{Global, Rolled, any_sync};
@@ -33,7 +33,7 @@ pub(super) const NUMBERS: usize = 8;
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn quantize_kv_size(p: &PrologueParams) -> [u32; 4] {
     let eighths = p.head_size / NUMBERS as u32;
-    let parts = if ScalesPer::new(p.scales).row { lanes(eighths) } else { eighths };
+    let parts = if are_of_rows(p.scales) { lanes(eighths) } else { eighths };
     [p.batch, 2 * p.kv_heads, p.capacity, parts]
 }
 
@@ -51,7 +51,7 @@ pub fn quantize_kv<T: Element, C: Code>(
     v: Global<T>,
     p: PrologueParams,
 ) {
-    if ScalesPer::new(p.scales).row {
+    if are_of_rows(p.scales) {
         let rows =
             Rows { scales: [k_scale, v_scale], present: [present_k, present_v], numbers: [k, v] };
         return rows.quantize::<C>(seqlens_k, &p);

@@ -18,7 +18,7 @@
 
 use super::cached::{Block, Cached, ScaleStaging, first_channel};
 use super::new_tokens::Tiles;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
 use crate::prologue::row_scales::{largest_of, largest_of_lanes};
@@ -72,8 +72,11 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         let per = ScalesPer::new(p.scales);
         core::array::from_fn(|pass| {
             let channel = thread_idx() + pass as u32 * threads;
-            if channel >= head_size || per.row {
-                return [if per.row { 1.0 } else { other }; 2];
+            if are_of_rows(p.scales) {
+                return [1.0; 2];
+            }
+            if channel >= head_size {
+                return [other; 2];
             }
             let number = per.number(kv_head, head_size, channel);
             [scales.k, scales.v].map(|scale| scale.load(number))
@@ -178,7 +181,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn has_row_scales(p: &DecodeParams) -> bool {
-        ScalesPer::new(p.scales).row
+        are_of_rows(p.scales)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
