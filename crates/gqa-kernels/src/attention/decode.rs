@@ -29,9 +29,9 @@
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size)
 //! with their strides, unrotated; k, v (batch, KV head, capacity, head size), the cache that is
 //! read and appended to, or (batch, KV head, capacity, bytes of a row) where it is quantized; then
-//! k_scale and v_scale, f32, 1, (KV head), (KV head, head size) or (batch, KV head, capacity), which
-//! are appended to as well; out, which may be f32, and lse
-//! as in [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
+//! k_scale and v_scale, f32, 1, (KV head), (KV head, head size), or (batch, KV head, capacity),
+//! which are appended to like the cache; out, which may be f32, and lse as in
+//! [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
 //! (split, batch, query head, S, head size), f32; partial_states (split, cluster, rank, row),
 //! maxima and sums; arrivals (cluster, rank), counters that are zero before and after. Clusters are
 //! counted without their splits.

@@ -8,10 +8,10 @@
 //!
 //! One thread has 8 numbers of each of four rows. Tensors: k_cache, v_cache (block, row, KV head,
 //! head size), quantized values in 32-bit words; k_scale, v_scale of one element, (KV head), (KV
-//! head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV head, head size); table
-//! (batch, those blocks), of which entries behind the rows of a sequence stay as they are, as such
-//! rows do. Rows that no token sees are not read; they get the numbers of zero bytes, or zeros where
-//! each row has a scale of its own.
+//! head, head size) or (block, row, KV head); k, v (batch, [`blocks_of_sequence`] blocks, row, KV
+//! head, head size); table (batch, those blocks), of which entries behind the rows of a sequence
+//! stay as they are, as such rows do. Rows that no token sees are not read; they get the numbers of
+//! zero bytes, or zeros where each row has a scale of its own.
 
 use super::paged::{Blocks, sequence_of};
 use super::quantize::{NUMBERS, decode, load};

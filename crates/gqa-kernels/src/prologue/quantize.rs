@@ -10,11 +10,13 @@
 //! | `past_b .. total_b` | quantized values of scratch | the dequantized values |
 //! | `total_b .. capacity` | 0; as it was where past is present | as it was |
 //!
-//! One thread has 8 numbers of a row, or, where each row has a scale of its own, neighbouring lanes
-//! share one, of which the first writes the scale of a new row. Tensors: past_k, past_v, present_k, present_v (batch, KV
-//! head, row, head size), quantized values in 32-bit words; past is not read where it is present;
-//! k, v, scratch, as present in numbers; k_scale, v_scale of one element, (KV head), (KV head, head
-//! size) or, where past is present, (batch, KV head, row). All strides count numbers.
+//! One thread has 8 numbers of a row. Where each row has a scale of its own, neighbouring lanes share
+//! one, and the first of them writes the scale of a new row.
+//!
+//! Tensors: past_k, past_v, present_k, present_v (batch, KV head, row, head size), quantized values
+//! in 32-bit words; past is not read where it is present; k, v, scratch, as present in numbers;
+//! k_scale, v_scale of one element, (KV head), (KV head, head size) or, where past is present,
+//! (batch, KV head, row). All strides count numbers.
 
 use super::concat::Source;
 use super::row_scales::{lanes, largest_of, largest_of_lanes};
@@ -28,8 +30,8 @@ use crate::simt::{Global, Rolled, any_sync};
 /// Numbers of a thread: head sizes are multiples of it.
 pub(super) const NUMBERS: usize = 8;
 
-/// Index space of [`quantize_kv`]: (batch, key heads and then value heads, row, 8 numbers), or of as
-/// many lanes as share a row.
+/// Index space of [`quantize_kv`]: (batch, key heads and then value heads, row, 8 numbers or lane
+/// of those that share a row).
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn quantize_kv_size(p: &PrologueParams) -> [u32; 4] {
     let eighths = p.head_size / NUMBERS as u32;

@@ -1,5 +1,5 @@
-//! Rows of a quantized cache that have a scale each: what lanes of a warp that share a row tell each
-//! other. See [`Code::row_scale`](crate::num::Code::row_scale).
+//! Rows of a quantized cache that have a scale each: what lanes of a warp that share a row tell
+//! each other. See [`Code::row_scale`](crate::num::Code::row_scale).
 
 use crate::num::{Element, magnitude, unpack};
 use crate::simt::shfl_xor_u32;
