@@ -577,10 +577,11 @@ pub fn float8_prompts(tile: usize, max_rows: usize) -> BoxedStrategy<Case> {
 }
 
 /// Prompts over a quantized cache that kernels read as it is: shared, with rows of multiples of 16
-/// bytes and without a softcap.
+/// bytes, without scales of their own, and without a softcap.
 pub fn quantized_prompts(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
-    quantized(prompts)
-        .prop_map(|case| Case {
+    (quantized(prompts), any_scales())
+        .prop_map(|(case, scales)| Case {
+            quantized: case.quantized.map(|how| Quantization { scales, ..how }),
             head_size: case.head_size.next_multiple_of(32),
             shared: true,
             softcap: 0.0,

@@ -294,7 +294,9 @@ fn explain_tells_what_a_cache_holds() -> Result {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     let run = words(&format!("{step} --scales token"))?;
-    assert!(run.stdout.contains("float8e4m3fn cache with a scale per token"), "{}", run.stdout);
+    for words in ["float8e4m3fn cache with a scale per token", "gqa_decode_f8_bf16_d128_r8"] {
+        assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
+    }
     let run = words(&format!("{step} --scales token --separate-cache"))?;
     refused(&run, 1, &["k_quant_type", "PER_TOKEN", "past and present are not one cache"]);
     refused(&words("explain --scales channel")?, 2, &["--kv-cache"]);

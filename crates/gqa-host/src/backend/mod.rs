@@ -17,8 +17,8 @@ use crate::{CacheView, Problem, Result, Tensor, TensorView, TensorViewMut};
 /// final shapes.
 ///
 /// With [`CacheBinding::Shared`](crate::CacheBinding) `past_*` are absent and `present_*` arrive
-/// holding the past, and so do the scales of rows; with `Separate` every element of `present_*` is written. Every element of the
-/// other outputs is always written.
+/// holding the past, and so do the scales of rows; with `Separate` every element of `present_*` is
+/// written. Every element of the other outputs is always written.
 pub struct Io<'a> {
     /// What the call reads, by role.
     pub inputs: Tensors<&'a Tensor>,

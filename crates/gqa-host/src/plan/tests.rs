@@ -1124,6 +1124,34 @@ fn a_step_reads_codes_where_it_can() {
 }
 
 #[test]
+fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
+    let off = PlanOptions::default();
+    let of_rows = |problem: Problem, format| {
+        let how = Quantization { format, scales: Scales::PerToken };
+        with(problem, |p| p.quantized = Some(how))
+    };
+    for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
+        let step = of_rows(llama(1, 4096), format);
+        assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
+        let paged = of_rows(over_blocks(8, 1, 500), format);
+        assert_eq!(kernels(&paged, &off), [format!("decode_paged_{kernel}_f16_d128_r8")]);
+    }
+    // The largest tiles have no registers for them.
+    let wide = |problem| with(problem, |p| (p.head_size, p.v_head_size) = (256, 256));
+    let rows = |p: &Problem| kernels(p, &off)[0].rsplit_once('r').unwrap().1.to_owned();
+    let two = wide(of_rows(llama(3, 4096), CODES[0]));
+    assert_eq!(rows(&two), "8");
+    assert_eq!(rows(&wide(quantized(llama(3, 4096), CODES[0]))), "16");
+    let prompt = of_rows(llama(512, 7680), CODES[2]);
+    let prompt = with(prompt, |p| p.float8_products = true);
+    assert!(kernels(&prompt, &off).contains(&"quantize_kv_f8"));
+    for family in [Family::HopperQuantized, Family::HopperFloat8] {
+        let why = rejection(&prompt, "h200", &off, family);
+        assert_eq!(why, "does not take a scale for each row of the KV cache");
+    }
+}
+
+#[test]
 fn products_of_float8_where_they_are_allowed() {
     let off = PlanOptions::default();
     let apart = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };

@@ -29,8 +29,9 @@
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size)
 //! with their strides, unrotated; k, v (batch, KV head, capacity, head size), the cache that is
 //! read and appended to, or (batch, KV head, capacity, bytes of a row) where it is quantized; then
-//! k_scale and v_scale, f32, 1, (KV head) or (KV head, head size); out, which may be f32, and lse
-//! as in [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
+//! k_scale and v_scale, f32, 1, (KV head), (KV head, head size), or (batch, KV head, capacity),
+//! which are appended to like the cache; out, which may be f32, and lse as in
+//! [`tiled`](super::tiled), of a paged KV cache (query head, token). With splits: partial_out
 //! (split, batch, query head, S, head size), f32; partial_states (split, cluster, rank, row),
 //! maxima and sums; arrivals (cluster, rank), counters that are zero before and after. Clusters are
 //! counted without their splits.
@@ -81,6 +82,7 @@ mod layout;
 mod new_tokens;
 mod products;
 mod quantized;
+mod row_scales;
 mod shape;
 mod stream;
 mod team;
@@ -90,6 +92,7 @@ pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Scales};
+pub use row_scales::takes_row_scales;
 pub use shape::{Device, Shape, shape};
 
 use super::out::OutElement;
@@ -107,6 +110,7 @@ use cached::{Block, ScaleStaging};
 use core::marker::PhantomData;
 use exchange::{Mailbox, Output, Splits};
 use new_tokens::{NewTokens, Rotations, Tiles, new_rows};
+use row_scales::RowScales;
 use stream::{Cache, Share};
 use tree::Tree;
 
@@ -401,13 +405,15 @@ impl<
     const PER_UNIT: u32 = Self::HEAD_SIZE / UNITS as u32;
     /// Whether the cache holds less than elements: quantized values of them.
     const IS_QUANTIZED: bool = UNITS < D8;
+    /// Whether rows of the cache may have scales of their own.
+    const TAKES_ROW_SCALES: bool = takes_row_scales(Self::HEAD_SIZE, Self::ROWS);
     /// New rows as they are given.
     const GIVEN: u32 =
         if Self::IS_QUANTIZED { Self::NEW_TILES + Self::STAGE_BYTES } else { Self::NEW_TILES };
     const GIVEN_BYTES: u32 = 2 * Self::tile_bytes(Self::KEYS, D8);
     const SCALES: u32 = Self::GIVEN + Self::GIVEN_BYTES;
     const RINGS: u32 = if Self::IS_QUANTIZED {
-        Self::SCALES + ScaleStaging::bytes(Self::HEAD_SIZE)
+        Self::SCALES + ScaleStaging::bytes(Self::HEAD_SIZE, Self::KEYS)
     } else if Self::SHARES_MAILBOX && Self::MAILBOX_BYTES > Self::SCALES {
         Self::MAILBOX_BYTES
     } else {
@@ -430,7 +436,6 @@ impl<
         new_tokens: NewTokens<C>,
         seqlens_k: Global<i32>,
         layout: L,
-        scales: C::Scales,
         output: Output<C::Element, O>,
         splits: Splits,
         tree: Tree,
@@ -451,7 +456,8 @@ impl<
         let (channels, other) = if H::PAD { (a.head_size, 1.0) } else { (Self::HEAD_SIZE, 0.0) };
         // Few bytes, but whoever asks for them behind the cache's waits long.
         let ask = |rows: &Rows| {
-            let scale = C::ask(scales, &p, place.kv_head, channels, other, Self::THREADS);
+            let scale =
+                C::ask(new_tokens.scales, &p, place.kv_head, channels, other, Self::THREADS);
             (scale, Self::ask_word(a, rows, layout, tree))
         };
         let early = (!prefetches).then(|| ask(&rows));
@@ -468,7 +474,8 @@ impl<
             cached_keys: Self::fresh_keys(),
             cached_values: Self::fresh_values(),
         };
-        let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE);
+        let by_row = Self::TAKES_ROW_SCALES && C::has_row_scales(&p);
+        let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE, by_row);
         let opening = Opening { p: &p, place, new_tokens: &new_tokens, tiles: &tiles, prefetches };
         let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;
@@ -502,7 +509,7 @@ impl<
             // Written out: through `append_early` the compiler orders what comes before it
             // otherwise, which costs a step over a paged KV cache 0.2 us.
             if !Self::IS_QUANTIZED && place.appends(&p) && !Self::appends_late(&p, &rows, place) {
-                new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
+                new_tokens.append(&p, &rows, &tiles, layout, staging, Self::BLOCK);
             }
         }
         if Self::IN_TEAMS {
@@ -511,9 +518,10 @@ impl<
         } else {
             let unit = C::prepare(&tiles, staging, Self::BLOCK);
             if Self::IS_QUANTIZED {
-                Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout);
+                Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout, staging);
             }
-            let (states, mut acc) = Self::attend(&p, &rows, &share, cache, unit, tree);
+            let of_rows = RowScales { given: new_tokens.scales, staging };
+            let (states, mut acc) = Self::attend(&p, &rows, &share, cache, of_rows, unit, tree);
             C::scale(&mut acc, staging);
             Self::publish::<C>(states, &acc);
         }
@@ -529,7 +537,7 @@ impl<
                 cluster_arrive();
                 cluster_wait();
                 if place.appends(&p) {
-                    new_tokens.append(&p, &rows, &tiles, layout, Self::THREADS);
+                    new_tokens.append(&p, &rows, &tiles, layout, staging, Self::BLOCK);
                 }
             }
         }
@@ -633,9 +641,10 @@ impl<
         new_tokens: &NewTokens<C>,
         tiles: &Tiles<C, D8, UNITS>,
         layout: L,
+        staging: ScaleStaging,
     ) {
         if place.appends(p) && !Self::appends_late(p, rows, place) {
-            new_tokens.append(p, rows, tiles, layout, Self::THREADS);
+            new_tokens.append(p, rows, tiles, layout, staging, Self::BLOCK);
         }
     }
 

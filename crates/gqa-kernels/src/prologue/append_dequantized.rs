@@ -23,7 +23,7 @@ use super::rope::{Rope, Unturned};
 use super::row_scales::{NewRow, each_row, lanes};
 use super::seqlen;
 use super::walk::Walk;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Divisor, Element, MmaCode};
 use crate::params::PrologueParams;
 use crate::simt::Global;
@@ -64,12 +64,12 @@ pub fn append_dequantized<T: Element, C: MmaCode>(
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    let per = ScalesPer::new(p.scales);
-    let cache = |present, numbers, scales| Cache { present, numbers, scales, per };
+    let (per, by_row) = (ScalesPer::new(p.scales), are_of_rows(p.scales));
+    let cache = |present, numbers, scales| Cache { present, numbers, scales, per, by_row };
     let keys = cache(present_k, k_numbers, k_scale);
     let values = cache(present_v, v_numbers, v_scale);
     let call = Call { k, v, keys, values, rope, seqlens_k };
-    if per.row {
+    if by_row {
         call.append_with_scales::<C>(&p);
     } else {
         call.append::<C>(&p);
@@ -182,7 +182,7 @@ impl<T: Element> Call<T> {
             for i in 0..ROWS as usize {
                 if is_row(i) {
                     let row = at(i);
-                    let of_row = if cache.per.row { row.scale.load(0) } else { 1.0 };
+                    let of_row = if cache.by_row { row.scale.load(0) } else { 1.0 };
                     let vector = numbers::<T, C>(words[i], |n| of_row * of_channels[n]);
                     row.numbers.store_vec(e as usize, vector);
                 }
@@ -198,6 +198,8 @@ struct Cache<T> {
     numbers: Global<T>,
     scales: Global<f32>,
     per: ScalesPer,
+    /// Rows have scales of their own.
+    by_row: bool,
 }
 
 impl<T: Element> Cache<T> {
@@ -208,7 +210,7 @@ impl<T: Element> Cache<T> {
         Row {
             codes: self.present.offset(number * C::BITS as usize / 16),
             numbers: self.numbers.offset(number),
-            scale: self.scales.offset(if self.per.row { of_row } else { 0 }),
+            scale: self.scales.offset(if self.by_row { of_row } else { 0 }),
         }
     }
 
@@ -216,7 +218,7 @@ impl<T: Element> Cache<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn channel_scales(&self, head: u32, element: u32, p: &PrologueParams) -> [f32; 8] {
         core::array::from_fn(|i| {
-            if self.per.row || i >= T::PER_VEC as usize {
+            if self.by_row || i >= T::PER_VEC as usize {
                 return 1.0;
             }
             self.scales.load(self.per.number(head, p.head_size, element + i as u32))

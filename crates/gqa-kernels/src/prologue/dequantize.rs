@@ -16,7 +16,7 @@
 use super::paged::{Blocks, sequence_of};
 use super::quantize::{load_vector, numbers};
 use super::walk::Walk;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Element, MmaCode};
 use crate::params::PagedParams;
 use crate::simt::Global;
@@ -82,13 +82,13 @@ pub fn paged_dequantize<T: Element, C: MmaCode>(
             let codes = |place| cache.offset(start(place) * C::BITS as usize / 16);
             place.map_or([0; 2], |place| load_vector::<T, C>(e as usize, codes(place)))
         });
-        let per = ScalesPer::new(p.scales);
+        let (per, by_row) = (ScalesPer::new(p.scales), are_of_rows(p.scales));
         let of_rows = places.map(|place| match place {
-            Some(place) if per.row => scales.load(number(place)),
+            Some(place) if by_row => scales.load(number(place)),
             _ => 1.0,
         });
         let of_channels: [f32; 8] = core::array::from_fn(|i| {
-            if per.row { 1.0 } else { scales.load(per.number(head, p.head_size, e + i as u32)) }
+            if by_row { 1.0 } else { scales.load(per.number(head, p.head_size, e + i as u32)) }
         });
         for i in 0..ROWS {
             let row = first + i as u32;

@@ -39,7 +39,7 @@ pub mod quantize;
 pub mod quantize_output;
 pub mod rolling;
 pub mod rope;
-mod row_scales;
+pub(crate) mod row_scales;
 pub mod scatter;
 pub mod tree;
 pub mod unpack;

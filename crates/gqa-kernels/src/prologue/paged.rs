@@ -17,20 +17,20 @@
 //! Tensors: q, k, v of tokens with their strides; starts (batch + 1); past_seqlens (batch);
 //! block_table (batch, per_sequence); slot_mapping (tokens) or null; k_cache, v_cache (block, row,
 //! KV head, head size), of quantized values in half words; k_scale, v_scale of one element, (KV
-//! head), (KV head, head size) or (block, row, KV head); q_out, rows, (batch, S, query head, head size); present_k,
-//! present_v (batch, KV head, capacity, head size) and scales of their rows; lengths (batch); out (tokens, query head, head
-//! size); row_lse (batch, query head, S) and lse (query head, tokens) or null. Whatever the
-//! integers are, nothing outside of these is touched.
+//! head), (KV head, head size) or (block, row, KV head); q_out, rows, (batch, S, query head, head
+//! size); present_k, present_v (batch, KV head, capacity, head size) and scales of their rows, or
+//! null; lengths (batch); out (tokens, query head, head size); row_lse (batch, query head, S) and
+//! lse (query head, tokens) or null. Whatever the integers are, nothing outside of these is
+//! touched.
 
 use super::quantize::{Divisors, store_quotients, store_vector};
 use super::rope::{Rope, Unturned, pairs};
 use super::row_scales::{NewRow, each_row, lanes};
 use super::walk::Walk;
 use crate::concept::pages::{Length, Sequence};
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Divisor, Element};
 use crate::params::PagedParams;
-use crate::params::scales::PER_TENSOR;
 use crate::simt::Global;
 
 /// Where the rows of batch entry `b` are.
@@ -92,16 +92,18 @@ impl Blocks {
 }
 
 /// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and
-/// then K heads and then V heads, pair of vectors, or as many lanes as share a row), or with all
-/// tokens as those of one.
+/// then K heads and then V heads, pair of vectors), or with all tokens as those of one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
-    let parts = match ScalesPer::new(p.scales).row {
-        true => lanes(p.head_size / per_vec),
-        false => pairs(p.head_size, per_vec),
-    };
-    [batch, rows, moved(p) + 2 * p.kv_heads, parts]
+    [batch, rows, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+}
+
+/// The same of lanes that share rows of keys and values.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn shared_rows_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
+    let [batch, rows, ..] = paged_append_size(p, per_vec);
+    [batch, rows, 2 * p.kv_heads, lanes(p.head_size / per_vec)]
 }
 
 /// Query heads that move.
@@ -158,7 +160,7 @@ pub fn paged_append_quantized<T: Element, C: Code>(
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
     let call = New { q, k, v, rope, starts, past_seqlens, q_out };
-    if ScalesPer::new(p.scales).row {
+    if are_of_rows(p.scales) {
         let cache = Quantized { k_scale, v_scale, k_cache, v_cache };
         return call.append_with_scales::<C>(
             &p,
@@ -248,12 +250,11 @@ impl<T: Element> New<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_with_scales<C: Code>(&self, p: &PagedParams, blocks: Blocks, cache: Quantized) {
         if p.moves_queries != 0 {
-            let alone = PagedParams { kv_heads: 0, scales: PER_TENSOR, ..*p };
+            let alone = PagedParams { kv_heads: 0, ..*p };
             self.append(&alone, blocks, |_, _, _, _| {});
         }
-        let p = &PagedParams { moves_queries: 0, ..*p };
         let row = |index| self.new_row(p, blocks, index);
-        let size = paged_append_size(p, T::PER_VEC);
+        let size = shared_rows_size(p, T::PER_VEC);
         each_row(size, &self.rope, row, |new, (to, is_key), largest| {
             let (scales, codes) = cache.of(is_key);
             let scale = C::row_scale(largest);

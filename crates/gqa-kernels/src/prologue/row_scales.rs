@@ -78,7 +78,7 @@ pub fn lanes(parts: u32) -> u32 {
 
 /// The largest magnitude of a vector's numbers and of `largest`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn largest_of<T: Element>(largest: u32, vector: [u32; 4]) -> u32 {
+pub fn largest_of<T: Element>(largest: u32, vector: [u32; 4]) -> u32 {
     let (values, per_vec) = (unpack::<T>(vector), T::PER_VEC as usize);
     let mut largest = largest;
     for i in 0..per_vec {
@@ -89,7 +89,7 @@ fn largest_of<T: Element>(largest: u32, vector: [u32; 4]) -> u32 {
 
 /// The largest of so many neighbouring lanes. Whole warps take part.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn largest_of_lanes(mut largest: u32, lanes: u32) -> u32 {
+pub fn largest_of_lanes(mut largest: u32, lanes: u32) -> u32 {
     let mut mask = lanes / 2;
     while mask > 0 {
         largest = largest.max(shfl_xor_u32(largest, mask));

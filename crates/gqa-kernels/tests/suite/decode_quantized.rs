@@ -59,7 +59,7 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
     let values = (
         formats,
         types,
-        0..=scales::PER_CHANNEL,
+        0..=scales::PER_TOKEN,
         prop_oneof![Just(8u32), Just(16)],
         sizes,
         any::<u64>(),
@@ -73,6 +73,8 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
             let window = if is_windowed { window } else { 0 };
             // Kernels that pad heads have one shape each.
             let rows = match head_size {
+                // Those with more rows take no scales of rows.
+                256 if scales == scales::PER_TOKEN => 8,
                 64 | 128 | 256 => rows,
                 ..128 => 16,
                 _ => 8,
@@ -221,6 +223,7 @@ impl Cache {
         let count = match case.scales {
             scales::PER_TENSOR => 1,
             scales::PER_HEAD => case.kv_heads as usize,
+            scales::PER_TOKEN => (case.batch() * case.kv_heads * case.capacity()) as usize,
             _ => case.kv_heads as usize * width,
         };
         let scale = |random: &mut Random| (0.5 + random.unit() as f32) * 1.5 / most;
@@ -231,27 +234,54 @@ impl Cache {
             strides,
             width,
         };
+        let mut held = vec![case.scales != scales::PER_TOKEN; count];
         for b in 0..case.batch() {
             let old = if case.is_new { case.past(b) } else { case.totals[b as usize] };
             for head in 0..case.kv_heads {
                 for row in 0..old {
+                    if case.scales == scales::PER_TOKEN {
+                        // Far apart, some of them.
+                        let number = cache.number([b, head, row]);
+                        cache.scales[number] *= [1.0, 1.0, 1.0, 0.01, 20.0][number * 7 % 5];
+                        held[number] = true;
+                    }
                     if (0..case.q_len).any(|s| case.visible(b, s).contains(&row)) {
                         let values: Vec<f32> = random.values(width);
-                        let codes = cache.encode::<C>(head, &values);
+                        let codes = cache.encode::<C>([b, head, row], &values);
                         cache.row_mut(b, head, row, codes.len()).copy_from_slice(&codes);
                     }
                 }
             }
         }
+        for (scale, _) in cache.scales.iter_mut().zip(held).filter(|(_, held)| !held) {
+            *scale = f32::NAN;
+        }
         cache
     }
 
-    fn scale(&self, head: u32, channel: usize) -> f32 {
+    /// The number of a row among those of all heads.
+    fn number(&self, [b, head, row]: [u32; 3]) -> usize {
+        self.strides.at(b, head, row) / self.strides.row as usize
+    }
+
+    fn scale(&self, [b, head, row]: [u32; 3], channel: usize) -> f32 {
         match self.kind {
             scales::PER_TENSOR => self.scales[0],
             scales::PER_HEAD => self.scales[head as usize],
+            scales::PER_TOKEN => self.scales[self.number([b, head, row])],
             _ => self.scales[head as usize * self.width + channel],
         }
+    }
+
+    /// Puts a new row in, with a scale of its own if it has one.
+    fn append<C: Code>(&mut self, [b, head, row]: [u32; 3], values: &[f32]) {
+        if self.kind == scales::PER_TOKEN {
+            let number = self.number([b, head, row]);
+            let largest = values.iter().fold(0.0, |largest: f32, x| largest.max(x.abs()));
+            self.scales[number] = largest / C::LARGEST;
+        }
+        let codes = self.encode::<C>([b, head, row], values);
+        self.row_mut(b, head, row, codes.len()).copy_from_slice(&codes);
     }
 
     fn row_mut(&mut self, b: u32, head: u32, row: u32, bytes: usize) -> &mut [u8] {
@@ -259,9 +289,9 @@ impl Cache {
     }
 
     /// A row as bytes.
-    fn encode<C: Code>(&self, head: u32, values: &[f32]) -> Vec<u8> {
+    fn encode<C: Code>(&self, place: [u32; 3], values: &[f32]) -> Vec<u8> {
         let per_byte = 8 / C::BITS as usize;
-        let code = |i: usize| C::encode(values[i] / self.scale(head, i));
+        let code = |i: usize| C::encode(values[i] / self.scale(place, i));
         let byte = |first: usize| {
             (0..per_byte).fold(0, |byte, i| byte | code(first + i) << (i as u32 * C::BITS))
         };
@@ -274,7 +304,7 @@ impl Cache {
         let number = |i: usize| {
             let bit = i * C::BITS as usize;
             let code = u32::from(self.codes[at + bit / 8]) >> (bit % 8);
-            f64::from(C::decode(code)) * f64::from(self.scale(head, i))
+            f64::from(C::decode(code)) * f64::from(self.scale([b, head, row], i))
         };
         (0..self.width).map(number).collect()
     }
@@ -343,12 +373,10 @@ impl<T: Element> Tensors<T> {
                 let position = case.past(b) + s;
                 for head in 0..case.kv_heads {
                     let key = self.turned(case, self.new[0].row(b, head, s), position);
-                    let codes = k.encode::<C>(head, &key);
-                    k.row_mut(b, head, position, codes.len()).copy_from_slice(&codes);
+                    k.append::<C>([b, head, position], &key);
                     let value: Vec<f32> =
                         self.new[1].row(b, head, s).iter().map(|x| x.to_f32()).collect();
-                    let codes = v.encode::<C>(head, &value);
-                    v.row_mut(b, head, position, codes.len()).copy_from_slice(&codes);
+                    v.append::<C>([b, head, position], &value);
                 }
             }
         }
@@ -364,6 +392,9 @@ fn run<T: Element, C: Code>(case: &Case, most: f32) -> Result<(), TestCaseError>
     start(case, &mut t, &mut k, &mut v)?;
     prop_assert!(k.codes == want[0].codes, "keys appended");
     prop_assert!(v.codes == want[1].codes, "values appended");
+    let bits = |cache: &Cache| cache.scales.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    prop_assert!(bits(&k) == bits(&want[0]), "scales of keys appended");
+    prop_assert!(bits(&v) == bits(&want[1]), "scales of values appended");
     for b in 0..case.batch() {
         for head in 0..case.q_heads() {
             for s in 0..case.q_len {
@@ -404,8 +435,8 @@ fn start<T: Element>(
         Arg::read(head_sink),
         settle(case, Arg::write(&mut k.codes)),
         settle(case, Arg::write(&mut v.codes)),
-        Arg::read(&k.scales),
-        Arg::read(&v.scales),
+        scales_of(case, &mut k.scales),
+        scales_of(case, &mut v.scales),
         Arg::write(&mut out.data),
         Arg::write(lse),
         Arg::write(&mut partial_out),
@@ -427,6 +458,14 @@ fn start<T: Element>(
         .map_err(|fault| TestCaseError::fail(fault.to_string()))?;
     prop_assert!(arrivals.iter().all(|&count| count == 0), "counters are left behind");
     Ok(())
+}
+
+/// Scales, which are written where rows have scales of their own.
+fn scales_of<'a>(case: &Case, scales: &'a mut [f32]) -> Arg<'a> {
+    match case.scales {
+        scales::PER_TOKEN => settle(case, Arg::write(scales)),
+        _ => Arg::read(scales),
+    }
 }
 
 /// Angles, lengths and cache may be older than the launch before.

@@ -99,7 +99,11 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     }
     let sized = || {
         let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
-        written().filter(move |entry| holds(entry, p.head_size) && is_forced(entry))
+        let scaled = |entry: &Entry| {
+            !p.has_row_scales() || decode::takes_row_scales(entry.head_size, entry.rows)
+        };
+        let is_sized = move |entry: &&Entry| holds(entry, p.head_size) && scaled(entry);
+        written().filter(move |entry| is_sized(entry) && is_forced(entry))
     };
     let smallest = sized().min_by_key(|entry| (entry.pads, entry.shared_bytes));
     let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;

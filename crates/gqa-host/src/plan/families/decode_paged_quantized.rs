@@ -5,7 +5,6 @@ use crate::plan::decision::Rejection;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::Launch;
 use crate::plan::options::PlanOption;
-use crate::plan::requirements;
 use crate::{Problem, Result};
 use gqa_kernels::registry::{self, Entry};
 
@@ -25,7 +24,6 @@ impl Family for DecodePagedQuantized {
     }
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
-        requirements::no_row_scales(call.problem)?;
         decode_paged::choose(self.module(), call)
     }
 

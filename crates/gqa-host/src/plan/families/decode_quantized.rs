@@ -24,7 +24,6 @@ impl Family for DecodeQuantized {
         requirements::output_of(call.forced, call.problem)?;
         requirements::flash(call.problem)?;
         requirements::shared_and_quantized(call.problem)?;
-        requirements::no_row_scales(call.problem)?;
         decode::choose(self.module(), call)
     }
 

@@ -85,6 +85,15 @@ pub trait Cached: Copy {
         read: &WarpRead<UNITS>,
     );
 
+    /// Whether each row of the cache has scales of its own.
+    fn has_row_scales(p: &DecodeParams) -> bool;
+
+    /// Those of the key and the value of that number.
+    fn row_scales(scales: Self::Scales, number: usize) -> [f32; 2];
+
+    /// Writes those of a new key and value.
+    fn store_row_scales(scales: Self::Scales, number: usize, of_row: [f32; 2]);
+
     /// Multiplies what the lane has accumulated by the scales of its channels.
     fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, staging: ScaleStaging);
 }
@@ -108,7 +117,7 @@ pub struct Block {
 }
 
 /// Where the threads of a block that reads quantized values tell each other: scales of the head's
-/// keys and values, and a word from each warp.
+/// keys and values, of new rows where each has its own, and a word from each warp.
 #[derive(Clone, Copy)]
 pub struct ScaleStaging {
     /// Scales of the head's keys, one for each channel.
@@ -119,25 +128,31 @@ pub struct ScaleStaging {
     pub channels: u32,
     /// One for each warp.
     pub words: Shared<u32>,
+    /// Scales of new keys, and behind those of a tile those of new values.
+    pub rows: Shared<f32>,
+    /// Whether rows have such.
+    pub by_row: bool,
 }
 
 impl ScaleStaging {
     const WORDS: u32 = 32;
 
-    /// Bytes for heads of `head_size` elements.
-    pub(super) const fn bytes(head_size: u32) -> u32 {
-        4 * (2 * head_size + Self::WORDS)
+    /// Bytes for heads of `head_size` elements and tiles of `keys` keys.
+    pub(super) const fn bytes(head_size: u32, keys: u32) -> u32 {
+        4 * (2 * head_size + Self::WORDS + 2 * keys)
     }
 
     /// The one that starts `bytes` bytes into the block's shared memory.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn at(bytes: u32, head_size: u32) -> Self {
+    pub(super) fn at(bytes: u32, head_size: u32, by_row: bool) -> Self {
         let keys = Shared::at(bytes);
         Self {
             keys,
             values: keys.offset(head_size),
             channels: head_size,
             words: Shared::at(bytes + 8 * head_size),
+            rows: Shared::at(bytes + 8 * head_size + 4 * Self::WORDS),
+            by_row,
         }
     }
 }
@@ -206,6 +221,19 @@ impl<T: MmaElement> Cached for T {
     ) {
         columns::accumulate::<T, M, HALVES, D8, UNITS, N8>(out, weights, values, read);
     }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn has_row_scales(_: &DecodeParams) -> bool {
+        false
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row_scales((): (), _: usize) -> [f32; 2] {
+        [1.0; 2]
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_row_scales((): (), _: usize, _: [f32; 2]) {}
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scale<const M: usize, const D8: usize>(_: &mut Columns<M, D8>, _: ScaleStaging) {}

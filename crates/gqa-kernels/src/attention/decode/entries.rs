@@ -44,10 +44,11 @@ impl<
         p: DecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
         let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, Tree::none(), p);
+        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
     }
 
     /// The kernel with output of e4m3, times `out_scale`.
@@ -72,10 +73,11 @@ impl<
         p: DecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
         let output = Output { head_sink, out, out_scale, lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, Tree::none(), p);
+        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
     }
 
     /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
@@ -103,12 +105,19 @@ impl<
     ) {
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let new_tokens =
-            NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
+        let new_tokens = NewTokens::<Codes<T, F>> {
+            q,
+            k: new_k,
+            v: new_v,
+            present_k: k,
+            present_v: v,
+            rope,
+            scales,
+        };
         let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, scales, output, splits, Tree::none(), p);
+        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
     }
 
     /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
@@ -136,11 +145,12 @@ impl<
         p: PagedDecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
         let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, Tree::none(), p.decode);
+        Self::step(new_tokens, past_seqlens, blocks, output, splits, Tree::none(), p.decode);
     }
 
     /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
@@ -170,22 +180,20 @@ impl<
     ) {
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let new_tokens =
-            NewTokens::<Codes<T, F>> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
         let scales = Scales { k: k_scale, v: v_scale };
+        let new_tokens = NewTokens::<Codes<T, F>> {
+            q,
+            k: new_k,
+            v: new_v,
+            present_k: k,
+            present_v: v,
+            rope,
+            scales,
+        };
         let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(
-            new_tokens,
-            past_seqlens,
-            blocks,
-            scales,
-            output,
-            splits,
-            Tree::none(),
-            p.decode,
-        );
+        Self::step(new_tokens, past_seqlens, blocks, output, splits, Tree::none(), p.decode);
     }
 
     /// The kernel with a word of `tree_mask`, (batch, S), for each new token: bit `j` says whether
@@ -211,11 +219,12 @@ impl<
         p: DecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
         let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let tree = Tree { words: tree_mask };
-        Self::step(new_tokens, seqlens_k, SideBySide, (), output, splits, tree, p);
+        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, tree, p);
     }
 
     /// The same for a paged KV cache; `tree_mask` has a word for each token of all sequences.
@@ -242,11 +251,12 @@ impl<
         p: PagedDecodeParams,
     ) {
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let new_tokens = NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope };
+        let new_tokens =
+            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
         let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
-        Self::step(new_tokens, past_seqlens, blocks, (), output, splits, tree, p.decode);
+        Self::step(new_tokens, past_seqlens, blocks, output, splits, tree, p.decode);
     }
 
     /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare

@@ -48,6 +48,16 @@ pub trait Layout: Copy {
     /// Where a row of the head is in a tensor with these strides.
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize;
 
+    /// Among the scales of rows, where each row of the cache has its own, that of the head's first
+    /// row, and how far it is from one row to the next.
+    fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32);
+
+    /// The row of the cache, as scales are counted, that has a row of the sequence.
+    fn place(self, row: u32) -> u32;
+
+    /// The same of the first row of a piece, which is row `row`.
+    fn place_of(self, spots: Self::Spots, piece: u32, row: u32) -> u32;
+
     /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be
     /// nowhere.
     fn find(self, begin: u32, end: u32, rows: u32) -> Self::Spots;
@@ -102,6 +112,22 @@ impl Layout for SideBySide {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
         cache.at(rows.batch, rows.kv_head, row)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32) {
+        let head = (rows.batch * a.kv_heads + rows.kv_head) as usize;
+        (head * a.capacity as usize, 1)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place(self, row: u32) -> u32 {
+        row
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place_of(self, (): (), _: u32, row: u32) -> u32 {
+        row
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -212,6 +238,21 @@ impl Layout for Blocks {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32) {
+        (rows.kv_head as usize, a.kv_heads)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place(self, row: u32) -> u32 {
+        self.table.place(row)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place_of(self, spots: [u32; PIECES], piece: u32, _: u32) -> u32 {
+        spots[piece as usize]
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find(self, begin: u32, end: u32, rows: u32) -> [u32; PIECES] {
         core::array::from_fn(|piece| {
             let within = piece as u32 * Self::PIECE;
@@ -316,6 +357,21 @@ impl<L: Layout> Layout for Narrow<L> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
         self.layout.element(cache, rows, row)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32) {
+        self.layout.scales(a, rows)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place(self, row: u32) -> u32 {
+        self.layout.place(row)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn place_of(self, spots: L::Spots, piece: u32, row: u32) -> u32 {
+        self.layout.place_of(spots, piece, row)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

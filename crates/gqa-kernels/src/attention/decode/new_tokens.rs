@@ -4,7 +4,7 @@
 //! cache, of which an SM has so many in flight that whoever asks after them waits longest. Then
 //! they are rotated in place.
 
-use super::cached::Cached;
+use super::cached::{Block, Cached, ScaleStaging};
 use super::layout::Layout;
 use crate::params::{DecodeParams, Strides};
 use crate::prologue::rope::Rope;
@@ -27,6 +27,8 @@ pub(super) struct NewTokens<C: Cached> {
     pub present_v: Global<C::Cell>,
     /// For queries and keys.
     pub rope: Rope<C::Element>,
+    /// Of the cache.
+    pub scales: C::Scales,
 }
 
 /// Tiles in shared memory: this step's rows, and what the cache holds of the new ones, which is the
@@ -171,9 +173,18 @@ impl<C: Cached> NewTokens<C> {
         rows: &Rows,
         tiles: &Tiles<C, D8, UNITS>,
         layout: L,
-        threads: u32,
+        staging: ScaleStaging,
+        block: Block,
     ) {
-        let (a, past) = (&p.attention, rows.seqlen.past);
+        let (a, past, threads) = (&p.attention, rows.seqlen.past, block.threads);
+        if staging.by_row {
+            let (first, step) = layout.scales(a, rows);
+            for s in Rolled(thread_idx()..new_rows(p, rows), threads) {
+                let number = first + layout.place(past + s) as usize * step as usize;
+                let of_row = [0, block.keys].map(|tile| staging.rows.load(tile + s));
+                C::store_row_scales(self.scales, number, of_row);
+            }
+        }
         for unit in Rolled(thread_idx()..new_rows(p, rows) * UNITS as u32, threads) {
             let (s, unit) = (unit / UNITS as u32, unit % UNITS as u32);
             if L::PADS && L::is_padding(a, unit * (UNIT * D8 as u32 / UNITS as u32)) {

@@ -12,12 +12,16 @@
 //!
 //! New rows are rotated and rounded to the element type, as queries are, then become quantized
 //! values of their quotients by the scales, which are attended to and appended.
+//!
+//! Where each row of the cache has scales of its own (`row_scales.rs`), scores are multiplied by
+//! those of their keys, and weights by those of their values.
 
 use super::cached::{Block, Cached, ScaleStaging, first_channel};
 use super::new_tokens::Tiles;
-use crate::concept::scales::ScalesPer;
+use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
+use crate::prologue::row_scales::{largest_of, largest_of_lanes};
 use crate::simt::{
     Global, Rolled, Shared, lane, shfl_xor_u32, st_shared, sync_threads, thread_idx, warp,
 };
@@ -38,7 +42,8 @@ impl<T, F> Clone for Codes<T, F> {
 }
 impl<T, F> Copy for Codes<T, F> {}
 
-/// Scales of keys and values: one of each, (KV head) or (KV head, head size).
+/// Scales of keys and values: one of each, (KV head), (KV head, head size) or those of the cache's
+/// rows.
 #[derive(Clone, Copy)]
 pub struct Scales {
     /// Of keys.
@@ -67,6 +72,9 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         let per = ScalesPer::new(p.scales);
         core::array::from_fn(|pass| {
             let channel = thread_idx() + pass as u32 * threads;
+            if are_of_rows(p.scales) {
+                return [1.0; 2];
+            }
             if channel >= head_size {
                 return [other; 2];
             }
@@ -100,17 +108,28 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
             tiles.cached_keys.place(row, unit).store_vec(0, [0; 4]);
             tiles.cached_values.place(row, unit).store_vec(0, [0; 4]);
         }
+        if staging.by_row {
+            find_row_scales(tiles, staging, tokens, block);
+            sync_threads();
+        }
         let bytes = 16 * units;
         for byte in Rolled(thread_idx()..2 * tokens * bytes, block.threads) {
-            let (row, byte) = (byte / bytes, byte % bytes);
-            let (row, given, scales, cached) = match row.checked_sub(tokens) {
-                None => (row, tiles.keys, staging.keys, tiles.cached_keys),
+            let (row_number, byte) = (byte / bytes, byte % bytes);
+            let (row, given, scales, cached) = match row_number.checked_sub(tokens) {
+                None => (row_number, tiles.keys, staging.keys, tiles.cached_keys),
                 Some(row) => (row, tiles.values, staging.values, tiles.cached_values),
             };
             let channel = byte * F::PER_WORD / 4;
             let given = given.place(row, channel / UNIT).offset(channel % UNIT);
             let place = cached.place(row, byte / 16).offset(byte % 16);
-            place.store(0, encode_byte::<T, F>(given, scales.offset(channel)));
+            let code = if staging.by_row {
+                let which = if row_number < tokens { 0 } else { block.keys };
+                let scale = staging.rows.load(which + row);
+                encode_byte::<T, F>(given, |_| scale)
+            } else {
+                encode_byte::<T, F>(given, |i| scales.load(channel + i))
+            };
+            place.store(0, code);
         }
     }
 
@@ -161,6 +180,22 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn has_row_scales(p: &DecodeParams) -> bool {
+        are_of_rows(p.scales)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn row_scales(scales: Scales, number: usize) -> [f32; 2] {
+        [scales.k, scales.v].map(|scale| scale.load(number))
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_row_scales(scales: Scales, number: usize, [key, value]: [f32; 2]) {
+        scales.k.store(number, key);
+        scales.v.store(number, value);
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn scale<const M: usize, const D8: usize>(out: &mut Columns<M, D8>, staging: ScaleStaging) {
         for block in 0..D8 {
             let start = first_channel(block as u32, Self::GROUP);
@@ -173,10 +208,37 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 }
 
+/// Leaves the scales of new rows, and of rows of their tiles that are no token's, where the block
+/// can read them behind a barrier: each warp finds the largest number of rows of its own.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn find_row_scales<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
+    tiles: &Tiles<Codes<T, F>, D8, UNITS>,
+    staging: ScaleStaging,
+    tokens: u32,
+    block: Block,
+) {
+    for number in Rolled(warp()..2 * block.keys, block.threads / 32) {
+        let (row, tile) = match number.checked_sub(block.keys) {
+            None => (number, tiles.keys),
+            Some(row) => (row, tiles.values),
+        };
+        let mut largest = 0;
+        if row < tokens {
+            for unit in Rolled(lane()..D8 as u32, 32) {
+                largest = largest_of::<T>(largest, tile.place(row, unit).load_vec(0));
+            }
+        }
+        let largest = largest_of_lanes(largest, 32);
+        if lane() == 0 {
+            staging.rows.store(number, F::row_scale(largest));
+        }
+    }
+}
+
 /// As many quantized values as a byte holds.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn encode_byte<T: MmaElement, F: MmaCode>(given: Shared<T>, scales: Shared<f32>) -> u8 {
-    let code = |i| F::encode(given.load(i).to_f32() / scales.load(i)) << (i * F::BITS);
+fn encode_byte<T: MmaElement, F: MmaCode>(given: Shared<T>, scale: impl Fn(u32) -> f32) -> u8 {
+    let code = |i| F::encode(given.load(i).to_f32() / scale(i)) << (i * F::BITS);
     (0..8 / F::BITS).fold(0, |byte, i| byte | code(i)) as u8
 }
 

@@ -13,6 +13,7 @@
 use super::cached::{Cached, first_channel};
 use super::layout::{Heads, Layout};
 use super::products::{self, Products, is_tight};
+use super::row_scales::{self, RowScales};
 use super::tree::Tree;
 use super::{Decode, Place};
 use crate::concept::mask::Visible;
@@ -282,10 +283,12 @@ impl<
         rows: &Rows,
         share: &Share,
         cache: Cache<C, L, UNITS>,
+        of_rows: RowScales<C>,
         unit: f32,
         tree: Tree,
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
+        let RowScales { given, staging } = of_rows;
         let scale = ScoreScale::new(a.scale * unit, a.softcap);
         let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
         let visible: [[_; 2]; M] =
@@ -307,10 +310,22 @@ impl<
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
         let ahead = STAGES * share.step(Self::TEAMS);
         let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
+        let ask = |tile| Self::ask_row_scales(p, rows, share, &cache, given, tile);
+        let (mut asked, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
+        if staging.by_row {
+            asked = ask(tile);
+        }
         while tile < share.end(Self::team(), Self::TEAMS) {
             let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
             let after = tile + ahead;
+            let mut of_tile = asked;
+            if staging.by_row {
+                if is_fresh {
+                    of_tile = Self::fresh_row_scales(staging);
+                }
+                asked = ask(tile + share.step(Self::TEAMS));
+            }
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
@@ -323,6 +338,9 @@ impl<
             sync_warp();
             Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
 
+            if staging.by_row {
+                Self::times_row_scales(&mut weights, &of_tile, row_scales::KEYS, 1.0);
+            }
             scale.adjust(&mut weights);
             let limit = if is_fresh { u32::MAX } else { share.old_end };
             let is_partial = share.span.is_partial(begin, Self::KEYS);
@@ -343,6 +361,11 @@ impl<
                 }
             }
             weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
+            if staging.by_row {
+                value_unit = Self::raise_unit(&mut acc, &of_tile, value_unit);
+                let inverse = 1.0 / value_unit;
+                Self::times_row_scales(&mut weights, &of_tile, row_scales::VALUES, inverse);
+            }
 
             wait_for_all_but(2 * STAGES - 1);
             sync_warp();
@@ -358,6 +381,9 @@ impl<
         }
         cp_async_wait::<0>();
         sync_warp();
+        if staging.by_row {
+            Self::times_unit(&mut acc, value_unit);
+        }
         (states, acc)
     }
 

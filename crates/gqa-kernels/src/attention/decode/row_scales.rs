@@ -1,0 +1,148 @@
+//! Scales of the rows of a quantized KV cache, where each has its own.
+//!
+//! A lane asks for those of a tile's key of its number, and of the one 32 further on, a tile ahead
+//! of their use. In the tile they are told to the lanes that have the key's scores. Scores are
+//! multiplied by those of the keys. Weights are halves, so those of the values multiply them
+//! relative to the largest power of two that is not above any so far: where a tile has a larger
+//! one, what was accumulated before is divided by as much as that is larger.
+
+use super::Decode;
+use super::cached::{Cached, ScaleStaging};
+use super::layout::{Heads, Layout};
+use super::products::Products;
+use super::stream::{Cache, Share};
+use crate::num::magnitude;
+use crate::params::DecodeParams;
+use crate::prologue::row_scales::largest_of_lanes;
+use crate::simt::{lane, shfl_idx_f32};
+use crate::tile::columns::Columns;
+use crate::tile::fragment::{Fragments, column_of};
+use crate::tile::rows::Rows;
+
+/// Whether kernels for heads and row tiles of these sizes take scales of rows: of the largest both,
+/// registers hold no more.
+pub const fn takes_row_scales(head_size: u32, rows: u32) -> bool {
+    head_size < 256 || rows <= 8
+}
+
+/// Where they are.
+#[derive(Clone, Copy)]
+pub(super) struct RowScales<C: Cached> {
+    pub given: C::Scales,
+    pub staging: ScaleStaging,
+}
+
+/// Those of the keys and values of a tile that a lane has asked for.
+pub(super) type OfTile = [[f32; 2]; 2];
+
+/// Of a tile's keys.
+pub(super) const KEYS: usize = 0;
+/// Of its values.
+pub(super) const VALUES: usize = 1;
+
+/// The unit of weights of which none has been multiplied.
+pub(super) const LEAST_UNIT: f32 = f32::MIN_POSITIVE;
+
+impl<
+    const D8: usize,
+    const UNITS: usize,
+    const M: usize,
+    const HALVES: usize,
+    const N8: usize,
+    const WARPS: u32,
+    const STAGES: u32,
+    H: Heads,
+    P: Products,
+> Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
+{
+    /// Asks for those of a tile; of rows that there are not they are 0.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn ask_row_scales<C: Cached, L: Layout>(
+        p: &DecodeParams,
+        rows: &Rows,
+        share: &Share,
+        cache: &Cache<C, L, UNITS>,
+        given: C::Scales,
+        tile: u32,
+    ) -> OfTile {
+        if tile >= share.tiles {
+            return [[0.0; 2]; 2];
+        }
+        let (begin, layout) = (share.begin(tile), cache.layout);
+        let spots = Self::find_tile(layout, share, tile);
+        let (first, step) = layout.scales(&p.attention, rows);
+        let height = L::PIECE.min(Self::KEYS);
+        core::array::from_fn(|pass| {
+            let key = lane() + 32 * pass as u32;
+            if key >= Self::KEYS || begin + key >= share.old_end {
+                return [0.0; 2];
+            }
+            let mut place = layout.place_of(spots, 0, begin) + key;
+            for piece in 1..Self::KEYS / height {
+                if key >= piece * height {
+                    let start = layout.place_of(spots, piece, begin + piece * height);
+                    place = start + key - piece * height;
+                }
+            }
+            C::row_scales(given, first + place as usize * step as usize)
+        })
+    }
+
+    /// Those of the tile of new rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn fresh_row_scales(staging: ScaleStaging) -> OfTile {
+        core::array::from_fn(|pass| {
+            let key = lane() + 32 * pass as u32;
+            let load = |tile: u32| staging.rows.load(tile + key);
+            if key < Self::KEYS { [load(0), load(Self::KEYS)] } else { [0.0; 2] }
+        })
+    }
+
+    /// Scores, or weights, times those of their keys or values, and a factor.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn times_row_scales(
+        scores: &mut Fragments<M, N8>,
+        of_tile: &OfTile,
+        which: usize,
+        factor: f32,
+    ) {
+        for block in 0..N8 {
+            for i in 0..2 {
+                let key = (8 * block) as u32 % 32 + column_of() + i as u32;
+                let scale = shfl_idx_f32(of_tile[block / 4][which], key) * factor;
+                for m in 0..M {
+                    for half in 0..2 {
+                        scores[m][block][2 * half + i] *= scale;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The unit of weights times scales of values with those of a tile, in which what was
+    /// accumulated in `unit` is brought.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn raise_unit(acc: &mut Columns<M, D8>, of_tile: &OfTile, unit: f32) -> f32 {
+        const INFINITY: u32 = 0x7f80_0000;
+        /// 2^126, of which the inverse is a normal number.
+        const MOST: u32 = (127 + 126) << 23;
+        let exponent = |x: f32| magnitude(x) & INFINITY;
+        let of_lane = exponent(of_tile[0][VALUES]).max(exponent(of_tile[1][VALUES]));
+        let raised = f32::from_bits(largest_of_lanes(of_lane, 32).min(MOST));
+        if raised <= unit {
+            return unit;
+        }
+        Self::times_unit(acc, unit / raised);
+        raised
+    }
+
+    /// What was accumulated times a number.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn times_unit(acc: &mut Columns<M, D8>, unit: f32) {
+        for block in 0..D8 {
+            for m in 0..M {
+                acc[block][m] = acc[block][m].map(|half| half.map(|sum| sum * unit));
+            }
+        }
+    }
+}
