@@ -31,7 +31,6 @@ use crate::concept::pages::{Length, Sequence};
 use crate::concept::scales::{ScalesPer, are_of_rows};
 use crate::num::{Code, Divisor, Element};
 use crate::params::PagedParams;
-use crate::params::scales::PER_TENSOR;
 use crate::simt::{Global, Rolled, any_sync};
 
 /// Where the rows of batch entry `b` are.
@@ -93,16 +92,18 @@ impl Blocks {
 }
 
 /// Index space of [`paged_append`]: (batch, row or token of the sequence, Q heads if they move and
-/// then K heads and then V heads, pair of vectors, or as many lanes as share a row), or with all
-/// tokens as those of one.
+/// then K heads and then V heads, pair of vectors), or with all tokens as those of one.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn paged_append_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
     let [batch, rows] = if p.by_token != 0 { [1, p.tokens] } else { [p.batch, p.q_len] };
-    let parts = match are_of_rows(p.scales) {
-        true => lanes(p.head_size / per_vec),
-        false => pairs(p.head_size, per_vec),
-    };
-    [batch, rows, moved(p) + 2 * p.kv_heads, parts]
+    [batch, rows, moved(p) + 2 * p.kv_heads, pairs(p.head_size, per_vec)]
+}
+
+/// The same of lanes that share rows of keys and values.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn shared_rows_size(p: &PagedParams, per_vec: u32) -> [u32; 4] {
+    let [batch, rows, ..] = paged_append_size(p, per_vec);
+    [batch, rows, 2 * p.kv_heads, lanes(p.head_size / per_vec)]
 }
 
 /// Query heads that move.
@@ -248,12 +249,11 @@ impl<T: Element> New<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append_with_scales<C: Code>(&self, p: &PagedParams, blocks: Blocks, cache: Quantized) {
         if p.moves_queries != 0 {
-            let alone = PagedParams { kv_heads: 0, scales: PER_TENSOR, ..*p };
+            let alone = PagedParams { kv_heads: 0, ..*p };
             self.append(&alone, blocks, |_, _, _, _| {});
         }
-        let p = &PagedParams { moves_queries: 0, ..*p };
         let sharing = lanes(p.head_size / T::PER_VEC);
-        let mut walk = Walk::over(paged_append_size(p, T::PER_VEC));
+        let mut walk = Walk::over(shared_rows_size(p, T::PER_VEC));
         loop {
             let index = walk.next();
             // Lanes whose rows are done still take part in the shuffles of others.
