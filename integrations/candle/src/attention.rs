@@ -212,7 +212,7 @@ impl Attention {
 fn scales_per(argument: &'static str, scale: &Tensor, heads: Heads) -> Result<Scales> {
     check_type(argument, scale, DType::F32)?;
     let kinds = [Scales::PerTensor, Scales::PerHead, Scales::PerChannel];
-    let count = |scales: &Scales| scales.count(heads.kv, heads.size) == scale.elem_count();
+    let count = |scales: &Scales| scales.count(heads.kv, heads.size) == Some(scale.elem_count());
     let Some(scales) = kinds.into_iter().find(count) else {
         let [of_heads, of_channels] = [heads.kv, heads.kv.saturating_mul(heads.size)];
         let allowed = format!("1, {of_heads} or {of_channels} elements");

@@ -33,8 +33,8 @@ impl Divisor {
         const LARGE: f32 = 1_048_576.0;
         let near = x * self.inverse;
         let rest = fma(-near, self.value, x);
-        // Of an infinite product there is no rest.
-        if near.abs() < LARGE { fma(rest, self.inverse, near) } else { near }
+        // Of an infinite product there is no rest. A sum of zeros would be positive.
+        if near.abs() < LARGE { fma(rest, self.inverse, near).copysign(near) } else { near }
     }
 }
 
@@ -50,13 +50,15 @@ mod tests {
             exponent in 67..=226u32, mantissa in 0..1u32 << 23, x in any::<f32>(), halves in -2000..2000i32,
         ) {
             let value = f32::from_bits(exponent << 23 | mantissa);
-            for x in [x, value * 0.5 * halves as f32, value * halves as f32 / 16.0, 0.0] {
+            let multiples = [0.5, 1.0 / 16.0].map(|part| (value * part * halves as f32, value));
+            for (x, value) in [(x, value), multiples[0], multiples[1], (0.0, -value), (-0.0, value)] {
                 let (got, want) = (Divisor::new(value).divide(x), x / value);
                 match want.abs() {
                     0.0..1e-6 => prop_assert!(got.abs() < 2e-6, "{x:e} / {value:e}: {got:e}"),
                     1e6.. => prop_assert!(got.abs() > 9e5 && got * want > 0.0, "{x:e} / {value:e}: {got:e}"),
                     _ => prop_assert!(got == want || got.is_nan() && x.is_nan(), "{x:e} / {value:e}: {got:e}"),
                 }
+                prop_assert!(got.is_nan() || got.is_sign_negative() == want.is_sign_negative(), "{x:e} / {value:e}: {got:e}");
             }
         }
     }
