@@ -1,6 +1,6 @@
-//! `quantize_kv`: a quantized cache from a past of its own and new rows, and what attention reads of
-//! it, in one pass over all. [`append_dequantized`](super::append_dequantized) does the same in
-//! place.
+//! `quantize_kv`: a quantized cache from a past of its own and new rows, and what attention reads
+//! of it, in one pass over all. [`append_dequantized`](mod@super::append_dequantized) does the same
+//! in place.
 //!
 //! The launches before it have put the new rows into scratch as into a shared cache of numbers.
 //! This one makes quantized values of them, and numbers of all quantized values, the new ones too,
