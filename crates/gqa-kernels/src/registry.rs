@@ -64,7 +64,7 @@ macro_rules! host_entry {
     };
     ($name:ident, $body:expr, $t:ident = $ty:ty, $family:ident: $role:ident, $feature:literal, ([$($map:ident $i:literal),*] $($arg:ident: $aty:ty),* ; $p:ident: $pty:ty),
      { head_size: $head:expr, rows: $rows:expr, keys: $keys:expr, threads: $threads:expr, min_blocks: $min_blocks:expr, shared: $shared:expr, hot: $hot:expr, min_sm: $sm:expr
-       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
+       $(, cluster: $cluster:expr)? $(, pads: $pads:expr)? $(, communicates: $communicates:expr)? $(, codes: $codes:expr)? $(, by_row: $by_row:expr)? $(, output: $output:ident)? $(, exact_sums: $exact_sums:literal)? }) => {
         crate::registry::Entry {
             name: stringify!($name),
             family: crate::registry::Family::$family,
@@ -72,6 +72,7 @@ macro_rules! host_entry {
             role: crate::registry::Role::$role,
             dtype: <$ty as crate::num::Element>::DTYPE,
             codes: optional!(None $(, Some($codes))?),
+            by_row: optional!(false $(, $by_row)?),
             output: optional!(crate::registry::Output::Element $(, crate::registry::Output::$output)?),
             exact_sums: optional!(false $(, $exact_sums)?),
             head_size: $head,

@@ -1132,19 +1132,18 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
     };
     for (format, kernel) in CODES.into_iter().zip(["i8", "i4", "f8"]) {
         let step = of_rows(llama(1, 4096), format);
-        assert_eq!(kernels(&step, &off), [format!("decode_{kernel}_f16_d128_r8")]);
+        assert_eq!(kernels(&step, &off), [format!("decode_rows_{kernel}_f16_d128_r16_w4")]);
         let paged = of_rows(over_blocks(8, 1, 500), format);
-        assert_eq!(kernels(&paged, &off), [format!("decode_paged_{kernel}_f16_d128_r8")]);
+        assert_eq!(kernels(&paged, &off), [format!("decode_paged_rows_{kernel}_f16_d128_r16_w4")]);
     }
-    // The largest tiles have no registers for them.
-    let wide = |problem| with(problem, |p| (p.head_size, p.v_head_size) = (256, 256));
-    let rows = |p: &Problem| kernels(p, &off)[0].rsplit_once('r').unwrap().1.to_owned();
-    let two = wide(of_rows(llama(3, 4096), CODES[0]));
-    assert_eq!(rows(&two), "8");
-    assert_eq!(rows(&wide(quantized(llama(3, 4096), CODES[0]))), "16");
+    let of_size = |size| {
+        with(of_rows(llama(3, 4096), CODES[0]), |p| (p.head_size, p.v_head_size) = (size, size))
+    };
+    assert_eq!(kernels(&of_size(80), &off), ["decode_rows_i8_f16_d128_r16_w4"]);
+    assert_eq!(kernels(&of_size(192), &off)[0], "append_dequantized_i8");
     let prompt = of_rows(llama(512, 7680), CODES[2]);
     let prompt = with(prompt, |p| p.float8_products = true);
-    assert!(kernels(&prompt, &off).contains(&"quantize_kv_f8"));
+    assert!(kernels(&prompt, &off).contains(&"append_dequantized_f8"));
     for family in [Family::HopperQuantized, Family::HopperFloat8] {
         let why = rejection(&prompt, "h200", &off, family);
         assert_eq!(why, "does not take a scale for each row of the KV cache");

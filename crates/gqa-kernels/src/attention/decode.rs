@@ -92,7 +92,6 @@ pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Scales};
-pub use row_scales::takes_row_scales;
 pub use shape::{Device, Shape, shape};
 
 use super::out::OutElement;
@@ -405,8 +404,6 @@ impl<
     const PER_UNIT: u32 = Self::HEAD_SIZE / UNITS as u32;
     /// Whether the cache holds less than elements: quantized values of them.
     const IS_QUANTIZED: bool = UNITS < D8;
-    /// Whether rows of the cache may have scales of their own.
-    const TAKES_ROW_SCALES: bool = takes_row_scales(Self::HEAD_SIZE, Self::ROWS);
     /// New rows as they are given.
     const GIVEN: u32 =
         if Self::IS_QUANTIZED { Self::NEW_TILES + Self::STAGE_BYTES } else { Self::NEW_TILES };
@@ -474,8 +471,7 @@ impl<
             cached_keys: Self::fresh_keys(),
             cached_values: Self::fresh_values(),
         };
-        let by_row = Self::TAKES_ROW_SCALES && C::has_row_scales(&p);
-        let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE, by_row);
+        let staging = ScaleStaging::at(Self::SCALES, Self::HEAD_SIZE);
         let opening = Opening { p: &p, place, new_tokens: &new_tokens, tiles: &tiles, prefetches };
         let cache_first = Self::takes_cache_first(&p, place);
         let ahead = Self::ASKS_AHEAD && p.ahead != 0 && !cache_first;

@@ -11,6 +11,7 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     DECODE_PAGED_TREE,
     DECODE_PAGED_TREE_WARPGROUP,
     DECODE_PAGED_QUANTIZED,
+    DECODE_PAGED_QUANTIZED_ROWS,
 ];
 
 /// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME,
@@ -86,22 +87,22 @@ decode_paged_kernels!(DECODE_PAGED_TREE_WARPGROUP, "family-decode-paged-warpgrou
 /// Rows of the decode kernels whose cache consists of blocks of quantized values, for both 16-bit
 /// types: `F16 NAME, BF16 NAME => SHAPE, FORMAT, BLOCKS PER SM`.
 macro_rules! decode_paged_quantized_kernels {
-    ($($f16:ident, $bf16:ident => $shape:ty, $format:ident, $min_blocks:literal;)*) => {
-        decode_paged_quantized_kernels!(@rows $($f16: f16 => $shape, $format, $min_blocks; $bf16: bf16 => $shape, $format, $min_blocks;)*);
+    ($table:ident, by_row: $by_row:literal, { $($f16:ident, $bf16:ident => $shape:ty, $format:ident, $min_blocks:literal;)* }) => {
+        decode_paged_quantized_kernels!(@rows $table, $by_row, { $($f16: f16 => $shape, $format, $min_blocks; $bf16: bf16 => $shape, $format, $min_blocks;)* });
     };
-    (@rows $($name:ident: $t:ident => $shape:ty, $format:ident, $min_blocks:literal;)*) => {
-        kernels!(DECODE_PAGED_QUANTIZED, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
+    (@rows $table:ident, $by_row:literal, { $($name:ident: $t:ident => $shape:ty, $format:ident, $min_blocks:literal;)* }) => {
+        kernels!($table, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
-            $name => <$shape>::run_paged_quantized::<$format, _, _>, T = $t, {
+            $name => <$shape>::run_paged_quantized::<$format, $by_row, _, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, codes: $format::FORMAT };
+                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, codes: $format::FORMAT, by_row: $by_row };
         )* });
     };
 }
 
-decode_paged_quantized_kernels! {
+decode_paged_quantized_kernels!(DECODE_PAGED_QUANTIZED, by_row: false, {
     gqa_decode_paged_i8_f16_d64_r8, gqa_decode_paged_i8_bf16_d64_r8 => decode::D64Quantized8<1>, Int8, 1;
     gqa_decode_paged_i8_f16_d64_r16, gqa_decode_paged_i8_bf16_d64_r16 => decode::D64Quantized8<2>, Int8, 1;
     gqa_decode_paged_i8_f16_d64_r16_w4, gqa_decode_paged_i8_bf16_d64_r16_w4 => decode::D64Quantized8W4<2>, Int8, 2;
@@ -135,4 +136,12 @@ decode_paged_quantized_kernels! {
     gqa_decode_paged_padded_f8_f16_d256_r8_w4, gqa_decode_paged_padded_f8_bf16_d256_r8_w4 => decode::UpTo256Quantized8<1>, Float8, 2;
     gqa_decode_paged_padded_i4_f16_d128_r16_w4, gqa_decode_paged_padded_i4_bf16_d128_r16_w4 => decode::UpTo128Quantized4<2>, Int4, 2;
     gqa_decode_paged_padded_i4_f16_d256_r8_w4, gqa_decode_paged_padded_i4_bf16_d256_r8_w4 => decode::UpTo256Quantized4<1>, Int4, 2;
-}
+});
+
+// Where rows of the cache have scales of their own, for heads of up to 128 elements: larger ones
+// would make the package too large.
+decode_paged_quantized_kernels!(DECODE_PAGED_QUANTIZED_ROWS, by_row: true, {
+    gqa_decode_paged_rows_i8_f16_d128_r16_w4, gqa_decode_paged_rows_i8_bf16_d128_r16_w4 => decode::UpTo128Quantized8<2>, Int8, 2;
+    gqa_decode_paged_rows_f8_f16_d128_r16_w4, gqa_decode_paged_rows_f8_bf16_d128_r16_w4 => decode::UpTo128Quantized8<2>, Float8, 2;
+    gqa_decode_paged_rows_i4_f16_d128_r16_w4, gqa_decode_paged_rows_i4_bf16_d128_r16_w4 => decode::UpTo128Quantized4<2>, Int4, 2;
+});

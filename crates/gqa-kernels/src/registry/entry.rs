@@ -245,7 +245,8 @@ pub enum Output {
 
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
 /// the kernel within it, `_tree` for a mask over the new tokens, `_padded` for heads of fewer
-/// elements too, the format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output in
+/// elements too, `_rows` for scales of rows, the format of a quantized cache (`_i8`, `_i4`, `_f8`),
+/// `_out32` for output in
 /// float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several
 /// shapes `_d` head size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys
 /// of a tile, `_w` warps, `_lse` for exact sums.
@@ -264,6 +265,8 @@ pub struct Entry {
     pub output: Output,
     /// What a quantized cache holds.
     pub codes: Option<Format>,
+    /// Whether its rows have scales of their own, where a decode kernel reads it.
+    pub by_row: bool,
     /// Its sums are as exact as a log-sum-exp needs, where the family has kernels for that apart.
     pub exact_sums: bool,
     /// Largest head size; 0: any.

@@ -71,12 +71,12 @@ fn case(head_size: u32) -> impl Strategy<Value = Case> {
             let ((ranks, splits, [prefetches, is_ahead]), (causal, window, is_windowed)) =
                 (cluster, mask);
             let window = if is_windowed { window } else { 0 };
-            // Kernels that pad heads have one shape each.
+            // Of larger heads no kernel takes scales of rows.
+            let scales = if head_size > 128 { scales.min(scales::PER_CHANNEL) } else { scales };
+            // Kernels that pad heads have one shape each, and those for scales of rows do.
             let rows = match head_size {
-                // Those with more rows take no scales of rows.
-                256 if scales == scales::PER_TOKEN => 8,
-                64 | 128 | 256 => rows,
-                ..128 => 16,
+                64 | 128 | 256 if scales != scales::PER_TOKEN => rows,
+                ..=128 => 16,
                 _ => 8,
             };
             let rotary = RotaryParams {
@@ -123,9 +123,13 @@ impl Case {
             Format::Float8 => "f8",
         };
         let dtype = if self.dtype == DType::F16 { "f16" } else { "bf16" };
+        let by_row = self.scales == scales::PER_TOKEN;
+        let kind = if by_row { "rows" } else { "padded" };
         let name = match self.head_size {
-            size @ (64 | 128 | 256) => format!("{format}_{dtype}_d{size}_r{}", self.rows),
-            ..128 => format!("padded_{format}_{dtype}_d128_r16_w4"),
+            size @ (64 | 128 | 256) if !by_row => {
+                format!("{format}_{dtype}_d{size}_r{}", self.rows)
+            }
+            ..=128 => format!("{kind}_{format}_{dtype}_d128_r16_w4"),
             _ => format!("padded_{format}_{dtype}_d256_r8_w4"),
         };
         let entry = find(&format!("gqa_decode_{name}")).expect("a kernel");

@@ -99,9 +99,7 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     }
     let sized = || {
         let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
-        let scaled = |entry: &Entry| {
-            !p.has_row_scales() || decode::takes_row_scales(entry.head_size, entry.rows)
-        };
+        let scaled = |entry: &Entry| entry.by_row == p.has_row_scales();
         let is_sized = move |entry: &&Entry| holds(entry, p.head_size) && scaled(entry);
         written().filter(move |entry| is_sized(entry) && is_forced(entry))
     };
@@ -214,7 +212,8 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     let is_half = |other: &&Entry| {
         other.family == entry.family
             && (other.dtype, other.codes) == (entry.dtype, entry.codes)
-            && (other.head_size, other.pads) == (entry.head_size, entry.pads)
+            && (other.head_size, other.pads, other.by_row)
+                == (entry.head_size, entry.pads, entry.by_row)
             && other.rows >= entry.rows
             && other.arguments == entry.arguments
             && other.min_blocks == 2

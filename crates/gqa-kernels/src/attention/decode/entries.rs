@@ -81,9 +81,10 @@ impl<
     }
 
     /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
-    /// capacity, bytes of a row), and its scales one, (KV head) or (KV head, head size).
+    /// capacity, bytes of a row), and its scales one, (KV head) or (KV head, head size), or with
+    /// `ROWS` (batch, KV head, capacity).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
+    pub fn run_quantized<F: MmaCode, const ROWS: bool, T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -106,7 +107,7 @@ impl<
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let scales = Scales { k: k_scale, v: v_scale };
-        let new_tokens = NewTokens::<Codes<T, F>> {
+        let new_tokens = NewTokens::<Codes<T, F, ROWS>> {
             q,
             k: new_k,
             v: new_v,
@@ -156,7 +157,7 @@ impl<
     /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
     /// bytes of a row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_quantized<F: MmaCode, T: MmaElement, O: OutElement>(
+    pub fn run_paged_quantized<F: MmaCode, const ROWS: bool, T: MmaElement, O: OutElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -181,7 +182,7 @@ impl<
         const { Self::assert_codes::<F>() }
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
         let scales = Scales { k: k_scale, v: v_scale };
-        let new_tokens = NewTokens::<Codes<T, F>> {
+        let new_tokens = NewTokens::<Codes<T, F, ROWS>> {
             q,
             k: new_k,
             v: new_v,

@@ -177,7 +177,7 @@ impl<C: Cached> NewTokens<C> {
         block: Block,
     ) {
         let (a, past, threads) = (&p.attention, rows.seqlen.past, block.threads);
-        if staging.by_row {
+        if C::BY_ROW {
             let (first, step) = layout.scales(a, rows);
             for s in Rolled(thread_idx()..new_rows(p, rows), threads) {
                 let number = first + layout.place(past + s) as usize * step as usize;

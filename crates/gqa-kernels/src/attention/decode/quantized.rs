@@ -18,7 +18,7 @@
 
 use super::cached::{Block, Cached, ScaleStaging, first_channel};
 use super::new_tokens::Tiles;
-use crate::concept::scales::{ScalesPer, are_of_rows};
+use crate::concept::scales::ScalesPer;
 use crate::num::{MmaCode, MmaElement, f16, unpack};
 use crate::params::DecodeParams;
 use crate::prologue::row_scales::{largest_of, largest_of_lanes};
@@ -32,15 +32,15 @@ use crate::tile::quantized::{self, Order};
 use crate::tile::swizzle::{Swizzled, WarpRead};
 use core::marker::PhantomData;
 
-/// Quantized values of format `F` of elements of type `T`.
-pub struct Codes<T, F>(PhantomData<(T, F)>);
+/// Quantized values of format `F` of elements of type `T`, and a scale for each row or not.
+pub struct Codes<T, F, const ROWS: bool>(PhantomData<(T, F)>);
 
-impl<T, F> Clone for Codes<T, F> {
+impl<T, F, const ROWS: bool> Clone for Codes<T, F, ROWS> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<T, F> Copy for Codes<T, F> {}
+impl<T, F, const ROWS: bool> Copy for Codes<T, F, ROWS> {}
 
 /// Scales of keys and values: one of each, (KV head), (KV head, head size) or those of the cache's
 /// rows.
@@ -52,13 +52,14 @@ pub struct Scales {
     pub v: Global<f32>,
 }
 
-impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
+impl<T: MmaElement, F: MmaCode, const ROWS: bool> Cached for Codes<T, F, ROWS> {
     type Element = T;
     type Operand = f16;
     type Cell = u8;
     type Scales = Scales;
     type Scale = [[f32; 2]; CHANNELS];
     const GROUP: u32 = 16 / F::BITS;
+    const BY_ROW: bool = ROWS;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask(
@@ -72,7 +73,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
         let per = ScalesPer::new(p.scales);
         core::array::from_fn(|pass| {
             let channel = thread_idx() + pass as u32 * threads;
-            if are_of_rows(p.scales) {
+            if ROWS {
                 return [1.0; 2];
             }
             if channel >= head_size {
@@ -108,7 +109,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
             tiles.cached_keys.place(row, unit).store_vec(0, [0; 4]);
             tiles.cached_values.place(row, unit).store_vec(0, [0; 4]);
         }
-        if staging.by_row {
+        if ROWS {
             find_row_scales(tiles, staging, tokens, block);
             sync_threads();
         }
@@ -122,7 +123,7 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
             let channel = byte * F::PER_WORD / 4;
             let given = given.place(row, channel / UNIT).offset(channel % UNIT);
             let place = cached.place(row, byte / 16).offset(byte % 16);
-            let code = if staging.by_row {
+            let code = if ROWS {
                 let which = if row_number < tokens { 0 } else { block.keys };
                 let scale = staging.rows.load(which + row);
                 encode_byte::<T, F>(given, |_| scale)
@@ -180,11 +181,6 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn has_row_scales(p: &DecodeParams) -> bool {
-        are_of_rows(p.scales)
-    }
-
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn row_scales(scales: Scales, number: usize) -> [f32; 2] {
         [scales.k, scales.v].map(|scale| scale.load(number))
     }
@@ -211,8 +207,14 @@ impl<T: MmaElement, F: MmaCode> Cached for Codes<T, F> {
 /// Leaves the scales of new rows, and of rows of their tiles that are no token's, where the block
 /// can read them behind a barrier: each warp finds the largest number of rows of its own.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn find_row_scales<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
-    tiles: &Tiles<Codes<T, F>, D8, UNITS>,
+fn find_row_scales<
+    T: MmaElement,
+    F: MmaCode,
+    const ROWS: bool,
+    const D8: usize,
+    const UNITS: usize,
+>(
+    tiles: &Tiles<Codes<T, F, ROWS>, D8, UNITS>,
     staging: ScaleStaging,
     tokens: u32,
     block: Block,
@@ -253,8 +255,8 @@ struct Scaled([[f32; 8]; PASSES]);
 
 impl Scaled {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn of<T: MmaElement, F: MmaCode, const D8: usize, const UNITS: usize>(
-        tiles: &Tiles<Codes<T, F>, D8, UNITS>,
+    fn of<T: MmaElement, F: MmaCode, const ROWS: bool, const D8: usize, const UNITS: usize>(
+        tiles: &Tiles<Codes<T, F, ROWS>, D8, UNITS>,
         staging: ScaleStaging,
         block: Block,
     ) -> Self {

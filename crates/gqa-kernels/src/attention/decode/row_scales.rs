@@ -19,12 +19,6 @@ use crate::tile::columns::Columns;
 use crate::tile::fragment::{Fragments, column_of};
 use crate::tile::rows::Rows;
 
-/// Whether kernels for heads and row tiles of these sizes take scales of rows: of the largest both,
-/// registers hold no more.
-pub const fn takes_row_scales(head_size: u32, rows: u32) -> bool {
-    head_size < 256 || rows <= 8
-}
-
 /// Where they are.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales<C: Cached> {

@@ -312,7 +312,7 @@ impl<
         let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
         let ask = |tile| Self::ask_row_scales(p, rows, share, &cache, given, tile);
         let (mut asked, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
-        if staging.by_row {
+        if C::BY_ROW {
             asked = ask(tile);
         }
         while tile < share.end(Self::team(), Self::TEAMS) {
@@ -320,7 +320,7 @@ impl<
             let begin = if is_fresh { share.past } else { share.begin(tile) };
             let after = tile + ahead;
             let mut of_tile = asked;
-            if staging.by_row {
+            if C::BY_ROW {
                 if is_fresh {
                     of_tile = Self::fresh_row_scales(staging);
                 }
@@ -338,7 +338,7 @@ impl<
             sync_warp();
             Self::copy(Self::keys(slot), &cache, cache.k, spots, share, after);
 
-            if staging.by_row {
+            if C::BY_ROW {
                 Self::times_row_scales(&mut weights, &of_tile, row_scales::KEYS, 1.0);
             }
             scale.adjust(&mut weights);
@@ -361,7 +361,7 @@ impl<
                 }
             }
             weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
-            if staging.by_row {
+            if C::BY_ROW {
                 value_unit = Self::raise_unit(&mut acc, &of_tile, value_unit);
                 let inverse = 1.0 / value_unit;
                 Self::times_row_scales(&mut weights, &of_tile, row_scales::VALUES, inverse);
@@ -381,7 +381,7 @@ impl<
         }
         cp_async_wait::<0>();
         sync_warp();
-        if staging.by_row {
+        if C::BY_ROW {
             Self::times_unit(&mut acc, value_unit);
         }
         (states, acc)
