@@ -69,7 +69,7 @@ kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
     gqa_concat_kv_in_place_bf16 => concat_kv_in_place::<bf16>, T = bf16;
 });
 
-quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized, min_blocks: 4,
+quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized, min_blocks: 3,
     (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k_numbers: T, v_numbers: T;
      p: PrologueParams), {
     gqa_append_dequantized_i8_f32 => f32, Int8;
