@@ -1104,13 +1104,14 @@ fn a_step_reads_codes_where_it_can() {
         assert_eq!(kernels(&normed, &off).len(), 2);
     }
     let step = |change: fn(&mut ProblemFields)| with(quantized(llama(1, 4096), CODES[0]), change);
-    let staged = |p: &Problem, why: &str| {
+    let by = |kernel: &str, p: &Problem, why: &str| {
         let kernels = kernels(p, &off);
-        let stages = ["quantize_kv_i8", "append_dequantized_i8"];
-        assert!(kernels.iter().any(|kernel| stages.contains(kernel)), "{kernels:?}");
+        assert!(kernels.contains(&kernel), "{kernels:?}");
         assert_eq!(rejection(p, "h200", &off, Family::DecodeQuantized), why);
     };
-    staged(&step(|p| p.cache = CacheBinding::Separate), "past and present are not one cache");
+    let apart = step(|p| p.cache = CacheBinding::Separate);
+    by("quantize_kv_i8", &apart, "past and present are not one cache");
+    let staged = |p: &Problem, why: &str| by("append_dequantized_i8", p, why);
     staged(&step(|p| p.head_size = 72), "has no tile for head size 72");
     staged(&step(|p| p.out_dtype = DType::F32), "does not write output in float32");
     staged(&step(|p| p.dtype = DType::F32), "does not take float32");
@@ -1140,7 +1141,17 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
         with(of_rows(llama(3, 4096), CODES[0]), |p| (p.head_size, p.v_head_size) = (size, size))
     };
     assert_eq!(kernels(&of_size(80), &off), ["decode_rows_i8_f16_d128_r16_w4"]);
-    assert_eq!(kernels(&of_size(192), &off)[0], "append_dequantized_i8");
+    let large = of_size(192);
+    assert_eq!(kernels(&large, &off)[0], "append_dequantized_i8");
+    let takes_none = "does not take a scale for each row of the KV cache";
+    assert_eq!(rejection(&large, "h200", &off, Family::DecodeQuantized), takes_none);
+    let forced = |name| PlanOptions { force: Some(name), ..PlanOptions::default() };
+    let why = |p: &Problem, name| plan(p, &device("h200"), &forced(name)).unwrap_err().to_string();
+    let of_all = "gqa_decode_i8_f16_d128_r8";
+    assert!(why(&of_rows(llama(1, 4096), CODES[0]), of_all).contains(takes_none));
+    let of_each = "gqa_decode_rows_i8_f16_d128_r16_w4";
+    let got = why(&quantized(llama(1, 4096), CODES[0]), of_each);
+    assert!(got.contains("takes a scale for each row of the KV cache alone"), "{got}");
     let prompt = of_rows(llama(512, 7680), CODES[2]);
     let prompt = with(prompt, |p| p.float8_products = true);
     assert!(kernels(&prompt, &off).contains(&"append_dequantized_f8"));

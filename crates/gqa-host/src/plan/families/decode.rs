@@ -97,14 +97,18 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     if written().next().is_none() {
         return Err(Rejection::OutputType { got: p.out_dtype });
     }
-    let sized = || {
+    let holding = || {
         let is_forced = |entry: &Entry| call.forced.is_none_or(|forced| entry.name == forced.name);
-        let scaled = |entry: &Entry| entry.by_row == p.has_row_scales();
-        let is_sized = move |entry: &&Entry| holds(entry, p.head_size) && scaled(entry);
-        written().filter(move |entry| is_sized(entry) && is_forced(entry))
+        written().filter(move |entry| holds(entry, p.head_size) && is_forced(entry))
     };
+    if holding().next().is_none() {
+        return Err(Rejection::OtherHeadSize { got: p.head_size });
+    }
+    let by_row = p.has_row_scales();
+    let sized = || holding().filter(move |entry| entry.by_row == by_row);
     let smallest = sized().min_by_key(|entry| (entry.pads, entry.shared_bytes));
-    let smallest = smallest.ok_or(Rejection::OtherHeadSize { got: p.head_size })?;
+    let smallest =
+        smallest.ok_or(if by_row { Rejection::RowScales } else { Rejection::NoRowScales })?;
     let tiles = |entry: &Entry| p.packed_rows().div_ceil(entry.rows as usize);
     let suited = || sized().filter(|entry| runs_on(entry, call.device).is_ok());
     let order = |entry: &&Entry| {

@@ -72,7 +72,7 @@ impl Family for HopperQuantized {
 pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
     // Query rows of a group. More instructions convert four bits, and blocks take one more launch
-    // to be dequantized.
+    // to be dequantized; four bits in blocks were not measured.
     let (of_four_bits, in_blocks) =
         (p.quantized.map(|how| how.format) == Some(QuantFormat::Int4), p.pages.is_some());
     let max: u16 = match (of_four_bits, in_blocks) {
