@@ -24,7 +24,7 @@ pub use compare::{Errors, Tolerance, compare};
 pub use entries::{every_entry, float8_kernels, is_of_attention};
 pub use hostile::hostile;
 pub use paged::{
-    DECODE_KERNELS, PREFILL_KERNELS, PagedCase, paged, paged_concurrent, paged_mixed,
+    DECODE_KERNELS, PREFILL_KERNELS, PagedCase, paged, paged_concurrent, paged_crowds, paged_mixed,
     paged_prompts, paged_steps, slow_device, with_some_lse,
 };
 pub use paged_read::{PagedReadCase, paged_reads};

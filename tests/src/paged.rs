@@ -16,6 +16,7 @@ use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
+use std::ops::RangeInclusive;
 
 /// One call. What it has in common with GroupQueryAttention is `case`'s; data follows from its
 /// seed.
@@ -67,12 +68,28 @@ pub fn paged_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
 /// nobody wants log-sum-exps: those of [`paged_steps`] with up to 12 sequences, and one more of 64
 /// tokens or more.
 pub fn paged_mixed(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
-    let few = prop::collection::vec([0..=max_rows, 0..=3usize], 1..=12);
+    mixed(steps, max_rows, [1..=12, 1..=1])
+}
+
+/// The same with more sequences than a warp of `hopper_paged` looks at together.
+pub fn paged_crowds(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<PagedCase> {
+    mixed(steps, max_rows, [30..=60, 1..=2])
+}
+
+/// So many sequences of few tokens, and so many prompts among them.
+fn mixed(
+    steps: BoxedStrategy<Case>,
+    max_rows: usize,
+    [few, prompts]: [RangeInclusive<usize>; 2],
+) -> BoxedStrategy<PagedCase> {
+    let few = prop::collection::vec([0..=max_rows, 0..=3usize], few);
     let prompt = (0..=max_rows, 64..=160usize, any::<prop::sample::Index>());
-    (paged_steps(steps, max_rows), few, prompt)
-        .prop_map(|(case, few, (past, new, place))| {
+    (paged_steps(steps, max_rows), few, prop::collection::vec(prompt, prompts))
+        .prop_map(|(case, few, prompts)| {
             let mut sequences = few;
-            sequences.insert(place.index(sequences.len() + 1), [past, new]);
+            for (past, new, place) in prompts {
+                sequences.insert(place.index(sequences.len() + 1), [past, new]);
+            }
             let without_lse = Case { lse: false, ..case.case };
             PagedCase { sequences, case: without_lse, ..case }
         })
@@ -84,8 +101,8 @@ pub const DECODE_KERNELS: [Family; 2] = [Family::DecodePaged, Family::DecodePage
 /// Kernels for prompts that can begin before them.
 pub const PREFILL_KERNELS: [Family; 2] = [Family::HopperPaged, Family::HopperPagedQuantized];
 
-/// Such of these calls as the planner gives to two concurrent kernels, of which one of `first`
-/// begins.
+/// Such of these calls as the planner gives to two kernels that run at a time, of which one of
+/// `first` begins.
 pub fn paged_concurrent(
     steps: BoxedStrategy<Case>,
     max_rows: usize,
@@ -96,9 +113,10 @@ pub fn paged_concurrent(
     let cases = paged_mixed(steps, max_rows).prop_filter("concurrent", move |case| {
         let problem = case.problem().expect("legal");
         let plan = plan(&problem, &device, &PlanOptions::default()).expect("a plan");
-        let begins =
-            |launch: &Launch| launch.concurrent() && first.contains(&launch.entry().family);
-        plan.launches().iter().any(begins)
+        let begins = |launch: &Launch| first.contains(&launch.entry().family);
+        let concurrent = |launch: &Launch| launch.concurrent() && begins(launch);
+        let overlapped = |both: &[Launch]| both[1].overlaps() && begins(&both[0]);
+        plan.launches().iter().any(concurrent) || plan.launches().windows(2).any(overlapped)
     });
     cases.boxed()
 }

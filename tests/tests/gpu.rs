@@ -8,10 +8,10 @@ use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
     biased_prompts, case, every_entry, float8_kernels, float8_prompts, half_dtype, heads_in,
-    heads_up_to, identical, is_of_attention, paged, paged_concurrent, paged_mixed, paged_prompts,
-    paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores, quantized, quantized_output,
-    quantized_prompts, quantized_steps, rotated_prompts, sequences, sliding, slow_device, steps,
-    tall_steps, tree_steps, trees, turned_float8_prompts, with_some_lse,
+    heads_up_to, identical, is_of_attention, paged, paged_concurrent, paged_crowds, paged_mixed,
+    paged_prompts, paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores, quantized,
+    quantized_output, quantized_prompts, quantized_steps, rotated_prompts, sequences, sliding,
+    slow_device, steps, tall_steps, tree_steps, trees, turned_float8_prompts, with_some_lse,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -343,6 +343,7 @@ fn mixed_batches() {
     run("cuda, mixed batches", 300, paged_mixed(steps(40), 1500), PlanOptions::default());
     let codes = || quantized(steps(40));
     run("cuda, mixed batches, quantized", 300, paged_mixed(codes(), 1500), PlanOptions::default());
+    run("cuda, many sequences", 100, paged_crowds(steps(40), 300), PlanOptions::default());
     let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     for (device, first) in [(slow_device(132), PREFILL_KERNELS), (small, DECODE_KERNELS)] {
         let cases = |steps| paged_concurrent(steps, 1500, &device, first);

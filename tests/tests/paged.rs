@@ -5,8 +5,8 @@ use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
     DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, paged,
-    paged_concurrent, paged_mixed, paged_prompts, paged_reads, paged_steps, parity, quantized,
-    slow_device, steps, with_row_scales, with_some_lse,
+    paged_concurrent, paged_crowds, paged_mixed, paged_prompts, paged_reads, paged_steps, parity,
+    quantized, slow_device, steps, with_row_scales, with_some_lse,
 };
 
 #[test]
@@ -78,6 +78,16 @@ fn mixed_batches() {
     for slow in [4, 132].map(slow_device) {
         let cases = paged_concurrent(steps(24), 60, &slow, PREFILL_KERNELS);
         parity("sim, mixed batches, prefill first", 5, cases, &Sim::default().with_device(slow));
+    }
+}
+
+/// Row tiles are those of a few of many sequences.
+#[test]
+fn crowds() {
+    for slow in [2, 132].map(slow_device) {
+        let sim = Sim::default().with_device(slow);
+        parity("sim, many sequences", 2, paged_crowds(steps(8), 20), &sim);
+        parity("sim, many sequences, quantized", 1, paged_crowds(quantized(steps(8)), 20), &sim);
     }
 }
 

@@ -96,6 +96,7 @@ fn json(plan: &Plan) -> Value {
             "max_cluster": launch.entry().max_cluster,
             "programmatic": launch.programmatic(),
             "concurrent": launch.concurrent(),
+            "overlaps": launch.overlaps(),
             "threads": explained.threads,
             "shared_bytes": explained.shared_bytes,
             "arguments": arguments,

@@ -64,6 +64,18 @@ pub mod scales {
     pub const PER_TOKEN: u32 = 3;
 }
 
+/// What a decode step may do while the launch ahead of it still runs.
+pub mod overlap {
+    /// Nothing.
+    pub const NONE: u32 = 0;
+    /// Ask for lengths and cache: that launch writes nothing that the step reads but queries, new
+    /// keys and new values. Kernels that ask for keys ahead heed it.
+    pub const CACHE: u32 = 1;
+    /// All it has to do, over a paged KV cache: neither launch reads or writes what the other one
+    /// writes. It ends when that launch has ended.
+    pub const ALL: u32 = 2;
+}
+
 /// Where query rows stand among the keys.
 pub mod alignment {
     /// By [`AttentionParams::first_prompt`](super::AttentionParams::first_prompt), rows of padding
@@ -533,9 +545,8 @@ pub struct DecodeParams {
     pub rows: u32,
     /// Blocks that the device has at a time.
     pub at_a_time: u32,
-    /// 1: the launch ahead of this one writes nothing that this one reads but queries, new keys and
-    /// new values. Kernels that ask for keys ahead heed it.
-    pub prefetch_cache: u32,
+    /// What the launch may do while the one ahead of it still runs: one of [`overlap`].
+    pub overlap: u32,
     /// 1: no window, and no cluster appends rows that another one reads, so that keys may be asked
     /// for before it is known how many there are.
     pub ahead: u32,

@@ -45,7 +45,7 @@ impl Sim {
         memory: &Memory<'_>,
         prefetches: impl Fn(&Arg) -> bool,
     ) -> Result<()> {
-        let Launch { entry, grid, cluster, programmatic, args, params, .. } = launch;
+        let Launch { entry, grid, cluster, programmatic, overlaps, args, params, .. } = launch;
         launch.check_cluster()?;
         tracing::debug!(
             entry = entry.name,
@@ -70,7 +70,8 @@ impl Sim {
             seed: self.seed,
             cluster: *cluster,
             communicates: entry.communicates,
-            programmatic: *programmatic,
+            // One that overlaps the launch ahead waits in the end.
+            programmatic: *programmatic && !overlaps,
         };
         gqa_sim::launch(&shape, &entry.simulate, &arguments)?;
         Ok(())
@@ -94,12 +95,8 @@ impl Machine for Sim {
         let memory = Memory::new(io, shared, bytemuck::cast_slice_mut(&mut workspace))?
             .with_counters(bytemuck::cast_slice_mut(&mut counters))
             .with_strided(&inputs, output.as_deref_mut());
-        // Those that nobody behind them waits for come last, where nothing has them do the others'
-        // work.
-        let (concurrent, others): (Vec<_>, Vec<_>) =
-            plan.launches.iter().enumerate().partition(|(_, launch)| launch.concurrent);
-        for (number, launch) in others.into_iter().chain(concurrent) {
-            self.launch(launch, &memory, |arg| prefetches(plan, number, arg))?;
+        for number in order(&plan.launches) {
+            self.launch(&plan.launches[number], &memory, |arg| prefetches(plan, number, arg))?;
         }
         if let Some(output) = output {
             strided::gather(plan.problem(), output, io)?;
@@ -120,6 +117,15 @@ impl Backend for Sim {
         io.check(problem)?;
         self.execute(&plan(problem, &self.device, &self.options)?, io)
     }
+}
+
+/// The order of the launches: those that nobody behind them waits for come last, and those that
+/// overlap the one ahead come before it, so that none finds done what it must not rely on.
+fn order(launches: &[Launch]) -> Vec<usize> {
+    let (concurrent, others): (Vec<_>, Vec<_>) =
+        (0..launches.len()).partition(|&number| launches[number].concurrent);
+    let groups = others.chunk_by(|_, &next| launches[next].overlaps);
+    groups.flat_map(|group| group.iter().rev()).copied().chain(concurrent).collect()
 }
 
 /// Whether a launch of the plan may read that while the one ahead of it still runs.

@@ -175,7 +175,8 @@ impl LoadedPlan {
             let allowed = format!("numbers below {}", all.len());
             return Err(Error::invalid("launches", format!("{launches:?}"), allowed));
         }
-        if launches.len() != all.len() && all.iter().any(Launch::concurrent) {
+        let shared = |launch: &Launch| launch.concurrent() || launch.overlaps();
+        if launches.len() != all.len() && all.iter().any(shared) {
             let got = format!("{launches:?} of a plan whose launches share work");
             return Err(Error::invalid("launches", got, "all of them together"));
         }

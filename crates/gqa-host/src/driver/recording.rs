@@ -42,12 +42,22 @@ impl LoadedPlan {
         let launches = self.plan().launches();
         let mut nodes = Vec::with_capacity(launches.len());
         for (number, (launch, kernel)) in launches.iter().zip(self.kernels()).enumerate() {
-            let ahead = launches[..number].iter().rposition(|launch| !launch.concurrent());
+            let ahead = ahead(launches, number);
             nodes.push(graph.add(launch, *kernel, ahead.map(|ahead| &nodes[ahead]))?);
         }
         // SAFETY: the graph lives.
         let exec = unsafe { raw::graph::instantiate(graph.raw) }?;
         Ok(Recording { plan: self.plan().clone(), nodes, exec, graph })
+    }
+}
+
+/// The launch that launch `number` waits for: one that overlaps another waits for what that one
+/// waits for, and whoever follows for it.
+fn ahead(launches: &[Launch], number: usize) -> Option<usize> {
+    let ahead = launches[..number].iter().rposition(|launch| !launch.concurrent())?;
+    match launches[number].overlaps() && !launches[ahead].overlaps() {
+        true => launches[..ahead].iter().rposition(|launch| !launch.concurrent()),
+        false => Some(ahead),
     }
 }
 

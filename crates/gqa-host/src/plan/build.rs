@@ -44,7 +44,16 @@ pub(super) fn launch(
     }
     let args = entry.arguments.iter().map(find).collect::<Result<_>>()?;
     let params = bytemuck::bytes_of(params).to_vec();
-    Ok(Launch { entry, grid, cluster: 1, programmatic: false, concurrent: false, args, params })
+    Ok(Launch {
+        entry,
+        grid,
+        cluster: 1,
+        programmatic: false,
+        concurrent: false,
+        overlaps: false,
+        args,
+        params,
+    })
 }
 
 /// The kernel in that role for an element type, where it knows any, and for the format of a

@@ -41,6 +41,8 @@ pub struct LaunchLine {
     pub cluster: u32,
     /// Whether the launches behind it run beside it.
     pub concurrent: bool,
+    /// Whether it runs beside the launch ahead.
+    pub overlaps: bool,
     /// Threads of a block.
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
@@ -69,7 +71,7 @@ impl Plan {
 
 impl LaunchLine {
     fn new(launch: &Launch) -> Self {
-        let Launch { entry, grid, cluster, concurrent, args, .. } = launch;
+        let Launch { entry, grid, cluster, concurrent, overlaps, args, .. } = launch;
         let arguments =
             entry.arguments.iter().zip(args).map(|(name, arg)| (*name, arg.to_string()));
         Self {
@@ -77,6 +79,7 @@ impl LaunchLine {
             grid: *grid,
             cluster: *cluster,
             concurrent: *concurrent,
+            overlaps: *overlaps,
             threads: entry.threads,
             shared_bytes: entry.shared_bytes,
             arguments: arguments.collect(),
@@ -138,7 +141,11 @@ impl fmt::Display for LaunchLine {
             1 => String::new(),
             blocks => format!(" in clusters of {blocks}"),
         };
-        let beside = if self.concurrent { ", beside what follows" } else { "" };
+        let beside = match (self.concurrent, self.overlaps) {
+            (true, _) => ", beside what follows",
+            (_, true) => ", beside the one ahead",
+            _ => "",
+        };
         writeln!(
             f,
             "{entry}: {x}x{y}x{z} blocks of {threads} threads{clusters}, {shared_bytes} bytes shared{beside}"

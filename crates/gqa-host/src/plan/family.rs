@@ -144,6 +144,8 @@ pub(super) struct Task {
     pub(super) longest: usize,
     /// What follows does not wait for it.
     pub(super) concurrent: bool,
+    /// It runs beside the launch ahead of it, which has other sequences.
+    pub(super) overlaps: bool,
     /// In a paged call: which of two launches that take tiles from one queue this is.
     pub(super) queue: Option<TileQueue>,
 }
@@ -163,6 +165,14 @@ impl Task {
     /// All of a call.
     pub(super) fn whole(problem: &Problem, fused: bool) -> Self {
         let longest = problem.q_len;
-        Self { fused, appended: false, least: 0, longest, concurrent: false, queue: None }
+        Self {
+            fused,
+            appended: false,
+            least: 0,
+            longest,
+            concurrent: false,
+            overlaps: false,
+            queue: None,
+        }
     }
 }

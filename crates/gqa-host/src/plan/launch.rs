@@ -70,6 +70,7 @@ pub struct Launch {
     pub(crate) cluster: u32,
     pub(crate) programmatic: bool,
     pub(crate) concurrent: bool,
+    pub(crate) overlaps: bool,
     pub(crate) args: Vec<Arg>,
     pub(crate) params: Vec<u8>,
 }
@@ -100,6 +101,12 @@ impl Launch {
     /// free SMs before theirs.
     pub fn concurrent(&self) -> bool {
         self.concurrent
+    }
+
+    /// The launch is [programmatic](Self::programmatic), and has nothing to do with the one ahead:
+    /// its kernel runs beside it, and waits for it in the end.
+    pub fn overlaps(&self) -> bool {
+        self.overlaps
     }
 
     /// In the order of [`Entry::arguments`].

@@ -8,9 +8,9 @@
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
 //! delivers. So where that pays a primary launch of `hopper_paged` begins first, on some SMs,
-//! `decode_paged` runs concurrently on the others, and a secondary launch of `hopper_paged` behind
-//! that takes what work tiles are left in their queue: whatever the lengths turn out to be, no SM
-//! is idle for long.
+//! `decode_paged` overlaps it on the others, and a secondary launch of `hopper_paged` overlaps that
+//! when SMs become free, and takes what work tiles are left in their queue: whatever the lengths
+//! turn out to be, no SM is idle for long.
 //!
 //! Elsewhere `decode_paged` begins first, on all SMs, and what it leaves free is for the launches
 //! behind it. It appends the tokens of its own sequences, so that it need not wait for the launch
@@ -18,11 +18,12 @@
 
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
-use super::device::DeviceInfo;
+use super::device::{Capability, DeviceInfo};
 use super::families::{
-    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, TiledPaged,
+    DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, TiledPaged, in_halves,
+    tenths_of_block,
 };
-use super::family::{Call, Choice, Family, Job, Task, TileQueue};
+use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
 use super::launch::Launch;
 use super::options::PlanOptions;
 use super::rows::Rows;
@@ -60,7 +61,7 @@ impl Attention {
         let Self { problem, choice, task } = self;
         let mut launches = choice.launches(Job { problem, device, rows, task: *task, scratch })?;
         for launch in &mut launches {
-            launch.concurrent = task.concurrent;
+            (launch.concurrent, launch.overlaps) = (task.concurrent, task.overlaps);
             // Whoever began early would take the place of those.
             launch.programmatic &= !follows_concurrent && !task.concurrent;
         }
@@ -102,9 +103,14 @@ impl Attentions {
             let all = Attention { problem: read, choice: prompt, task };
             return Self { chosen: vec![all], decisions };
         };
-        decisions[0] = decision(step, &Ok(few.choice));
         let mixed = Mixed { problem: &read, few, prompt, task };
-        Self { chosen: mixed.attentions(device, appends), decisions }
+        let chosen = mixed.attentions(device, options, appends);
+        let steps =
+            chosen.iter().find(|attention| attention.choice.family.module() == step.module());
+        if let Some(attention) = steps {
+            decisions[0] = decision(step, &Ok(attention.choice));
+        }
+        Self { chosen, decisions }
     }
 
     /// The kernel for prefill, and the call as it reads it. A quantized cache that none reads where
@@ -174,32 +180,44 @@ struct Mixed<'a> {
 
 impl Mixed<'_> {
     /// The kernel for prefill first, on some SMs, where that is sooner done, or else the other one.
-    fn attentions(self, device: &DeviceInfo, appends: bool) -> Vec<Attention> {
+    fn attentions(
+        self,
+        device: &DeviceInfo,
+        options: &PlanOptions,
+        appends: bool,
+    ) -> Vec<Attention> {
         let Self { problem, few, prompt, task } = self;
         let Few { problem: few, choice, lengths } = few;
         let task = Task { least: few.q_len + 1, ..task };
         let many = |queue: Option<TileQueue>| Attention {
             problem: problem.clone(),
             choice: prompt,
-            task: Task {
-                concurrent: queue.is_some_and(|queue| !queue.is_secondary),
-                queue,
-                ..task
-            },
+            task: Task { overlaps: queue.is_some_and(|queue| queue.is_secondary), queue, ..task },
         };
-        let shares_tiles = prompt.family.draws_tiles();
-        let primary =
-            shares_tiles.then(|| lengths.primary_blocks(problem, &few, &prompt, device)).flatten();
+        let shares_tiles =
+            prompt.family.draws_tiles() && device.has(Capability::ProgrammaticLaunch);
+        let primary = shares_tiles
+            .then(|| lengths.primary_blocks(problem, &few, &choice, &prompt, device))
+            .flatten();
         // Arrivals would be counted where work is.
         let concurrent = choice.kernel.splits == 1;
-        let few = |task| Attention { problem: few, choice, task };
         let Some(primary) = primary.filter(|_| concurrent) else {
-            let appended = !(appends && concurrent);
-            return vec![few(Task { appended, concurrent, ..task }), many(None)];
+            let halves = if shares_tiles {
+                lengths.in_halves(&few, &choice.kernel, device, options)
+            } else {
+                None
+            };
+            let choice = halves.map_or(choice, |kernel| Choice { kernel, ..choice });
+            let concurrent = choice.kernel.splits == 1;
+            let task = Task { appended: !(appends && concurrent), concurrent, ..task };
+            return vec![Attention { problem: few, choice, task }, many(None)];
         };
-        let secondary = device.multiprocessors - primary;
+        let few = |task| Attention { problem: few, choice, task };
+        let leaves_tiles = lengths.work_tiles(problem, &prompt) > primary as usize;
+        let secondary = if leaves_tiles { device.multiprocessors - primary } else { 0 };
         let part = |is_secondary| many(Some(TileQueue { primary, secondary, is_secondary }));
-        vec![part(false), few(task), part(true)]
+        let first = [part(false), few(Task { overlaps: true, ..task })];
+        first.into_iter().chain(leaves_tiles.then(|| part(true))).collect()
     }
 }
 
@@ -242,43 +260,77 @@ impl Lengths {
         tiles > LAUNCH * device.multiprocessors as usize
     }
 
-    /// Blocks of `hopper_paged` with which the other kernel runs concurrently and both are done
-    /// soonest, where that is noticeably sooner than one after the other. It takes as long for as
-    /// many rounds of work tiles, so only the fewest blocks of each number of rounds come into
-    /// question, of equal ones the most. The constants are measured: `docs/perf-log.md`.
+    /// Over few keys a decode kernel with fewer copies under way for the other launches' loads to
+    /// wait for (measured: `docs/perf-log.md`).
+    fn in_halves(
+        self,
+        few: &Problem,
+        kernel: &Kernel,
+        device: &DeviceInfo,
+        options: &PlanOptions,
+    ) -> Option<Kernel> {
+        const FEW_KEYS: usize = 1024;
+        let PlanOptions { force, cluster, splits, .. } = options;
+        let is_free = force.is_none() && cluster.is_none() && splits.is_none();
+        let suits = is_free && self.keys <= FEW_KEYS && few.quantized.is_none();
+        if suits { in_halves(kernel, device) } else { None }
+    }
+
+    /// Blocks of `hopper_paged` beside which the other kernel streams as fast as memory allows,
+    /// where both are done noticeably sooner so than one after the other. The constants are
+    /// measured: `docs/perf-log.md`.
     fn primary_blocks(
         self,
         p: &Problem,
         few: &Problem,
+        step: &Choice,
         prompt: &Choice,
         device: &DeviceInfo,
     ) -> Option<u32> {
         /// Of the peak rates: what either kernel reaches.
         const OF_ARITHMETIC: f64 = 0.65;
         const OF_MEMORY: f64 = 0.9;
+        /// Seconds to begin a work tile.
+        const START: f64 = 1e-6;
         /// Fewest seconds that count, and the share of all that does.
-        const LEAST: f64 = 1e-5;
-        const NOTICEABLE: f64 = 0.03;
+        const LEAST: f64 = 7.5e-6;
+        const NOTICEABLE: f64 = 0.025;
         let all = device.multiprocessors as usize;
-        let rows = prompt.kernel.entry.rows as usize;
-        let tiles = (self.many * self.tokens.div_ceil(rows)).saturating_mul(p.q_heads);
-        let widths = (4 * rows * KEYS * p.head_size) as f64;
+        let tiles = self.work_tiles(p, prompt);
+        let widths = (4 * prompt.kernel.entry.rows as usize * KEYS * p.head_size) as f64;
         let tile = widths * all as f64 / (device.tensor_flops * OF_ARITHMETIC);
-        let round = self.keys.div_ceil(KEYS) as f64 * tile;
+        let round = self.keys.div_ceil(KEYS) as f64 * tile + START;
         let [.., width] = few.key_cache_shape(0);
         let bytes = 2 * p.kv_heads * width * few.key_cache_dtype().size();
         let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
         let apart = tiles.div_ceil(all) as f64 * round + few;
-        let concurrently = |rounds: usize| {
-            let blocks = tiles.div_ceil(rounds);
-            let rate = (2.0 * (all - blocks) as f64 / all as f64).min(1.0);
-            let many = rounds as f64 * round;
-            // What is not read meanwhile is read by all.
-            (blocks, if rate * many < few { many + few - rate * many } else { many })
+        let streaming = all * tenths_of_block(step.kernel.entry) as usize / 20;
+        let blocks = tiles.min(all - streaming);
+        let together = Self::together([blocks, all - blocks], tiles, round, few);
+        (apart - together > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)
+    }
+
+    /// When so many work tiles are done, if the first SMs take them from the beginning and the
+    /// others when they have streamed for `few` seconds; a tile takes `round` seconds.
+    fn together([first, others]: [usize; 2], tiles: usize, round: f64, few: f64) -> f64 {
+        let before = (few / round).floor();
+        let left = tiles.saturating_sub(first.saturating_mul(before as usize));
+        if left == 0 {
+            return few;
+        }
+        let (rounds, rest) = (left / (first + others), left % (first + others));
+        let last = match rest {
+            0 => 0.0,
+            // The first SMs have their tiles since before.
+            _ if rest <= first => 1.0 - (few / round - before),
+            _ => 1.0,
         };
-        let candidates = (1..all).rev().map(|most| concurrently(tiles.div_ceil(most)));
-        let (blocks, seconds) = candidates.min_by(|a, b| a.1.total_cmp(&b.1))?;
-        let gain = apart - seconds;
-        (gain > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)
+        few + (rounds as f64 + last) * round
+    }
+
+    /// Work tiles of the sequences that are not few.
+    fn work_tiles(self, p: &Problem, prompt: &Choice) -> usize {
+        let rows = prompt.kernel.entry.rows as usize;
+        (self.many * self.tokens.div_ceil(rows)).saturating_mul(p.q_heads)
     }
 }

@@ -10,7 +10,7 @@ use gqa_kernels::params::{
     AttentionParams, DecodeParams, Float8OperandsParams, Float8Params, HopperParams, MaskedParams,
     PagedDecodeParams, PagedHopperParams, PagedParams, PagedTiledParams, PrologueParams,
     QuantizeOutputParams, QuantizedHopperParams, QuantizedPagedHopperParams, RollingBiasParams,
-    RollingParams, Strides, TreeMaskParams,
+    RollingParams, Strides, TreeMaskParams, overlap,
 };
 use gqa_kernels::prologue::dequantize;
 use gqa_kernels::registry::{Entry, Role};
@@ -470,19 +470,19 @@ fn keys_are_asked_for_ahead_where_that_is_safe_and_pays() {
     let parts = PlanOptions { cluster: Some(2), splits: Some(4), ..PlanOptions::default() };
     assert_eq!(params(&step(8000), &parts).ahead, 0, "another cluster reads what one appends");
     assert_eq!(params(&with(step(8000), |p| p.new_len = 0), &parts).ahead, 1);
-    assert_eq!(planned(&step(8000)).prefetch_cache, 0);
-    assert_eq!(planned(&with(step(8000), |p| p.prefetch_cache = true)).prefetch_cache, 1);
+    assert_eq!(planned(&step(8000)).overlap, overlap::NONE);
+    assert_eq!(planned(&with(step(8000), |p| p.prefetch_cache = true)).overlap, overlap::CACHE);
     let normed = with(step(8000), |p| p.qk_norm = Some(QkNorm { epsilon: 1e-6 }));
     let normed = plan(&normed, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let params: DecodeParams = bytemuck::pod_read_unaligned(&normed.launches[1].params);
-    assert_eq!(params.prefetch_cache, 1, "the launch ahead writes scratch");
+    assert_eq!(params.overlap, overlap::CACHE, "the launch ahead writes scratch");
     let separate =
         with(step(8000), |p| (p.prefetch_cache, p.cache) = (true, CacheBinding::Separate));
     let plan = plan(&separate, &DeviceInfo::h200(), &PlanOptions::default()).unwrap();
     let (attention, ahead) = plan.launches.split_last().unwrap();
     assert_eq!((attention.entry.family, ahead.is_empty()), (Family::Decode, false));
     let params: DecodeParams = bytemuck::pod_read_unaligned(&attention.params);
-    assert_eq!(params.prefetch_cache, 0, "the launch ahead writes the cache");
+    assert_eq!(params.overlap, overlap::NONE, "the launch ahead writes the cache");
 }
 
 #[test]
@@ -1371,13 +1371,17 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     let few: &PagedDecodeParams = bytemuck::from_bytes(&step.params);
     // Two tokens of four heads fill its rows, and the cache has them already.
     assert_eq!((few.decode.attention.q_len, few.longest, few.decode.new_len), (2, 512, 0));
-    assert!(first.concurrent && !step.concurrent && !step.programmatic && !last.concurrent);
-    // 128 work tiles take two rounds of 64 blocks.
-    assert_eq!((first.grid[0], last.grid[0]), (64, 132 - 64));
+    // Each of these overlaps the one ahead of it.
+    assert_eq!([first, step, last].map(|launch| launch.overlaps), [false, true, true]);
+    assert_eq!([first, step, last].map(|launch| launch.programmatic), [false, true, true]);
+    assert!([first, step, last].iter().all(|launch| !launch.concurrent));
+    assert_eq!(few.decode.overlap, overlap::ALL);
+    // Half of the SMs read all that memory delivers.
+    assert_eq!((first.grid[0], last.grid[0]), (66, 132 - 66));
     for (launch, helps) in [(first, 0), (last, 1)] {
         let many: &PagedHopperParams = bytemuck::from_bytes(&launch.params);
         assert_eq!((many.hopper.attention.q_len, many.least), (512, 3));
-        assert_eq!((many.primary, many.secondary, many.is_secondary), (64, 132 - 64, helps));
+        assert_eq!((many.primary, many.secondary, many.is_secondary), (66, 132 - 66, helps));
     }
     // Four tokens of each fill sixteen rows, eight 32.
     for (tokens, step) in [(4, "decode_paged_f16_d128_r16_w4"), (8, "decode_paged_f16_d128_r32_w4")]
@@ -1397,7 +1401,7 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
 #[test]
 fn decode_begins_first_in_short_mixed_batches() {
     let p = with_pages(over_blocks(32, 512, 2048), |pages| Pages { tokens: 512 + 31, ..pages });
-    let short = with(p, |p| p.total_len = 600);
+    let short = with(p, |p| p.total_len = 540);
     let slots = with_pages(short.clone(), |pages| Pages { slots: true, ..pages });
     let off = PlanOptions::default();
     let [append, prompt] = ["paged_append", "hopper_paged_f16_d128"];
@@ -1565,7 +1569,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
     let many: &PagedHopperParams = bytemuck::from_bytes(&plan.launches[2].params);
     assert_eq!((paged.least, many.least), (3, 3));
     assert_eq!((many.log_block_size, many.per_sequence, many.blocks), (8, 36, 1152));
-    assert!(plan.launches[2].concurrent);
+    assert!(plan.launches[3].overlaps && plan.launches[4].overlaps);
 }
 
 /// Grid and parameters of a launch.

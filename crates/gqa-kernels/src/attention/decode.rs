@@ -49,7 +49,9 @@
 //! Blocks without others let the next launch take their places one by one, but only after this
 //! wait, so that whoever comes next finds the launch before this one ended. Clusters do not,
 //! because those of the next launch would crowd in the splits of the device that end first, and
-//! share what such a split can read (`docs/perf-log.md`).
+//! share what such a split can read (`docs/perf-log.md`). Over a paged KV cache a launch may also
+//! run beside the one ahead, which attends to other sequences; a block more than there is work for
+//! waits for its end.
 //!
 //! **Before the length is known** teams of most shapes ask for their first keys: those that turn
 //! out not to exist are masked like all that no query sees. A row that the call appends may be
@@ -96,7 +98,7 @@ pub use shape::{Device, Shape, shape};
 
 use super::out::OutElement;
 use crate::num::MmaElement;
-use crate::params::{AttentionParams, DecodeParams};
+use crate::params::{AttentionParams, DecodeParams, overlap};
 use crate::simt::{
     Global, block_idx_x, block_idx_y, block_idx_z, cluster_arrive, cluster_rank, cluster_size,
     cluster_wait, cp_async_commit, grid_dependency_wait, lane, launch_dependents, opaque,
@@ -265,10 +267,12 @@ pub fn clusters(p: &AttentionParams, rows: u32) -> u32 {
     row_tiles(p, rows) * p.kv_heads * p.batch
 }
 
-/// Blocks of a call whose clusters have `ranks` blocks.
+/// Blocks of a call whose clusters have `ranks` blocks. Those of one more row tile wait for a
+/// launch that this one overlaps.
 pub fn grid(p: &DecodeParams, ranks: u32) -> [u32; 3] {
     let a = &p.attention;
-    [ranks * p.splits, a.kv_heads, row_tiles(a, p.rows) * a.batch]
+    let waiting = u32::from(p.overlap == overlap::ALL);
+    [ranks * p.splits, a.kv_heads, row_tiles(a, p.rows) * a.batch + waiting]
 }
 
 /// Elements of (partial_out, partial_states) of a call with splits.
@@ -440,8 +444,12 @@ impl<
     ) {
         let place = Place::new(&p);
         let layout = H::over(layout, &p.attention, Self::PER_UNIT);
-        let prefetches = Self::ASKS_AHEAD && p.prefetch_cache != 0;
-        if !prefetches {
+        let prefetches = Self::ASKS_AHEAD && p.overlap == overlap::CACHE;
+        if Self::overlaps::<L>(&p) {
+            if Self::waits_for_overlapped(&p) {
+                return;
+            }
+        } else if !prefetches {
             Self::wait_for_launch_before(place);
         }
         let asked = Self::ask_length(seqlens_k, place);
@@ -614,7 +622,7 @@ impl<
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn takes_cache_first(p: &DecodeParams, place: Place) -> bool {
         let is_later = place.index * p.splits + place.split >= p.at_a_time;
-        Self::IS_HALF && place.ranks == 1 && (p.prefetch_cache != 0 || is_later)
+        Self::IS_HALF && place.ranks == 1 && (p.overlap == overlap::CACHE || is_later)
     }
 
     /// Whether new rows are appended when all ranks have read: they may be among the keys that
@@ -668,6 +676,26 @@ impl<
         if place.ranks == 1 {
             launch_dependents();
         }
+    }
+
+    /// Whether the launch before this one and this one have nothing to do with each other.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn overlaps<L: Layout>(p: &DecodeParams) -> bool {
+        L::MAY_OVERLAP && p.overlap == overlap::ALL
+    }
+
+    /// Of a launch that overlaps the one before it: lets the next one begin, and says whether the
+    /// block is behind all that have work. The first of those waits, so that whoever comes next
+    /// finds both launches ended; those with work would need registers for a wait in their end.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn waits_for_overlapped(p: &DecodeParams) -> bool {
+        launch_dependents();
+        // Opaque, or the product would take a register for all that follows.
+        let is_behind = opaque(block_idx_z()) * p.attention.kv_heads >= p.clusters;
+        if is_behind && block_idx_x() + block_idx_y() == 0 {
+            grid_dependency_wait();
+        }
+        is_behind
     }
 
     /// The same, found out anew where the loop has made threads forget it.

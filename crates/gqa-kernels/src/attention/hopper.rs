@@ -64,6 +64,7 @@ mod producer;
 mod queries;
 mod ring;
 mod rotate;
+mod row_tiles;
 mod scales;
 mod shape;
 mod softmax;
@@ -122,6 +123,8 @@ impl<
     pub const THREADS: u32 = <Self as Tile>::THREADS;
     /// Dynamic shared memory of a block.
     pub const SHARED_BYTES: u32 = <Self as Tile>::BYTES;
+    /// The same over a paged KV cache.
+    pub const PAGED_SHARED_BYTES: u32 = <Self as Tile>::PAGED_BYTES;
 
     /// The kernel, with a mask or without, over a cache with such scales; `convert` is what the
     /// warpgroup does that converts tiles, if there is one.
@@ -144,6 +147,9 @@ impl<
             )
         };
         let base = shared_base();
+        if let Some(pages) = pointers.pages {
+            pages.wait_for_launch_before();
+        }
         if thread_idx() == 0 {
             for map in [q, k, v] {
                 prefetch_tensor_map(map);
@@ -190,6 +196,8 @@ impl<
                             pages::share_keys_and_values::<Self>(base, k, v, pages, p);
                         }
                     }
+                } else if let Some(pages) = pages {
+                    pages.wait_for_overlapped();
                 }
             }
         } else {

@@ -46,18 +46,22 @@ pub(super) fn sequence_of(
     Sequence::new(bounds, length, p.tokens, p.q_len, p.capacity)
 }
 
-/// The batch entry that has token `token`, and which of its tokens that is.
+/// The batch entry that has token `token`, and which of its tokens that is. Each step of the search
+/// asks for several boundaries at a time: their latencies are what it costs.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn owner_of(p: &PagedParams, starts: Global<i32>, token: u32) -> (u32, u32) {
+    /// Boundaries of a step.
+    const TOGETHER: usize = 8;
     let start = |b: u32| starts.load(b as usize) as u32;
-    let (mut low, mut high) = (0, p.batch);
-    while low + 1 < high {
-        let middle = (low + high) / 2;
-        if start(middle) <= token {
-            low = middle;
-        } else {
-            high = middle;
-        }
+    let (mut low, mut count) = (0, p.batch);
+    while count > 1 {
+        let part = count.div_ceil(TOGETHER as u32 + 1);
+        let last = low + count - 1;
+        let bounds: [u32; TOGETHER] =
+            core::array::from_fn(|n| start((low + (n as u32 + 1) * part).min(last)));
+        let parts: u32 = bounds.iter().map(|&bound| u32::from(bound <= token)).sum();
+        let first = low + parts * part;
+        (low, count) = (first.min(last), part.min((last + 1).saturating_sub(first)));
     }
     (low, token.saturating_sub(start(low)))
 }

@@ -198,7 +198,7 @@ impl Case {
             clusters: decode::clusters(&attention, self.rows),
             rows: self.rows,
             at_a_time: 132,
-            prefetch_cache: self.prefetches.into(),
+            overlap: self.prefetches.into(),
             ahead: self.is_ahead.into(),
             scales: self.scales,
             attention,

@@ -4,7 +4,7 @@
 use crate::plan::build::{element, launch, tensor, u32_of};
 use crate::plan::decision::Rejection;
 use crate::plan::device::{Capability, DeviceInfo};
-use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
+use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel, Task};
 use crate::plan::launch::{Arg, Launch};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{
@@ -16,7 +16,7 @@ use crate::{CacheBinding, Problem, Result};
 use bytemuck::Zeroable;
 use gqa_kernels::attention::decode::{self, Shape};
 use gqa_kernels::num::Format;
-use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides};
+use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, overlap};
 use gqa_kernels::registry::{self, Entry, entries};
 use std::cmp::Reverse;
 
@@ -226,6 +226,12 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
     entries().filter(is_half).min_by_key(|half| half.rows).filter(fits)
 }
 
+/// The same step in blocks of half an SM, each with all keys of its rows, if there are such.
+pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option<Kernel> {
+    let half = half_of(kernel.entry, device)?;
+    (kernel.entry.min_blocks == 1).then(|| Kernel::whole(half))
+}
+
 /// By how many parts in 32 two such blocks stream slower than a whole one: more of a quantized KV
 /// cache, whose halves have fewer copies under way. Fitted to measurements (`docs/perf-log.md`).
 fn slowdown_of_halves(half: &Entry) -> u32 {
@@ -236,7 +242,7 @@ fn slowdown_of_halves(half: &Entry) -> u32 {
 /// all of the memory's bandwidth: longer where four bits become halves, and where 64 rows keep a
 /// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
 /// every SM has to take part, which is an estimate.
-fn tenths_of_block(entry: &Entry) -> u32 {
+pub(in crate::plan) fn tenths_of_block(entry: &Entry) -> u32 {
     match (entry.rows, entry.codes) {
         (33.., _) if has_wgmma(entry) => 13,
         (33.., _) => 20,
@@ -284,7 +290,8 @@ fn has_grid(p: &Problem, kernel: &Kernel) -> Result<(), Rejection> {
     const MAX: [usize; 3] = [i32::MAX as usize, 65_535, 65_535];
     let row_tiles = p.packed_rows().div_ceil(kernel.entry.rows as usize);
     let blocks = kernel.cluster as usize * kernel.splits as usize;
-    let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch)];
+    // And one row tile more that may wait for a launch.
+    let grid = [blocks, p.kv_heads, row_tiles.saturating_mul(p.batch).saturating_add(1)];
     let fits = grid.iter().zip(MAX).all(|(&blocks, max)| blocks <= max);
     let all = grid.iter().try_fold(1usize, |all, &blocks| all.checked_mul(blocks));
     (fits && all.is_some_and(|all| all <= u32::MAX as usize))
@@ -359,12 +366,21 @@ pub(super) fn step_params(
         clusters: decode::clusters(&attention, entry.rows),
         rows: entry.rows,
         at_a_time: job.device.multiprocessors * entry.min_blocks,
-        // The launch that normalises begins when all before it has ended, and writes scratch.
-        prefetch_cache: u32::from(appends && (p.prefetch_cache || p.qk_norm.is_some())),
+        overlap: overlap(p, appends, job.task),
         ahead: u32::from(asks_ahead(p, kernel, appends && p.new_len > 0)),
         scales: scales(p),
         attention,
     })
+}
+
+/// What the step may do while the launch ahead of it still runs.
+fn overlap(p: &Problem, appends: bool, task: Task) -> u32 {
+    // The launch that normalises begins when all before it has ended, and writes scratch.
+    match appends && (p.prefetch_cache || p.qk_norm.is_some()) {
+        _ if task.overlaps => overlap::ALL,
+        true => overlap::CACHE,
+        false => overlap::NONE,
+    }
 }
 
 /// The arguments of a decode step.

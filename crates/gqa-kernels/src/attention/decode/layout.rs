@@ -14,6 +14,8 @@ use bytemuck::Pod;
 pub trait Layout: Copy {
     /// Whether a row tile may have no rows.
     const MAY_BE_EMPTY: bool;
+    /// Whether the launch may run beside another one, which attends to other sequences.
+    const MAY_OVERLAP: bool;
     /// Most rows of a tile, from a multiple of as many on, that are certain to be of one piece.
     const PIECE: u32;
     /// Whether heads may have fewer columns than tiles.
@@ -90,6 +92,7 @@ pub struct SideBySide;
 
 impl Layout for SideBySide {
     const MAY_BE_EMPTY: bool = false;
+    const MAY_OVERLAP: bool = false;
     const PIECE: u32 = u32::MAX;
     type Spots = ();
 
@@ -199,6 +202,7 @@ const PIECES: usize = 4;
 
 impl Layout for Blocks {
     const MAY_BE_EMPTY: bool = true;
+    const MAY_OVERLAP: bool = true;
     const PIECE: u32 = 16;
     type Spots = [u32; PIECES];
 
@@ -335,6 +339,7 @@ pub struct Narrow<L> {
 
 impl<L: Layout> Layout for Narrow<L> {
     const MAY_BE_EMPTY: bool = L::MAY_BE_EMPTY;
+    const MAY_OVERLAP: bool = L::MAY_OVERLAP;
     const PIECE: u32 = L::PIECE;
     const PADS: bool = true;
     type Spots = L::Spots;

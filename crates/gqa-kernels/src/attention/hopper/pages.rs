@@ -1,32 +1,32 @@
 //! Sequences whose keys and values lie in blocks of a cache, and whose query rows are tokens that
 //! lie one behind the other.
 //!
-//! **Row tiles** are numbered through all sequences ([`Sequences`]). Those of sequences with few
-//! tokens may be another kernel's; they have no keys here.
+//! **Row tiles** are numbered through all sequences (`row_tiles.rs`), but those with few tokens
+//! where they are another kernel's.
 //!
 //! **SharedQueue**: a launch may be joined by another one, for SMs that become free later, whose
 //! blocks draw from the same work. Neither needs the other: whichever comes first does what there
-//! is.
+//! is. The secondary launch overlaps the one ahead of it, which attends to other sequences.
 //!
 //! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height.
 //! Each lane of two warps copies one: a warp starts a copy in about 100 cycles, in which TMA is not
 //! even half busy, and blocks of 16 rows make many.
 
 use super::ring::Ring;
+use super::row_tiles::RowTiles;
 use super::shape::{Arrival, CHUNK, Tile};
 use super::work::{KeyTiles, Place, Slot, TileScheduler, Work, first_key};
 use crate::concept::mask::Visible;
-use crate::concept::pages::Sequence;
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
 use crate::params::{AttentionParams, PagedHopperParams};
 use crate::simt::*;
-use crate::tile::pages::{Sequences, row_tiles};
+use crate::tile::pages::Sequences;
 
 /// Where sequences are.
 #[derive(Clone, Copy)]
 pub(super) struct Pages {
-    sequences: Sequences,
+    pub(super) sequences: Sequences,
     /// (batch, blocks of a sequence)
     table: Global<i32>,
     /// Blocks of a sequence.
@@ -91,23 +91,23 @@ impl Pages {
         }
     }
 
-    /// Row tiles of all sequences.
+    /// Waits for the launch before this one, and lets the next one begin. A secondary launch runs
+    /// beside the one before it, which attends to other sequences.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn row_tiles<S: Tile>(self, p: &AttentionParams) -> u32 {
-        row_tiles(self.sequences.tokens, p.batch, S::ROWS)
+    pub(super) fn wait_for_launch_before(self) {
+        if !self.queue.is_secondary {
+            grid_dependency_wait();
+            launch_dependents();
+        }
     }
 
-    /// The sequence that has a row tile, and the tile's first row there.
+    /// What a secondary launch does in the end instead, so that whoever comes next finds both
+    /// ended.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn find<S: Tile>(self, tile: u32, p: &AttentionParams) -> (u32, u32) {
-        let (batch, tile) = self.sequences.find(tile, p.batch, 1, S::ROWS);
-        (batch, tile * S::ROWS)
-    }
-
-    /// Where the rows of sequence `b` are, if they are this launch's.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn sequence(self, b: u32, p: &AttentionParams) -> Sequence {
-        self.sequences.get(b, p)
+    pub(super) fn wait_for_overlapped(self) {
+        if self.queue.is_secondary {
+            grid_dependency_wait();
+        }
     }
 
     /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there
@@ -234,27 +234,28 @@ pub(super) fn load_keys_and_values<S: Tile>(
     counter: Global<u32>,
     p: &AttentionParams,
 ) {
-    let scheduler = TileScheduler::new::<S>(counter, p, Some(pages));
+    let row_tiles = RowTiles::new::<S>(base, pages.sequences, p);
+    let scheduler = || TileScheduler { counter, count: row_tiles.count() * p.q_heads };
     let leads = lane() == 0;
     let mut boxes = Boxes::new::<S>(base, k, v, pages);
     let mut n = 0;
     // The first lane's is the warp's.
     let mut drawn = match pages.queue.is_secondary {
         false => block_idx_x(),
-        true if leads => pages.queue.next(&scheduler),
+        true if leads => pages.queue.next(&scheduler()),
         true => 0,
     };
     loop {
         let index = shfl_idx_u32(drawn, 0);
-        if !scheduler.is_work(index) {
+        if !scheduler().is_work(index) {
             break;
         }
         let mut draw_next = || {
             if leads {
-                drawn = pages.queue.next(&scheduler);
+                drawn = pages.queue.next(&scheduler());
             }
         };
-        let work = Work::new::<S>(index, p, Global::null(), Some(pages), u32::MAX);
+        let work = Work::of_tokens::<S>(index, &row_tiles, p);
         if work.keys.is_empty() {
             draw_next();
             continue;

@@ -90,14 +90,14 @@ pub(super) fn load_keys_and_values<S: Tile>(
     columns: u32,
     p: &AttentionParams,
 ) {
-    let scheduler = TileScheduler::new::<S>(counter, p, None);
+    let scheduler = TileScheduler { counter, count: Work::count::<S>(p) };
     let mut ring = KeyValueRing { base, ring: Ring::START };
     // The V tile that comes after the next K tile: tile, head, batch.
     let mut behind: Option<[u32; 3]> = None;
     let mut n = 0;
     let mut index = block_idx_x();
     while scheduler.is_work(index) {
-        let work = Work::new::<S>(index, p, seqlens_k, None, columns);
+        let work = Work::new::<S>(index, p, seqlens_k, columns);
         if work.keys.is_empty() {
             index = scheduler.next();
             continue;
@@ -171,8 +171,8 @@ pub(super) fn clear_unseeing<T: MmaElement, S: Tile>(
     p: &AttentionParams,
 ) {
     let mut index = block_idx_x();
-    while index < Work::count::<S>(p, None) {
-        let work = Work::new::<S>(index, p, seqlens_k, None, columns);
+    while index < Work::count::<S>(p) {
+        let work = Work::new::<S>(index, p, seqlens_k, columns);
         if work.keys.is_empty() {
             clear::<T, S>(work.place, to, p);
         }

@@ -1,5 +1,7 @@
 //! Shapes of work and the shared-memory maps that follow from them.
 
+use super::row_tiles;
+
 /// Columns of a swizzled chunk: 128 bytes.
 pub(super) const CHUNK: u32 = 64;
 /// Columns of a tile of V, transposed, of e4m3: its keys, and as many that nobody reads as fill up
@@ -117,6 +119,12 @@ pub(super) trait Tile {
     /// On a boundary of 16 bytes: before it are pairs of barriers.
     const WORK: u32 = Self::WORK_FULL + 8 * WORK_SLOTS;
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
+    /// With what finds the sequences of row tiles behind it, over a paged KV cache.
+    const PAGED_BYTES: u32 = {
+        let bytes = Self::BYTES + row_tiles::BYTES;
+        assert!(bytes <= SHARED, "shared memory of a block");
+        bytes
+    };
     /// What TMA fills of a stage of the ring with K or V: the whole tile, or its end.
     const ARRIVAL: Arrival = if Self::CONVERTS {
         Arrival {

@@ -1,7 +1,7 @@
 //! What a block has to do: work tiles, in an order that keeps K and V in the L2 cache and ends with
 //! the shortest.
 
-use super::pages::Pages;
+use super::row_tiles::{Found, RowTiles};
 use super::shape::{Tile, WORK_BYTES, WORK_SLOTS};
 use crate::concept::seqlen::Seqlen;
 use crate::num::quotient;
@@ -49,50 +49,55 @@ impl Work {
         index: u32,
         p: &AttentionParams,
         seqlens_k: Global<i32>,
-        pages: Option<Pages>,
         columns: u32,
     ) -> Self {
-        let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
+        let (row_tiles, pairs) = (p.q_len.div_ceil(S::ROWS), p.q_heads * p.batch);
         let split = if S::SPLITS { quotient(index, row_tiles * pairs) } else { 0 };
         let index = index - split * row_tiles * pairs;
-        let l2_section = quotient(index, p.l2_section * row_tiles);
-        let within = index - l2_section * p.l2_section * row_tiles;
-        let here = (pairs - l2_section * p.l2_section).min(p.l2_section);
-        let nth = quotient(within, here);
-        let pair = l2_section * p.l2_section + within - nth * here;
-        if let Some(pages) = pages {
-            let (batch, row) = pages.find::<S>(row_tiles - 1 - nth, p);
-            let sequence = pages.sequence(batch, p);
-            let seqlen = sequence.seqlen();
-            let keys = KeyTiles::new::<S>(row, seqlen, 0, true, p);
-            let place = Place { batch, head: pair, row, split, token: sequence.start };
-            return Self { place, seqlen, hidden: 0, keys };
-        }
+        let (pair, row_tile) = Self::within(index, row_tiles, pairs, p.l2_section);
         let batch = quotient(pair, p.q_heads);
         let seqlen =
             Seqlen::new(seqlens_k.load(batch as usize), p.q_len, p.capacity, p.first_prompt != 0);
         let hidden = seqlen.total.saturating_sub(columns);
-        let row = (row_tiles - 1 - nth) * S::ROWS;
+        let row = row_tile * S::ROWS;
         let keys = KeyTiles::new::<S>(row, seqlen, hidden, false, p);
         let keys = if S::SPLITS { keys.split(split, p.splits) } else { keys };
         let place = Place { batch, head: pair - batch * p.q_heads, row, split, token: 0 };
         Self { place, seqlen, hidden, keys }
     }
 
-    /// Row tiles, and pairs of a head and what has as many row tiles in it.
+    /// The same where rows are tokens of sequences over a paged KV cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn numbers<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> (u32, u32) {
-        match pages {
-            None => (p.q_len.div_ceil(S::ROWS), p.q_heads * p.batch),
-            Some(pages) => (pages.row_tiles::<S>(p), p.q_heads),
-        }
+    pub(super) fn of_tokens<S: Tile>(
+        index: u32,
+        row_tiles: &RowTiles,
+        p: &AttentionParams,
+    ) -> Self {
+        let (head, tile) = Self::within(index, row_tiles.count(), p.q_heads, p.l2_section);
+        let Found { batch, sequence, tile } = row_tiles.find::<S>(tile, p);
+        let (row, seqlen) = (tile * S::ROWS, sequence.seqlen());
+        let keys = KeyTiles::new::<S>(row, seqlen, 0, true, p);
+        let place = Place { batch, head, row, split: 0, token: sequence.start };
+        Self { place, seqlen, hidden: 0, keys }
+    }
+
+    /// The pair of a head and what has as many row tiles in it, and the row tile, of work tile
+    /// number `index`: sections of `l2_section` pairs one after the other, their last row tiles
+    /// first.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn within(index: u32, row_tiles: u32, pairs: u32, l2_section: u32) -> (u32, u32) {
+        let section = quotient(index, l2_section * row_tiles);
+        let within = index - section * l2_section * row_tiles;
+        let here = (pairs - section * l2_section).min(l2_section);
+        let nth = quotient(within, here);
+        (section * l2_section + within - nth * here, row_tiles - 1 - nth)
     }
 
     /// Work tiles of the whole call.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn count<S: Tile>(p: &AttentionParams, pages: Option<Pages>) -> u32 {
-        let (row_tiles, pairs) = Self::numbers::<S>(p, pages);
-        row_tiles * pairs * if S::SPLITS { p.splits } else { 1 }
+    pub(super) fn count<S: Tile>(p: &AttentionParams) -> u32 {
+        let tiles = p.q_len.div_ceil(S::ROWS) * p.q_heads * p.batch;
+        tiles * if S::SPLITS { p.splits } else { 1 }
     }
 }
 
@@ -175,15 +180,6 @@ pub(super) struct TileScheduler {
 }
 
 impl TileScheduler {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn new<S: Tile>(
-        counter: Global<u32>,
-        p: &AttentionParams,
-        pages: Option<Pages>,
-    ) -> Self {
-        Self { counter, count: Work::count::<S>(p, pages) }
-    }
-
     /// The next work tile, or a number beyond the last. Every block draws until there is none, so
     /// draws are as many as work tiles.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
