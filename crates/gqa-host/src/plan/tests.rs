@@ -1418,6 +1418,24 @@ fn decode_begins_first_in_short_mixed_batches() {
     }
 }
 
+/// Over few keys in blocks of half an SM, unless somebody says otherwise.
+#[test]
+fn decode_that_begins_first_has_few_copies_under_way() {
+    let mixed = |steps: usize, total: usize| {
+        let tokens = 128 + steps;
+        with(over_blocks(steps + 1, 128, total - 128), |p| {
+            p.pages = p.pages.map(|pages| Pages { tokens, ..pages });
+        })
+    };
+    let off = PlanOptions::default();
+    let [half, whole] = ["decode_paged_f16_d128_r8_w4", "decode_paged_f16_d128_r8"];
+    let rest = ["paged_append", "hopper_paged_f16_d128"];
+    assert_eq!(kernels(&mixed(8, 512), &off), [half, rest[0], rest[1]]);
+    assert_eq!(kernels(&mixed(4, 1100), &off), [whole, rest[0], rest[1]]);
+    let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
+    assert_eq!(kernels(&mixed(8, 512), &alone), [whole, rest[0], rest[1]]);
+}
+
 #[test]
 fn blocks_are_gathered() {
     let off = PlanOptions::default();
