@@ -99,13 +99,13 @@ def tensors(call):
     }
 
 
-def ours(program, device, call, sets, switches=()):
+def ours(program, device, call, sets, switches=(), folder=launches.SHIPPED):
     plan = launches.explain(program, "--device", device, "--dtype", "bf16", "--rotary", "half",
                             "--block-size", call.block_size, "--batch", len(call.sequences), "--tokens",
                             call.starts[-1], "--query-length", call.longest, "--past-length", call.total - call.longest, "--heads", call.heads, "--kv-heads",
                             call.kv_heads, "--head-size", call.head_size, *(["--kv-cache", call.kv_cache] if call.kv_cache else []), switches=switches)
     sets[0]["output"].fill_(math.nan)
-    prepared = [launches.Launches(plan, each) for each in sets]
+    prepared = [launches.Launches(plan, each, folder) for each in sets]
     prepared[0].run()
     wrong = error(call, sets[0])
     names = ", ".join(launch["entry"] for launch in plan["launches"])
@@ -159,7 +159,7 @@ def error_of(call, t, sequence):
     return (got - scores.softmax(1) @ v).abs().max().item()
 
 
-def measure(program, device, call, rounds, replays, switches):
+def measure(program, device, call, rounds, replays, switches, before):
     first = tensors(call)
     # Ours read no dequantized values, and must find nothing in the L2 cache all the same.
     count = timing.sets(sum(each.numel() * each.element_size() for name, each in first.items() if not name.startswith("numbers_")))
@@ -170,6 +170,10 @@ def measure(program, device, call, rounds, replays, switches):
         switched, other = ours(program, device, call, sets, switches)
         if other.split(";")[0] != note.split(";")[0]:
             peers[f"gqa, {other}"] = switched
+    if before:
+        other_program, folder = before.split(":")
+        peers["gqa before"], other = ours(other_program, device, call, sets, folder=folder)
+        note += f"; before: {other}"
     if fa3:
         peers["FlashAttention-3"] = flash_attention_3(call, sets, True)
         peers["its attention alone"] = flash_attention_3(call, sets, False)
@@ -203,6 +207,7 @@ def main():
     parser.add_argument("--block-size", default="16,64,256", help="several separated by commas")
     parser.add_argument("--kv-cache", choices=SCALES, help="ours over codes; peers over their numbers")
     parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
+    parser.add_argument("--before", help="PROGRAM:FOLDER: ours once more, by another version's program with its kernels")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=10)
     options = parser.parse_args()
@@ -212,6 +217,8 @@ def main():
     for switch in options.switch:
         if "=" not in switch:
             parser.error(f"--switch: got {switch}; allowed: NAME=VALUE")
+    if options.before and options.before.count(":") != 1:
+        parser.error(f"--before: got {options.before}; allowed: PROGRAM:FOLDER")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(0), "torch", torch.__version__, " ".join(sys.argv))
     query, rest = options.heads.split("/")
@@ -219,7 +226,7 @@ def main():
     for text in options.size.split(","):
         for block_size in map(int, options.block_size.split(",")):
             call = Call(text, int(query), int(kv), int(size), block_size, options.kv_cache)
-            measure(options.gqa, options.device, call, options.rounds, options.replays, options.switch)
+            measure(options.gqa, options.device, call, options.rounds, options.replays, options.switch, options.before)
 
 
 if __name__ == "__main__":
