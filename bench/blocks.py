@@ -207,7 +207,8 @@ def main():
     parser.add_argument("--block-size", default="16,64,256", help="several separated by commas")
     parser.add_argument("--kv-cache", choices=SCALES, help="ours over codes; peers over their numbers")
     parser.add_argument("--switch", action="append", default=[], help="NAME=VALUE: ours once more, as planned with it, where that is another plan")
-    parser.add_argument("--before", help="PROGRAM:FOLDER: ours once more, by another version's program with its kernels")
+    parser.add_argument("--before", metavar="PROGRAM:FOLDER",
+                        help="ours once more, by another version's program with its kernels")
     parser.add_argument("--rounds", type=timing.count, default=3)
     parser.add_argument("--replays", type=timing.count, default=10)
     options = parser.parse_args()

@@ -346,7 +346,7 @@ fn mixed_batches() {
     run("cuda, many sequences", 100, paged_crowds(steps(40), 300), PlanOptions::default());
     let small = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
     for (device, first) in [(slow_device(132), PREFILL_KERNELS), (small, DECODE_KERNELS)] {
-        let cases = |steps| paged_concurrent(steps, 1500, &device, first);
+        let cases = |steps| paged_concurrent(paged_mixed(steps, 1500), &device, first);
         let gpu = cuda(PlanOptions::default()).with_device(device.clone());
         parity("cuda, concurrent launches of mixed batches", 300, cases(steps(40)), &gpu);
         parity("cuda, concurrent launches of mixed batches, quantized", 300, cases(codes()), &gpu);

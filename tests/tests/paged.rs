@@ -72,11 +72,11 @@ fn mixed_batches() {
     parity("sim, mixed batches", 5, paged_mixed(steps(24), 60), &sim);
     let codes = || quantized(steps(24));
     parity("sim, mixed batches, quantized", 5, paged_mixed(codes(), 60), &sim);
-    let first_steps = |steps| paged_concurrent(steps, 60, &small, DECODE_KERNELS);
+    let first_steps = |steps| paged_concurrent(paged_mixed(steps, 60), &small, DECODE_KERNELS);
     parity("sim, mixed batches, decode first", 5, first_steps(steps(24)), &sim);
     parity("sim, mixed batches, decode first, quantized", 5, first_steps(codes()), &sim);
     for slow in [4, 132].map(slow_device) {
-        let cases = paged_concurrent(steps(24), 60, &slow, PREFILL_KERNELS);
+        let cases = paged_concurrent(paged_mixed(steps(24), 60), &slow, PREFILL_KERNELS);
         parity("sim, mixed batches, prefill first", 5, cases, &Sim::default().with_device(slow));
     }
 }
@@ -85,9 +85,10 @@ fn mixed_batches() {
 #[test]
 fn crowds() {
     for slow in [2, 132].map(slow_device) {
-        let sim = Sim::default().with_device(slow);
-        parity("sim, many sequences", 2, paged_crowds(steps(8), 20), &sim);
-        parity("sim, many sequences, quantized", 1, paged_crowds(quantized(steps(8)), 20), &sim);
+        let sim = Sim::default().with_device(slow.clone());
+        let cases = |steps| paged_concurrent(paged_crowds(steps, 20), &slow, PREFILL_KERNELS);
+        parity("sim, many sequences", 2, cases(steps(8)), &sim);
+        parity("sim, many sequences, quantized", 1, cases(quantized(steps(8))), &sim);
     }
 }
 

@@ -70,7 +70,7 @@ impl Sim {
             seed: self.seed,
             cluster: *cluster,
             communicates: entry.communicates,
-            // One that overlaps the launch ahead waits in the end.
+            // One that overlaps the launch ahead waits in the end, for what runs behind it here.
             programmatic: *programmatic && !overlaps,
         };
         gqa_sim::launch(&shape, &entry.simulate, &arguments)?;

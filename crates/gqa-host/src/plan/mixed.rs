@@ -202,11 +202,9 @@ impl Mixed<'_> {
         // Arrivals would be counted where work is.
         let concurrent = choice.kernel.splits == 1;
         let Some(primary) = primary.filter(|_| concurrent) else {
-            let halves = if shares_tiles {
-                lengths.in_halves(&few, &choice.kernel, device, options)
-            } else {
-                None
-            };
+            let halves = shares_tiles
+                .then(|| lengths.in_halves(&few, &choice.kernel, device, options))
+                .flatten();
             let choice = halves.map_or(choice, |kernel| Choice { kernel, ..choice });
             let concurrent = choice.kernel.splits == 1;
             let task = Task { appended: !(appends && concurrent), concurrent, ..task };
@@ -304,7 +302,8 @@ impl Lengths {
         let bytes = 2 * p.kv_heads * width * few.key_cache_dtype().size();
         let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
         let apart = tiles.div_ceil(all) as f64 * round + few;
-        let streaming = all * tenths_of_block(step.kernel.entry) as usize / 20;
+        // One at least: where no SM is left for the other kernel, nothing is gained.
+        let streaming = (all * tenths_of_block(step.kernel.entry) as usize / 20).max(1);
         let blocks = tiles.min(all - streaming);
         let together = Self::together([blocks, all - blocks], tiles, round, few);
         (apart - together > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)

@@ -1389,6 +1389,10 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
         let several = mixed(512 + 31 * tokens);
         assert_eq!(kernels(&several, &off), ["paged_append", prompt, step, prompt]);
     }
+    // One SM has no room for two kernels, and no launch is without blocks.
+    let single = DeviceInfo { multiprocessors: 1, ..device("h200") };
+    let plan = super::plan(&mixed(512 + 31), &single, &off).unwrap();
+    assert!(plan.launches.iter().all(|launch| !launch.overlaps && launch.grid[0] > 0));
     // Where there is no room for sequences of few tokens there are none.
     let prompts = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(32 * 512 - 500), &off), prompts);
