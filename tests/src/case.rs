@@ -590,6 +590,19 @@ pub fn quantized_prompts(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
         .boxed()
 }
 
+/// The same in bfloat16 over keys and values of float8.
+pub fn prompts_over_float8(prompts: BoxedStrategy<Case>) -> BoxedStrategy<Case> {
+    quantized_prompts(prompts)
+        .prop_map(|case| Case {
+            dtype: DType::BF16,
+            quantized: case
+                .quantized
+                .map(|how| Quantization { format: QuantFormat::Float8, ..how }),
+            ..case
+        })
+        .boxed()
+}
+
 /// Prompts with a bias.
 pub fn biased_prompts(max_head_size: usize, max_rows: usize) -> BoxedStrategy<Case> {
     let bias = (any::<bool>(), any::<bool>(), 0..4usize);

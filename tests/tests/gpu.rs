@@ -9,9 +9,10 @@ use gqa_tests::{
     AttentionCase, Case, DECODE_KERNELS, PREFILL_KERNELS, Parity, any_dtype, attention_case,
     biased_prompts, case, every_entry, float8_kernels, float8_prompts, half_dtype, heads_in,
     heads_up_to, identical, is_of_attention, paged, paged_concurrent, paged_crowds, paged_mixed,
-    paged_prompts, paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores, quantized,
-    quantized_output, quantized_prompts, quantized_steps, rotated_prompts, sequences, sliding,
-    slow_device, steps, tall_steps, tree_steps, trees, turned_float8_prompts, with_some_lse,
+    paged_prompts, paged_reads, paged_steps, parity, prompts, prompts_of_wide_scores,
+    prompts_over_float8, quantized, quantized_output, quantized_prompts, quantized_steps,
+    rotated_prompts, sequences, sliding, slow_device, steps, tall_steps, tree_steps, trees,
+    turned_float8_prompts, with_some_lse,
 };
 use proptest::prelude::*;
 use replay::{AsGraph, Made, Replay};
@@ -204,7 +205,8 @@ fn quantized_caches() {
     run("cuda, quantized prompts", 300, quantized(prompts(256, 400)), PlanOptions::default());
 }
 
-/// Prompts whose quantized keys and values become halves on their way, and no other kernels.
+/// Prompts whose quantized values become halves on their way, and keys but those of float8, and no
+/// other kernels.
 #[test]
 #[ignore = "needs a GPU"]
 fn quantized_prompts_on_their_way() {
@@ -213,20 +215,32 @@ fn quantized_prompts_on_their_way() {
         (DType::F16, ["gqa_hopper_quantized_f16_d128", "gqa_hopper_paged_quantized_f16_d128"]),
         (DType::BF16, ["gqa_hopper_quantized_bf16_d64", "gqa_hopper_paged_quantized_bf16_d64"]),
     ] {
-        let most = if kernels[0].ends_with("64") { 64 } else { 128 };
-        let [dense, paged] =
-            kernels.map(|kernel| PlanOptions { force: Some(kernel), ..PlanOptions::default() });
         let of = move |case| Case { dtype, ..case };
-        let cases = |prompts| quantized_prompts(prompts).prop_map(of).boxed();
-        run("cuda, quantized on their way", 300, cases(prompts(most, 800)), dense.clone());
-        run("cuda, quantized and rotated", 300, cases(rotated_prompts(most, 800)), dense.clone());
-        let wide = cases(prompts_of_wide_scores(800, 9.0));
-        if most == 128 {
-            run("cuda, quantized, wide scores", 100, wide, dense);
-        }
-        let blocks = paged_prompts(cases(prompts(most, 100)), 600);
-        run("cuda, quantized blocks on their way", 300, blocks, paged);
+        on_their_way(kernels, |prompts| quantized_prompts(prompts).prop_map(of).boxed());
     }
+    for kernels in [
+        ["gqa_hopper_quantized_f8_bf16_d128", "gqa_hopper_paged_quantized_f8_bf16_d128"],
+        ["gqa_hopper_quantized_f8_bf16_d64", "gqa_hopper_paged_quantized_f8_bf16_d64"],
+    ] {
+        on_their_way(kernels, prompts_over_float8);
+    }
+}
+
+fn on_their_way(
+    kernels: [&'static str; 2],
+    cases: impl Fn(BoxedStrategy<Case>) -> BoxedStrategy<Case>,
+) {
+    let most = if kernels[0].ends_with("64") { 64 } else { 128 };
+    let [dense, paged] =
+        kernels.map(|kernel| PlanOptions { force: Some(kernel), ..PlanOptions::default() });
+    run("cuda, quantized on their way", 300, cases(prompts(most, 800)), dense.clone());
+    run("cuda, quantized and rotated", 300, cases(rotated_prompts(most, 800)), dense.clone());
+    if most == 128 {
+        let wide = cases(prompts_of_wide_scores(800, 9.0));
+        run("cuda, quantized, wide scores", 100, wide, dense);
+    }
+    let blocks = paged_prompts(cases(prompts(most, 100)), 600);
+    run("cuda, quantized blocks on their way", 300, blocks, paged);
 }
 
 /// Products of float8, by the kernels that compute them and no others.

@@ -5,8 +5,8 @@ use gqa_host::DType;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::PlanOptions;
 use gqa_tests::{
-    Case, biased_prompts, parity, prompts, prompts_of_wide_scores, quantized_prompts,
-    rotated_prompts,
+    Case, biased_prompts, paged_prompts, parity, prompts, prompts_of_wide_scores,
+    prompts_over_float8, quantized_prompts, rotated_prompts,
 };
 use proptest::strategy::Strategy;
 
@@ -96,4 +96,22 @@ fn quantized_values_become_halves_on_their_way() {
     let wide = cases(prompts_of_wide_scores(160, 9.0), DType::BF16);
     let kernel = "gqa_hopper_quantized_bf16_d128";
     parity("sim, hopper, quantized, weights overflow", 8, wide, &sim(kernel));
+}
+
+/// Keys of float8 are multiplied as they are, by queries that are sums of two such numbers.
+#[test]
+fn keys_of_float8_stay_as_they_are() {
+    let sim = |kernel| {
+        let options = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
+        Sim::default().with_options(options)
+    };
+    let [small, large] = ["gqa_hopper_quantized_f8_bf16_d64", "gqa_hopper_quantized_f8_bf16_d128"];
+    let cases = |prompts| prompts_over_float8(prompts);
+    parity("sim, hopper, float8 keys", 12, cases(prompts(64, 300)), &sim(small));
+    parity("sim, hopper, float8 keys, large", 12, cases(rotated_prompts(128, 300)), &sim(large));
+    let wide = cases(prompts_of_wide_scores(160, 9.0));
+    parity("sim, hopper, float8 keys, weights overflow", 8, wide, &sim(large));
+    let blocks = paged_prompts(cases(prompts(128, 100)), 200);
+    let kernel = "gqa_hopper_paged_quantized_f8_bf16_d128";
+    parity("sim, hopper, float8 keys in blocks", 8, blocks, &sim(kernel));
 }

@@ -24,8 +24,7 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// shared memory go through registers. Products of float8 at head size 256 spill where a tile is
 /// masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the shared memory for
 /// `tiled_tma`, and those of `sm_89` for two blocks of 64 keys.
-const SPILLS: [(&str, &str, u32); 33] = [
-    ("gqa_append_dequantized_i8", "sm_75", 8),
+const SPILLS: [(&str, &str, u32); 32] = [
     ("gqa_decode_d128_r32", "sm_80", 8),
     ("gqa_decode_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),

@@ -28,7 +28,12 @@ enum Step {
     /// Append K and V to a shared and quantized cache, K rotated if `rotate`.
     AppendQuantized { format: QuantFormat, rotate: bool },
     /// The same, and dequantize all of it into scratch.
-    AppendDequantized { format: QuantFormat, rotate: bool },
+    AppendDequantized {
+        format: QuantFormat,
+        rotate: bool,
+        /// Rows have scales of their own.
+        by_row: bool,
+    },
     /// Copy the past and append K and V, K rotated if `rotate`.
     Concat { rotate: bool },
     /// Copy the past and append K and V, whatever the sizes of their rows.
@@ -75,7 +80,10 @@ fn steps(p: &Problem, fused: bool, by_attention: FusedPrologue) -> Vec<Step> {
     };
     let append = |rotate| match (codes, at_once) {
         (Some(format), _) => Step::AppendQuantized { format, rotate },
-        (None, Some(format)) => Step::AppendDequantized { format, rotate: rotate && new },
+        (None, Some(format)) => {
+            let by_row = p.has_row_scales();
+            Step::AppendDequantized { format, rotate: rotate && new, by_row }
+        }
         (None, None) => Step::Append { rotate },
     };
     let appends = shared && new || at_once.is_some();
@@ -114,7 +122,8 @@ impl Step {
             Self::UnpackRotateAppend => Role::UnpackRotateAppend,
             Self::Append { .. } => Role::AppendInPlace,
             Self::AppendQuantized { .. } => Role::AppendQuantized,
-            Self::AppendDequantized { .. } => Role::AppendDequantized,
+            Self::AppendDequantized { by_row: false, .. } => Role::AppendDequantized,
+            Self::AppendDequantized { by_row: true, .. } => Role::AppendDequantizedRows,
             Self::Concat { .. } => Role::ConcatNewToPast,
             Self::ConcatRows => Role::ConcatRows,
             Self::Quantize(_) => Role::QuantizeKv,

@@ -25,7 +25,8 @@ pub(super) fn smallest_of(
 }
 
 /// Of the family's kernels that are `eligible` the one with the smallest tile that holds the call's
-/// heads, and of several with that tile the one that is `unsuited` least.
+/// heads, and of several with that tile the one for the format of a quantized cache, then the one
+/// that is `unsuited` least.
 pub(super) fn among(
     family: &dyn Family,
     call: &Call<'_>,
@@ -33,18 +34,24 @@ pub(super) fn among(
     unsuited: impl Fn(&Entry) -> [usize; 4],
 ) -> Result<&'static Entry, Rejection> {
     let (p, forced) = (call.problem, call.forced);
+    let codes = p.quantized.map(|how| how.format);
     let is_forced = |entry: &Entry| {
         forced.is_none_or(|forced| forced.name == entry.name || !forced.role.leads())
     };
     let fits = |entry: &&'static Entry| {
-        entry.family == family.module() && entry.role.leads() && eligible(entry) && is_forced(entry)
+        entry.family == family.module()
+            && (entry.codes.is_none() || entry.codes == codes)
+            && entry.role.leads()
+            && eligible(entry)
+            && is_forced(entry)
     };
     let typed = || entries().filter(fits).filter(|entry| element(p.dtype) == Some(entry.dtype));
     let largest = typed().map(|entry| entry.head_size).max();
     let max = largest.ok_or(Rejection::ElementType { got: p.dtype })?;
     let size = p.head_size.max(p.v_head_size);
     let holds = |entry: &&Entry| entry.head_size == 0 || entry.head_size as usize >= size;
-    let smallest = typed().filter(holds).min_by_key(|entry| (entry.head_size, unsuited(entry)));
+    let order = |entry: &&Entry| (entry.head_size, entry.codes.is_none(), unsuited(entry));
+    let smallest = typed().filter(holds).min_by_key(order);
     let entry = smallest.ok_or(Rejection::HeadSize { got: p.head_size, max })?;
     runs_on(entry, call.device)?;
     Ok(entry)

@@ -1142,7 +1142,7 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
     };
     assert_eq!(kernels(&of_size(80), &off), ["decode_rows_i8_f16_d128_r16_w4"]);
     let large = of_size(192);
-    assert_eq!(kernels(&large, &off)[0], "append_dequantized_i8");
+    assert_eq!(kernels(&large, &off)[0], "append_dequantized_rows_i8");
     let takes_none = "does not take a scale for each row of the KV cache";
     assert_eq!(rejection(&large, "h200", &off, Family::DecodeQuantized), takes_none);
     let forced = |name| PlanOptions { force: Some(name), ..PlanOptions::default() };
@@ -1154,7 +1154,7 @@ fn rows_with_scales_of_their_own_are_read_by_decode_alone() {
     assert!(got.contains("takes a scale for each row of the KV cache alone"), "{got}");
     let prompt = of_rows(llama(512, 7680), CODES[2]);
     let prompt = with(prompt, |p| p.float8_products = true);
-    assert!(kernels(&prompt, &off).contains(&"append_dequantized_f8"));
+    assert!(kernels(&prompt, &off).contains(&"append_dequantized_rows_f8"));
     for family in [Family::HopperQuantized, Family::HopperFloat8] {
         let why = rejection(&prompt, "h200", &off, family);
         assert_eq!(why, "does not take a scale for each row of the KV cache");
@@ -1476,20 +1476,20 @@ fn chunks_read_quantized_blocks() {
     let [append, i4] = ["paged_append_quantized_i8", "paged_append_quantized_i4"];
     let chunks = |how, rows| quantized(equal(over_blocks(8, rows, 2048)), how);
     let kernel = "hopper_paged_quantized_f16_d128";
-    assert_eq!(kernels(&chunks(CODES[0], 512), &off), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[0], 256), &off), [append, kernel]);
     assert_eq!(kernels(&chunks(CODES[1], 256), &off), [i4, kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperPagedQuantized), why);
         assert_eq!(kernels(p, &off)[1..2], ["paged_dequantize_i8"]);
     };
-    refused(&chunks(CODES[0], 513), "2052 packed query rows are over 2048");
-    let small = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (96, 96));
+    refused(&chunks(CODES[0], 257), "1028 packed query rows are over 1024");
+    let small = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (96, 96));
     refused(&small, "has no tile for head size 96");
-    let large = with(chunks(CODES[0], 512), |p| (p.head_size, p.v_head_size) = (256, 256));
+    let large = with(chunks(CODES[0], 256), |p| (p.head_size, p.v_head_size) = (256, 256));
     refused(&large, "head size 256 is over 128");
     let force = Some("gqa_hopper_paged_quantized_f16_d128");
     let forced = PlanOptions { force, ..PlanOptions::default() };
-    assert_eq!(kernels(&chunks(CODES[0], 513), &forced), [append, kernel]);
+    assert_eq!(kernels(&chunks(CODES[0], 257), &forced), [append, kernel]);
 }
 
 /// The same over a contiguous cache, to which a launch appends quantized values.
@@ -1499,18 +1499,36 @@ fn chunks_read_quantized_caches() {
     let chunk = |rows| quantized(llama(rows, 7680), CODES[0]);
     let chunks = |rows| with(chunk(rows), |p| p.batch = 8);
     let kernel = "hopper_quantized_f16_d128";
-    assert_eq!(kernels(&chunks(256), &off), ["append_quantized_i8", kernel]);
+    assert_eq!(kernels(&chunks(128), &off), ["append_quantized_i8", kernel]);
     let refused = |p: &Problem, why: &str| {
         assert_eq!(rejection(p, "h200", &off, Family::HopperQuantized), why);
     };
-    refused(&chunks(512), "2048 packed query rows are over 1024");
+    refused(&chunks(256), "1024 packed query rows are over 512");
     refused(&chunk(128), "does not split the keys, of which there would be 4 splits");
     let asked =
         PlanOptions { splits: Some(3), disable_flash_decode: true, ..PlanOptions::default() };
     assert!(kernels(&chunk(512), &asked).contains(&"hopper_split_f16_d128"));
     refused(&llama(512, 7680), "the KV cache is not quantized");
-    let apart = with(chunks(256), |p| p.cache = CacheBinding::Separate);
+    let apart = with(chunks(128), |p| p.cache = CacheBinding::Separate);
     refused(&apart, "past and present are not one cache");
+}
+
+/// Keys of float8 are multiplied as they are where queries are bfloat16, so that more chunks read
+/// the cache where it is.
+#[test]
+fn chunks_are_multiplied_by_keys_of_float8() {
+    let off = PlanOptions::default();
+    let of = |dtype, p| quantized(with(p, |p| (p.dtype, p.batch) = (dtype, 8)), CODES[2]);
+    let chunks = |dtype, rows| of(dtype, llama(rows, 7680));
+    let [bf16, f16] = ["hopper_quantized_f8_bf16_d128", "hopper_quantized_f16_d128"];
+    assert_eq!(kernels(&chunks(DType::BF16, 256), &off)[1..], [bf16]);
+    assert_eq!(kernels(&chunks(DType::F16, 128), &off)[1..], [f16]);
+    assert_eq!(kernels(&chunks(DType::F16, 256), &off)[1..], ["hopper_f16_d128"]);
+    let why = rejection(&chunks(DType::BF16, 257), "h200", &off, Family::HopperQuantized);
+    assert_eq!(why, "1028 packed query rows are over 1024");
+    let blocks = |rows| of(DType::BF16, equal(over_blocks(8, rows, 2048)));
+    assert_eq!(kernels(&blocks(512), &off)[1..], ["hopper_paged_quantized_f8_bf16_d128"]);
+    assert_eq!(kernels(&blocks(513), &off)[2..], ["hopper_paged_bf16_d128"]);
 }
 
 /// On GPUs without wgmma, whatever the sequences' lengths, and with log-sum-exps.
@@ -1668,7 +1686,10 @@ fn check(plan: &Plan, launch: &Launch) {
                 quantize_reach(name, &plan.problem, bytemuck::from_bytes(&launch.params), element)
             }
             Family::Prologue
-                if [Role::AppendQuantized, Role::AppendDequantized].contains(&role) =>
+                if matches!(
+                    role,
+                    Role::AppendQuantized | Role::AppendDequantized | Role::AppendDequantizedRows
+                ) =>
             {
                 let p = bytemuck::from_bytes(&launch.params);
                 append_quantized_reach(name, &plan.problem, p, element)
@@ -1975,8 +1996,10 @@ fn float8_reach(name: &str, problem: &Problem, launch: &Launch, element: usize) 
         "q_codes" => (a.batch * a.q_heads * a.q_len * a.head_size) as usize,
         "row_factors" => (a.batch * a.q_heads * a.q_len) as usize * 4,
         "v_codes" => {
-            let keys = a.capacity.next_multiple_of(128);
-            (a.batch * a.kv_heads * a.head_size * keys) as usize
+            // Tiles of 128 keys, or of 64 keys of two halves of the head.
+            let keys = if a.head_size > 128 { 64 } else { 128 };
+            let columns = 128 * a.capacity.div_ceil(keys);
+            (a.batch * a.kv_heads * a.head_size.min(128) * columns) as usize
         }
         _ => attention_reach(name, &a, element),
     }

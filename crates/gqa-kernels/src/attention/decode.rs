@@ -24,7 +24,8 @@
 //! owners of all splits meet in global memory, where the last one to arrive adds up.
 //!
 //! **Grid**: `ranks × splits` blocks in x, in clusters of `ranks`; KV heads in y; `batch × row
-//! tiles` in z. **Block**: `32 WARPS` threads.
+//! tiles` in z, and one more of a launch that overlaps the one before it, whose end it waits for.
+//! **Block**: `32 WARPS` threads.
 //!
 //! **Tensors**: q (batch, query head, S, head size) and new_k, new_v (batch, KV head, S, head size)
 //! with their strides, unrotated; k, v (batch, KV head, capacity, head size), the cache that is

@@ -38,7 +38,8 @@
 //!
 //! **Over a quantized KV cache** one more warpgroup makes halves of tiles of quantized values on
 //! their way (`convert.rs`), and queries become halves in their tile (`queries.rs`); scales join
-//! before and behind the products (`scales.rs`).
+//! before and behind the products (`scales.rs`). Keys of e4m3 may be multiplied as they are, by
+//! queries that become sums of two such numbers (`operand.rs`).
 //!
 //! **Operands of e4m3**: over a cache of such quantized values queries and weights may be rounded
 //! to them as well, and products take half the time (`float8.rs`, `operand.rs`).
@@ -72,7 +73,7 @@ mod work;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use float8::operands_grid;
-pub use float8::{float8_operands, transposed_columns};
+pub use float8::{float8_operands, transposed_columns, transposed_rows};
 pub use pages::{LEAST_BOX, box_rows};
 pub use shape::{
     D64, D64Exact, D64Short, D80, D80Short, D96, D96Short, D128, D128Long, D160, D192, D224, D256,
@@ -90,6 +91,7 @@ use crate::simt::*;
 use consumer::{Consumer, Pointers, Steps};
 use float8::Scales as Float8Scales;
 use mask::Mask;
+use operand::Float8Keys;
 use output::Destination;
 use pages::Pages;
 use rotate::Rotation;
@@ -159,7 +161,7 @@ impl<
         fill_ones::<T, Self>(base);
         sync_threads();
         if CODES && thread_idx() >= (G + 1) * WARPGROUP {
-            registers_lower::<48>();
+            registers_lower::<40>();
             convert(base);
             return;
         }
@@ -167,9 +169,7 @@ impl<
             // Those who load a mask need more.
             if M > 0 {
                 registers_lower::<56>()
-            } else if CODES {
-                registers_lower::<48>()
-            } else if G == 2 {
+            } else if CODES || G == 2 {
                 registers_lower::<40>()
             } else {
                 registers_lower::<32>()
@@ -204,7 +204,7 @@ impl<
             if M > 0 {
                 registers_raise::<224>()
             } else if CODES {
-                registers_raise::<208>()
+                registers_raise::<216>()
             } else if G == 2 {
                 registers_raise::<232>()
             } else {
@@ -305,8 +305,8 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, false>
 {
     /// The kernel for operands of e4m3, which [`float8_operands`] writes but for the keys: q
-    /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v (batch, KV
-    /// head, head size, keys), each with two quantized values to a column of its tensor map.
+    /// (batch, query head, S, head size), k (batch, KV head, capacity, head size), v as in
+    /// `float8.rs`, each with two quantized values to a column of its tensor map.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run_float8<T: MmaElement>(
         q: TensorMap,
@@ -342,9 +342,9 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
     Hopper<D, N, 2, C, W, O, 0, false, true>
 {
     /// The kernel for a quantized cache, whose tensor maps have 16 bits of quantized values to a
-    /// column. Products are of halves.
+    /// column. Products are of halves, or with `FLOAT8_KEYS` those of keys of e4m3.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_quantized<T: MmaElement>(
+    pub fn run_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
@@ -364,23 +364,20 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let to = Destination { out, quantized: None, partial_out: lse, lse };
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let attention = scales.join(&attention);
         let pointers = Pointers { mask: None, rotation, pages: None, scales: None, head_sink, to };
-        let convert = |base| convert::run::<Self>(base, p.format);
-        Self::attend::<T, f16, _>(
+        Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
-            seqlens_k,
+            (seqlens_k, counter),
             pointers,
-            counter,
             &attention,
             scales,
-            convert,
+            p.format,
         );
     }
 
     /// The same for a paged KV cache, as [`run_paged`](D128::run_paged) is for one of elements.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_quantized<T: MmaElement>(
+    pub fn run_paged_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
@@ -403,18 +400,34 @@ impl<const D: u32, const N: u32, const C: usize, const W: usize, const O: usize>
         let pages = Some(Pages::new(starts, past_seqlens, block_table, &p.paged));
         let per = ScalesPer::new(p.scales);
         let scales = Scales::new(k_scale, v_scale, per);
-        let attention = scales.join(&p.paged.hopper.attention);
         let pointers = Pointers { mask: None, rotation, pages, scales: None, head_sink, to };
-        let convert = |base| convert::run::<Self>(base, p.format);
-        Self::attend::<T, f16, _>(
+        Self::attend_quantized::<T, FLOAT8_KEYS>(
             [q, k, v],
-            past_seqlens,
+            (past_seqlens, counter),
             pointers,
-            counter,
-            &attention,
+            &p.paged.hopper.attention,
             scales,
-            convert,
+            p.format,
         );
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn attend_quantized<T: MmaElement, const FLOAT8_KEYS: bool>(
+        maps: [TensorMap; 3],
+        (lengths, counter): (Global<i32>, Global<u32>),
+        pointers: Pointers<T>,
+        p: &AttentionParams,
+        scales: Scales,
+        format: u32,
+    ) {
+        let p = &scales.join(p);
+        if FLOAT8_KEYS {
+            let convert = |base| convert::run::<Self, Float8Keys>(base, format);
+            Self::attend::<T, Float8Keys, _>(maps, lengths, pointers, counter, p, scales, convert);
+        } else {
+            let convert = |base| convert::run::<Self, f16>(base, format);
+            Self::attend::<T, f16, _>(maps, lengths, pointers, counter, p, scales, convert);
+        }
     }
 }
 

@@ -23,10 +23,10 @@ use super::rope::{Rope, Unturned};
 use super::row_scales::{NewRow, each_row, lanes};
 use super::seqlen;
 use super::walk::Walk;
-use crate::concept::scales::{ScalesPer, are_of_rows};
+use crate::concept::scales::ScalesPer;
 use crate::num::{Divisor, Element, MmaCode};
 use crate::params::PrologueParams;
-use crate::simt::Global;
+use crate::simt::{Global, opaque};
 
 /// Old rows of a thread, whose quantized values it asks for together.
 const ROWS: u32 = 4;
@@ -46,9 +46,9 @@ pub fn append_dequantized_size(p: &PrologueParams, per_vec: u32) -> [u32; 4] {
     [batch, heads, rows.max(fours), pairs.max(vectors)]
 }
 
-/// Appends new K and V rows, and writes numbers.
+/// Appends new K and V rows, and writes numbers; with `BY_ROW`, of rows that have a scale each.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub fn append_dequantized<T: Element, C: MmaCode>(
+pub fn append_dequantized<T: Element, C: MmaCode, const BY_ROW: bool>(
     k: Global<T>,
     v: Global<T>,
     cos: Global<T>,
@@ -64,17 +64,17 @@ pub fn append_dequantized<T: Element, C: MmaCode>(
     p: PrologueParams,
 ) {
     let rope = Rope { cos, sin, position_ids, params: p.rotary };
-    let (per, by_row) = (ScalesPer::new(p.scales), are_of_rows(p.scales));
-    let cache = |present, numbers, scales| Cache { present, numbers, scales, per, by_row };
+    let per = ScalesPer::new(p.scales);
+    let cache = |present, numbers, scales| Cache { present, numbers, scales, per, by_row: BY_ROW };
     let keys = cache(present_k, k_numbers, k_scale);
     let values = cache(present_v, v_numbers, v_scale);
     let call = Call { k, v, keys, values, rope, seqlens_k };
-    if by_row {
+    call.dequantize::<C>(&p);
+    if BY_ROW {
         call.append_with_scales::<C>(&p);
     } else {
         call.append::<C>(&p);
     }
-    call.dequantize::<C>(&p);
 }
 
 /// New rows and the cache.
@@ -240,6 +240,9 @@ impl<T: Element> Row<T> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn append<C: MmaCode>(&self, e: usize, vector: [u32; 4], scales: &HeadDivisors) {
         let words = store_vector::<T, C>(e, vector, scales, self.codes);
+        // Opaque, or all scales would be on their way before the quantized values are written, in
+        // registers that the fourth block of an SM needs.
+        let e = opaque(e as u32) as usize;
         let scale = |i: usize| scales.scale((e + i) as u32);
         self.numbers.store_vec(e, numbers::<T, C>(words, scale));
     }

@@ -187,6 +187,8 @@ roles! {
     AppendQuantized: "append_quantized";
     /// The same, and makes numbers of all of the cache.
     AppendDequantized: "append_dequantized";
+    /// The same where rows have scales of their own.
+    AppendDequantizedRows: "append_dequantized_rows";
     /// Copies the past and appends key and value.
     ConcatNewToPast: "concat_new_to_past_kv";
     /// The same for one tensor whose rows are no vectors.

@@ -111,32 +111,37 @@ hopper_paged_kernels! {
     gqa_hopper_paged_f16_d256, gqa_hopper_paged_bf16_d256 => hopper::D256<false>;
 }
 
-/// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types: `F16
-/// NAME, BF16 NAME => SHAPE`; and of those for paged ones.
+/// Rows of the kernels for quantized KV caches, whatever their format, for both 16-bit types, and
+/// of those that multiply keys of float8 as they are: `F16 NAME, BF16 NAME, FLOAT8 NAME => SHAPE`;
+/// and of the same for paged ones.
 macro_rules! hopper_quantized_kernels {
-    ($table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($f16:ident, $bf16:ident => $shape:ty;)* }) => {
-        hopper_quantized_kernels!(@rows $table, $family, $feature, $run, $bytes, $args, { $($f16: f16 => $shape; $bf16: bf16 => $shape;)* });
+    ($table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($f16:ident, $bf16:ident, $float8:ident => $shape:ty;)* }) => {
+        hopper_quantized_kernels!(@rows $table, $family, $feature, $run, $bytes, $args, { $(
+            $f16: f16 => $shape, false;
+            $bf16: bf16 => $shape, false;
+            $float8: bf16 => $shape, true, codes: Format::Float8;
+        )* });
     };
-    (@rows $table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty;)* }) => {
+    (@rows $table:ident, $family:ident, $feature:literal, $run:ident, $bytes:ident, $args:tt, { $($name:ident: $t:ident => $shape:ty, $float8_keys:literal $(, codes: $codes:expr)?;)* }) => {
         kernels!($table, $family: Attention, $feature, $args, { $(
-            $name => <$shape>::$run, T = $t, {
+            $name => <$shape>::$run::<_, $float8_keys>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
-                min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM, communicates: true };
+                min_blocks: 1, shared: <$shape>::$bytes, hot: true, min_sm: <$shape>::MIN_SM, communicates: true $(, codes: $codes)? };
         )* });
     };
 }
 
 hopper_quantized_kernels!(HOPPER_QUANTIZED, HopperQuantized, "family-hopper-quantized", run_quantized, SHARED_BYTES,
     ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, seqlens_k: i32, head_sink: T, out: T, lse: f32, counter: u32; p: QuantizedHopperParams), {
-    gqa_hopper_quantized_f16_d64, gqa_hopper_quantized_bf16_d64 => hopper::QuantizedD64;
-    gqa_hopper_quantized_f16_d128, gqa_hopper_quantized_bf16_d128 => hopper::QuantizedD128;
+    gqa_hopper_quantized_f16_d64, gqa_hopper_quantized_bf16_d64, gqa_hopper_quantized_f8_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_quantized_f16_d128, gqa_hopper_quantized_bf16_d128, gqa_hopper_quantized_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
 hopper_quantized_kernels!(HOPPER_PAGED_QUANTIZED, HopperPagedQuantized, "family-hopper-paged-quantized", run_paged_quantized, PAGED_SHARED_BYTES,
     ([q 0, k 1, v 2] cos: T, sin: T, k_scale: f32, v_scale: f32, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, out: T, counter: u32;
      p: QuantizedPagedHopperParams), {
-    gqa_hopper_paged_quantized_f16_d64, gqa_hopper_paged_quantized_bf16_d64 => hopper::QuantizedD64;
-    gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128 => hopper::QuantizedD128;
+    gqa_hopper_paged_quantized_f16_d64, gqa_hopper_paged_quantized_bf16_d64, gqa_hopper_paged_quantized_f8_bf16_d64 => hopper::QuantizedD64;
+    gqa_hopper_paged_quantized_f16_d128, gqa_hopper_paged_quantized_bf16_d128, gqa_hopper_paged_quantized_f8_bf16_d128 => hopper::QuantizedD128;
 });
 
 kernels!(FLOAT8_OPERANDS, HopperFloat8: Operands, "family-hopper-float8",

@@ -27,6 +27,7 @@ use crate::prologue::{
 pub(super) static TABLES: &[&[super::Entry]] = &[
     CONCAT_KV_IN_PLACE,
     APPEND_DEQUANTIZED,
+    APPEND_DEQUANTIZED_ROWS,
     APPEND_QUANTIZED,
     CONCAT_NEW_TO_PAST_KV,
     CONCAT_ROWS,
@@ -50,15 +51,20 @@ pub(super) static TABLES: &[&[super::Entry]] = &[
     SLIDE_BIAS,
 ];
 
-/// Rows of a kernel over a quantized KV cache: `NAME => TYPE, FORMAT`.
+/// Rows of a kernel over a quantized KV cache: `NAME => TYPE, FORMAT`. Behind the kernel's name may
+/// be more that it is generic over.
 macro_rules! quantized_kernels {
-    ($table:ident, $role:ident, $body:ident, min_blocks: $min_blocks:literal, $args:tt, { $($name:ident => $t:ident, $format:ident;)* }) => {
+    ($table:ident, $role:ident, $body:ident, min_blocks: $min_blocks:literal, $args:tt, $rows:tt) => {
+        quantized_kernels!($table, $role, $body [], min_blocks: $min_blocks, $args, $rows);
+    };
+    ($table:ident, $role:ident, $body:ident $more:tt, min_blocks: $min_blocks:literal, $args:tt, { $($name:ident => $t:ident, $format:ident;)* }) => {
         kernels!($table, Prologue: $role, "family-prologue", $args, { $(
-            $name => $body::<$t, $format>, T = $t, {
+            $name => quantized_kernels!(@body $body, $t, $format, $more), T = $t, {
                 head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: $min_blocks, shared: 0, hot: true, min_sm: 70,
                 codes: $format::FORMAT };
         )* });
     };
+    (@body $body:ident, $t:ident, $format:ident, [$($more:tt)*]) => { $body::<$t, $format, $($more)*> };
 }
 
 kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
@@ -69,7 +75,7 @@ kernels!(CONCAT_KV_IN_PLACE, Prologue: AppendInPlace, "family-prologue",
     gqa_concat_kv_in_place_bf16 => concat_kv_in_place::<bf16>, T = bf16;
 });
 
-quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized, min_blocks: 3,
+quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized [false], min_blocks: 4,
     (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k_numbers: T, v_numbers: T;
      p: PrologueParams), {
     gqa_append_dequantized_i8_f32 => f32, Int8;
@@ -81,6 +87,21 @@ quantized_kernels!(APPEND_DEQUANTIZED, AppendDequantized, append_dequantized, mi
     gqa_append_dequantized_f8_f32 => f32, Float8;
     gqa_append_dequantized_f8_f16 => f16, Float8;
     gqa_append_dequantized_f8_bf16 => bf16, Float8;
+});
+
+// Of rows that have scales of their own, which leave registers for three blocks.
+quantized_kernels!(APPEND_DEQUANTIZED_ROWS, AppendDequantizedRows, append_dequantized [true], min_blocks: 3,
+    (k: T, v: T, cos: T, sin: T, position_ids: i64, k_scale: f32, v_scale: f32, seqlens_k: i32, present_k: u16, present_v: u16, k_numbers: T, v_numbers: T;
+     p: PrologueParams), {
+    gqa_append_dequantized_rows_i8_f32 => f32, Int8;
+    gqa_append_dequantized_rows_i8_f16 => f16, Int8;
+    gqa_append_dequantized_rows_i8_bf16 => bf16, Int8;
+    gqa_append_dequantized_rows_i4_f32 => f32, Int4;
+    gqa_append_dequantized_rows_i4_f16 => f16, Int4;
+    gqa_append_dequantized_rows_i4_bf16 => bf16, Int4;
+    gqa_append_dequantized_rows_f8_f32 => f32, Float8;
+    gqa_append_dequantized_rows_f8_f16 => f16, Float8;
+    gqa_append_dequantized_rows_f8_bf16 => bf16, Float8;
 });
 
 // For attention on tensor cores of Hopper, which takes types of 16 bits.

@@ -122,7 +122,8 @@ impl<'a> Operands<'a> {
         };
         let mut take =
             |strides: Strides, size| scratch.take(p.batch * strides.batch as usize, size);
-        let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, head_size, columns));
+        let value_rows = kernels::transposed_rows(head_size);
+        let (q, v) = (dense(q_heads, q_len, head_size), dense(kv_heads, value_rows, columns));
         Ok(Self {
             params,
             scales: scales(p),
@@ -195,11 +196,11 @@ impl<'a> Operands<'a> {
         };
         let tensor = |id| tensor(p, id, 0);
         let keys = [head_size, capacity, kv_heads];
-        let values = [self.columns, head_size, kv_heads];
+        let values = [self.columns, kernels::transposed_rows(head_size), kv_heads];
         let arguments = [
             ("q", map(self.q_codes, self.q, [head_size, q_len, q_heads], kernels::QUERY_BOX)),
             ("k", map(tensor(TensorId::PresentKey), k, keys, entry.keys)),
-            ("v", map(self.v_codes, self.v, values, entry.head_size)),
+            ("v", map(self.v_codes, self.v, values, kernels::transposed_rows(entry.head_size))),
             ("row_factors", self.row_factors),
             ("v_scale", tensor(TensorId::VScale)),
             ("seqlens_k", tensor(TensorId::SeqlensK)),

@@ -71,15 +71,10 @@ impl Family for HopperQuantized {
 /// `docs/perf-log.md` has the figures.
 pub(super) fn converting_pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
     let p = call.problem;
-    // Query rows of a group. More instructions convert four bits, and blocks take one more launch
-    // to be dequantized; four bits in blocks were not measured.
-    let (of_four_bits, in_blocks) =
-        (p.quantized.map(|how| how.format) == Some(QuantFormat::Int4), p.pages.is_some());
-    let max: u16 = match (of_four_bits, in_blocks) {
-        (true, false) => 512,
-        (true, true) | (false, false) => 1024,
-        (false, true) => 2048,
-    };
+    // Query rows of a group: fewer where keys are converted, too, and more over blocks, which take
+    // one more launch to be dequantized.
+    let of_contiguous: u16 = if entry.codes.is_some() { 1024 } else { 512 };
+    let max = if p.pages.is_some() { 2 * of_contiguous } else { of_contiguous };
     if call.options.force.is_some() {
         return Ok(());
     }

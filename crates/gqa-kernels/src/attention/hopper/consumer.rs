@@ -278,7 +278,7 @@ impl<
             warpgroup: self.warpgroup,
             row: self.softmax.row,
         };
-        if let Some(factors) = self.scales.row_factors::<T, S>(rows, self.p) {
+        if let Some(factors) = self.scales.row_factors::<T, P, S>(rows, self.p) {
             self.softmax.factors = factors;
         }
         // Large heads of two bytes do better with one loop: the other one keeps K until weights are

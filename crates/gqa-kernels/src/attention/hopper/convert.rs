@@ -1,6 +1,6 @@
 //! A quantized cache: a warpgroup of its own makes halves of tiles of quantized values, exactly,
 //! and the tensor cores multiply these. Scales come before and behind the products (`scales.rs`),
-//! so that nothing is rounded on the way.
+//! so that nothing is rounded on the way. Keys of e4m3 may stay as they are (`operand.rs`).
 //!
 //! The quantized values of a tile arrive at the end of the place that its halves take, of which
 //! they fill half or, of the smallest heads, all. So columns whose halves do not lie there are
@@ -10,6 +10,7 @@
 //! have the chunk's. Eight neighbouring threads have rows `r` and `r ^ 5`, so that their vectors
 //! lie in all eight units of 128 bytes, where they read and where they write.
 
+use super::operand::Operand;
 use super::ring::Ring;
 use super::shape::{Tile, WARPGROUP, swizzled};
 use super::work::Slot;
@@ -25,11 +26,14 @@ const READ: u32 = 9;
 /// Warps that convert.
 const WARPS: u32 = WARPGROUP / 32;
 
-/// The warpgroup that converts: all tiles of all work tiles.
+/// The warpgroup that converts: all tiles of all work tiles, or those of values where keys stay as
+/// they are.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn run<S: Tile>(base: u32, format: u32) {
+pub(super) fn run<S: Tile, P: Operand>(base: u32, format: u32) {
     // A loop for each, because none should ask in every step.
-    if format == Format::Int8 as u32 {
+    if P::KEEPS_KEYS {
+        run_over_values::<S>(base);
+    } else if format == Format::Int8 as u32 {
         run_in::<S, Int8>(base);
     } else if format == Format::Int4 as u32 {
         run_in::<S, Int4>(base);
@@ -50,13 +54,53 @@ fn run_in<S: Tile, C: MmaCode>(base: u32) {
         }
         n += 1;
         for _ in Rolled(0..2 * (keys.end - keys.first), 1) {
-            mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
-            convert_tile::<S, C>(base + S::KV + ring.stage * S::STAGE_BYTES);
-            fence_proxy_async();
-            mbarrier_arrive(base + S::KV_FULL + ring.barrier());
-            ring = ring.next(S::STAGES);
+            ring = convert_next::<S, C>(base, ring);
         }
     }
+}
+
+/// A tile of keys comes first, then one before each of values but the last. Those of values are
+/// e4m3.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn run_over_values<S: Tile>(base: u32) {
+    let mut ring = Ring::START;
+    let mut n = 0;
+    loop {
+        let keys = Slot::drawn::<S>(opaque(base), n).keys();
+        // The last values of the work tile before come behind the first keys of this one.
+        if !keys.is_empty() {
+            ring = pass_next::<S>(base, ring);
+        }
+        if n > 0 {
+            ring = convert_next::<S, Float8>(base, ring);
+        }
+        if keys.is_empty() {
+            return;
+        }
+        n += 1;
+        for _ in Rolled(keys.first + 1..keys.end, 1) {
+            ring = pass_next::<S>(base, ring);
+            ring = convert_next::<S, Float8>(base, ring);
+        }
+    }
+}
+
+/// Converts a tile and hands it on.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn convert_next<S: Tile, C: MmaCode>(base: u32, ring: Ring) -> Ring {
+    mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
+    convert_tile::<S, C>(base + S::KV + ring.stage * S::STAGE_BYTES);
+    fence_proxy_async();
+    mbarrier_arrive(base + S::KV_FULL + ring.barrier());
+    ring.next(S::STAGES)
+}
+
+/// Hands a tile on as it is.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn pass_next<S: Tile>(base: u32, ring: Ring) -> Ring {
+    mbarrier_wait(base + S::CODE_FULL + ring.barrier(), ring.parity);
+    mbarrier_arrive(base + S::KV_FULL + ring.barrier());
+    ring.next(S::STAGES)
 }
 
 /// This thread's share of a tile.
@@ -77,12 +121,13 @@ fn convert_tile<S: Tile, C: MmaCode>(tile: u32) {
 /// `first`.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn load<S: Tile, C: MmaCode>(codes: u32, first: u32) -> [[u32; 4]; TOGETHER] {
+    let (row, chunk) = place::<S>();
+    let byte = (4 * (first + chunk) + lane() % 4) * COLUMNS * C::BITS / 8;
+    let at = codes + swizzled(S::N, row, byte / 16) + byte % 16;
     let mut words = [[0; 4]; TOGETHER];
     let mut i = 0;
     while i < TOGETHER {
-        let (row, chunk) = place::<S>(i as u32, first);
-        let byte = (4 * chunk + lane() % 4) * COLUMNS * C::BITS / 8;
-        let at = codes + swizzled(S::N, row, byte / 16) + byte % 16;
+        let at = at + i as u32 * apart::<S>();
         if C::BITS == 8 {
             words[i] = ld_shared_vec(at);
         } else {
@@ -97,25 +142,34 @@ fn load<S: Tile, C: MmaCode>(codes: u32, first: u32) -> [[u32; 4]; TOGETHER] {
 /// Writes their halves.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn store<S: Tile, C: MmaCode>(tile: u32, first: u32, codes: [[u32; 4]; TOGETHER]) {
+    let (row, chunk) = place::<S>();
+    let at = swizzled(S::N, row, 8 * (first + chunk) + 2 * (lane() % 4));
+    // The next unit has traded places likewise.
+    let (low, high) = (tile + at, tile + (at ^ 16));
     let mut i = 0;
     while i < TOGETHER {
-        let (row, chunk) = place::<S>(i as u32, first);
-        let [low, high] = halves::<C>(codes[i]);
-        let at = tile + swizzled(S::N, row, 8 * chunk + 2 * (lane() % 4));
-        st_shared_vec(at, low);
-        // The next unit, which has traded places likewise.
-        st_shared_vec(at ^ 16, high);
+        let halves = halves::<C>(codes[i]);
+        st_shared_vec(low + i as u32 * apart::<S>(), halves[0]);
+        st_shared_vec(high + i as u32 * apart::<S>(), halves[1]);
         i += 1;
     }
 }
 
-/// Row and chunk of what this thread converts as its `i`th: eight rows of a chunk for each warp.
+/// Row and chunk of what this thread converts first: eight rows of a chunk for each warp.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn place<S: Tile>(i: u32, first: u32) -> (u32, u32) {
+fn place<S: Tile>() -> (u32, u32) {
     let chunks = S::CHUNKS.div_ceil(2);
-    let nth = warp() % WARPS + WARPS * i;
+    let nth = warp() % WARPS;
     let row = (lane() / 8) ^ (lane() / 4 % 2 * 5);
-    (nth / chunks * 8 + row, first + nth % chunks)
+    (nth / chunks * 8 + row, nth % chunks)
+}
+
+/// Bytes between what this thread converts and what it converts next: rows of its chunk.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+const fn apart<S: Tile>() -> u32 {
+    let chunks = S::CHUNKS.div_ceil(2);
+    assert!(WARPS.is_multiple_of(chunks));
+    WARPS / chunks * 8 * 128
 }
 
 /// Quantized values as halves, in two vectors.

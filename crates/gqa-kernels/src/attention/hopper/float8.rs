@@ -6,7 +6,7 @@
 //! | float8 queries (batch, query head, S, head size) | rotated queries times `k_scale`, divided by a power of two for each row and rounded |
 //! | row factors (batch, query head, S), f32 | that power of two, times `scale · log2 e` |
 //! | keys | the cache, (batch, KV head, capacity, head size) |
-//! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, tiles of keys in the order of [`key_of_column`], each 128 columns, 0 behind the sequence up to the end of its last tile |
+//! | float8 values (batch, KV head, head size, keys) | the cache's, transposed, tiles of keys in the order of [`key_of_column`], each 128 columns, 0 behind the sequence up to the end of its last tile; of head sizes over 128 the first 128 rows, and beside each tile that of the other ones |
 //!
 //! [`float8_operands`] writes all of them in one pass over queries, new rows and the values of the
 //! cache; where new rows are in the cache already, and queries are rotated, it does the rest.
@@ -16,7 +16,7 @@
 //! ones 64 to 256; `v_scale` joins at the end. Sums are of rounded weights.
 
 use super::operand::key_of_column;
-use super::shape::TRANSPOSED_COLUMNS;
+use super::shape::{TRANSPOSED_COLUMNS, TRANSPOSED_ROWS};
 use super::work::Place;
 use crate::concept::scales::ScalesPer;
 use crate::concept::seqlen::Seqlen;
@@ -83,6 +83,7 @@ const KEYS: u32 = 32;
 /// Columns of a thread's part, and of all threads of a warp.
 const COLUMNS: u32 = 4;
 const WARP_COLUMNS: u32 = 32 * COLUMNS;
+const _: () = assert!(WARP_COLUMNS == TRANSPOSED_ROWS);
 /// Numbers of a vector of 16 bytes.
 const VECTOR: u32 = 8;
 type Numbers = [f32; VECTOR as usize];
@@ -107,6 +108,12 @@ fn rows(p: &AttentionParams) -> u32 {
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 fn row_shares(heads: u32, count: u32, p: &AttentionParams) -> u32 {
     p.batch * heads.div_ceil(TOGETHER) * count.div_ceil(rows(p))
+}
+
+/// Rows of the transposed values of a head.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn transposed_rows(head_size: u32) -> u32 {
+    head_size.min(TRANSPOSED_ROWS)
 }
 
 /// Columns of the transposed values: whole tiles of so many keys.
@@ -278,7 +285,8 @@ impl<T: Element> Operands<T> {
         let scales = at.columns.map(|column| channel_scales(self.k_scale, kv_head, column, p));
         let x = [0, 1].map(|n: usize| times(x[n], scales[n]));
         let top = x.as_flattened().iter().fold(0.0, |top, x: &f32| max(top, x.abs()));
-        let exponent = row_exponent(greatest(top, lanes(a)));
+        let top = greatest(top, lanes(a));
+        let exponent = row_exponent(top);
         if !at.exists || at.head >= a.q_heads {
             return;
         }
@@ -291,7 +299,7 @@ impl<T: Element> Operands<T> {
             n += 1;
         }
         if at.columns[0] == 0 {
-            self.row_factors.store(index, power_of_two(exponent) * (a.scale * LOG2_E));
+            self.row_factors.store(index, row_factor(top, exponent) * (a.scale * LOG2_E));
         }
     }
 
@@ -409,8 +417,9 @@ impl<T: Element> Operands<T> {
         }
         let at = Keys { batch, head: head - batch * a.kv_heads, first, column };
         let columns = transposed_columns(a.capacity, p.tile_keys) as usize;
-        let place = tile * TRANSPOSED_COLUMNS + (first - tile * p.tile_keys);
-        let to = (head * a.head_size + column) as usize * columns + place as usize;
+        let within = chunk * p.tile_keys + first - tile * p.tile_keys;
+        let row = head * transposed_rows(a.head_size) + lane() * COLUMNS;
+        let to = row as usize * columns + (tile * TRANSPOSED_COLUMNS + within) as usize;
         for half in Rolled(0..KEYS / 16, 1) {
             let four = |i: u32| self.four_values(at, 16 * half + 4 * i, seqlen, p);
             let words = [four(0), four(1), four(2), four(3)];
@@ -499,15 +508,21 @@ fn greatest(value: f32, lanes: u32) -> f32 {
 /// Exponent of the least power of two that is not less than `top / 448`, among those that have an
 /// inverse.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn row_exponent(top: f32) -> i32 {
+pub(super) fn row_exponent(top: f32) -> i32 {
     /// What the mantissa of 448 lacks of all ones.
     const REST: u32 = 0x001f_ffff;
     let exponent = (((top.to_bits() + REST) >> 23) as i32) - 127 - 8;
     exponent.clamp(-120, 120)
 }
 
+/// What a row was divided by; no number where `top` is infinite, which no e4m3 is.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn power_of_two(exponent: i32) -> f32 {
+pub(super) fn row_factor(top: f32, exponent: i32) -> f32 {
+    power_of_two(exponent) + 0.0 * top
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
@@ -518,7 +533,7 @@ fn word_of(x: [f32; 4]) -> u32 {
 }
 
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn codes_of(x: [f32; 8]) -> u64 {
+pub(super) fn codes_of(x: [f32; 8]) -> u64 {
     let [low, high] = [word_of([x[0], x[1], x[2], x[3]]), word_of([x[4], x[5], x[6], x[7]])];
     low as u64 | (high as u64) << 32
 }

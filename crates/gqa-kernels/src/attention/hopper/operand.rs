@@ -1,5 +1,5 @@
-//! What the tensor cores multiply: elements, halves where quantized values become such, or e4m3
-//! where both caches hold it.
+//! What the tensor cores multiply: elements, halves where quantized values become such, e4m3 where
+//! both caches hold it, or keys of e4m3 and values that became halves.
 //!
 //! A thread's scores of a row are two neighbours in eight, its weights of e4m3 as an operand four
 //! neighbours in sixteen. Instead of exchanging them between threads, keys change places:
@@ -21,6 +21,11 @@ pub(super) trait Operand {
     const HEADROOM: f32;
     /// The greatest exponent that does not raise the reference.
     const LIMIT: f32;
+    /// Summands of a query's number: in a row of a Q tile are the first ones of all columns, then
+    /// the second ones (`queries.rs`).
+    const QUERY_PARTS: u32 = 1;
+    /// Keys are of e4m3 and multiplied as they arrive, by such summands.
+    const KEEPS_KEYS: bool = Self::QUERY_PARTS > 1;
     /// `a · b` over 32 bytes of rows, both from shared memory.
     fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C];
     /// The same, added to `d`.
@@ -105,6 +110,37 @@ impl Operand for Float8 {
             i += 1;
         }
         weights
+    }
+}
+
+/// Keys as a cache of e4m3 has them; weights and values are halves. A query's number is the sum of
+/// two of e4m3, which keep as many bits as bfloat16 has.
+pub(super) struct Float8Keys;
+
+impl Operand for Float8Keys {
+    type Element = f16;
+    const HEADROOM: f32 = <f16 as Operand>::HEADROOM;
+    const LIMIT: f32 = <f16 as Operand>::LIMIT;
+    const QUERY_PARTS: u32 = 2;
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn multiply<const C: usize>(a: u64, b: u64) -> [f32; C] {
+        Float8::multiply(a, b)
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn multiply_add<const C: usize>(d: &mut [f32; C], a: u64, b: u64) {
+        Float8::multiply_add(d, a, b);
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn multiply_rows(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+        Float8::multiply_rows(d, a, b);
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn multiply_weights<const C: usize>(d: &mut [f32; C], keep: bool, a: [u32; 4], b: u64) {
+        f16::multiply_weights(d, keep, a, b);
+    }
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn pack_weights<const C: usize, const W: usize>(s: &[f32; C]) -> [u32; W] {
+        f16::pack_weights(s)
     }
 }
 

@@ -235,6 +235,7 @@ pub(super) fn load_keys_and_values<S: Tile>(
     p: &AttentionParams,
 ) {
     let row_tiles = RowTiles::new::<S>(base, pages.sequences, p);
+    // Made anew for each question: the count is in shared memory, for want of a register.
     let scheduler = || TileScheduler { counter, count: row_tiles.count() * p.q_heads };
     let leads = lane() == 0;
     let mut boxes = Boxes::new::<S>(base, k, v, pages);

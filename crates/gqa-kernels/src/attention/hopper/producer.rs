@@ -3,7 +3,7 @@
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;
-use super::shape::{Arrival, CHUNK, TRANSPOSED_COLUMNS, Tile, WARPGROUP_ROWS};
+use super::shape::{Arrival, CHUNK, TRANSPOSED_COLUMNS, TRANSPOSED_ROWS, Tile, WARPGROUP_ROWS};
 use super::work::{Place, Slot, TileScheduler, Work};
 use crate::num::{MmaElement, quotient};
 use crate::params::AttentionParams;
@@ -40,7 +40,11 @@ fn load_transposed<S: Tile>(
     batch: u32,
     full: u32,
 ) {
-    const { assert!(!S::IS_TRANSPOSED || S::N <= TRANSPOSED_COLUMNS && S::N.is_multiple_of(32)) }
+    const {
+        let beside = S::D.div_ceil(TRANSPOSED_ROWS);
+        let fits = S::N * beside <= TRANSPOSED_COLUMNS && S::D.is_multiple_of(TRANSPOSED_ROWS);
+        assert!(!S::IS_TRANSPOSED || fits && S::N.is_multiple_of(32));
+    }
     mbarrier_arrive_expect(full, S::VALUE_BYTES);
     // Two quantized values are a column of the tensor map.
     let column = tile * (TRANSPOSED_COLUMNS / 2);

@@ -3,7 +3,14 @@
 //! exponents of a half but one. Halves keep more bits than bfloat16, so that only numbers 2^28
 //! times smaller than that one lose any. Where the keys have scales for each KV head or channel,
 //! they join before.
+//!
+//! Where keys stay e4m3, a row is divided by the least power of two that leaves no number above
+//! 448, and each number becomes the sum of two of e4m3. These have four bits each, so the sum is a
+//! bfloat16 exactly, unless it is 2^10 times smaller than the greatest one; of a half, or of what
+//! scales joined, eight bits are left.
 
+use super::float8::{codes_of, power_of_two, row_exponent, row_factor};
+use super::operand::Operand;
 use super::scales::{HeadScales, TileRows};
 use super::shape::{Tile, WARPGROUP, WARPGROUP_ROWS, swizzled};
 use crate::num::{MmaElement, f16, unpack};
@@ -25,7 +32,7 @@ const TOP: i32 = 14;
 /// are given, and shows them to the tensor cores. What each row was divided by is in shared memory
 /// then.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
-pub(super) fn convert<T: MmaElement, S: Tile>(
+pub(super) fn convert<T: MmaElement, P: Operand, S: Tile>(
     rows: &TileRows,
     k_scale: Option<HeadScales>,
     p: &AttentionParams,
@@ -44,7 +51,7 @@ pub(super) fn convert<T: MmaElement, S: Tile>(
             let tops = greatest::<S>(tops.map(f32::to_bits), |a, b| {
                 max(f32::from_bits(a), f32::from_bits(b)).to_bits()
             });
-            share.store(first, x, tops.map(f32::from_bits), p);
+            share.store::<P>(first, x, tops.map(f32::from_bits), p);
         }
     } else {
         for first in share.rows() {
@@ -54,7 +61,7 @@ pub(super) fn convert<T: MmaElement, S: Tile>(
                 let [top, ..] = unpack::<T>([(top >> 16).max(top & 0xffff), 0, 0, 0]);
                 top
             });
-            share.store(first, words.map(unpack::<T>), tops, p);
+            share.store::<P>(first, words.map(unpack::<T>), tops, p);
         }
     }
     fence_proxy_async();
@@ -111,7 +118,7 @@ impl<S: Tile> Share<S> {
 
     /// Writes the vectors divided, with the sign of the scale, and what by.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn store(
+    fn store<P: Operand>(
         &self,
         first: u32,
         x: [Numbers; TOGETHER],
@@ -119,19 +126,43 @@ impl<S: Tile> Share<S> {
         p: &AttentionParams,
     ) {
         let sign = p.scale.to_bits() & (1 << 31);
+        if P::KEEPS_KEYS {
+            // A thread writes where others of its row, which are of its warp, have read.
+            sync_warp();
+        }
         let mut n = 0;
         while n < TOGETHER {
-            let exponent = exponent(tops[n]);
+            let row = first + n as u32 * Self::ROWS;
+            let sums = P::KEEPS_KEYS;
+            let exponent = if sums { row_exponent(tops[n]) } else { exponent(tops[n]) };
             let factor = f32::from_bits(power_of_two(-exponent).to_bits() | sign);
             let x = x[n].map(|x| x * factor);
-            let pair = |i: usize| f16::pack(x[2 * i], x[2 * i + 1]);
-            st_shared_vec(self.address(first, n), [pair(0), pair(1), pair(2), pair(3)]);
+            if sums {
+                self.store_sums(row, x);
+            } else {
+                let pair = |i: usize| f16::pack(x[2 * i], x[2 * i + 1]);
+                st_shared_vec(self.address(first, n), [pair(0), pair(1), pair(2), pair(3)]);
+            }
             if self.vector == 0 {
-                let row = first + n as u32 * Self::ROWS;
-                st_shared(self.factors + 4 * row, power_of_two(exponent));
+                st_shared(self.factors + 4 * row, row_factor(tops[n], exponent));
             }
             n += 1;
         }
+    }
+
+    /// Writes a vector as sums of two numbers of e4m3: the nearest one, and the one nearest to the
+    /// rest.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn store_sums(&self, row: u32, x: Numbers) {
+        let high = codes_of(x);
+        let halves = |word: u32| [word as u16, (word >> 16) as u16].map(e4m3x2_to_f16x2);
+        let [[a, b], [c, d]] = [high as u32, (high >> 32) as u32].map(halves);
+        let nearest: Numbers = unpack::<f16>([a, b, c, d]);
+        let rest = core::array::from_fn(|i| x[i] - nearest[i]);
+        let (unit, half) = (self.vector / 2, self.vector % 2 * 8);
+        let place = |first: u32| self.tile + swizzled(WARPGROUP_ROWS, row, first + unit) + half;
+        st_shared(place(0), high);
+        st_shared(place(S::D / 16), codes_of(rest));
     }
 }
 
@@ -164,9 +195,4 @@ fn greatest<S: Tile>(mut tops: [u32; TOGETHER], max: impl Fn(u32, u32) -> u32) -
 fn exponent(top: f32) -> i32 {
     let exponent = (top.to_bits() >> 23) as i32 - 127 - TOP;
     exponent.clamp(-120, 120)
-}
-
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-fn power_of_two(exponent: i32) -> f32 {
-    f32::from_bits(((127 + exponent) as u32) << 23)
 }

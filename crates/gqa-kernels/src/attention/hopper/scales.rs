@@ -2,6 +2,7 @@
 //! queries', before their product, or the products'; those of the values the output's.
 
 use super::float8::{self, kv_head};
+use super::operand::Operand;
 use super::queries;
 use super::shape::Tile;
 use super::work::Slot;
@@ -15,7 +16,7 @@ use crate::simt::*;
 pub(super) trait CacheScales: Copy {
     /// What makes exponents of 2 of the products of a thread's rows, if it is not the same for all.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_factors<T: MmaElement, S: Tile>(
+    fn row_factors<T: MmaElement, P: Operand, S: Tile>(
         &self,
         _rows: impl FnOnce() -> TileRows,
         _p: &AttentionParams,
@@ -68,7 +69,7 @@ impl Scales {
 impl CacheScales for Scales {
     /// Queries become halves for it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn row_factors<T: MmaElement, S: Tile>(
+    fn row_factors<T: MmaElement, P: Operand, S: Tile>(
         &self,
         rows: impl FnOnce() -> TileRows,
         p: &AttentionParams,
@@ -80,7 +81,7 @@ impl CacheScales for Scales {
         let head = rows.slot.place::<S>().head;
         let per = self.values.per;
         let k_scale = || HeadScales { scales: self.keys, per, kv_head: kv_head(head, p) };
-        queries::convert::<T, S>(&rows, (!per.is_one()).then(k_scale), p);
+        queries::convert::<T, P, S>(&rows, (!per.is_one()).then(k_scale), p);
         // Maxima are taken before the factor, so the sign is the queries'.
         let factor = p.scale.abs() * LOG2_E;
         Some(queries::factors::<S>(rows.base, rows.row).map(|row| row * factor))

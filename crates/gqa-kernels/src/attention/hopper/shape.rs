@@ -4,9 +4,11 @@ use super::row_tiles;
 
 /// Columns of a swizzled chunk: 128 bytes.
 pub(super) const CHUNK: u32 = 64;
-/// Columns of a tile of V, transposed, of e4m3: its keys, and as many that nobody reads as fill up
-/// 128 bytes.
+/// Columns of a tile of V, transposed, of e4m3: its keys, and beside them its keys of the head's
+/// columns from [`TRANSPOSED_ROWS`] on.
 pub(super) const TRANSPOSED_COLUMNS: u32 = 128;
+/// Rows of such a tile, at most: columns of the head.
+pub(super) const TRANSPOSED_ROWS: u32 = 128;
 /// Threads of a warpgroup.
 pub(super) const WARPGROUP: u32 = 128;
 /// Query rows of a warpgroup.
@@ -55,7 +57,7 @@ pub(super) trait Tile {
     const KV_BYTES: u32 = Self::N * Self::CHUNKS * 128;
     /// Of a tile of V.
     const VALUE_BYTES: u32 =
-        if Self::IS_TRANSPOSED { Self::D * TRANSPOSED_COLUMNS } else { Self::KV_BYTES };
+        if Self::IS_TRANSPOSED { TRANSPOSED_ROWS * TRANSPOSED_COLUMNS } else { Self::KV_BYTES };
     /// Of the larger of both.
     const TILE_BYTES: u32 =
         if Self::KV_BYTES > Self::VALUE_BYTES { Self::KV_BYTES } else { Self::VALUE_BYTES };
@@ -91,8 +93,10 @@ pub(super) trait Tile {
     const THREADS: u32 = (Self::WARPGROUPS + 1 + Self::CONVERTS as u32) * WARPGROUP;
     /// Q tiles of a warpgroup in flight: two where shared memory allows, so that the next one is
     /// there before it is needed.
-    const Q_STAGES: u32 =
-        if Self::D <= 128 && Self::N <= 128 && Self::MASK_STAGES == 0 { 2 } else { 1 };
+    const Q_STAGES: u32 = {
+        let small = Self::D * Self::NUMBER_BYTES <= 256 && Self::N <= 128;
+        if small && Self::MASK_STAGES == 0 { 2 } else { 1 }
+    };
     /// Of all warpgroups.
     const Q_TILES: u32 = Self::Q_STAGES * Self::WARPGROUPS;
     const MASK_BYTES: u32 = Self::ROWS * Self::N * 2;

@@ -102,15 +102,20 @@ impl<
         let (warp, lane) = (thread / 32, thread % 32);
         let (query, key) = (lane % 16, lane / 16 * 8 + lane % 8);
         let q = self.base + self.q_tile() * S::Q_BYTES + (warp % 4 * 16 + query) * 128;
-        let k = self.base + S::KV + keys.stage * S::STAGE_BYTES + (16 * block + key) * 128;
+        let k = self.keys_at(keys) + (16 * block + key) * 128;
         let (mut low, mut high) = ([0.0; 4], [0.0; 4]);
+        // Units of 16 bytes trade places within eight rows.
+        let place = |step: u32, rows: u32, row: u32, unit: u32| {
+            step / 4 * 128 * rows + 16 * ((step % 4 * 2 + unit) ^ (row % 8))
+        };
         // Not up to `D`, or the assembler would unroll the loop.
-        for step in Rolled(0..self.p.head_size.div_ceil(32 / S::NUMBER_BYTES), 1) {
-            let (chunk, unit) = (step / 4 * 128, step % 4 * 2);
-            // Units of 16 bytes trade places within eight rows.
-            let place = |row: u32, unit: u32| 16 * (unit ^ (row % 8));
-            let a = ldmatrix_x4(q + chunk * WARPGROUP_ROWS + place(query, unit + lane / 16));
-            let b = ldmatrix_x4(k + chunk * S::N + place(key, unit + lane / 8 % 2));
+        let steps = self.p.head_size.div_ceil(32 * P::QUERY_PARTS / S::NUMBER_BYTES);
+        for step in Rolled(0..P::QUERY_PARTS * steps, 1) {
+            // Columns of the keys by those of each part of the queries.
+            let (of_keys, part) = (step / P::QUERY_PARTS, step % P::QUERY_PARTS);
+            let of_queries = part * Self::KEY_STEPS + of_keys;
+            let a = ldmatrix_x4(q + place(of_queries, WARPGROUP_ROWS, query, lane / 16));
+            let b = ldmatrix_x4(k + place(of_keys, S::N, key, lane / 8 % 2));
             P::multiply_rows(&mut low, a, [b[0], b[1]]);
             P::multiply_rows(&mut high, a, [b[2], b[3]]);
         }

@@ -19,24 +19,39 @@ impl<
     const O: usize,
 > Consumer<'_, T, P, S, K, C, W, O>
 {
+    /// Products that all columns of the keys take, of 32 bytes each.
+    pub(super) const KEY_STEPS: u32 = S::D * S::NUMBER_BYTES / 32 / P::QUERY_PARTS;
+
+    /// Where a tile of keys is in the stage: where it arrived, unless it was converted.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn keys_at(&self, at: Ring) -> u32 {
+        let stage = self.base + S::KV + at.stage * S::STAGE_BYTES;
+        if P::KEEPS_KEYS { stage + S::ARRIVAL.offset } else { stage }
+    }
+
     /// Issues S = Q · Kᵀ.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn issue_scores(&self) -> [f32; C] {
         let q = self.base + self.q_tile() * S::Q_BYTES;
         // Opaque, or two warpgroups, which have registers to spare, would keep its descriptors in
-        // such as are not uniform.
-        let q = Descriptor::new(if S::WARPGROUPS == 2 { opaque(q) } else { q }, 16);
-        let k = Descriptor::new(self.base + S::KV + self.kv.stage * S::STAGE_BYTES, 16);
+        // such as are not uniform. Shuffled where there are twice as many of them as of the keys'.
+        let q = if P::KEEPS_KEYS {
+            shfl_idx_u32(q, 0)
+        } else if S::WARPGROUPS == 2 {
+            opaque(q)
+        } else {
+            q
+        };
+        let q = Descriptor::new(q, 16);
+        let k = Descriptor::new(self.keys_at(self.kv), 16);
+        let place = |step: u32, rows: u32| step / 4 * 128 * rows + step % 4 * 32;
         wgmma_fence();
         let mut s = P::multiply(q.at(0), k.at(0));
         let mut step = 1;
         while step < S::D * S::NUMBER_BYTES / 32 {
-            let (chunk, within) = (step / 4 * 128, step % 4 * 32);
-            P::multiply_add(
-                &mut s,
-                q.at(chunk * WARPGROUP_ROWS + within),
-                k.at(chunk * S::N + within),
-            );
+            // Each part of the queries by all columns of the keys.
+            let of_keys = step % Self::KEY_STEPS;
+            P::multiply_add(&mut s, q.at(place(step, WARPGROUP_ROWS)), k.at(place(of_keys, S::N)));
             step += 1;
         }
         wgmma_commit();
@@ -66,10 +81,11 @@ impl<
                 let v = if apart { v.towards(keys) } else { v.at(keys) };
                 P::multiply_weights(o, begun || step > 0, a, v);
             } else {
-                // The columns in two halves, the second of them with the ones.
+                // The head's columns in two halves, whose keys are side by side; the second of them
+                // with the ones.
                 let (low, high) = halves(o);
                 P::multiply_weights::<64>(low, begun || step > 0, a, v.at(keys));
-                P::multiply_weights::<68>(high, begun || step > 0, a, v.at(keys + 128 * 128));
+                P::multiply_weights::<68>(high, begun || step > 0, a, v.at(keys + S::N));
             }
             step += 1;
         }

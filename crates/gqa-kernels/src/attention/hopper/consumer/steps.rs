@@ -2,7 +2,7 @@
 //! of the last.
 
 use super::{Consumer, Cursor, State, collect_sums};
-use crate::attention::hopper::operand::Operand;
+use crate::attention::hopper::operand::{Float8Keys, Operand};
 use crate::attention::hopper::scales::CacheScales;
 use crate::attention::hopper::shape::Tile;
 use crate::attention::hopper::softmax::{RowPair, Turns, exceed, scale};
@@ -35,12 +35,22 @@ impl<P: MmaElement> Steps for P {
         S: Tile,
         K: CacheScales,
     {
-        let bottom = at.bottom;
-        while at.tile > bottom {
-            at.tile -= 1;
-            consumer.step(state);
-            state.begun = true;
-        }
+        consumer.step_to(at.bottom, state, at);
+    }
+}
+
+impl Steps for Float8Keys {
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
+        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
+        state: &mut State<W, O>,
+        at: &mut Cursor,
+    ) where
+        T: MmaElement,
+        S: Tile,
+        K: CacheScales,
+    {
+        consumer.step_to(at.bottom, state, at);
     }
 }
 
@@ -74,6 +84,16 @@ impl<
     const O: usize,
 > Consumer<'_, T, P, S, K, C, W, O>
 {
+    /// Steps to the tile `bottom`, where weights are packed to 16 bits.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn step_to(&mut self, bottom: u32, state: &mut State<W, O>, at: &mut Cursor) {
+        while at.tile > bottom {
+            at.tile -= 1;
+            self.step(state);
+            state.begun = true;
+        }
+    }
+
     /// The scores of the next key tile, of which all rows see all keys, and the output of the last.
     /// Whether an exponent exceeds its limit shows in the weights, which is less work than to find
     /// the greatest exponents. K stays until that is known.
