@@ -6,7 +6,7 @@ Needs torch with a GPU; FlashAttention-3 (wheel fa3-fwd) takes part where it is 
 launch that makes them, and as whole calls that rotate and append besides. As in peers.py, times are medians over replays of CUDA graphs whose calls walk over buffers larger than
 the L2 cache together. Errors are against float64 on the same quantized values and queries in bfloat16. Exits with 1 if a
 call of ours fails, is wrong, or has no launch of the kernels that are to be timed: the planner takes products of float8 from
-4096 keys on, with fewer only where `--switch GQA_FORCE=ENTRY` has it do so.
+8192 keys on, of heads over 128 from 4096, with fewer only where `--switch GQA_FORCE=ENTRY` has it do so.
 """
 import argparse
 import math

@@ -220,8 +220,8 @@ impl GroupQueryAttention {
     /// Allows products of float8e4m3fn where the cache holds such: rotated queries, times k_scale
     /// and divided by a power of two for each row, and weights are rounded to that type too, to
     /// four significant bits. Tensor cores multiply it at twice the rate; `hopper_float8` does so
-    /// with prompts where it pays, from some 4096 keys on, and everything else is as exact as ever.
-    /// Off at first. Beyond ONNX.
+    /// with prompts where it pays, from some 8192 keys on, or 4096 at head sizes over 128, and
+    /// everything else is as exact as ever. Off at first. Beyond ONNX.
     pub fn float8_products(self, on: bool) -> Self {
         Self { float8_products: on, ..self }
     }

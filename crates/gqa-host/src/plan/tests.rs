@@ -1186,7 +1186,6 @@ fn products_of_float8_where_they_are_allowed() {
     };
     refused(|p| p.float8_products = false, "the call does not allow float8 products");
     refused(|p| p.quantized = None, "the KV cache is not quantized");
-    refused(|p| (p.q_len, p.total_len) = (500, 4095), "4095 keys are under 4096");
     for size in [64, 88, 192, 272] {
         let problem = with(prompt.clone(), |p| p.head_size = size);
         let got = rejection(&problem, "h200", &off, Family::HopperFloat8);
@@ -1204,6 +1203,32 @@ fn products_of_float8_where_they_are_allowed() {
     assert_eq!(why, "does not take a KV cache of int8");
     let a100 = rejection(&prompt, "a100", &off, Family::HopperFloat8);
     assert_eq!(a100, "needs compute capability 9.0, the device has 8.0");
+}
+
+#[test]
+fn products_of_float8_where_they_pay() {
+    let off = PlanOptions::default();
+    let prompt = |size, rows, past| {
+        with(quantized(llama(rows, past), CODES[2]), |p| {
+            p.float8_products = true;
+            (p.head_size, p.v_head_size) = (size, size);
+        })
+    };
+    let taken = |p: &Problem| kernels(p, &off)[0] == "float8_operands";
+    let why = |p: &Problem| rejection(p, "h200", &off, Family::HopperFloat8);
+    assert!(taken(&prompt(128, 512, 7680)) && taken(&prompt(256, 512, 3584)));
+    assert_eq!(why(&prompt(128, 512, 7679)), "8191 keys are under 8192");
+    assert_eq!(why(&prompt(256, 512, 3583)), "4095 keys are under 4096");
+    // Rows that read the cache as it is, or leave half of the SMs idle.
+    let batch = with(prompt(128, 256, 7936), |p| (p.batch, p.dtype) = (8, DType::BF16));
+    assert_eq!(why(&batch), "1024 query rows are under 1025");
+    assert_eq!(kernels(&batch, &off)[1..], ["hopper_quantized_f8_bf16_d128"]);
+    let splits = "does not split the keys, of which there would be 2 splits";
+    assert_eq!(why(&prompt(256, 256, 7936)), splits);
+    assert!(taken(&prompt(256, 384, 7808)));
+    let force = Some("gqa_hopper_float8_f16_d128");
+    let forced = PlanOptions { force, ..PlanOptions::default() };
+    assert_eq!(kernels(&prompt(128, 512, 512), &forced)[0], "float8_operands");
 }
 
 #[test]

@@ -11,7 +11,8 @@ use gqa_host::engine::{Dense, Heads, Layer, Paged, Rope};
 use gqa_host::op::{Inputs, Outputs};
 use gqa_host::plan::{DeviceInfo, Plan, PlanOptions, TensorId, Tensors, plan};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Error, Problem, RowStrides, Tensor};
+use gqa_host::{DType, Error, Problem, QuantFormat, Quantization, RowStrides, Scales, Tensor};
+use ndarray::arr1;
 
 fn device(name: &str) -> DeviceInfo {
     DeviceInfo::known(name).unwrap()
@@ -310,4 +311,51 @@ fn rows_of_padding_are_nobodys() {
 fn assert_close_f64(got: &[f64], want: &[f64]) {
     let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f64::max);
     assert!(got.len() == want.len() && worst < 2e-3, "off by {worst}");
+}
+
+/// A query that is infinite becomes a sum of float8 numbers, or one, which know no infinity: its
+/// row is no number, and the others are what they are.
+#[test]
+fn an_infinite_query_is_no_number_in_float8() {
+    const ROWS: usize = 40;
+    const SIZE: usize = 128;
+    let how = Quantization { format: QuantFormat::Float8, scales: Scales::PerTensor };
+    let layer = Layer::new(DType::BF16, Heads { query: 1, kv: 1, size: SIZE }).quantized(how);
+    let call = Dense::prefill(1, ROWS, ROWS);
+    let numbers: Vec<f32> = (0..ROWS * SIZE).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+    let mut queries = numbers.clone();
+    queries[5 * SIZE + 7] = f32::INFINITY;
+    let of = |numbers: &[f32]| Tensor::from_f32(DType::BF16, &[1, ROWS, SIZE], numbers).unwrap();
+    let (query, rows) = (of(&queries), of(&numbers));
+    let (last, one) = (Tensor::from(arr1(&[ROWS as i32 - 1])), Tensor::from(arr1(&[1.0f32])));
+    let inputs = Tensors::default()
+        .with(TensorId::Query, &query)
+        .with(TensorId::Key, &rows)
+        .with(TensorId::Value, &rows)
+        .with(TensorId::SeqlensK, &last)
+        .with(TensorId::KScale, &one)
+        .with(TensorId::VScale, &one);
+    for (kernel, call) in [
+        ("gqa_hopper_quantized_f8_bf16_d128", call),
+        ("gqa_hopper_float8_bf16_d128", call.float8_products()),
+    ] {
+        let problem = layer.dense(call).unwrap();
+        let cache = || Tensor::zeros(problem.key_cache_dtype(), &problem.key_cache_shape(ROWS));
+        let (mut key, mut value) = (cache(), cache());
+        let mut output = Tensor::zeros(DType::BF16, &problem.output_shape());
+        let mut io = Io {
+            inputs,
+            output: &mut output,
+            present_key: &mut key,
+            present_value: &mut value,
+            row_scales: None,
+            output_qk: None,
+            lse: None,
+        };
+        let force = PlanOptions { force: Some(kernel), ..PlanOptions::default() };
+        Sim::default().with_options(force).run(&problem, &mut io).unwrap();
+        for (i, row) in output.to_f64().chunks(SIZE).enumerate() {
+            assert!(row.iter().all(|x| x.is_nan() == (i == 5)), "{kernel}, row {i}");
+        }
+    }
 }

@@ -7,7 +7,7 @@ use crate::plan::decision::Rejection;
 use crate::plan::device::DeviceInfo;
 use crate::plan::family::{Call, Family, FusedPrologue, Job, Kernel};
 use crate::plan::launch::{Arg, Launch};
-use crate::plan::options::{PlanOption, PlanOptions};
+use crate::plan::options::PlanOption;
 use crate::plan::params::{output, params, position_stride, rotary_params, scales};
 use crate::plan::rows::Rows;
 use crate::plan::scratch::Scratch;
@@ -31,9 +31,10 @@ impl Family for HopperFloat8 {
 
     fn choose(&self, call: &Call<'_>) -> Result<Kernel, Rejection> {
         requirements::flash(call.problem)?;
-        suits(call.problem, call.options)?;
+        suits(call.problem)?;
         requirements::no_row_scales(call.problem)?;
         let entry = select::smallest(self, call)?;
+        pays(call, entry)?;
         hopper::suits(call, entry)?;
         requirements::narrow_output(call.problem)?;
         Ok(Kernel::whole(entry))
@@ -56,9 +57,8 @@ impl Family for HopperFloat8 {
     }
 }
 
-/// A cache that the tensor cores multiply, where that is allowed and pays: where rows are short the
-/// launch before attention costs more than the products gain. GQA_FORCE knows better.
-fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
+/// A cache that the tensor cores multiply, where that is allowed.
+fn suits(p: &Problem) -> Result<(), Rejection> {
     match p.quantized.map(|how| how.format) {
         None => return Err(Rejection::NotQuantized),
         Some(QuantFormat::Float8) => {}
@@ -76,16 +76,34 @@ fn suits(p: &Problem, options: &PlanOptions) -> Result<(), Rejection> {
     if p.head_size % 16 != 0 || !pays_for_heads_of(p.head_size) {
         return Err(Rejection::OtherHeadSize { got: p.head_size });
     }
-    if p.total_len < LEAST_KEYS && options.force.is_none() {
-        return Err(Rejection::FewKeys { got: p.total_len, min: LEAST_KEYS });
-    }
     let rows = p.batch.saturating_mul(p.q_heads + p.kv_heads).saturating_mul(p.q_len);
     if rows > i32::MAX as usize { Err(Rejection::TooLarge) } else { Ok(()) }
 }
 
-/// Keys from which on whole calls are taken: of 2048 they were slower than in products of the
-/// element type, of 8192 faster (`docs/results/2026-11-28-h200-quantized`).
-const LEAST_KEYS: usize = 4096;
+/// Whether the products gain more than the launch before attention costs, as whole calls do in
+/// `docs/results/2026-11-28-h200-float8-keys`. GQA_FORCE knows better.
+fn pays(call: &Call<'_>, entry: &Entry) -> Result<(), Rejection> {
+    /// Rows of a group of heads: `hopper_quantized_f8` multiplies the cache for fewer.
+    const LEAST_ROWS: usize = 1025;
+    let p = call.problem;
+    if call.options.force.is_some() {
+        return Ok(());
+    }
+    let is_large = entry.head_size > 128;
+    let min = if is_large { 4096 } else { 8192 };
+    if p.total_len < min {
+        return Err(Rejection::FewKeys { got: p.total_len, min });
+    }
+    if !is_large && p.packed_rows() < LEAST_ROWS {
+        return Err(Rejection::FewRows { got: p.packed_rows(), min: LEAST_ROWS });
+    }
+    // Where half of the SMs would have nothing to do, other kernels split the keys.
+    let tiles = p.q_len.div_ceil(entry.rows as usize) * p.q_heads * p.batch;
+    match call.device.multiprocessors as usize / tiles.max(1) {
+        0 | 1 => Ok(()),
+        splits => Err(Rejection::Splits { splits: u32::try_from(splits).unwrap_or(u32::MAX) }),
+    }
+}
 
 /// Heads of up to 64 are bound by their exponentials, and those between would be padded too far.
 fn pays_for_heads_of(size: usize) -> bool {
