@@ -19,7 +19,7 @@ use super::concat::rows_before;
 use super::quantize::{
     Divisors, HeadDivisors, load_vector, numbers, store_quotients, store_vector,
 };
-use super::rope::{Rope, Unturned};
+use super::rope::Rope;
 use super::row_scales::{NewRow, each_row, lanes};
 use super::seqlen;
 use super::walk::Walk;
@@ -111,8 +111,17 @@ impl<T: Element> Call<T> {
                 let head = head - p.kv_heads;
                 let (to, scales) =
                     (self.values.row::<C>([b, head, row], p), values.of_head(head, p.head_size));
-                let vectors = Unturned::load((self.v, p.v.at(b, head, s)), 0, pair, p.head_size);
-                vectors.each(|e, vector| to.append::<C>(e, vector, &scales));
+                // Not as `Unturned`, which knows the second by its vector's number: that would take
+                // one register more than there is.
+                let half = (p.head_size / T::PER_VEC).div_ceil(2);
+                let [low, high] = [pair, pair + half].map(|vector| vector * T::PER_VEC);
+                let from = p.v.at(b, head, s);
+                let load = |e: u32| self.v.load_vec(from + e as usize);
+                let vectors = (load(low), (high < p.head_size).then(|| load(high)));
+                to.append::<C>(low as usize, vectors.0, &scales);
+                if let Some(vector) = vectors.1 {
+                    to.append::<C>(high as usize, vector, &scales);
+                }
             }
         }
     }

@@ -198,11 +198,14 @@ impl Unturned {
         pair: u32,
         head_size: u32,
     ) -> Self {
+        let vectors = head_size / T::PER_VEC;
         let low = first + pair;
-        let high = low + (head_size / T::PER_VEC - first).div_ceil(2);
-        let [low, high] = [low, high].map(|vector| vector * T::PER_VEC);
-        let vector = |element: u32| (element as usize, x.load_vec(from + element as usize));
-        Self { low: vector(low), high: (high < head_size).then(|| vector(high)) }
+        let high = low + (vectors - first).div_ceil(2);
+        let vector = |number: u32| {
+            let element = (number * T::PER_VEC) as usize;
+            (element, x.load_vec(from + element))
+        };
+        Self { low: vector(low), high: (high < vectors).then(|| vector(high)) }
     }
 
     /// Zeros in their place.
