@@ -7,21 +7,22 @@
 //! leaves out the sequences of the other one.
 //!
 //! One is bound by memory and the other by arithmetic, and half of the SMs can read all that memory
-//! delivers. So where that pays a primary launch of `hopper_paged` begins first, on some SMs,
-//! `decode_paged` overlaps it on the others, and a secondary launch of `hopper_paged` overlaps that
-//! when SMs become free, and takes what work tiles are left in their queue: whatever the lengths
-//! turn out to be, no SM is idle for long.
+//! delivers. So where that pays (`order.rs`) a primary launch of `hopper_paged` begins first, on
+//! some SMs, `decode_paged` overlaps it on the others, and a secondary launch of `hopper_paged`
+//! overlaps that when SMs become free, and takes what work tiles are left in their queue: whatever
+//! the lengths turn out to be, no SM is idle for long.
 //!
-//! Elsewhere `decode_paged` begins first, on all SMs, and what it leaves free is for the launches
-//! behind it. It appends the tokens of its own sequences, so that it need not wait for the launch
-//! that appends the others'.
+//! Elsewhere `decode_paged` begins first, and what it leaves free is for the launches behind it. It
+//! appends the tokens of its own sequences, so that it need not wait for the launch that appends
+//! the others'.
+
+mod order;
 
 use super::cascade::{consider, decision};
 use super::decision::{Decision, Rejection};
 use super::device::{Capability, DeviceInfo};
 use super::families::{
     DecodePaged, DecodePagedQuantized, HopperPaged, HopperPagedQuantized, TiledPaged, in_halves,
-    tenths_of_block,
 };
 use super::family::{Call, Choice, Family, Job, Kernel, Task, TileQueue};
 use super::launch::Launch;
@@ -29,6 +30,7 @@ use super::options::PlanOptions;
 use super::rows::Rows;
 use super::scratch::Scratch;
 use crate::{Pages, Problem, ProblemFields, Result};
+use order::{Order, Work};
 
 /// Kernels that read a paged cache, and why not others.
 pub(super) struct Attentions {
@@ -145,7 +147,8 @@ struct Few {
 
 impl Few {
     /// Those of as few as a row tile for one sequence holds; the smallest of the tiles that there
-    /// are, unless more sequences may be few by a larger one.
+    /// are, unless more sequences may be few by a larger one. More may always be, but if single
+    /// tokens leave prompts that are all as long as the longest, sequences of few tokens have one.
     fn of<E>(
         p: &Problem,
         pages: Pages,
@@ -157,14 +160,16 @@ impl Few {
             tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
                 let new_len = if p.reads_pages_only() { 0 } else { tokens };
                 let problem = p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call });
-                let choice = consider(&problem).ok()?;
-                Some(Self { problem, choice, lengths: Lengths::of(p, pages, tokens) })
+                let lengths = Lengths::of(p, pages, tokens);
+                // As many blocks as suit the sequences that it attends to.
+                let few = problem.derive(|call| ProblemFields { batch: lengths.few, ..call });
+                let choice = consider(&problem).and_then(|_| consider(&few)).ok()?;
+                Some(Self { problem, choice, lengths })
             });
-        candidates.reduce(
-            |small, large| {
-                if large.lengths.few > small.lengths.few { large } else { small }
-            },
-        )
+        candidates.reduce(|small, large| {
+            let more = large.lengths.few > small.lengths.few;
+            if more && !small.lengths.leave_whole_prompts(p) { large } else { small }
+        })
     }
 }
 
@@ -196,22 +201,25 @@ impl Mixed<'_> {
         };
         let shares_tiles =
             prompt.family.draws_tiles() && device.has(Capability::ProgrammaticLaunch);
-        let primary = shares_tiles
-            .then(|| lengths.primary_blocks(problem, &few, &choice, &prompt, device))
-            .flatten();
+        let kernel = match shares_tiles {
+            true => lengths.beside_others(&few, &choice.kernel, device, options),
+            false => choice.kernel,
+        };
+        let choice = Choice { kernel, ..choice };
         // Arrivals would be counted where work is.
         let concurrent = choice.kernel.splits == 1;
-        let Some(primary) = primary.filter(|_| concurrent) else {
-            let halves = shares_tiles
-                .then(|| lengths.in_halves(&few, &choice.kernel, device, options))
-                .flatten();
-            let choice = halves.map_or(choice, |kernel| Choice { kernel, ..choice });
-            let concurrent = choice.kernel.splits == 1;
+        let order = if shares_tiles && concurrent {
+            lengths.work(problem, &few, &choice.kernel, &prompt, device).order()
+        } else {
+            Order::Decode
+        };
+        let Order::Prefill { blocks } = order else {
             let task = Task { appended: !(appends && concurrent), concurrent, ..task };
             return vec![Attention { problem: few, choice, task }, many(None)];
         };
         let few = |task| Attention { problem: few, choice, task };
-        let leaves_tiles = lengths.work_tiles(problem, &prompt) > primary as usize;
+        let leaves_tiles = lengths.work_tiles(problem, &prompt) > blocks;
+        let primary = blocks as u32;
         let secondary = if leaves_tiles { device.multiprocessors - primary } else { 0 };
         let part = |is_secondary| many(Some(TileQueue { primary, secondary, is_secondary }));
         let first = [part(false), few(Task { overlaps: true, ..task })];
@@ -248,83 +256,81 @@ impl Lengths {
         Self { few, many, tokens, keys }
     }
 
+    /// Whether the others are about as long as the longest.
+    fn leave_whole_prompts(self, p: &Problem) -> bool {
+        (p.q_len - p.q_len / 32..=p.q_len).contains(&self.tokens)
+    }
+
     /// Whether a launch for those of few tokens costs less than they do in the tiles of the kernel
     /// for prefill, which are of a query head or of all that share a KV head.
     fn come_apart(self, p: &Problem, prompt: &Choice, device: &DeviceInfo) -> bool {
-        /// What the launch costs, in key tiles of each SM.
-        const LAUNCH: usize = 6;
-        let heads = if prompt.family.draws_tiles() { p.q_heads } else { p.kv_heads };
+        // What the launch costs, in key tiles of each SM; the latter was not measured.
+        let (heads, launch) =
+            if prompt.family.draws_tiles() { (p.q_heads, 2) } else { (p.kv_heads, 6) };
         let tiles = self.few.saturating_mul(heads).saturating_mul(self.keys.div_ceil(KEYS));
-        tiles > LAUNCH * device.multiprocessors as usize
+        tiles > launch * device.multiprocessors as usize
     }
 
-    /// Over few keys a decode kernel with fewer copies under way for the other launches' loads to
-    /// wait for (measured: `docs/perf-log.md`).
-    fn in_halves(
+    /// The decode kernel as it suits the launches beside it: in blocks of half an SM, where a block
+    /// has few keys to read or there are many blocks. Fewer copies under way keep the other
+    /// launches' loads waiting, two blocks fit where one of `hopper_paged` is not, and the last ones
+    /// end at about the same time. Elsewhere without clusters, if as many blocks read nearly what
+    /// memory delivers, which leaves the other SMs free (measured: `docs/perf-log.md`).
+    fn beside_others(
         self,
         few: &Problem,
         kernel: &Kernel,
         device: &DeviceInfo,
         options: &PlanOptions,
-    ) -> Option<Kernel> {
-        const FEW_KEYS: usize = 1024;
+    ) -> Kernel {
+        /// Bytes that a half block may have to read, at most and for each block that there is.
+        const MOST: usize = 3 << 19;
+        const PER_BLOCK: usize = 32 << 10;
         let PlanOptions { force, cluster, splits, .. } = options;
-        let is_free = force.is_none() && cluster.is_none() && splits.is_none();
-        let suits = is_free && self.keys <= FEW_KEYS && few.quantized.is_none();
-        if suits { in_halves(kernel, device) } else { None }
+        if force.is_some() || cluster.is_some() || splits.is_some() {
+            return *kernel;
+        }
+        let (blocks, sms) =
+            (self.few.saturating_mul(few.kv_heads), device.multiprocessors as usize);
+        let bytes = self.keys.saturating_mul(key_bytes(few));
+        if blocks > sms / 2 || bytes <= (blocks * PER_BLOCK).min(MOST) {
+            return in_halves(kernel, device).unwrap_or(*kernel);
+        }
+        if blocks >= sms / 3 { Kernel::whole(kernel.entry) } else { *kernel }
     }
 
-    /// Blocks of `hopper_paged` beside which the other kernel streams as fast as memory allows,
-    /// where both are done noticeably sooner so than one after the other. The constants are
-    /// measured: `docs/perf-log.md`.
-    fn primary_blocks(
+    /// What the launches have to do.
+    fn work<'a>(
         self,
         p: &Problem,
         few: &Problem,
-        step: &Choice,
+        step: &Kernel,
         prompt: &Choice,
-        device: &DeviceInfo,
-    ) -> Option<u32> {
-        /// Of the peak rates: what either kernel reaches.
-        const OF_ARITHMETIC: f64 = 0.65;
-        const OF_MEMORY: f64 = 0.9;
+        device: &'a DeviceInfo,
+    ) -> Work<'a> {
+        /// Of the peak rate: what `hopper_paged` reaches.
+        const OF_ARITHMETIC: f64 = 0.77;
         /// Seconds to begin a work tile.
-        const START: f64 = 1e-6;
-        /// Fewest seconds that count, and the share of all that does.
-        const LEAST: f64 = 7.5e-6;
-        const NOTICEABLE: f64 = 0.025;
-        let all = device.multiprocessors as usize;
-        let tiles = self.work_tiles(p, prompt);
-        let widths = (4 * prompt.kernel.entry.rows as usize * KEYS * p.head_size) as f64;
-        let tile = widths * all as f64 / (device.tensor_flops * OF_ARITHMETIC);
-        let round = self.keys.div_ceil(KEYS) as f64 * tile + START;
-        let [.., width] = few.key_cache_shape(0);
-        let bytes = 2 * p.kv_heads * width * few.key_cache_dtype().size();
-        let few = (self.few * self.keys) as f64 * bytes as f64 / (device.bandwidth * OF_MEMORY);
-        let apart = tiles.div_ceil(all) as f64 * round + few;
-        // One at least: where no SM is left for the other kernel, nothing is gained.
-        let streaming = (all * tenths_of_block(step.kernel.entry) as usize / 20).max(1);
-        let blocks = tiles.min(all - streaming);
-        let together = Self::together([blocks, all - blocks], tiles, round, few);
-        (apart - together > LEAST.max(NOTICEABLE * apart)).then_some(blocks as u32)
-    }
-
-    /// When so many work tiles are done, if the first SMs take them from the beginning and the
-    /// others when they have streamed for `few` seconds; a tile takes `round` seconds.
-    fn together([first, others]: [usize; 2], tiles: usize, round: f64, few: f64) -> f64 {
-        let before = (few / round).floor();
-        let left = tiles.saturating_sub(first.saturating_mul(before as usize));
-        if left == 0 {
-            return few;
+        const START: f64 = 2.5e-6;
+        let Self { few: sequences, many, tokens, keys } = self;
+        let heads = sequences.saturating_mul(p.kv_heads);
+        let rows = prompt.kernel.entry.rows as usize;
+        // Smaller heads have as many exponentials.
+        let width = (p.head_size + 64) as f64 * 2.0 / 3.0;
+        let flops = (4 * rows * KEYS) as f64 * width;
+        let sm_flops = device.tensor_flops * OF_ARITHMETIC / f64::from(device.multiprocessors);
+        let tile = |keys: usize| START + keys.div_ceil(KEYS) as f64 * flops / sm_flops;
+        let all_tokens = sequences.saturating_add(many.saturating_mul(tokens));
+        Work {
+            device,
+            blocks: heads.saturating_mul(step.cluster as usize),
+            in_halves: step.entry.min_blocks > 1,
+            cached_bytes: heads as f64 * keys as f64 * key_bytes(few) as f64,
+            new_bytes: all_tokens as f64 * (p.kv_heads * 2 * p.head_size * p.dtype.size()) as f64,
+            tiles: self.work_tiles(p, prompt),
+            // A causal row sees half of its own in the mean.
+            tile: [tile((tokens + KEYS) / 2), tile(keys)],
         }
-        let (rounds, rest) = (left / (first + others), left % (first + others));
-        let last = match rest {
-            0 => 0.0,
-            // The first SMs have their tiles since before.
-            _ if rest <= first => 1.0 - (few / round - before),
-            _ => 1.0,
-        };
-        few + (rounds as f64 + last) * round
     }
 
     /// Work tiles of the sequences that are not few.
@@ -332,4 +338,10 @@ impl Lengths {
         let rows = prompt.kernel.entry.rows as usize;
         (self.many * self.tokens.div_ceil(rows)).saturating_mul(p.q_heads)
     }
+}
+
+/// Bytes of a key and its value in the cache.
+fn key_bytes(p: &Problem) -> usize {
+    let [.., width] = p.key_cache_shape(0);
+    2 * width * p.key_cache_dtype().size()
 }

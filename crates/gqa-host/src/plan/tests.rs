@@ -1341,7 +1341,7 @@ fn equal(p: Problem) -> Problem {
     with(p, |p| p.pages = p.pages.map(|pages| Pages { tokens, ..pages }))
 }
 
-fn with_pages(p: Problem, change: fn(Pages) -> Pages) -> Problem {
+fn with_pages(p: Problem, change: impl FnOnce(Pages) -> Pages) -> Problem {
     with(p, |p| p.pages = p.pages.map(change))
 }
 
@@ -1425,6 +1425,31 @@ fn tokens_beside_a_prompt_have_a_kernel_of_their_own() {
     assert_eq!(kernels(&mixed(512 + 31), &disabled), prompts);
 }
 
+/// Where prompts are all as long as the longest if others have one token each, these have that.
+#[test]
+fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
+    let kernel = |tokens: usize| {
+        let p = with_pages(over_blocks(44, 128, 384), |pages| Pages { tokens, ..pages });
+        let all = kernels(&p, &PlanOptions::default());
+        all.into_iter().find(|name| name.contains("decode"))
+    };
+    assert_eq!(kernel(40 + 4 * 128), Some("decode_paged_f16_d128_r8_w4"));
+    assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r32_w4"));
+}
+
+/// A launch of its own costs less than a few row tiles with one token each.
+#[test]
+fn few_sequences_come_apart_from_a_prompt() {
+    let mixed = |steps: usize, keys: usize| {
+        let p = over_blocks(steps + 1, 64, keys - 64);
+        with_pages(p, |pages| Pages { tokens: steps + 64, ..pages })
+    };
+    let off = PlanOptions::default();
+    let rest = ["paged_append", "hopper_paged_f16_d128"];
+    assert_eq!(kernels(&mixed(1, 512), &off), rest);
+    assert_eq!(kernels(&mixed(6, 364), &off)[1..], rest);
+}
+
 /// Over few keys the decode kernel begins first. It appends its own rows, but where slot_mapping
 /// says where they go.
 #[test]
@@ -1447,9 +1472,10 @@ fn decode_begins_first_in_short_mixed_batches() {
     }
 }
 
-/// Over few keys in blocks of half an SM, unless somebody says otherwise.
+/// In blocks of half an SM where these have few keys to read or are many, unless somebody says
+/// otherwise.
 #[test]
-fn decode_that_begins_first_has_few_copies_under_way() {
+fn decode_beside_prefill_is_in_halves_of_sms() {
     let mixed = |steps: usize, total: usize| {
         let tokens = 128 + steps;
         with(over_blocks(steps + 1, 128, total - 128), |p| {
@@ -1460,7 +1486,8 @@ fn decode_that_begins_first_has_few_copies_under_way() {
     let [half, whole] = ["decode_paged_f16_d128_r8_w4", "decode_paged_f16_d128_r8"];
     let rest = ["paged_append", "hopper_paged_f16_d128"];
     assert_eq!(kernels(&mixed(8, 512), &off), [half, rest[0], rest[1]]);
-    assert_eq!(kernels(&mixed(4, 1100), &off), [whole, rest[0], rest[1]]);
+    assert_eq!(kernels(&mixed(4, 1100), &off), [half, rest[0], rest[1]]);
+    assert_eq!(kernels(&mixed(2, 4100), &off), [whole, rest[0], rest[1]]);
     let alone = PlanOptions { cluster: Some(1), ..PlanOptions::default() };
     assert_eq!(kernels(&mixed(8, 512), &alone), [whole, rest[0], rest[1]]);
 }
@@ -1626,7 +1653,7 @@ fn codes_in_blocks_become_numbers_in_blocks() {
         ..pages
     });
     let [append, numbers, prompt] = prompts;
-    let step = "decode_paged_i8_f16_d128_r8";
+    let step = "decode_paged_i8_f16_d128_r16_w4";
     let plan = plan(&mixed, &device("h200"), &off).unwrap();
     assert_eq!(kernels(&mixed, &off), [append, numbers, prompt, step, prompt]);
     // Only those of prompts are wanted.

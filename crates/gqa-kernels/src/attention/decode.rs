@@ -95,7 +95,7 @@ pub use cached::Cached;
 pub use layout::{Blocks, Heads, Layout, Padded, Whole};
 pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Scales};
-pub use shape::{Device, Shape, shape};
+pub use shape::{Device, Halves, Shape, shape};
 
 use super::out::OutElement;
 use crate::num::MmaElement;

@@ -14,7 +14,7 @@ use crate::plan::tensors::TensorId;
 use crate::plan::{requirements, select};
 use crate::{CacheBinding, Problem, Result};
 use bytemuck::Zeroable;
-use gqa_kernels::attention::decode::{self, Shape};
+use gqa_kernels::attention::decode::{self, Halves, Shape};
 use gqa_kernels::num::Format;
 use gqa_kernels::params::{AttentionParams, DecodeParams, RotaryParams, Strides, overlap};
 use gqa_kernels::registry::{self, Entry, entries};
@@ -228,21 +228,32 @@ fn half_of(entry: &Entry, device: &DeviceInfo) -> Option<&'static Entry> {
 
 /// The same step in blocks of half an SM, each with all keys of its rows, if there are such.
 pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option<Kernel> {
-    let half = half_of(kernel.entry, device)?;
-    (kernel.entry.min_blocks == 1).then(|| Kernel::whole(half))
+    let is_half = kernel.entry.min_blocks > 1;
+    let half = if is_half { kernel.entry } else { half_of(kernel.entry, device)? };
+    Some(Kernel::whole(half))
 }
 
-/// By how many parts in 32 two such blocks stream slower than a whole one: more of a quantized KV
-/// cache, whose halves have fewer copies under way. Fitted to measurements (`docs/perf-log.md`).
-fn slowdown_of_halves(half: &Entry) -> u32 {
-    if half.codes.is_none() { 1 } else { 4 }
+/// How two such blocks stream, fitted to measurements (`docs/perf-log.md`): those of a quantized KV
+/// cache slower, as they have fewer copies under way.
+fn halves_like(half: &Entry) -> Halves {
+    match half.codes {
+        None => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
+        Some(_) => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
+    }
+}
+
+/// [`decode::Device::tenths_in_pairs`], which was measured with elements and clusters.
+fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
+    let tenths = tenths_of_block(entry);
+    let is_late = entry.codes.is_none() && device.has(Capability::Clusters);
+    if is_late { tenths.max(18) } else { tenths }
 }
 
 /// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
 /// all of the memory's bandwidth: longer where four bits become halves, and where 64 rows keep a
 /// block busier than memory does (`docs/perf-log.md`). Where these are multiplied without `wgmma`
 /// every SM has to take part, which is an estimate.
-pub(in crate::plan) fn tenths_of_block(entry: &Entry) -> u32 {
+fn tenths_of_block(entry: &Entry) -> u32 {
     match (entry.rows, entry.codes) {
         (33.., _) if has_wgmma(entry) => 13,
         (33.., _) => 20,
@@ -268,8 +279,9 @@ fn shape(call: &Call<'_>, entry: &'static Entry) -> Result<Kernel, Rejection> {
             let gpu = decode::Device {
                 multiprocessors: device.multiprocessors,
                 has_clusters: device.has(Capability::Clusters),
-                halves: half.map(slowdown_of_halves),
                 tenths: tenths_of_block(entry),
+                tenths_in_pairs: tenths_in_pairs(entry, device),
+                halves: half.map(halves_like),
             };
             let Shape { ranks, splits, together } =
                 decode::shape(&params, entry.rows, p.most_keys(), gpu);

@@ -47,7 +47,7 @@ pub(super) static FAMILIES: [&dyn Family; 20] = [
     &unfused::Unfused,
 ];
 
-pub(super) use decode::{in_halves, tenths_of_block};
+pub(super) use decode::in_halves;
 pub(super) use decode_paged::DecodePaged;
 pub(super) use decode_paged_quantized::DecodePagedQuantized;
 pub(super) use hopper_paged::HopperPaged;

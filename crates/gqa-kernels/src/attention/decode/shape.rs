@@ -25,12 +25,27 @@ pub struct Device {
     pub multiprocessors: u32,
     /// Whether there are clusters of blocks.
     pub has_clusters: bool,
-    /// By how many parts in 32 two blocks beside each other stream slower than one, where the
-    /// kernel has blocks of half the size, of which an SM holds two.
-    pub halves: Option<u32>,
-    /// How long a block that is alone on its SM takes at least for what it streams, in tenths of
-    /// what half of the SMs take with all of the memory's bandwidth.
+    /// How long a block takes at least for what it streams, in tenths of what half of the SMs take
+    /// with all of the memory's bandwidth: one that has its SM for itself.
     pub tenths: u32,
+    /// The same of blocks on more than half of the SMs that are not in clusters. Both SMs of a
+    /// pair take in little more together than one of them alone, so where some pairs have two
+    /// blocks and others one, those are late.
+    pub tenths_in_pairs: u32,
+    /// Of the kernel with blocks of half the size, of which an SM holds two, if there is one.
+    pub halves: Option<Halves>,
+}
+
+/// What the choice depends on of blocks of which an SM holds two.
+#[derive(Clone, Copy, Debug)]
+pub struct Halves {
+    /// By how many parts in 32 two of them beside each other stream slower than one whole block.
+    pub slower: u32,
+    /// As [`Device::tenths`] of blocks each of which has its SM for itself, or that are in
+    /// clusters.
+    pub tenths: u32,
+    /// The same where some pairs of SMs have four of them and others two.
+    pub tenths_in_pairs: u32,
 }
 
 impl Shape {
@@ -44,8 +59,9 @@ impl Shape {
             (0..logs).map(move |log| Self { ranks: 1 << rank, splits: 1 << log, together: 1 })
         });
         let alone = (1..=splits).map(|splits| Self { ranks: 1, splits, together: 1 });
-        let half = device.halves.map(|_| Self { ranks: 1, splits: 1, together: 2 });
-        clusters.chain(alone).chain(half)
+        let halves = device.halves.map_or(0, |_| if device.has_clusters { 2 } else { 1 });
+        let halves = (0..halves).map(|log| Self { ranks: 1 << log, splits: 1, together: 2 });
+        clusters.chain(alone).chain(halves)
     }
 
     /// Clusters that run at a time. Multiprocessors come in pairs, and pairs in groups that a
@@ -109,17 +125,28 @@ impl Shape {
         // blocks beside each other.
         let streamed = match (splits, together) {
             (1, 1) => streamed,
-            (1, _) => streamed + streamed * u64::from(device.halves.unwrap_or(0)) / 32,
+            (1, _) => streamed + streamed * device.halves.map_or(0, |half| half.slower.into()) / 32,
             _ => streamed + streamed / 16,
         };
         // Per block, of what all blocks of a wave get together; row tiles get the same keys, of
         // which the L2 cache has those of the other one.
         let blocks = clusters * u64::from(ranks) / u64::from(row_tiles(p, rows).clamp(1, 2));
-        // What a block takes at most: halves have half as much under way.
-        let tenths = if together == 2 { 34 } else { u64::from(device.tenths) };
         let multiprocessors = u64::from(device.multiprocessors);
+        let tenths = self.tenths(clusters * u64::from(ranks), device);
         let alone = multiprocessors * tenths / 10;
         WAVE + streamed * (2 * blocks).max(alone) / multiprocessors.max(1)
+    }
+
+    /// How long one of so many blocks takes at least.
+    fn tenths(self, blocks: u64, device: Device) -> u64 {
+        let sms = u64::from(device.multiprocessors);
+        let tenths = match (self.together, device.halves) {
+            (2, Some(half)) if self.ranks == 1 && blocks > sms => half.tenths_in_pairs,
+            (2, Some(half)) => half.tenths,
+            _ if self.ranks == 1 && blocks > sms / 2 => device.tenths_in_pairs,
+            _ => device.tenths,
+        };
+        tenths.into()
     }
 }
 
@@ -128,8 +155,13 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
 
-    const HOPPER: Device =
-        Device { multiprocessors: 132, has_clusters: true, halves: Some(1), tenths: 10 };
+    const HOPPER: Device = Device {
+        multiprocessors: 132,
+        has_clusters: true,
+        tenths: 10,
+        tenths_in_pairs: 18,
+        halves: Some(Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 }),
+    };
 
     fn shape_of(batch: u32, kv_heads: u32, keys: u32) -> Shape {
         let p = AttentionParams {
@@ -201,14 +233,38 @@ mod tests {
             assert_eq!(shape, Shape { ranks: 1, splits: 1, together: 2 }, "{batch} x {keys}");
         }
         // One wave, hardly more than one wave, many keys.
-        for (batch, keys) in [(16, 512), (17, 2048), (20, 1024), (24, 2048), (32, 8192)] {
+        for (batch, keys) in [(8, 512), (16, 512), (24, 2048), (32, 8192)] {
             assert_eq!(shape_of(batch, 8, keys).together, 1, "{batch} x {keys}");
         }
     }
 
     #[test]
+    fn halves_go_to_pairs_of_multiprocessors_some_of_which_would_have_two_blocks() {
+        for (batch, keys, ranks) in [(9, 512, 1), (9, 8192, 2), (12, 2048, 1), (14, 8192, 1)] {
+            let shape = shape_of(batch, 8, keys);
+            assert_eq!(shape, Shape { ranks, splits: 1, together: 2 }, "{batch} x {keys}");
+        }
+        let without = Device { halves: None, ..HOPPER };
+        let p = AttentionParams {
+            batch: 9,
+            q_heads: 64,
+            kv_heads: 8,
+            q_len: 1,
+            head_size: 128,
+            ..AttentionParams::zeroed()
+        };
+        assert_eq!(shape(&p, 8, 8192, without).ranks, 4);
+    }
+
+    #[test]
     fn without_clusters_splits_take_half_of_the_multiprocessors() {
-        let ampere = Device { multiprocessors: 108, has_clusters: false, halves: None, tenths: 10 };
+        let ampere = Device {
+            multiprocessors: 108,
+            has_clusters: false,
+            tenths: 10,
+            tenths_in_pairs: 10,
+            halves: None,
+        };
         let p = AttentionParams {
             batch: 1,
             q_heads: 32,

@@ -1,0 +1,156 @@
+//! In which order the kernels of a mixed batch begin, and on how many SMs: a model of the time that
+//! each order takes. Its constants were fitted to 96 calls, each in up to 27 orders, on an H200
+//! (`docs/perf-log.md`).
+
+use crate::plan::device::DeviceInfo;
+
+/// Which kernel begins first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Order {
+    /// That for sequences of few tokens, on as many SMs as it has blocks for, beside the launch
+    /// that appends the others' tokens. The one for prefill takes what SMs are free.
+    Decode,
+    /// That for prefill, with so many blocks, when all tokens are appended. The other one overlaps
+    /// it on the rest of the SMs, and prefill goes on there in the end.
+    Prefill { blocks: usize },
+}
+
+/// What there is to do. Times are in seconds.
+pub(super) struct Work<'a> {
+    pub(super) device: &'a DeviceInfo,
+    /// Blocks that read the keys and values of sequences of few tokens.
+    pub(super) blocks: usize,
+    /// Whether an SM holds two of them.
+    pub(super) in_halves: bool,
+    /// Bytes that they read.
+    pub(super) cached_bytes: f64,
+    /// Bytes of the keys and values that are appended.
+    pub(super) new_bytes: f64,
+    /// Work tiles of prefill.
+    pub(super) tiles: usize,
+    /// How long one takes, if sequences have no keys but their new ones, and if they have as many as
+    /// the longest: the host does not know which.
+    pub(super) tile: [f64; 2],
+}
+
+impl Work<'_> {
+    /// The order that is done first, in the mean of what prefill may turn out to be: more likely
+    /// prompts from their beginning.
+    pub(super) fn order(&self) -> Order {
+        /// Shares of the SMs that prefill may begin on, in sixths.
+        const SIXTHS: [usize; 4] = [2, 3, 4, 5];
+        let prefill = SIXTHS.map(|sixths| {
+            let blocks = self.sms() * sixths / 6;
+            Order::Prefill { blocks: blocks.clamp(1, self.tiles.max(1)) }
+        });
+        let [a, b, c, d] = prefill;
+        let orders = [Order::Decode, a, b, c, d];
+        let times = orders.map(|order| self.tile.map(|tile| self.time(order, tile)));
+        let least = [0, 1].map(|i| times.map(|time| time[i]).into_iter().fold(f64::MAX, f64::min));
+        let relative = |time: [f64; 2]| 3.0 * time[0] / least[0] + time[1] / least[1];
+        let ranked = orders.into_iter().zip(times.map(relative));
+        // The first of those that are as good.
+        ranked
+            .reduce(|best, next| if next.1 < best.1 { next } else { best })
+            .map_or(a, |best| best.0)
+    }
+
+    fn sms(&self) -> usize {
+        self.device.multiprocessors as usize
+    }
+
+    fn time(&self, order: Order, tile: f64) -> f64 {
+        /// What a launch that decode overlaps takes longer for it.
+        const BESIDE: f64 = 3e-6;
+        /// What it costs that prefill begins before decode, and goes on behind it.
+        const BEFORE: f64 = 1e-6;
+        const BEHIND: f64 = 4e-6;
+        let all = self.sms();
+        match order {
+            Order::Decode => {
+                let (busy, appending) = (self.blocks.min(all), self.appending() + BESIDE);
+                let decode = self.decode(all);
+                if busy == all || decode <= appending {
+                    return decode.max(appending) + self.tiles.div_ceil(all) as f64 * tile;
+                }
+                appending + self.prefill([all - busy, busy], tile, decode - appending)
+            }
+            Order::Prefill { blocks } => {
+                let others = all - blocks;
+                let launches = BEFORE + if self.tiles > blocks { BEHIND } else { 0.0 };
+                let both = self.prefill([blocks, others], tile, self.decode(others));
+                self.appending() + launches + both
+            }
+        }
+    }
+
+    /// The launch that appends.
+    fn appending(&self) -> f64 {
+        const LEAST: f64 = 2e-6;
+        /// Of the memory's bandwidth, which bytes take twice.
+        const SHARE: f64 = 0.48;
+        LEAST + 2.0 * self.new_bytes / (self.device.bandwidth * SHARE)
+    }
+
+    /// Sequences of few tokens on so many SMs.
+    fn decode(&self, sms: usize) -> f64 {
+        const LEAST: f64 = 10e-6;
+        /// Of the memory's bandwidth.
+        const SHARE: f64 = 0.9;
+        /// Bytes per second of a block, and of an SM that holds two.
+        const BLOCK: f64 = 40e9;
+        const PAIR: f64 = 100e9;
+        let (sms, blocks) = (sms as f64, self.blocks as f64);
+        let copied =
+            if self.in_halves { (blocks * BLOCK).min(sms * PAIR) } else { blocks.min(sms) * BLOCK };
+        LEAST + self.cached_bytes / copied.min(self.device.bandwidth * SHARE).max(1.0)
+    }
+
+    /// When all work tiles are done, if the first SMs take them from the beginning and the others
+    /// when they have streamed for `streamed` seconds; not before that.
+    fn prefill(&self, [first, others]: [usize; 2], tile: f64, streamed: f64) -> f64 {
+        let before = (streamed / tile).floor();
+        let left = self.tiles.saturating_sub(first.saturating_mul(before as usize));
+        if left == 0 {
+            return streamed;
+        }
+        let (rounds, rest) = (left / (first + others), left % (first + others));
+        let last = match rest {
+            0 => 0.0,
+            // The first SMs have their tiles since before.
+            _ if rest <= first => 1.0 - (streamed / tile - before),
+            _ => 1.0,
+        };
+        streamed + (rounds as f64 + last) * tile
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(blocks: usize, cached_bytes: f64, tiles: usize, tile: [f64; 2]) -> Order {
+        let device = DeviceInfo::known("h200").unwrap();
+        Work { device: &device, blocks, in_halves: true, cached_bytes, new_bytes: 1e6, tiles, tile }
+            .order()
+    }
+
+    #[test]
+    fn decode_begins_first_where_it_leaves_sms_or_is_short() {
+        assert_eq!(order(64, 16e6, 128, [1e-5, 2e-5]), Order::Decode);
+        assert_eq!(order(8, 64e6, 128, [1e-5, 5e-5]), Order::Decode);
+    }
+
+    #[test]
+    fn prefill_begins_first_beside_many_long_sequences() {
+        let Order::Prefill { blocks } = order(248, 520e6, 128, [1e-5, 5e-5]) else {
+            panic!("decode would take all SMs");
+        };
+        assert!((44..=110).contains(&blocks));
+    }
+
+    #[test]
+    fn there_are_no_more_blocks_than_work_tiles() {
+        assert_eq!(order(512, 67e6, 32, [4e-6, 4e-6]), Order::Prefill { blocks: 32 });
+    }
+}
