@@ -273,9 +273,9 @@ impl Lengths {
 
     /// The decode kernel as it suits the launches beside it: in blocks of half an SM, where a block
     /// has few keys to read or there are many blocks. Fewer copies under way keep the other
-    /// launches' loads waiting, two blocks fit where one of `hopper_paged` is not, and the last ones
-    /// end at about the same time. Elsewhere without clusters, if as many blocks read nearly what
-    /// memory delivers, which leaves the other SMs free (measured: `docs/perf-log.md`).
+    /// launches' loads waiting, two blocks fit where one of `hopper_paged` is not, and the last
+    /// ones end at about the same time. Elsewhere without clusters, if as many blocks read nearly
+    /// what memory delivers, which leaves the other SMs free (measured: `docs/perf-log.md`).
     fn beside_others(
         self,
         few: &Problem,

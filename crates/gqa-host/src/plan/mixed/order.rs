@@ -28,8 +28,8 @@ pub(super) struct Work<'a> {
     pub(super) new_bytes: f64,
     /// Work tiles of prefill.
     pub(super) tiles: usize,
-    /// How long one takes, if sequences have no keys but their new ones, and if they have as many as
-    /// the longest: the host does not know which.
+    /// How long one takes, if sequences have no keys but their new ones, and if they have as many
+    /// as the longest: the host does not know which.
     pub(super) tile: [f64; 2],
 }
 
