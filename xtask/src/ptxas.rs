@@ -25,7 +25,7 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the shared memory for
 /// `tiled_tma`, and those of `sm_89` for two blocks of 64 keys. `append_dequantized` has four
 /// blocks to an SM, which on Hopper is faster even with spills than three are without.
-const SPILLS: [(&str, &str, u32); 41] = [
+const SPILLS: [(&str, &str, u32); 48] = [
     ("gqa_append_dequantized_f8", "sm_75", 64),
     ("gqa_append_dequantized_f8", "sm_80", 64),
     ("gqa_append_dequantized_f8", "sm_89", 64),
@@ -55,6 +55,13 @@ const SPILLS: [(&str, &str, u32); 41] = [
     ("gqa_decode_tree_d128_r32", "sm_90", 16),
     ("gqa_float8_operands", "sm_90a", 8),
     ("gqa_hopper_float8_d256", "sm_90a", 240),
+    ("gqa_paged_append", "sm_75", 20),
+    ("gqa_paged_append", "sm_80", 8),
+    ("gqa_paged_append", "sm_89", 8),
+    ("gqa_paged_append", "sm_90a", 8),
+    ("gqa_paged_append", "sm_100a", 8),
+    ("gqa_paged_append", "sm_103a", 8),
+    ("gqa_paged_append", "sm_120a", 8),
     ("gqa_split_kv_d160", "sm_75", 60),
     ("gqa_split_kv_d192", "sm_75", 148),
     ("gqa_tiled_d128", "sm_75", 92),

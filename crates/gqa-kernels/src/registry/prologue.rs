@@ -197,7 +197,7 @@ kernels!(SEQLENS_TO_POS_IDS, Prologue: GeneratePositions, "family-prologue", (se
 kernels!(PAGED_APPEND, Prologue: PagedAppend, "family-prologue",
     (q: T, k: T, v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, slot_mapping: i32, q_out: T, k_cache: T, v_cache: T;
      p: PagedParams),
-    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 0, shared: 0, hot: true, min_sm: 70 }, {
+    each { head_size: 0, rows: 0, keys: 0, threads: prologue::THREADS, min_blocks: 4, shared: 0, hot: true, min_sm: 70 }, {
     gqa_paged_append_f32 => paged_append::<f32>, T = f32;
     gqa_paged_append_f16 => paged_append::<f16>, T = f16;
     gqa_paged_append_bf16 => paged_append::<bf16>, T = bf16;

@@ -28,9 +28,9 @@ pub struct Device {
     /// How long a block takes at least for what it streams, in tenths of what half of the SMs take
     /// with all of the memory's bandwidth: one that has its SM for itself.
     pub tenths: u32,
-    /// The same of blocks on more than half of the SMs that are not in clusters. Both SMs of a
-    /// pair take in little more together than one of them alone, so where some pairs have two
-    /// blocks and others one, those are late.
+    /// The same of blocks on more than half of the SMs that are not in clusters: longer, probably
+    /// because both SMs of a pair take in little more together than one of them alone, so that
+    /// pairs with two blocks are late where others have one.
     pub tenths_in_pairs: u32,
     /// Of the kernel with blocks of half the size, of which an SM holds two, if there is one.
     pub halves: Option<Halves>,
@@ -44,7 +44,7 @@ pub struct Halves {
     /// As [`Device::tenths`] of blocks each of which has its SM for itself, or that are in
     /// clusters.
     pub tenths: u32,
-    /// The same where some pairs of SMs have four of them and others two.
+    /// The same of more of them than SMs, where some pairs of these have four and others two.
     pub tenths_in_pairs: u32,
 }
 

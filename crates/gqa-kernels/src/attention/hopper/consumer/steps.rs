@@ -13,6 +13,7 @@ use crate::simt::*;
 /// because a branch that is never taken would cost the others registers.
 pub(in crate::attention::hopper) trait Steps: Operand {
     /// To the cursor's `bottom`.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
         consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
         state: &mut State<W, O>,
@@ -21,38 +22,15 @@ pub(in crate::attention::hopper) trait Steps: Operand {
         Self: Sized,
         T: MmaElement,
         S: Tile,
-        K: CacheScales;
-}
-
-impl<P: MmaElement> Steps for P {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
-        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
-        state: &mut State<W, O>,
-        at: &mut Cursor,
-    ) where
-        T: MmaElement,
-        S: Tile,
         K: CacheScales,
     {
         consumer.step_to(at.bottom, state, at);
     }
 }
 
-impl Steps for Float8Keys {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step_to_bottom<T, S, K, const C: usize, const W: usize, const O: usize>(
-        consumer: &mut Consumer<'_, T, Self, S, K, C, W, O>,
-        state: &mut State<W, O>,
-        at: &mut Cursor,
-    ) where
-        T: MmaElement,
-        S: Tile,
-        K: CacheScales,
-    {
-        consumer.step_to(at.bottom, state, at);
-    }
-}
+impl<P: MmaElement> Steps for P {}
+
+impl Steps for Float8Keys {}
 
 impl Steps for Float8 {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
