@@ -184,7 +184,7 @@ struct Mixed<'a> {
 }
 
 impl Mixed<'_> {
-    /// The kernel for prefill first, on some SMs, where that is sooner done, or else the other one.
+    /// In the order that is done first.
     fn attentions(
         self,
         device: &DeviceInfo,
@@ -272,8 +272,8 @@ impl Lengths {
     }
 
     /// The decode kernel as it suits the launches beside it: in blocks of half an SM, where a block
-    /// has few keys to read or there are many blocks. Fewer copies under way keep the other
-    /// launches' loads waiting, two blocks fit where one of `hopper_paged` is not, and the last
+    /// has few keys to read or there are many blocks. With fewer copies under way the other
+    /// launches' loads wait less, two blocks fit where one of `hopper_paged` is not, and the last
     /// ones end at about the same time. Elsewhere without clusters, if as many blocks read nearly
     /// what memory delivers, which leaves the other SMs free (measured: `docs/perf-log.md`).
     fn beside_others(
@@ -293,7 +293,7 @@ impl Lengths {
         let (blocks, sms) =
             (self.few.saturating_mul(few.kv_heads), device.multiprocessors as usize);
         let bytes = self.keys.saturating_mul(key_bytes(few));
-        if blocks > sms / 2 || bytes <= (blocks * PER_BLOCK).min(MOST) {
+        if blocks > sms / 2 || bytes <= blocks.saturating_mul(PER_BLOCK).min(MOST) {
             return in_halves(kernel, device).unwrap_or(*kernel);
         }
         if blocks >= sms / 3 { Kernel::whole(kernel.entry) } else { *kernel }
