@@ -1094,6 +1094,19 @@ fn quantized(problem: Problem, format: QuantFormat) -> Problem {
     with(problem, |p| p.quantized = Some(Quantization { format, scales: Scales::PerTensor }))
 }
 
+/// Of 72 whole blocks two would lie on some pairs of SMs and one on others.
+#[test]
+fn nine_long_sequences_of_8_bits_take_clusters_of_four() {
+    let cluster = |format, past| {
+        let p = with(quantized(llama(1, past), format), |p| p.batch = 9);
+        plan(&p, &device("h200"), &PlanOptions::default()).unwrap().launches[0].cluster
+    };
+    for format in CODES {
+        let long = if format == QuantFormat::Int4 { 1 } else { 4 };
+        assert_eq!([cluster(format, 1023), cluster(format, 8191)], [1, long], "{format:?}");
+    }
+}
+
 #[test]
 fn a_step_reads_codes_where_it_can() {
     let off = PlanOptions::default();

@@ -238,15 +238,21 @@ pub(in crate::plan) fn in_halves(kernel: &Kernel, device: &DeviceInfo) -> Option
 fn halves_like(half: &Entry) -> Halves {
     match half.codes {
         None => Halves { slower: 1, tenths: 12, tenths_in_pairs: 36 },
-        Some(_) => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
+        Some(Format::Int4) => Halves { slower: 4, tenths: 34, tenths_in_pairs: 34 },
+        Some(_) => Halves { slower: 4, tenths: 28, tenths_in_pairs: 34 },
     }
 }
 
-/// [`decode::Device::tenths_in_pairs`], which was measured with elements and clusters.
+/// [`decode::Device::tenths_in_pairs`], which was measured with clusters. Four bits keep a block
+/// busier than memory does.
 fn tenths_in_pairs(entry: &Entry, device: &DeviceInfo) -> u32 {
     let tenths = tenths_of_block(entry);
-    let is_late = entry.codes.is_none() && device.has(Capability::Clusters);
-    if is_late { tenths.max(18) } else { tenths }
+    match entry.codes {
+        _ if !device.has(Capability::Clusters) => tenths,
+        None => tenths.max(18),
+        Some(Format::Int4) => tenths,
+        Some(_) => tenths.max(17),
+    }
 }
 
 /// How long a block takes at least for what it streams, in tenths of what half of the SMs take with
