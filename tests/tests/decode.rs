@@ -62,9 +62,10 @@ fn rows_among_keys_asked_for_ahead_are_appended_when_all_ranks_have_read() {
     let asks_ahead = |case: &Case| {
         let options = PlanOptions { cluster: Some(2), ..PlanOptions::default() };
         let plan = plan(&case.problem().unwrap(), &DeviceInfo::h200(), &options).unwrap();
-        let params: DecodeParams =
-            bytemuck::pod_read_unaligned(plan.launches().last().unwrap().params());
-        params.ahead == 1
+        let last = plan.launches().last().unwrap();
+        // Another kernel has other parameters.
+        last.entry().name.starts_with("gqa_decode_")
+            && bytemuck::pod_read_unaligned::<DecodeParams>(last.params()).ahead == 1
     };
     let steps = steps.prop_filter("length first", asks_ahead);
     parity("sim, keys asked for ahead", 30, steps, &clusters(2, 1));
