@@ -23,8 +23,9 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// (`docs/results/2026-11-27-h100-quantized-steps`); on the others none was. On `sm_75` copies to
 /// shared memory go through registers. Products of float8 at head size 256 spill where a tile is
 /// masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the shared memory for
-/// `tiled_tma`, and those of `sm_89` for two blocks of 64 keys. `append_dequantized` has four
-/// blocks to an SM, which on Hopper is faster even with spills than three are without.
+/// `tiled_tma`, and those of `sm_89` for two blocks of 64 keys. `append_dequantized` and
+/// `paged_append` have four blocks to an SM, which on Hopper is faster even with spills than three
+/// are without (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
 const SPILLS: [(&str, &str, u32); 48] = [
     ("gqa_append_dequantized_f8", "sm_75", 64),
     ("gqa_append_dequantized_f8", "sm_80", 64),

@@ -161,10 +161,12 @@ impl Few {
                 let new_len = if p.reads_pages_only() { 0 } else { tokens };
                 let problem = p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call });
                 let lengths = Lengths::of(p, pages, tokens);
-                // As many blocks as suit the sequences that it attends to.
+                let of_batch = consider(&problem).ok()?;
+                // As many blocks as suit the sequences that it attends to, but no splits, which
+                // would be merged through scratch memory for the whole batch.
                 let few = problem.derive(|call| ProblemFields { batch: lengths.few, ..call });
-                let choice = consider(&problem).and_then(|_| consider(&few)).ok()?;
-                Some(Self { problem, choice, lengths })
+                let own = consider(&few).ok().filter(|choice| choice.kernel.splits == 1);
+                Some(Self { problem, choice: own.unwrap_or(of_batch), lengths })
             });
         candidates.reduce(|small, large| {
             let more = large.lengths.few > small.lengths.few;

@@ -1450,6 +1450,18 @@ fn single_tokens_beside_equal_prompts_take_the_smallest_row_tile() {
     assert_eq!(kernel(40 + 4 * 100), Some("decode_paged_f16_d128_r32_w4"));
 }
 
+/// One sequence alone would have splits of its keys, whose merge cannot run beside other launches.
+#[test]
+fn one_long_sequence_beside_a_prompt_has_no_splits() {
+    let p = with(over_blocks(2, 512, 32_256), |p| {
+        (p.q_heads, p.kv_heads) = (32, 4);
+        p.pages = p.pages.map(|pages| Pages { tokens: 513, ..pages });
+    });
+    let launches = plan(&p, &device("h200"), &PlanOptions::default()).unwrap().launches;
+    let step = launches.iter().find(|launch| kernel(launch).starts_with("decode")).unwrap();
+    assert!(step.concurrent || step.overlaps, "{launches:?}");
+}
+
 /// A launch of its own costs less than a few row tiles with one token each.
 #[test]
 fn few_sequences_come_apart_from_a_prompt() {

@@ -1,5 +1,5 @@
 //! In which order the kernels of a mixed batch begin, and on how many SMs: a model of the time that
-//! each order takes. Its constants were fitted to 96 calls, each in up to 27 orders, on an H200
+//! each order takes. Its constants were fitted to 96 calls, each in up to 36 orders, on an H200
 //! (`docs/perf-log.md`).
 
 use crate::plan::device::DeviceInfo;
