@@ -40,16 +40,16 @@ def call(name, *arguments):
 
 
 @functools.cache
-def function(folder, entry, shared_bytes, cluster, sm):
+def function(folder, entry, shared_bytes, cluster, sm, constants):
     """The kernel as GPUs of that compute capability, times ten, get it, from a module of its own: a
-    whole family takes long to assemble."""
+    whole family takes long to assemble. `constants` are (parameter, offset, byte)."""
     modules = [m for m in packed.modules(folder) if any(kernel["name"] == entry for kernel in m["kernels"])]
     runs = lambda arch: arch == f"sm_{sm}a" or not arch.endswith("a") and int(arch[3:]) <= sm
     usable = [m for m in modules if runs(m["arch"])]
     if not usable:
         raise RuntimeError(f"{entry}: {folder} has no module for compute capability {sm / 10}")
     module = max(usable, key=lambda m: int(m["arch"][3:].rstrip("a")))
-    text = packed.ptx(folder, module, entry).encode() + b"\0"
+    text = packed.folded(packed.ptx(folder, module, entry), entry, constants).encode() + b"\0"
     loaded, found = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(loaded), text)
     call("cuModuleGetFunction", ctypes.byref(found), loaded, entry.encode())
@@ -88,7 +88,8 @@ class Launches:
         self.launches = [self.prepared(launch, pathlib.Path(folder)) for launch in plan["launches"]]
 
     def prepared(self, launch, folder):
-        found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"], self.plan["sm"])
+        found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"], self.plan["sm"],
+                         tuple(map(tuple, launch["constants"])))
         params = (ctypes.c_ubyte * len(launch["params"]))(*launch["params"])
         values = [self.value(value) for value in launch["values"]] + [params]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])

@@ -36,3 +36,29 @@ def absolute(text):
         return f"{name}{last[name]}"
 
     return re.sub(r"([%$]\w*)(=|[+-]\d+)?", number, text)
+
+
+def folded(text, kernel, constants):
+    """The text with loads of known bytes as constants, as crates/gqa-ptx/src/fold.rs says. `constants` are (parameter,
+    offset, byte)."""
+    known = {(parameter, offset): byte for parameter, offset, byte in constants}
+    pattern = rf"ld\.param\.b(\d+) \t(%\w+), \[({kernel}_param_(\d+))(?:\+(\d+))?\];"
+
+    def number(parameter, offset, size):
+        found = [known.get((parameter, offset + i)) for i in range(size)]
+        return None if None in found else int.from_bytes(found, "little")
+
+    def moved(match):
+        size, register, name = int(match[1]) // 8, match[2], match[3]
+        place = int(match[4]), int(match[5] or 0)
+        if (whole := number(*place, size)) is not None:
+            bits = {"%rs": 16, "%r": 32, "%rd": 64}[register.rstrip("0123456789")]
+            return f"mov.b{bits} {register}, {whole:#x};"
+        halves = [number(place[0], place[1] + half, 4) for half in (0, 4)]
+        if size < 8 or halves == [None, None]:
+            return match[0]
+        load = lambda half: f"ld.param.b32 h{half}, [{name}+{place[1] + 4 * half}];"
+        moves = [load(i) if half is None else f"mov.b32 h{i}, {half:#x};" for i, half in enumerate(halves)]
+        return f"{{ .reg .b32 h0, h1; {' '.join(moves)} mov.b64 {register}, {{h0, h1}}; }}"
+
+    return re.sub(pattern, moved, text)

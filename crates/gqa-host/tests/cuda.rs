@@ -8,14 +8,16 @@ mod step;
 use gqa_host::backend::cuda::Cuda;
 use gqa_host::backend::{Backend, Io};
 use gqa_host::driver::{
-    Call, Device, DeviceTensor, DeviceView, DriverError, Graph, Stream, Views, Workspace,
-    device_count,
+    Call, Device, DeviceTensor, DeviceView, DriverError, Graph, LoadedPlan, Stream, Views,
+    Workspace, device_count,
 };
 use gqa_host::op::{Inputs, Outputs};
-use gqa_host::plan::{PlanOptions, TensorId, plan};
+use gqa_host::plan::{Fold, PlanOptions, TensorId, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{CacheBinding, DType, Error};
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 use step::{CAPACITY, HEADS, KV_HEADS, SIZE, Step, assert_close, operator, random, tolerance};
 
 fn device() -> Device {
@@ -275,6 +277,64 @@ fn steps_in_a_row(device: &Device, options: &PlanOptions, layers: usize) {
         query = call.download(TensorId::Output, &stream).unwrap();
         assert_close(&query, &want, 2e-3, &format!("step {i}, {layers} layers, {options:?}"));
     }
+}
+
+/// Output and cache of a step on a loaded plan.
+fn ran(step: &Step, loaded: LoadedPlan, stream: &Stream) -> [Vec<u8>; 3] {
+    let call = Call::of(loaded).unwrap();
+    call.poison(stream).unwrap();
+    upload(step, &call, stream);
+    call.enqueue(stream).unwrap();
+    let bytes = |id| call.download(id, stream).unwrap().bytes().to_vec();
+    [TensorId::Output, TensorId::PresentKey, TensorId::PresentValue].map(bytes)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn kernels_with_constants_compute_the_same_bits() {
+    let device = device();
+    let stream = Stream::new(&device).unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (rows, lengths, total) in
+            [(70, [70, 33], 70), (1, [211, 90], 211), (16, [200, 47], 200)]
+        {
+            let step = Step::new(dtype, rows, &lengths, total);
+            let loaded = |fold| {
+                let options = PlanOptions { fold, ..PlanOptions::default() };
+                let loaded = device.load(plan(&step.problem(), device.info(), &options).unwrap());
+                let (loaded, constant) = (loaded.unwrap(), fold != Fold::Off);
+                assert_eq!(loaded.folded() > 0, constant, "{fold:?}");
+                loaded
+            };
+            let general = ran(&step, loaded(Fold::Off), &stream);
+            for fold in [Fold::Layer, Fold::Call] {
+                let same = ran(&step, loaded(fold), &stream) == general;
+                assert!(same, "{dtype}, {rows} rows, {fold:?}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn kernels_with_constants_take_over_after_some_calls() {
+    let device = device();
+    let stream = Stream::new(&device).unwrap();
+    let step = Step::new(DType::F16, 1, &[131, 67], 131);
+    let plan = Arc::new(plan(&step.problem(), device.info(), &PlanOptions::default()).unwrap());
+    let deferred = || device.load_deferred(plan.clone()).unwrap();
+    let want = ran(&step, deferred(), &stream);
+    let loaded = deferred();
+    assert_eq!(loaded.folded(), 0);
+    for _ in 0..40 {
+        assert!(ran(&step, deferred(), &stream) == want);
+    }
+    let started = Instant::now();
+    while loaded.folded() < plan.launches().len() && started.elapsed() < Duration::from_secs(60) {
+        thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(loaded.folded(), plan.launches().len(), "the plans share what was compiled");
+    assert!(ran(&step, loaded, &stream) == want);
 }
 
 #[test]

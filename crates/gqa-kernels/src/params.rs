@@ -4,6 +4,31 @@
 //! generic loads. All lengths count rows, all strides and sizes count elements.
 
 use bytemuck::{Pod, Zeroable};
+use core::mem::offset_of;
+
+/// Which words of a parameter struct a layer of a model fixes, for prefill or for decode steps of as
+/// many tokens. The loader can make them constants of the kernel's text; all others may change with
+/// every call.
+pub trait Layer {
+    /// Bit `i`: bytes `4 i` to `4 i + 3`.
+    const FIXES: u128;
+}
+
+/// The words of a field at a byte of a struct.
+const fn words<S, F>(offset: usize, _: fn(&S) -> &F) -> u128 {
+    ((1 << (size_of::<F>() / 4)) - 1) << (offset / 4)
+}
+
+/// The fields of a struct that a layer fixes, and behind them structs of which it fixes a part.
+macro_rules! layer {
+    ($params:ident fixes $($($field:ident).+),* $(; $($part:ident).+ in $struct:ident)*) => {
+        impl Layer for $params {
+            const FIXES: u128 = 0
+                $(| words(offset_of!($params, $($field).+), |params: &$params| &params.$($field).+))*
+                $(| $struct::FIXES << (offset_of!($params, $($part).+) / 4))*;
+        }
+    };
+}
 
 /// Distances between neighbours of a (batch, head, row) tensor whose last dimension is contiguous.
 /// BSNH, BNSH, packed QKV and broadcast bias differ in these numbers only.
@@ -17,6 +42,9 @@ pub struct Strides {
     /// From one row (token) to the next.
     pub row: u64,
 }
+
+// Heads and rows lie as the layer's layout says; a batch entry is as long as it has rows.
+layer!(Strides fixes head, row);
 
 impl Strides {
     /// Element index of `(batch, head, row)`'s first element.
@@ -149,6 +177,13 @@ pub struct AttentionParams {
     pub l2_section: u32,
 }
 
+// Without `kv_heads`: with it ptxas gives `hopper` at head size 64 code that is 3 to 5 % slower from
+// 2048 rows on, and no prefill gains by it (docs/results/2026-11-28-h200-constants).
+layer!(
+    AttentionParams fixes q_heads, head_size, first_prompt, causal, window, sink, qk_output, scale,
+    softcap; q in Strides; out in Strides
+);
+
 /// Scalars of `hopper` where it rotates queries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -158,6 +193,8 @@ pub struct HopperParams {
     /// Rotary embedding of queries; `dim` 0 where they are rotated already.
     pub rotary: RotaryParams,
 }
+
+layer!(HopperParams fixes; attention in AttentionParams; rotary in RotaryParams);
 
 /// Scalars of `hopper` where the cache consists of blocks, each a power of two of rows.
 #[repr(C)]
@@ -188,6 +225,11 @@ pub struct PagedHopperParams {
     pub reserved: u32,
 }
 
+layer!(
+    PagedHopperParams fixes log_block_size, is_secondary, counts_new, reserved; hopper in
+    HopperParams; hopper.attention.k in Strides; hopper.attention.v in Strides
+);
+
 /// Scalars of `tiled` where the cache consists of blocks, each a power of two of rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -211,6 +253,11 @@ pub struct PagedTiledParams {
     pub counts_new: u32,
 }
 
+layer!(
+    PagedTiledParams fixes log_block_size, counts_new; attention in AttentionParams; attention.k in
+    Strides; attention.v in Strides; rotary in RotaryParams
+);
+
 /// Scalars of `hopper_float8`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -222,6 +269,8 @@ pub struct Float8Params {
     /// Keeps the size a multiple of 8 without hidden padding.
     pub reserved: u32,
 }
+
+layer!(Float8Params fixes scales, reserved; attention in AttentionParams);
 
 /// Scalars of `float8_operands`.
 #[repr(C)]
@@ -245,6 +294,11 @@ pub struct Float8OperandsParams {
     /// Zero.
     pub reserved: u32,
 }
+
+layer!(
+    Float8OperandsParams fixes scales, tile_keys, reserved; attention in AttentionParams; new_k in
+    Strides; new_v in Strides; rotary in RotaryParams
+);
 
 /// Scalars of `general`, of the unfused kernels and of those whose name ends with `_masked`.
 #[repr(C)]
@@ -271,6 +325,11 @@ pub struct MaskedParams {
     pub reserved: u32,
 }
 
+layer!(
+    MaskedParams fixes v_head_size, alignment, left, right, vectors, reserved; attention in
+    AttentionParams
+);
+
 impl AsRef<AttentionParams> for AttentionParams {
     fn as_ref(&self) -> &AttentionParams {
         self
@@ -296,6 +355,8 @@ pub struct RotaryParams {
     /// Distance between batch rows of position_ids (used where that pointer is not null).
     pub position_stride: u32,
 }
+
+layer!(RotaryParams fixes dim, interleaved, max_positions);
 
 /// Scalars of the prologue's kernels but those of a rolling KV cache.
 #[repr(C)]
@@ -341,6 +402,11 @@ pub struct PrologueParams {
     pub reserved: u32,
 }
 
+layer!(
+    PrologueParams fixes q_heads, kv_heads, head_size, first_prompt, epsilon, scales, reserved; q in
+    Strides; k in Strides; v in Strides; q_out in Strides; rotary in RotaryParams
+);
+
 /// Scalars of `rolling_kv` and `rolling_lengths`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -370,6 +436,8 @@ pub struct RollingParams {
     pub clears: u32,
 }
 
+layer!(RollingParams fixes kv_heads, row_vectors, window, first_prompt, staged, in_place, clears);
+
 /// Scalars of `rolling_bias`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -385,6 +453,8 @@ pub struct RollingBiasParams {
     /// Columns of the bias written, counted from the cache's first row.
     pub columns_out: u32,
 }
+
+layer!(RollingBiasParams fixes heads; slide in RollingParams);
 
 /// Scalars of `scatter_rows`. Strides count bytes.
 #[repr(C)]
@@ -408,6 +478,8 @@ pub struct ScatterParams {
     pub circular: u32,
 }
 
+layer!(ScatterParams fixes heads, row_bytes, circular; new in Strides);
+
 /// Scalars of `tree_mask_rows`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -428,6 +500,8 @@ pub struct TreeMaskParams {
     pub counts_new: u32,
 }
 
+layer!(TreeMaskParams fixes first_prompt, counts_new);
+
 /// Scalars of `quantize_output`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -445,6 +519,8 @@ pub struct QuantizeOutputParams {
     /// Elements of a head's row, in eights.
     pub eighths: u32,
 }
+
+layer!(QuantizeOutputParams fixes q_heads, eighths; rows in Strides; out in Strides);
 
 /// Scalars of the kernels of a paged KV cache.
 #[repr(C)]
@@ -498,6 +574,12 @@ pub struct PagedParams {
     pub reserved: u32,
 }
 
+layer!(
+    PagedParams fixes q_heads, kv_heads, head_size, row_vectors, block_size, moves_queries, scales,
+    by_token, window, counts_new, reserved; q in Strides; k in Strides; v in Strides; rotary in
+    RotaryParams
+);
+
 /// Scalars of `hopper` over a quantized cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -510,6 +592,8 @@ pub struct QuantizedHopperParams {
     pub scales: u32,
 }
 
+layer!(QuantizedHopperParams fixes format, scales; hopper in HopperParams);
+
 /// Scalars of `hopper` over a quantized cache that consists of blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -521,6 +605,8 @@ pub struct QuantizedPagedHopperParams {
     /// What k_scale and v_scale are for: one of [`scales`].
     pub scales: u32,
 }
+
+layer!(QuantizedPagedHopperParams fixes format, scales; paged in PagedHopperParams);
 
 /// Scalars of the decode kernels.
 #[repr(C)]
@@ -554,6 +640,13 @@ pub struct DecodeParams {
     pub scales: u32,
 }
 
+// A step has the same number of new tokens each time, so strides of batch entries are fixed, too.
+layer!(
+    DecodeParams fixes attention.kv_heads, attention.q_len, attention.q, attention.out, new_k,
+    new_v, new_len, rows, at_a_time, overlap, ahead, scales; attention in AttentionParams; rotary in
+    RotaryParams
+);
+
 /// Scalars of the decode kernels whose cache consists of blocks, of elements or quantized values.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -574,6 +667,11 @@ pub struct PagedDecodeParams {
     /// 1: lengths count the new tokens. 0: the rows before them.
     pub counts_new: u32,
 }
+
+layer!(
+    PagedDecodeParams fixes log_block_size, counts_new; decode in DecodeParams; decode.attention.k
+    in Strides; decode.attention.v in Strides
+);
 
 const _: () = assert!(size_of::<AttentionParams>() == 5 * 24 + 16 * 4);
 const _: () = assert!(size_of::<MaskedParams>() == size_of::<AttentionParams>() + 8 * 4);

@@ -89,6 +89,7 @@ macro_rules! host_entry {
             arguments: &[$(stringify!($map),)* $(stringify!($arg)),*],
             tensor_maps: { const MAPS: &[usize] = &[$($i),*]; MAPS.len() },
             params_bytes: size_of::<$pty>(),
+            layer_words: <$pty as crate::params::Layer>::FIXES,
             #[cfg(all(feature = "sim", not(test)))]
             simulate: {
                 #[allow(dead_code)]

@@ -170,7 +170,7 @@ impl Gpu {
             return Ok(Arc::clone(loaded));
         }
         // Others go on while this one is compiled.
-        let made = Arc::new(self.device.load(plan)?);
+        let made = Arc::new(self.device.load_deferred(plan)?);
         let mut loaded = locked(&self.loaded);
         if loaded.len() >= MOST_PLANS {
             loaded.clear();

@@ -15,7 +15,7 @@
 //!    of its own, made small by [`pack`].
 //!
 //! A crate that only reads what it ships takes this one without its default feature `build`, for
-//! [`unpack`].
+//! [`unpack`] and for [`fold`], which makes parameters constants of the text.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), gqa_ptx::Error> {
@@ -31,9 +31,14 @@
 
 #![warn(clippy::missing_errors_doc)]
 
+mod fold;
 mod packed;
 mod text;
-pub use {packed::unpack, text::alone};
+pub use {
+    fold::{Constants, fold},
+    packed::unpack,
+    text::alone,
+};
 
 #[cfg(feature = "build")]
 mod build;

@@ -87,7 +87,8 @@ impl Gpu {
     /// The plan for a call, with its kernels compiled.
     fn plan(&self, py: Python<'_>, call: &Call) -> PyResult<Plan> {
         let gpu = Arc::clone(&self.0);
-        let loaded = py.detach(|| gpu.device.load(gpu.planner.plan(&call.0)?)).map_err(raised)?;
+        let loaded =
+            py.detach(|| gpu.device.load_deferred(gpu.planner.plan(&call.0)?)).map_err(raised)?;
         Ok(Plan { gpu, loaded })
     }
 }

@@ -197,7 +197,7 @@ impl State {
         if self.loaded.len() >= Self::MOST {
             self.loaded.clear();
         }
-        let loaded = device.load(plan.clone()).map_err(ours)?;
+        let loaded = device.load_deferred(plan.clone()).map_err(ours)?;
         self.loaded.insert(name(plan), loaded);
         Ok(())
     }

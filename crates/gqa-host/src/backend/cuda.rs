@@ -67,12 +67,11 @@ impl Machine for Cuda {
     fn execute(&self, given: &Plan, io: &mut Io<'_>) -> Result<()> {
         io.check_tensors(given.problem())?;
         // Host tensors have no rows apart.
-        let call = match given.problem().contiguous() {
-            Cow::Borrowed(_) => Call::new(&self.device, given.clone()),
-            Cow::Owned(problem) => {
-                Call::new(&self.device, plan(&problem, &self.info, &self.options)?)
-            }
-        }?;
+        let plan = match given.problem().contiguous() {
+            Cow::Borrowed(_) => given.clone(),
+            Cow::Owned(problem) => plan(&problem, &self.info, &self.options)?,
+        };
+        let call = Call::of(self.device.load_deferred(plan)?)?;
         let problem = given.problem();
         call.poison(&self.stream)?;
         for id in TensorId::ALL {

@@ -28,9 +28,16 @@ impl Call {
     /// As [`Device::load`], where the plan wants tensors that are not contiguous, and where the GPU
     /// has not enough free memory.
     pub fn new(device: &Device, plan: impl Into<Arc<Plan>>) -> Result<Self> {
-        let loaded = device.load(plan)?;
+        Self::of(device.load(plan)?)
+    }
+
+    /// The same for a plan that is loaded.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(loaded: LoadedPlan) -> Result<Self> {
         loaded.plan().expect_contiguous()?;
-        let plan = loaded.plan();
+        let (plan, device) = (loaded.plan(), loaded.device());
         let tensors = plan
             .tensors()
             .iter()

@@ -1,13 +1,12 @@
 //! A GPU: a context and the kernels loaded into it.
 
 use super::error::{CudaVersion, DriverError};
-use super::modules::{Kernel, Modules};
+use super::modules::Modules;
 use super::raw::context::{Context, Entered, Properties};
 use super::raw::{self, Failure, report};
 use super::sys::RawContext;
 use crate::plan::DeviceInfo;
 use crate::{Error, Result};
-use gqa_kernels::registry::Entry;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -121,10 +120,9 @@ impl Device {
         self.0.context.enter()
     }
 
-    /// The kernel as GPUs of compute capability `sm`, times ten, get it, from its module, which is
-    /// loaded when it is first asked for. The context must be entered.
-    pub(super) fn kernel(&self, entry: &'static Entry, sm: u32) -> Result<Kernel, DriverError> {
-        self.0.modules.kernel(entry, sm)
+    /// The kernels that are loaded. Who loads one must have entered the context.
+    pub(super) fn modules(&self) -> &Modules {
+        &self.0.modules
     }
 
     /// Errs unless `argument` belongs to this device.

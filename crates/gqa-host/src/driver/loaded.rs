@@ -1,16 +1,19 @@
 //! Plans whose kernels are on a device, and how they are put into streams.
 
 use super::arguments::Addresses;
+use super::deferred::Deferred;
 use super::device::Device;
 use super::error::DriverError;
 use super::modules::Kernel;
 use super::raw::module::{self, Shape};
 use super::raw::{self, Failure};
 use super::stream::Stream;
+use super::sys::RawFunction;
 use super::views::{self, Views, Workspace};
 use crate::plan::{Capability, DeviceInfo, Launch, Plan};
 use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
+use gqa_ptx::Constants;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,31 +28,67 @@ pub struct LoadedPlan {
 }
 
 /// A launch's kernel, and how it is launched.
-#[derive(Clone, Copy)]
 pub(super) struct LoadedKernel {
-    pub(super) kernel: Kernel,
+    kernel: Kernel,
+    /// Whether constants are in its text.
+    is_folded: bool,
+    /// The kernel with constants that takes over once this one was launched often enough.
+    deferred: Option<Arc<Deferred>>,
     pub(super) shape: Shape,
 }
 
+/// When a plan's constants are folded into its kernels.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Folding {
+    Now,
+    Deferred,
+}
+
 impl Device {
-    /// Compiles and finds the plan's kernels: those that the GPU which the plan was made for gets.
-    /// Worth keeping as long as calls of that shape come.
+    /// Compiles and finds the plan's kernels: those that the GPU which the plan was made for gets,
+    /// with the constants of [`Plan::fold`] in their text. Plans of one layer share them. Worth
+    /// keeping as long as calls of that shape come.
     ///
     /// # Errors
     /// Where the plan was made for a newer GPU, or for one with more shared memory, and where the
     /// driver is too old for a kernel.
     pub fn load(&self, plan: impl Into<Arc<Plan>>) -> Result<LoadedPlan> {
-        let plan = plan.into();
+        self.load_when(plan.into(), Folding::Now)
+    }
+
+    /// As [`load`](Self::load), for programs that do not know which layers will call: kernels
+    /// without constants serve the first calls, and once plans with equal constants have launched
+    /// one 16 times, a thread in the background compiles it with these. Both compute the same bits.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_deferred(&self, plan: impl Into<Arc<Plan>>) -> Result<LoadedPlan> {
+        self.load_when(plan.into(), Folding::Deferred)
+    }
+
+    fn load_when(&self, plan: Arc<Plan>, folding: Folding) -> Result<LoadedPlan> {
         self.expect_runs(&plan)?;
         let _entered = self.enter()?;
         let kernels = plan.launches().iter().map(|launch| {
             launch.check_cluster()?;
             Addresses::unknown(launch)?;
-            let kernel = self.kernel(launch.entry(), plan.device().sm)?;
-            Ok(LoadedKernel { kernel, shape: shape(launch, plan.device()) })
+            self.loaded_kernel(launch, &plan, folding)
         });
         let kernels = kernels.collect::<Result<_>>()?;
         Ok(LoadedPlan { device: self.clone(), plan, kernels })
+    }
+
+    /// The device must be entered.
+    fn loaded_kernel(&self, launch: &Launch, plan: &Plan, when: Folding) -> Result<LoadedKernel> {
+        let (modules, entry, sm) = (self.modules(), launch.entry(), plan.device().sm);
+        let (constants, shape) = (launch.constants(plan.fold()), shape(launch, plan.device()));
+        if when == Folding::Now || constants.is_empty() {
+            let (kernel, is_folded) = modules.kernel(entry, sm, &constants)?;
+            return Ok(LoadedKernel { kernel, is_folded, deferred: None, shape });
+        }
+        let (kernel, is_folded) = modules.kernel(entry, sm, &Constants::default())?;
+        let deferred = Some(modules.deferred(entry, sm, constants)?);
+        Ok(LoadedKernel { kernel, is_folded, deferred, shape })
     }
 
     /// Errs where the plan asks for what the GPU does not have.
@@ -103,6 +142,11 @@ impl LoadedPlan {
 
     pub(super) fn kernels(&self) -> &[LoadedKernel] {
         &self.kernels
+    }
+
+    /// How many of its launches take a kernel with constants in its text by now.
+    pub fn folded(&self) -> usize {
+        self.kernels.iter().filter(|kernel| kernel.is_folded()).count()
     }
 
     /// Puts the plan's kernels into `stream`. Allocates no memory and does not wait. The stream
@@ -159,7 +203,7 @@ impl LoadedPlan {
             let addresses = Addresses::new(launch, tensors, workspace);
             // SAFETY: the planner bounds every argument by the tensors and the workspace, whose
             // sizes were just checked; the rest is the caller's.
-            unsafe { self.kernels[number].launch(launch, &addresses, place) }
+            unsafe { self.kernels[number].launch(&self.device, launch, &addresses, place) }
         });
         // After a failure, too, or a capture would not end.
         if let Some(side) = forked {
@@ -185,10 +229,22 @@ impl LoadedPlan {
 }
 
 impl LoadedKernel {
+    fn is_folded(&self) -> bool {
+        let deferred = self.deferred.as_ref();
+        self.is_folded || deferred.is_some_and(|deferred| deferred.kernel().is_some())
+    }
+
+    /// The kernel to launch, which counts as a launch.
+    pub(super) fn function(&self, device: &Device) -> RawFunction {
+        let folded = self.deferred.as_ref().and_then(|deferred| deferred.launched(device));
+        folded.unwrap_or(self.kernel).function
+    }
+
     /// # Safety
     /// The addresses are those of memory that the launch may be given.
     unsafe fn launch(
         &self,
+        device: &Device,
         launch: &Launch,
         addresses: &Addresses,
         stream: *mut c_void,
@@ -205,9 +261,11 @@ impl LoadedKernel {
             "launch"
         );
         let _range = super::range::open(entry.name);
+        let function = self.function(device);
         let launched = addresses.with(launch, |arguments| {
-            // SAFETY: one value per argument, then the parameters, of the sizes that the entry has.
-            unsafe { module::launch(self.kernel.function, &self.shape, arguments, stream) }
+            // SAFETY: one value per argument, then the parameters, of the sizes that the entry has;
+            // constants in the kernel's text are of this launch.
+            unsafe { module::launch(function, &self.shape, arguments, stream) }
         })?;
         launched.map_err(|failure| launch_failed(entry, failure))
     }

@@ -26,6 +26,7 @@ mod arguments;
 mod call;
 #[cfg(feature = "cust")]
 mod cust;
+mod deferred;
 mod device;
 mod error;
 mod loaded;

@@ -1,10 +1,12 @@
 //! The PTX that is shipped inside this library, and its modules once a GPU has compiled them.
 
+use super::deferred::Deferred;
 use super::error::{Code, CudaVersion, DriverError};
 use super::raw::{self, Failure, report};
 use super::sys::{RawFunction, RawModule};
 use crate::plan::Capability;
 use gqa_kernels::registry::{self, Entry};
+use gqa_ptx::Constants;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -108,28 +110,93 @@ unsafe impl Sync for Kernel {}
 /// for a kernel that they want themselves.
 type Place = Arc<Mutex<Option<Kernel>>>;
 
-/// What a device has loaded: a module for each kernel.
+/// A module: the entry's name, the module's target, and what is constant in its text.
+type Key = (&'static str, &'static str, Constants);
+
+/// The most modules with constants that a device has: a layer takes one for each of its kernels.
+/// They stay loaded, because a captured graph may launch them as long as the device exists.
+const MOST_FOLDED: usize = 256;
+
+/// What a device has loaded: a module for each kernel, and for each set of its constants.
 pub(super) struct Modules {
     version: CudaVersion,
-    /// By the entry's name and the module's target.
-    places: Mutex<HashMap<(&'static str, &'static str), Place>>,
+    places: Mutex<HashMap<Key, Place>>,
+    deferred: Mutex<HashMap<Key, Arc<Deferred>>>,
 }
 
 impl Modules {
     pub(super) fn new(version: CudaVersion) -> Self {
-        Self { version, places: Mutex::default() }
+        Self { version, places: Mutex::default(), deferred: Mutex::default() }
     }
 
     /// The kernel as GPUs of compute capability `sm`, times ten, get it, which is the device's or
-    /// an older one; compiled and loaded if it is asked for the first time. The device's context
-    /// must be entered.
-    pub(super) fn kernel(&self, entry: &'static Entry, sm: u32) -> Result<Kernel, DriverError> {
+    /// an older one; compiled and loaded if it is asked for the first time. Also whether it has
+    /// `constants` in its text: not where the device has the most such modules, or where the driver
+    /// does not assemble that text. The device's context must be entered.
+    pub(super) fn kernel(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        constants: &Constants,
+    ) -> Result<(Kernel, bool), DriverError> {
         let shipped = Shipped::find(entry, sm, self.version)?;
-        let place = lock(&self.places).entry((entry.name, shipped.arch)).or_default().clone();
-        let mut place = lock(&place);
+        if let Some(place) = self.place_of_folded((entry.name, shipped.arch), constants) {
+            match self.loaded(&place, entry, sm, shipped, constants) {
+                Ok(kernel) => return Ok((kernel, true)),
+                Err(error) => tracing::warn!(entry = entry.name, %error, "folded PTX is not used"),
+            }
+        }
+        let general = Constants::default();
+        let key = (entry.name, shipped.arch, general.clone());
+        let place = lock(&self.places).entry(key).or_default().clone();
+        Ok((self.loaded(&place, entry, sm, shipped, &general)?, false))
+    }
+
+    /// The place of a kernel with constants; `None` where it has none, or where there is no room.
+    fn place_of_folded(
+        &self,
+        (entry, arch): (&'static str, &'static str),
+        constants: &Constants,
+    ) -> Option<Place> {
+        let mut places = lock(&self.places);
+        let key = (entry, arch, constants.clone());
+        if constants.is_empty() || places.contains_key(&key) {
+            return places.get(&key).filter(|_| !constants.is_empty()).cloned();
+        }
+        let folded = places.keys().filter(|(.., constants)| !constants.is_empty()).count();
+        (folded < MOST_FOLDED).then(|| places.entry(key).or_default().clone())
+    }
+
+    /// The kernel that is folded once it was launched often enough, one for all plans that share
+    /// its constants.
+    pub(super) fn deferred(
+        &self,
+        entry: &'static Entry,
+        sm: u32,
+        constants: Constants,
+    ) -> Result<Arc<Deferred>, DriverError> {
+        let key = (entry.name, Shipped::find(entry, sm, self.version)?.arch, constants);
+        let mut all = lock(&self.deferred);
+        if all.len() >= MOST_FOLDED {
+            // Plans that are loaded keep theirs.
+            all.retain(|_, deferred| Arc::strong_count(deferred) > 1);
+        }
+        let make = |key: &Key| Arc::new(Deferred::new(entry, sm, key.2.clone()));
+        Ok(Arc::clone(all.entry(key).or_insert_with_key(make)))
+    }
+
+    fn loaded(
+        &self,
+        place: &Place,
+        entry: &'static Entry,
+        sm: u32,
+        shipped: &Shipped,
+        constants: &Constants,
+    ) -> Result<Kernel, DriverError> {
+        let mut place = lock(place);
         match *place {
             Some(kernel) => Ok(kernel),
-            None => Ok(*place.insert(self.load(entry, sm, shipped)?)),
+            None => Ok(*place.insert(self.load(entry, sm, shipped, constants)?)),
         }
     }
 
@@ -138,17 +205,25 @@ impl Modules {
         entry: &'static Entry,
         sm: u32,
         shipped: &Shipped,
+        constants: &Constants,
     ) -> Result<Kernel, DriverError> {
         let started = std::time::Instant::now();
         let missing = || DriverError::MissingKernel { entry: entry.name, sm };
         let name = CString::new(entry.name).map_err(|_| missing())?;
-        let module = load(shipped, entry.name, self.version)?.ok_or_else(missing)?;
+        let module = load(shipped, entry.name, constants, self.version)?.ok_or_else(missing)?;
         let cluster = if Capability::Clusters.is_of(sm) { entry.max_cluster } else { 1 };
         // SAFETY: the module was just loaded.
         let function = unsafe { raw::module::function(module, &name, entry.shared_bytes, cluster) };
         let function = function.inspect_err(|_| unload(module))?;
         let seconds = started.elapsed().as_secs_f64();
-        tracing::debug!(entry = entry.name, module = shipped.name(), seconds, "compiled PTX");
+        let folded = !constants.is_empty();
+        tracing::debug!(
+            entry = entry.name,
+            module = shipped.name(),
+            folded,
+            seconds,
+            "compiled PTX"
+        );
         Ok(Kernel { module, function })
     }
 
@@ -170,10 +245,12 @@ fn unload(module: RawModule) {
     report(unsafe { raw::module::unload(module) });
 }
 
-/// A module of that entry alone; `None` where the shipped text lacks it.
+/// A module of that entry alone, with constants in its text; `None` where the shipped text lacks
+/// the entry.
 fn load(
     shipped: &Shipped,
     entry: &str,
+    constants: &Constants,
     version: CudaVersion,
 ) -> Result<Option<RawModule>, DriverError> {
     let rejected = |code, log| DriverError::PtxRejected { module: shipped.name(), code, log };
@@ -181,6 +258,10 @@ fn load(
         |error: &dyn std::fmt::Display| rejected(Code::INVALID_IMAGE, error.to_string());
     let Some(text) = shipped.ptx(entry).map_err(|error| unreadable(&error))? else {
         return Ok(None);
+    };
+    let text = match constants.is_empty() {
+        true => text,
+        false => gqa_ptx::fold(&text, entry, constants),
     };
     let text = CString::new(text).map_err(|error| unreadable(&error))?;
     raw::module::load(&text).map(Some).map_err(|(Failure { code, .. }, log)| match code {

@@ -3,9 +3,10 @@
 use super::arguments::Addresses;
 use super::device::Device;
 use super::loaded::{LoadedKernel, LoadedPlan, launch_failed};
+use super::raw::module::Shape;
 use super::raw::{self, report};
 use super::stream::Stream;
-use super::sys::{RawGraph, RawGraphExec, RawNode};
+use super::sys::{RawFunction, RawGraph, RawGraphExec, RawNode};
 use super::views::{self, Views, Workspace};
 use crate::Result;
 use crate::plan::{Launch, Plan};
@@ -43,7 +44,7 @@ impl LoadedPlan {
         let mut nodes = Vec::with_capacity(launches.len());
         for (number, (launch, kernel)) in launches.iter().zip(self.kernels()).enumerate() {
             let ahead = ahead(launches, number);
-            nodes.push(graph.add(launch, *kernel, ahead.map(|ahead| &nodes[ahead]))?);
+            nodes.push(graph.add(launch, kernel, ahead.map(|ahead| &nodes[ahead]))?);
         }
         // SAFETY: the graph lives.
         let exec = unsafe { raw::graph::instantiate(graph.raw) }?;
@@ -110,7 +111,8 @@ impl Drop for Recording {
 /// A launch in a graph.
 struct Node {
     raw: RawNode,
-    kernel: LoadedKernel,
+    function: RawFunction,
+    shape: Shape,
     /// What it works on.
     addresses: Addresses,
 }
@@ -121,10 +123,10 @@ impl Node {
         if self.addresses == addresses {
             return Ok(());
         }
-        let LoadedKernel { kernel, shape } = &self.kernel;
+        let Self { raw, function, shape, .. } = self;
         let set = addresses.with(launch, |arguments| {
             // SAFETY: the node was made for this launch, in the graph that `exec` was made from.
-            unsafe { raw::graph::set_arguments(exec, self.raw, kernel.function, shape, arguments) }
+            unsafe { raw::graph::set_arguments(exec, *raw, *function, shape, arguments) }
         })?;
         set.map_err(|failure| launch_failed(launch.entry(), failure))?;
         self.addresses = addresses;
@@ -145,16 +147,17 @@ impl NodeGraph {
     }
 
     /// Adds a launch that runs behind another one, on no memory yet.
-    fn add(&self, launch: &Launch, kernel: LoadedKernel, after: Option<&Node>) -> Result<Node> {
+    fn add(&self, launch: &Launch, kernel: &LoadedKernel, after: Option<&Node>) -> Result<Node> {
         let addresses = Addresses::unknown(launch)?;
-        let (after, function) = (after.map(|node| node.raw), kernel.kernel.function);
+        let (after, shape) = (after.map(|node| node.raw), kernel.shape);
+        let function = kernel.function(&self.device);
         let added = addresses.with(launch, |arguments| {
             // SAFETY: graph, function and the node ahead live; the kernel is not run with these
             // arguments.
-            unsafe { raw::graph::add_kernel(self.raw, after, function, &kernel.shape, arguments) }
+            unsafe { raw::graph::add_kernel(self.raw, after, function, &shape, arguments) }
         })?;
         let raw = added.map_err(|failure| launch_failed(launch.entry(), failure))?;
-        Ok(Node { raw, kernel, addresses })
+        Ok(Node { raw, function, shape, addresses })
     }
 }
 

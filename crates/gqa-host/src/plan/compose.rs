@@ -38,6 +38,7 @@ pub fn plan(problem: &Problem, device: &DeviceInfo, options: &PlanOptions) -> Re
         decisions,
         positions,
         cost: Cost::of(problem),
+        fold: options.fold,
     })
 }
 

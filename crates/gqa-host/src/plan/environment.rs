@@ -2,7 +2,7 @@
 
 use super::families::FAMILIES;
 use super::family::Family;
-use super::options::{PlanOption, PlanOptions, is_cluster, is_splits};
+use super::options::{Fold, PlanOption, PlanOptions, is_cluster, is_splits};
 use crate::backend::cpu::Instructions;
 use crate::{Error, Result};
 
@@ -36,7 +36,7 @@ impl Variable {
 }
 
 /// Every variable.
-pub static TABLE: [Variable; 7] = [
+pub static TABLE: [Variable; 8] = [
     Variable {
         option: PlanOption::DisableFlashAttention,
         alias: Some("ORT_DISABLE_FLASH_ATTENTION"),
@@ -92,6 +92,21 @@ pub static TABLE: [Variable; 7] = [
         meaning: "use that kernel or fail with the reason why it cannot be used",
         set: |s, v| {
             s.force = Some(gqa_kernels::registry::find(v)?.name);
+            Some(())
+        },
+    },
+    Variable {
+        option: PlanOption::Fold,
+        alias: None,
+        values: "0, layer or call",
+        meaning: "which parameters a GPU's kernels have as constants of their text: none; those that a layer of a model fixes, as where it is not set; or all but addresses, in a module for each plan",
+        set: |s, v| {
+            s.fold = match v {
+                "0" => Fold::Off,
+                "layer" => Fold::Layer,
+                "call" => Fold::Call,
+                _ => return None,
+            };
             Some(())
         },
     },
@@ -222,6 +237,9 @@ mod tests {
     #[test]
     fn values_are_read_and_bad_ones_refused() {
         assert_eq!(read(&[("GQA_SPLITS", "7")]).unwrap().splits, Some(7));
+        for (value, fold) in [("0", Fold::Off), ("layer", Fold::Layer), ("call", Fold::Call)] {
+            assert_eq!(read(&[("GQA_FOLD", value)]).unwrap().fold, fold);
+        }
         for (name, value) in [
             ("GQA_SPLITS", "0"),
             ("GQA_SPLITS", "129"),
@@ -229,6 +247,7 @@ mod tests {
             ("GQA_CLUSTER", "32"),
             ("ORT_DISABLE_FUSED_KV", "yes"),
             ("GQA_FORCE", "no_such_kernel"),
+            ("GQA_FOLD", "1"),
         ] {
             let message = read(&[(name, value)]).unwrap_err().to_string();
             assert!(message.contains(name) && message.contains(value), "{message}");

@@ -3,12 +3,15 @@
 use super::cost::Cost;
 use super::decision::Decision;
 use super::device::DeviceInfo;
+use super::options::Fold;
 use super::positions::Positions;
 use super::tensors::{TensorId, TensorSpec};
 use crate::Problem;
 #[cfg(any(feature = "cuda", feature = "sim"))]
 use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
+#[cfg(feature = "cuda")]
+use gqa_ptx::Constants;
 
 /// What an argument of a launch is bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,6 +123,28 @@ impl Launch {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Launch {
+    /// The bytes of the kernel's parameters that are the same in every launch that shares them.
+    pub fn constants(&self, fold: Fold) -> Constants {
+        let mut constants = Constants::default();
+        let words = match fold {
+            Fold::Off => return constants,
+            Fold::Layer => self.entry.layer_words,
+            Fold::Call => u128::MAX,
+        };
+        for (number, _) in self.args.iter().enumerate().filter(|(_, arg)| **arg == Arg::Null) {
+            constants.insert(number, 0, &[0; 8]);
+        }
+        for (word, bytes) in self.params.chunks(4).enumerate() {
+            if words >> word & 1 == 1 {
+                constants.insert(self.args.len(), 4 * word, bytes);
+            }
+        }
+        constants
+    }
+}
+
 impl Launch {
     /// Errs where the kernel does not take clusters of that size, or the grid is not made of whole
     /// ones.
@@ -156,6 +181,7 @@ pub struct Plan {
     pub(crate) decisions: Vec<Decision>,
     pub(crate) positions: Option<Positions>,
     pub(crate) cost: Cost,
+    pub(crate) fold: Fold,
 }
 
 impl Plan {
@@ -214,5 +240,10 @@ impl Plan {
     /// What the call costs at least.
     pub fn cost(&self) -> Cost {
         self.cost
+    }
+
+    /// Which of its launches' parameters become constants of the kernels' text.
+    pub fn fold(&self) -> Fold {
+        self.fold
     }
 }

@@ -69,7 +69,7 @@ pub use device::{Capability, DeviceInfo};
 pub use explain::{Explanation, LaunchLine};
 pub use gqa_kernels::registry::Family;
 pub use launch::{Arg, Launch, Plan, TensorMap};
-pub use options::{PlanOption, PlanOptions};
+pub use options::{Fold, PlanOption, PlanOptions};
 pub use planner::Planner;
 pub use positions::{Positions, positions};
 pub use tensors::{TensorId, TensorSpec, Tensors};

@@ -20,6 +20,22 @@ pub struct PlanOptions {
     pub cluster: Option<u32>,
     /// GQA_FORCE
     pub force: Option<&'static str>,
+    /// GQA_FOLD
+    pub fold: Fold,
+}
+
+/// Which parameters a GPU's kernels have as constants of their text, folded when a plan is loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Fold {
+    /// None: one module serves all calls.
+    Off,
+    /// Null pointers, and what a layer of a model fixes: heads, head size, scale, mask, window,
+    /// RoPE. A module for each kind of layer.
+    #[default]
+    Layer,
+    /// Everything but addresses: batch, lengths, strides too. A module for each plan, for a step
+    /// that is captured once and replayed often.
+    Call,
 }
 
 /// One of them.
@@ -40,6 +56,8 @@ pub enum PlanOption {
     Cluster,
     /// GQA_FORCE
     Force,
+    /// GQA_FOLD
+    Fold,
 }
 
 impl PlanOption {
@@ -53,6 +71,7 @@ impl PlanOption {
             Self::Splits => "GQA_SPLITS",
             Self::Cluster => "GQA_CLUSTER",
             Self::Force => "GQA_FORCE",
+            Self::Fold => "GQA_FOLD",
         }
     }
 }
@@ -89,7 +108,9 @@ impl PlanOptions {
             PlanOption::DisableFlashDecode => self.disable_flash_decode,
             PlanOption::DisableMemoryEfficientAttention => self.disable_memory_efficient_attention,
             PlanOption::DisableFusedKv => self.disable_fused_kv,
-            PlanOption::Splits | PlanOption::Cluster | PlanOption::Force => false,
+            PlanOption::Splits | PlanOption::Cluster | PlanOption::Force | PlanOption::Fold => {
+                false
+            }
         }
     }
 }

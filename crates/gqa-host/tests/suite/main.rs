@@ -7,6 +7,8 @@ mod attention_plan;
 mod cpu;
 mod engine;
 mod external;
+#[cfg(feature = "cuda")]
+mod folded;
 mod io;
 mod paged;
 mod plan;

@@ -300,6 +300,8 @@ pub struct Entry {
     pub tensor_maps: usize,
     /// Size of the parameter struct.
     pub params_bytes: usize,
+    /// Which words of it a layer fixes: [`Layer::FIXES`](crate::params::Layer::FIXES).
+    pub layer_words: u128,
     /// Runs one thread of the kernel on the simulator. Unit tests run none, and would compile all
     /// of them once more.
     #[cfg(all(feature = "sim", not(test)))]

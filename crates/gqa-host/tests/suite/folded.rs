@@ -1,0 +1,146 @@
+//! Constants of a plan in the text of its kernels: which bytes they are, and that the text with
+//! them gives every register the value that the shipped text loads.
+
+use gqa_host::driver::{Shipped, shipped};
+use gqa_host::engine::{Dense, Heads, Layer};
+use gqa_host::plan::{Arg, DeviceInfo, Fold, Plan, PlanOptions, plan};
+use gqa_host::{DType, Result};
+use gqa_ptx::{Constants, fold};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+/// Parameters that no kernel has as many of, and more bytes than each has.
+const PARAMETERS: usize = 32;
+const BYTES: usize = 512;
+
+/// What is in a kernel's parameters.
+type Memory = Vec<[u8; BYTES]>;
+
+/// Registers that a text loads from parameters, directly or as constants, and their values. The
+/// interpreter knows `ld.param`, and `mov` of a constant or of two halves.
+fn loaded(text: &str, kernel: &str, memory: &Memory) -> BTreeMap<String, u64> {
+    let mut registers = BTreeMap::new();
+    for line in text.lines().filter(|line| line.contains("ld.param") || line.contains("mov.b")) {
+        let is_block = line.trim_start().starts_with('{');
+        let body = line.trim().trim_start_matches("{ .reg .b32 lo, hi;").trim_end_matches('}');
+        let mut local = BTreeMap::new();
+        for statement in body.split(';').map(str::trim).filter(|statement| !statement.is_empty()) {
+            let Some((register, value)) = value(statement, kernel, memory, &local) else { break };
+            local.insert(register, value);
+        }
+        local.retain(|register, _| !is_block || register.starts_with('%'));
+        registers.extend(local);
+    }
+    registers
+}
+
+fn value(
+    statement: &str,
+    kernel: &str,
+    memory: &Memory,
+    local: &BTreeMap<String, u64>,
+) -> Option<(String, u64)> {
+    let (operation, operands) = statement.split_once(char::is_whitespace)?;
+    let (register, source) = operands.trim().split_once(", ")?;
+    let bits: u32 = operation.rsplit_once(".b")?.1.parse().ok()?;
+    let value = if operation.starts_with("ld.param.") {
+        let place = source.strip_prefix(&format!("[{kernel}_param_"))?.strip_suffix(']')?;
+        let (parameter, offset) = place.split_once('+').unwrap_or((place, "0"));
+        let (parameter, offset): (usize, usize) = (parameter.parse().ok()?, offset.parse().ok()?);
+        let mut bytes = [0; 8];
+        let count = bits as usize / 8;
+        bytes[..count].copy_from_slice(&memory[parameter][offset..offset + count]);
+        u64::from_le_bytes(bytes)
+    } else if let Some(halves) = source.strip_prefix("{lo, hi") {
+        assert_eq!(halves, "}");
+        local["lo"] | local["hi"] << 32
+    } else {
+        u64::from_str_radix(source.strip_prefix("0x")?, 16).ok()?
+    };
+    Some((register.to_owned(), value))
+}
+
+fn kernels() -> Vec<(&'static Shipped, &'static str)> {
+    let of = |module: &'static Shipped| module.kernels().map(move |name| (module, name));
+    shipped().iter().flat_map(of).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Any kernel, and any words of its parameters.
+    #[test]
+    fn registers_have_the_values_that_they_had(
+        kernel in 0..kernels().len(),
+        bytes in prop::collection::vec(any::<u8>(), PARAMETERS * BYTES),
+        known in prop::collection::vec(0..4u8, PARAMETERS * BYTES / 4),
+    ) {
+        let (module, name) = kernels()[kernel];
+        let text = module.ptx(name).unwrap().unwrap();
+        let memory: Memory = bytes.chunks(BYTES).map(|bytes| bytes.try_into().unwrap()).collect();
+        let mut constants = Constants::default();
+        for (word, _) in known.iter().enumerate().filter(|(_, known)| **known == 0) {
+            let (parameter, offset) = (4 * word / BYTES, 4 * word % BYTES);
+            constants.insert(parameter, offset, &memory[parameter][offset..offset + 4]);
+        }
+        let folded = fold(&text, name, &constants);
+        let (before, after) = (loaded(&text, name, &memory), loaded(&folded, name, &memory));
+        let loads = |text: &str| text.matches("\tld.param").count();
+        prop_assert!(loads(&folded) < loads(&text), "{name}: nothing was folded");
+        // Constants of the text itself are in both.
+        prop_assert_eq!(before, after, "{} of {}", name, module.name());
+        let rest = |text: &str| text.lines().filter(|line| !line.contains("_param_")).count();
+        prop_assert!(rest(&folded) >= rest(&text));
+        prop_assert_eq!(folded.lines().count(), text.lines().count());
+    }
+}
+
+fn planned(layer: &Layer, call: Dense) -> Result<Plan> {
+    let problem = layer.dense(call)?;
+    plan(&problem, &DeviceInfo::known("h200").unwrap(), &PlanOptions::default())
+}
+
+fn constants(plan: &Plan, fold: Fold) -> Vec<Constants> {
+    plan.launches().iter().map(|launch| launch.constants(fold)).collect()
+}
+
+fn layer(window: Option<usize>) -> Layer {
+    let layer = Layer::new(DType::BF16, Heads { query: 32, kv: 8, size: 128 });
+    match window {
+        Some(window) => layer.window(window),
+        None => layer,
+    }
+}
+
+#[test]
+fn calls_of_a_layer_share_their_constants_and_other_layers_do_not() {
+    let decode =
+        |window, batch, capacity| planned(&layer(window), Dense::decode(batch, capacity)).unwrap();
+    let first = decode(None, 2, 2048);
+    let longer = decode(None, 2, 4096);
+    let entries = |plan: &Plan| plan.launches().iter().map(|l| l.entry().name).collect::<Vec<_>>();
+    assert_eq!(entries(&first), entries(&longer));
+    assert!(constants(&first, Fold::Layer) == constants(&longer, Fold::Layer));
+    assert!(constants(&first, Fold::Call) != constants(&longer, Fold::Call));
+    let windowed = decode(Some(100), 2, 2048);
+    assert_eq!(entries(&first), entries(&windowed));
+    assert!(constants(&first, Fold::Layer) != constants(&windowed, Fold::Layer));
+    assert!(constants(&first, Fold::Off).iter().all(Constants::is_empty));
+}
+
+#[test]
+fn constants_are_null_pointers_and_bytes_of_the_parameters() {
+    let plan = planned(&layer(None), Dense::decode(1, 4096)).unwrap();
+    for launch in plan.launches() {
+        let (layer, call) = (launch.constants(Fold::Layer), launch.constants(Fold::Call));
+        let call: Vec<_> = call.bytes().collect();
+        assert!(layer.bytes().count() < call.len() && layer.bytes().all(|b| call.contains(&b)));
+        for (parameter, offset, byte) in call {
+            match launch.args().get(parameter) {
+                Some(arg) => assert_eq!((*arg, byte), (Arg::Null, 0)),
+                None => assert_eq!(byte, launch.params()[offset]),
+            }
+        }
+        assert!(launch.args().contains(&Arg::Null));
+    }
+}
