@@ -1,12 +1,12 @@
 //! Sequences in a paged KV cache, and the call that remains when their rows lie side by side.
 
-use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields, Strided};
+use crate::{CacheBinding, Layout, Pages, Problem, ProblemFields, Result, Strided};
 use gqa_kernels::prologue::dequantize;
 
 impl Problem {
     /// This call when the new rows are in the cache and every sequence's rows lie side by side:
     /// attention alone, of (batch, q_len) query rows that are rotated.
-    pub(crate) fn gathered(&self) -> Self {
+    pub(crate) fn gathered(&self) -> Result<Self> {
         self.derive(|call| ProblemFields {
             pages: None,
             packed: false,
@@ -23,7 +23,7 @@ impl Problem {
 
     /// This call when the new rows are in the cache and the its dequantized values in blocks of
     /// their own, where `paged_dequantize` leaves them.
-    pub(crate) fn dequantized(&self) -> Self {
+    pub(crate) fn dequantized(&self) -> Result<Self> {
         let per_sequence = self.capacity.div_ceil(dequantize::BLOCK as usize);
         let in_numbers = |pages| Pages {
             blocks: self.batch.saturating_mul(per_sequence),
@@ -39,13 +39,13 @@ impl Problem {
     }
 
     /// The same call when its lengths count the new tokens.
-    pub(crate) fn with_total_lengths(&self) -> Self {
+    pub(crate) fn with_total_lengths(&self) -> Result<Self> {
         let counting = |pages| Pages { counts_new: true, ..pages };
         self.derive(|call| ProblemFields { pages: self.pages.map(counting), ..call })
     }
 
     /// The new tokens of all sequences as those of one.
-    pub(crate) fn tokens(&self) -> Self {
+    pub(crate) fn tokens(&self) -> Result<Self> {
         let tokens = self.pages.map_or(self.q_len, |pages| pages.tokens);
         self.derive(|call| ProblemFields {
             batch: 1,

@@ -541,10 +541,14 @@ impl Problem {
     }
 
     /// A call that follows from this one.
-    pub(crate) fn derive(&self, change: impl FnOnce(ProblemFields) -> ProblemFields) -> Self {
-        let derived = Self(change(self.0.clone()));
-        debug_assert!(derived.check().is_ok(), "{derived:?}");
-        derived
+    ///
+    /// # Errors
+    /// As [`new`](Self::new): what follows may be larger, as lengths that are rounded up are.
+    pub(crate) fn derive(
+        &self,
+        change: impl FnOnce(ProblemFields) -> ProblemFields,
+    ) -> Result<Self> {
+        Self::new(change(self.0.clone()))
     }
 
     /// The same call on tensors in device memory that are not contiguous.
@@ -630,10 +634,12 @@ impl Problem {
 
     /// The same call on contiguous tensors, as tensors in host memory are.
     pub(crate) fn contiguous(&self) -> Cow<'_, Self> {
-        let contiguous = |call| ProblemFields { strided: Strided::default(), ..call };
         match self.strided == Strided::default() {
             true => Cow::Borrowed(self),
-            false => Cow::Owned(self.derive(contiguous)),
+            // Strides are no part of what `check` looks at.
+            false => {
+                Cow::Owned(Self(ProblemFields { strided: Strided::default(), ..self.0.clone() }))
+            }
         }
     }
 
@@ -661,7 +667,8 @@ impl Problem {
     /// present_value hold: nothing is appended. Over a paged KV cache there are no tensors key and
     /// value then.
     pub fn appended(&self) -> Self {
-        self.derive(|call| ProblemFields { new_len: 0, cache: CacheBinding::Shared, ..call })
+        // Of what `check` looks at, only rows of key become fewer.
+        Self(ProblemFields { new_len: 0, cache: CacheBinding::Shared, ..self.0.clone() })
     }
 
     /// Whether a call over a paged KV cache leaves that as it is.
@@ -703,7 +710,7 @@ impl Problem {
     }
 
     /// What is left of a call without query rows: what becomes of its cache.
-    pub(crate) fn cache_alone(&self) -> Self {
+    pub(crate) fn cache_alone(&self) -> Result<Self> {
         self.derive(|call| ProblemFields {
             computes: CallKind::Cache,
             qk_norm: None,
@@ -962,5 +969,38 @@ impl Problem {
             head: stride(bias.head, s * columns),
             row: stride(bias.row, columns),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_that_follows_from_another_is_checked() {
+        let largest = ProblemFields {
+            batch: 1 << 29,
+            q_heads: 1,
+            kv_heads: 1,
+            head_size: 8,
+            v_head_size: 8,
+            q_len: (1 << 28) - 1,
+            new_len: (1 << 28) - 1,
+            total_len: 1 << 30,
+            past_capacity: 1 << 27,
+            capacity: 1 << 27,
+            phase: Phase::SubsequentPrompt,
+            cache: CacheBinding::Shared,
+            slides: true,
+            window: Some(16),
+            ..ProblemFields::plain("GroupQueryAttention", DType::F16)
+        };
+        let problem = Problem::new(largest).unwrap();
+        // A cache with room for new rows behind the old ones.
+        let error = problem.counted_from_cache().unwrap_err().to_string();
+        assert!(error.starts_with("present_key: got [536870912, 1, "), "{error}");
+        let error = problem.derive(|call| ProblemFields { kv_heads: 2, ..call }).unwrap_err();
+        assert!(error.to_string().starts_with("num_heads: got 1 query heads over 2 KV heads"));
+        assert_eq!(problem.derive(|call| call).unwrap(), problem);
     }
 }

@@ -6,7 +6,7 @@
 //! all, because the first of them sees rows that the last ones evict. Of that cache the rows that
 //! stay are copied afterwards.
 
-use crate::{Bias, CacheBinding, Phase, Problem, ProblemFields, Rotary};
+use crate::{Bias, CacheBinding, Phase, Problem, ProblemFields, Result, Rotary};
 use gqa_kernels::concept::sliding::{Slide, Sliding};
 
 impl Problem {
@@ -37,7 +37,7 @@ impl Problem {
 
     /// This call, counted from the first row of a rolling KV cache. A first prompt's rows are the
     /// sequence's first ones anyway.
-    pub(crate) fn counted_from_cache(&self) -> Self {
+    pub(crate) fn counted_from_cache(&self) -> Result<Self> {
         let is_prompt = self.phase == Phase::FirstPrompt;
         let past_capacity = if is_prompt { 0 } else { self.capacity };
         let capacity = if self.is_staged() { past_capacity + self.new_len } else { self.capacity };

@@ -177,7 +177,7 @@ impl Layer {
             v_scale: scales,
             bounds: Bounds { query_rows: call.most_tokens, keys: call.longest },
         })?;
-        let problem = if call.counts_new { problem.with_total_lengths() } else { problem };
+        let problem = if call.counts_new { problem.with_total_lengths()? } else { problem };
         let problem = if call.tree_mask { problem.with_tree_mask()? } else { problem };
         let problem = if call.appended { self.appended(&problem)? } else { problem };
         problem.with_strides(call.strided)

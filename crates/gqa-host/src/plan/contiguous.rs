@@ -29,7 +29,7 @@ impl Composed {
         scratch: &mut Scratch,
     ) -> Result<Self> {
         if problem.computes == CallKind::Attention && problem.q_len == 0 {
-            return Self::of(&problem.cache_alone(), device, options, scratch);
+            return Self::of(&problem.cache_alone()?, device, options, scratch);
         }
         let fused = !options.disable_fused_kv;
         let positions = positions(problem, fused);

@@ -130,7 +130,7 @@ impl Attentions {
         let quantized = problem.quantized.is_some();
         let in_place = if quantized { ask(&HopperPagedQuantized, problem.clone()) } else { None };
         in_place.or_else(|| {
-            let numbers = if quantized { problem.dequantized() } else { problem.clone() };
+            let numbers = if quantized { problem.dequantized().ok()? } else { problem.clone() };
             let families: [&'static dyn Family; 2] = [&HopperPaged, &TiledPaged];
             families.into_iter().find_map(|family| ask(family, numbers.clone()))
         })
@@ -159,12 +159,14 @@ impl Few {
         let candidates =
             tokens.into_iter().filter(|&tokens| tokens < p.q_len).filter_map(|tokens| {
                 let new_len = if p.reads_pages_only() { 0 } else { tokens };
-                let problem = p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call });
+                let problem =
+                    p.derive(|call| ProblemFields { q_len: tokens, new_len, ..call }).ok()?;
                 let lengths = Lengths::of(p, pages, tokens);
                 let of_batch = consider(&problem).ok()?;
                 // As many blocks as suit the sequences that it attends to, but no splits, which
                 // would be merged through scratch memory for the whole batch.
-                let few = problem.derive(|call| ProblemFields { batch: lengths.few, ..call });
+                let few =
+                    problem.derive(|call| ProblemFields { batch: lengths.few, ..call }).ok()?;
                 let own = consider(&few).ok().filter(|choice| choice.kernel.splits == 1);
                 Some(Self { problem, choice: own.unwrap_or(of_batch), lengths })
             });

@@ -46,7 +46,7 @@ pub(super) fn compose(
     options: &PlanOptions,
     scratch: &mut Scratch,
 ) -> Result<Composed> {
-    let (mut launches, rows) = normalise(&problem.tokens(), device, scratch)?;
+    let (mut launches, rows) = normalise(&problem.tokens()?, device, scratch)?;
     let rows = rows.of_all_sequences();
     let Attentions { chosen, mut decisions } = Attentions::choose(problem, pages, device, options);
     let appends = !problem.reads_pages_only();
@@ -85,7 +85,7 @@ pub(super) fn compose(
         launches.push(gathered.prologue.append(gathered.moved, 0, device)?);
     }
     launches.push(gathered.gather(device)?);
-    let (mut attended, mut rebind) = (problem.gathered(), gathered.rebind());
+    let (mut attended, mut rebind) = (problem.gathered()?, gathered.rebind());
     if problem.tree_mask {
         let expanded = Expanded::new(problem, &attended, device, scratch)?;
         rebind.0.push(expanded.mask());
@@ -219,7 +219,7 @@ impl<'a> Dequantized<'a> {
         least: usize,
         scratch: &mut Scratch,
     ) -> Result<Self> {
-        let numbers = p.dequantized();
+        let numbers = p.dequantized()?;
         let tables = numbers.pages.map_or(0, |pages| pages.blocks);
         let cached =
             numbers.key_cache_shape(0).iter().try_fold(1usize, |all, &n| all.checked_mul(n));
@@ -271,8 +271,9 @@ impl<'a> Gathered<'a> {
     fn new(p: &'a Problem, pages: Pages, rows: Rows, scratch: &mut Scratch) -> Result<Self> {
         let (size, code_size) = (p.dtype.size(), p.key_cache_dtype().size());
         let padded = p.batch * p.q_len * p.q_heads * p.head_size;
-        let cached: usize = p.gathered().key_cache_shape(p.capacity).iter().product();
-        let of_rows = p.gathered().row_scales_shape();
+        let gathered = p.gathered()?;
+        let cached: usize = gathered.key_cache_shape(p.capacity).iter().product();
+        let of_rows = gathered.row_scales_shape();
         let scaled = of_rows.map_or(0, |shape| shape.iter().product());
         let lies_apart = p.packed || p.strided.query.is_some();
         let moves = !p.has_single_tokens() || p.rotary.is_some() || lies_apart;
@@ -306,7 +307,7 @@ impl<'a> Gathered<'a> {
             ("present_k_scale", self.scales[0]),
             ("present_v_scale", self.scales[1]),
         ];
-        let [.., width] = p.gathered().key_cache_shape(0);
+        let [.., width] = p.gathered()?.key_cache_shape(0);
         let bytes = width * p.key_cache_dtype().size();
         let row_vectors = u32_of("head size", bytes / Problem::VECTOR_BYTES)?;
         let params = PagedParams { row_vectors, ..self.prologue.params };

@@ -53,7 +53,7 @@ impl Planner {
     /// # Errors
     /// As [`plan`](super::plan).
     pub fn plan(&self, problem: &Problem) -> Result<Arc<Plan>> {
-        let problem = rounded(problem);
+        let problem = rounded(problem)?;
         let now = self.clock.fetch_add(1, Ordering::Relaxed);
         let plans = self.plans.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) = plans.get(&problem) {
@@ -62,13 +62,22 @@ impl Planner {
         }
         drop(plans);
         let plan = Arc::new(plan(&problem, &self.device, &self.options)?);
+        Ok(self.keep(problem, plan, now))
+    }
+
+    /// Keeps a plan that was not there; the one that is kept now. Another thread may have kept one
+    /// for the same shape meanwhile.
+    fn keep(&self, problem: Problem, plan: Arc<Plan>, now: u64) -> Arc<Plan> {
         let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kept) = plans.get(&problem) {
+            return Arc::clone(&kept.plan);
+        }
         if plans.len() >= MOST_PLANS {
             forget_oldest(&mut plans);
         }
         let kept = Kept { plan: Arc::clone(&plan), used: AtomicU64::new(now) };
         plans.insert(problem, kept);
-        Ok(plan)
+        plan
     }
 
     /// `tokens` rounded up: as it is up to 16, then to one of eight numbers between a power of two
@@ -93,7 +102,7 @@ fn forget_oldest(plans: &mut HashMap<Problem, Kept>) {
 
 /// The problem for sequences up to rounded lengths, where its tensors and its rows' meaning stay
 /// what they are.
-fn rounded(problem: &Problem) -> Problem {
+fn rounded(problem: &Problem) -> Result<Problem> {
     match problem.pages {
         Some(pages) => rounded_paged(problem, pages),
         None if problem.grows() => {
@@ -101,7 +110,7 @@ fn rounded(problem: &Problem) -> Problem {
             let total_len = rounded_len(problem, most);
             problem.derive(|call| ProblemFields { total_len, ..call })
         }
-        None => problem.clone(),
+        None => Ok(problem.clone()),
     }
 }
 
@@ -111,7 +120,7 @@ fn rounded_len(problem: &Problem, most: usize) -> usize {
     least.min(most).max(problem.total_len)
 }
 
-fn rounded_paged(problem: &Problem, pages: Pages) -> Problem {
+fn rounded_paged(problem: &Problem, pages: Pages) -> Result<Problem> {
     let total_len = rounded_len(problem, pages.per_sequence * pages.block_size);
     let most = pages.tokens.min(total_len).max(problem.q_len);
     let q_len = Planner::bucket(problem.q_len).min(most);
@@ -160,6 +169,17 @@ mod tests {
         assert!(!Arc::ptr_eq(&plan(1024), &plan(1025)));
         assert!(Arc::ptr_eq(&plan(2), &plan(LEAST_LEN)));
         assert_eq!(plan(2049).problem.total_len, CAPACITY);
+    }
+
+    /// Two threads that found no plan have each made one.
+    #[test]
+    fn threads_that_plan_the_same_shape_at_once_get_the_same_plan() {
+        let (planner, problem) = (planner(), rounded(&step(1, 1000)).unwrap());
+        let [one, other] =
+            [0, 1].map(|_| Arc::new(plan(&problem, &planner.device, &planner.options).unwrap()));
+        assert!(Arc::ptr_eq(&planner.keep(problem.clone(), Arc::clone(&one), 0), &one));
+        assert!(Arc::ptr_eq(&planner.keep(problem, other, 1), &one));
+        assert!(Arc::ptr_eq(&planner.plan(&step(1, 1000)).unwrap(), &one));
     }
 
     #[test]

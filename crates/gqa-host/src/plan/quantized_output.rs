@@ -8,7 +8,7 @@ use super::launch::{Arg, Launch};
 use super::rebind::Rebind;
 use super::scratch::Scratch;
 use super::tensors::TensorId;
-use crate::{Problem, ProblemFields, Result, Strided};
+use crate::{Error, Problem, ProblemFields, Result, Strided};
 use gqa_kernels::params::{QuantizeOutputParams, Strides};
 use gqa_kernels::prologue::quantize_output_grid;
 use gqa_kernels::registry::Role;
@@ -23,16 +23,20 @@ pub(super) fn compose(
     // Those that write it read no quantized cache.
     if problem.quantized.is_none() {
         let mut room = Scratch::default();
-        if let Ok(composed) = compose(problem, &mut room) {
-            *scratch = room;
-            return Ok(composed);
+        match compose(problem, &mut room) {
+            Ok(composed) => {
+                *scratch = room;
+                return Ok(composed);
+            }
+            Err(Error::NoKernel(_)) => {}
+            Err(error) => return Err(error),
         }
     }
     let rounded = problem.derive(|call| ProblemFields {
         out_dtype: call.dtype,
         strided: Strided { output: None, ..call.strided },
         ..call
-    });
+    })?;
     let call = compose(&rounded, scratch)?;
     let elements = problem.output_shape().iter().product();
     let rows = scratch.take(elements, problem.dtype.size())?;
@@ -60,4 +64,34 @@ fn quantize(p: &Problem, device: &DeviceInfo, from: Arg, rows: Strides) -> Resul
     ];
     let entry = find(Role::QuantizeOutput, element(p.dtype), None)?;
     launch(entry, quantize_output_grid(&params, device.multiprocessors), &arguments, &params)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::engine::{Dense, Heads, Layer};
+    use std::cell::Cell;
+
+    /// Only a kernel that is missing is made up for.
+    #[test]
+    fn an_error_of_the_call_itself_is_its_error() {
+        let layer = Layer::new(DType::BF16, Heads { query: 8, kv: 2, size: 128 });
+        let problem = layer.dense(Dense::decode(1, 256).float8_output()).unwrap();
+        let plan = |error: fn() -> Error| {
+            let asked = Cell::new(0);
+            let first_fails = |_: &Problem, _: &mut Scratch| {
+                asked.set(asked.get() + 1);
+                if asked.get() == 1 { Err(error()) } else { Ok(Composed::default()) }
+            };
+            let device = DeviceInfo::h200();
+            let planned = compose(&problem, &device, &mut Scratch::default(), first_fails);
+            (planned.map(|composed| composed.launches.len()), asked.get())
+        };
+        let (planned, asked) = plan(|| Error::NoKernel("none writes float8".into()));
+        assert_eq!((planned.unwrap(), asked), (1, 2));
+        let (planned, asked) = plan(|| Error::invalid("batch", 1u64 << 40, "what fits 32 bits"));
+        assert!(planned.unwrap_err().to_string().starts_with("batch: got 1099511627776"));
+        assert_eq!(asked, 1);
+    }
 }

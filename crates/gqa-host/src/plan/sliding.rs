@@ -33,7 +33,7 @@ pub(super) fn compose(
     options: &PlanOptions,
     scratch: &mut Scratch,
 ) -> Result<Composed> {
-    let inner = problem.counted_from_cache();
+    let inner = problem.counted_from_cache()?;
     let window = Window::new(problem, &inner, sliding, scratch)?;
     let mut launches = window.before(device)?;
     let call = Composed::of(&inner, device, options, scratch)?;

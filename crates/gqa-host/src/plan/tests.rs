@@ -45,14 +45,16 @@ fn llama(s: usize, past: usize) -> Problem {
 const ROTARY: Rotary = Rotary { dim: 128, interleaved: false, max_positions: 8192, explicit: None };
 
 fn with(problem: Problem, change: impl FnOnce(&mut ProblemFields)) -> Problem {
-    problem.derive(|mut call| {
-        change(&mut call);
-        (call.v_head_size, call.v_dtype) = (call.head_size, call.dtype);
-        if ![DType::F32, DType::F8E4M3].contains(&call.out_dtype) {
-            call.out_dtype = call.dtype;
-        }
-        call
-    })
+    problem
+        .derive(|mut call| {
+            change(&mut call);
+            (call.v_head_size, call.v_dtype) = (call.head_size, call.dtype);
+            if ![DType::F32, DType::F8E4M3].contains(&call.out_dtype) {
+                call.out_dtype = call.dtype;
+            }
+            call
+        })
+        .unwrap()
 }
 
 /// attention_bias of a whole batch and all heads, or one for all.
@@ -1341,6 +1343,7 @@ fn paged(p: &Problem) -> Problem {
         rotary: p.rotary.map(|rotary| Rotary { explicit: None, ..rotary }),
         ..call
     })
+    .unwrap()
 }
 
 /// `past` keys and `s` tokens of each of `batch` sequences, on a paged KV cache.

@@ -46,7 +46,7 @@ impl Expanded {
         device: &DeviceInfo,
         scratch: &mut Scratch,
     ) -> Result<Self> {
-        let problem = masked(problem);
+        let problem = masked(problem)?;
         let elements = problem.bias_shape().unwrap_or_default().iter().product();
         let mask = scratch.take(elements, DType::Bool.size())?;
         let launch = mask_rows(given, &problem, mask, device)?;
@@ -60,7 +60,7 @@ impl Expanded {
 }
 
 /// The call with a mask over all keys, of which a vector is written at once.
-fn masked(problem: &Problem) -> Problem {
+fn masked(problem: &Problem) -> Result<Problem> {
     let columns = problem.total_len.next_multiple_of(Problem::VECTOR_BYTES);
     let bias = Bias { batch: false, head: true, row: false, columns, boolean: true };
     problem.derive(|call| ProblemFields { tree_mask: false, bias: Some(bias), ..call })

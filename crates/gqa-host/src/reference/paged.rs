@@ -83,7 +83,7 @@ impl<'a> Sequence<'a> {
     }
 
     /// A call of this sequence alone, of its new tokens.
-    fn call(&self) -> Problem {
+    fn call(&self) -> Result<Problem> {
         self.problem.derive(|call| ProblemFields {
             batch: 1,
             q_len: self.new,
@@ -103,7 +103,7 @@ impl<'a> Sequence<'a> {
     fn append(&self, io: &mut Io<'_>) -> Result<()> {
         let p = self.problem;
         let positions: Vec<_> = (self.past..self.past + self.new as i64).collect();
-        let alone = self.call().derive(|call| ProblemFields {
+        let alone = self.call()?.derive(|call| ProblemFields {
             computes: CallKind::Cache,
             cache: CacheBinding::Separate,
             new_len: self.new,
@@ -112,7 +112,7 @@ impl<'a> Sequence<'a> {
             phase: Phase::FirstPrompt,
             rotary: p.rotary.map(|rotary| Rotary { explicit: Some(self.new), ..rotary }),
             ..call
-        });
+        })?;
         let shape = alone.key_cache_shape(self.new);
         let zeros = |name| Tensor::try_zeros(name, p.key_cache_dtype(), &shape);
         let (mut key, mut value) = (zeros("key")?, zeros("value")?);
@@ -151,7 +151,7 @@ impl<'a> Sequence<'a> {
 
     /// Attends to the rows that the cache holds.
     fn attend(&self, io: &mut Io<'_>) -> Result<Exact> {
-        let call = self.call().appended();
+        let call = self.call()?.appended();
         let shape = call.key_cache_shape(self.places.len());
         let zeros = |name, cache: &Tensor| Tensor::try_zeros(name, cache.dtype(), &shape);
         let mut key = zeros("present_key", io.present_key)?;

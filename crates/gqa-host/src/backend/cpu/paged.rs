@@ -84,7 +84,7 @@ impl PagedCall<'_> {
         if places.iter().all(Option::is_none) {
             return Ok(());
         }
-        let tokens = p.tokens();
+        let tokens = p.tokens()?;
         let rows = tokens.q_len;
         let alone = tokens.derive(|tokens| ProblemFields {
             computes: CallKind::Cache,
@@ -95,7 +95,7 @@ impl PagedCall<'_> {
             phase: Phase::FirstPrompt,
             rotary: p.rotary.map(|rotary| Rotary { explicit: Some(rows), ..rotary }),
             ..tokens
-        });
+        })?;
         let positions = self.sequences.iter().flat_map(|s| s.position..s.total as i64);
         let positions: Tensor = Array1::from_iter(positions).into();
         let shape = alone.key_cache_shape(rows);

@@ -13,7 +13,7 @@ impl Run<'_> {
     pub(super) fn quantized(&self, p: &Problem, io: &mut IoViews<'_>) -> Result<()> {
         const MAX: f32 = 448.0;
         const ELEMENTS: usize = 1 << 14;
-        let exact = p.derive(|call| ProblemFields { out_dtype: DType::F32, ..call });
+        let exact = p.derive(|call| ProblemFields { out_dtype: DType::F32, ..call })?;
         let scale = elements::<f32>("output_scale", io.need(TensorId::OutputScale)?)?[0];
         let mut output = Tensor::try_zeros("output", DType::F32, &p.output_shape())?;
         let mut inner = IoViews {

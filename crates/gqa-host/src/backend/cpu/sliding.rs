@@ -21,7 +21,7 @@ impl Run<'_> {
             return Err(foreign("seqlens_k", io.need(TensorId::SeqlensK)?));
         };
         let slides = last.iter().map(|&last| p.slide(sliding, last)).collect();
-        let call = SlidingCall { problem: p, inner: p.counted_from_cache(), slides };
+        let call = SlidingCall { problem: p, inner: p.counted_from_cache()?, slides };
         if p.is_staged() {
             return call.run_staged(self, io);
         }
