@@ -151,38 +151,44 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures the calls, in order, without running them.
+    /// Captures the calls, in order, without running them, for replays in `stream` and in other
+    /// streams of its device. `stream` itself is not captured: other threads may use it meanwhile.
     ///
     /// # Errors
-    /// As [`Call::enqueue`], and where the stream cannot be captured.
+    /// As [`Call::enqueue`], and where the driver cannot make a graph. While `GQA_CHECK` is set,
+    /// always.
     pub fn capture(stream: &Stream, calls: &[Arc<Call>]) -> Result<Self> {
-        Self::capture_with(stream, calls, |call| call.enqueue(stream))
+        Self::capture_with(stream, calls, Call::enqueue)
     }
 
-    /// Captures one launch of each call, by its number, without running it.
+    /// Captures one launch of each call, by its number, without running it; `stream` as of
+    /// [`capture`](Self::capture).
     ///
     /// # Errors
-    /// As [`Call::enqueue_launch`], and where the stream cannot be captured.
+    /// As [`Call::enqueue_launch`], and as [`capture`](Self::capture).
     pub fn capture_launch(stream: &Stream, calls: &[Arc<Call>], number: usize) -> Result<Self> {
-        Self::capture_with(stream, calls, |call| call.enqueue_launch(number, stream))
+        Self::capture_with(stream, calls, |call, stream| call.enqueue_launch(number, stream))
     }
 
+    /// The driver captures whatever any thread puts into a stream, and a graph keeps no memory but
+    /// that of its own calls alive. So the stream that is captured is known to nobody else.
     fn capture_with(
         stream: &Stream,
         calls: &[Arc<Call>],
-        enqueue: impl Fn(&Call) -> Result<()>,
+        enqueue: impl Fn(&Call, &Stream) -> Result<()>,
     ) -> Result<Self> {
-        stream.with(|| {
-            // SAFETY: the stream lives.
-            unsafe { raw::stream::begin_capture(stream.raw()) }
-        })?;
-        let enqueued = calls.iter().try_for_each(|call| enqueue(call));
-        let captured = stream.with(|| {
-            // SAFETY: the capture began above.
-            unsafe { raw::stream::end_capture(stream.raw()) }
-        });
         let device = stream.device().clone();
-        let graph = captured.map(|exec| Self { exec, device, calls: calls.to_vec() });
+        let captured = Stream::new(&device)?;
+        captured.with(|| {
+            // SAFETY: the stream lives.
+            unsafe { raw::stream::begin_capture(captured.raw()) }
+        })?;
+        let enqueued = calls.iter().try_for_each(|call| enqueue(call, &captured));
+        let exec = captured.with(|| {
+            // SAFETY: the capture began above.
+            unsafe { raw::stream::end_capture(captured.raw()) }
+        });
+        let graph = exec.map(|exec| Self { exec, device, calls: calls.to_vec() });
         enqueued.and(graph)
     }
 

@@ -65,7 +65,8 @@ static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 
 impl Device {
     /// Opens GPU number `ordinal` through its primary context, which the CUDA runtime, PyTorch and
-    /// candle use, too. A context that is open already is shared, with the kernels compiled for it.
+    /// candle use, too, and keeps that alive. A context that is open already is shared, with the
+    /// kernels compiled for it.
     ///
     /// # Errors
     /// Where there is no driver or no such GPU, or the GPU is older than the oldest kernel.
@@ -93,6 +94,8 @@ impl Device {
         open.retain(|device| device.strong_count() > 0);
         let mut known = open.iter().filter_map(Weak::upgrade);
         if let Some(inner) = known.find(|inner| inner.context.raw() == context.raw()) {
+            // Who opened it first may have borrowed it.
+            inner.context.keep_as(context);
             return Ok(Self(inner));
         }
         let inner = Arc::new(Inner::new(context, version)?);

@@ -1,6 +1,7 @@
 //! Plans whose kernels are on a device, and how they are put into streams.
 
 use super::arguments::Addresses;
+use super::check;
 use super::deferred::Deferred;
 use super::device::Device;
 use super::error::DriverError;
@@ -9,7 +10,7 @@ use super::raw::module::{self, Shape};
 use super::raw::{self, Failure};
 use super::stream::Stream;
 use super::sys::RawFunction;
-use super::views::{self, Views, Workspace};
+use super::views::{Views, Workspace};
 use crate::plan::{Capability, DeviceInfo, Launch, Plan};
 use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
@@ -25,6 +26,8 @@ pub struct LoadedPlan {
     plan: Arc<Plan>,
     /// One for each launch of the plan.
     kernels: Vec<LoadedKernel>,
+    /// `GQA_CHECK` was set when it was loaded.
+    checked: bool,
 }
 
 /// A launch's kernel, and how it is launched.
@@ -50,8 +53,8 @@ impl Device {
     /// keeping as long as calls of that shape come.
     ///
     /// # Errors
-    /// Where the plan was made for a newer GPU, or for one with more shared memory, and where the
-    /// driver is too old for a kernel.
+    /// Where the plan was made for a newer GPU, or for one with more shared memory, where the driver
+    /// is too old for a kernel, and where `GQA_CHECK` is neither 0 nor 1.
     pub fn load(&self, plan: impl Into<Arc<Plan>>) -> Result<LoadedPlan> {
         self.load_when(plan.into(), Folding::Now)
     }
@@ -67,6 +70,7 @@ impl Device {
     }
 
     fn load_when(&self, plan: Arc<Plan>, folding: Folding) -> Result<LoadedPlan> {
+        let checked = check::is_on()?;
         self.expect_runs(&plan)?;
         let _entered = self.enter()?;
         let kernels = plan.launches().iter().map(|launch| {
@@ -75,7 +79,7 @@ impl Device {
             self.loaded_kernel(launch, &plan, folding)
         });
         let kernels = kernels.collect::<Result<_>>()?;
-        Ok(LoadedPlan { device: self.clone(), plan, kernels })
+        Ok(LoadedPlan { device: self.clone(), plan, kernels, checked })
     }
 
     /// The device must be entered.
@@ -149,6 +153,11 @@ impl LoadedPlan {
         self.kernels.iter().filter(|kernel| kernel.is_folded()).count()
     }
 
+    /// Whether `GQA_CHECK` was set when it was loaded.
+    pub(super) fn checked(&self) -> bool {
+        self.checked
+    }
+
     /// Puts the plan's kernels into `stream`. Allocates no memory and does not wait. The stream
     /// may be captured: what changes from one replay to the next (contents of tensors, lengths
     /// among them) is read on the device. Concurrent launches go into a second stream that
@@ -157,12 +166,15 @@ impl LoadedPlan {
     ///
     /// # Errors
     /// Where a tensor is missing or has another type, shape or alignment than the plan's, where
-    /// the workspace is too small, and where the stream belongs to another device. Nothing is
-    /// launched then.
+    /// the workspace is too small, where an output, a cache that is appended to, the workspace or
+    /// its counters overlap anything else, and where the stream belongs to another device. While
+    /// `GQA_CHECK` is set, also where lengths, positions, block tables or counters hold what they
+    /// must not, and where the stream is captured. Nothing is launched then.
     ///
     /// # Safety
     /// - Every view and the workspace is device memory of its stated size and stays so until the
-    ///   work is done. Outputs and workspace overlap nothing else.
+    ///   work is done.
+    /// - Counters are zero when the call begins, and no other call has them until it ends.
     /// - With a shared cache, present_key and present_value hold the past.
     pub unsafe fn enqueue(
         &self,
@@ -188,9 +200,9 @@ impl LoadedPlan {
         stream: &Stream,
     ) -> Result<()> {
         stream.expect_on(&self.device)?;
-        views::check(tensors, &self.plan)?;
-        workspace.check(&self.plan)?;
         let launches = self.expect_launches(launches)?;
+        // SAFETY: the caller's.
+        unsafe { check::call(&self.plan, tensors, workspace, stream, self.checked) }?;
         let _entered = self.device.enter()?;
         let mut forked = None;
         let launched = launches.into_iter().try_for_each(|number| {

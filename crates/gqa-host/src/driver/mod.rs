@@ -24,6 +24,7 @@
 
 mod arguments;
 mod call;
+mod check;
 #[cfg(feature = "cust")]
 mod cust;
 mod deferred;
@@ -32,6 +33,7 @@ mod error;
 mod loaded;
 mod memory;
 mod modules;
+mod overlap;
 mod range;
 mod raw;
 mod recording;

@@ -1,13 +1,14 @@
 //! Plans recorded as CUDA graphs that take other memory with every replay.
 
 use super::arguments::Addresses;
+use super::check;
 use super::device::Device;
 use super::loaded::{LoadedKernel, LoadedPlan, launch_failed};
 use super::raw::module::Shape;
 use super::raw::{self, report};
 use super::stream::Stream;
 use super::sys::{RawFunction, RawGraph, RawGraphExec, RawNode};
-use super::views::{self, Views, Workspace};
+use super::views::{Views, Workspace};
 use crate::Result;
 use crate::plan::{Launch, Plan};
 use std::sync::Arc;
@@ -21,6 +22,8 @@ use std::sync::Arc;
 /// whereas [`LoadedPlan::enqueue`] lets a decode step begin before that.
 pub struct Recording {
     plan: Arc<Plan>,
+    /// `GQA_CHECK` was set when the plan was loaded.
+    checked: bool,
     /// One for each launch.
     nodes: Vec<Node>,
     exec: RawGraphExec,
@@ -48,7 +51,8 @@ impl LoadedPlan {
         }
         // SAFETY: the graph lives.
         let exec = unsafe { raw::graph::instantiate(graph.raw) }?;
-        Ok(Recording { plan: self.plan().clone(), nodes, exec, graph })
+        let (plan, checked) = (self.plan().clone(), self.checked());
+        Ok(Recording { plan, checked, nodes, exec, graph })
     }
 }
 
@@ -83,8 +87,8 @@ impl Recording {
         stream: &Stream,
     ) -> Result<()> {
         stream.expect_on(&self.graph.device)?;
-        views::check(tensors, &self.plan)?;
-        workspace.check(&self.plan)?;
+        // SAFETY: the caller's.
+        unsafe { check::call(&self.plan, tensors, workspace, stream, self.checked) }?;
         let _entered = self.graph.device.enter()?;
         for (launch, node) in self.plan.launches().iter().zip(&mut self.nodes) {
             node.direct(self.exec, launch, Addresses::new(launch, tensors, workspace))?;

@@ -54,7 +54,8 @@ impl Stream {
     /// Where the stream belongs to another context than the device's.
     ///
     /// # Safety
-    /// The stream exists, and goes on to exist as long as this value.
+    /// The stream exists, and goes on to exist as long as this value. While it is captured, only
+    /// such work is put into it whose memory lives as long as the graph.
     pub unsafe fn from_raw(device: &Device, raw: *mut c_void) -> Result<Self> {
         let _entered = device.enter()?;
         // SAFETY: the caller's.

@@ -167,6 +167,7 @@ functions! {
     cuStreamSynchronize(stream: RawStream);
     cuStreamWaitEvent(stream: RawStream, event: RawEvent, flags: c_uint);
     cuStreamGetCtx(stream: RawStream, context: *mut RawContext);
+    cuStreamIsCapturing(stream: RawStream, status: *mut c_int);
     cuStreamBeginCapture_v2(stream: RawStream, mode: c_int);
     cuStreamEndCapture(stream: RawStream, graph: *mut RawGraph);
     cuThreadExchangeStreamCaptureMode(mode: *mut c_int);

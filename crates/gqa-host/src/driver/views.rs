@@ -79,6 +79,11 @@ pub struct Workspace {
     pub bytes: usize,
     /// `CUdeviceptr` of at least [`Plan::counters`] 32-bit counters, which are zero before the
     /// first call and after every call; 0 where no plan needs any.
+    ///
+    /// They are not zero after a kernel that did not run to its end, nor, perhaps, after two calls
+    /// that had them at the same time. A call with such counters takes KV splits for complete that
+    /// are not, or leaves out rows, and reports nothing: set all counters to zero again before the
+    /// next call. An error of `enqueue` alone leaves them zero. `GQA_CHECK=1` notices.
     pub counters: u64,
 }
 

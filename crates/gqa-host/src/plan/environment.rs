@@ -115,12 +115,24 @@ pub static TABLE: [Variable; 8] = [
 /// Names the folder to which every call writes its tensors.
 pub const DUMP: &str = "GQA_DUMP";
 
+/// Lets calls on a GPU look at what counters, lengths and tables hold.
+pub const CHECK: &str = "GQA_CHECK";
+
 /// Variables that are no plan options: name, values, meaning.
-pub static AIDS: [(&str, &str, &str); 3] = [
+pub static AIDS: [(&str, &str, &str); 4] = [
     (
         DUMP,
         "a folder, made if it is not there",
         "every call of an operator of the library writes its tensors there as `.npy`",
+    ),
+    (
+        CHECK,
+        "0 or 1",
+        "1: before each call on a GPU the library waits for the stream, reads counters, lengths, \
+         positions and block tables, and errs by name where counters are not zero, as after a call \
+         that failed or shared them, or where one of the others leads outside of what it indexes. \
+         Slow: for finding mistakes. Such a call cannot be captured in a graph. Read when a plan \
+         is loaded",
     ),
     (
         Instructions::VARIABLE,

@@ -4,13 +4,26 @@ use super::super::sys::{self, Ordinal, RawContext};
 use super::{Code, DriverError, Failure, call};
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr::null_mut;
+use std::sync::OnceLock;
 
 /// A context of a GPU.
 pub(in super::super) struct Context {
     device: Ordinal,
     raw: RawContext,
-    /// It is the GPU's primary context, retained; otherwise it belongs to someone else.
-    retained: bool,
+    /// Set where it is the GPU's primary context and is kept alive here; otherwise someone else
+    /// keeps it alive.
+    retained: OnceLock<Retained>,
+}
+
+/// A count of a GPU's primary context, given back when dropped.
+struct Retained(Ordinal);
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        // SAFETY: counted by `Context::retain`; whoever held on to the count has no use for the
+        // context any more.
+        super::report(unsafe { call!(cuDevicePrimaryCtxRelease_v2(self.0)) });
+    }
 }
 
 // SAFETY: the driver takes handles from any thread.
@@ -35,7 +48,7 @@ impl Context {
         )?;
         // SAFETY: the driver stores one handle.
         unsafe { call!(cuDevicePrimaryCtxRetain(&raw mut raw, device)) }?;
-        Ok(Self { device, raw, retained: true })
+        Ok(Self { device, raw, retained: Retained(device).into() })
     }
 
     /// A context that belongs to someone else.
@@ -43,12 +56,20 @@ impl Context {
     /// # Safety
     /// It exists, and goes on to exist as long as this value.
     pub(in super::super) unsafe fn borrow(raw: RawContext) -> Result<Self, Failure> {
-        let mut context = Self { device: 0, raw, retained: false };
+        let mut context = Self { device: 0, raw, retained: OnceLock::new() };
         let entered = context.enter()?;
         // SAFETY: the context is current; the driver stores one number.
         unsafe { call!(cuCtxGetDevice(&raw mut context.device)) }?;
         drop(entered);
         Ok(context)
+    }
+
+    /// Keeps the context alive as `other` does, which is the same context. One that is kept alive
+    /// already gives the count of `other` back.
+    pub(in super::super) fn keep_as(&self, other: Self) {
+        if let Some(retained) = other.retained.into_inner() {
+            drop(self.retained.set(retained));
+        }
     }
 
     /// Number of its GPU.
@@ -106,15 +127,6 @@ impl Context {
         unsafe { call!(cuDeviceGetName(pointer, bytes, self.device)) }?;
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
         Ok(name.to_string_lossy().into_owned())
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        if self.retained {
-            // SAFETY: retained by `retain`, and not used again.
-            super::report(unsafe { call!(cuDevicePrimaryCtxRelease_v2(self.device)) });
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Streams, events and captures.
 
 use super::super::sys::{self, RawContext, RawEvent, RawGraph, RawGraphExec, RawStream};
-use super::{Failure, call, graph};
+use super::{Failure, call, graph, report};
 use std::ffi::{c_int, c_uint};
 use std::ptr::null_mut;
 
@@ -121,6 +121,18 @@ pub(in super::super) unsafe fn milliseconds(
     Ok(milliseconds)
 }
 
+/// Whether what is put into `stream` is captured.
+///
+/// # Safety
+/// `stream` exists.
+pub(in super::super) unsafe fn is_captured(stream: RawStream) -> Result<bool, Failure> {
+    const NONE: c_int = 0;
+    let mut status = NONE;
+    // SAFETY: the caller's; the driver stores one number.
+    unsafe { call!(cuStreamIsCapturing(stream, &raw mut status)) }?;
+    Ok(status != NONE)
+}
+
 /// Begins to capture what is put into `stream`; other threads are not affected.
 ///
 /// # Safety
@@ -142,7 +154,7 @@ pub(in super::super) unsafe fn end_capture(stream: RawStream) -> Result<RawGraph
     unsafe {
         call!(cuStreamEndCapture(stream, &raw mut captured))?;
         let exec = graph::instantiate(captured);
-        graph::destroy(captured)?;
+        report(graph::destroy(captured));
         exec
     }
 }

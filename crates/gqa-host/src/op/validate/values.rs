@@ -25,6 +25,23 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()>
     for id in scales.into_iter().filter(|id| id.spec(p).is_some()) {
         check_scale(inputs, id)?;
     }
+    check_indices(p, inputs, |_| false)
+}
+
+/// The same of what a call on a GPU has, without scales. There a sequence may be empty, as one that
+/// fills a batch up is.
+#[cfg(feature = "cuda")]
+pub(crate) fn check_on_device(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
+    check_indices(p, inputs, |last| last == -1)
+}
+
+/// Errs unless lengths, positions and blocks lead into tensors, but for sequences that are `empty`
+/// by the index of their last token.
+fn check_indices(
+    p: &Problem,
+    inputs: &Tensors<TensorView<'_>>,
+    empty: impl Fn(i32) -> bool,
+) -> Result<()> {
     if let Some(pages) = p.pages {
         return Lengths::of_call(p, pages, inputs)?.check(p, pages, inputs);
     }
@@ -33,7 +50,7 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()>
     }
     let bounds = Bounds::of(p);
     let last = integers("seqlens_k", inputs.need(TensorId::SeqlensK)?)?;
-    for (b, &last) in last.iter().enumerate() {
+    for (b, &last) in last.iter().enumerate().filter(|(_, last)| !empty(**last)) {
         let length = bounds.length(b, last)?;
         check_positions(p, inputs.input(TensorId::PositionIds), b, length)?;
     }
