@@ -546,6 +546,126 @@ class Nodes(unittest.TestCase):
         self.assertEqual(both.run(["output"], feed)[0].shape, (1, 1, 192))
 
 
+class Memory:
+    """One array that all float32 tensors of a call lie in, where the test wants them."""
+
+    # Elements between tensors that do not lie in one another: more than a test moves one.
+    GAP = 8192
+
+    def __init__(self, feed, shapes, at):
+        """`at`, in the order of what refers to what: the tensor, of `feed` or an output, that another one lies at, and how many elements behind its first."""
+        self.shapes = {name: array.shape for name, array in feed.items() if array.dtype == np.float32} | shapes
+        self.first, end = {}, 0
+        for name, shape in self.shapes.items():
+            if name not in at:
+                self.first[name], end = end, end + int(np.prod(shape)) + self.GAP
+        for name, (other, behind) in at.items():
+            self.first[name] = self.first[other] + behind
+        elements = np.full(end, 7, np.float32)
+        for name in self.shapes:
+            if name in feed:
+                elements[self.part(name)] = feed[name].ravel()
+        self.value = on_device(elements)
+
+    def part(self, name):
+        return slice(self.first[name], self.first[name] + int(np.prod(self.shapes[name])))
+
+    def address(self, name):
+        return self.value.data_ptr() + 4 * self.first[name]
+
+    def read(self, name):
+        return self.value.numpy()[self.part(name)].reshape(self.shapes[name]).copy()
+
+
+class SharedMemory(unittest.TestCase):
+    """Tensors of a call that lie in one another: a cache is updated in place, and all else is refused before anything is written."""
+
+    heads = {"num_heads": 6, "kv_num_heads": 2}
+
+    def run_in(self, engine, feed, memory):
+        bound = engine.io_binding()
+        for value in engine.get_inputs():
+            name = value.name
+            if name in memory.shapes:
+                bound.bind_input(name, DEVICE, 0, np.float32, memory.shapes[name], memory.address(name))
+            elif name in ("total_sequence_length", "attention_metadata"):
+                bound.bind_cpu_input(name, feed[name])
+            else:
+                bound.bind_ortvalue_input(name, on_device(feed[name]))
+        for value in engine.get_outputs():
+            bound.bind_output(value.name, DEVICE, 0, np.float32, memory.shapes[value.name], memory.address(value.name))
+        engine.run_with_iobinding(bound)
+
+    def refused(self, engine, feed, shapes, at, text):
+        memory = Memory(feed, shapes, at)
+        before = memory.value.numpy().copy()
+        with self.subTest(**{name: f"{other} + {behind}" for name, (other, behind) in at.items()}):
+            with self.assertRaisesRegex(Exception, text):
+                self.run_in(engine, feed, memory)
+            np.testing.assert_array_equal(memory.value.numpy(), before, "written before it was refused")
+
+    def test_a_dense_cache(self):
+        in_place = {"present_key": ("past_key", 0), "present_value": ("past_value", 0)}
+        for rows in [1, 5]:
+            feed = layer(rows, 10, total=16)
+            engine = session(one_node(feed, **self.heads), OURS)
+            cache = feed["past_key"].shape
+            shapes = {"output": (1, rows, 192), "present_key": cache, "present_value": cache}
+            results = []
+            for at in [{}, in_place]:
+                memory = Memory(feed, shapes, at)
+                self.run_in(engine, feed, memory)
+                # Rows behind the length are zeros in a new cache, and as they were in an old one.
+                results.append([memory.read("output"), *(memory.read(name)[:, :, : 10 + rows] for name in ["present_key", "present_value"])])
+            for apart, shared in zip(*results, strict=True):
+                np.testing.assert_array_equal(apart, shared)
+            taken = "got memory that overlaps that of"
+            for at, text in [
+                ({"present_key": ("past_key", 32)}, f"present_key: {taken} past_key; allowed: memory of its own, or exactly that memory"),
+                ({"past_value": ("present_value", 4)}, f"present_value: {taken} past_value; allowed: memory of its own, or exactly that memory"),
+                (in_place | {"present_key": ("past_key", 512)}, f"present_key: {taken} past_key"),
+                ({"key": ("present_key", 32)}, f"present_key: {taken} key; allowed: memory of its own"),
+                (in_place | {"value": ("past_key", 0)}, f"present_key: {taken} value"),
+                ({"past_key": ("past_value", 0)} | in_place, f"present_key: {taken} past_value"),
+                ({"present_value": ("present_key", 0)}, f"present_value: {taken} present_key; allowed: memory of its own"),
+                ({"present_value": ("past_key", 0)}, f"present_value: {taken} past_key"),
+                ({"output": ("query", 0)}, f"output: {taken} query; allowed: memory of its own"),
+                ({"output": ("query", 4)}, f"output: {taken} query"),
+                ({"output": ("past_key", 0)}, f"output: {taken} past_key"),
+                ({"present_key": ("past_key", 0)}, "past_key, past_value: got past_key only; allowed: both"),
+            ]:
+                self.refused(engine, feed, shapes, at, text)
+
+    def test_a_paged_cache(self):
+        random = np.random.default_rng(4)
+        noise = lambda *shape: random.standard_normal(shape, dtype=np.float32)
+        feed = {"query": noise(3, 192), "key": noise(3, 64), "value": noise(3, 64), "key_cache": noise(6, 16, 2, 32), "value_cache": noise(6, 16, 2, 32),
+                "cumulative_sequence_length": np.array([0, 2, 3], np.int32), "past_seqlens": np.array([1, 5], np.int32),
+                "block_table": np.array([[0, 1], [2, 3]], np.int32)}
+        engine = session(one_paged_node(feed, **self.heads), OURS)
+        cache = feed["key_cache"].shape
+        shapes = {"output": (3, 192), "key_cache_out": cache, "value_cache_out": cache}
+        in_place = {"key_cache_out": ("key_cache", 0), "value_cache_out": ("value_cache", 0)}
+        memory = Memory(feed, shapes, in_place)
+        self.run_in(engine, feed, memory)
+        np.testing.assert_array_equal(memory.read("key_cache")[2, 5].ravel(), feed["key"][2])
+        taken = "got memory that overlaps that of"
+        for at, text in [
+            ({"value_cache": ("key_cache", 0)} | in_place, f"key_cache_out: {taken} value_cache; allowed: memory of its own"),
+            ({"value_cache": ("key_cache", 1024)} | in_place, f"key_cache_out: {taken} value_cache; allowed: memory of its own"),
+            (in_place | {"key": ("key_cache", 0)}, f"key_cache_out: {taken} key; allowed: memory of its own"),
+            (in_place | {"output": ("query", 0)}, f"output: {taken} query; allowed: memory of its own"),
+            (in_place | {"output": ("value_cache", 64)}, f"output: {taken} value_cache"),
+        ]:
+            self.refused(engine, feed, shapes, at, text)
+        if not ON_CPU:  # What is on a GPU is not looked at.
+            return
+        slots = feed | {"slot_mapping": np.array([5, 5, 6], np.int32)}
+        for given, name in [(feed | {"block_table": np.array([[0, 1], [0, 1]], np.int32)}, "block_table"), (slots, "slot_mapping")]:
+            other = session(one_paged_node(given, **self.heads), OURS)
+            self.refused(other, given, shapes, in_place, f"{name}: got row .* of the cache for token .*; allowed: a row for each new token")
+
+
 def random_call(random, sizes=(16, 32, 64, 80), longest=60):
     """Inputs, number of outputs, attributes, and each sequence's length, of a call that both take."""
     group, kv_heads, size = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3]), random.choice(sizes)

@@ -77,6 +77,44 @@ impl Made {
     }
 }
 
+/// Errs where the call would write memory of another of its tensors. An input that is updated in
+/// place is the same tensor as its output, in exactly the same memory.
+pub fn check_apart(given: &Given, made: &Made) -> Result<(), Error> {
+    let Given { schema, values, .. } = given;
+    let outputs = schema.outputs.iter();
+    let outputs: Vec<_> =
+        outputs.filter_map(|output| Some((output, made.get(output.role)?))).collect();
+    for (i, &(output, written)) in outputs.iter().enumerate() {
+        for (input, read) in schema.inputs.iter().zip(values) {
+            let Some(read) = read else { continue };
+            let in_place = input.role.is_some_and(|role| is_updated(role, output.role));
+            if read.overlaps(written) && !(in_place && read.is(written)) {
+                let exactly = if in_place { ", or exactly that memory" } else { "" };
+                return Err(overlap(output.name, input.name, exactly));
+            }
+        }
+        let other = outputs[..i].iter().find(|(_, other)| other.overlaps(written));
+        if let Some((other, _)) = other {
+            return Err(overlap(output.name, other.name, ""));
+        }
+    }
+    Ok(())
+}
+
+/// Whether an input may be updated in place: a cache is its own output, or the past of one.
+fn is_updated(input: TensorId, output: TensorId) -> bool {
+    match output {
+        TensorId::PresentKey => [output, TensorId::PastKey].contains(&input),
+        TensorId::PresentValue => [output, TensorId::PastValue].contains(&input),
+        _ => false,
+    }
+}
+
+fn overlap(output: &'static str, other: &str, exactly: &str) -> Error {
+    let got = format!("memory that overlaps that of {other}");
+    Error::invalid(output, got, format!("memory of its own{exactly}"))
+}
+
 /// Room for a problem's tensor, in ONNX Runtime's memory or where the caller of the session wants
 /// it; `None` where the problem or the node does not have it.
 pub fn room(

@@ -1,7 +1,7 @@
 //! com.microsoft.GroupQueryAttention.
 
 use crate::api::Failure;
-use crate::call::{Given, Made, room};
+use crate::call::{Given, Made, check_apart, room};
 use crate::schema::Kind::{Always, Cache, Element};
 use crate::schema::{Output, Schema, input, numbers};
 use crate::value::{Context, Value};
@@ -31,10 +31,10 @@ pub static SCHEMA: Schema = Schema {
         input("k_norm_weight", KNormWeight, Element),
     ],
     outputs: &[
-        Output { kind: Element, role: TensorId::Output },
-        Output { kind: Cache, role: PresentKey },
-        Output { kind: Cache, role: PresentValue },
-        Output { kind: Element, role: OutputQk },
+        Output { name: "output", kind: Element, role: TensorId::Output },
+        Output { name: "present_key", kind: Cache, role: PresentKey },
+        Output { name: "present_value", kind: Cache, role: PresentValue },
+        Output { name: "output_qk", kind: Element, role: OutputQk },
     ],
     in_place: false,
 };
@@ -63,6 +63,7 @@ pub unsafe fn call(
         present_value: room(PresentValue)?,
         output_qk: room(OutputQk)?,
     };
+    check_apart(given, &made)?;
     let cache = match shares_cache(given, &made)? {
         true => CacheBinding::Shared,
         false => CacheBinding::Separate,

@@ -1,7 +1,7 @@
 //! com.microsoft.PagedAttention. ONNX Runtime itself has it for CUDA only.
 
 use crate::api::Failure;
-use crate::call::{Given, Made, room};
+use crate::call::{Given, Made, check_apart, room};
 use crate::schema::Kind::{Always, Cache, Element};
 use crate::schema::{Output, Schema, input, numbers};
 use crate::value::{Context, Value};
@@ -33,9 +33,9 @@ pub static SCHEMA: Schema = Schema {
         numbers("attention_metadata"),
     ],
     outputs: &[
-        Output { kind: Element, role: TensorId::Output },
-        Output { kind: Cache, role: PresentKey },
-        Output { kind: Cache, role: PresentValue },
+        Output { name: "output", kind: Element, role: TensorId::Output },
+        Output { name: "key_cache_out", kind: Cache, role: PresentKey },
+        Output { name: "value_cache_out", kind: Cache, role: PresentValue },
     ],
     in_place: true,
 };
@@ -60,6 +60,7 @@ pub unsafe fn call(
         present_value: Some(in_place(given, "value_cache", room(PresentValue)?)?),
         output_qk: None,
     };
+    check_apart(given, &made)?;
     Ok((problem, made))
 }
 

@@ -50,6 +50,8 @@ pub struct Input {
 
 /// An output. The first is required, the others are not.
 pub struct Output {
+    /// As messages name it.
+    pub name: &'static str,
     /// Its type.
     pub kind: Kind,
     /// What it is in a call.

@@ -7,7 +7,7 @@ use gqa_host::{DType, Error, TensorDesc, TensorView, TensorViewMut};
 use half::{bf16, f16};
 use ort_sys::{ONNXTensorElementDataType, OrtKernelContext, OrtMemoryInfo, OrtValue};
 use std::ffi::c_void;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::{ptr, slice};
 
 /// ONNX Runtime's names of element types.
@@ -82,6 +82,18 @@ impl Value {
     /// Whether another tensor is this one, in the same memory.
     pub fn is(&self, other: &Self) -> bool {
         self.data == other.data && *self.shape == *other.shape
+    }
+
+    /// Whether some byte belongs to both tensors.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let [a, b] = [self.addresses(), other.addresses()];
+        a.start.max(b.start) < a.end.min(b.end)
+    }
+
+    /// The addresses of its bytes.
+    fn addresses(&self) -> Range<usize> {
+        let first = self.data.addr();
+        first..first + self.len() * self.dtype.size()
     }
 
     /// The int32 numbers that the host reads.
