@@ -56,6 +56,8 @@ def attention(f, a):
     if "attn_mask" in f:
         given = f["attn_mask"]
         given = np.where(given, 0.0, -INF) if given.dtype == np.bool_ else given.astype(np.float64)
+        if a["opset"] < 24:  # As NumPy has it; from then on columns are added instead.
+            given = np.broadcast_to(given, given.shape[:-1] + (t,))
         mask = np.full(given.shape[:-1] + (t,), -INF)
         mask[..., : given.shape[-1]] = given
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
@@ -127,7 +129,7 @@ class Maker:
         attrs = attrs or {}
         ins, outs = NAMES[op]
         feeds = {n: feeds[n] for n in ins if n in feeds}
-        made = DEFINITIONS[op](feeds, attrs)
+        made = DEFINITIONS[op](feeds, attrs | {"opset": imports[0][1]})
         wanted = {n: made[n] for n in outs if n in made and (outputs is None or n in outputs)}
         names = [[n if n in known else "" for n in all_names] for all_names, known in ((ins, feeds), (outs, wanted))]
         for listed in names:
@@ -220,6 +222,13 @@ def operator_sets(m):
     m.attention("opset_26_windows", "Windows came with operator set 25", imports=at(26), attrs={"left_window_size": 1, "right_window_size": 1})
     m.attention("opset_100_nonpad", "One that is not there yet", imports=at(100), nonpad=[4], attrs={"is_causal": 1})
     m.attention("opset_domain_spelled", "The domain by its name, beside another's", imports=at(26, "ai.onnx") + at(1, "com.microsoft"))
+    column = "A mask of one column, which counts for every key in operator set 23"
+    m.attention("opset_23_mask_column", column, imports=at(23), b=2, past=3, mask=((2, 1, 3, 1), "f32"), outputs=PRESENT + ("qk_matmul_output",), attrs={"qk_matmul_output_mode": 2})
+    m.attention("opset_23_mask_column_bool", column, imports=at(23), s=6, mask=((4, 6, 1), "bool"), attrs={"is_causal": 1})
+    m.attention("opset_23_mask_column_f16", column, imports=at(23), dtype="f16", h=64, s=20, t=70, mask=((20, 1), "bool"))
+    m.attention("opset_23_mask_number", "A mask without dimensions", imports=at(23), mask=((), "f32"), outputs=("qk_matmul_output",), attrs={"qk_matmul_output_mode": 2})
+    m.attention("opset_23_mask_column_keys_0", column + ", of which there are none", imports=at(23), t=0, mask=((3, 1), "f32"))
+    m.attention("opset_24_mask_column", "A mask of one column, the others of which hide their keys from operator set 24 on", mask=((3, 1), "f32"), s=3)
     m.rotary("opset_28", about, imports=at(28))
     m.scatter("opset_28", about, first=[1, 5], imports=at(28))
 
@@ -275,7 +284,7 @@ def empty_dimensions(m):
     m.gqa("rows_0_total_0", "No tokens at all", s=0, total=0)
     m.gqa("rows_0_total_0_past", "No tokens at all: nothing of the past is left", s=0, b=2, total=0, past=3)
     m.gqa("rows_0_codes", "No tokens: codes become present", s=0, b=2, past=6, lengths=[5, 3], codes=True)
-    m.gqa("rows_0_sliding", "No tokens: what a cache that slides holds stays", s=0, past=6, total=9, attrs={"local_window_size": 4, "sliding_window_cache": 1})
+    m.gqa("rows_0_sliding", "No tokens: what a rolling KV cache holds stays", s=0, past=6, total=9, attrs={"local_window_size": 4, "sliding_window_cache": 1})
 
 
 def head_sizes(m):

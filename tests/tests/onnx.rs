@@ -32,7 +32,7 @@ fn check(folder: &str, count: usize, backend: &dyn Backend) {
 fn all_on_a_gpu() {
     let cuda = Cuda::new(PlanOptions::default()).expect("a GPU");
     let folders = [("gqa", 191), ("paged", 25), ("attention", 93), ("rotary_embedding", 8)];
-    for (folder, count) in folders.into_iter().chain([("tensor_scatter", 3), ("edges", 88)]) {
+    for (folder, count) in folders.into_iter().chain([("tensor_scatter", 3), ("edges", 94)]) {
         check(folder, count, &cuda);
     }
 }
@@ -86,24 +86,24 @@ fn float64_where_it_is_computed() {
 
 #[test]
 fn edges_on_reference() {
-    check("edges", 88, &Reference);
+    check("edges", 94, &Reference);
 }
 
 #[test]
 fn edges_on_cpu() {
-    check("edges", 88, &Cpu::default());
+    check("edges", 94, &Cpu::default());
 }
 
 #[test]
 fn edges_on_sim() {
-    check("edges", 88, &Sim::default());
+    check("edges", 94, &Sim::default());
 }
 
 /// With a launch for each duty, and on a GPU without tensor cores for these types.
 #[test]
 fn edges_on_sim_otherwise() {
     let options = PlanOptions { disable_fused_kv: true, ..PlanOptions::default() };
-    check("edges", 88, &Sim::default().with_options(options));
+    check("edges", 94, &Sim::default().with_options(options));
     let device = DeviceInfo::known("v100").expect("a known device");
-    check("edges", 88, &Sim::default().with_device(device));
+    check("edges", 94, &Sim::default().with_device(device));
 }

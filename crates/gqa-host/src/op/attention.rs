@@ -24,6 +24,7 @@ pub struct Attention {
     pub(crate) present: bool,
     pub(crate) left_window_size: i64,
     pub(crate) right_window_size: i64,
+    pub(crate) broadcast_columns: bool,
 }
 
 impl Default for Attention {
@@ -47,6 +48,7 @@ impl Attention {
             present: false,
             left_window_size: -1,
             right_window_size: -1,
+            broadcast_columns: false,
         }
     }
 
@@ -119,6 +121,15 @@ impl Attention {
         Self { right_window_size: size, ..self }
     }
 
+    /// An attn_mask of one column counts for every key, and one of fewer columns than keys is an
+    /// error, as in operator set 23. From set 24 on, which is the default, the last dimension does
+    /// not broadcast: the columns that are missing hide their keys.
+    ///
+    /// [`run`](Self::run) takes the one column. A [`Problem`] of such a call has all columns.
+    pub fn broadcast_columns(self, on: bool) -> Self {
+        Self { broadcast_columns: on, ..self }
+    }
+
     /// Applies the operator.
     ///
     /// # Errors
@@ -134,11 +145,35 @@ impl Attention {
         if problem.is_empty() {
             return Ok(outputs);
         }
+        let repeated = inputs.attn_mask.map(|mask| repeated(mask, &problem)).transpose()?.flatten();
+        let inputs =
+            &AttentionInputs { attn_mask: repeated.as_ref().or(inputs.attn_mask), ..*inputs };
         let seqlens_k = inputs.seqlens_k(&problem);
         let mut no_cache = [Tensor::zeros(DType::F32, &[0]), Tensor::zeros(DType::F32, &[0])];
         run(backend, &problem, &mut outputs.io(inputs, &seqlens_k, &mut no_cache))?;
         Ok(outputs)
     }
+}
+
+/// attn_mask with its one column for every key; `None` where it has a column for each already.
+fn repeated(mask: &Tensor, problem: &Problem) -> Result<Option<Tensor>> {
+    let leading = match mask.shape() {
+        [leading @ .., columns] if Some(*columns) == problem.bias.map(|bias| bias.columns) => {
+            return Ok(None);
+        }
+        [leading @ .., _] => leading,
+        [] => &[],
+    };
+    let shape = [leading, &[problem.total_len]].concat();
+    let mut repeated = Tensor::try_zeros("attn_mask", mask.dtype(), &shape)?;
+    let (size, elements) = (mask.dtype().size(), mask.bytes());
+    repeated.with_bytes_mut(|bytes| {
+        let row = (problem.total_len * size).max(1);
+        for (row, element) in bytes.chunks_exact_mut(row).zip(elements.chunks_exact(size)) {
+            row.chunks_exact_mut(size).for_each(|to| to.copy_from_slice(element));
+        }
+    });
+    Ok(Some(repeated))
 }
 
 /// The operator's inputs under their ONNX names; shapes and lengths are checked when the operator
@@ -152,7 +187,8 @@ pub struct AttentionInputs<'a> {
     /// (B, L, Nk·Hv) or (B, Nk, L, Hv), as many dimensions as Q; any floating-point type
     pub v: &'a Tensor,
     /// bool, true where a key is seen, or the type of Q, to be added; one to four dimensions that
-    /// broadcast to (B, N, S, T), the last T = P + L or less: keys behind it are hidden
+    /// broadcast to (B, N, S, T), the last T = P + L or less: keys behind it are hidden. With
+    /// [`Attention::broadcast_columns`] the last is T or 1, and broadcasts; there may be none
     pub attn_mask: Option<&'a Tensor>,
     /// (B, Nk, P, H)
     pub past_key: Option<&'a Tensor>,

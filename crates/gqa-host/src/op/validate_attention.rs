@@ -60,7 +60,7 @@ impl Attention {
             window: window.left.map(|left| left.saturating_add(1)),
             right_window: window.right.filter(|&right| right > 0),
             causal: window.right == Some(0),
-            bias: sizes.mask(inputs, total)?,
+            bias: sizes.mask(inputs, total, self.broadcast_columns)?,
             output_qk: self.output_qk(),
             ..ProblemFields::plain("Attention", inputs.q.dtype)
         })?;
@@ -376,7 +376,12 @@ impl Sizes {
     }
 
     /// attn_mask's broadcasts.
-    fn mask(&self, inputs: &AttentionShapes<'_>, total: usize) -> Result<Option<Bias>> {
+    fn mask(
+        &self,
+        inputs: &AttentionShapes<'_>,
+        total: usize,
+        broadcast_columns: bool,
+    ) -> Result<Option<Bias>> {
         const ARGUMENT: &str = "attn_mask";
         let Some(mask) = inputs.attn_mask else { return Ok(None) };
         if mask.dtype != DType::Bool && mask.dtype != self.dtype {
@@ -384,13 +389,18 @@ impl Sizes {
             return Err(Error::invalid(ARGUMENT, mask.dtype, allowed));
         }
         let full = [self.batch, self.q_heads, self.q_len];
-        let Some((&columns, leading)) = mask.shape.split_last().filter(|(_, l)| l.len() <= 3)
-        else {
-            return Err(Error::invalid(ARGUMENT, shape(mask.shape), "1 to 4 dimensions"));
+        let (columns, leading) = match mask.shape {
+            [leading @ .., columns] if leading.len() <= 3 => (*columns, leading),
+            [] if broadcast_columns => (1, &[][..]),
+            _ => return Err(Error::invalid(ARGUMENT, shape(mask.shape), "1 to 4 dimensions")),
         };
+        let columns = if broadcast_columns && columns == 1 { total } else { columns };
         let mut repeats = [true; 3];
         let first = 3 - leading.len();
-        let mut fits = columns <= total && (columns > 0 || total == 0);
+        let mut fits = match broadcast_columns {
+            true => columns == total,
+            false => columns <= total && (columns > 0 || total == 0),
+        };
         for (i, &n) in leading.iter().enumerate() {
             let whole = full[first + i];
             fits &= n == whole || n == 1;
@@ -398,9 +408,13 @@ impl Sizes {
         }
         if !fits {
             let [b, n, s] = full;
+            let short = match broadcast_columns {
+                true => String::new(),
+                false => format!(", the last dimension {total} or less"),
+            };
             let allowed = format!(
                 "what broadcasts to (batch_size = {b}, q_num_heads = {n}, q_sequence_length = {s}, \
-                 total_sequence_length = {total}), the last dimension {total} or less"
+                 total_sequence_length = {total}){short}"
             );
             return Err(Error::invalid(ARGUMENT, shape(mask.shape), allowed));
         }

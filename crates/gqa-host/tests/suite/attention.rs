@@ -245,6 +245,28 @@ fn refusals_of_masks() {
     }
 }
 
+/// In operator set 23 the last dimension broadcasts as the others do, and is not padded.
+#[test]
+fn masks_of_operator_set_23() {
+    let form = "what broadcasts to (batch_size = 2, q_num_heads = 4, q_sequence_length = 3, \
+                total_sequence_length = 5)";
+    let columns = |shape: &[usize]| {
+        let op = Attention::new().broadcast_columns(true);
+        let call = Call { op, attn_mask: Some(float(shape)), ..Call::default() };
+        let problem = call.op.problem(&call.inputs()).map_err(|error| error.to_string())?;
+        Ok(problem.bias.map(|bias| bias.columns))
+    };
+    for shape in [&[][..], &[1], &[3, 1], &[4, 3, 1], &[2, 1, 1, 1], &[5], &[3, 5]] {
+        assert_eq!(columns(shape), Ok(Some(5)), "{shape:?}");
+    }
+    for (shape, got) in
+        [(&[3, 4][..], "3, 4"), (&[3, 2], "3, 2"), (&[3, 0], "3, 0"), (&[2, 1], "2, 1")]
+    {
+        let want = format!("attn_mask: got ({got}); allowed: {form}");
+        assert_eq!(columns(shape), Err(want));
+    }
+}
+
 /// Which keys each row sees, as rows of `x` and `.`: queries are zero, so that all visible keys
 /// weigh the same, and values are unit vectors, so that an output row is its weights.
 #[derive(Default)]

@@ -54,7 +54,8 @@ pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
         .qk_matmul_output(is_named(&node.output, QK_MATMUL_OUTPUT))
         .present(is_named(&node.output, PRESENT_KEY) || is_named(&node.output, PRESENT_VALUE))
         .left_window_size(attributes.int("left_window_size").unwrap_or(-1))
-        .right_window_size(attributes.int("right_window_size").unwrap_or(-1));
+        .right_window_size(attributes.int("right_window_size").unwrap_or(-1))
+        .broadcast_columns(opset < 24);
     if let Some(scale) = attributes.float("scale") {
         op = op.scale(scale);
     }
@@ -86,12 +87,6 @@ fn check_cache(node: &NodeProto) -> Result<()> {
 pub(super) fn problem(op: &Attention, opset: i64, arguments: &Arguments) -> Result<Problem> {
     let inputs = inputs(arguments)?;
     let problem = op.problem(&inputs)?;
-    let short = problem.bias.filter(|mask| mask.columns < problem.total_len);
-    if let Some(mask) = short.filter(|_| opset < 24) {
-        let got = format!("{} columns with operator set {opset}", mask.columns);
-        let allowed = format!("total_sequence_length = {}", problem.total_len);
-        return Err(Error::invalid(INPUTS[ATTN_MASK], got, allowed));
-    }
     if opset >= 25 && inputs.q.shape().len() == 4 && op.has_head_counts() {
         let allowed = "no attribute where Q has four dimensions, from operator set 25 on";
         return Err(Error::invalid("q_num_heads, kv_num_heads", "an attribute", allowed));
