@@ -17,6 +17,7 @@ import threading
 import unittest
 
 import numpy as np
+import onnx
 import torch  # Before ONNX Runtime, which then finds CUDA's libraries.
 import onnxruntime
 from onnx import TensorProto, helper
@@ -532,6 +533,23 @@ def paged_step(heads=8, kv_heads=2, size=128, block=16, dtype=torch.float16):
     return Call("PagedAttention", inputs, specs, attributes, shared)
 
 
+def among_nan(model):
+    """The model with nodes that fill memory with NaN and free it, before its node and behind it."""
+    model = onnx.ModelProto.FromString(model)
+    graph = model.graph
+    nan = helper.make_tensor("nan", TensorProto.FLOAT, [1], [math.nan])
+    for name, place in [(graph.node[0].output[1], 1), (graph.node[0].input[3], 0)]:
+        nodes = [
+            helper.make_node("Shape", [name], [f"{name}_shape"]),
+            helper.make_node("ConstantOfShape", [f"{name}_shape"], [f"{name}_nan"], value=nan),
+            helper.make_node("ReduceMax", [f"{name}_nan"], [f"{name}_max"], keepdims=0),
+        ]
+        for node in reversed(nodes):
+            graph.node.insert(place, node)
+        graph.output.append(helper.make_tensor_value_info(f"{name}_max", TensorProto.FLOAT, []))
+    return model.SerializeToString()
+
+
 class Sessions(unittest.TestCase):
     """Decode steps that follow each other in sessions."""
 
@@ -595,6 +613,40 @@ class Sessions(unittest.TestCase):
             thread.join()
         for i, results in enumerate(want):
             self.assert_same(got[i], results)
+
+    def test_first_calls_use_no_freed_memory(self):
+        """What a launch needs that was given back before would be NaN. Calls of so many keys split
+        them: scratch memory and counters are made for them."""
+        calls = [decode_step(1, 8, 1, 128, 16384), decode_step(1, 4, 1, 128, 65536),
+                 decode_step(2, 8, 2, 128, 4096)]
+        for call in calls:
+            call.inputs["seqlens_k"].fill_(call.inputs["past_key"].shape[2] - 1)
+        want = [call.run(THEIRS)["output"] for call in calls]
+        got = {}
+
+        def work(i):
+            call = calls[i % len(calls)]
+            inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
+            shared = {present: inputs[past] for past, present in call.shared.items()}
+            outputs = {"output": poisoned(*call.outputs["output"])} | shared
+            engine = session(among_nan(call.model()), OURS)
+            bound = bind(engine, inputs, outputs)
+            for value in engine.get_outputs()[3:]:
+                bound.bind_output(value.name, DEVICE)
+            sync()
+            engine.run_with_iobinding(bound)
+            sync()
+            got[i] = outputs["output"].cpu()
+
+        work(0)  # Alone, and then beside others.
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 4 * len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(len(got), 4 * len(calls))
+        for i, output in got.items():
+            self.assertLessEqual(distance(output, want[i % len(calls)], 1e-2), 1, f"call {i}")
 
     def test_one_session_in_several_threads(self):
         calls = [decode_step(2, 8, 2, 128, 4096) for _ in range(6)]

@@ -1,6 +1,7 @@
 //! A node's attributes.
 
 use crate::api::{Api, Failure};
+use crate::schema::{Absent, Literal, Schema};
 use gqa_host::Error;
 use gqa_host::op::{GroupQueryAttention, PagedAttention, QuantType};
 use ort_sys::OrtKernelInfo;
@@ -14,6 +15,8 @@ pub struct Node {
     pub api: Api,
     /// ONNX Runtime's handle.
     pub info: *const OrtKernelInfo,
+    /// Which attributes it may have.
+    schema: &'static Schema,
 }
 
 /// An attribute of a node.
@@ -21,6 +24,16 @@ enum Attribute {
     Int(i64),
     Float(f32),
     Text(String),
+}
+
+impl From<Literal> for Attribute {
+    fn from(literal: Literal) -> Self {
+        match literal {
+            Literal::Int(number) => Self::Int(number),
+            Literal::Float(number) => Self::Float(number),
+            Literal::Text(text) => Self::Text(text.to_owned()),
+        }
+    }
 }
 
 impl Attribute {
@@ -39,8 +52,8 @@ impl Node {
     /// # Safety
     ///
     /// `info` must be what ONNX Runtime makes a kernel with, and outlive the value.
-    pub unsafe fn new(api: Api, info: *const OrtKernelInfo) -> Self {
-        Self { api, info }
+    pub unsafe fn new(api: Api, info: *const OrtKernelInfo, schema: &'static Schema) -> Self {
+        Self { api, info, schema }
     }
 
     /// Whether the node has that output.
@@ -86,43 +99,49 @@ impl Node {
         }
     }
 
-    fn int(self, name: &'static CStr) -> Result<Option<i64>, Error> {
-        match self.attribute(name) {
-            None => Ok(None),
-            Some(Attribute::Int(number)) => Ok(Some(number)),
-            Some(other) => Err(other.instead_of(utf8(name), "an integer")),
+    /// What the node has, or what it means without that.
+    fn value(self, name: &'static CStr) -> Result<Attribute, Error> {
+        let declared = self.schema.attributes.iter().find(|declared| declared.name == name);
+        let absent = declared.map_or(Absent::Refused, |declared| declared.absent);
+        match (self.attribute(name), absent) {
+            (Some(value), _) => Ok(value),
+            (None, Absent::Default(value) | Absent::Means(value)) => Ok(value.into()),
+            (None, Absent::As(other)) => self.value(other),
+            (None, Absent::Refused) => {
+                Err(Error::invalid(utf8(name), "no attribute", "an integer; it is required"))
+            }
         }
     }
 
-    fn float(self, name: &'static CStr) -> Result<Option<f32>, Error> {
-        match self.attribute(name) {
-            None => Ok(None),
-            Some(Attribute::Float(number)) => Ok(Some(number)),
-            Some(other) => Err(other.instead_of(utf8(name), "a float")),
+    fn int(self, name: &'static CStr) -> Result<i64, Error> {
+        match self.value(name)? {
+            Attribute::Int(number) => Ok(number),
+            other => Err(other.instead_of(utf8(name), "an integer")),
         }
     }
 
-    fn required_int(self, name: &'static CStr) -> Result<i64, Error> {
-        let missing = || Error::invalid(utf8(name), "no attribute", "an integer; it is required");
-        self.int(name)?.ok_or_else(missing)
+    fn float(self, name: &'static CStr) -> Result<f32, Error> {
+        match self.value(name)? {
+            Attribute::Float(number) => Ok(number),
+            other => Err(other.instead_of(utf8(name), "a float")),
+        }
     }
 
-    fn text(self, name: &'static CStr) -> Result<Option<String>, Error> {
-        match self.attribute(name) {
-            None => Ok(None),
-            Some(Attribute::Text(text)) => Ok(Some(text)),
-            Some(other) => Err(other.instead_of(utf8(name), "a string")),
+    fn text(self, name: &'static CStr) -> Result<String, Error> {
+        match self.value(name)? {
+            Attribute::Text(text) => Ok(text),
+            other => Err(other.instead_of(utf8(name), "a string")),
         }
     }
 
     /// Only 1 turns something on.
     fn on(self, name: &'static CStr) -> Result<bool, Error> {
-        Ok(self.int(name)? == Some(1))
+        Ok(self.int(name)? == 1)
     }
 
     /// k_quant_type or v_quant_type, in letters of either case.
     fn quant_type(self, name: &'static CStr) -> Result<QuantType, Error> {
-        let Some(text) = self.text(name)? else { return Ok(QuantType::None) };
+        let text = self.text(name)?;
         let all = [QuantType::None, QuantType::PerTensor, QuantType::PerChannel];
         let known = all.into_iter().find(|how| text.eq_ignore_ascii_case(&how.to_string()));
         let allowed = "NONE, PER_TENSOR or PER_CHANNEL";
@@ -131,7 +150,7 @@ impl Node {
 
     /// qk_output, which asks for the node's 4th output.
     fn qk_output(self) -> Result<i64, Failure> {
-        let wanted = self.int(c"qk_output")?.unwrap_or(0);
+        let wanted = self.int(c"qk_output")?;
         if wanted != 0 && !self.has_output(3)? {
             let got = format!("{wanted} without the output output_qk");
             let allowed = "0, or a name for the node's 4th output";
@@ -142,12 +161,12 @@ impl Node {
 
     /// The operator of a GroupQueryAttention node.
     pub fn group_query_attention(self) -> Result<GroupQueryAttention, Failure> {
-        let heads = [self.required_int(c"num_heads")?, self.required_int(c"kv_num_heads")?];
+        let heads = [self.int(c"num_heads")?, self.int(c"kv_num_heads")?];
         Ok(GroupQueryAttention::new(heads[0], heads[1])
-            .causal(self.int(c"causal")?.unwrap_or(1))
-            .scale(self.float(c"scale")?.unwrap_or(0.0))
-            .softcap(self.float(c"softcap")?.unwrap_or(0.0))
-            .local_window_size(self.int(c"local_window_size")?.unwrap_or(-1))
+            .causal(self.int(c"causal")?)
+            .scale(self.float(c"scale")?)
+            .softcap(self.float(c"softcap")?)
+            .local_window_size(self.int(c"local_window_size")?)
             .sliding_window_cache(self.on(c"sliding_window_cache")?)
             .do_rotary(self.on(c"do_rotary")?)
             .rotary_interleaved(self.on(c"rotary_interleaved")?)
@@ -155,39 +174,49 @@ impl Node {
             .qk_output(self.qk_output()?)
             .k_quant_type(self.quant_type(c"k_quant_type")?)
             .v_quant_type(self.quant_type(c"v_quant_type")?)
-            .kv_cache_bit_width(self.int(c"kv_cache_bit_width")?.unwrap_or(0))
-            .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?.unwrap_or(1e-6)))
+            .kv_cache_bit_width(self.int(c"kv_cache_bit_width")?)
+            .qk_norm_epsilon(self.norm_epsilon()?))
+    }
+
+    /// What is added to the mean squares of query and key.
+    fn norm_epsilon(self) -> Result<f32, Error> {
+        let [q, k] = [self.float(c"q_norm_epsilon")?, self.float(c"k_norm_epsilon")?];
+        match q == k {
+            true => Ok(q),
+            false => {
+                let allowed = format!("{q}, as q_norm_epsilon or qk_norm_epsilon");
+                Err(Error::invalid("k_norm_epsilon", k, allowed))
+            }
+        }
     }
 
     /// The operator of a PagedAttention node.
     pub fn paged_attention(self) -> Result<PagedAttention, Failure> {
         self.check_layout()?;
-        let heads = [self.required_int(c"num_heads")?, self.required_int(c"kv_num_heads")?];
+        let heads = [self.int(c"num_heads")?, self.int(c"kv_num_heads")?];
         Ok(PagedAttention::new(heads[0], heads[1])
-            .is_causal(self.int(c"is_causal")?.unwrap_or(1))
-            .scale(self.float(c"scale")?.unwrap_or(0.0))
-            .softcap(self.float(c"softcap")?.unwrap_or(0.0))
-            .local_window_size(self.int(c"local_window_size")?.unwrap_or(-1))
+            .is_causal(self.int(c"is_causal")?)
+            .scale(self.float(c"scale")?)
+            .softcap(self.float(c"softcap")?)
+            .local_window_size(self.int(c"local_window_size")?)
             .do_rotary(self.on(c"do_rotary")?)
             .rotary_interleaved(self.on(c"rotary_interleaved")?)
             .k_quant_type(self.quant_type(c"k_quant_type")?)
             .v_quant_type(self.quant_type(c"v_quant_type")?)
-            .k_cache_dtype(&self.text(c"k_cache_dtype")?.unwrap_or_default())
-            .v_cache_dtype(&self.text(c"v_cache_dtype")?.unwrap_or_default())
-            .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?.unwrap_or(1e-6)))
+            .k_cache_dtype(&self.text(c"k_cache_dtype")?)
+            .v_cache_dtype(&self.text(c"v_cache_dtype")?)
+            .qk_norm_epsilon(self.float(c"qk_norm_epsilon")?))
     }
 
     /// Errs where keys and values are not tensors of their own.
     fn check_layout(self) -> Result<(), Error> {
-        match self.text(c"kv_cache_layout")? {
-            Some(layout) if layout != "SEPARATE" => {
-                let got = format!("{layout:?}");
-                return Err(Error::invalid("kv_cache_layout", got, "\"SEPARATE\""));
-            }
-            _ => {}
+        let layout = self.text(c"kv_cache_layout")?;
+        if layout != "SEPARATE" {
+            let got = format!("{layout:?}");
+            return Err(Error::invalid("kv_cache_layout", got, "\"SEPARATE\""));
         }
         for name in [c"rotary_offset", c"v_head_size"] {
-            let number = self.int(name)?.unwrap_or(0);
+            let number = self.int(name)?;
             if number != 0 {
                 let allowed = "0, as kv_cache_layout is SEPARATE";
                 return Err(Error::invalid(utf8(name), number, allowed));

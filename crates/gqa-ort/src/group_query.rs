@@ -3,7 +3,10 @@
 use crate::api::Failure;
 use crate::call::{Given, Made, check_apart, room};
 use crate::schema::Kind::{Always, Cache, Element};
-use crate::schema::{Output, Schema, input, numbers};
+use crate::schema::Literal::{Float, Int, Text};
+use crate::schema::{
+    Absent, Attribute, Output, Schema, default, input, numbers, optional, required,
+};
 use crate::value::{Context, Value};
 use gqa_host::op::{GroupQueryAttention, Shapes};
 use gqa_host::plan::TensorId::{self, *};
@@ -35,6 +38,25 @@ pub static SCHEMA: Schema = Schema {
         Output { name: "present_key", kind: Cache, role: PresentKey },
         Output { name: "present_value", kind: Cache, role: PresentValue },
         Output { name: "output_qk", kind: Element, role: OutputQk },
+    ],
+    attributes: &[
+        required(c"num_heads"),
+        required(c"kv_num_heads"),
+        default(c"causal", Int(1)),
+        optional(c"scale", Float(0.0)),
+        optional(c"softcap", Float(0.0)),
+        default(c"local_window_size", Int(-1)),
+        default(c"sliding_window_cache", Int(0)),
+        optional(c"do_rotary", Int(0)),
+        optional(c"rotary_interleaved", Int(0)),
+        default(c"smooth_softmax", Int(-1)),
+        default(c"qk_output", Int(0)),
+        default(c"k_quant_type", Text("NONE")),
+        default(c"v_quant_type", Text("NONE")),
+        optional(c"kv_cache_bit_width", Int(0)),
+        default(c"qk_norm_epsilon", Float(1e-6)),
+        Attribute { name: c"q_norm_epsilon", absent: Absent::As(c"qk_norm_epsilon") },
+        Attribute { name: c"k_norm_epsilon", absent: Absent::As(c"qk_norm_epsilon") },
     ],
     in_place: false,
 };

@@ -33,8 +33,9 @@ mod value;
 
 use api::{Api, Failure, guarded};
 use ort_sys::{OrtApiBase, OrtCustomOpDomain, OrtSessionOptions, OrtStatusPtr};
+use std::ffi::{CString, c_char};
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
 
 /// ONNX Runtime's entry point: adds our operators to the options of a session.
 ///
@@ -52,6 +53,17 @@ pub unsafe extern "system" fn RegisterCustomOps(
         Ok(api) => guarded(api, || unsafe { register(api, options) }),
         Err(status) => status,
     }
+}
+
+/// Names, optionality and defaults of the inputs, outputs and attributes of our operators, as JSON:
+/// for a test that compares them with ONNX Runtime's own.
+#[unsafe(no_mangle)]
+pub extern "system" fn GqaOperators() -> *const c_char {
+    static TEXT: LazyLock<CString> = LazyLock::new(|| {
+        let text = format!("{{{}, {}}}", group_query::SCHEMA, paged::SCHEMA);
+        CString::new(text).unwrap_or_default()
+    });
+    TEXT.as_ptr()
 }
 
 /// # Safety

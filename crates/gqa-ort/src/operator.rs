@@ -202,7 +202,8 @@ unsafe extern "system" fn create(
     // SAFETY: all three are ONNX Runtime's, which has the operator from `all`
     let (Operator { schema, provider, types, .. }, api, node) = unsafe {
         let api = Api::from_table(table);
-        (operator(op), api, Node::new(api, info))
+        let op = operator(op);
+        (op, api, Node::new(api, info, op.schema))
     };
     guarded(api, || {
         let kernel = Box::new(Kernel::new(schema, *types, *provider, node)?);

@@ -3,7 +3,8 @@
 use crate::api::Failure;
 use crate::call::{Given, Made, check_apart, room};
 use crate::schema::Kind::{Always, Cache, Element};
-use crate::schema::{Output, Schema, input, numbers};
+use crate::schema::Literal::{Float, Int, Text};
+use crate::schema::{Output, Schema, default, input, numbers, optional, required};
 use crate::value::{Context, Value};
 use gqa_host::op::{Bounds, PagedAttention, PagedShapes};
 use gqa_host::plan::TensorId::{self, *};
@@ -36,6 +37,24 @@ pub static SCHEMA: Schema = Schema {
         Output { name: "output", kind: Element, role: TensorId::Output },
         Output { name: "key_cache_out", kind: Cache, role: PresentKey },
         Output { name: "value_cache_out", kind: Cache, role: PresentValue },
+    ],
+    attributes: &[
+        required(c"num_heads"),
+        required(c"kv_num_heads"),
+        default(c"is_causal", Int(1)),
+        optional(c"scale", Float(0.0)),
+        optional(c"softcap", Float(0.0)),
+        default(c"local_window_size", Int(-1)),
+        optional(c"do_rotary", Int(0)),
+        optional(c"rotary_interleaved", Int(0)),
+        default(c"k_quant_type", Text("NONE")),
+        default(c"v_quant_type", Text("NONE")),
+        default(c"k_cache_dtype", Text("")),
+        default(c"v_cache_dtype", Text("")),
+        optional(c"qk_norm_epsilon", Float(1e-6)),
+        default(c"kv_cache_layout", Text("SEPARATE")),
+        optional(c"rotary_offset", Int(0)),
+        optional(c"v_head_size", Int(0)),
     ],
     in_place: true,
 };
