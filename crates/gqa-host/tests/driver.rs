@@ -9,7 +9,7 @@ use gqa_host::driver::{
     Call, Device, DeviceTensor, DeviceView, DriverError, Graph, Stream, Views, Workspace,
 };
 use gqa_host::engine::{Dense, Heads, Layer, Paged};
-use gqa_host::plan::{Plan, PlanOptions, TensorId, plan};
+use gqa_host::plan::{Fold, Plan, PlanOptions, TensorId, plan};
 use gqa_host::{DType, Error, Problem, Result, RowStrides, Tensor};
 use ndarray::{Array1, Array2};
 use std::sync::Arc;
@@ -387,5 +387,71 @@ fn a_launch_that_the_driver_refuses_is_named() {
             other => panic!("{other:?}"),
         }
         call.enqueue(&call.views(), call.scratch()).unwrap();
+    });
+}
+
+/// The plan of a decode step over a cache of so many rows, with these constants in its kernels.
+fn decode(capacity: usize, fold: Fold, device: &Device) -> Arc<Plan> {
+    let problem = layer().dense(Dense::decode(1, capacity)).unwrap();
+    let options = PlanOptions { fold, ..PlanOptions::default() };
+    Arc::new(plan(&problem, device.info(), &options).unwrap())
+}
+
+#[test]
+fn a_layer_has_kernels_with_its_constants() {
+    with_fake_driver(&[], |fake| {
+        let device = Device::open(0).unwrap();
+        let plan = |capacity, fold| decode(capacity, fold, &device);
+        let load = |plan| device.load(plan).unwrap().folded();
+        assert_eq!(load(plan(4096, Fold::Off)), 0);
+        let (general, launches) = (fake.parameter_loads(), plan(4096, Fold::Off).launches().len());
+        assert_eq!((fake.modules(), launches), (1, 1));
+        assert_eq!(load(plan(4096, Fold::Layer)), 1);
+        let layer = fake.parameter_loads();
+        assert_eq!(load(plan(8192, Fold::Layer)), 1);
+        assert_eq!(fake.modules(), 2, "plans of a layer share a module");
+        for capacity in [4096, 8192] {
+            assert_eq!(load(plan(capacity, Fold::Call)), 1);
+        }
+        assert_eq!(fake.modules(), 4, "each plan has a module of its own");
+        let loads = [general, layer, fake.parameter_loads()];
+        assert!(loads.is_sorted_by(|a, b| a > b) && loads[2] > 0, "{loads:?}");
+    });
+}
+
+#[test]
+fn constants_are_folded_in_the_background_after_some_launches() {
+    with_fake_driver(&[], |fake| {
+        let device = Device::open(0).unwrap();
+        let plan = |capacity| decode(capacity, Fold::Layer, &device);
+        let call = || Call::of(device.load_deferred(plan(4096)).unwrap()).unwrap();
+        let (call, other) = (call(), device.load_deferred(plan(8192)).unwrap());
+        let stream = Stream::new(&device).unwrap();
+        for _ in 0..15 {
+            call.enqueue(&stream).unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        assert_eq!((fake.modules(), other.folded()), (1, 0));
+        call.enqueue(&stream).unwrap();
+        let ended = (0..200).any(|_| {
+            std::thread::sleep(Duration::from_millis(50));
+            other.folded() == 1
+        });
+        assert!(ended, "plans of a layer share what the thread has compiled");
+        call.enqueue(&stream).unwrap();
+        assert_eq!(fake.modules(), 2);
+    });
+}
+
+#[test]
+fn a_driver_that_refuses_a_folded_text_gets_the_general_one() {
+    with_fake_driver(&[], |fake| {
+        let device = Device::open(0).unwrap();
+        device.load(decode(4096, Fold::Off, &device)).unwrap();
+        fake.refuse_fewer_loads(fake.parameter_loads());
+        let load = || device.load(decode(4096, Fold::Layer, &device)).unwrap().folded();
+        assert_eq!((load(), fake.modules()), (0, 1));
+        fake.refuse_fewer_loads(0);
+        assert_eq!((load(), fake.modules()), (0, 1), "it is not tried again");
     });
 }

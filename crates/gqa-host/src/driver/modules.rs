@@ -8,7 +8,7 @@ use crate::plan::Capability;
 use gqa_kernels::registry::{self, Entry};
 use gqa_ptx::Constants;
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -122,11 +122,14 @@ pub(super) struct Modules {
     version: CudaVersion,
     places: Mutex<HashMap<Key, Place>>,
     deferred: Mutex<HashMap<Key, Arc<Deferred>>>,
+    /// Folded texts that the driver did not take.
+    refused: Mutex<HashSet<Key>>,
 }
 
 impl Modules {
     pub(super) fn new(version: CudaVersion) -> Self {
-        Self { version, places: Mutex::default(), deferred: Mutex::default() }
+        let (places, deferred, refused) = Default::default();
+        Self { version, places, deferred, refused }
     }
 
     /// The kernel as GPUs of compute capability `sm`, times ten, get it, which is the device's or
@@ -143,7 +146,10 @@ impl Modules {
         if let Some(place) = self.place_of_folded((entry.name, shipped.arch), constants) {
             match self.loaded(&place, entry, sm, shipped, constants) {
                 Ok(kernel) => return Ok((kernel, true)),
-                Err(error) => tracing::warn!(entry = entry.name, %error, "folded PTX is not used"),
+                Err(error) => {
+                    tracing::warn!(entry = entry.name, %error, "folded PTX is not used");
+                    lock(&self.refused).insert((entry.name, shipped.arch, constants.clone()));
+                }
             }
         }
         let general = Constants::default();
@@ -158,13 +164,14 @@ impl Modules {
         (entry, arch): (&'static str, &'static str),
         constants: &Constants,
     ) -> Option<Place> {
-        let mut places = lock(&self.places);
         let key = (entry, arch, constants.clone());
-        if constants.is_empty() || places.contains_key(&key) {
-            return places.get(&key).filter(|_| !constants.is_empty()).cloned();
+        if constants.is_empty() || lock(&self.refused).contains(&key) {
+            return None;
         }
+        let mut places = lock(&self.places);
         let folded = places.keys().filter(|(.., constants)| !constants.is_empty()).count();
-        (folded < MOST_FOLDED).then(|| places.entry(key).or_default().clone())
+        let is_there = places.contains_key(&key);
+        (is_there || folded < MOST_FOLDED).then(|| places.entry(key).or_default().clone())
     }
 
     /// The kernel that is folded once it was launched often enough, one for all plans that share

@@ -8,7 +8,7 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, MutexGuard};
 
@@ -17,6 +17,7 @@ type Handle = *mut c_void;
 
 const SUCCESS: Status = 0;
 const INVALID_DEVICE: Status = 101;
+const INVALID_PTX: Status = 218;
 /// A call that a capture forbids.
 const CAPTURE_UNSUPPORTED: Status = 900;
 
@@ -39,6 +40,12 @@ struct State {
     fails: Option<usize>,
     /// Waits for a stream.
     waits: usize,
+    /// Modules that were loaded.
+    modules: usize,
+    /// Loads of parameters in the text of the module loaded last.
+    parameter_loads: usize,
+    /// Texts with fewer loads of parameters are refused.
+    least_loads: usize,
 }
 
 impl State {
@@ -52,6 +59,9 @@ impl State {
             launched: 0,
             fails: None,
             waits: 0,
+            modules: 0,
+            parameter_loads: 0,
+            least_loads: 0,
         }
     }
 
@@ -109,6 +119,21 @@ extern "C" fn fake_launched() -> usize {
 #[unsafe(no_mangle)]
 extern "C" fn fake_waits() -> usize {
     state().waits
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn fake_modules() -> usize {
+    state().modules
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn fake_parameter_loads() -> usize {
+    state().parameter_loads
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn fake_refuse_fewer_loads(least: usize) {
+    state().least_loads = least;
 }
 
 #[unsafe(no_mangle)]
@@ -264,9 +289,17 @@ functions! {
     }
 
     cuModuleLoadDataEx(
-        module: *mut Handle, _image: *const c_void, _count: c_uint, _options: *mut c_int,
+        module: *mut Handle, image: *const c_void, _count: c_uint, _options: *mut c_int,
         _values: *mut *mut c_void
     ) {
+        let text = CStr::from_ptr(image.cast()).to_string_lossy();
+        let loads = text.matches("ld.param").count();
+        let mut state = state();
+        if loads < state.least_loads {
+            return INVALID_PTX;
+        }
+        state.modules += 1;
+        state.parameter_loads = loads;
         put(module, handle())
     }
     cuModuleUnload(_module: Handle) { SUCCESS }

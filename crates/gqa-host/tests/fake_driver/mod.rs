@@ -41,6 +41,12 @@ functions! {
     launched() -> usize = b"fake_launched";
     /// Waits for a stream.
     waits() -> usize = b"fake_waits";
+    /// Modules that were loaded.
+    modules() -> usize = b"fake_modules";
+    /// Loads of parameters in the text of the module loaded last.
+    parameter_loads() -> usize = b"fake_parameter_loads";
+    /// Lets the assembler refuse texts with fewer loads of parameters.
+    refuse_fewer_loads(least: usize) = b"fake_refuse_fewer_loads";
     /// Lets a capture take so long to begin.
     delay_captures(milliseconds: usize) = b"fake_delay_captures";
     /// Lets the launch of that number fail, counted from now.
