@@ -5,7 +5,7 @@ use super::families::FAMILIES;
 use super::family::{Call, Choice, Family};
 use super::requirements;
 use crate::{Error, Problem, Result};
-use gqa_kernels::registry::{self, Entry, Output, entries};
+use gqa_kernels::registry::{self, Entry, entries};
 
 /// The families that are asked about a contiguous KV cache, in order.
 pub fn candidates() -> impl Iterator<Item = registry::Family> {
@@ -51,7 +51,7 @@ pub(super) fn consider(family: &'static dyn Family, call: &Call<'_>) -> Result<C
 
 /// Few families write quantized output.
 fn quantizes(family: &dyn Family, p: &Problem) -> Result<(), Rejection> {
-    let writes = |entry: &Entry| entry.family == family.module() && entry.output == Output::E4M3;
+    let writes = |entry: &Entry| entry.family == family.module() && requirements::writes(entry, p);
     match p.quantizes_output() && !entries().any(writes) {
         true => Err(Rejection::OutputType { got: p.out_dtype }),
         false => Ok(()),

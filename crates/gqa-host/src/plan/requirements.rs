@@ -107,7 +107,7 @@ pub(super) fn one_type(p: &Problem) -> Result<(), Rejection> {
 pub(super) fn narrow_output(p: &Problem) -> Result<(), Rejection> {
     match output(p) {
         Output::Element => Ok(()),
-        Output::F32 | Output::E4M3 => Err(Rejection::OutputType { got: p.out_dtype }),
+        _ => Err(Rejection::OutputType { got: p.out_dtype }),
     }
 }
 
@@ -130,5 +130,5 @@ pub(super) fn output(p: &Problem) -> Output {
 
 /// Whether a kernel that ends with the output has it in the call's type.
 pub(super) fn writes(entry: &Entry, p: &Problem) -> bool {
-    entry.output == output(p)
+    entry.output == Output::Any || entry.output == output(p)
 }

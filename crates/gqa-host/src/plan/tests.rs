@@ -327,8 +327,8 @@ fn a_token_step_is_one_launch_without_clusters_too() {
         (of_heads(72, llama(1, 8191)), "a100", "decode_padded_f16_d128_r16_w4"),
         (of_heads(224, llama(1, 8191)), "rtx4090", "decode_padded_f16_d256_r8_w4"),
         (llama(1, 8191), "rtx4090", "decode_f16_d128_r8_w4"),
-        (float32(llama(1, 8191)), "a100", "decode_out32_f16_d128_r16"),
-        (float32(llama(1, 8191)), "l4", "decode_out32_f16_d128_r16_w4"),
+        (float32(llama(1, 8191)), "a100", "decode_f16_d128_r8"),
+        (float32(llama(1, 8191)), "l4", "decode_f16_d128_r8_w4"),
         (quantized(llama(1, 8191), CODES[0]), "a100", "decode_i8_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[1]), "rtx3090", "decode_i4_f16_d128_r8"),
         (quantized(llama(1, 8191), CODES[2]), "rtx5090", "decode_f8_f16_d128_r16_w4"),
@@ -838,7 +838,7 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
         let plan = plan(problem, &device(name), &off).unwrap();
         plan.launches.iter().map(kernel).collect()
     };
-    assert_eq!(names(&wide(llama(1, 8000)), "h200"), ["decode_out32_f16_d128_r16"]);
+    assert_eq!(names(&wide(llama(1, 8000)), "h200"), ["decode_f16_d128_r8"]);
     let prompt = wide(llama(2048, 0));
     assert_eq!(names(&prompt, "h200")[1..], ["hopper_split_f16_d128", "combine_out32"]);
     assert_eq!(names(&prompt, "a100")[1..], ["split_kv_f16_d128", "combine_out32"]);
@@ -854,10 +854,9 @@ fn output_in_float32_is_written_by_kernels_that_have_it() {
     let whole = PlanOptions { disable_flash_decode: true, ..PlanOptions::default() };
     let why = rejection(&biased, "h200", &whole, Family::HopperMasked);
     assert_eq!(why, "does not write output in float32");
-    let force =
-        PlanOptions { force: Some(find("gqa_decode_f16_d128_r8")), ..PlanOptions::default() };
+    let force = PlanOptions { force: Some(find("gqa_general_f16")), ..PlanOptions::default() };
     let error = plan(&wide(llama(1, 8000)), &device("h200"), &force).unwrap_err().to_string();
-    assert!(error.contains("decode does not write output in float32"), "{error}");
+    assert!(error.contains("general does not write output in float32"), "{error}");
 }
 
 #[test]
@@ -870,7 +869,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
         plan.launches.iter().map(kernel).collect()
     };
     let behind = "quantize_output";
-    assert_eq!(names(&float8(llama(1, 8000)), "h200"), ["decode_out8_f16_d128_r16"]);
+    assert_eq!(names(&float8(llama(1, 8000)), "h200"), ["decode_f16_d128_r8"]);
     let prompt = float8(llama(2048, 0));
     assert_eq!(names(&prompt, "h200")[1..], ["hopper_out8_f16_d128"]);
     assert_eq!(names(&prompt, "a100")[1..], ["tiled_f16_d128_k64", behind]);
@@ -884,7 +883,7 @@ fn quantized_output_is_written_or_rounded_behind_attention() {
     let codes = float8(quantized(llama(1, 4096), QuantFormat::Int8));
     assert_eq!(names(&codes, "h200"), ["decode_i8_f16_d128_r8", behind]);
     let sliding = names(&float8(sliding(1, 5000)), "h200");
-    assert_eq!(sliding.last(), Some(&"decode_out8_f16_d128_r16"));
+    assert_eq!(sliding.last(), Some(&"decode_f16_d128_r8"));
     let with_lse = with(prompt, |p| p.lse = true);
     assert_eq!(names(&with_lse, "h200")[1..], ["hopper_f16_d128", behind]);
 }

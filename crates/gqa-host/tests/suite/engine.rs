@@ -141,10 +141,10 @@ fn trees_of_drafts_take_decode_kernels_or_a_mask_over_all_keys() {
     let dense = |layer: Layer, tokens| layer.dense(Dense::chunk(2, tokens, 1600).tree_mask());
     let call = Paged::new(2, 16, [1000, 16, 100]).most_tokens(8).tree_mask();
     let paged = layer().paged(call).unwrap();
-    assert_eq!(kernels("h200", dense(layer(), 4).unwrap()).1, ["gqa_decode_tree_bf16_d128_r16"]);
-    assert_eq!(kernels("h200", dense(layer(), 16).unwrap()).1, ["gqa_decode_tree_bf16_d128_r64"]);
-    assert_eq!(kernels("h200", paged.clone()).1, ["gqa_decode_paged_tree_bf16_d128_r32"]);
-    assert_eq!(kernels("a100", dense(layer(), 4).unwrap()).1, ["gqa_decode_tree_bf16_d128_r16"]);
+    assert_eq!(kernels("h200", dense(layer(), 4).unwrap()).1, ["gqa_decode_bf16_d128_r16"]);
+    assert_eq!(kernels("h200", dense(layer(), 16).unwrap()).1, ["gqa_decode_bf16_d128_r64"]);
+    assert_eq!(kernels("h200", paged.clone()).1, ["gqa_decode_paged_bf16_d128_r32"]);
+    assert_eq!(kernels("a100", dense(layer(), 4).unwrap()).1, ["gqa_decode_bf16_d128_r16"]);
     let odd = || Layer::new(DType::BF16, Heads { size: 80, ..HEADS });
     for (device, problem) in
         [("h200", dense(odd(), 16).unwrap()), ("a100", dense(odd(), 4).unwrap()), ("v100", paged)]

@@ -124,10 +124,10 @@ fn kernels_of_hopper_write_it() {
     };
     let off = PlanOptions::default;
     for (call, options, kernel) in [
-        (Call::new(DType::F16, 128, 1, 150), off(), "gqa_decode_out8_f16_d128_r16"),
-        (Call::new(DType::BF16, 64, 1, 150), shaped(2, 1), "gqa_decode_out8_bf16_d64_r16"),
-        (Call::new(DType::F16, 96, 3, 190), shaped(1, 3), "gqa_decode_out8_f16_d96_r16"),
-        (Call::new(DType::BF16, 256, 2, 150), shaped(2, 2), "gqa_decode_out8_bf16_d256_r16"),
+        (Call::new(DType::F16, 128, 1, 150), off(), "gqa_decode_f16_d128_r16"),
+        (Call::new(DType::BF16, 64, 1, 150), shaped(2, 1), "gqa_decode_bf16_d64_r16"),
+        (Call::new(DType::F16, 96, 3, 190), shaped(1, 3), "gqa_decode_f16_d96_r16"),
+        (Call::new(DType::BF16, 256, 2, 150), shaped(2, 2), "gqa_decode_bf16_d256_r16"),
         (Call::new(DType::F16, 64, 100, 100), off(), "gqa_hopper_out8_f16_d64"),
         (Call::new(DType::BF16, 128, 70, 190), off(), "gqa_hopper_out8_bf16_d128"),
         (Call::new(DType::F16, 80, 66, 66), off(), "gqa_hopper_out8_f16_d96"),

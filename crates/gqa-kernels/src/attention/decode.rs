@@ -97,7 +97,6 @@ pub use products::{Mma, Products, Wgmma};
 pub use quantized::{Codes, Scales};
 pub use shape::{Device, Halves, Shape, shape};
 
-use super::out::OutElement;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams, overlap};
 use crate::simt::{
@@ -434,11 +433,11 @@ impl<
 
     /// The kernel, whatever the cache holds, and wherever its rows are.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn step<C: Cached, L: Layout, O: OutElement>(
+    fn step<C: Cached, L: Layout>(
         new_tokens: NewTokens<C>,
         seqlens_k: Global<i32>,
         layout: L,
-        output: Output<C::Element, O>,
+        output: Output<C::Element>,
         splits: Splits,
         tree: Tree,
         p: DecodeParams,
@@ -535,7 +534,7 @@ impl<
         let (place, rows) = Self::recompute(&p, place, rows, layout);
         let mailbox = Mailbox::<D8>::new(&rows, place);
         if place.ranks == 1 {
-            Self::finish_alone::<H::Over<L>, _, _>(&p, &rows, place, output, splits);
+            Self::finish_alone::<H::Over<L>, _>(&p, &rows, place, output, splits);
         } else {
             Self::send(&rows, mailbox);
             if Self::appends_late(&p, &rows, place) {
@@ -549,9 +548,9 @@ impl<
         // Where there are threads enough each has one column, which is over sooner; more of them
         // have eight, of whose row they find the weights once.
         if mailbox.has_few_units(Self::THREADS) {
-            Self::finish::<H::Over<L>, C::Element, O, 1>(&p, &rows, mailbox, output, splits);
+            Self::finish::<H::Over<L>, C::Element, 1>(&p, &rows, mailbox, output, splits);
         } else {
-            Self::finish::<H::Over<L>, C::Element, O, 8>(&p, &rows, mailbox, output, splits);
+            Self::finish::<H::Over<L>, C::Element, 8>(&p, &rows, mailbox, output, splits);
         }
     }
 

@@ -84,3 +84,52 @@ pub struct Quantized {
     pub out: Global<e4m3>,
     pub scale: Global<f32>,
 }
+
+/// Results of a kernel that writes them in the type that its caller asks for. Which, is a constant
+/// of the kernel's text once a plan is loaded.
+#[derive(Clone, Copy)]
+pub struct Results<T> {
+    /// In the element type, where both others are null.
+    pub out: Global<T>,
+    /// In f32, or null.
+    pub out_f32: Global<f32>,
+    /// In e4m3 times `scale`, or null.
+    pub out_f8: Global<e4m3>,
+    /// One element.
+    pub scale: Global<f32>,
+}
+
+impl<T: MmaElement> Results<T> {
+    /// In the element type.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn of_elements(out: Global<T>) -> Self {
+        Self { out, out_f32: Global::null(), out_f8: Global::null(), scale: Global::null() }
+    }
+
+    /// What a row's results are multiplied by, by `factor` where nothing scales them.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn scaled(self, factor: f32) -> f32 {
+        if self.out_f8.is_null() { factor } else { e4m3::scaled(factor, self.scale) }
+    }
+
+    /// Writes one element, or eight of which the first lies on a 16-byte boundary (of e4m3, on one
+    /// of 8 bytes).
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub fn store<const N: usize>(self, i: usize, values: [f32; N]) {
+        if !self.out_f32.is_null() {
+            store(self.out_f32, i, values);
+        } else if !self.out_f8.is_null() {
+            store(self.out_f8, i, values);
+        } else {
+            store(self.out, i, values);
+        }
+    }
+}
+
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+fn store<O: OutElement, const N: usize>(out: Global<O>, i: usize, values: [f32; N]) {
+    match values.first_chunk() {
+        Some(unit) => O::store_unit(out, i, *unit),
+        None => O::store_one(out, i, values[0]),
+    }
+}

@@ -5,28 +5,27 @@ use crate::num::{bf16, e4m3, f16};
 use crate::params::DecodeParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] =
-    &[DECODE, DECODE_WARPGROUP, DECODE_OUT32, DECODE_OUT8, DECODE_TREE, DECODE_TREE_WARPGROUP];
+pub(super) static TABLES: &[&[super::Entry]] = &[DECODE, DECODE_WARPGROUP];
 
 /// Rows of the decode kernels, for both 16-bit types: `F16 NAME, BF16 NAME => SHAPE, BLOCKS PER
-/// SM`. `OUTPUT: BODY(NAME: TYPE)` is what writes the output; behind it, an argument for a mask.
+/// SM`.
 macro_rules! decode_kernels {
-    ($table:ident, $feature:literal, $output:ident: $run:ident($out:ident: $o:ty $(, $scale:ident: f32)? $(; $tree:ident: i64)?), { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        decode_kernels!(@rows $table, $feature, $output, $run, ($out: $o $(, $scale: f32)? $(; $tree: i64)?), { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_kernels!(@rows $table, $feature, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $table:ident, $feature:literal, $output:ident, $run:ident, ($out:ident: $o:ty $(, $scale:ident: f32)? $(; $tree:ident: i64)?), { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+    (@rows $table:ident, $feature:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
         kernels!($table, Decode: Attention, $feature,
-            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, $($tree: i64,)? k: T, v: T, $out: $o, $($scale: f32,)? lse: f32,
-             partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
-            $name => <$shape>::$run, T = $t, {
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, tree_mask: i64, k: T, v: T,
+             out: T, out_f32: f32, out_f8: e4m3, out_scale: f32, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
+            $name => <$shape>::run, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
-                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, output: $output };
+                cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, output: Any };
         )* });
     };
 }
 
-decode_kernels!(DECODE, "family-decode", Element: run(out: T), {
+decode_kernels!(DECODE, "family-decode", {
     gqa_decode_f16_d64_r8, gqa_decode_bf16_d64_r8 => decode::D64<1>, 1;
     gqa_decode_f16_d64_r8_w4, gqa_decode_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_f16_d64_r16, gqa_decode_bf16_d64_r16 => decode::D64<2>, 1;
@@ -69,52 +68,9 @@ decode_kernels!(DECODE, "family-decode", Element: run(out: T), {
 });
 
 // Tiles of 64 rows, which warpgroups multiply.
-decode_kernels!(DECODE_WARPGROUP, "family-decode-warpgroup", Element: run(out: T), {
+decode_kernels!(DECODE_WARPGROUP, "family-decode-warpgroup", {
     gqa_decode_f16_d64_r64, gqa_decode_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_f16_d80_r64, gqa_decode_bf16_d80_r64 => decode::D80R64, 1;
     gqa_decode_f16_d96_r64, gqa_decode_bf16_d96_r64 => decode::D96R64, 1;
     gqa_decode_f16_d128_r64, gqa_decode_bf16_d128_r64 => decode::D128R64, 1;
-});
-
-// Output in f32: one shape per head size, and one that 99 KB of shared memory hold.
-decode_kernels!(DECODE_OUT32, "family-decode", F32: run(out_f32: f32), {
-    gqa_decode_out32_f16_d64_r16, gqa_decode_out32_bf16_d64_r16 => decode::D64<2>, 1;
-    gqa_decode_out32_f16_d64_r16_w4, gqa_decode_out32_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
-    gqa_decode_out32_f16_d80_r16, gqa_decode_out32_bf16_d80_r16 => decode::D80<2>, 1;
-    gqa_decode_out32_f16_d96_r16, gqa_decode_out32_bf16_d96_r16 => decode::D96<2>, 1;
-    gqa_decode_out32_f16_d128_r16, gqa_decode_out32_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_out32_f16_d128_r16_w4, gqa_decode_out32_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
-    gqa_decode_out32_f16_d192_r16, gqa_decode_out32_bf16_d192_r16 => decode::D192<2>, 1;
-    gqa_decode_out32_f16_d256_r16, gqa_decode_out32_bf16_d256_r16 => decode::D256<2>, 1;
-    gqa_decode_out32_f16_d256_r16_w4, gqa_decode_out32_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
-});
-
-// Output in e4m3 times a scale, likewise.
-decode_kernels!(DECODE_OUT8, "family-decode", E4M3: run_scaled(out_f8: e4m3, out_scale: f32), {
-    gqa_decode_out8_f16_d64_r16, gqa_decode_out8_bf16_d64_r16 => decode::D64<2>, 1;
-    gqa_decode_out8_f16_d80_r16, gqa_decode_out8_bf16_d80_r16 => decode::D80<2>, 1;
-    gqa_decode_out8_f16_d96_r16, gqa_decode_out8_bf16_d96_r16 => decode::D96<2>, 1;
-    gqa_decode_out8_f16_d128_r16, gqa_decode_out8_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_out8_f16_d192_r16, gqa_decode_out8_bf16_d192_r16 => decode::D192<2>, 1;
-    gqa_decode_out8_f16_d256_r16, gqa_decode_out8_bf16_d256_r16 => decode::D256<2>, 1;
-});
-
-// With a mask over the new tokens: shapes for as many rows as several tokens have.
-decode_kernels!(DECODE_TREE, "family-decode", Element: run_tree(out: T; tree_mask: i64), {
-    gqa_decode_tree_f16_d64_r16, gqa_decode_tree_bf16_d64_r16 => decode::D64<2>, 1;
-    gqa_decode_tree_f16_d64_r16_w4, gqa_decode_tree_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
-    gqa_decode_tree_f16_d64_r32, gqa_decode_tree_bf16_d64_r32 => decode::D64R32, 1;
-    gqa_decode_tree_f16_d64_r64_mma, gqa_decode_tree_bf16_d64_r64_mma => decode::D64R64Mma, 1;
-    gqa_decode_tree_f16_d128_r16, gqa_decode_tree_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_tree_f16_d128_r16_w4, gqa_decode_tree_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
-    gqa_decode_tree_f16_d128_r32, gqa_decode_tree_bf16_d128_r32 => decode::D128R32, 1;
-    gqa_decode_tree_f16_d128_r64_mma, gqa_decode_tree_bf16_d128_r64_mma => decode::D128R64Mma, 1;
-    gqa_decode_tree_f16_d128_r64_mma_w4, gqa_decode_tree_bf16_d128_r64_mma_w4 => decode::D128R64MmaW4, 1;
-    gqa_decode_tree_f16_d256_r16, gqa_decode_tree_bf16_d256_r16 => decode::D256<2>, 1;
-    gqa_decode_tree_f16_d256_r16_w4, gqa_decode_tree_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
-});
-
-decode_kernels!(DECODE_TREE_WARPGROUP, "family-decode-warpgroup", Element: run_tree(out: T; tree_mask: i64), {
-    gqa_decode_tree_f16_d64_r64, gqa_decode_tree_bf16_d64_r64 => decode::D64R64, 1;
-    gqa_decode_tree_f16_d128_r64, gqa_decode_tree_bf16_d128_r64 => decode::D128R64, 1;
 });

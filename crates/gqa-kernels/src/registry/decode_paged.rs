@@ -5,26 +5,20 @@ use crate::num::{Code, Float8, Int4, Int8, bf16, f16};
 use crate::params::PagedDecodeParams;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) static TABLES: &[&[super::Entry]] = &[
-    DECODE_PAGED,
-    DECODE_PAGED_WARPGROUP,
-    DECODE_PAGED_TREE,
-    DECODE_PAGED_TREE_WARPGROUP,
-    DECODE_PAGED_QUANTIZED,
-    DECODE_PAGED_QUANTIZED_ROWS,
-];
+pub(super) static TABLES: &[&[super::Entry]] =
+    &[DECODE_PAGED, DECODE_PAGED_WARPGROUP, DECODE_PAGED_QUANTIZED, DECODE_PAGED_QUANTIZED_ROWS];
 
 /// Rows of the decode kernels whose cache consists of blocks, for both 16-bit types: `F16 NAME,
-/// BF16 NAME => SHAPE, BLOCKS PER SM`. `BODY`, and behind it an argument for a mask.
+/// BF16 NAME => SHAPE, BLOCKS PER SM`.
 macro_rules! decode_paged_kernels {
-    ($table:ident, $feature:literal, $run:ident($($tree:ident: i64)?), { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
-        decode_paged_kernels!(@rows $table, $feature, $run, ($($tree: i64)?), { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
+    ($table:ident, $feature:literal, { $($f16:ident, $bf16:ident => $shape:ty, $min_blocks:literal;)* }) => {
+        decode_paged_kernels!(@rows $table, $feature, { $($f16: f16 => $shape, $min_blocks; $bf16: bf16 => $shape, $min_blocks;)* });
     };
-    (@rows $table:ident, $feature:literal, $run:ident, ($($tree:ident: i64)?), { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
+    (@rows $table:ident, $feature:literal, { $($name:ident: $t:ident => $shape:ty, $min_blocks:literal;)* }) => {
         kernels!($table, DecodePaged: Attention, $feature,
-            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, $($tree: i64,)? k: T, v: T, out: T, lse: f32,
+            (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, tree_mask: i64, k: T, v: T, out: T, lse: f32,
              partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
-            $name => <$shape>::$run, T = $t, {
+            $name => <$shape>::run_paged, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
                 cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true };
@@ -32,7 +26,7 @@ macro_rules! decode_paged_kernels {
     };
 }
 
-decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", run_paged(), {
+decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", {
     gqa_decode_paged_f16_d64_r8, gqa_decode_paged_bf16_d64_r8 => decode::D64<1>, 1;
     gqa_decode_paged_f16_d64_r8_w4, gqa_decode_paged_bf16_d64_r8_w4 => decode::D64W4<1>, 2;
     gqa_decode_paged_f16_d64_r16, gqa_decode_paged_bf16_d64_r16 => decode::D64<2>, 1;
@@ -59,29 +53,9 @@ decode_paged_kernels!(DECODE_PAGED, "family-decode-paged", run_paged(), {
 });
 
 // Tiles of 64 rows, which warpgroups multiply.
-decode_paged_kernels!(DECODE_PAGED_WARPGROUP, "family-decode-paged-warpgroup", run_paged(), {
+decode_paged_kernels!(DECODE_PAGED_WARPGROUP, "family-decode-paged-warpgroup", {
     gqa_decode_paged_f16_d64_r64, gqa_decode_paged_bf16_d64_r64 => decode::D64R64, 1;
     gqa_decode_paged_f16_d128_r64, gqa_decode_paged_bf16_d128_r64 => decode::D128R64, 1;
-});
-
-// With a mask over the new tokens: shapes for as many rows as several tokens have.
-decode_paged_kernels!(DECODE_PAGED_TREE, "family-decode-paged", run_paged_tree(tree_mask: i64), {
-    gqa_decode_paged_tree_f16_d64_r16, gqa_decode_paged_tree_bf16_d64_r16 => decode::D64<2>, 1;
-    gqa_decode_paged_tree_f16_d64_r16_w4, gqa_decode_paged_tree_bf16_d64_r16_w4 => decode::D64W4<2>, 2;
-    gqa_decode_paged_tree_f16_d64_r32, gqa_decode_paged_tree_bf16_d64_r32 => decode::D64R32, 1;
-    gqa_decode_paged_tree_f16_d64_r64_mma, gqa_decode_paged_tree_bf16_d64_r64_mma => decode::D64R64Mma, 1;
-    gqa_decode_paged_tree_f16_d128_r16, gqa_decode_paged_tree_bf16_d128_r16 => decode::D128<2>, 1;
-    gqa_decode_paged_tree_f16_d128_r16_w4, gqa_decode_paged_tree_bf16_d128_r16_w4 => decode::D128W4<2>, 2;
-    gqa_decode_paged_tree_f16_d128_r32, gqa_decode_paged_tree_bf16_d128_r32 => decode::D128R32, 1;
-    gqa_decode_paged_tree_f16_d128_r64_mma, gqa_decode_paged_tree_bf16_d128_r64_mma => decode::D128R64Mma, 1;
-    gqa_decode_paged_tree_f16_d128_r64_mma_w4, gqa_decode_paged_tree_bf16_d128_r64_mma_w4 => decode::D128R64MmaW4, 1;
-    gqa_decode_paged_tree_f16_d256_r16, gqa_decode_paged_tree_bf16_d256_r16 => decode::D256<2>, 1;
-    gqa_decode_paged_tree_f16_d256_r16_w4, gqa_decode_paged_tree_bf16_d256_r16_w4 => decode::D256W4<2>, 2;
-});
-
-decode_paged_kernels!(DECODE_PAGED_TREE_WARPGROUP, "family-decode-paged-warpgroup", run_paged_tree(tree_mask: i64), {
-    gqa_decode_paged_tree_f16_d64_r64, gqa_decode_paged_tree_bf16_d64_r64 => decode::D64R64, 1;
-    gqa_decode_paged_tree_f16_d128_r64, gqa_decode_paged_tree_bf16_d128_r64 => decode::D128R64, 1;
 });
 
 /// Rows of the decode kernels whose cache consists of blocks of quantized values, for both 16-bit
@@ -94,7 +68,7 @@ macro_rules! decode_paged_quantized_kernels {
         kernels!($table, DecodePagedQuantized: Attention, "family-decode-paged-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, starts: i32, past_seqlens: i32, block_table: i32, head_sink: T, k: u8, v: u8,
              k_scale: f32, v_scale: f32, out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: PagedDecodeParams), { $(
-            $name => <$shape>::run_paged_quantized::<$format, $by_row, _, _>, T = $t, {
+            $name => <$shape>::run_paged_quantized::<$format, $by_row, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
                 cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, codes: $format::FORMAT, by_row: $by_row };

@@ -17,7 +17,7 @@ macro_rules! decode_quantized_kernels {
         kernels!($table, DecodeQuantized: Attention, "family-decode-quantized",
             (q: T, new_k: T, new_v: T, cos: T, sin: T, position_ids: i64, seqlens_k: i32, head_sink: T, k: u8, v: u8, k_scale: f32, v_scale: f32,
              out: T, lse: f32, partial_out: f32, partial_states: [f32; 2], arrivals: u32; p: DecodeParams), { $(
-            $name => <$shape>::run_quantized::<$format, $by_row, _, _>, T = $t, {
+            $name => <$shape>::run_quantized::<$format, $by_row, _>, T = $t, {
                 head_size: <$shape>::HEAD_SIZE, rows: <$shape>::ROWS, keys: <$shape>::KEYS, threads: <$shape>::THREADS,
                 min_blocks: $min_blocks, shared: <$shape>::SHARED_BYTES, hot: true, min_sm: <$shape>::MIN_SM,
                 cluster: decode::MAX_RANKS, pads: <$shape>::PADS, communicates: true, codes: $format::FORMAT, by_row: $by_row };

@@ -243,15 +243,16 @@ pub enum Output {
     F32,
     /// float8e4m3fn times a scale.
     E4M3,
+    /// Any of these: that of the argument `out`, `out_f32` or `out_f8` which is not null.
+    Any,
 }
 
 /// One kernel entry point. Its name says the same as its fields, for people: `gqa_`, the family or
-/// the kernel within it, `_tree` for a mask over the new tokens, `_padded` for heads of fewer
-/// elements too, `_rows` for scales of rows, the format of a quantized cache (`_i8`, `_i4`, `_f8`),
-/// `_out32` for output in
-/// float32, `_out8` in float8e4m3fn, the element type, and where one head size or more has several
-/// shapes `_d` head size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys
-/// of a tile, `_w` warps, `_lse` for exact sums.
+/// the kernel within it, `_padded` for heads of fewer elements too, `_rows` for scales of rows, the
+/// format of a quantized cache (`_i8`, `_i4`, `_f8`), `_out32` for output in float32, `_out8` in
+/// float8e4m3fn, the element type, and where one head size or more has several shapes `_d` head
+/// size, `_r` query rows, `_mma` where others of as many take `wgmma`, `_k` keys of a tile, `_w`
+/// warps, `_lse` for exact sums.
 pub struct Entry {
     /// Literal name of the PTX symbol.
     pub name: &'static str,

@@ -87,7 +87,7 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
         entry.family == module
             && (entry.codes.is_none() || entry.codes == codes)
             && element(p.dtype) == Some(entry.dtype)
-            && entry.takes("tree_mask") == p.tree_mask
+            && (!p.tree_mask || entry.takes("tree_mask"))
     };
     let typed = || entries().filter(is_typed);
     if typed().next().is_none() {

@@ -5,7 +5,7 @@ use super::layout::SideBySide;
 use super::new_tokens::NewTokens;
 use super::tree::Tree;
 use super::{Blocks, Codes, Decode, Heads, Products, Scales, quantized};
-use crate::attention::out::OutElement;
+use crate::attention::out::Results;
 use crate::num::{MmaCode, MmaElement, e4m3};
 use crate::params::{DecodeParams, PagedDecodeParams};
 use crate::prologue::rope::Rope;
@@ -23,9 +23,10 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// The kernel, with output of type `O`.
+    /// The kernel. `tree_mask`, (batch, S), has a word for each new token or is null; results are
+    /// as [`Results`] says.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run<T: MmaElement, O: OutElement>(
+    pub fn run<T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -34,37 +35,12 @@ impl<
         position_ids: Global<i64>,
         seqlens_k: Global<i32>,
         head_sink: Global<T>,
+        tree_mask: Global<i64>,
         k: Global<T>,
         v: Global<T>,
-        out: Global<O>,
-        lse: Global<f32>,
-        partial_out: Global<f32>,
-        partial_states: Global<[f32; 2]>,
-        arrivals: Global<u32>,
-        p: DecodeParams,
-    ) {
-        let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let new_tokens =
-            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
-        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
-    }
-
-    /// The kernel with output of e4m3, times `out_scale`.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_scaled<T: MmaElement>(
-        q: Global<T>,
-        new_k: Global<T>,
-        new_v: Global<T>,
-        cos: Global<T>,
-        sin: Global<T>,
-        position_ids: Global<i64>,
-        seqlens_k: Global<i32>,
-        head_sink: Global<T>,
-        k: Global<T>,
-        v: Global<T>,
-        out: Global<e4m3>,
+        out: Global<T>,
+        out_f32: Global<f32>,
+        out_f8: Global<e4m3>,
         out_scale: Global<f32>,
         lse: Global<f32>,
         partial_out: Global<f32>,
@@ -75,16 +51,18 @@ impl<
         let rope = Rope { cos, sin, position_ids, params: p.rotary };
         let new_tokens =
             NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
-        let output = Output { head_sink, out, out_scale, lse, tokens: 0 };
+        let results = Results { out, out_f32, out_f8, scale: out_scale };
+        let output = Output { head_sink, results, lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
+        let tree = Tree { words: tree_mask };
+        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, tree, p);
     }
 
     /// The kernel for a quantized KV cache of format `F`: its tensors are (batch, KV head,
     /// capacity, bytes of a row), and its scales one, (KV head) or (KV head, head size), or with
     /// `ROWS` (batch, KV head, capacity).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_quantized<F: MmaCode, const ROWS: bool, T: MmaElement, O: OutElement>(
+    pub fn run_quantized<F: MmaCode, const ROWS: bool, T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -97,7 +75,7 @@ impl<
         v: Global<u8>,
         k_scale: Global<f32>,
         v_scale: Global<f32>,
-        out: Global<O>,
+        out: Global<T>,
         lse: Global<f32>,
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
@@ -116,16 +94,17 @@ impl<
             rope,
             scales,
         };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
+        let output = Output { head_sink, results: Results::of_elements(out), lse, tokens: 0 };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         Self::step(new_tokens, seqlens_k, SideBySide, output, splits, Tree::none(), p);
     }
 
     /// The kernel for a paged KV cache, (block, row, KV head, head size), of which `block_table`,
     /// (batch, blocks of a sequence), gives some to each sequence. `starts`, (batch + 1), tells
-    /// where the tokens of each begin; null: each has one.
+    /// where the tokens of each begin; null: each has one. `tree_mask` has a word for each token of
+    /// all sequences or is null.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged<T: MmaElement, O: OutElement>(
+    pub fn run_paged<T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -136,9 +115,10 @@ impl<
         past_seqlens: Global<i32>,
         block_table: Global<i32>,
         head_sink: Global<T>,
+        tree_mask: Global<i64>,
         k: Global<T>,
         v: Global<T>,
-        out: Global<O>,
+        out: Global<T>,
         lse: Global<f32>,
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
@@ -148,16 +128,17 @@ impl<
         let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
         let new_tokens =
             NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
+        let output =
+            Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let blocks = Blocks::new(starts, block_table, &p);
-        Self::step(new_tokens, past_seqlens, blocks, output, splits, Tree::none(), p.decode);
+        let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
+        Self::step(new_tokens, past_seqlens, blocks, output, splits, tree, p.decode);
     }
 
     /// The same for a cache whose blocks hold quantized values of format `F`: (block, row, KV head,
     /// bytes of a row).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_quantized<F: MmaCode, const ROWS: bool, T: MmaElement, O: OutElement>(
+    pub fn run_paged_quantized<F: MmaCode, const ROWS: bool, T: MmaElement>(
         q: Global<T>,
         new_k: Global<T>,
         new_v: Global<T>,
@@ -172,7 +153,7 @@ impl<
         v: Global<u8>,
         k_scale: Global<f32>,
         v_scale: Global<f32>,
-        out: Global<O>,
+        out: Global<T>,
         lse: Global<f32>,
         partial_out: Global<f32>,
         partial_states: Global<[f32; 2]>,
@@ -191,73 +172,11 @@ impl<
             rope,
             scales,
         };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
+        let output =
+            Output { head_sink, results: Results::of_elements(out), lse, tokens: p.tokens };
         let splits = Splits { columns: partial_out, states: partial_states, arrivals };
         let blocks = Blocks::new(starts, block_table, &p);
         Self::step(new_tokens, past_seqlens, blocks, output, splits, Tree::none(), p.decode);
-    }
-
-    /// The kernel with a word of `tree_mask`, (batch, S), for each new token: bit `j` says whether
-    /// it sees new token `j` of its sequence.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_tree<T: MmaElement, O: OutElement>(
-        q: Global<T>,
-        new_k: Global<T>,
-        new_v: Global<T>,
-        cos: Global<T>,
-        sin: Global<T>,
-        position_ids: Global<i64>,
-        seqlens_k: Global<i32>,
-        head_sink: Global<T>,
-        tree_mask: Global<i64>,
-        k: Global<T>,
-        v: Global<T>,
-        out: Global<O>,
-        lse: Global<f32>,
-        partial_out: Global<f32>,
-        partial_states: Global<[f32; 2]>,
-        arrivals: Global<u32>,
-        p: DecodeParams,
-    ) {
-        let rope = Rope { cos, sin, position_ids, params: p.rotary };
-        let new_tokens =
-            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: 0 };
-        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let tree = Tree { words: tree_mask };
-        Self::step(new_tokens, seqlens_k, SideBySide, output, splits, tree, p);
-    }
-
-    /// The same for a paged KV cache; `tree_mask` has a word for each token of all sequences.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub fn run_paged_tree<T: MmaElement, O: OutElement>(
-        q: Global<T>,
-        new_k: Global<T>,
-        new_v: Global<T>,
-        cos: Global<T>,
-        sin: Global<T>,
-        position_ids: Global<i64>,
-        starts: Global<i32>,
-        past_seqlens: Global<i32>,
-        block_table: Global<i32>,
-        head_sink: Global<T>,
-        tree_mask: Global<i64>,
-        k: Global<T>,
-        v: Global<T>,
-        out: Global<O>,
-        lse: Global<f32>,
-        partial_out: Global<f32>,
-        partial_states: Global<[f32; 2]>,
-        arrivals: Global<u32>,
-        p: PagedDecodeParams,
-    ) {
-        let rope = Rope { cos, sin, position_ids, params: p.decode.rotary };
-        let new_tokens =
-            NewTokens::<T> { q, k: new_k, v: new_v, present_k: k, present_v: v, rope, scales: () };
-        let output = Output { head_sink, out, out_scale: Global::null(), lse, tokens: p.tokens };
-        let splits = Splits { columns: partial_out, states: partial_states, arrivals };
-        let (blocks, tree) = (Blocks::new(starts, block_table, &p), Tree { words: tree_mask });
-        Self::step(new_tokens, past_seqlens, blocks, output, splits, tree, p.decode);
     }
 
     /// Asserts that rows are those of quantized values of format `F`, and that threads can prepare

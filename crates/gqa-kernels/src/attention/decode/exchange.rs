@@ -4,7 +4,7 @@
 use super::layout::{Heads, Layout};
 use super::products::Products;
 use super::{Decode, MAX_RANKS, Place};
-use crate::attention::out::OutElement;
+use crate::attention::out::Results;
 use crate::concept::softmax::SoftmaxState;
 use crate::num::MmaElement;
 use crate::params::{AttentionParams, DecodeParams};
@@ -191,11 +191,11 @@ impl<
 
     /// Writes the result of a block that is a cluster, or leaves it to the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn finish_alone<L: Layout, T: MmaElement, O: OutElement>(
+    pub(super) fn finish_alone<L: Layout, T: MmaElement>(
         p: &DecodeParams,
         rows: &Rows,
         place: Place,
-        output: Output<T, O>,
+        output: Output<T>,
         splits: Splits,
     ) {
         let (r, first) = (thread_idx() / Self::ACROSS, thread_idx() % Self::ACROSS);
@@ -226,29 +226,29 @@ impl<
 
     /// What is left to do where a block is not alone, `N` columns at a time.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    pub(super) fn finish<L: Layout, T: MmaElement, O: OutElement, const N: usize>(
+    pub(super) fn finish<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
-        output: Output<T, O>,
+        output: Output<T>,
         splits: Splits,
     ) {
         if mailbox.place.ranks > 1 {
-            Self::finish_received::<L, T, O, N>(p, rows, mailbox, output, splits);
+            Self::finish_received::<L, T, N>(p, rows, mailbox, output, splits);
         }
         if p.splits > 1 {
-            Self::finish_splits::<L, T, O, N>(p, rows, mailbox, output, splits);
+            Self::finish_splits::<L, T, N>(p, rows, mailbox, output, splits);
         }
     }
 
     /// Waits for what the others send, adds it up, and writes the rank's columns or leaves them to
     /// the last split.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_received<L: Layout, T: MmaElement, O: OutElement, const N: usize>(
+    fn finish_received<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
-        output: Output<T, O>,
+        output: Output<T>,
         splits: Splits,
     ) {
         for i in Self::owned::<N>(mailbox) {
@@ -272,11 +272,11 @@ impl<
 
     /// In the last split to come, adds up what all of them left, and writes the rank's columns.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn finish_splits<L: Layout, T: MmaElement, O: OutElement, const N: usize>(
+    fn finish_splits<L: Layout, T: MmaElement, const N: usize>(
         p: &DecodeParams,
         rows: &Rows,
         mailbox: Mailbox<D8>,
-        output: Output<T, O>,
+        output: Output<T>,
         splits: Splits,
     ) {
         if mailbox.owned() > 0 && splits.arrive_last(p, mailbox.place, Mailbox::<D8>::flag()) {
@@ -301,17 +301,15 @@ impl<
 
 /// Where results go.
 #[derive(Clone, Copy)]
-pub(super) struct Output<T, O> {
+pub(super) struct Output<T> {
     pub head_sink: Global<T>,
-    pub out: Global<O>,
-    /// Of types that have one.
-    pub out_scale: Global<f32>,
+    pub results: Results<T>,
     pub lse: Global<f32>,
     /// Tokens of all sequences, where lse is (query head, token); 0: it is (batch, query head, S).
     pub tokens: u32,
 }
 
-impl<T: MmaElement, O: OutElement> Output<T, O> {
+impl<T: MmaElement> Output<T> {
     /// Ends columns of a row, one or eight, and with the first ones the row.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn write<const N: usize>(
@@ -324,14 +322,10 @@ impl<T: MmaElement, O: OutElement> Output<T, O> {
         sums: [f32; N],
     ) {
         let (factor, log_sum_exp) = close(a, row.is_token(), row.head, self.head_sink, state);
-        let scaled = O::scaled(factor, self.out_scale);
+        let scaled = self.results.scaled(factor);
         let sums = sums.map(|sum| if factor == 0.0 { 0.0 } else { sum * scaled });
         let to = a.out.at(rows.batch, row.head, rows.start + row.s) + column as usize;
-        if let Some(unit) = sums.first_chunk() {
-            O::store_unit(self.out, to, *unit);
-        } else {
-            O::store_one(self.out, to, sums[0]);
-        }
+        self.results.store(to, sums);
         if column == 0 && !self.lse.is_null() {
             self.lse.store(self.index_of_lse(a, rows, row), log_sum_exp);
         }
