@@ -1,7 +1,7 @@
 //! Tiles of AMX: matrices of 16 rows of 64 bytes in registers, and products of them.
 //!
-//! rustc's intrinsics for them are not stable, so instructions are written here. No other code uses
-//! these registers.
+//! rustc's intrinsics for them are not stable, so instructions are written here. When registers are
+//! configured is said in `tiles`.
 //!
 //! A product takes 32 entries at a time: of each tile register there are two for entries, and two
 //! for vectors of rows, of which a panel has two.
@@ -14,13 +14,13 @@
 
 use super::attend::{Attend, many};
 use super::lanes::Lanes;
-use super::pairs::{InPairs, Mode, Pairs, TOGETHER};
+use super::pairs::{InPairs, Mode, TOGETHER};
+use super::tiles::{Multiply, Registers, Shapes, Tiles};
 use bytemuck::Zeroable;
 use pulp::f32x16;
 use pulp::x86::V4;
 use std::arch::asm;
 use std::arch::x86_64::*;
-use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 /// This processor has AMX for bfloat16 with AVX-512 and its conversions, and the system lets this
@@ -88,48 +88,29 @@ fn with_features(amx: Amx, attend: Attend<'_>) {
     many::<V4, _, 2>(amx.vectors, products, attend);
 }
 
-/// All tiles of a thread are 16 rows of 64 bytes, until it is dropped.
-pub(super) struct Tiles {
-    /// Of this thread only.
-    _thread: PhantomData<*const ()>,
-}
+impl Registers for Amx {
+    #[inline(always)]
+    fn shapes(self) -> Shapes {
+        let mut shapes = Shapes([0; 64]);
+        // SAFETY: there is an `Amx`, so the processor has the instruction; it writes 64 bytes
+        unsafe {
+            asm!("sttilecfg [{}]", in(reg) &raw mut shapes, options(nostack, preserves_flags));
+        }
+        shapes
+    }
 
-/// What `ldtilecfg` reads.
-#[repr(C, align(64))]
-struct Shapes {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    bytes_of_a_row: [u16; 16],
-    rows: [u8; 16],
-}
-
-impl Tiles {
-    /// Of a processor that has them.
-    pub(super) fn new(_: Amx) -> Self {
-        /// Tile registers.
-        const COUNT: usize = 8;
-        let mut shapes = Shapes {
-            palette: 1,
-            start_row: 0,
-            reserved: [0; 14],
-            bytes_of_a_row: [0; 16],
-            rows: [0; 16],
-        };
-        shapes.bytes_of_a_row[..COUNT].fill(64);
-        shapes.rows[..COUNT].fill(16);
+    #[inline(always)]
+    fn configure(self, shapes: &Shapes) {
         // SAFETY: there is an `Amx`, so the processor has the instruction and the process may use
         // it; it reads 64 bytes
         unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, preserves_flags));
+            asm!("ldtilecfg [{}]", in(reg) &raw const *shapes, options(nostack, preserves_flags));
         }
-        Self { _thread: PhantomData }
     }
-}
 
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: there was an `Amx`
+    #[inline(always)]
+    fn release(self) {
+        // SAFETY: there is an `Amx`
         unsafe { asm!("tilerelease", options(nostack, preserves_flags)) };
     }
 }
@@ -140,14 +121,14 @@ type Two = Lanes<V4, 2>;
 /// Entries that are multiplied by in a tile.
 const PAIRS: usize = TOGETHER / 2;
 
-impl Pairs<V4, 2> for &Tiles {
+impl Multiply<V4, 2> for Amx {
     #[inline(always)]
     fn pair(self, _: V4, first: f32x16, second: f32x16) -> f32x16 {
         bytemuck::cast(bf16_pairs(bytemuck::cast(first), bytemuck::cast(second)))
     }
 
     #[inline(always)]
-    fn multiply(
+    unsafe fn multiply(
         self,
         _: V4,
         factors: &[u32],
@@ -166,7 +147,7 @@ impl Pairs<V4, 2> for &Tiles {
             let factors = &factors[i * TOGETHER * stride..];
             let read = (TOGETHER - 1) * stride + by.len() * PAIRS;
             assert!(read <= factors.len(), "factors of {TOGETHER} entries");
-            // SAFETY: all factors that are read are there, as was asserted; tiles are of that shape
+            // SAFETY: all factors that are read are there, as was asserted; tiles have their shapes
             unsafe { multiply(factors.as_ptr(), stride, by, mode, to) };
         }
     }
@@ -205,12 +186,12 @@ const fn at(lane: i32) -> i32 {
     lane | (lane + 16) << 16
 }
 
-/// [`Pairs::multiply`] of 32 entries.
+/// [`Multiply::multiply`] of 32 entries.
 ///
 /// # Safety
 ///
-/// There is a `Tiles` of this thread. From `factors` on, and from 31 places more on that are
-/// `stride` apart, there are as many numbers as `by` has.
+/// The thread's registers have [`Shapes::PRODUCT`]. From `factors` on, and from 31 places more on
+/// that are `stride` apart, there are as many numbers as `by` has.
 #[inline(always)]
 unsafe fn multiply(
     factors: *const u32,

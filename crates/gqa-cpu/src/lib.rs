@@ -26,6 +26,8 @@ mod rotate;
 mod scratch;
 mod singles;
 mod stored;
+#[cfg(any(target_arch = "x86_64", test))]
+mod tiles;
 mod widen;
 
 #[cfg(test)]

@@ -236,7 +236,7 @@ fn transpose<S: Simd>(simd: S, values: &StoredRows<'_, bf16>, to: &mut [u32]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::Instructions;
     use crate::attend::{Attend, many};
@@ -245,7 +245,7 @@ mod tests {
 
     /// Pairs by numbers of `f32`, as any processor multiplies them.
     #[derive(Clone, Copy)]
-    struct Plain;
+    pub(crate) struct Plain;
 
     fn halves(pair: u32) -> [f32; 2] {
         [f32::from_bits(pair << 16), f32::from_bits(pair & 0xffff_0000)]

@@ -77,3 +77,15 @@ fn keys_and_values_may_have_no_numbers() {
         }
     }
 }
+
+/// On a processor with AMX, tiles that the inner call releases are configured again.
+#[test]
+fn rows_may_ask_for_attention_themselves() {
+    fn meanwhile() {
+        check(&MadeUp { stored: true, ..MadeUp::new(10, 40, [32, 32]) });
+    }
+    for stored in [false, true] {
+        let rows = MadeUp { stored, has_bias: true, ..MadeUp::new(40, 300, [32, 64]) };
+        check(&MadeUp { meanwhile, ..rows });
+    }
+}

@@ -16,6 +16,8 @@ pub struct MadeUp {
     pub stored: bool,
     pub cache: [Vec<bf16>; 2],
     pub keys: usize,
+    /// What rows do besides, whenever they are asked for something.
+    pub meanwhile: fn(),
 }
 
 impl MadeUp {
@@ -23,8 +25,17 @@ impl MadeUp {
     pub fn new(count: usize, keys: usize, sizes: [usize; 2]) -> Self {
         let numbers = |size: usize| (0..keys * size).map(move |i| Self::number(i, size));
         let cache = sizes.map(|size| numbers(size).map(bf16::from_f32).collect());
-        let stored = false;
-        Self { scale: 0.25, softcap: 0.0, has_bias: false, count, sizes, stored, cache, keys }
+        Self {
+            scale: 0.25,
+            softcap: 0.0,
+            has_bias: false,
+            count,
+            sizes,
+            stored: false,
+            cache,
+            keys,
+            meanwhile: || (),
+        }
     }
 
     /// With NaN among the values of a key.
@@ -117,6 +128,7 @@ impl Rows for MadeUp {
     }
 
     fn query(&self, row: usize, to: &mut [f32]) {
+        (self.meanwhile)();
         let size = self.sizes[0];
         to[..size].iter_mut().enumerate().for_each(|(i, x)| {
             *x = bf16::from_f32(Self::number(i + row * size, 1)).to_f32();
@@ -124,6 +136,7 @@ impl Rows for MadeUp {
     }
 
     fn tile<'t>(&'t self, keys: Range<usize>, buffers: [&'t mut [f32]; 2]) -> Tile<'t> {
+        (self.meanwhile)();
         let mut tile = [&[][..]; 2];
         for (which, buffer) in buffers.into_iter().enumerate() {
             let numbers = keys.start * self.sizes[which]..keys.end * self.sizes[which];
@@ -135,6 +148,7 @@ impl Rows for MadeUp {
     }
 
     fn stored(&self, keys: &Range<usize>, lanes: usize) -> Option<StoredTile<'_>> {
+        (self.meanwhile)();
         let rows = |which: usize| {
             let size = self.sizes[which];
             let starts = keys.clone().map(|key| key * size);
@@ -149,6 +163,7 @@ impl Rows for MadeUp {
     }
 
     fn add_bias(&self, row: usize, first: usize, scores: &mut [f32]) {
+        (self.meanwhile)();
         assert!(first + scores.len() <= self.keys, "bias of keys that are not there");
         let numbers = (first..).map(|key| Self::number(key, row));
         scores.iter_mut().zip(numbers).for_each(|(score, bias)| *score += bias);
