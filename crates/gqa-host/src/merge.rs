@@ -1,8 +1,8 @@
 //! Attention over all keys, from attention over parts of them.
 
+use crate::backend::cpu::{Rayon, each};
 use crate::{DType, Error, Result, TensorView, TensorViewMut};
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 /// Attention over some of the keys: `output` of shape (batch, rows, heads, size), of a
 /// floating-point type, and the natural logarithms of its softmax denominators, float32 of shape
@@ -121,22 +121,29 @@ impl Merge<'_> {
     }
 
     fn run<T: Send>(&self, output: &mut [T], round: impl Fn(f64) -> T + Sync) {
-        let heads = output.par_chunks_exact_mut(self.size.max(1)).enumerate();
-        heads.for_each_init(
-            || vec![0.; self.size],
-            |sums, (at, to)| {
-                let (row, head) = (at / self.heads, at % self.heads);
-                let (entry, row) = (row / self.rows, row % self.rows);
-                let i = (entry * self.heads + head) * self.rows + row;
-                let denominator = self.denominator(i);
-                sums.fill(0.);
-                for state in self.states.iter().filter(|state| state.lse[i] != f32::NEG_INFINITY) {
-                    let weight = (f64::from(state.lse[i]) - denominator).exp();
-                    add(sums, weight, state.output, at * self.size);
-                }
-                to.iter_mut().zip(&*sums).for_each(|(to, &sum)| *to = round(sum));
-            },
-        );
+        /// Heads that a thread takes at once.
+        const HEADS: usize = 64;
+        let size = self.size.max(1);
+        each(&Rayon, output.chunks_mut(HEADS * size).enumerate(), |(part, to)| {
+            let mut sums = vec![0.; self.size];
+            for (at, to) in (part * HEADS..).zip(to.chunks_exact_mut(size)) {
+                self.head(at, &mut sums);
+                to.iter_mut().zip(&sums).for_each(|(to, &sum)| *to = round(sum));
+            }
+        });
+    }
+
+    /// The output of a head of a row, the `at`th of all.
+    fn head(&self, at: usize, sums: &mut [f64]) {
+        let (row, head) = (at / self.heads, at % self.heads);
+        let (entry, row) = (row / self.rows, row % self.rows);
+        let i = (entry * self.heads + head) * self.rows + row;
+        let denominator = self.denominator(i);
+        sums.fill(0.);
+        for state in self.states.iter().filter(|state| state.lse[i] != f32::NEG_INFINITY) {
+            let weight = (f64::from(state.lse[i]) - denominator).exp();
+            add(sums, weight, state.output, at * self.size);
+        }
     }
 }
 

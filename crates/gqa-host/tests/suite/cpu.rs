@@ -1,10 +1,13 @@
 //! The CPU back end where random calls rarely lead: long and cut work, edges of tiles, NaN in what
 //! nobody may see.
 
+use gqa_host::backend::IoViews;
 use gqa_host::backend::cpu::Cpu;
+use gqa_host::engine::{Heads, Layer, Paged};
 use gqa_host::op::{GroupQueryAttention, Inputs, KvCache, Outputs};
+use gqa_host::plan::{TensorId, Tensors};
 use gqa_host::reference::Reference;
-use gqa_host::{DType, Tensor};
+use gqa_host::{DType, Error, Tensor, TensorView, TensorViewMut};
 use ndarray::Array;
 
 /// Numbers between -1 and 1.
@@ -171,4 +174,40 @@ fn results_do_not_depend_on_threads() {
         };
         assert_eq!(run(1), run(3));
     }
+}
+
+#[test]
+fn sequences_share_blocks_that_are_only_read() {
+    // Two sequences of three tokens, the last two of which ask, in the same block of four.
+    let layer = Layer::new(DType::F32, Heads { query: 1, kv: 1, size: 8 });
+    let call = Paged::new(2, 4, [1, 4, 1]).most_tokens(2).longest(3);
+    let values: Vec<f32> = (0..4 * 8).map(|i| (i / 8) as f32).collect();
+    let (query, mut keys, mut output) = (vec![0f32; 4 * 8], vec![0f32; 4 * 8], vec![9f32; 4 * 8]);
+    let inputs = Tensors::default()
+        .with(TensorId::Query, TensorView::from(&query[..]))
+        .with(TensorId::SeqlensK, TensorView::I32(&[1, 1]))
+        .with(TensorId::CumulativeSequenceLength, TensorView::I32(&[0, 2, 4]))
+        .with(TensorId::BlockTable, TensorView::I32(&[0, 0]));
+    let mut run = |call: Paged, inputs| {
+        let mut values = values.clone();
+        let problem = layer.paged(call)?;
+        Cpu::default().run_on(
+            &problem,
+            &mut IoViews {
+                inputs,
+                output: TensorViewMut::F32(&mut output),
+                present_key: TensorViewMut::F32(&mut keys).into(),
+                present_value: TensorViewMut::F32(&mut values).into(),
+                row_scales: None,
+                output_qk: None,
+                lse: None,
+            },
+        )?;
+        Ok::<_, Error>([output[0], output[8], output[16], output[24]])
+    };
+    assert_eq!(run(call.appended(), inputs).unwrap(), [0.5, 1.0, 0.5, 1.0]);
+    let new = TensorView::from(&query[..]);
+    let inputs = inputs.with(TensorId::Key, new).with(TensorId::Value, new);
+    let error = run(call, inputs).unwrap_err().to_string();
+    assert!(error.starts_with("block_table: got row 1 of the cache for token 1"), "{error}");
 }

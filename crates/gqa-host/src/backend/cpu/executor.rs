@@ -26,6 +26,9 @@ pub trait Executor: Sync {
 
 /// The thread that calls, and the pool of rayon's from which it does; its global one for calls from
 /// other threads. No more threads compute than the pool has.
+///
+/// A process that was forked after its parent had computed has none of these threads: its calls
+/// share a pool of the same size, which the first of them makes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rayon;
 
@@ -53,7 +56,7 @@ pub(super) fn threads_for(work: usize, executor: &dyn Executor) -> &dyn Executor
 }
 
 /// Does `work` on every item.
-pub(super) fn each<I: Send>(
+pub(crate) fn each<I: Send>(
     executor: &dyn Executor,
     items: impl Iterator<Item = I>,
     work: impl Fn(I) + Sync,

@@ -5,6 +5,7 @@
 //! decode step may be shorter than that. Here the caller begins at once, other threads help as soon
 //! as they are awake, and the caller waits only for parts that another thread has begun.
 
+use super::pool::Pool;
 use std::any::Any;
 use std::hint::spin_loop;
 use std::mem;
@@ -16,10 +17,11 @@ use std::thread::{self, Thread};
 /// What computes a part.
 type Part<'a> = dyn Fn(usize) + Sync + 'a;
 
-/// Calls `part` once with each number below `count`, by the calling thread and by threads of
-/// rayon's: no more than its pool has.
+/// Calls `part` once with each number below `count`, by the calling thread and by threads of its
+/// pool: no more than that has.
 pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
-    let helpers = rayon::current_num_threads().min(count).saturating_sub(1);
+    let pool = Pool::of_caller();
+    let helpers = pool.threads().min(count).saturating_sub(1);
     if helpers == 0 {
         return (0..count).for_each(part);
     }
@@ -32,7 +34,7 @@ pub(super) fn parallel_for(count: usize, part: &Part<'_>) {
         panic: Mutex::new(None),
         caller: thread::current(),
     });
-    shared.call(helpers);
+    shared.call(pool, helpers);
     shared.run();
     shared.wait();
     if let Some(panic) = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -63,15 +65,15 @@ unsafe impl Sync for Shared {}
 impl Shared {
     /// Asks for the help of so many threads, unless all parts have begun. To wake a thread takes a
     /// while: the first one asks half of the others.
-    fn call(self: &Arc<Self>, helpers: usize) {
+    fn call(self: &Arc<Self>, pool: Pool, helpers: usize) {
         if helpers == 0 || self.next.load(Ordering::Relaxed) >= self.count {
             return;
         }
         let shared = Arc::clone(self);
-        rayon::spawn(move || {
+        pool.spawn(move || {
             let others = helpers - 1;
-            shared.call(others / 2);
-            shared.call(others - others / 2);
+            shared.call(pool, others / 2);
+            shared.call(pool, others - others / 2);
             shared.run();
         });
     }
