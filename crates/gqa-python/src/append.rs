@@ -4,8 +4,9 @@ use crate::array::Array;
 use crate::element::Element;
 use crate::error::invalid;
 use crate::heads::Heads;
-use crate::sequences::Given;
+use crate::sequences::{Given, Sequence};
 use pyo3::prelude::*;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The arrays of a call.
@@ -35,8 +36,9 @@ pub struct Turning {
 pub struct Append<'a, T> {
     q: Heads<T>,
     new: [Heads<T>; 2],
-    cache: Written<T>,
+    cache: Cache<T>,
     tokens: Vec<Token>,
+    written: Written,
     /// The place of each sequence's first new token.
     starts: Vec<usize>,
     turns: Option<Turns<T>>,
@@ -60,18 +62,28 @@ impl<'a, T: Element> Append<'a, T> {
         let turns = turns.transpose()?;
         let starts = starts(given, new[0].rows, q.entries, &keys)?;
         let tokens = tokens(given, &starts, new[0].rows, &keys)?;
+        let written = Written::of(given, &tokens)?;
         if let Some(turns) = turns {
             let turning = new[0].rows.max(if advances { q.rows } else { q.rows.min(1) });
             check_positions(&starts, turning, turns.positions)?;
         }
         let rotated = arrays.rotated.as_ref();
         let rotated = rotated.map(|to| to.elements_mut(q.entries * q.rows * q.heads * q.size));
-        let cache = Written {
+        let cache = Cache {
             keys: (keys, arrays.key_cache.data_mut()?),
             values: (values, arrays.value_cache.data_mut()?),
         };
         let rotated = rotated.transpose()?;
-        Ok(Self { q, new, cache, tokens, starts, turns, rotated, advances })
+        Ok(Self { q, new, cache, tokens, written, starts, turns, rotated, advances })
+    }
+
+    /// # Errors
+    ///
+    /// Where a sequence of the call reads what is written for another one.
+    pub fn check_readers(&self, given: &Given, sequences: &[Sequence]) -> PyResult<()> {
+        let size = self.cache.keys.0.rows;
+        let mut readers = sequences.iter().enumerate();
+        readers.try_for_each(|(b, reader)| self.written.check_reader(given, b, reader, size))
     }
 
     /// Appends k and v to the cache, and rotates q.
@@ -120,17 +132,26 @@ fn new_rows<T: Element>(
     Ok([of(&arrays.k)?, of(&arrays.v)?])
 }
 
-/// Errs where something that is read lies in the cache, which is written.
+/// Errs where two elements of the caches, which are written, or one of them and something that is
+/// read, lie in the same memory.
 fn check_memory(arrays: &Arrays) -> PyResult<()> {
-    let caches = [&arrays.key_cache, &arrays.value_cache];
-    let is_in_cache = |array: &Array| caches.iter().any(|cache| cache.overlaps(array));
-    match [&arrays.q, &arrays.k, &arrays.v].into_iter().find(|array| is_in_cache(array)) {
-        Some(array) => {
-            let allowed = "memory of its own, as the cache is written";
-            Err(invalid(array.name, "memory of the KV cache", allowed))
+    let Arrays { q, key_cache, value_cache, k, v, turns, .. } = arrays;
+    for cache in [key_cache, value_cache] {
+        if cache.memory().repeats() {
+            let got = "an array whose elements share memory";
+            return Err(invalid(cache.name, got, "memory for each, as new tokens are written"));
         }
-        None => Ok(()),
     }
+    let read = [q, k, v].into_iter().chain(turns.iter().flatten());
+    let pairs = [(value_cache, key_cache)].into_iter();
+    let pairs = pairs.chain(read.flat_map(|array| [(array, key_cache), (array, value_cache)]));
+    for (array, cache) in pairs {
+        if array.memory().overlaps(cache.memory()) {
+            let (got, allowed) = (format!("memory of {}", cache.name), "memory of its own");
+            return Err(invalid(array.name, got, format!("{allowed}, as new tokens are written")));
+        }
+    }
+    Ok(())
 }
 
 /// A new token, and where it goes.
@@ -141,6 +162,55 @@ struct Token {
     place: [usize; 2],
     /// The row of its sequence that it is, which it rotates to.
     position: usize,
+}
+
+/// Which rows of the cache, by entry or block, take a new token, and of which sequence. A row takes
+/// one, and no other sequence reads it: what that would read depends on which is first, and a GPU
+/// has no order of them.
+struct Written(BTreeMap<[usize; 2], usize>);
+
+impl Written {
+    /// # Errors
+    ///
+    /// Where two tokens go to one row.
+    fn of(given: &Given, tokens: &[Token]) -> PyResult<Self> {
+        let mut written = BTreeMap::new();
+        for token in tokens {
+            if let Some(other) = written.insert(token.place, token.entry) {
+                let whose = format!("new tokens of sequences {other} and {}", token.entry);
+                return Err(shared(given, token.place, &whose));
+            }
+        }
+        Ok(Self(written))
+    }
+
+    /// Errs where a sequence reads what another one writes.
+    fn check_reader(
+        &self,
+        given: &Given,
+        b: usize,
+        reader: &Sequence,
+        size: usize,
+    ) -> PyResult<()> {
+        for (entry, rows) in reader.read(given.before, size) {
+            let mut written = self.0.range([entry, rows.start]..[entry, rows.end]);
+            if let Some((&place, writer)) = written.find(|(_, writer)| **writer != b) {
+                let whose = format!("a new token of sequence {writer}, and sequence {b} reads it");
+                return Err(shared(given, place, &whose));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One row of the cache for two sequences.
+fn shared(given: &Given, [entry, row]: [usize; 2], whose: &str) -> PyErr {
+    let (argument, what) = match (&given.table, &given.entries) {
+        (Some(table), _) => (table.name, "block"),
+        (None, entries) => (entries.as_ref().map_or("k_cache", |all| all.name), "entry"),
+    };
+    let got = format!("row {row} of {what} {entry} for {whose}");
+    invalid(argument, got, "a row for each new token that no other sequence has")
 }
 
 /// The place of the first of so many new tokens of each sequence, all of which lie in `cache`.
@@ -210,7 +280,7 @@ fn places<T>(
     cache: &Heads<T>,
 ) -> PyResult<Vec<[usize; 2]>> {
     if let Some(table) = &given.table {
-        let blocks = table.blocks(b, rows.end, [cache.entries, cache.rows])?;
+        let blocks = table.blocks(b, rows.clone(), [cache.entries, cache.rows])?;
         return Ok(rows.map(|at| [blocks[at / cache.rows], at % cache.rows]).collect());
     }
     let entry = match &given.entries {
@@ -220,18 +290,18 @@ fn places<T>(
     Ok(rows.map(|at| [entry, at]).collect())
 }
 
-/// The cache.
-struct Written<T> {
+/// The cache, to be written.
+struct Cache<T> {
     keys: (Heads<T>, *mut T),
     values: (Heads<T>, *mut T),
 }
 
 // SAFETY: the cache is lent to the call
-unsafe impl<T> Send for Written<T> {}
+unsafe impl<T> Send for Cache<T> {}
 // SAFETY: likewise
-unsafe impl<T> Sync for Written<T> {}
+unsafe impl<T> Sync for Cache<T> {}
 
-impl<T: Element> Written<T> {
+impl<T: Element> Cache<T> {
     /// # Safety
     ///
     /// The token's place must be in the cache, and nobody may use that meanwhile.

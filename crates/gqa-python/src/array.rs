@@ -3,6 +3,7 @@
 use crate::dlpack;
 use crate::element::Element;
 use crate::error::{invalid, raised, room};
+use crate::memory::Memory;
 use gqa_host::DType;
 use half::{bf16, f16};
 use pyo3::exceptions::PyTypeError;
@@ -25,6 +26,39 @@ impl Known for bf16 {
     const DTYPE: DType = DType::BF16;
 }
 
+/// What the elements of an argument are.
+#[derive(Clone, Copy)]
+pub enum Kind {
+    /// Rows of heads.
+    Heads,
+    /// Lengths, places and bits.
+    Integers,
+    /// Numbers that are rounded to the type of heads, or float32.
+    Numbers,
+    /// What hides keys, or is added to their scores.
+    Mask,
+}
+
+impl Kind {
+    fn allows(self, dtype: DType) -> bool {
+        match self {
+            Self::Heads => matches!(dtype, DType::F32 | DType::F16 | DType::BF16),
+            Self::Integers => matches!(dtype, DType::I32 | DType::I64),
+            Self::Numbers => dtype.is_float(),
+            Self::Mask => dtype == DType::Bool || dtype.is_float(),
+        }
+    }
+
+    fn allowed(self) -> &'static str {
+        match self {
+            Self::Heads => "float32, float16 or bfloat16",
+            Self::Integers => "int32 or int64",
+            Self::Numbers => "float32, float16, bfloat16 or float64",
+            Self::Mask => "bool, float32, float16, bfloat16 or float64",
+        }
+    }
+}
+
 /// What DLPack says of an array, wherever that is.
 pub struct Described {
     pub dtype: DType,
@@ -45,11 +79,16 @@ impl Described {
     ///
     /// # Errors
     ///
-    /// Unless it has that, and elements of a type that is known.
-    pub fn of(name: &str, object: &Bound<'_, PyAny>, stream: Option<usize>) -> PyResult<Self> {
+    /// Unless it has that, and elements of a type that is known, which `allowed` names.
+    pub fn of(
+        name: &str,
+        object: &Bound<'_, PyAny>,
+        stream: Option<usize>,
+        allowed: &str,
+    ) -> PyResult<Self> {
         let capsule = capsule(name, object, stream)?;
         let (tensor, flags) = described(name, &capsule)?;
-        let dtype = dtype(name, tensor)?;
+        let dtype = dtype(tensor).map_err(|got| invalid(name, got, allowed))?;
         let count = usize::try_from(tensor.dimensions).unwrap_or_default();
         let numbers = |at: *const i64| match count {
             0 => &[],
@@ -98,10 +137,13 @@ impl Array {
     ///
     /// # Errors
     ///
-    /// Unless it has that, in memory of the CPU, and elements of a type that is known.
-    pub fn of(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    /// Unless it has that, in memory of the CPU, and elements of that kind.
+    pub fn of(name: &'static str, object: &Bound<'_, PyAny>, kind: Kind) -> PyResult<Self> {
         let Described { dtype, shape, strides, data, read_only, device, capsule } =
-            Described::of(name, object, None)?;
+            Described::of(name, object, None, kind.allowed())?;
+        if !kind.allows(dtype) {
+            return Err(invalid(name, dtype, kind.allowed()));
+        }
         if device.0 != dlpack::CPU {
             let got = format!("an array on device type {} of DLPack", device.0);
             return Err(invalid(name, got, "one in memory of the CPU, as the others"));
@@ -177,32 +219,18 @@ impl Array {
         }
     }
 
-    /// Whether some byte may be of both arrays: whether they lie in the same stretch of memory.
-    pub fn overlaps(&self, other: &Self) -> bool {
-        let (a, b) = (self.stretch(), other.stretch());
-        a.start < b.end && b.start < a.end
-    }
-
-    /// The addresses from the first byte to the last.
-    fn stretch(&self) -> std::ops::Range<isize> {
-        let (mut first, mut last) = (0, 0);
-        for (&n, &stride) in self.shape.iter().zip(&self.strides) {
-            let reach = (n as isize - 1) * stride;
-            if reach < 0 { first += reach } else { last += reach }
-        }
-        let (start, size) = (self.data as isize, self.dtype.size() as isize);
-        match self.is_empty() {
-            true => start..start,
-            false => start + first * size..start + (last + 1) * size,
+    /// Where its elements are.
+    pub fn memory(&self) -> Memory<'_> {
+        Memory {
+            address: self.data as usize,
+            shape: &self.shape,
+            strides: &self.strides,
+            size: self.dtype.size(),
         }
     }
 
     pub fn is_contiguous(&self) -> bool {
         is_contiguous(&self.shape, &self.strides)
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.shape.contains(&0)
     }
 
     /// All numbers of an array of integers, row-major.
@@ -356,8 +384,8 @@ fn described<'a>(
     }
 }
 
-/// The element type that DLPack says.
-fn dtype(name: &str, tensor: &dlpack::Tensor) -> PyResult<DType> {
+/// The element type that DLPack says, or the name of one that is not known here.
+fn dtype(tensor: &dlpack::Tensor) -> Result<DType, String> {
     match (tensor.code, tensor.bits, tensor.lanes) {
         (0, 32, 1) => Ok(DType::I32),
         (0, 64, 1) => Ok(DType::I64),
@@ -366,14 +394,13 @@ fn dtype(name: &str, tensor: &dlpack::Tensor) -> PyResult<DType> {
         (2, 64, 1) => Ok(DType::F64),
         (4, 16, 1) => Ok(DType::BF16),
         (6, 8, 1) => Ok(DType::Bool),
-        (code, bits, _) => {
-            let kind = ["int", "uint", "handle", "float", "bfloat", "complex", "bool"];
-            let kind = match code {
-                2 => "float",
-                code => kind.get(usize::from(code)).copied().unwrap_or("type"),
-            };
-            let allowed = "float32, float16, bfloat16, int32, int64 or bool";
-            Err(invalid(name, format!("{kind}{bits}"), allowed))
+        (code, bits, lanes) => {
+            let kinds = ["int", "uint", "float", "handle", "bfloat", "complex", "bool"];
+            let lanes = if lanes == 1 { String::new() } else { format!(" x {lanes}") };
+            Err(match kinds.get(usize::from(code)) {
+                Some(kind) => format!("{kind}{bits}{lanes}"),
+                None => format!("{bits} bits of DLPack's type {code}{lanes}"),
+            })
         }
     }
 }

@@ -2,18 +2,18 @@
 
 use crate::array::Array;
 use crate::element::Element;
-use crate::error::invalid;
+use crate::error::{invalid, raised};
 use crate::heads::{Heads, Place};
 use crate::mask::Bias;
 use crate::scores::Scores;
 use crate::sequences::{Given, Keys, Sequence};
 use gqa_host::backend::IoViews;
-use gqa_host::backend::cpu::{Cpu, Instructions};
+use gqa_host::backend::cpu::{Cpu, Executor, Instructions, Rayon};
 use gqa_host::engine::{self, External, Paged};
 use gqa_host::plan::{TensorId, Tensors};
-use gqa_host::{CacheView, Error, Strided, TensorView, TensorViewMut};
+use gqa_host::{CacheView, Error, Problem, Strided, TensorView, TensorViewMut};
 use pyo3::prelude::*;
-use rayon::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The arrays of a call.
 pub struct Arrays {
@@ -51,6 +51,23 @@ impl<'a, T: Element> Attend<'a, T> {
         Ok(Self { call, out, lse: lse.transpose()? })
     }
 
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.call.sequences
+    }
+
+    /// # Errors
+    ///
+    /// Where the library does not compute such a call.
+    pub fn check(&self) -> Result<(), Error> {
+        let (call, with_lse) = (&self.call, self.lse.is_some());
+        if !with_lse && call.reads_blocks() {
+            return call.problem_in_blocks().map(drop);
+        }
+        let mut sequences = call.sequences.iter().filter(|sequence| !sequence.is_empty());
+        sequences
+            .try_for_each(|sequence| call.problem(sequence, Strided::default(), with_lse).map(drop))
+    }
+
     /// Computes `out`, and `lse` where there is one.
     ///
     /// # Errors
@@ -71,6 +88,7 @@ struct Call<T> {
     sinks: Option<Vec<T>>,
     bias: Option<Bias<T>>,
     varlen: bool,
+    cpu: Cpu,
 }
 
 /// A sequence and what it leaves.
@@ -79,6 +97,11 @@ struct Job<'a, T> {
     sequence: &'a Sequence,
     output: &'a mut [T],
     lse: Option<Vec<f32>>,
+}
+
+/// What a lock keeps.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// q, k and v, which agree.
@@ -127,7 +150,8 @@ impl<T: Element> Call<T> {
         let sequences = Sequence::all(given, [q.entries, q.rows], &keys)?;
         let sinks = arrays.sinks.as_ref().map(|sinks| of_heads(sinks, q.heads)).transpose()?;
         let bias = Bias::of(arrays, &q, &k, &sequences)?;
-        Ok(Self { q, k, v, sequences, scores, sinks, bias, varlen })
+        let cpu = Cpu::new(Instructions::from_env().map_err(raised)?);
+        Ok(Self { q, k, v, sequences, scores, sinks, bias, varlen, cpu })
     }
 
     fn layer(&self) -> engine::Layer {
@@ -135,7 +159,7 @@ impl<T: Element> Call<T> {
         self.scores.layer(T::DTYPE, heads, self.sinks.is_some())
     }
 
-    fn run(&self, out: &mut [T], mut lse: Option<&mut [f32]>) -> Result<(), Error> {
+    fn run(&self, out: &mut [T], lse: Option<&mut [f32]>) -> Result<(), Error> {
         if lse.is_none() && self.reads_blocks() {
             return self.run_in_blocks(out);
         }
@@ -145,14 +169,44 @@ impl<T: Element> Call<T> {
             let (output, behind) = rest.split_at_mut(sequence.rows * self.q.heads * self.q.size);
             rest = behind;
             let lse = lse.is_some().then(|| vec![0.; sequence.rows * self.q.heads]);
-            jobs.push(Job { index, sequence, output, lse });
+            jobs.push(Mutex::new(Job { index, sequence, output, lse }));
         }
-        jobs.par_iter_mut().try_for_each(|job| self.sequence(job))?;
-        if let Some(lse) = &mut lse {
-            let of_jobs = jobs.iter().filter_map(|job| Some((job.sequence, job.lse.as_deref()?)));
-            of_jobs.for_each(|(sequence, from)| self.store(sequence, from, lse));
+        // Rows behind the last sequence.
+        rest.fill(T::default());
+        let failed = Mutex::new(Ok(()));
+        Rayon.for_each(jobs.len(), &|i| {
+            if let Err(error) = self.sequence(&mut locked(&jobs[i])) {
+                *locked(&failed) = Err(error);
+            }
+        });
+        failed.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+        let Some(lse) = lse else { return Ok(()) };
+        lse.fill(f32::NEG_INFINITY);
+        for job in jobs {
+            let job = job.into_inner().unwrap_or_else(PoisonError::into_inner);
+            job.lse.iter().for_each(|from| self.store(job.sequence, from, lse));
         }
         Ok(())
+    }
+
+    /// The call of a sequence that is not empty.
+    fn problem(
+        &self,
+        sequence: &Sequence,
+        strided: Strided,
+        with_lse: bool,
+    ) -> Result<Problem, Error> {
+        let mut call = External::new(1, sequence.rows, sequence.keys).strides(strided);
+        if let Some(right) = self.scores.behind() {
+            call = call.right_window(right);
+        }
+        if with_lse {
+            call = call.log_sum_exp();
+        }
+        if let Some(bias) = &self.bias {
+            call = bias.declared(call);
+        }
+        self.layer().external(call)
     }
 
     /// Puts log-sum-exps of shape (heads, rows) where they belong: into (batch, heads, rows), or
@@ -174,7 +228,7 @@ impl<T: Element> Call<T> {
     /// Attention of one sequence.
     fn sequence(&self, job: &mut Job<'_, T>) -> Result<(), Error> {
         let &Sequence { entry, first_row, rows, keys, .. } = job.sequence;
-        if rows == 0 || keys == 0 {
+        if job.sequence.is_empty() {
             job.output.fill(T::default());
             job.lse.iter_mut().flatten().for_each(|lse| *lse = f32::NEG_INFINITY);
             return Ok(());
@@ -189,19 +243,9 @@ impl<T: Element> Call<T> {
         let mut strided = Strided::default();
         strided.query = query.strides;
         (strided.key, strided.value) = (key.strides, value.strides);
-        let mut call = External::new(1, rows, keys).strides(strided);
-        if let Some(right) = self.scores.behind() {
-            call = call.right_window(right);
-        }
-        if job.lse.is_some() {
-            call = call.log_sum_exp();
-        }
+        let problem = self.problem(job.sequence, strided, job.lse.is_some())?;
         let bias = self.bias.as_ref().map(|bias| bias.sequence(job.index, job.sequence));
         let bias = bias.transpose()?;
-        if let Some(bias) = &bias {
-            call = bias.declared(call);
-        }
-        let problem = self.layer().external(call)?;
         let last = [keys as i32 - 1];
         let inputs = Tensors::default()
             .with(TensorId::Query, T::view(&query.elements))
@@ -211,7 +255,7 @@ impl<T: Element> Call<T> {
             .with(TensorId::HeadSink, self.sinks.as_deref().map(T::view))
             .with(TensorId::AttentionBias, bias.as_ref().map(|bias| bias.view()));
         let [present_key, present_value] = [CacheView::NONE; 2];
-        Cpu::new(Instructions::from_env()?).run_on(
+        self.cpu.run_on(
             &problem,
             &mut IoViews {
                 inputs,
@@ -242,18 +286,34 @@ impl<T: Element> Call<T> {
         blocks && fits && known && in_place && self.q.size % 8 == 0 && some
     }
 
+    /// The most of something that a sequence has.
+    fn most(&self, of: fn(&Sequence) -> usize) -> usize {
+        self.sequences.iter().map(of).max().unwrap_or(0)
+    }
+
+    /// Blocks of a sequence in one call.
+    fn columns(&self) -> usize {
+        self.most(|sequence| sequence.blocks().map_or(0, <[usize]>::len)).max(1)
+    }
+
+    /// Rows of all sequences.
+    fn tokens(&self) -> usize {
+        self.sequences.iter().map(|sequence| sequence.rows).sum()
+    }
+
+    /// All sequences as one call.
+    fn problem_in_blocks(&self) -> Result<Problem, Error> {
+        let cache = [self.k.entries, self.k.rows, self.columns()];
+        let call = Paged::new(self.sequences.len(), self.tokens(), cache)
+            .most_tokens(self.most(|sequence| sequence.rows))
+            .longest(self.most(|sequence| sequence.keys))
+            .appended();
+        self.layer().paged(call)
+    }
+
     /// All sequences in one call.
     fn run_in_blocks(&self, out: &mut [T]) -> Result<(), Error> {
-        let count = self.sequences.len();
-        let most = |of: fn(&Sequence) -> usize| self.sequences.iter().map(of).max().unwrap_or(0);
-        let tokens = self.q.entries * self.q.rows;
-        let columns = most(|sequence| sequence.blocks().map_or(0, <[usize]>::len)).max(1);
-        let cache = [self.k.entries, self.k.rows, columns];
-        let call = Paged::new(count, tokens, cache)
-            .most_tokens(most(|sequence| sequence.rows))
-            .longest(most(|sequence| sequence.keys))
-            .appended();
-        let problem = self.layer().paged(call)?;
+        let (problem, columns) = (self.problem_in_blocks()?, self.columns());
         let (mut starts, mut past, mut table) = (vec![0], Vec::new(), Vec::new());
         for sequence in &self.sequences {
             starts.push(starts[starts.len() - 1] + sequence.rows as i32);
@@ -264,8 +324,11 @@ impl<T: Element> Call<T> {
         }
         // SAFETY: all rows, which nobody writes meanwhile
         let (query, keys, values) = unsafe { (self.q.packed()?, self.k.all(), self.v.all()) };
+        let used = self.tokens() * self.q.heads * self.q.size;
+        let (out, behind) = out.split_at_mut(used);
+        behind.fill(T::default());
         let inputs = Tensors::default()
-            .with(TensorId::Query, T::view(&query))
+            .with(TensorId::Query, T::view(&query[..used]))
             .with(TensorId::SeqlensK, TensorView::I32(&past))
             .with(TensorId::CumulativeSequenceLength, TensorView::I32(&starts))
             .with(TensorId::BlockTable, TensorView::I32(&table))
@@ -281,6 +344,6 @@ impl<T: Element> Call<T> {
             output_qk: None,
             lse: None,
         };
-        Cpu::new(Instructions::from_env()?).run_on(&problem, &mut io)
+        self.cpu.run_on(&problem, &mut io)
     }
 }

@@ -13,6 +13,9 @@ use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
+/// Types of elements that calls on a GPU may have.
+const KNOWN: &str = "float32, float16, bfloat16, int32, int64 or bool";
+
 /// An array in memory of a GPU, which an array of another library or the package itself owns.
 #[pyclass(frozen)]
 #[derive(Clone)]
@@ -45,7 +48,7 @@ impl GpuArray {
         object: &Bound<'_, PyAny>,
         stream: usize,
     ) -> PyResult<Self> {
-        let found = Described::of(name, object, Some(stream))?;
+        let found = Described::of(name, object, Some(stream), KNOWN)?;
         if found.device != (dlpack::CUDA, index as i32) {
             let got = format!(
                 "an array on device {} of DLPack's type {}",

@@ -11,12 +11,13 @@ mod gpu;
 mod heads;
 mod layouts;
 mod mask;
+mod memory;
 mod merge;
 mod scores;
 mod sequences;
 
 use append::{Append, Turning};
-use array::Array;
+use array::{Array, Kind};
 use attend::Attend;
 use element::{Element, typed};
 use error::{DriverError, NoDriverError, raised};
@@ -30,33 +31,45 @@ struct Arguments<'a, 'py>(&'a Bound<'py, PyDict>);
 
 impl Arguments<'_, '_> {
     /// An array, which an error calls by the name that the caller knows.
-    fn array(&self, argument: &str, name: &'static str) -> PyResult<Option<Array>> {
+    fn array(&self, argument: &str, name: &'static str, kind: Kind) -> PyResult<Option<Array>> {
         match self.0.get_item(argument)? {
-            Some(object) if !object.is_none() => Array::of(name, &object).map(Some),
+            Some(object) if !object.is_none() => Array::of(name, &object, kind).map(Some),
             _ => Ok(None),
         }
     }
 
+    /// An array of heads.
     fn need(&self, argument: &str, name: &'static str) -> PyResult<Array> {
-        let array = self.array(argument, name)?;
+        let array = self.array(argument, name, Kind::Heads)?;
         array.ok_or_else(|| error::invalid(name, "None", "an array"))
     }
 
     fn numbers(&self, name: &'static str) -> PyResult<Option<Numbers>> {
-        Numbers::of(self.array(name, name)?.as_ref())
+        Numbers::of(self.array(name, name, Kind::Integers)?.as_ref())
     }
 
-    /// Which rows and keys sequences have.
-    fn given(&self, appended: usize, most: [Option<i64>; 2]) -> PyResult<Given> {
+    /// Which rows and keys sequences have, of which rows see `before` of those before them.
+    fn given(
+        &self,
+        appended: usize,
+        most: [Option<i64>; 2],
+        before: Option<usize>,
+    ) -> PyResult<Given> {
+        let lengths = match self.numbers("cache_seqlens")? {
+            None => self.numbers("seqused_k")?,
+            lengths => lengths,
+        };
+        let table = self.array("block_table", "block_table", Kind::Integers)?;
         Ok(Given {
             q_starts: self.numbers("cu_seqlens_q")?,
             k_starts: self.numbers("cu_seqlens_k")?,
             most,
-            lengths: self.numbers("cache_seqlens")?,
+            lengths,
             appended,
+            before,
             first_keys: self.numbers("cache_leftpad")?,
             entries: self.numbers("cache_batch_idx")?,
-            table: Table::of(self.array("block_table", "block_table")?.as_ref())?,
+            table: Table::of(table.as_ref())?,
         })
     }
 
@@ -67,22 +80,22 @@ impl Arguments<'_, '_> {
             k: self.need(k.0, k.1)?,
             v: self.need(v.0, v.1)?,
             out: self.need("out", "out")?,
-            lse: self.array("lse", "lse")?,
-            sinks: self.array("sinks", "s_aux")?,
-            slopes: self.array("alibi_slopes", "alibi_slopes")?,
-            mask: self.array("mask", "mask")?,
-            tree_mask: self.array("tree_mask", "tree_mask")?,
+            lse: self.array("lse", "lse", Kind::Numbers)?,
+            sinks: self.array("sinks", "s_aux", Kind::Numbers)?,
+            slopes: self.array("alibi_slopes", "alibi_slopes", Kind::Numbers)?,
+            mask: self.array("mask", "mask", Kind::Mask)?,
+            tree_mask: self.array("tree_mask", "tree_mask", Kind::Integers)?,
         })
     }
 
     /// What is appended to a KV cache, if something is.
     fn appended(&self, turning: Turning) -> PyResult<Option<append::Arrays>> {
-        let Some(k) = self.array("k", "k")? else { return Ok(None) };
-        let cos = self.array("rotary_cos", "rotary_cos")?;
-        let sin = self.array("rotary_sin", "rotary_sin")?;
+        let Some(k) = self.array("k", "k", Kind::Heads)? else { return Ok(None) };
+        let cos = self.array("rotary_cos", "rotary_cos", Kind::Heads)?;
+        let sin = self.array("rotary_sin", "rotary_sin", Kind::Heads)?;
         Ok(Some(append::Arrays {
             q: self.need("q", "q")?,
-            rotated: self.array("rotated", "q")?,
+            rotated: self.array("rotated", "q", Kind::Heads)?,
             key_cache: self.need("k_cache", "k_cache")?,
             value_cache: self.need("v_cache", "v_cache")?,
             k,
@@ -104,7 +117,7 @@ fn attend_on_cpu(
 ) -> PyResult<()> {
     let arguments = Arguments(arguments);
     let arrays = arguments.attended([("q", "q"), ("k", "k"), ("v", "v")])?;
-    let given = arguments.given(0, most)?;
+    let given = arguments.given(0, most, scores.before())?;
     typed!(arrays.q, run(py, &arrays, &given, scores, None))
 }
 
@@ -124,7 +137,7 @@ fn attend_to_cache_on_cpu(
     let cache = [(q, "q"), ("k_cache", "k_cache"), ("v_cache", "v_cache")];
     let arrays = arguments.attended(cache)?;
     let rows = appended.as_ref().and_then(|arrays| arrays.k.shape.get(1).copied());
-    let given = arguments.given(rows.unwrap_or_default(), [None; 2])?;
+    let given = arguments.given(rows.unwrap_or_default(), [None; 2], scores.before())?;
     typed!(arrays.q, run(py, &arrays, &given, scores, appended.as_ref()))
 }
 
@@ -138,6 +151,10 @@ fn run<T: Element>(
 ) -> PyResult<()> {
     let append = appended.map(|arrays| Append::<T>::of(arrays, given)).transpose()?;
     let attend = Attend::<T>::of(arrays, given, scores)?;
+    if let Some(append) = &append {
+        append.check_readers(given, attend.sequences())?;
+        attend.check().map_err(raised)?;
+    }
     py.detach(|| {
         append.into_iter().for_each(Append::run);
         attend.run()
@@ -155,14 +172,14 @@ fn merge_on_cpu(
     output: &Bound<'_, PyAny>,
     lse: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let arrays = |name, objects: &[Bound<'_, PyAny>]| {
-        objects.iter().map(|object| Array::of(name, object)).collect::<PyResult<Vec<_>>>()
+    let arrays = |name, objects: &[Bound<'_, PyAny>], kind| {
+        objects.iter().map(|object| Array::of(name, object, kind)).collect::<PyResult<Vec<_>>>()
     };
     let parts = merge::Parts {
-        outputs: arrays("outputs", &outputs)?,
-        lses: arrays("log_sum_exps", &lses)?,
-        output: Array::of("output", output)?,
-        lse: Array::of("lse", lse)?,
+        outputs: arrays("outputs", &outputs, Kind::Heads)?,
+        lses: arrays("log_sum_exps", &lses, Kind::Numbers)?,
+        output: Array::of("output", output, Kind::Heads)?,
+        lse: Array::of("lse", lse, Kind::Numbers)?,
     };
     merge::merge(py, &parts)
 }

@@ -46,8 +46,8 @@ pub struct Mask<T> {
 
 /// Of one sequence.
 pub enum OfSequence<'a, T: Clone> {
-    Numbers(Cow<'a, [T]>, bool),
-    Seen(Cow<'a, [bool]>, bool),
+    Numbers(Cow<'a, [T]>),
+    Seen(Cow<'a, [bool]>),
 }
 
 impl<T: Element> Bias<T> {
@@ -83,6 +83,16 @@ impl<T: Element> Bias<T> {
         }
     }
 
+    /// The call of a sequence with such a tensor.
+    pub fn declared(&self, call: External) -> External {
+        match self {
+            Self::Alibi(_) => call.bias(false, true),
+            Self::Numbers(mask) => call.bias(false, mask.per_head),
+            Self::Seen(mask) => call.mask(false, mask.per_head),
+            Self::Tree(_) => call.mask(false, false),
+        }
+    }
+
     /// That of a sequence.
     ///
     /// # Errors
@@ -94,16 +104,16 @@ impl<T: Element> Bias<T> {
                 let rows = alibi.heads.saturating_mul(sequence.rows);
                 let mut numbers = room("alibi_slopes", rows.saturating_mul(sequence.keys))?;
                 numbers.extend(alibi.bias(index, sequence).map(T::from_f32));
-                OfSequence::Numbers(numbers.into(), true)
+                OfSequence::Numbers(numbers.into())
             }
-            Self::Numbers(mask) => OfSequence::Numbers(mask.sequence(index).into(), mask.per_head),
-            Self::Seen(mask) => OfSequence::Seen(mask.sequence(index).into(), mask.per_head),
+            Self::Numbers(mask) => OfSequence::Numbers(mask.sequence(index).into()),
+            Self::Seen(mask) => OfSequence::Seen(mask.sequence(index).into()),
             Self::Tree(words) => {
                 let Sequence { rows, keys, .. } = *sequence;
                 let words = &words[index * rows..][..rows];
                 let mut seen = room("tree_mask", rows.saturating_mul(keys))?;
                 seen.extend(words.iter().flat_map(|&word| sees(word, rows, keys)));
-                OfSequence::Seen(seen.into(), false)
+                OfSequence::Seen(seen.into())
             }
         })
     }
@@ -202,18 +212,10 @@ impl<T> Mask<T> {
 }
 
 impl<T: Element> OfSequence<'_, T> {
-    /// The call with such a tensor.
-    pub fn declared(&self, call: External) -> External {
-        match self {
-            Self::Numbers(_, per_head) => call.bias(false, *per_head),
-            Self::Seen(_, per_head) => call.mask(false, *per_head),
-        }
-    }
-
     pub fn view(&self) -> TensorView<'_> {
         match self {
-            Self::Numbers(numbers, _) => T::view(numbers),
-            Self::Seen(seen, _) => TensorView::Bool(seen),
+            Self::Numbers(numbers) => T::view(numbers),
+            Self::Seen(seen) => TensorView::Bool(seen),
         }
     }
 }

@@ -18,6 +18,8 @@ pub struct Given {
     /// Keys of each sequence, those before `first_keys` included, but not those `appended`.
     pub lengths: Option<Numbers>,
     pub appended: usize,
+    /// Keys before its place that a row sees; `None`: all.
+    pub before: Option<usize>,
     /// First key of each sequence.
     pub first_keys: Option<Numbers>,
     /// The entry of k and v that each sequence has.
@@ -75,17 +77,18 @@ impl Numbers {
         }
     }
 
-    /// Where each sequence begins and ends, of `rows` rows in all where that is known.
+    /// Where each sequence begins and ends, of `rows` rows where that is known. Rows behind the
+    /// last sequence are of none.
     fn ranges(&self, rows: Option<usize>) -> PyResult<Vec<Range<usize>>> {
         let starts: Option<Vec<usize>> = self.all.iter().map(|&n| n.try_into().ok()).collect();
         let is_legal = |starts: &Vec<usize>| {
-            let ends = rows.is_none_or(|rows| starts.last() == Some(&rows));
-            starts.first() == Some(&0) && starts.is_sorted() && ends
+            let fit = rows.is_none_or(|rows| starts.last().is_some_and(|&last| last <= rows));
+            starts.first() == Some(&0) && starts.is_sorted() && fit
         };
         match starts.filter(is_legal) {
             Some(starts) => Ok(starts.windows(2).map(|w| w[0]..w[1]).collect()),
             None => {
-                let last = rows.map_or_else(String::new, |rows| format!(" to {rows}"));
+                let last = rows.map_or_else(String::new, |rows| format!(" to {rows} or less"));
                 let allowed = format!("numbers from 0{last}, none less than the one before");
                 Err(invalid(self.name, format!("{:?}", self.all), allowed))
             }
@@ -111,22 +114,25 @@ impl Table {
         }
     }
 
-    /// The blocks that hold so many keys of a sequence, of `blocks` blocks of `size` rows.
+    /// The blocks that hold a sequence's keys up to the last one of `used`, of `blocks` blocks of
+    /// `size` rows. Those before its first one may be anything in the table, and are some block.
     pub fn blocks(
         &self,
         b: usize,
-        keys: usize,
+        used: Range<usize>,
         [blocks, size]: [usize; 2],
     ) -> PyResult<Vec<usize>> {
-        let needed = keys.div_ceil(size.max(1));
+        let needed = used.end.div_ceil(size.max(1));
         if needed > self.per_sequence {
             let got = format!("{} columns", self.per_sequence);
-            let allowed = format!("{needed} or more, for the {keys} keys of sequence {b}");
+            let allowed = format!("{needed} or more, for the {} keys of sequence {b}", used.end);
             return Err(invalid(self.name, got, allowed));
         }
+        let first = (used.start / size.max(1)).min(needed);
         let row = &self.blocks[b * self.per_sequence..][..needed];
         let block = |(i, &block): (usize, &i64)| match usize::try_from(block) {
             Ok(block) if block < blocks => Ok(block),
+            _ if i < first => Ok(0),
             _ => {
                 let allowed = format!("0 to {}, the last block", blocks as i64 - 1);
                 Err(invalid(self.name, format!("{block} at ({b}, {i})"), allowed))
@@ -161,8 +167,27 @@ impl Sequence {
         }
     }
 
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.rows == 0 || self.keys == 0
+    }
+
     pub fn blocks(&self) -> Option<&[usize]> {
         self.blocks.as_deref()
+    }
+
+    /// The rows that its rows see, of its entry or of each of its blocks, which have `size`.
+    pub fn read(&self, before: Option<usize>, size: usize) -> Vec<(usize, Range<usize>)> {
+        let seen = seen(self.rows, self.keys, before);
+        let Some(blocks) = &self.blocks else {
+            return vec![(self.key_entry, self.first_key + seen.start..self.first_key + seen.end)];
+        };
+        let rows = |(i, &block): (usize, &usize)| {
+            let first = i * size;
+            let rows = seen.start.saturating_sub(first)..seen.end.saturating_sub(first).min(size);
+            (!rows.is_empty()).then_some((block, rows))
+        };
+        blocks.iter().enumerate().filter_map(rows).collect()
     }
 
     /// All of a call, with q of so many entries and rows.
@@ -176,14 +201,18 @@ impl Sequence {
         given.check_counts(rows.len(), keys)?;
         let sequence = |(b, (entry, rows)): (usize, (usize, Range<usize>))| {
             let range = ranges.as_ref().map(|ranges| ranges[b].clone());
-            given.sequence(b, keys, range).map(|of_keys| Self {
+            given.sequence(b, rows.len(), keys, range).map(|of_keys| Self {
                 entry,
                 first_row: rows.start,
-                rows: rows.len(),
                 ..of_keys
             })
         };
-        rows.into_iter().enumerate().map(sequence).collect()
+        let sequences: PyResult<Vec<_>> = rows.into_iter().enumerate().map(sequence).collect();
+        let sequences = sequences?;
+        let longest = |of: fn(&Self) -> usize| sequences.iter().map(of).max().unwrap_or_default();
+        check_most("max_seqlen_q", given.most[0], longest(|sequence| sequence.rows))?;
+        check_most("max_seqlen_k", given.most[1], longest(|sequence| sequence.keys))?;
+        Ok(sequences)
     }
 }
 
@@ -194,7 +223,6 @@ impl Given {
             return Ok((0..entries).map(|entry| (entry, 0..rows)).collect());
         };
         let ranges = starts.ranges(Some(rows))?;
-        check_most("max_seqlen_q", self.most[0], &ranges)?;
         Ok(ranges.into_iter().map(|range| (0, range)).collect())
     }
 
@@ -206,7 +234,6 @@ impl Given {
             let got = format!("{} numbers", ranges.len() + 1);
             return Err(invalid(starts.name, got, format!("{}, as cu_seqlens_q has", count + 1)));
         }
-        check_most("max_seqlen_k", self.most[1], &ranges)?;
         Ok(Some(ranges))
     }
 
@@ -225,8 +252,14 @@ impl Given {
         }
     }
 
-    /// A sequence without its rows.
-    fn sequence(&self, b: usize, keys: &Keys, range: Option<Range<usize>>) -> PyResult<Sequence> {
+    /// A sequence of so many rows, which begin anywhere.
+    fn sequence(
+        &self,
+        b: usize,
+        rows: usize,
+        keys: &Keys,
+        range: Option<Range<usize>>,
+    ) -> PyResult<Sequence> {
         let per_sequence = self.table.as_ref().map_or(1, |table| table.per_sequence);
         let room = per_sequence.saturating_mul(keys.rows);
         let end = match (&range, &self.lengths) {
@@ -246,15 +279,25 @@ impl Given {
             None if range.is_some() => 0,
             None => b,
         };
-        let size = [keys.entries, keys.rows];
-        let blocks = self.table.as_ref().map(|table| table.blocks(b, end, size)).transpose()?;
+        let (size, seen) = ([keys.entries, keys.rows], seen(rows, end, self.before));
+        let table = self.table.as_ref();
+        let blocks = table.map(|table| table.blocks(b, seen, size)).transpose()?;
         let (first_key, keys) = (range.map_or(0, |range| range.start) + pad, end - pad);
-        Ok(Sequence { entry: 0, first_row: 0, rows: 0, key_entry, first_key, keys, blocks })
+        Ok(Sequence { entry: 0, first_row: 0, rows, key_entry, first_key, keys, blocks })
     }
 }
 
-fn check_most(name: &str, most: Option<i64>, ranges: &[Range<usize>]) -> PyResult<()> {
-    let longest = ranges.iter().map(Range::len).max().unwrap_or_default();
+/// The keys, of so many, that so many last rows see, each `before` of those before its place.
+fn seen(rows: usize, keys: usize, before: Option<usize>) -> Range<usize> {
+    let first = match (rows, before) {
+        (0, _) => keys,
+        (_, None) => 0,
+        (_, Some(before)) => keys.saturating_sub(rows.saturating_add(before)),
+    };
+    first..keys
+}
+
+fn check_most(name: &str, most: Option<i64>, longest: usize) -> PyResult<()> {
     match most {
         Some(most) if i64::try_from(longest).is_ok_and(|longest| longest > most) => {
             Err(invalid(name, most, format!("{longest} or more, the longest sequence")))

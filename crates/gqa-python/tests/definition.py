@@ -9,38 +9,35 @@ def attention(q, k, v, scale, causal=False, window=(-1, -1), softcap=0.0, sinks=
 
     Gives the output and log-sum-exps of shape (heads, rows).
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    (rows, heads, size), (keys, kv_heads, _) = q.shape, k.shape
-    out, lse = np.zeros((rows, heads, size)), np.full((heads, rows), -np.inf)
+    q, k, v = (np.asarray(x, np.float64).swapaxes(0, 1) for x in (q, k, v))
+    (heads, rows, _), (kv_heads, keys, _) = q.shape, k.shape
+    k, v = (np.repeat(x, heads // kv_heads, 0) for x in (k, v))
     left, right = window[0], 0 if causal else window[1]
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        for row in range(rows):
-            place = row + keys - rows
-            first = 0 if left < 0 else max(place - left, 0)
-            end = keys if right < 0 else min(place + right + 1, keys)
-            if first >= end:
-                seen = []
-            else:
-                seen = list(range(first, end))
-            if mask is not None and mask.dtype == bool:
-                seen = [key for key in seen if mask[head, row, key]]
-            scores = k[seen, kv_head] @ q[row, head] * scale
-            if softcap > 0:
-                scores = softcap * np.tanh(scores / softcap)
-            if slopes is not None:
-                scores = scores - slopes[head] * np.abs(place - np.asarray(seen, np.float64))
-            if mask is not None and mask.dtype != bool:
-                scores = scores + mask[head, row, seen]
-            logits = scores if sinks is None else np.append(scores, sinks[head])
-            if len(logits) == 0:
-                continue
-            most = logits.max()
-            denominator = np.exp(logits - most).sum()
-            lse[head, row] = most + np.log(denominator)
-            if len(seen):
-                out[row, head] = np.exp(scores - most) @ v[seen, kv_head] / denominator
-    return out, lse
+    distance = np.arange(rows)[:, None] + keys - rows - np.arange(keys)
+    seen = np.full((heads, rows, keys), True)
+    seen &= (left < 0) | (distance <= left)
+    seen &= (right < 0) | (-distance <= right)
+    scores = q @ k.swapaxes(1, 2) * scale
+    if softcap > 0:
+        scores = softcap * np.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - np.asarray(slopes, np.float64)[:, None, None] * np.abs(distance)
+    if mask is not None and mask.dtype == bool:
+        seen &= mask
+    elif mask is not None:
+        scores = scores + mask
+    # A sink is one more logit, or none that counts.
+    logits = np.full((heads, rows, 1), -np.inf)
+    if sinks is not None:
+        logits[:] = np.asarray(sinks, np.float64)[:, None, None]
+    logits = np.append(np.where(seen, scores, -np.inf), logits, -1)
+    most = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isinf(most), 0, most))
+    sums = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (most + np.log(sums))[..., 0]
+    out = weights[..., :keys] @ v / np.where(sums > 0, sums, 1)
+    return out.swapaxes(0, 1), lse
 
 
 def rotated(x, positions, cos, sin, interleaved):

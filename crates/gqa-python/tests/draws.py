@@ -1,4 +1,6 @@
-"""Random calls. PARITY_SEED is the first one's seed, PARITY_DRAWS how many there are."""
+"""Random calls. PARITY_SEED is the first one's seed, PARITY_DRAWS how many there are of each kind.
+Where that is not given, some thousands on the CPU: each kind makes several calls of a draw.
+"""
 
 import os
 import random
@@ -8,6 +10,7 @@ import libraries
 import numpy as np
 
 COUNT = int(os.environ.get("PARITY_DRAWS", "60"))
+COUNT_ON_CPU = int(os.environ.get("PARITY_DRAWS", "400"))
 SEED = int(os.environ.get("PARITY_SEED", random.randrange(10**6)))
 TOLERANCE = {np.dtype(np.float32): 2e-5, np.dtype(np.float16): 6e-3}
 
@@ -29,10 +32,15 @@ class Draw:
 
     def array(self, *shape, repeats=True):
         """Standard normal numbers, whose strides may be any; some may be in memory once only."""
-        layouts = ["contiguous", "padded", "transposed", "sliced", "broadcast", "odd"]
+        layouts = ["contiguous", "padded", "transposed", "sliced", "broadcast", "odd", "fused"]
         layout = self.pick.choice(layouts)
         if layout == "padded":
             return self.normal(*shape[:-1], shape[-1] + 8)[..., : shape[-1]]
+        if layout == "fused":
+            # As heads of a projection that has others' before and behind them.
+            before, behind = self.pick.choice([0, 1, 2]), self.pick.choice([0, 1, 4])
+            heads = before + shape[-2] + behind
+            return self.normal(*shape[:-2], heads, shape[-1])[..., before : heads - behind, :]
         if layout == "odd":
             return self.normal(*shape[:-1], 2 * shape[-1] + 1)[..., 1::2]
         if layout == "transposed":

@@ -1,5 +1,8 @@
 """Threads, memory and determinism on the CPU."""
 
+import multiprocessing
+import os
+import signal
 import sys
 import threading
 import time
@@ -72,3 +75,58 @@ def test_a_compiled_call_is_in_the_graph():
     torch.testing.assert_close(whole, wanted)
     torch.testing.assert_close(cached, wanted)
     torch.testing.assert_close(caches[0][:, : k.shape[1]], k)
+
+
+def forked(function):
+    """What a child process makes of a function that gives a bool: whether it ends, and is true."""
+    child = os.fork()
+    if child == 0:
+        result = False
+        try:
+            result = function()
+        finally:
+            os._exit(0 if result else 1)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child did not end")
+
+
+def results():
+    """Of a call of each kind, large enough for several threads."""
+    noise = np.random.default_rng(1)
+    normal = lambda *shape: noise.standard_normal(shape).astype(np.float32)
+    q, k, v = normal(3, 40, 8, 64), normal(3, 90, 2, 64), normal(3, 90, 2, 64)
+    whole, lse = gqa.flash_attn_func(q, k, v, return_softmax_lse=True)
+    starts = np.array([0, 40, 80, 120], np.int32)
+    table, blocks = np.arange(6).reshape(3, 2), [normal(6, 64, 2, 64) for _ in "kv"]
+    given = {"block_table": table.astype(np.int32), "seqused_k": np.array([128, 100, 1])}
+    packed = gqa.flash_attn_varlen_func(q.reshape(120, 8, 64), *blocks, starts, **given)
+    step = gqa.flash_attn_with_kvcache(q[:, :1], k, v, k[:, 7:8].copy(), v[:, 7:8].copy(),
+                                       cache_seqlens=80)
+    merged = gqa.merge_states([whole, whole], [lse, lse])
+    return [whole, lse, packed, step, *merged]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_children_compute():
+    """Children of a process that has computed, and theirs, as gunicorn's with preload."""
+    wanted = results()
+
+    def is_same():
+        return all(map(np.array_equal, results(), wanted))
+
+    assert forked(is_same)
+    assert forked(lambda: is_same() and forked(is_same) and is_same())
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for got in pool.map_async(call_of_child, range(4)).get(60):
+            np.testing.assert_array_equal(got, wanted[0])
+
+
+def call_of_child(_):
+    return results()[0]

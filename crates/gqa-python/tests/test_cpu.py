@@ -9,7 +9,8 @@ import pytest
 
 def test_sequences_of_the_same_length(draw):
     pick = draw.pick
-    batch, rows, keys = pick.choice([1, 3]), pick.choice([1, 2, 7, 33]), pick.choice([1, 5, 33, 70])
+    batch = pick.choice([0, 1, 1, 3, 3])
+    rows, keys = pick.choice([0, 1, 2, 7, 33]), pick.choice([0, 1, 5, 33, 70])
     q = draw.array(batch, rows, draw.heads, draw.size)
     k, v = (draw.array(batch, keys, draw.kv_heads, draw.size) for _ in "kv")
     ours = draw.scores()
@@ -60,16 +61,18 @@ def test_alibi_far_before_all_keys(sinks):
 
 def test_sequences_of_any_lengths(draw):
     pick = draw.pick
-    count = pick.choice([1, 2, 5])
+    count = pick.choice([0, 1, 2, 5])
     rows = [pick.choice([0, 1, 3, 20]) for _ in range(count)]
     keys = [pick.choice([0, 1, 9, 40]) for _ in range(count)]
-    q = draw.array(sum(rows) or 1, draw.heads, draw.size)[: sum(rows)]
+    # Some tensors are longer than their sequences.
+    behind, keys_behind = pick.choice([0, 0, 1, 30]), pick.choice([0, 0, 1, 30])
+    q = draw.array(sum(rows) + behind or 1, draw.heads, draw.size)[: sum(rows) + behind]
     starts, key_starts = (np.cumsum([0, *n], dtype=np.int32) for n in (rows, keys))
     ours = draw.scores()
     paged = pick.random() < 0.5
     if paged:
         block = pick.choice([1, 4, 16])
-        columns = max(-(-n // block) for n in keys) + 1
+        columns = max((-(-n // block) for n in keys), default=0) + 1
         blocks = count * columns + 2
         k, v = (draw.array(blocks, block, draw.kv_heads, draw.size) for _ in "kv")
         table = draw.noise.permutation(blocks)[: count * columns].astype(np.int32)
@@ -77,10 +80,11 @@ def test_sequences_of_any_lengths(draw):
         where = {"block_table": table}
         rows_of = lambda cache, b: cache[table[b]].reshape(-1, draw.kv_heads, draw.size)[: keys[b]]
     else:
-        k, v = (draw.array(sum(keys) or 1, draw.kv_heads, draw.size)[: sum(keys)] for _ in "kv")
+        of_all = sum(keys) + keys_behind
+        k, v = (draw.array(of_all or 1, draw.kv_heads, draw.size)[:of_all] for _ in "kv")
         where = {}
         rows_of = lambda cache, b: cache[key_starts[b] : key_starts[b + 1]]
-    longest = max(rows), max(keys)
+    longest = (max(rows, default=0), max(keys, default=0))
     arguments = (q, k, v, starts, key_starts, *longest)
     if pick.random() < 0.2:
         ours["alibi_slopes"] = draw.slopes()
@@ -93,7 +97,9 @@ def test_sequences_of_any_lengths(draw):
         ours["seqused_k"] = np.array(keys, pick.choice([np.int32, np.int64]))
     alone = draw.call(gqa.flash_attn_varlen_func, *arguments, **ours)
     draw.check(alone, out.astype(np.float64))
-    assert lse.shape == (draw.heads, sum(rows))
+    assert lse.shape == (draw.heads, len(q))
+    assert not out[sum(rows) :].any() and not alone[sum(rows) :].any()
+    assert np.isneginf(lse[:, sum(rows) :]).all()
     for b in range(count):
         mine = slice(starts[b], starts[b + 1])
         expected, expected_lse = draw.expected(ours, q[mine], rows_of(k, b), rows_of(v, b))
@@ -107,7 +113,11 @@ class KvCache:
 
     def __init__(self, draw, batch):
         self.first, self.where = np.zeros(batch, np.int32), {}
-        self.lengths = draw.noise.integers(6, 60, batch).astype(draw.pick.choice(["i4", "i8"]))
+        # Up to 59 tokens, of which 5 may be new.
+        least = draw.pick.choice([0, 0, 6])
+        self.lengths = draw.noise.integers(least, 60, batch).astype(draw.pick.choice(["i4", "i8"]))
+        if draw.pick.random() < 0.1:
+            self.lengths[:] = 0
         if draw.pick.random() < 0.2:
             self.lengths[:] = 11
             self.where["cache_seqlens"] = 11
@@ -130,6 +140,7 @@ class KvCache:
         self.where["cache_batch_idx"] = entries
         if draw.pick.random() < 0.3:
             self.first = draw.noise.integers(0, 5, batch).astype(np.int32)
+            self.first = np.minimum(self.first, self.lengths.astype(np.int32))
             self.where["cache_leftpad"] = self.first
         self.of = lambda cache, b: cache[entries[b]]
         return batch + 2, 64
@@ -148,7 +159,7 @@ def new_tokens(draw, batch, rows):
 
 def test_kv_caches(draw):
     pick = draw.pick
-    batch, rows = pick.choice([1, 3]), pick.choice([1, 1, 4])
+    batch, rows = pick.choice([0, 1, 1, 3, 3]), pick.choice([0, 1, 1, 1, 4])
     q, cache = draw.array(batch, rows, draw.heads, draw.size), KvCache(draw, batch)
     count = rows if pick.random() < 0.7 else pick.choice([1, 2, 5])
     new = new_tokens(draw, batch, count) if pick.random() < 0.7 else {}
@@ -182,7 +193,7 @@ def test_kv_caches(draw):
 
 def test_trees_of_drafts(draw):
     pick = draw.pick
-    batch, rows = pick.choice([1, 3]), pick.choice([1, 4])
+    batch, rows = pick.choice([0, 1, 3]), pick.choice([1, 4])
     q, cache = draw.array(batch, rows, draw.heads, draw.size), KvCache(draw, batch)
     new = new_tokens(draw, batch, rows) if pick.random() < 0.7 else {}
     ours = {**draw.scores(), "causal": True}

@@ -51,30 +51,13 @@ def _integers(name, numbers, count=1):
     """An array of integers; a single one is that of each of count sequences."""
     if numbers is None or hasattr(numbers, "__dlpack__") and getattr(numbers, "ndim", 1) > 0:
         return numbers
-    if isinstance(numbers, (list, tuple)):
-        return np.asarray(numbers)
     try:
+        if isinstance(numbers, (list, tuple)):
+            # numpy takes an empty one for float64.
+            return np.array([operator.index(number) for number in numbers], np.int64)
         return np.full(count, operator.index(numbers), np.int64)
     except (TypeError, OverflowError):
         raise ValueError(f"{name}: got {numbers!r}; allowed: int32 or int64") from None
-
-
-def _numbers(name, array):
-    """Integers of any library as numpy's."""
-    try:
-        return np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        got = type(array).__name__
-        raise ValueError(f"{name}: got {got}, {error}; allowed: integers on the CPU") from None
-
-
-def _starts_of(used, count):
-    """cu_seqlens_k of so many keys of each sequence."""
-    numbers = _numbers("seqused_k", used)
-    if numbers.shape != (count,) or numbers.dtype.kind != "i" or (numbers < 0).any():
-        allowed = f"({count},) integers of 0 or more"
-        raise ValueError(f"seqused_k: got {numbers.dtype} {numbers.tolist()}; allowed: {allowed}")
-    return np.concatenate([[0], np.cumsum(numbers)])
 
 
 def _shared(array):
@@ -120,11 +103,9 @@ def _lse_shape(q):
 
 def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
     no_descales(descales)
-    names = "cu_seqlens_q", "cu_seqlens_k"
-    if used is not None:
-        count = _numbers("cu_seqlens_q", starts[0]).size - 1
-        starts = starts[0], _starts_of(used, count)
-    others = {name: _integers(name, numbers) for name, numbers in zip(names, starts)}
+    given = {"cu_seqlens_q": starts[0]}
+    given |= {"cu_seqlens_k": starts[1]} if used is None else {"seqused_k": used}
+    others = {name: _integers(name, numbers) for name, numbers in given.items()}
     others |= {"k": k, "v": v, "block_table": table}
     lse_shape = (q.shape[1], q.shape[0]) if want_lse else None
     out, lse = _attend(q, lse_shape, scores, most=most, **others)

@@ -107,9 +107,21 @@ def _scores(q, softmax_scale, softcap, causal, window_size, slopes, sinks):
 
 def _number(name, number):
     """A number that float32 has, too."""
-    if number == 0 or _LEAST <= number <= _MOST:
-        return float(number)
-    raise _invalid(name, number, f"0, or {_LEAST} to {_MOST}")
+    try:
+        if number == 0 or _LEAST <= number <= _MOST:
+            return float(number)
+    except (TypeError, ValueError, RuntimeError):
+        # No number, or an array of several.
+        pass
+    raise _invalid(name, repr(number), f"0, or {_LEAST} to {_MOST}")
+
+
+def _longest(name, number):
+    """A bound of lengths, or None."""
+    try:
+        return None if number is None else min(operator.index(number), _MOST_KEYS)
+    except TypeError:
+        raise _invalid(name, repr(number), "an integer or None") from None
 
 
 def _check(dimensions, **tensors):
@@ -130,7 +142,7 @@ def _check(dimensions, **tensors):
 
 def _no_dropout(dropout_p):
     if dropout_p != 0:
-        raise _invalid("dropout_p", dropout_p, "0: there is no dropout")
+        raise _invalid("dropout_p", repr(dropout_p), "0: there is no dropout")
 
 
 def _grad_enabled():
@@ -242,7 +254,7 @@ def flash_attn_varlen_func(
     scales = descales(k_descale, v_descale)
     if scales and block_table is None:
         raise _invalid("k_descale, v_descale", "an array", "None without block_table")
-    most = tuple(None if n is None else operator.index(n) for n in (max_seqlen_q, max_seqlen_k))
+    most = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
     step = {} if step is None else {"step": (step, arguments)}
     given = q, k, v, starts, used, most, block_table
     out, lse = _backend(q).varlen(*given, scores, want_lse, **step, **scales)
