@@ -129,9 +129,9 @@ impl KvCache {
     /// Rows of a query of this cache's shape.
     fn rows(&self, query: &Tensor) -> Result<usize> {
         match *query.dims() {
-            [_, rows, _, _] if rows > 0 => Ok(rows),
+            [_, rows, _, _] => Ok(rows),
             ref dims => {
-                let allowed = "(batch, tokens, query heads, size) with 1 token or more";
+                let allowed = "(batch, tokens, query heads, size)";
                 Err(invalid("query", format!("{dims:?}"), allowed))
             }
         }
@@ -150,6 +150,9 @@ impl KvCache {
         }
         let lengths = self.lengths_with(tokens)?;
         let [query, key, value] = tensors;
+        if rows == 0 {
+            return query.zeros_like();
+        }
         let [query, key, value] = [readable(query)?, readable(key)?, readable(value)?];
         let first = self.lengths.iter().all(|length| *length == 0);
         let call = match first {

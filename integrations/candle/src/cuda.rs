@@ -169,6 +169,15 @@ impl Gpu {
     }
 }
 
+impl Drop for Gpu {
+    /// Waits for the stream: a thread that ends drops the kernels that its calls share, and the
+    /// stream may still have some to run.
+    fn drop(&mut self) {
+        // There is nobody to tell of a failure; the next call of the stream fails, too.
+        let _ = self.theirs.synchronize();
+    }
+}
+
 impl State {
     /// Loaded plans that are kept: as many as a planner keeps.
     const MOST: usize = 1024;

@@ -118,15 +118,15 @@ impl PagedKvCache {
         batch: &[(Sequence, usize)],
     ) -> Result<Tensor> {
         let heads = self.attention.heads;
-        let tokens: usize = batch.iter().map(|(_, tokens)| tokens).sum();
+        let positions = self.attention.rope.as_ref().map(|rope| rope.cos.dim(0)).transpose()?;
+        let grown = self.tables.grown(batch, positions)?;
+        let tokens = grown.tokens();
         for (name, tensor, n) in
             [("query", query, heads.query), ("key", key, heads.kv), ("value", value, heads.kv)]
         {
             check_shape(name, tensor, &[tokens, n, heads.size], "(tokens, heads, size)")?;
             check_type(name, tensor, self.dtype)?;
         }
-        let positions = self.attention.rope.as_ref().map(|rope| rope.cos.dim(0)).transpose()?;
-        let grown = self.tables.grown(batch, positions)?;
         let [block_size, per_sequence] = [self.tables.block_size(), grown.per_sequence];
         let call = Paged::new(batch.len(), tokens, [self.blocks, block_size, per_sequence])
             .most_tokens(batch.iter().map(|(_, tokens)| *tokens).max().unwrap_or_default())

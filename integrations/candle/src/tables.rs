@@ -5,6 +5,9 @@ use crate::paged::Sequence;
 use candle::Result;
 use std::collections::BTreeMap;
 
+/// The most tokens that kernels count, of a sequence or of a call: in int32.
+const MOST_TOKENS: usize = i32::MAX as usize;
+
 /// Blocks of sequences, and those that are free.
 pub(crate) struct Tables {
     block_size: usize,
@@ -114,6 +117,11 @@ impl Tables {
 }
 
 impl Grown {
+    /// New tokens of all sequences.
+    pub(crate) fn tokens(&self) -> usize {
+        self.starts.last().map_or(0, |end| *end as usize)
+    }
+
     /// Adds a sequence with new tokens, and blocks for them.
     fn take(
         &mut self,
@@ -123,12 +131,21 @@ impl Grown {
         tokens: usize,
         positions: Option<usize>,
     ) -> Result<()> {
-        let length = rows.length + tokens;
-        if let Some(most) = positions.filter(|most| length > *most) {
+        let (most, what) = match positions {
+            Some(most) if most <= MOST_TOKENS => (most, "positions of the rotary embedding"),
+            _ => (MOST_TOKENS, "tokens that kernels count"),
+        };
+        let length = rows.length.checked_add(tokens).filter(|length| *length <= most);
+        let Some(length) = length else {
             let got = format!("{tokens} tokens of {sequence:?}, which has {}", rows.length);
-            let allowed = format!("up to {most} in all, the positions of the rotary embedding");
-            return Err(invalid("batch", got, allowed));
-        }
+            return Err(invalid("batch", got, format!("up to {most} in all, the {what}")));
+        };
+        let start = self.starts.last().copied().unwrap_or_default();
+        let Some(end) = i32::try_from(tokens).ok().and_then(|tokens| start.checked_add(tokens))
+        else {
+            let got = format!("{tokens} tokens of {sequence:?}, and {start} before them");
+            return Err(invalid("batch", got, format!("up to {MOST_TOKENS} in all")));
+        };
         let needed = length.div_ceil(tables.block_size).saturating_sub(rows.blocks.len());
         let Some(free) = self.free.checked_sub(needed) else {
             let got = format!("{tokens} tokens of {sequence:?}, which take {needed} more blocks");
@@ -138,7 +155,7 @@ impl Grown {
         let blocks = rows.blocks.iter().chain(taken).copied().collect();
         self.free = free;
         self.past.push(rows.length as i32);
-        self.starts.push(self.starts.last().copied().unwrap_or_default() + tokens as i32);
+        self.starts.push(end);
         self.longest = self.longest.max(length);
         self.sequences.push((sequence, Rows { blocks, length }));
         Ok(())

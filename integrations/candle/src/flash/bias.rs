@@ -15,14 +15,21 @@ pub(super) struct Bias {
 }
 
 impl Bias {
-    /// ALiBi, where there is such a thing.
+    /// ALiBi, where there are slopes. A row before all keys counts from the first of them: the
+    /// softmax is the same, while from its own place the numbers of all keys would round to the
+    /// same one in the element type.
+    ///
+    /// # Errors
+    ///
+    /// Where there are not as many slopes as heads, and where there is no memory for the bias.
     pub(super) fn alibi(scores: &Scores, sizes: Sizes, dtype: DType) -> Result<Option<Self>> {
         let Some(slopes) = &scores.slopes else { return Ok(None) };
         if slopes.len() != sizes.heads {
             let got = format!("{} slopes", slopes.len());
             return Err(invalid("alibi_slopes", got, format!("{}, the heads of q", sizes.heads)));
         }
-        let value = |head: usize, place: i64, key: i64| -slopes[head] * (place - key).abs() as f32;
+        let value =
+            |head: usize, place: i64, key: i64| -slopes[head] * (place.max(0) - key).abs() as f32;
         Self::of(sizes, sizes.heads, dtype, value).map(Some)
     }
 
@@ -72,11 +79,23 @@ impl Bias {
         let values = rows
             .flat_map(|(head, place)| (0..keys).map(move |key| (head, place, key as i64)))
             .map(|(head, place, key)| value(head, place, key));
+        let shape = [1, heads, sizes.rows, keys];
         let values = match dtype {
-            DType::F16 => CpuStorage::F16(values.map(f16::from_f32).collect()),
-            DType::BF16 => CpuStorage::BF16(values.map(bf16::from_f32).collect()),
-            _ => CpuStorage::F32(values.collect()),
+            DType::F16 => CpuStorage::F16(collected(shape, values.map(f16::from_f32))?),
+            DType::BF16 => CpuStorage::BF16(collected(shape, values.map(bf16::from_f32))?),
+            _ => CpuStorage::F32(collected(shape, values)?),
         };
         Ok(Self { heads, values })
     }
+}
+
+/// The elements of a bias of that shape; an error where memory has no room for them.
+fn collected<T>(shape: [usize; 4], elements: impl Iterator<Item = T>) -> Result<Vec<T>> {
+    let mut all = Vec::new();
+    let count = shape.iter().try_fold(1usize, |count, n| count.checked_mul(*n));
+    if count.is_none_or(|count| all.try_reserve_exact(count).is_err()) {
+        return Err(invalid("bias", format!("{shape:?}"), "a shape that memory has room for"));
+    }
+    all.extend(elements);
+    Ok(all)
 }

@@ -6,7 +6,7 @@
 //! ends. The rows of a sequence are its last ones: row `i` of `n`, over `m` keys, stands at
 //! `i + m - n`, and a window of `left` and `right` lets it see the keys from `left` before that
 //! place to `right` behind it; `None` is no bound. Causal is `right` of 0. A row that sees no key
-//! is 0.
+//! is 0, and so is one behind the last sequence.
 //!
 //! Beyond the original, tensors may be on the CPU, and float32 is taken too; head sizes need not be
 //! multiples of 8 unless the cache is paged or, on a GPU, lengths are variable, nor blocks have a
@@ -131,7 +131,7 @@ pub fn flash_attn_alibi_windowed_softcap(
 /// # Errors
 ///
 /// As [`flash_attn`], and unless `seqlens_q` and `seqlens_k` begin with 0, do not fall, and end
-/// with the number of rows there are.
+/// with the number of rows there are, or fewer.
 #[allow(clippy::too_many_arguments, reason = "the interface of candle-flash-attn")]
 pub fn flash_attn_varlen(
     q: &Tensor,

@@ -80,12 +80,17 @@ impl Paged {
                 return Err(invalid(argument, format!("{:?}", tensor.dims()), allowed));
             }
         }
-        self.starts.check_rows(cache.rows)?;
+        let rows = self.starts.check_rows(cache.rows)?;
         self.check_blocks(cache)?;
+        let (behind, q) = (cache.rows - rows, q.narrow(0, 0, rows)?);
         let (k, v) = (contiguous(k)?, contiguous(v)?);
-        match self.in_place(cache.size) {
-            true => contiguous(q)?.apply_op3(&k, &v, self),
-            false => self.gathered(cache, [q, &k, &v]),
+        let output = match self.in_place(cache.size) {
+            true => contiguous(&q)?.apply_op3(&k, &v, self),
+            false => self.gathered(cache, [&q, &k, &v]),
+        };
+        match behind {
+            0 => output,
+            behind => output?.pad_with_zeros(0, 0, behind),
         }
     }
 
@@ -202,9 +207,9 @@ impl Paged {
     }
 
     /// Where a sequence's row is, through all blocks.
-    fn place(&self, b: usize, row: usize, block_size: usize) -> u32 {
+    fn place(&self, b: usize, row: usize, block_size: usize) -> i64 {
         let block = self.blocks(b)[row / block_size];
-        block as u32 * block_size as u32 + (row % block_size) as u32
+        i64::from(block) * block_size as i64 + (row % block_size) as i64
     }
 }
 

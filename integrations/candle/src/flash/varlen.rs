@@ -42,18 +42,19 @@ impl Starts {
         ranges(&self.rows).into_iter().zip(ranges(&self.keys)).map(|(rows, keys)| [rows, keys])
     }
 
-    /// Errs unless there are as many rows.
-    pub(super) fn check_rows(&self, rows: usize) -> Result<()> {
+    /// Rows of all sequences; errs unless there are as many, or more, which are of no sequence.
+    pub(super) fn check_rows(&self, rows: usize) -> Result<usize> {
         check_end("seqlens_q", &self.rows, rows)
     }
 }
 
-fn check_end(argument: &'static str, starts: &[usize], rows: usize) -> Result<()> {
-    match starts.last() {
-        Some(&end) if end == rows => Ok(()),
-        end => {
-            let got = format!("{} at its end", end.copied().unwrap_or_default());
-            Err(invalid(argument, got, format!("{rows}, the rows that there are")))
+fn check_end(argument: &'static str, starts: &[usize], rows: usize) -> Result<usize> {
+    let end = starts.last().copied().unwrap_or_default();
+    match end <= rows {
+        true => Ok(end),
+        false => {
+            let allowed = format!("up to {rows}, the rows that there are");
+            Err(invalid(argument, format!("{end} at its end"), allowed))
         }
     }
 }
@@ -67,8 +68,8 @@ fn starts(
     let starts = integers(argument, tensor)?;
     let starts: Option<Vec<usize>> = starts.into_iter().map(|n| n.try_into().ok()).collect();
     let rising = |starts: &Vec<usize>| starts.first() == Some(&0) && starts.is_sorted();
-    let Some(starts) = starts.filter(|starts| starts.len() >= 2).filter(rising) else {
-        let allowed = "2 numbers or more, from 0 on, none less than the one before";
+    let Some(starts) = starts.filter(rising) else {
+        let allowed = "numbers from 0 on, none less than the one before";
         return Err(invalid(argument, tensor, allowed));
     };
     let longest = starts.windows(2).map(|w| w[1] - w[0]).max().unwrap_or_default();

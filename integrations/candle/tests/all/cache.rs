@@ -174,6 +174,32 @@ fn a_paged_cache_is_a_dense_one() -> Result<()> {
     })
 }
 
+/// Without a rotary embedding, whose positions end sooner.
+#[test]
+fn more_tokens_than_kernels_count_are_refused() -> Result<()> {
+    on_each(|device| {
+        let [q, k, v] = tensors(1, 5, device)?;
+        let (q, k, v) = (q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?);
+        let attention = Attention::new(HEADS[0], HEADS[1], SIZE);
+        let mut cache = PagedKvCache::new(&attention, 4, 4, DType::F32, device)?;
+        let (first, second) = (cache.begin(), cache.begin());
+        cache.attend(&q, &k, &v, &[(first, 5)])?;
+        for tokens in [usize::MAX, usize::MAX - 4, 1 << 32, i32::MAX as usize - 4] {
+            let text = refusal(cache.attend(&q, &k, &v, &[(first, tokens)]));
+            let want = format!(
+                "batch: got {tokens} tokens of {first:?}, which has 5; \
+                 allowed: up to 2147483647 in all, the tokens that kernels count"
+            );
+            assert_eq!(text, want);
+        }
+        let text = refusal(cache.attend(&q, &k, &v, &[(second, 6), (first, usize::MAX)]));
+        assert!(text.contains("the tokens that kernels count"), "{text}");
+        assert_eq!((cache.length(first), cache.length(second)), (Some(5), Some(0)));
+        assert_eq!(cache.free_blocks(), 2);
+        Ok(())
+    })
+}
+
 #[test]
 fn bad_input_is_refused_by_name_and_changes_nothing() -> Result<()> {
     on_each(|device| {
@@ -217,6 +243,17 @@ fn bad_input_is_refused_by_name_and_changes_nothing() -> Result<()> {
         );
         let text = refusal(cache.attend(&q, &k, &v, &[(first, 2), (first, 3)]));
         assert!(text.ends_with("allowed: each sequence once"), "{text}");
+        // Numbers whose sums wrap: of the call, of a sequence, and of what kernels count.
+        for (batch, most) in [
+            (vec![(first, usize::MAX), (second, 6)], usize::MAX),
+            (vec![(first, usize::MAX - 4)], usize::MAX - 4),
+            (vec![(first, 1 << 32)], 1 << 32),
+        ] {
+            let text = refusal(cache.attend(&q, &k, &v, &batch));
+            let want =
+                format!("batch: got {most} tokens of {first:?}, which has 5; allowed: up to ");
+            assert!(text.starts_with(&want), "{text}");
+        }
         cache.end(second);
         let text = refusal(cache.attend(&q, &k, &v, &[(second, 5)]));
         assert!(text.ends_with("allowed: sequences that this KV cache has begun"), "{text}");

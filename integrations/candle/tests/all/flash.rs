@@ -90,6 +90,31 @@ fn windows_softcap_and_alibi() -> Result<()> {
     })
 }
 
+/// Counted from their own places, the first rows are so far from all keys that float16 and bfloat16
+/// have one number for every distance.
+#[test]
+fn alibi_of_rows_far_before_all_keys() -> Result<()> {
+    on_each(|device| {
+        let slopes = vec![0.5, 0.25, 0.125, 0.0625, 0.03, 0.01];
+        let alibi = Tensor::new(&slopes[..], device)?;
+        let [q, k, v] = tensors(3000, 8, device)?;
+        let plain = Definition::new(SCALE, [None; 2]);
+        let want = Definition { slopes: Some(slopes), ..plain }.batch(&q, &k, &v)?;
+        let starts = [&[0u32, 3000], &[0, 8]].map(|starts| Tensor::new(starts, device));
+        let [sq, sk] = starts;
+        let (sq, sk) = (sq?, sk?);
+        for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F16, 3e-3), (DType::BF16, 3e-2)] {
+            let [q, k, v] = [&q, &k, &v].map(|tensor| tensor.to_dtype(dtype));
+            let (q, k, v) = (q?, k?, v?);
+            check(&flash_attn_alibi(&q, &k, &v, &alibi, SCALE, false)?, &want, tolerance)?;
+            let (q, k, v) = (q.i(0)?, k.i(0)?, v.i(0)?);
+            let got = flash_attn_varlen_alibi(&q, &k, &v, &alibi, &sq, &sk, 3000, 8, SCALE, false)?;
+            check(&got, &want.i(0)?, tolerance)?;
+        }
+        Ok(())
+    })
+}
+
 /// Rows, heads and batch entries of views, and heads with elements between them.
 #[test]
 fn views_are_read_where_they_are() -> Result<()> {
@@ -336,8 +361,10 @@ fn bad_input_is_refused_by_name() -> Result<()> {
         };
         let text = refusal(varlen([&[0, 4], &[0, 9]], [3, 9]));
         assert_eq!(text, "max_seqlen_q: got 3; allowed: 4 or more, by seqlens_q");
-        let text = refusal(varlen([&[0, 3], &[0, 9]], [3, 9]));
-        assert_eq!(text, "seqlens_q: got 3 at its end; allowed: 4, the rows that there are");
+        let text = refusal(varlen([&[0, 5], &[0, 9]], [5, 9]));
+        assert_eq!(text, "seqlens_q: got 5 at its end; allowed: up to 4, the rows that there are");
+        let text = refusal(varlen([&[0, 4], &[0, 10]], [4, 10]));
+        assert_eq!(text, "seqlens_k: got 10 at its end; allowed: up to 9, the rows that there are");
         let text = refusal(varlen([&[0, 4], &[0, 9, 9]], [4, 9]));
         assert_eq!(text, "seqlens_k: got 3 numbers; allowed: 2, as seqlens_q has");
         let text = refusal(varlen([&[0, 5, 4], &[0, 9, 9]], [5, 9]));

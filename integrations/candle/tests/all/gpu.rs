@@ -210,6 +210,49 @@ fn threads_share_no_scratch_memory() -> Result<()> {
     })
 }
 
+/// Fills free memory of the device's pool with NaN, in blocks of many sizes.
+fn poison(device: &Device) -> Result<()> {
+    for elements in [1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23] {
+        let blocks = (0..8).map(|_| Tensor::full(f32::NAN, elements, device));
+        blocks.collect::<Result<Vec<_>>>()?;
+    }
+    Ok(())
+}
+
+/// What a launch needs after its owner has let go of it is NaN by then. The calls split keys, so
+/// that scratch memory and counters are made for them, and are the first of their stream.
+#[test]
+fn first_calls_of_streams_and_threads_use_no_freed_memory() -> Result<()> {
+    on_gpu(|_| {
+        let work = |(rows, keys, dtype): (usize, usize, DType)| -> Result<()> {
+            let device = Device::new_cuda_with_stream(0)?;
+            let of = |device: &Device| tensors(rows, keys, 128, device, dtype);
+            let [q, k, v] = of(&Device::Cpu)?;
+            let want = flash_attn_windowed(&q, &k, &v, 0.125, None, Some(0))?;
+            let want_alibi = flash_attn_alibi(&q, &k, &v, &slopes(&Device::Cpu)?, 0.125, true)?;
+            poison(&device)?;
+            let [q, k, v] = of(&device)?;
+            let got = flash_attn_windowed(&q, &k, &v, 0.125, None, Some(0))?;
+            poison(&device)?;
+            let got_alibi = flash_attn_alibi(&q, &k, &v, &slopes(&device)?, 0.125, true)?;
+            drop([q, k, v]);
+            poison(&device)?;
+            let tolerance = if dtype == DType::F32 { 1e-4 } else { 4e-3 };
+            for (got, want) in [(got, want), (got_alibi, want_alibi)] {
+                let apart = apart(&got, &want)?;
+                assert!(apart < tolerance, "{rows} x {keys} {dtype:?}: {apart}");
+            }
+            Ok(())
+        };
+        let calls = [(1, 16384, DType::F16), (1, 40000, DType::F32), (4, 9000, DType::F16)];
+        calls.into_iter().try_for_each(work)?;
+        thread::scope(|scope| {
+            let threads: Vec<_> = calls.map(|call| scope.spawn(move || work(call))).into();
+            threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+        })
+    })
+}
+
 #[test]
 fn a_stream_that_is_captured_is_refused() -> Result<()> {
     on_gpu(|device| {

@@ -6,6 +6,7 @@ mod cache;
 mod clock;
 mod definition;
 mod devices;
+mod doors;
 mod flash;
 #[cfg(feature = "cuda")]
 mod gpu;
