@@ -33,11 +33,7 @@ impl PagedAttention {
         self.check_numbers()?;
         let sizes = self.sizes(inputs)?;
         let pages = sizes.pages(inputs)?;
-        let rows = pages.per_sequence.checked_mul(pages.block_size).ok_or_else(|| {
-            let got = shape(inputs.block_table.shape);
-            let allowed = format!("fewer columns, of blocks of {} rows each", pages.block_size);
-            Error::invalid("block_table", got, allowed)
-        })?;
+        let rows = pages.per_sequence * pages.block_size;
         let bound = |bound: usize, most: usize| if bound == 0 { most } else { bound.min(most) };
         let q_len = bound(inputs.bounds.query_rows, sizes.tokens);
         let total_len = bound(inputs.bounds.keys, rows).max(1);
