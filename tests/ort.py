@@ -566,7 +566,7 @@ class Nodes(unittest.TestCase):
 
 # What ONNX Runtime's operators have and ours do not, with the reason. The newest release decides: what it adds is a failing test here.
 REFUSED = {
-    ("GroupQueryAttention", "inputs", "query_seqlens"): "not computed yet; a session of such a model fails",
+    ("GroupQueryAttention", "inputs", "query_seqlens"): "not computed yet; a session of such a model fails by name",
     ("PagedAttention", "inputs", "value_cache"): "required: it is absent in the LATENT layout only, which is refused by name",
 }
 
@@ -584,6 +584,13 @@ def their_default(attribute):
 
 class Schemas(unittest.TestCase):
     """Our operators have the names, the optionality and the defaults of the installed onnxruntime's, but for what is refused."""
+
+    def test_an_input_that_is_not_computed_is_refused_by_name(self):
+        feed = layer(4, 10)
+        given = feed | {"query_seqlens": np.array([4], np.int32)}
+        text = refusal(model_of("GroupQueryAttention", [*NAMES, "query_seqlens"], given,
+                                [helper.make_tensor_value_info("output", TensorProto.FLOAT, None)], num_heads=6, kv_num_heads=2), given)
+        self.assertIn("query_seqlens: got an input; allowed: none, as it is not computed yet", text)
 
     def test_inputs_outputs_and_attributes(self):
         library = ctypes.CDLL(LIBRARY)

@@ -4,9 +4,14 @@ use crate::api::{Api, Failure};
 use crate::schema::{Absent, Literal, Schema};
 use gqa_host::Error;
 use gqa_host::op::{GroupQueryAttention, PagedAttention, QuantType};
-use ort_sys::OrtKernelInfo;
-use std::ffi::CStr;
+use ort_sys::{OrtKernelInfo, OrtStatusPtr};
+use std::ffi::{CStr, c_char};
 use std::ptr;
+
+/// ONNX Runtime's functions that tell how many names a list of a node has, and one of them.
+type Count = unsafe extern "system" fn(*const OrtKernelInfo, *mut usize) -> OrtStatusPtr;
+type Name =
+    unsafe extern "system" fn(*const OrtKernelInfo, usize, *mut c_char, *mut usize) -> OrtStatusPtr;
 
 /// A node, as ONNX Runtime shows it when it makes a kernel.
 #[derive(Clone, Copy)]
@@ -58,19 +63,41 @@ impl Node {
 
     /// Whether the node has that output.
     fn has_output(self, index: usize) -> Result<bool, Failure> {
-        let (table, mut count, mut bytes) = (self.api.table(), 0, 0);
+        let table = self.api.table();
+        self.has(index, table.KernelInfo_GetOutputCount, table.KernelInfo_GetOutputName)
+    }
+
+    /// Whether the node has that input.
+    fn has_input(self, index: usize) -> Result<bool, Failure> {
+        let table = self.api.table();
+        self.has(index, table.KernelInfo_GetInputCount, table.KernelInfo_GetInputName)
+    }
+
+    /// Whether a list of the node's names has one there that is not empty.
+    fn has(self, index: usize, list_count: Count, list_name: Name) -> Result<bool, Failure> {
+        let (mut count, mut bytes) = (0, 0);
         // SAFETY: the node is ONNX Runtime's, and the results have room
         unsafe {
-            self.api.check((table.KernelInfo_GetOutputCount)(self.info, &mut count))?;
+            self.api.check(list_count(self.info, &mut count))?;
             if index >= count {
                 return Ok(false);
             }
-            let none = ptr::null_mut();
-            let status = (table.KernelInfo_GetOutputName)(self.info, index, none, &mut bytes);
-            self.api.check(status)?;
+            self.api.check(list_name(self.info, index, ptr::null_mut(), &mut bytes))?;
         }
         // With the zero at its end.
         Ok(bytes > 1)
+    }
+
+    /// Errs where the node has an input that is not computed.
+    fn check_inputs(self) -> Result<(), Failure> {
+        let inputs = self.schema.inputs.iter().enumerate();
+        for (index, input) in inputs.filter(|(_, input)| input.refused) {
+            if self.has_input(index)? {
+                let allowed = "none, as it is not computed yet";
+                return Err(Error::invalid(input.name, "an input", allowed).into());
+            }
+        }
+        Ok(())
     }
 
     /// The attribute, whatever its type. ONNX Runtime gives a value only to who asks for its type.
@@ -161,6 +188,7 @@ impl Node {
 
     /// The operator of a GroupQueryAttention node.
     pub fn group_query_attention(self) -> Result<GroupQueryAttention, Failure> {
+        self.check_inputs()?;
         let heads = [self.int(c"num_heads")?, self.int(c"kv_num_heads")?];
         Ok(GroupQueryAttention::new(heads[0], heads[1])
             .causal(self.int(c"causal")?)

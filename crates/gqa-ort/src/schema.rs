@@ -49,6 +49,8 @@ pub struct Input {
     pub kind: Kind,
     /// Whether a node must have it.
     pub required: bool,
+    /// Whether a node that has it is refused.
+    pub refused: bool,
 }
 
 /// An output. The first is required, the others are not.
@@ -63,12 +65,18 @@ pub struct Output {
 
 /// An input that a node may lack.
 pub const fn input(name: &'static str, role: TensorId, kind: Kind) -> Input {
-    Input { name, role: Some(role), kind, required: false }
+    Input { name, role: Some(role), kind, required: false, refused: false }
 }
 
 /// int32 numbers that the host reads, whatever device computes.
 pub const fn numbers(name: &'static str) -> Input {
-    Input { name, role: None, kind: Kind::Always(DType::I32), required: false }
+    Input { name, role: None, kind: Kind::Always(DType::I32), required: false, refused: false }
+}
+
+/// int32 numbers that the operator has and that are not computed. ONNX Runtime would call a model
+/// with them invalid, and not say why, if it did not know of them.
+pub const fn refused(name: &'static str) -> Input {
+    Input { refused: true, ..numbers(name) }
 }
 
 /// An attribute.
@@ -118,12 +126,13 @@ pub const fn optional(name: &'static CStr, means: Literal) -> Attribute {
     Attribute { name, absent: Absent::Means(means) }
 }
 
-/// As JSON: lists of [name, whether a node must have it], and attributes by name: "required", null,
-/// or [default].
+/// What is not refused, as JSON: lists of [name, whether a node must have it], and attributes by
+/// name: "required", null, or [default].
 impl Display for Schema {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let list = |items: Vec<String>| items.join(", ");
-        let inputs = self.inputs.iter().map(|i| format!("[{:?}, {}]", i.name, i.required));
+        let inputs = self.inputs.iter().filter(|input| !input.refused);
+        let inputs = inputs.map(|i| format!("[{:?}, {}]", i.name, i.required));
         let outputs = self.outputs.iter().enumerate();
         let outputs = outputs.map(|(i, output)| format!("[{:?}, {}]", output.name, i == 0));
         let attributes = self.attributes.iter().map(|Attribute { name, absent }| match absent {
