@@ -5,9 +5,11 @@ use gqa_host::driver::{Shipped, shipped};
 use gqa_host::engine::{Dense, Heads, Layer};
 use gqa_host::plan::{Arg, DeviceInfo, Fold, Plan, PlanOptions, plan};
 use gqa_host::{DType, Result};
-use gqa_ptx::{Constants, fold};
+use gqa_ptx::{Constants, Ptxas, fold};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
 
 /// Parameters that no kernel has as many of, and more bytes than each has.
 const PARAMETERS: usize = 32;
@@ -142,5 +144,52 @@ fn constants_are_null_pointers_and_bytes_of_the_parameters() {
             }
         }
         assert!(launch.args().contains(&Arg::Null));
+    }
+}
+
+/// Kernels of models, on GPUs, with what their layers fix: as the driver would assemble them.
+fn models() -> Vec<(&'static str, &'static str, String)> {
+    let shapes = [(32, 8, 128), (64, 8, 64), (16, 4, 256), (40, 8, 128)];
+    let mut found = Vec::new();
+    for (query, kv, size) in shapes {
+        for call in [Dense::decode(1, 4096), Dense::decode(8, 4096), Dense::prefill(4, 512, 512)] {
+            for name in ["h200", "a100"] {
+                let layer = Layer::new(DType::BF16, Heads { query, kv, size });
+                let device = DeviceInfo::known(name).unwrap();
+                let problem = layer.dense(call.clone()).unwrap();
+                let plan = plan(&problem, &device, &PlanOptions::default()).unwrap();
+                for launch in plan.launches().iter().filter(|launch| launch.entry().hot) {
+                    let entry = launch.entry();
+                    let holds = |module: &&Shipped| module.kernels().any(|name| name == entry.name);
+                    let modules = shipped().iter().filter(holds).filter(|m| m.runs_on(device.sm));
+                    let module = modules.max_by_key(|module| module.arch).unwrap();
+                    let text = module.ptx(entry.name).unwrap().unwrap();
+                    let text = fold(&text, entry.name, &launch.constants(Fold::Layer));
+                    let arch = if name == "h200" { "sm_90a" } else { "sm_80" };
+                    found.push((entry.name, arch, text));
+                }
+            }
+        }
+    }
+    found.sort();
+    found.dedup();
+    found
+}
+
+#[test]
+fn the_assembler_takes_folded_kernels_without_spills() {
+    let tools = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("cuda-tools");
+    let Ok(ptxas) = Ptxas::find(&tools) else {
+        println!("SKIPPED: no ptxas; `cargo xtask ptxas` installs it");
+        return;
+    };
+    for (number, (name, arch, text)) in models().into_iter().enumerate() {
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("folded-{number}.ptx"));
+        fs::write(&file, text).unwrap();
+        let report = ptxas.assemble(&file, arch).unwrap();
+        let [usage] = &report.usage[..] else { panic!("{name}: {report:?}") };
+        let spilled = usage.spill_stores + usage.spill_loads;
+        assert_eq!((usage.stack, spilled), (0, 0), "{name} on {arch}");
+        assert!(report.warnings.is_empty(), "{name} on {arch}: {:?}", report.warnings);
     }
 }
