@@ -10,7 +10,7 @@ use gqa_host::op::{PagedAttention, PagedCache, PagedInputs, PagedOutputs};
 use gqa_host::plan::{DeviceInfo, Launch, PlanOptions, plan};
 use gqa_host::reference::Reference;
 use gqa_host::{DType, Problem, QuantFormat, Quantization, Result, Tensor};
-use gqa_kernels::registry::Family;
+use gqa_kernels::registry::{Family, Role};
 use ndarray::{ArrayD, IxDyn};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
@@ -33,6 +33,8 @@ pub struct PagedCase {
     /// One token in so many goes nowhere by slot_mapping, as it is in the cache already; 0: there
     /// is none.
     pub skipped: Option<usize>,
+    /// The table leads outside of the cache for some blocks that tokens see or are written to.
+    pub gaps: bool,
 }
 
 /// Calls that the planner gives to the decode families of paged KV caches: a token of each
@@ -60,8 +62,48 @@ pub fn paged_steps(steps: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy
             block_size,
             spare_blocks,
             skipped,
+            gaps: false,
         })
         .boxed()
+}
+
+/// These calls with tables that lead outside of the cache.
+pub fn with_gaps(cases: BoxedStrategy<PagedCase>) -> BoxedStrategy<PagedCase> {
+    cases.prop_map(|case| PagedCase { gaps: true, ..case }).boxed()
+}
+
+/// Such of these calls as kernels take that read blocks where they are, as planned.
+pub fn in_place<C: Parity + 'static>(
+    cases: BoxedStrategy<C>,
+    device: &DeviceInfo,
+    options: &PlanOptions,
+) -> BoxedStrategy<C> {
+    let (device, options) = (device.clone(), options.clone());
+    let cases = cases.prop_filter("reads blocks where they are", move |case| {
+        let problem = case.problem().expect("legal");
+        let plan = plan(&problem, &device, &options).expect("a plan");
+        let copies = [Role::PagedGather, Role::PagedDequantize];
+        !plan.launches().iter().any(|launch| copies.contains(&launch.entry().role))
+    });
+    cases.boxed()
+}
+
+/// Puts blocks that are outside of a cache of `count` blocks among those of a sequence: some, the
+/// last or all of them, or none.
+pub(crate) fn put_gaps(row: &mut [i32], count: usize, rng: &mut SmallRng) {
+    let (kind, last) = (rng.random_range(0..6), row.len().wrapping_sub(1));
+    for (i, block) in row.iter_mut().enumerate() {
+        let is_gap = match kind {
+            0 => false,
+            1 => true,
+            2 => i == last,
+            _ => rng.random_range(0..3) == 0,
+        };
+        if is_gap {
+            let outside = [-1, count as i32, 9999, i32::MAX, i32::MIN, i32::MIN + 1];
+            *block = outside[rng.random_range(0..outside.len())];
+        }
+    }
 }
 
 /// Calls that the planner gives to two kernels where SMs are few, or sequences and rows many, and
@@ -152,7 +194,7 @@ pub fn paged(cases: BoxedStrategy<Case>, max_rows: usize) -> BoxedStrategy<Paged
             let sequences = with_a_token(sequences);
             let quantized = case.quantized.filter(|how| fits(how, case.head_size));
             let case = Case { quantized, ..case };
-            PagedCase { case, sequences, block_size, spare_blocks, skipped }
+            PagedCase { case, sequences, block_size, spare_blocks, skipped, gaps: false }
         })
         .boxed()
 }
@@ -309,6 +351,9 @@ impl Tensors {
                 // sequence's block or that of nobody too.
                 let mut row: Vec<_> = free.by_ref().take(used).collect();
                 row.resize_with(columns, || data.rng.random());
+                if paged.gaps {
+                    put_gaps(&mut row[paged.freed(sequence)..used], count, &mut data.rng);
+                }
                 for block in &mut row[..paged.freed(sequence)] {
                     *block = match data.rng.random_range(0..4) {
                         0 => *block,
@@ -321,18 +366,22 @@ impl Tensors {
             })
             .collect();
         let place = |b: usize, row: usize| {
-            table[b][row / paged.block_size] as usize * paged.block_size + row % paged.block_size
+            let block = usize::try_from(table[b][row / paged.block_size]).ok();
+            let block = block.filter(|&block| block < count)?;
+            Some(block * paged.block_size + row % paged.block_size)
         };
         let mut slots = Vec::new();
         let mut held = vec![false; count * paged.block_size];
         for (b, &[past, new]) in paged.sequences.iter().enumerate() {
             let kept = paged.freed(&[past, new]) * paged.block_size;
-            (kept..past).for_each(|row| held[place(b, row)] = true);
+            (kept..past).filter_map(|row| place(b, row)).for_each(|place| held[place] = true);
             for row in past..past + new {
                 let skips =
                     paged.skipped.is_some_and(|every| every > 0 && slots.len() % every == 0);
-                held[place(b, row)] = skips;
-                slots.push(if skips { -1 } else { place(b, row) as i32 });
+                if let Some(place) = place(b, row) {
+                    held[place] = skips;
+                }
+                slots.push(place(b, row).filter(|_| !skips).map_or(-1, |place| place as i32));
             }
         }
         let mut cache = |spread| {

@@ -5,6 +5,7 @@ use crate::Tolerance;
 use crate::call::{Data, poisoned};
 use crate::case::any_scales;
 use crate::compare::{optional, tensors};
+use crate::paged::put_gaps;
 use crate::parity::{Judge, Parity};
 use gqa_host::backend::{Backend, Io};
 use gqa_host::engine::{Heads, Layer, Paged, Rope};
@@ -42,6 +43,8 @@ pub struct PagedReadCase {
     pub head_sink: bool,
     /// Log-sum-exp wanted.
     pub lse: bool,
+    /// The table leads outside of the cache for some blocks that tokens see.
+    pub gaps: bool,
     /// Of all data.
     pub seed: u64,
 }
@@ -84,11 +87,17 @@ pub fn paged_reads(
                     rotates,
                     head_sink,
                     lse,
+                    gaps: false,
                     seed,
                 }
             },
         )
         .boxed()
+}
+
+/// These calls with tables that lead outside of the cache.
+pub fn reads_with_gaps(cases: BoxedStrategy<PagedReadCase>) -> BoxedStrategy<PagedReadCase> {
+    cases.prop_map(|case| PagedReadCase { gaps: true, ..case }).boxed()
 }
 
 impl PagedReadCase {
@@ -184,12 +193,17 @@ impl Given {
         let ([_, kv, size], [columns, blocks]) = (case.heads, case.blocks());
         let mut order: Vec<_> = (0..blocks as i32).collect();
         order.shuffle(&mut data.rng);
-        let table = &order[..case.sequences.len() * columns];
+        let mut table = order[..case.sequences.len() * columns].to_vec();
         let mut held = vec![false; blocks * case.block_size];
-        for (row, [keys, _]) in table.chunks_exact(columns).zip(&case.sequences) {
+        for (row, [keys, _]) in table.chunks_exact_mut(columns).zip(&case.sequences) {
+            if case.gaps {
+                put_gaps(&mut row[..keys.div_ceil(case.block_size)], blocks, &mut data.rng);
+            }
             for key in 0..*keys {
-                let block = row[key / case.block_size] as usize;
-                held[block * case.block_size + key % case.block_size] = true;
+                let block = usize::try_from(row[key / case.block_size]).unwrap_or(blocks);
+                if block < blocks {
+                    held[block * case.block_size + key % case.block_size] = true;
+                }
             }
         }
         let mut cache = || {
@@ -200,7 +214,7 @@ impl Given {
             }
         };
         let cache = [cache(), cache()];
-        let table = Array2::from_shape_vec((case.sequences.len(), columns), table.to_vec());
+        let table = Array2::from_shape_vec((case.sequences.len(), columns), table);
         (cache, table.expect("as many").into(), held)
     }
 

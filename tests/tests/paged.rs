@@ -4,9 +4,9 @@ use gqa_host::backend::cpu::Cpu;
 use gqa_host::backend::sim::Sim;
 use gqa_host::plan::{DeviceInfo, PlanOptions};
 use gqa_tests::{
-    DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, paged,
+    DECODE_KERNELS, PREFILL_KERNELS, any_dtype, case, half_dtype, heads_up_to, in_place, paged,
     paged_concurrent, paged_crowds, paged_mixed, paged_prompts, paged_reads, paged_steps, parity,
-    quantized, slow_device, steps, with_row_scales, with_some_lse,
+    quantized, reads_with_gaps, slow_device, steps, with_gaps, with_row_scales, with_some_lse,
 };
 
 #[test]
@@ -160,4 +160,80 @@ fn tokens_without_a_key() {
         parity(&format!("sim, {device}, reads of blocks, prompts"), 20, prompts(), &sim);
     }
     parity("sim, reads of blocks by general kernels", 40, of_any(&[16, 80], 8), &Sim::default());
+}
+
+/// A block outside of the cache takes no rows, and the keys that it would hold are masked.
+#[test]
+fn gaps_on_the_cpu() {
+    let any = |max| case(any_dtype(), heads_up_to(256), max);
+    parity("cpu, gaps", 400, with_gaps(paged(any(40), 70)), &Cpu::default());
+    parity("cpu, gaps, codes", 400, with_gaps(paged(quantized(any(40)), 70)), &Cpu::default());
+    let of_rows = with_gaps(paged(with_row_scales(any(40)), 70));
+    parity("cpu, gaps, scales of rows", 400, of_rows, &Cpu::default());
+    let reads = reads_with_gaps(paged_reads(any_dtype(), &[16, 64, 80], 24));
+    parity("cpu, gaps, reads", 400, reads, &Cpu::default());
+}
+
+fn known(device: &str) -> DeviceInfo {
+    DeviceInfo::known(device).expect("a known device")
+}
+
+#[test]
+fn gaps_in_decode() {
+    let elements = |rows| with_gaps(paged_steps(steps(40), rows));
+    let codes = |rows| with_gaps(paged_steps(quantized(steps(40)), rows));
+    let of_rows = |rows| with_gaps(paged_steps(with_row_scales(steps(40)), rows));
+    let check = |name: &str, cases, of, device: &DeviceInfo, options: PlanOptions| {
+        let sim = Sim::default().with_device(device.clone()).with_options(options.clone());
+        parity(
+            &format!("sim, decode with gaps, {name}"),
+            cases,
+            in_place(of, device, &options),
+            &sim,
+        );
+    };
+    for device in ["h200", "a100"] {
+        let (known, options) = (known(device), PlanOptions::default);
+        check(device, 120, elements(200), &known, options());
+        check(&format!("{device}, codes"), 80, codes(200), &known, options());
+        check(&format!("{device}, scales of rows"), 40, of_rows(200), &known, options());
+    }
+    for (cluster, splits) in [(8, 1), (1, 5), (2, 3)] {
+        let (cluster, splits) = (Some(cluster), Some(splits));
+        let options = PlanOptions { cluster, splits, ..PlanOptions::default() };
+        check("in clusters", 40, elements(300), &known("h200"), options.clone());
+        check("codes in clusters", 20, codes(300), &known("h200"), options);
+    }
+}
+
+#[test]
+fn gaps_in_prompts() {
+    let check = |name: &str, cases, of, device: &DeviceInfo| {
+        let (sim, options) = (Sim::default().with_device(device.clone()), PlanOptions::default());
+        let of = in_place(with_gaps(of), device, &options);
+        parity(&format!("sim, {name} with gaps"), cases, of, &sim);
+    };
+    for device in ["h200", "a100"] {
+        let prompts = paged_prompts(case(half_dtype(), heads_up_to(256), 24), 60);
+        check(&format!("prompts on {device}"), 40, prompts, &known(device));
+    }
+    let codes = paged_prompts(quantized(case(half_dtype(), heads_up_to(128), 24)), 60);
+    check("prompts of codes", 16, codes, &known("h200"));
+    let few = DeviceInfo { multiprocessors: 2, ..DeviceInfo::h200() };
+    let prompts = paged_prompts(case(half_dtype(), heads_up_to(128), 24), 200);
+    check("prompts on 2 SMs", 20, prompts, &few);
+    check("mixed batches", 10, paged_mixed(steps(24), 60), &few);
+}
+
+#[test]
+fn gaps_in_reads() {
+    for device in ["h200", "a100"].map(known) {
+        let (sim, options) = (Sim::default().with_device(device.clone()), PlanOptions::default());
+        let reads = |tokens| {
+            let reads = paged_reads(half_dtype(), &[64, 128, 256], tokens);
+            in_place(reads_with_gaps(reads), &device, &options)
+        };
+        parity("sim, reads with gaps", 60, reads(8), &sim);
+        parity("sim, reads with gaps, prompts", 20, reads(150), &sim);
+    }
 }

@@ -71,7 +71,12 @@ pub fn exact(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
 
 /// Computes a call on tensors that fit it.
 fn compute(problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
-    let call = Call::new(problem, io)?;
+    compute_without(Vec::new(), problem, io)
+}
+
+/// The same where no row sees the keys `hidden`, of a call of one sequence.
+fn compute_without(hidden: Vec<usize>, problem: &Problem, io: &mut Io<'_>) -> Result<Exact> {
+    let call = Call { hidden, ..Call::new(problem, io)? };
     Ok(match problem.computes {
         CallKind::Attention if problem.quantizes_output() => {
             let scale = io.need(TensorId::OutputScale)?.to_f64()[0];
@@ -97,6 +102,8 @@ struct Call<'a> {
     position_ids: Vec<f64>,
     bias: Vec<f64>,
     tree_mask: Vec<i64>,
+    /// Keys that no row sees, in order.
+    hidden: Vec<usize>,
     sink: Vec<f64>,
     q_norm_weight: Vec<f64>,
     k_norm_weight: Vec<f64>,
@@ -150,6 +157,7 @@ impl<'a> Call<'a> {
             position_ids: values(inputs.input(TensorId::PositionIds)),
             bias: values(inputs.input(TensorId::AttentionBias)),
             tree_mask: words(inputs.input(TensorId::TreeMask)),
+            hidden: Vec::new(),
             sink: values(inputs.input(TensorId::HeadSink)),
             q_norm_weight: values(inputs.input(TensorId::QNormWeight)),
             k_norm_weight: values(inputs.input(TensorId::KNormWeight)),
@@ -485,8 +493,11 @@ impl<'a> Call<'a> {
         cap.map_or(scaled, |cap| cap * (scaled / cap).tanh())
     }
 
-    /// Whether tree_mask hides key `j`, which it may if that is new.
+    /// Whether key `j` is hidden from all rows, or by tree_mask, which may hide new keys.
     fn hides(&self, b: usize, s: usize, j: usize) -> bool {
+        if self.hidden.binary_search(&j).is_ok() {
+            return true;
+        }
         let new = j as i64 - self.position(b, 0);
         let word = self.tree_mask.get(b * self.problem.q_len + s);
         word.is_some_and(|word| new >= 0 && word.wrapping_shr(new as u32) & 1 == 0)

@@ -1,7 +1,7 @@
 //! PagedAttention: the new rows go into the cache, then each sequence is a call of its own over the
 //! rows that its blocks hold.
 
-use super::{Exact, compute};
+use super::{Exact, compute_without};
 use crate::backend::Io;
 use crate::plan::TensorId;
 use crate::{
@@ -40,7 +40,8 @@ struct Sequence<'a> {
     /// first tokens have no row.
     past: i64,
     /// The row of the cache, through all blocks, that has each row of the sequence; none where no
-    /// token sees a row of the block, which may be another sequence's by now.
+    /// token sees a row of the block, which may be another sequence's by now, or where the table
+    /// leads outside of the cache.
     places: Vec<Option<usize>>,
     /// The row that takes each token, if any does.
     slots: Vec<Option<usize>>,
@@ -66,8 +67,9 @@ impl<'a> Sequence<'a> {
             let seen = p.window.map_or(0, |window| (before + 1).saturating_sub(window));
             let place = |row: usize| {
                 let (block, in_block) = (row / pages.block_size, row % pages.block_size);
-                (block >= seen / pages.block_size)
-                    .then(|| blocks[block] as usize * pages.block_size + in_block)
+                let is_seen = block >= seen / pages.block_size;
+                let is_there = (0..pages.blocks as i64).contains(&blocks[block]);
+                (is_seen && is_there).then(|| blocks[block] as usize * pages.block_size + in_block)
             };
             let rows = (past + new as i64).max(0) as usize;
             let places: Vec<_> = (0..rows).map(place).collect();
@@ -210,7 +212,10 @@ impl<'a> Sequence<'a> {
             .get(self.start..self.start + self.new)
             .map(|words| -> Tensor { Array1::from(words.to_vec()).into() });
         let mut output = Tensor::zeros(p.dtype, &[0]);
-        compute(
+        // A prompt that is only appended attends to nothing.
+        let hidden = (0..self.places.len()).filter(|&row| self.places[row].is_none()).collect();
+        compute_without(
+            hidden,
             call,
             &mut Io {
                 inputs: io

@@ -64,6 +64,8 @@
 //! **Blocks**: of a paged KV cache a table is asked where the rows of each tile are (`layout.rs`).
 //! New rows are tokens there, those of all sequences one behind the other; a block whose row tile
 //! has none, because its sequence has fewer tokens, or more than this launch takes, ends at once.
+//! Where the table leads outside of the cache nothing is read or written, and keys are masked, new
+//! ones too.
 //!
 //! **Smaller heads** (`layout.rs`): kernels that pad read and write the columns that heads have.
 //! The others of queries, keys and values are zero in shared memory, and products and merges go
@@ -491,7 +493,7 @@ impl<
         }
         rows.seqlen = layout.seqlen(a, &rows, Self::length(asked));
         let share = Share::new::<H::Over<L>>(&p, &rows, place, Self::KEYS, tree);
-        let rotations = if cache_first {
+        let (rotations, lacks_rows) = if cache_first {
             Self::ask_cache_first(&opening, &rows, &share, &cache)
         } else {
             Self::ask_new_rows_first(&opening, &rows, &share, &mut cache, ahead)
@@ -517,7 +519,7 @@ impl<
             }
         }
         if Self::IN_TEAMS {
-            let (states, acc) = Self::attend_together(&p, &rows, &share, cache, tree);
+            let (states, acc) = Self::attend_together(&p, &rows, &share, cache, tree, lacks_rows);
             Self::publish_together(states, &acc);
         } else {
             let unit = C::prepare(&tiles, staging, Self::BLOCK);
@@ -525,7 +527,8 @@ impl<
                 Self::append_early(&p, &rows, place, &new_tokens, &tiles, layout, staging);
             }
             let of_rows = RowScales { given: new_tokens.scales, staging };
-            let (states, mut acc) = Self::attend(&p, &rows, &share, cache, of_rows, unit, tree);
+            let (states, mut acc) =
+                Self::attend(&p, &rows, &share, cache, of_rows, unit, tree, lacks_rows);
             C::scale(&mut acc, staging);
             Self::publish::<C>(states, &acc);
         }
@@ -578,26 +581,28 @@ impl<
         cp_async_commit();
     }
 
-    /// The first tiles of the cache, then queries and new rows.
+    /// The first tiles of the cache, then queries and new rows. Says besides whether a lane has
+    /// found a row of theirs that is nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_cache_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
         rows: &Rows,
         share: &Share,
         cache: &Cache<C, L, UNITS>,
-    ) -> Rotations<C::Element> {
-        Self::start(share, cache, false);
+    ) -> (Rotations<C::Element>, bool) {
+        let lacks_rows = Self::start(share, cache, false)
+            | Self::new_row_is_nowhere(opening.p, rows, share, cache.layout);
         let rotations =
             opening.new_tokens.rotations(opening.p, rows, opening.tiles, share.has_new_tokens);
         Self::ask_queries::<_, L>(opening, rows);
         Self::ask_new_rows::<_, L>(opening, rows, share);
         // Who counts copies under way expects those of the first tiles behind the new rows.
         (0..2 * STAGES).for_each(|_| cp_async_commit());
-        rotations
+        (rotations, lacks_rows)
     }
 
     /// New rows, behind the queries, then the first tiles of the cache, but for keys that were
-    /// asked for ahead.
+    /// asked for ahead. Says besides whether a lane has found a row of theirs that is nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn ask_new_rows_first<C: Cached, L: Layout>(
         opening: &Opening<C, D8, UNITS>,
@@ -605,15 +610,16 @@ impl<
         share: &Share,
         cache: &mut Cache<C, L, UNITS>,
         ahead: bool,
-    ) -> Rotations<C::Element> {
+    ) -> (Rotations<C::Element>, bool) {
         Self::ask_new_rows::<_, L>(opening, rows, share);
         let rotations =
             opening.new_tokens.rotations(opening.p, rows, opening.tiles, share.has_new_tokens);
         if !Self::ASKS_AHEAD {
             cache.lanes = Self::lanes::<C>();
         }
-        Self::start(share, cache, ahead);
-        rotations
+        let lacks_rows = Self::start(share, cache, ahead)
+            | Self::new_row_is_nowhere(opening.p, rows, share, cache.layout);
+        (rotations, lacks_rows)
     }
 
     /// Whether the block asks for its first tiles of the cache before the new rows: where its SM

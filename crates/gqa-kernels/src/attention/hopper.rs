@@ -197,6 +197,7 @@ impl<
                         }
                     }
                 } else if let Some(pages) = pages {
+                    pages::look_for_gaps::<Self>(base, pages, p);
                     pages.wait_for_overlapped();
                 }
             }
@@ -528,10 +529,12 @@ fn fill_ones<T: MmaElement, S: Tile>(base: u32) {
 fn init_barriers<T: MmaElement, S: Tile>(base: u32, mask: Option<Mask<T>>, pages: Option<Pages>) {
     let warps = S::WARPGROUPS * 4;
     let copying = pages.map_or(1, |_| pages::COPYING_WARPS);
+    // Queries, and what is known of gaps.
+    let described = if pages.is_some() { 2 } else { 1 };
     let (copied, read) = mask.map_or((0, 0), |_| (mask::WARPS, warps));
     let mut stage = 0;
     while stage < S::Q_TILES {
-        mbarrier_init(base + S::Q_FULL + 8 * stage, 1);
+        mbarrier_init(base + S::Q_FULL + 8 * stage, described);
         mbarrier_init(base + S::Q_EMPTY + 8 * stage, WARPGROUP / 32);
         stage += 1;
     }

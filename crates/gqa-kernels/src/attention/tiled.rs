@@ -16,7 +16,8 @@
 //! null, is (batch, query head, S).
 //!
 //! **Over a paged KV cache** tokens of all sequences are query rows of one batch entry, and tiles
-//! of K and V are put together from pieces of 16 rows, each in one block (`tiled/layout.rs`).
+//! of K and V are put together from pieces of 16 rows, each in one block (`tiled/layout.rs`); where
+//! the table leads outside of the cache nothing is read, and keys are masked.
 //! Queries are rotated in shared memory, because a launch of its own would write them all for
 //! attention to read them again.
 //!
@@ -61,7 +62,9 @@ use crate::tile::bias::Bias;
 use crate::tile::fragment::{accumulate, left_operands, row_of, scores, scores_at, store, zeros};
 use crate::tile::pages;
 use crate::tile::rows::{Row, Rows, close_all, row_tiles};
-use crate::tile::softmax::{ScoreScale, States, mask, to_log2, weigh_plain, weigh_with_slack};
+use crate::tile::softmax::{
+    ScoreScale, States, hide, mask, to_log2, weigh_plain, weigh_with_slack,
+};
 use crate::tile::swizzle::{RowCopy, Swizzled, WarpRead, swizzled_bytes};
 use layout::{Blocks, Layout, SideBySide};
 
@@ -368,6 +371,7 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
             cp_async_wait::<0>();
             sync_threads();
             copy(values, v, begin, spots);
+            let lacks_keys = layout.lacks_keys(spots);
             spots = layout.find(begin, Self::KEYS, span.some.end);
 
             let ([left, right], queries) = (Self::reads(), Self::queries::<T>());
@@ -379,6 +383,9 @@ impl<const M: usize, const D8: usize, const N8: usize, const THREADS: u32, const
             scale.adjust(&mut weights);
             if span.is_partial(begin, Self::KEYS) {
                 mask(&mut weights, begin, |m, half| Self::row(m, half).visible);
+            }
+            if lacks_keys {
+                hide(&mut weights, begin, |key| layout.is_nowhere(key.min(span.some.end - 1)));
             }
 
             cp_async_wait::<0>();

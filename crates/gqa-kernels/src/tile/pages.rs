@@ -76,12 +76,23 @@ pub struct BlockTable {
     pub last: u32,
 }
 
+/// In place of a row of the cache: the table gives the sequence a block outside of the cache. Rows
+/// behind it have this bit, too, and no row of a cache has it.
+const NOWHERE: u32 = 1 << 31;
+
+/// Whether a place is a row of the cache. Of other places nothing is read or written, and the keys
+/// that they would hold are masked.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn is_somewhere(place: u32) -> bool {
+    place & NOWHERE == 0
+}
+
 impl BlockTable {
-    /// The row of the cache that has row `row` of the sequence; within the cache whatever the table
-    /// says.
+    /// The place of row `row` of the sequence: a row of the cache, or [nowhere](is_somewhere).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn place(self, row: u32) -> u32 {
         let block = self.entries.load((row >> self.log_rows) as usize) as u32;
-        (block.min(self.last) << self.log_rows) + (row & ((1 << self.log_rows) - 1))
+        let within = row & ((1 << self.log_rows) - 1);
+        if block > self.last { NOWHERE } else { (block << self.log_rows) + within }
     }
 }

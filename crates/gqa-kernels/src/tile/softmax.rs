@@ -94,6 +94,26 @@ pub fn mask<const M: usize, const N8: usize>(
     }
 }
 
+/// Hides the keys from `begin` on that are nowhere.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn hide<const M: usize, const N8: usize>(
+    scores: &mut Fragments<M, N8>,
+    begin: u32,
+    is_nowhere: impl Fn(u32) -> bool,
+) {
+    for block in 0..N8 {
+        for i in 0..2 {
+            if is_nowhere(begin + 8 * block as u32 + column_of() + i as u32) {
+                for m in 0..M {
+                    for half in 0..2 {
+                        scores[m][block][2 * half + i] = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Turns scores into softmax weights against the rows' new maxima, and rescales what was
 /// accumulated against the old ones.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]

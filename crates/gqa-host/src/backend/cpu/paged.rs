@@ -20,23 +20,42 @@ pub(super) struct Blocks<'a> {
     /// block_table
     table: &'a [i32],
     kv_heads: usize,
+    /// Whether a row that some token sees is in no block of the cache.
+    pub(super) has_gaps: bool,
 }
 
 impl Blocks<'_> {
-    /// The row of the cache, through all blocks, that has a row of sequence `b`.
-    fn place(&self, b: usize, row: usize) -> usize {
-        let Pages { per_sequence, block_size, .. } = self.pages;
-        self.table[b * per_sequence + row / block_size] as usize * block_size + row % block_size
+    /// The row of the cache, through all blocks, that has a row of sequence `b`; none where the
+    /// table leads outside of the cache.
+    pub(super) fn place(&self, b: usize, row: usize) -> Option<usize> {
+        let Pages { per_sequence, block_size, blocks, .. } = self.pages;
+        let block = usize::try_from(self.table[b * per_sequence + row / block_size]).ok()?;
+        (block < blocks).then(|| block * block_size + row % block_size)
     }
 
     /// Where a KV head's row of `size` elements starts.
-    pub(super) fn start(&self, [b, head, row]: [usize; 3], size: usize) -> usize {
-        (self.place(b, row) * self.kv_heads + head) * size
+    pub(super) fn start(&self, [b, head, row]: [usize; 3], size: usize) -> Option<usize> {
+        self.place(b, row).map(|place| (place * self.kv_heads + head) * size)
     }
 
     /// That row.
-    pub(super) fn row<'e, E>(&self, elements: &'e [E], place: [usize; 3], size: usize) -> &'e [E] {
-        &elements[self.start(place, size)..][..size]
+    pub(super) fn row<'e, E>(
+        &self,
+        elements: &'e [E],
+        place: [usize; 3],
+        size: usize,
+    ) -> Option<&'e [E]> {
+        self.start(place, size).map(|start| &elements[start..][..size])
+    }
+
+    /// Whether these sequences have a row that some token sees and that is in no block.
+    fn have_gaps(&self, p: &Problem, sequences: &[Sequence]) -> bool {
+        sequences.iter().enumerate().any(|(b, sequence)| {
+            let past = sequence.position.max(0) as usize;
+            let new = if sequence.rows == 0 { 0 } else { sequence.total.saturating_sub(past) };
+            let blocks = self.pages.blocks_read(p.window, past, new);
+            blocks.into_iter().any(|block| self.place(b, block * self.pages.block_size).is_none())
+        })
     }
 }
 
@@ -44,12 +63,11 @@ impl Run<'_> {
     /// Computes a call whose cache consists of blocks.
     pub(super) fn paged(&self, p: &Problem, pages: Pages, io: &mut IoViews<'_>) -> Result<()> {
         let table = integers(io, TensorId::BlockTable)?;
-        let call = PagedCall {
-            run: self,
-            problem: p,
-            sequences: sequences(p, io)?,
-            blocks: Blocks { pages, table, kv_heads: p.kv_heads },
-        };
+        let sequences = sequences(p, io)?;
+        let blocks = Blocks { pages, table, kv_heads: p.kv_heads, has_gaps: false };
+        let has_gaps = blocks.have_gaps(p, &sequences);
+        let call =
+            PagedCall { run: self, problem: p, sequences, blocks: Blocks { has_gaps, ..blocks } };
         // Who shares a block sees what all others have written.
         if !p.reads_pages_only() {
             call.append(io)?;
@@ -142,7 +160,7 @@ impl PagedCall<'_> {
         }
         let places = self.sequences.iter().enumerate().flat_map(|(b, sequence)| {
             let rows = sequence.position as usize..sequence.total;
-            rows.map(move |row| Some(self.blocks.place(b, row)))
+            rows.map(move |row| self.blocks.place(b, row))
         });
         Ok(places.collect())
     }

@@ -251,6 +251,16 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
+    /// The blocks of a call where keys may have none.
+    fn gaps(&self) -> Option<Blocks<'_>> {
+        match self.call.keys {
+            Cached::Blocks(blocks, _) | Cached::BlocksOfCodes(blocks, ..) => {
+                blocks.has_gaps.then_some(blocks)
+            }
+            Cached::Numbers(_) | Cached::Codes(..) => None,
+        }
+    }
+
     fn sink(&self, row: usize) -> Option<f32> {
         match (self.call.problem.sink, self.call.head_sink) {
             (Sink::Zero, _) => Some(0.0),
@@ -283,7 +293,7 @@ impl<T: Element> Rows for Task<'_, T> {
     }
 
     fn has_bias(&self) -> bool {
-        self.call.problem.has_mask()
+        self.call.problem.has_mask() || self.gaps().is_some()
     }
 
     fn sizes(&self) -> [usize; 2] {
@@ -336,9 +346,12 @@ impl<T: Element> Rows for Task<'_, T> {
             count: keys.len(),
         };
         let dense = || [p.keys_read(), p.values_read()].map(side_by_side);
+        if self.gaps().is_some() {
+            return None;
+        }
         let in_blocks = |blocks: Blocks<'_>, size, numbers| {
-            let starts = keys.clone().map(|row| blocks.start([self.b, head, row], size) * numbers);
-            Starts::Each(starts.collect())
+            let starts = keys.clone().filter_map(|row| blocks.start([self.b, head, row], size));
+            Starts::Each(starts.map(|start| start * numbers).collect())
         };
         match (self.call.keys, self.call.values) {
             (Cached::Numbers(k), Cached::Numbers(v)) => {
@@ -395,9 +408,27 @@ impl<T: Element> Rows for Task<'_, T> {
         if p.tree_mask {
             self.hide_new(row, first, scores);
         }
+        if let Some(blocks) = self.gaps() {
+            for (score, key) in scores.iter_mut().zip(first..) {
+                if blocks.place(self.b, key).is_none() {
+                    *score = f32::NEG_INFINITY;
+                }
+            }
+        }
         let (Some(bias), Some(layout)) = (self.call.bias, p.bias_layout()) else { return };
         let (s, head) = self.rows.place(row);
         bias.add(layout.at(self.b, head, s) + first, scores);
+    }
+}
+
+/// A row of the cache and where it goes; a row that is in no block leaves zeros.
+fn or_zeros<'t, R>((row, to): (Option<R>, &'t mut [f32])) -> Option<(R, &'t mut [f32])> {
+    match row {
+        Some(row) => Some((row, to)),
+        None => {
+            to.fill(0.0);
+            None
+        }
     }
 }
 
@@ -436,7 +467,8 @@ impl<'a, T: Element> Cached<'a, T> {
                 T::widen_rows(starts.map(|start| &elements[start..][..size]).zip(to));
             }
             Self::Blocks(blocks, elements) => {
-                T::widen_rows(places().map(|place| blocks.row(elements, place, size)).zip(to));
+                let rows = places().map(|place| blocks.row(elements, place, size));
+                T::widen_rows(rows.zip(to).filter_map(or_zeros));
             }
             Self::Codes(codes, bytes) => {
                 // A head's rows lie side by side.
@@ -445,9 +477,11 @@ impl<'a, T: Element> Cached<'a, T> {
                 codes.decode(of.head, size, rows.map(|((number, row), to)| (number, row, to)));
             }
             Self::BlocksOfCodes(blocks, codes, bytes) => {
-                let row =
-                    |place| (blocks.start(place, 1), blocks.row(bytes, place, codes.bytes(size)));
-                let rows = places().map(row).zip(to);
+                let row = |place| {
+                    let row = blocks.row(bytes, place, codes.bytes(size))?;
+                    Some((blocks.start(place, 1)?, row))
+                };
+                let rows = places().map(row).zip(to).filter_map(or_zeros);
                 codes.decode(of.head, size, rows.map(|((number, row), to)| (number, row, to)));
             }
         }
@@ -463,7 +497,7 @@ impl<'a, T: Element> Cached<'a, T> {
             }
             Self::BlocksOfCodes(blocks, codes, _) => {
                 let number = |row| blocks.start([of.b, of.head, row], 1);
-                codes.scales_of_rows(of.rows.clone().map(number), to)
+                codes.scales_of_rows(of.rows.clone().filter_map(number), to)
             }
             Self::Numbers(_) | Self::Blocks(..) => false,
         }

@@ -19,22 +19,25 @@ impl Places<'_> {
     }
 
     /// The row of the cache, counted through all blocks, that `block_table` has for a position.
-    fn row(self, at: Position) -> usize {
+    fn row(self, at: Position) -> Option<usize> {
         let size = self.pages.block_size;
-        self.first_row(at.sequence, at.position / size) + at.position % size
+        let first = self.first_row(at.sequence, at.position / size)?;
+        Some(first + at.position % size)
     }
 
-    /// The first row of a sequence's block.
-    fn first_row(self, sequence: usize, block: usize) -> usize {
+    /// The first row of a sequence's block, if that is one of the cache.
+    fn first_row(self, sequence: usize, block: usize) -> Option<usize> {
         let block = self.block_table[sequence * self.pages.per_sequence + block];
-        block as usize * self.pages.block_size
+        let block = usize::try_from(block).ok().filter(|&block| block < self.pages.blocks)?;
+        Some(block * self.pages.block_size)
     }
 
-    /// The row that takes a new token, the `token`th of the call; none takes those of slot -1.
+    /// The row that takes a new token, the `token`th of the call; none takes those of slot -1, or
+    /// of a block outside of the cache.
     fn written(self, token: usize, at: Position) -> Option<usize> {
         match self.slot_mapping {
             Some(slots) => usize::try_from(slots[token]).ok(),
-            None => Some(self.row(at)),
+            None => self.row(at),
         }
     }
 }
@@ -73,7 +76,7 @@ impl<'a> Written<'a> {
     pub(super) fn check_reader(&self, sequence: usize, read: Range<usize>) -> Result<()> {
         let size = self.places.pages.block_size;
         for block in read.start / size..read.end.div_ceil(size) {
-            let first = self.places.first_row(sequence, block);
+            let Some(first) = self.places.first_row(sequence, block) else { continue };
             for (&row, &writer) in self.tokens.range(first..first + size) {
                 let at = Position { sequence, position: block * size + row - first };
                 if read.contains(&at.position) && at != writer {

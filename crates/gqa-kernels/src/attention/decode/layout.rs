@@ -5,7 +5,7 @@ use crate::concept::pages::{Length, Sequence};
 use crate::concept::seqlen::Seqlen;
 use crate::params::{AttentionParams, PagedDecodeParams, Strides};
 use crate::simt::{Global, lane};
-use crate::tile::pages::BlockTable;
+use crate::tile::pages::{BlockTable, is_somewhere};
 use crate::tile::rows::Rows;
 use crate::tile::swizzle::{Swizzled, WarpCopy};
 use bytemuck::Pod;
@@ -20,6 +20,9 @@ pub trait Layout: Copy {
     const PIECE: u32;
     /// Whether heads may have fewer columns than tiles.
     const PADS: bool = false;
+    /// Whether rows may be nowhere, because a table leads outside of the cache. Their keys are
+    /// masked.
+    const MAY_LACK_ROWS: bool = false;
     /// Where the pieces of a tile are, as far as that is looked up.
     type Spots: Copy;
 
@@ -47,18 +50,30 @@ pub trait Layout: Copy {
         (r < rows.count()).then(|| (start + rows.row(r).s) as usize)
     }
 
-    /// Where a row of the head is in a tensor with these strides.
-    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize;
+    /// Where the row of the head at a [place](Self::place) is in a tensor with these strides.
+    fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize;
 
     /// Among the scales of rows, where each row of the cache has its own, that of the head's first
     /// row, and how far it is from one row to the next.
     fn scales(self, a: &AttentionParams, rows: &Rows) -> (usize, u32);
 
-    /// The row of the cache, as scales are counted, that has a row of the sequence.
+    /// The row of the cache, as scales are counted, that has a row of the sequence, or nowhere.
     fn place(self, row: u32) -> u32;
 
-    /// The same of the first row of a piece, which is row `row`.
+    /// Whether a place is a row of the cache.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_somewhere(self, place: u32) -> bool {
+        !Self::MAY_LACK_ROWS || is_somewhere(place)
+    }
+
+    /// The place of the first row of a piece, which is row `row`.
     fn place_of(self, spots: Self::Spots, piece: u32, row: u32) -> u32;
+
+    /// Whether a piece is nowhere.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn lacks_rows(self, _: Self::Spots) -> bool {
+        false
+    }
 
     /// Looks up where the `rows` rows from `begin` on are, of which those from `end` on may be
     /// nowhere.
@@ -113,8 +128,8 @@ impl Layout for SideBySide {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
-        cache.at(rows.batch, rows.kv_head, row)
+    fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize {
+        cache.at(rows.batch, rows.kv_head, place)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -160,6 +175,9 @@ impl Layout for SideBySide {
 /// Blocks have a power of two of rows, [`PIECE`](Layout::PIECE) or more, and tiles begin at
 /// multiples of as many, so that each piece of a tile lies in one block. Where that is, is looked
 /// up while the tile before it is on its way: copies that waited for the table would be late.
+///
+/// A table may lead outside of the cache. Of such a piece nothing is read, and tiles have zeros in
+/// its place.
 #[derive(Clone, Copy)]
 pub struct Blocks {
     /// Where the tokens of each sequence begin, (batch + 1), or null: each has one.
@@ -203,6 +221,7 @@ const PIECES: usize = 4;
 impl Layout for Blocks {
     const MAY_BE_EMPTY: bool = true;
     const MAY_OVERLAP: bool = true;
+    const MAY_LACK_ROWS: bool = true;
     const PIECE: u32 = 16;
     type Spots = [u32; PIECES];
 
@@ -237,8 +256,8 @@ impl Layout for Blocks {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
-        self.table.place(row) as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
+    fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize {
+        place as usize * self.stride as usize + cache.at(0, rows.kv_head, 0)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -254,6 +273,11 @@ impl Layout for Blocks {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place_of(self, spots: [u32; PIECES], piece: u32, _: u32) -> u32 {
         spots[piece as usize]
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn lacks_rows(self, spots: [u32; PIECES]) -> bool {
+        !is_somewhere(spots.into_iter().fold(0, |all, place| all | place))
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -342,6 +366,7 @@ impl<L: Layout> Layout for Narrow<L> {
     const MAY_OVERLAP: bool = L::MAY_OVERLAP;
     const PIECE: u32 = L::PIECE;
     const PADS: bool = true;
+    const MAY_LACK_ROWS: bool = L::MAY_LACK_ROWS;
     type Spots = L::Spots;
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -360,8 +385,8 @@ impl<L: Layout> Layout for Narrow<L> {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
-    fn element(self, cache: Strides, rows: &Rows, row: u32) -> usize {
-        self.layout.element(cache, rows, row)
+    fn element(self, cache: Strides, rows: &Rows, place: u32) -> usize {
+        self.layout.element(cache, rows, place)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
@@ -377,6 +402,11 @@ impl<L: Layout> Layout for Narrow<L> {
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn place_of(self, spots: L::Spots, piece: u32, row: u32) -> u32 {
         self.layout.place_of(spots, piece, row)
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn lacks_rows(self, spots: L::Spots) -> bool {
+        self.layout.lacks_rows(spots)
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]

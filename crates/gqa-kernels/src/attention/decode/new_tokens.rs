@@ -165,7 +165,7 @@ impl<C: Cached> NewTokens<C> {
         })
     }
 
-    /// Appends the new keys and values.
+    /// Appends the new keys and values that have a place in the cache.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn append<L: Layout, const D8: usize, const UNITS: usize>(
         &self,
@@ -180,7 +180,11 @@ impl<C: Cached> NewTokens<C> {
         if C::BY_ROW {
             let (first, step) = layout.scales(a, rows);
             for s in Rolled(thread_idx()..new_rows(p, rows), threads) {
-                let number = first + layout.place(past + s) as usize * step as usize;
+                let place = layout.place(past + s);
+                if !layout.is_somewhere(place) {
+                    continue;
+                }
+                let number = first + place as usize * step as usize;
                 let of_row = [0, block.keys].map(|tile| staging.rows.load(tile + s));
                 C::store_row_scales(self.scales, number, of_row);
             }
@@ -190,8 +194,12 @@ impl<C: Cached> NewTokens<C> {
             if L::PADS && L::is_padding(a, unit * (UNIT * D8 as u32 / UNITS as u32)) {
                 continue;
             }
+            let place = layout.place(past + s);
+            if !layout.is_somewhere(place) {
+                continue;
+            }
             let to = |cache: Strides| {
-                layout.element(cache, rows, past + s)
+                layout.element(cache, rows, place)
                     + (unit * Swizzled::<C::Cell, UNITS>::PER_UNIT) as usize
             };
             self.present_k.store_vec(to(a.k), tiles.cached_keys.place(s, unit).load_vec(0));

@@ -49,7 +49,7 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// Asks for those of a tile; of rows that there are not they are 0.
+    /// Asks for those of a tile; of rows that there are not, or that are nowhere, they are 0.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn ask_row_scales<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -77,6 +77,9 @@ impl<
                     let start = layout.place_of(spots, piece, begin + piece * height);
                     place = start + key - piece * height;
                 }
+            }
+            if !layout.is_somewhere(place) {
+                return [0.0; 2];
             }
             C::row_scales(given, first + place as usize * step as usize)
         })

@@ -12,6 +12,7 @@
 
 use super::cached::{Cached, first_channel};
 use super::layout::{Heads, Layout};
+use super::new_tokens::new_rows;
 use super::products::{self, Products, is_tight};
 use super::row_scales::{self, RowScales};
 use super::tree::Tree;
@@ -20,13 +21,13 @@ use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::params::{AttentionParams, DecodeParams};
 use crate::simt::{
-    Global, Shared, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
+    Global, Shared, any_sync, cp_async_commit, cp_async_wait, fma, lane, opaque, sync_warp, warp,
 };
 use crate::tile::columns::{Columns, load_depth, load_queries, weigh};
 use crate::tile::copy::{UNIT, wait_for_all_but};
-use crate::tile::fragment::row_of;
+use crate::tile::fragment::{Fragments, row_of};
 use crate::tile::rows::{Rows, Span};
-use crate::tile::softmax::{ScoreScale, States, mask, total};
+use crate::tile::softmax::{ScoreScale, States, hide, mask, total};
 use crate::tile::swizzle::{Swizzled, WarpCopy, WarpRead};
 use bytemuck::Pod;
 
@@ -190,17 +191,19 @@ impl<
         if p.ahead != 0 { place.among(p).0 * Self::TEAMS * Self::KEYS } else { 0 }
     }
 
-    /// Starts the first copies of the warp; `ahead` if its first keys are on their way.
+    /// Starts the first copies of the warp; `ahead` if its first keys are on their way. Returns
+    /// whether one of their rows is nowhere.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn start<C: Cached, L: Layout>(
         share: &Share,
         cache: &Cache<C, L, UNITS>,
         ahead: bool,
-    ) {
+    ) -> bool {
         let tile_of = |slot| share.start(Self::team()) + slot * share.step(Self::TEAMS);
         // All are looked up before copies wait for the first.
         let spots: [L::Spots; MAX_STAGES] =
             core::array::from_fn(|slot| Self::find_tile(cache.layout, share, tile_of(slot as u32)));
+        let mut lacks_rows = false;
         for slot in 0..STAGES {
             let (tile, spots) = (tile_of(slot), spots[slot as usize]);
             if slot == 0 && ahead {
@@ -209,7 +212,52 @@ impl<
                 Self::copy(Self::keys(slot), cache, cache.k, spots, share, tile);
             }
             Self::copy(Self::values(slot), cache, cache.v, spots, share, tile);
+            lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile, spots);
         }
+        lacks_rows
+    }
+
+    /// Whether rows of a tile of the team, of which `spots` are the warp's part, are nowhere.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn tile_lacks_rows<L: Layout>(
+        layout: L,
+        share: &Share,
+        tile: u32,
+        spots: L::Spots,
+    ) -> bool {
+        if !L::MAY_LACK_ROWS || Self::TEAM == 1 {
+            return layout.lacks_rows(spots);
+        }
+        layout.lacks_rows(layout.find(share.begin(tile), share.old_end, Self::KEYS))
+    }
+
+    /// Whether the new row that this lane looks up is nowhere. Together a warp's lanes look at every
+    /// block that takes new rows.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn new_row_is_nowhere<L: Layout>(
+        p: &DecodeParams,
+        rows: &Rows,
+        share: &Share,
+        layout: L,
+    ) -> bool {
+        const { assert!(!L::MAY_LACK_ROWS || Self::KEYS <= 31 * L::PIECE) }
+        let new = new_rows(p, rows);
+        if !L::MAY_LACK_ROWS || !share.has_new_tokens || new == 0 {
+            return false;
+        }
+        let further = (lane() * L::PIECE).min(new - 1);
+        !layout.is_somewhere(layout.place(share.past + further))
+    }
+
+    /// Hides the keys from row `begin` on that are nowhere.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn hide_nowhere<L: Layout, const BLOCKS: usize>(
+        a: &AttentionParams,
+        layout: L,
+        begin: u32,
+        scores: &mut Fragments<BLOCKS, N8>,
+    ) {
+        hide(scores, begin, |row| !layout.is_somewhere(layout.place(row.min(a.capacity - 1))));
     }
 
     /// Looks up where the warp's part of a tile of the team is.
@@ -270,13 +318,17 @@ impl<
             let begin = begin + within;
             let cells = UNITS as u32 * Swizzled::<C::Cell, UNITS>::PER_UNIT;
             let source = cache.layout.row(spots, piece, source, begin, cells);
-            let valid = end.saturating_sub(begin);
+            let mut valid = end.saturating_sub(begin);
+            if !cache.layout.is_somewhere(cache.layout.place_of(spots, piece, begin)) {
+                valid = 0;
+            }
             cache.layout.start(lanes, place.from(within), height, source, valid);
         }
     }
 
     /// The warp's part of the rank's share; a product with the prepared queries is to be multiplied
-    /// by `unit`.
+    /// by `unit`. `lacks_rows` if a row of the first tiles or a new one is nowhere: from the first
+    /// such tile on each is asked again, so that the others need not ask.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -286,8 +338,10 @@ impl<
         of_rows: RowScales<C>,
         unit: f32,
         tree: Tree,
+        lacks_rows: bool,
     ) -> (States<M>, Columns<M, D8>) {
         let a = &p.attention;
+        let mut lacks_rows = L::MAY_LACK_ROWS && any_sync(lacks_rows);
         let RowScales { given, staging } = of_rows;
         let scale = ScoreScale::new(a.scale * unit, a.softcap);
         let visible_of = |m: usize, r: u32| rows.row(16 * m as u32 + r).visible;
@@ -310,6 +364,7 @@ impl<
         let (mut tile, mut slot) = (share.start(Self::team()), 0);
         let ahead = STAGES * share.step(Self::TEAMS);
         let mut spots = Self::find_tile(cache.layout, share, tile + ahead);
+        lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + ahead, spots);
         let ask = |tile| Self::ask_row_scales(p, rows, share, &cache, given, tile);
         let (mut asked, mut value_unit) = ([[0.0; 2]; 2], row_scales::LEAST_UNIT);
         if C::BY_ROW {
@@ -360,6 +415,9 @@ impl<
                     tree.mask(&mut weights, bounds, word);
                 }
             }
+            if lacks_rows {
+                Self::hide_nowhere(a, cache.layout, begin, &mut weights);
+            }
             weigh::<M, HALVES, N8, D8>(&mut states, &mut weights, &mut acc, scale);
             if C::BY_ROW {
                 value_unit = Self::raise_unit(&mut acc, &of_tile, value_unit);
@@ -377,6 +435,7 @@ impl<
 
             tile += share.step(Self::TEAMS);
             spots = Self::find_tile(cache.layout, share, tile + ahead);
+            lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + ahead, spots);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();

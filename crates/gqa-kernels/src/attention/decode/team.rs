@@ -14,7 +14,7 @@ use crate::concept::mask::Visible;
 use crate::concept::softmax::SoftmaxState;
 use crate::params::DecodeParams;
 use crate::simt::{
-    Shared, cp_async_wait, lane, named_barrier_sync, opaque, sync_threads, sync_warp,
+    Shared, any_sync, cp_async_wait, lane, named_barrier_sync, opaque, sync_threads, sync_warp,
 };
 use crate::tile::copy::wait_for_all_but;
 use crate::tile::fragment::{Fragments, column_of, row_of};
@@ -33,7 +33,7 @@ impl<
     P: Products,
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
-    /// The team's part of the rank's share.
+    /// The team's part of the rank's share; `lacks_rows` as in [`attend`](Self::attend).
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn attend_together<C: Cached, L: Layout>(
         p: &DecodeParams,
@@ -41,8 +41,10 @@ impl<
         share: &Share,
         cache: Cache<C, L, UNITS>,
         tree: Tree,
+        lacks_rows: bool,
     ) -> (States<1>, Fragments<1, D8>) {
         let a = &p.attention;
+        let mut lacks_rows = L::MAY_LACK_ROWS && any_sync(lacks_rows);
         let scale = ScoreScale::new(a.scale, a.softcap);
         let first_row = first_row();
         let lane = P::lane::<C::Operand, D8, UNITS>(Self::queries());
@@ -54,6 +56,7 @@ impl<
         let (start, end) = (share.start(team), share.end(team, Self::TEAMS));
         let (mut tile, mut slot) = (start, 0);
         let mut spots = Self::find_tile(cache.layout, share, start + STAGES * step);
+        lacks_rows |= Self::tile_lacks_rows(cache.layout, share, start + STAGES * step, spots);
         while tile < end {
             let is_fresh = tile >= share.tiles;
             let begin = if is_fresh { share.past } else { share.begin(tile) };
@@ -86,6 +89,9 @@ impl<
                         tree.mask(&mut weights, bounds, word);
                     }
                 }
+                if lacks_rows {
+                    Self::hide_nowhere(a, cache.layout, begin, &mut weights);
+                }
                 let rescale = |_, half, factor| {
                     for block in 0..D8 {
                         for i in 2 * half..2 * half + 2 {
@@ -105,6 +111,7 @@ impl<
 
             tile += step;
             spots = Self::find_tile(cache.layout, share, tile + STAGES * step);
+            lacks_rows |= Self::tile_lacks_rows(cache.layout, share, tile + STAGES * step, spots);
             slot = if slot + 1 == STAGES { 0 } else { slot + 1 };
         }
         cp_async_wait::<0>();

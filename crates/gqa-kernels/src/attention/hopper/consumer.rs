@@ -284,7 +284,8 @@ impl<
         // Large heads of two bytes do better with one loop: the other one keeps K until weights are
         // seen, and with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128 && !S::IS_TRANSPOSED;
-        let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
+        let has_gaps = self.pointers.pages.is_some() && slot.has_gaps::<S>();
+        let bottom = if mixed || has_gaps { u32::MAX } else { keys.first.max(keys.full_first) };
         Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
 
@@ -378,6 +379,12 @@ impl<
         if at.tile >= at.keys.full_end || at.tile < at.keys.full_first {
             let row = at.slot.place::<S>().row;
             self.softmax.mask(s, at.slot.seen::<S>(), row, at.tile * S::N);
+        }
+        if let Some(pages) = self.pointers.pages
+            && at.slot.has_gaps::<S>()
+        {
+            let (batch, total) = (at.slot.place::<S>().batch, at.slot.seqlen().total);
+            pages.hide_gaps(s, batch, at.tile * S::N, total);
         }
     }
 

@@ -11,6 +11,10 @@
 //! **Key tiles** come in boxes, each of which lies in one block: the lower of both is their height.
 //! Each lane of two warps copies one: a warp starts a copy in about 100 cycles, in which TMA is not
 //! even half busy, and blocks of 16 rows make many.
+//!
+//! **Gaps**: the table may lead outside of the cache. TMA leaves zeros in place of such a box, and
+//! the keys are masked. A warp of its own looks for gaps while the queries of a work tile are on
+//! their way, so that steps over tiles of which all rows see all keys need not ask.
 
 use super::ring::Ring;
 use super::row_tiles::RowTiles;
@@ -112,16 +116,64 @@ impl Pages {
 
     /// Where this lane's box of tile number `tile` is in the cache. Behind the keys `seen` there
     /// may be no blocks: the last one stands for them. Those wholly before a window may belong to
-    /// another sequence by now: they are said to be behind the cache, from where zeros come.
+    /// another sequence by now: they are said to be behind the cache, from where zeros come, and
+    /// so are those outside of it.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn find_box<S: Tile>(self, tile: u32, head: u32, batch: u32, seen: Visible) -> Spot {
         let height = self.box_rows::<S>();
         let key = tile * S::N + nth_box() * height;
         let seen = key.min(seen.end - 1).max(seen.first) & !(height - 1);
-        let entry = batch * self.per_sequence + (seen >> self.log_rows);
-        let block = (self.table.load(entry as usize) as u32).min(self.last);
+        let block = self.block(batch, seen >> self.log_rows).min(self.last + 1);
         let block = if seen > key { self.last + 1 } else { block };
         Spot { row: seen & ((1 << self.log_rows) - 1), head, block }
+    }
+
+    /// Entry `nth` of a sequence's row of the table.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn block(self, batch: u32, nth: u32) -> u32 {
+        self.table.load((batch * self.per_sequence + nth) as usize) as u32
+    }
+
+    /// Whether one of the blocks `first..=last` of a sequence is outside of the cache. The lanes of
+    /// a warp share them, and each asks for several at a time: their latencies are what it costs.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn has_gaps(self, batch: u32, [first, last]: [u32; 2]) -> bool {
+        const TOGETHER: u32 = 4;
+        let mut highest = 0;
+        for nth in Rolled(first + lane()..last + 1, 32 * TOGETHER) {
+            let mut further = 0;
+            while further < TOGETHER {
+                highest = self.block(batch, (nth + 32 * further).min(last)).max(highest);
+                further += 1;
+            }
+        }
+        any_sync(highest > self.last)
+    }
+
+    /// Hides the keys of a tile that begins with row `key`, of a sequence of `total` rows, whose
+    /// blocks are outside of the cache. Lanes ask for 16 keys each.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn hide_gaps<const C: usize>(
+        self,
+        s: &mut [f32; C],
+        batch: u32,
+        key: u32,
+        total: u32,
+    ) {
+        let row = (key + LEAST_BOX * lane()).min(total.max(1) - 1);
+        let outside = u32::from(self.block(batch, row >> self.log_rows) > self.last);
+        let mut i = 0;
+        while i < C {
+            // A lane has eight scores of 16 keys.
+            if shfl_idx_u32(outside, i as u32 / 8) != 0 {
+                let mut n = i;
+                while n < i + 8 {
+                    s[n] = f32::NEG_INFINITY;
+                    n += 1;
+                }
+            }
+            i += 8;
+        }
     }
 
     /// Rows of a box.
@@ -298,6 +350,44 @@ pub(super) fn share_keys_and_values<S: Tile>(
         boxes.load_all::<S>(place, keys, seqlen, p, || ());
     }
     boxes.load_behind::<S>();
+}
+
+/// The fourth warp: says of each work tile whether keys that it sees have no block in the cache,
+/// before consumers have its queries.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParams) {
+    let (mut ring, mut n) = (Ring::START, 0);
+    loop {
+        let slot = Slot::drawn::<S>(base, n);
+        let keys = slot.keys();
+        let mut has_gaps = false;
+        if !keys.is_empty() {
+            let (place, seqlen) = (slot.place::<S>(), slot.seqlen());
+            let first = first_key(place.row, seqlen, p);
+            let last = (keys.end * S::N).min(seqlen.total).max(first + 1) - 1;
+            let blocks = [first, last].map(|key| key >> pages.log_rows);
+            has_gaps = pages.has_gaps(place.batch, blocks);
+        }
+        // The first lane tells and arrives for all.
+        sync_warp();
+        if lane() == 0 {
+            slot.tell_gaps::<S>(has_gaps);
+        }
+        let mut warpgroup = 0;
+        while warpgroup < S::WARPGROUPS {
+            let barrier = base + 8 * (warpgroup * S::Q_STAGES + ring.stage);
+            mbarrier_wait(barrier + S::Q_EMPTY, ring.parity ^ 1);
+            if lane() == 0 {
+                mbarrier_arrive(barrier + S::Q_FULL);
+            }
+            warpgroup += 1;
+        }
+        if keys.is_empty() {
+            return;
+        }
+        n += 1;
+        ring = ring.next(S::Q_STAGES);
+    }
 }
 
 /// Number of this lane's box of a tile: warps 0 and 2 take turns.

@@ -1,5 +1,6 @@
 //! The producer warpgroup: one thread draws work, describes it and loads K and V, one loads Q, one
-//! warp clears what sees nothing. From a paged KV cache two warps load K and V (`pages.rs`).
+//! warp clears what sees nothing. From a paged KV cache two warps load K and V, and one looks for
+//! keys without a block (`pages.rs`).
 
 use super::output::{Destination, row_index};
 use super::ring::Ring;

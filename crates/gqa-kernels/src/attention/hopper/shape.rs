@@ -123,9 +123,12 @@ pub(super) trait Tile {
     /// On a boundary of 16 bytes: before it are pairs of barriers.
     const WORK: u32 = Self::WORK_FULL + 8 * WORK_SLOTS;
     const BYTES: u32 = Self::WORK + WORK_SLOTS * WORK_BYTES;
-    /// With what finds the sequences of row tiles behind it, over a paged KV cache.
+    /// Behind what finds the sequences of row tiles over a paged KV cache, a word as far from
+    /// another as descriptions are: whether keys of the work tile have no block.
+    const GAPS: u32 = Self::BYTES + row_tiles::BYTES;
+    /// Over a paged KV cache.
     const PAGED_BYTES: u32 = {
-        let bytes = Self::BYTES + row_tiles::BYTES;
+        let bytes = Self::GAPS + WORK_SLOTS * WORK_BYTES;
         assert!(bytes <= SHARED, "shared memory of a block");
         bytes
     };

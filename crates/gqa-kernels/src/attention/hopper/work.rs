@@ -254,6 +254,19 @@ impl Slot {
         Place { batch, head, row, split, token }
     }
 
+    /// Says whether keys of the work tile have no block in a paged KV cache.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn tell_gaps<S: Tile>(self, has_gaps: bool) {
+        st_shared(self.0 + (S::GAPS - S::WORK), u32::from(has_gaps));
+    }
+
+    /// What [`tell_gaps`](Self::tell_gaps) said; a vote, so that the assembler sees that a warp's
+    /// lanes agree.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    pub(super) fn has_gaps<S: Tile>(self) -> bool {
+        any_sync(ld_shared::<u32>(self.0 + (S::GAPS - S::WORK)) != 0)
+    }
+
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn seqlen(self) -> Seqlen {
         let [past, total, ..] = ld_shared_vec(self.0 + 32);

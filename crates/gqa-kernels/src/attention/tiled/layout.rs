@@ -2,8 +2,8 @@
 
 use crate::num::Element;
 use crate::params::PagedTiledParams;
-use crate::simt::{Global, lane, shfl_idx_u32};
-use crate::tile::pages::{BlockTable, Sequences};
+use crate::simt::{Global, any_sync, lane, shfl_idx_u32};
+use crate::tile::pages::{BlockTable, Sequences, is_somewhere};
 use crate::tile::rows::{Row, Rows, Span};
 use crate::tile::swizzle::{RowCopy, Swizzled};
 use core::ops::Range;
@@ -24,13 +24,25 @@ pub trait Layout: Copy {
     /// The keys that the tile sees.
     fn span(self, rows: &Rows) -> Span;
 
-    /// Looks up where the keys of the tile from `begin + further` on are, of which those from `end`
-    /// on may be nowhere.
+    /// Looks up where the keys of the tile from `begin + further` on are; for those from `end` on
+    /// the last one before stands.
     fn find(self, begin: u32, further: u32, end: u32) -> Self::Spots;
 
+    /// Whether a key of the tile is nowhere, because the table leads outside of the cache.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn lacks_keys(self, _: Self::Spots) -> bool {
+        false
+    }
+
+    /// Whether key `key` is.
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_nowhere(self, _: u32) -> bool {
+        false
+    }
+
     /// Starts copying `rows` rows, a constant, from row `keys.start` on, of a head that starts at
-    /// `source.0` and whose rows are `source.1` elements apart. Rows from `keys.end` on, and
-    /// columns from `width` on, become zero.
+    /// `source.0` and whose rows are `source.1` elements apart. Rows from `keys.end` on or that
+    /// are nowhere, and columns from `width` on, become zero.
     fn start<T: Element, const UNITS: usize, const THREADS: u32>(
         self,
         copy: RowCopy<UNITS, THREADS>,
@@ -127,7 +139,7 @@ const PIECES: u32 = 4;
 
 impl Layout for Blocks {
     const PIECE: u32 = 16;
-    /// The row of the cache with which the lane's piece begins.
+    /// The place at which the lane's piece begins.
     type Spots = u32;
 
     /// Rows that the tile does not have are behind all tokens.
@@ -155,6 +167,16 @@ impl Layout for Blocks {
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn lacks_keys(self, spots: u32) -> bool {
+        any_sync(!is_somewhere(spots))
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
+    fn is_nowhere(self, key: u32) -> bool {
+        !is_somewhere(self.0.place(key))
+    }
+
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn start<T: Element, const UNITS: usize, const THREADS: u32>(
         self,
         copy: RowCopy<UNITS, THREADS>,
@@ -166,8 +188,9 @@ impl Layout for Blocks {
         spots: u32,
     ) {
         copy.start(tile, rows, width, |r| {
-            let row = shfl_idx_u32(spots, r / Self::PIECE) + r % Self::PIECE;
-            (source.offset((u64::from(row) * stride) as usize), keys.start + r < keys.end)
+            let place = shfl_idx_u32(spots, r / Self::PIECE) + r % Self::PIECE;
+            let exists = keys.start + r < keys.end && is_somewhere(place);
+            (source.offset((u64::from(place) * stride) as usize), exists)
         });
     }
 }
