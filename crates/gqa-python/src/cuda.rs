@@ -271,6 +271,12 @@ impl Call {
         let elements = |spec: &TensorSpec| spec.shape.iter().product();
         Ok(plan.tensors().iter().map(|(id, spec)| (id.name(), elements(spec))).collect())
     }
+
+    /// Bytes of the plan's workspace, and how many counters it has, likewise.
+    fn scratch(&self, gpu: &str) -> PyResult<(usize, usize)> {
+        let plan = self.planned(gpu)?;
+        Ok((plan.workspace_bytes(), plan.counters()))
+    }
 }
 
 impl Call {

@@ -4,10 +4,12 @@ Run it where torch has a GPU and the wheel is installed: ``python3 test_cuda.py`
 the first call's seed, PARITY_DRAWS how many there are of each kind.
 """
 
+import contextlib
 import functools
 import itertools
 import random
 import sys
+import threading
 import time
 import unittest
 from unittest import mock
@@ -18,7 +20,7 @@ from draws import COUNT, SEED
 from libraries import torch
 
 if torch is not None:
-    from gqa import _steps
+    from gqa import _launch, _steps
 
 TOLERANCE = {"float32": 2e-4, "float16": 6e-3, "bfloat16": 4e-2}
 
@@ -412,6 +414,180 @@ class Cases:
             # Bounds may be looked up.
             again = attend(q, k, v, numbers(starts), **used)
             self.near(again, out.float())
+
+    def stale(self):
+        """New tensors have what is not a number, where nobody writes them."""
+        for count in (1 << 10, 1 << 14, 1 << 18, 1 << 22):
+            torch.full((count,), torch.nan, device=self.device)
+        return contextlib.nullcontext()
+
+    def test_rows_of_no_sequence_are_zeros(self):
+        """Those behind the last sequence, and those that max_seqlen_q cuts off: by kernels over
+        blocks, in steps like earlier ones, and by torch's functions."""
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        rows, keys, size, kv_heads = [3, 0, 7, 2], [5, 0, 40, 2], 64, 2
+        starts, key_starts = (of_device([0, *n]).cumsum(0).int() for n in (rows, keys))
+        options = {"dtype": torch.float16, "device": self.device}
+        table = torch.arange(12, device=self.device).view(4, 3).int()
+        blocks = [torch.randn(12, 16, kv_heads, size, **options) for _ in "kv"]
+        q, slopes = torch.randn(16, 4, size, **options), torch.rand(4, device=self.device) / 8
+        alone = [torch.randn(47, kv_heads, size, **options) for _ in "kv"]
+        own = [torch.randn(16, kv_heads, size, **options) for _ in "kv"]
+        of_block = lambda x, b: x[table[b].long()].flatten(0, 1)[: keys[b]]
+        of_keys = lambda x, b: x[int(key_starts[b]) : int(key_starts[b + 1])]
+        of_rows = lambda x, b: x[int(starts[b]) : int(starts[b + 1])]
+        used = {"block_table": table, "seqused_k": of_device(keys)}
+        for caches, k_starts, keys_of, others in (
+            (blocks, None, of_block, used),
+            (blocks, key_starts, of_block, {"block_table": table}),
+            (blocks, key_starts, of_block, {"block_table": table, "alibi_slopes": slopes}),
+            (alone, key_starts, of_keys, {}),
+            (own, starts, of_rows, {}),
+        ):
+            for most, want_lse in ((7, False), (7, False), (7, True), (2, False), (2, True)):
+                if k_starts is starts and most < 7:
+                    # Its keys are as many as its rows.
+                    continue
+                with self.subTest(others=[*others], most=most, lse=want_lse), self.stale():
+                    given = q, *caches, starts, k_starts, most, 40
+                    named = {"causal": True, "return_softmax_lse": want_lse, **others}
+                    out = gqa.flash_attn_varlen_func(*given, **named)
+                    out, lse = out if want_lse else (out, None)
+                    self.check_rows(out, lse, starts, most, q, caches, keys_of, others)
+
+    def check_rows(self, out, lse, starts, most, q, caches, keys_of, others):
+        """Each row is right or, where it may be, 0, and then its log-sum-exp -inf."""
+        zeros = []
+        for b, (first, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:])):
+            keys = [keys_of(x, b) for x in caches]
+            bias = None
+            if "alibi_slopes" in others:
+                self.dtype = q.dtype
+                bias = self.alibi(others["alibi_slopes"], end - first, len(keys[0]))
+            wanted, wanted_lse = expected(q[first:end], *keys, (-1, 0), bias=bias)
+            is_zero = (out[first:end] == 0).flatten(1).all(1)
+            is_seeing = (wanted != 0).flatten(1).any(1)
+            self.assertGreaterEqual(int((~is_zero).sum()), min(most, int(is_seeing.sum())))
+            wanted = torch.where(is_zero[:, None, None], 0, wanted)
+            self.near(out[first:end], wanted)
+            if lse is not None:
+                wanted_lse = torch.where(is_zero, -torch.inf, wanted_lse)
+                self.near_lse(lse[:, first:end], wanted_lse)
+        behind = int(starts[-1])
+        self.assertTrue((out[behind:] == 0).all(), "rows behind all sequences")
+        if lse is not None:
+            self.assertTrue((lse[:, behind:] == -torch.inf).all())
+
+    def test_blocks_outside_of_the_cache(self):
+        """Nothing is written for them, and no row sees the keys that they would hold."""
+        of_device = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
+        table = [[1, -1, 2, 0], [-1, 99, -(2**31), 12], [2**31 - 1, 4, 5, 12], [6, 7, 8, -1]]
+        table, size = of_device(table), 16
+        lengths = of_device([60, 37, 50, 33])
+        slopes = torch.rand(4, device=self.device) / 8
+        tree = torch.full((4, 5), 31, device=self.device)
+        for head_size, dtype, rows, has_new, ours in (
+            (64, torch.float16, 1, True, {"causal": True}),
+            (64, torch.float16, 5, True, {"causal": True}),
+            (64, torch.bfloat16, 1, False, {}),
+            (64, torch.float16, 5, False, {"causal": True, "window_size": (20, 0)}),
+            (64, torch.float16, 5, True, {"causal": True, "window_size": (9, 0)}),
+            # torch's functions do these.
+            (64, torch.float16, 5, False, {}),
+            (64, torch.float16, 5, True, {}),
+            (20, torch.float32, 1, True, {"causal": True}),
+            (20, torch.float32, 1, True, {"window_size": (9, 0)}),
+            (64, torch.float16, 5, True, {"window_size": (9, 3)}),
+            (64, torch.float16, 5, True, {"causal": True, "alibi_slopes": slopes}),
+            (64, torch.float16, 1, False, {"alibi_slopes": slopes}),
+            (20, torch.float32, 5, True, {"causal": True, "tree_mask": tree}),
+        ):
+            with self.subTest(head_size=head_size, rows=rows, has_new=has_new, **ours):
+                options = {"dtype": dtype, "device": self.device}
+                self.dtype = dtype
+                caches = [torch.randn(9, size, 2, head_size, **options) for _ in "kv"]
+                q = torch.randn(4, rows, 4, head_size, **options)
+                new, wanted, ends = {}, [x.clone() for x in caches], lengths
+                if has_new:
+                    new = {n: torch.randn(4, rows, 2, head_size, **options) for n in "kv"}
+                    ends = lengths + rows if rows < 5 else lengths
+                    ends = ends.clamp(max=64)
+                    past = ends - rows
+                given = {"cache_seqlens": past if has_new else lengths, "block_table": table}
+                ours = ours | {"return_softmax_lse": True}
+                out, lse = gqa.flash_attn_with_kvcache(q, *caches, **new, **given, **ours)
+                for b, end in enumerate(ends.tolist()):
+                    key = torch.arange(end, device=self.device)
+                    block = table[b, key // size].long()
+                    known = (block >= 0) & (block < 9)
+                    place = block.where(known, 0), key % size
+                    if has_new:
+                        own = known[-rows:]
+                        at = place[0][-rows:][own], place[1][-rows:][own]
+                        for x, name in zip(wanted, "kv"):
+                            x[at] = new[name][b][own]
+                    bias = torch.zeros(4, rows, end, device=self.device)
+                    if "alibi_slopes" in ours:
+                        bias = self.alibi(slopes, rows, end)
+                    bias = bias.masked_fill(~known, -torch.inf)
+                    right = 0 if ours.get("causal") else ours.get("window_size", (-1, -1))[1]
+                    window = ours.get("window_size", (-1, -1))[0], right
+                    if "tree_mask" in ours:
+                        # Its words let each row see all new ones.
+                        window = -1, -1
+                    seen = (x[place] for x in wanted)
+                    now, now_lse = expected(q[b], *seen, window, bias=bias)
+                    self.near(out[b], now)
+                    self.near_lse(lse[b], now_lse)
+                for got, then in zip(caches, wanted):
+                    self.assertTrue(torch.equal(got, then), "other rows were written")
+
+    def test_entries_outside_of_the_cache(self):
+        options = {"dtype": torch.float16, "device": self.device}
+        entries = torch.tensor([1, -1, 7, 0], dtype=torch.int32, device=self.device)
+        for rows, count in ((1, 1), (3, 3), (1, 2)):
+            q = torch.randn(4, rows, 4, 64, **options)
+            caches = [torch.randn(3, 256, 2, 64, **options) for _ in "kv"]
+            k, v = (torch.randn(4, count, 2, 64, **options) for _ in "kv")
+            wanted = [x.clone() for x in caches]
+            where = {"cache_batch_idx": entries, "cache_seqlens": 40, "causal": True}
+            out = gqa.flash_attn_with_kvcache(q, *caches, k, v, **where)
+            for b, entry in ((0, 1), (3, 0)):
+                for x, new in zip(wanted, (k, v)):
+                    x[entry, 40 : 40 + count] = new[b]
+                seen = (x[entry, : 40 + count] for x in wanted)
+                self.near(out[b], expected(q[b], *seen, (-1, 0))[0])
+            self.assertTrue((out[1:3] == 0).all())
+            for got, then in zip(caches, wanted):
+                self.assertTrue(torch.equal(got, then), "other rows were written")
+
+    def test_tensors_that_torch_negates(self):
+        """As views of conjugates are: in calls like earlier ones, too."""
+
+        def view(*shape):
+            # Contiguous, as no part of a conjugate is.
+            return torch._neg_view(torch.randn(*shape, device=self.device))
+
+        def part(*shape):
+            return torch.randn(*shape, dtype=torch.complex64, device=self.device).conj().imag
+
+        for make in (view, part):
+            for _ in range(2):
+                q, k, v = (make(2, 3, n, 64) for n in (4, 2, 2))
+                self.assertTrue(q.is_neg())
+                out = gqa.flash_attn_func(q, k, v, causal=True)
+                plain = [x.resolve_neg().contiguous() for x in (q, k, v)]
+                for b in range(2):
+                    self.near(out[b], expected(*(x[b] for x in plain), (-1, 0))[0])
+                # The same shapes, which are no views.
+                out = gqa.flash_attn_func(*plain, causal=True)
+                self.near(out[0], expected(*(x[0] for x in plain), (-1, 0))[0])
+        cache, other = view(2, 16, 2, 64), torch.zeros(2, 16, 2, 64, device=self.device)
+        for named, caches in (("k_cache", (cache, other)), ("v_cache", (other, cache))):
+            with self.assertRaisesRegex(ValueError, f"^{named}: got a view that torch negates"):
+                gqa.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=3)
+        out = gqa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9, causal=True)
+        self.near(out[0], expected(q[0], cache[0, :9], cache[0, :9], (-1, 0))[0])
 
     @in_draws
     def test_sequences_of_any_lengths(self):
@@ -888,6 +1064,96 @@ class OnAGpu(Cases, unittest.TestCase):
             for b, end in enumerate(new):
                 self.near(whole[b], expected(q[b], k[b], v[b])[0])
                 self.near(cached[b], expected(q[b], k[b, :end], v[b, :end])[0])
+
+    # Heads, KV heads, head size, keys and sequences of decode steps whose keys are split.
+    SPLITS = (8, 1, 128, 16384, 1), (4, 1, 128, 65536, 1), (16, 2, 128, 32768, 2)
+    SPLITS += ((8, 2, 256, 16384, 1),)
+
+    def decode(self, heads, kv_heads, size, keys, batch, seed=0):
+        """A step as such, and what it should be."""
+        torch.manual_seed(seed)
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        q = torch.randn(batch, 1, heads, size, **options)
+        k, v = (torch.randn(batch, keys, kv_heads, size, **options) for _ in "kv")
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        wanted = torch.stack([expected(q[b], k[b], v[b])[0] for b in range(batch)])
+        torch.cuda.synchronize()
+        call = lambda: gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+        return call, wanted
+
+    def near_a_step(self, got, wanted):
+        """Outputs are means of many values, and as small: TOLERANCE would let much pass."""
+        torch.testing.assert_close(got.float(), wanted, atol=4e-3, rtol=2e-2)
+
+    def test_first_calls_of_a_stream(self):
+        for sizes in self.SPLITS:
+            call, wanted = self.decode(*sizes)
+            for _ in range(4):
+                _launch._counters.clear(), _steps._steps.clear()
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    results = [call() for _ in range(6)]
+                stream.synchronize()
+                for result in results:
+                    self.near_a_step(result, wanted)
+
+    def test_first_calls_in_graphs(self):
+        for sizes in self.SPLITS:
+            call, wanted = self.decode(*sizes)
+            call()
+            _launch._counters.clear(), _steps._steps.clear()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = [call() for _ in range(3)]
+            for _ in range(3):
+                for result in results:
+                    result.fill_(torch.nan)
+                self.stale()
+                graph.replay()
+                call()
+                for result in results:
+                    self.near_a_step(result, wanted)
+
+    def test_first_calls_that_are_compiled(self):
+        for sizes in self.SPLITS[:2]:
+            call, wanted = self.decode(*sizes)
+            torch.compiler.reset()
+            compiled = torch.compile(lambda: call() * 2, mode="reduce-overhead", fullgraph=True)
+            for _ in range(5):
+                _launch._counters.clear()
+                self.near_a_step(compiled().clone() / 2, wanted)
+
+    def test_threads(self):
+        """In one stream and in streams of their own, whose first calls these are."""
+        steps = [self.decode(*sizes, seed) for seed, sizes in enumerate(self.SPLITS)]
+        for has_own in (False, True):
+            _launch._counters.clear(), _steps._steps.clear()
+            begin, results = threading.Barrier(len(steps)), [[] for _ in steps]
+
+            def work(place, stream):
+                begin.wait()
+                with torch.cuda.stream(stream):
+                    results[place] += [steps[place][0]() for _ in range(200)]
+                    stream.synchronize()
+
+            shared = torch.cuda.Stream()
+            threads = [
+                threading.Thread(target=work, args=(i, torch.cuda.Stream() if has_own else shared))
+                for i in range(len(steps))
+            ]
+            interval = sys.getswitchinterval()
+            sys.setswitchinterval(1e-5)
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            finally:
+                sys.setswitchinterval(interval)
+            for (_, wanted), outs in zip(steps, results):
+                self.assertEqual(len(outs), 200)
+                for out in outs:
+                    self.near_a_step(out, wanted)
 
     def test_many_parts_merge_in_little_memory(self):
         parts = torch.randn(64, 1, 1024, 16, 128, device="cuda")

@@ -3,7 +3,12 @@
 The cases are those of test_cuda.py. Plans are made by the planner, for an H200.
 """
 
+import contextlib
+import ctypes
 import gc
+import itertools
+import threading
+import types
 import unittest
 from unittest import mock
 
@@ -14,23 +19,58 @@ from test_cuda import Cases, decoded, encoded, expected, rotated
 
 if torch is not None:
     from gqa import _cuda, _fallback, _flash, _launch, _ops, _steps
+    from poisoned import POISON, Memory, Poisoned
+    from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Planned:
-    """A call that was planned, and what its kernels compute."""
+    """A call that was planned, and what its kernels compute: what _gqa.Plan is."""
+
+    # Whose plans these are, and what its memory is, where that is looked at.
+    gpu, memory = "h200", None
 
     def __init__(self, kind, sizes, *numbers):
         self.call = getattr(_gqa.Call, kind)(sizes, *numbers)
-        self.elements, self.kernels = dict(self.call.tensors("h200")), getattr(self, kind)
+        self.elements, self.kernels = dict(self.call.tensors(Planned.gpu)), getattr(self, kind)
         self.tensors = list(self.elements)
+        self.workspace_bytes, self.counters = self.call.scratch(Planned.gpu)
         self.scores, self.numbers = sizes.scores, numbers
 
-    @classmethod
-    def of(cls, kind, q, kv_heads, scores, *numbers):
-        """Of a call on torch's tensors."""
-        (heads, size), sinks = q.shape[-2:], scores.sinks is not None
-        sizes = _flash.Sizes(_launch.ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
-        return cls(kind, sizes, *numbers)
+    def enqueue(self, addresses, workspace, counters, stream):
+        """Runs at once, on the memory that the addresses lead to."""
+        if Planned.memory is not None:
+            # The last moment for another thread.
+            Planned.memory.switch()
+        with _disable_current_modes():
+            self.launch(addresses, workspace, counters)
+
+    def launch(self, addresses, workspace, counters):
+        layouts = [self.layouts[name] for name in self.tensors]
+        tensors = [at(*place) for place in zip(addresses, layouts, strict=True)]
+        scratch = {"workspace": (workspace, self.workspace_bytes)}
+        scratch["counters"] = counters, 4 * self.counters
+        counts = [reach(*layout) for layout in layouts]
+        parts = dict(zip(self.tensors, zip(addresses, counts)))
+        self.check(parts, scratch)
+        scratch = [in_bytes(*part) for part in scratch.values()]
+        if scratch[1].any():
+            raise AssertionError("counters do not begin at zero")
+        scratch[0].fill_(POISON)
+        if scratch[1].any():
+            raise AssertionError("counters are in the workspace")
+        self.run(dict(zip(self.tensors, tensors)))
+
+    def check(self, parts, scratch):
+        """Errs where memory was freed, or where what the call writes overlaps."""
+        for name, (address, count) in {**parts, **scratch}.items():
+            if Planned.memory is not None and count:
+                Planned.memory.check(name, address, count)
+        written = {"output": parts["output"], **scratch}
+        for name, (address, count) in written.items():
+            for other, (first, size) in {**parts, **scratch}.items():
+                apart = address + count <= first or first + size <= address
+                if name != other and not apart:
+                    raise AssertionError(f"{name} and {other} overlap")
 
     def run(self, tensors):
         for name, elements in self.elements.items():
@@ -45,7 +85,7 @@ class Planned:
         scores, sinks = self.scores, tensors.get("head_sink")
         window = scores.window if window is None else window
         if len(k) == 0:
-            return torch.zeros_like(q), -torch.inf
+            return torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf)
         named = {"softcap": scores.softcap, "scale": scores.scale, "bias": bias}
         _, bare = expected(q, k, v, window, **named)
         out, lse = expected(q, k, v, window, sinks=sinks, **named)
@@ -91,28 +131,34 @@ class Planned:
             # As kernels clamp it: what is appended has a row.
             past = max(length - (len(q) if counts_new else 0), -len(q) if no_new else 0)
             end = past + len(q)
-            assert len(q) <= most and (end <= longest or len(q) == 0), (len(q), end)
+            assert end <= longest or len(q) == 0, (len(q), end)
             if rope is not None:
                 turns = tensors["cos_cache"], tensors["sin_cache"], rope[2]
                 turned = [rotated(x, torch.arange(past, end), *turns) for x in (q, *new[:1])]
                 q, new = turned[0], turned[1:] + new[1:]
             row = torch.arange(end)
-            place = table[b, row // size].long(), row % size
+            block = table[b, row // size].long()
+            # Blocks outside of the cache take no rows, and hold no keys that are seen.
+            known = (block >= 0) & (block < blocks)
+            place = block.where(known, 0), row % size
             for cache, appended, unit in zip(caches, new, factors):
                 appended = codes(appended.to(output.dtype), cache.dtype, unit)
-                as_bytes(cache)[place[0][past:], place[1][past:]] = as_bytes(appended)
-            others = ()
+                own = [x[past:][known[past:]] for x in place]
+                as_bytes(cache)[*own] = as_bytes(appended)[known[past:]]
+            others = (known.expand(1, len(q), -1),)
             if has_tree:
                 words = tensors["tree_mask"].flatten()[mine][:, None]
                 seen = (row < past) | (words >> (row - past).clamp(0, 63) & 1 != 0)
                 has_key = torch.arange(len(q))[:, None] + past >= 0
-                others = (seen & has_key)[None], (-1, -1)
+                others = (seen & has_key & known)[None], (-1, -1)
             seen = (as_bytes(cache)[place].view(cache.dtype) for cache in caches)
-            keys, values = (numbers(x, unit) for x, unit in zip(seen, factors))
+            seen = (numbers(x, unit) for x, unit in zip(seen, factors))
+            keys, values = (x.masked_fill(~known[:, None, None], 0) for x in seen)
             out, lse = self.attend(q, keys, values, tensors, *others)
-            output[mine] = out
-            if want_lse:
-                tensors["lse"][:, mine] = lse
+            written = slice(starts[b], starts[b] + min(len(q), most))
+            output[written] = out[:most]
+            if want_lse and len(q):
+                tensors["lse"][:, written] = lse[:, :most]
 
 
 def as_bytes(tensor):
@@ -127,31 +173,60 @@ def in_units(scale, per, heads, size):
     return torch.as_strided(scale, shape, strides)
 
 
-def launches(*call):
-    """How many kernels a call launches."""
-    return len(Planned.of(*call).call.kernels("h200"))
+def reach(shape, strides, dtype):
+    """The bytes from a tensor's first element to its last."""
+    if 0 in shape:
+        return 0
+    return (sum((n - 1) * by for n, by in zip(shape, strides)) + 1) * dtype.itemsize
 
 
-# The tensors of a call like earlier ones, by their addresses.
-known = {}
+def in_bytes(address, count):
+    if count == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
 
 
-def enqueue(planned, output, stream, addresses):
-    tensors = {**known, output.data_ptr(): output}
-    planned.run({name: tensors[at] for name, at in zip(planned.tensors, addresses)})
+def at(address, layout):
+    """The tensor of that shape, strides and type that begins at an address."""
+    shape, strides, dtype = layout
+    memory = in_bytes(address, reach(*layout)).view(dtype)
+    return memory.as_strided(shape, strides)
+
+
+def run(planned, tensors):
+    """What _launch.run does, with what tells kernels their tensors by addresses."""
+    named = ((name, tensors[name]) for name in planned.tensors)
+    planned.plan.layouts = {name: (x.shape, x.stride(), x.dtype) for name, x in named}
+    _launch.run(planned, tensors)
+
+
+def planned(gpu, call):
+    """The plan of a call, as _launch.plan keeps it."""
+    return _launch._Planned(call, call.tensors, call.workspace_bytes, call.counters)
+
+
+class Gpu:
+    """What _gqa.Gpu is, for plans."""
+
+    def launches(self, call):
+        return len(call.call.kernels(Planned.gpu))
+
+
+class Call:
+    """What _gqa.Call is."""
+
+    external = staticmethod(lambda *asked: Planned("external", *asked))
+    paged = staticmethod(lambda *asked: Planned("paged", *asked))
 
 
 def earlier(arguments, numbers, window):
-    if _flash._is_compiling(arguments[0]):
-        return None, None
-    looked = _steps.look(arguments, numbers, window)
+    """What _flash._earlier does of calls on a GPU."""
+    looked = None
+    if not _flash._is_compiling(arguments[0]):
+        looked = _steps.look(arguments, numbers, window)
     if looked is None:
         return None, None
     key, addresses = looked
-    known.clear()
-    known.update(zip(addresses, arguments))
-    for step in _steps._steps.values():
-        known.update(zip(step.addresses, step.constants))
     return key, _steps.again(key, arguments[0], addresses)
 
 
@@ -170,26 +245,46 @@ class Emulated(Cases, unittest.TestCase):
 
     def setUp(self):
         super().setUp()
+        self.stream, self.captures = threading.local(), False
         for patch in (
             mock.patch.object(_flash, "backend", lambda q: _cuda),
-            mock.patch.object(_cuda, "plan", Planned.of),
-            mock.patch.object(_cuda, "launches", launches),
-            mock.patch.object(_cuda, "run", Planned.run),
-            mock.patch.object(_launch, "enqueue", enqueue),
+            mock.patch.object(_cuda, "run", run),
+            mock.patch.object(_cuda, "plan", _launch._of_call(planned)),
+            mock.patch.object(_launch, "_gpu", lambda _: Gpu()),
+            mock.patch.object(_launch, "_gqa", types.SimpleNamespace(Call=Call)),
             mock.patch.object(_flash, "_earlier", earlier),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(_launch, "current_stream", lambda _: 0),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: self.captures),
+            mock.patch.object(_launch, "current_stream", lambda _: self.current()),
         ):
             patch.start()
             self.addCleanup(patch.stop)
 
+    def current(self):
+        return getattr(self.stream, "current", 0)
+
+    @contextlib.contextmanager
+    def stale(self):
+        """New tensors have what is not a number, unless it is written."""
+        with self.on_a_gpu(Memory()):
+            yield
+
+    @contextlib.contextmanager
+    def on_a_gpu(self, memory):
+        """What torch allocates in this thread, and the counters that are kept, are in memory."""
+        with (
+            mock.patch.object(Planned, "memory", memory),
+            mock.patch.dict(_launch._counters, clear=True),
+            Poisoned(memory, self.current),
+        ):
+            yield
+
     def kernels(self, call):
         """The kernels of the plans that a call makes."""
-        made = []
-        record = lambda *asked: made.append(Planned.of(*asked)) or made[-1]
+        made, plan = [], _cuda.plan
+        record = lambda *asked: made.append(plan(*asked)) or made[-1]
         with mock.patch.object(_cuda, "plan", record):
             call()
-        return [name for planned in made for name in planned.call.kernels("h200")]
+        return [name for planned in made for name in planned.plan.call.kernels(Planned.gpu)]
 
     def test_masks_over_any_number_of_keys_take_the_fastest_kernels(self):
         options = {"dtype": torch.bfloat16}
@@ -263,6 +358,103 @@ class Emulated(Cases, unittest.TestCase):
         ):
             kernels = self.kernels(call)
             self.assertEqual([name.startswith(named) for name in kernels], [True], kernels)
+
+    def decode(self, seed, heads, keys):
+        """A decode step whose keys an A100 splits among CTAs, and what it should be."""
+        torch.manual_seed(seed)
+        q = torch.randn(1, 1, heads, 128, dtype=torch.bfloat16)
+        k, v = (torch.randn(1, keys, 1, 128, dtype=torch.bfloat16) for _ in "kv")
+        lengths = torch.tensor([keys], dtype=torch.int32)
+
+        call = lambda: gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+        return call, expected(q[0], k[0], v[0])[0]
+
+    def replace(self, owner, name, value):
+        patch = mock.patch.object(owner, name, value)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def check_splits(self, call):
+        """Errs unless the plan of the call has scratch memory of both kinds."""
+        made, plan = [], _cuda.plan
+        record = lambda *asked: made.append(plan(*asked)) or made[-1]
+        with mock.patch.object(_cuda, "plan", record):
+            call()
+        has_both = [bool(x.workspace_bytes and x.counters) for x in made]
+        self.assertEqual(has_both, [True], "the plan does not split")
+
+    def test_first_calls_of_a_stream(self):
+        """Counters that a stream's first call makes lie beside its workspace, also in a graph, and
+        where nothing is kept."""
+        self.replace(Planned, "gpu", "a100")
+        # As many counters as have room in the workspace.
+        self.replace(_launch, "_LEAST_COUNTERS", 1)
+        for heads, keys in ((8, 1024), (2, 4096)):
+            call, wanted = self.decode(1, heads, keys)
+            self.check_splits(call)
+            for stream in (5, 6):
+                for captures in (False, True):
+                    for keeps in (True, False):
+                        _steps._steps.clear()
+                        self.stream.current, self.captures = stream, captures
+                        nothing = contextlib.nullcontext if keeps else _launch.nothing_kept
+                        with self.on_a_gpu(Memory()), nothing():
+                            # The second one is like the first.
+                            for _ in range(3):
+                                self.near(call()[0], wanted)
+
+    def test_threads_of_one_stream(self):
+        """Wherever another thread may run, it makes a whole call in the same stream. Its output is
+        its own, and counters that it replaces go on to be those of the call that has them."""
+        self.replace(Planned, "gpu", "a100")
+        memory, (mine, wanted) = Memory(), self.decode(1, 4, 1024)
+        # It takes more counters.
+        theirs, their_wanted = self.decode(2, 32, 1024)
+        results, places = [], [0]
+
+        def elsewhere():
+            with Poisoned(memory, self.current):
+                results.append(theirs())
+
+        def switch():
+            if threading.current_thread() is not here:
+                return
+            places[0] -= 1
+            if places[0] == 0:
+                other = threading.Thread(target=elsewhere)
+                other.start()
+                other.join()
+
+        here, memory.switch = threading.current_thread(), switch
+        self.replace(_launch, "_LEAST_COUNTERS", 1)
+        for keeps, is_first in itertools.product((True, False), repeat=2):
+            nothing = contextlib.nullcontext if keeps else _launch.nothing_kept
+            # At the first place, the second and so on, until there are no more.
+            for place in itertools.count(1):
+                _steps._steps.clear()
+                places[0] = 0
+                with self.on_a_gpu(memory), nothing():
+                    if not is_first:
+                        mine()
+                    places[0] = place
+                    out = mine()
+                self.near(out[0], wanted)
+                if not results:
+                    break
+                self.near(results.pop()[0], their_wanted)
+            self.assertGreater(place, 3)
+
+    def test_what_is_known_may_be_dropped_by_another_thread(self):
+        known = {}
+
+        def make():
+            # Another thread's call finds that too much is known.
+            known.clear()
+            return "made"
+
+        with mock.patch.object(_launch, "_MOST_PLANS", 1):
+            self.assertEqual(_launch._remembered(known, "a", make), "made")
+            self.assertEqual(_launch._remembered(known, "b", make), "made")
 
     def test_layouts_are_those_that_torch_says(self):
         if _steps._layouts is None:

@@ -5,6 +5,7 @@ plans do not."""
 import functools
 import math
 import sys
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -29,21 +30,32 @@ def _plan(index, kind, sizes, numbers):
     return _gpu(index).plan(getattr(_gqa.Call, kind)(sizes, *numbers))
 
 
+class _Legacy:
+    """The legacy default stream, which lasts."""
+
+
 class _Kept:
-    """Memory of a GPU that calls of a stream use one after the other. What was too small once is
-    kept, too: a CUDA graph may have it."""
+    """Memory of a GPU that calls of a stream use one after the other. It goes with the stream, as a
+    later stream may have the same handle; to free it waits for the GPU."""
 
     def __init__(self):
-        self.arrays, self.sizes = {}, {}
+        self.arrays = weakref.WeakKeyDictionary()
 
-    def of(self, place, count, make):
-        if self.sizes.get(place, 0) < count:
-            count = max(count, 2 * self.sizes.get(place, 0))
-            self.arrays.setdefault(place, []).append(make(count))
-            self.sizes[place] = count
-        return self.arrays[place][-1].address
+    def of(self, stream, index, count, make):
+        """An array of count elements or more, for the next call of that stream on that GPU. Threads
+        may make one each, and each call has what it is given here, whatever others keep."""
+        of_gpus = self.arrays.setdefault(stream, {})
+        most, array = of_gpus.get(index, (0, None))
+        if most < count:
+            most = max(count, 2 * most)
+            array = make(most)
+            of_gpus[index] = most, array
+        return array
 
 
+_legacy = _Legacy()
+# What CUDA graphs may use as long as they like.
+_in_graphs = []
 _workspaces, _counters = _Kept(), _Kept()
 
 
@@ -58,16 +70,34 @@ class _Work:
     def __init__(self, q):
         self.q, self.index = q, int(q.__dlpack_device__()[1])
         self.gpu, self.cupy = _gpu(self.index), None
-        self.stream = _LEGACY_STREAM
+        # Addresses and handles keep nothing: this holds their owners until the launches are in the
+        # stream, or done where wait() waits for them.
+        self.owner, self.stream, self.held = _legacy, _LEGACY_STREAM, []
         if type(q).__module__.partition(".")[0] == "cupy":
             self.cupy = sys.modules["cupy"]
-            self.stream = self.cupy.cuda.get_current_stream().ptr or _LEGACY_STREAM
+            self.owner = self.cupy.cuda.get_current_stream()
+            self.stream = self.owner.ptr or _LEGACY_STREAM
+
+    def shared(self, name, given):
+        """An object's memory on the GPU."""
+        self.held.append(self.gpu.array(name, given, self.stream))
+        return self.held[-1]
+
+    def own(self, array):
+        """An array of the package, which a graph that is captured has from now on."""
+        is_captured = self.cupy is not None and self.owner.is_capturing()
+        (_in_graphs if is_captured else self.held).append(array)
+        return array
+
+    def known(self, numbers):
+        """int32 numbers that are the same in many calls."""
+        return self.own(_known(self.index, self.stream, numbers))
 
     def array(self, name, given, dtype=None, shape=None):
         """A caller's array on the GPU, of that type and shape."""
         if not hasattr(given, "__dlpack__"):
             raise _invalid(name, type(given).__name__, "an array with __dlpack__, on the GPU")
-        array = self.gpu.array(name, given, self.stream)
+        array = self.shared(name, given)
         expected = array.dtype if dtype is None else dtype
         shape = array.shape if shape is None else tuple(shape)
         if (array.dtype, array.shape) != (expected, shape):
@@ -101,7 +131,7 @@ class _Work:
         if isinstance(given, (int, np.integer)):
             return np.full(shape, given, np.int64)
         if _is_on_gpu(given):
-            array = self.gpu.array(name, given, self.stream)
+            array = self.shared(name, given)
             numbers, got = array.numbers(self.stream), array.shape
             numbers = np.array(numbers, np.int64).reshape(got)
         else:
@@ -115,24 +145,27 @@ class _Work:
     def integers(self, numbers):
         """int32 numbers on the GPU."""
         numbers = np.clip(np.ravel(numbers), -(2**31), 2**31 - 1)
-        return self.gpu.integers(numbers.tolist(), self.stream)
+        return self.own(self.gpu.integers(numbers.tolist(), self.stream))
 
     def in_place(self, name, given, shape):
         """int32 numbers on the GPU: the caller's, where they are such, or a copy."""
         if _is_on_gpu(given):
-            array = self.gpu.array(name, given, self.stream)
+            array = self.shared(name, given)
             is_so = array.dtype == "int32" and array.address % 16 == 0
             if is_so and array.shape == tuple(shape) and array.strides() is None:
                 return array
         return self.integers(self.numbers(name, given, shape))
 
-    def empty(self, shape, dtype):
-        """A result and the array that kernels write it as."""
-        if self.cupy is None:
-            array = self.gpu.empty(shape, dtype)
-            return array, array
-        result = self.cupy.empty(shape, dtype)
-        return result, self.gpu.array("output", result, self.stream)
+    def empty(self, shape, dtype, number=None):
+        """A result and the array that kernels write it as; elsewhere it is that number, if any."""
+        if self.cupy is not None:
+            result = self.cupy.empty(shape, dtype)
+            if number is not None:
+                result.fill(number)
+            return result, self.shared("output", result)
+        is_empty = number is None
+        array = self.gpu.empty(shape, dtype) if is_empty else self.filled(shape, dtype, number)
+        return array, array
 
     def filled(self, shape, dtype, number):
         """A result of one number."""
@@ -153,14 +186,20 @@ class _Work:
         sizes = Sizes(q.dtype, heads, kv_heads, size, bare, sinks)
         plan = _plan(self.index, kind, sizes, numbers)
         addresses = [tensors[name].address for name in plan.tensors]
-        workspace, counters, place = 0, 0, (self.index, self.stream)
+        workspace = counters = 0
         if plan.workspace_bytes:
             make = lambda count: self.gpu.empty([-(-count // 4)], "float32")
-            workspace = _workspaces.of(place, plan.workspace_bytes, make)
+            workspace = self.scratch(_workspaces, plan.workspace_bytes, make)
         if plan.counters:
             make = lambda count: self.gpu.integers([0] * count, self.stream)
-            counters = _counters.of(place, max(plan.counters, _LEAST_COUNTERS), make)
+            counters = self.scratch(_counters, max(plan.counters, _LEAST_COUNTERS), make)
+        # Python's lock is held from the first launch to the last, so another thread's call in the
+        # same scratch memory comes before all of them or behind.
         plan.enqueue(addresses, workspace, counters, self.stream)
+
+    def scratch(self, kept, count, make):
+        """The address of the stream's own memory."""
+        return self.own(kept.of(self.owner, self.index, count, make)).address
 
     def wait(self):
         """Waits for the work, unless the library's own stream has it."""
@@ -232,7 +271,7 @@ def _external(work, q, k, v, scores, want_lse, ends=None, mask=None, output=None
         "value": v,
         "output": output,
         "lse": lse_array,
-        "seqlens_k": _known(work.index, work.stream, last),
+        "seqlens_k": work.known(last),
         "attention_bias": mask,
         "head_sink": sinks,
     }
@@ -273,8 +312,8 @@ def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
     k, v = work.pair("kv", (k, v), q, 3 if table is None else 4)
     ends = q.shape[0], k.shape[0] if table is None else starts[1][-1]
     for name, numbers, end in zip(names, starts, ends):
-        if numbers[0] != 0 or (np.diff(numbers) < 0).any() or numbers[-1] != end:
-            raise _invalid(name, numbers.tolist(), f"numbers that rise from 0 to {end}")
+        if numbers[0] != 0 or (np.diff(numbers) < 0).any() or numbers[-1] > end:
+            raise _invalid(name, numbers.tolist(), f"numbers that rise from 0 to {end} or less")
     if table is not None:
         results = _varlen_over_blocks(work, q, (k, v), starts, table, scores, want_lse)
     else:
@@ -289,7 +328,7 @@ def _sequences(work, q, k, v, starts, scores, want_lse):
         _refuse("return_softmax_lse", True, "False without block_table")
     if 0 in q.shape or 0 in k.shape:
         return work.filled(q.shape, q.dtype, 0.0), None
-    out, output = work.empty(q.shape, q.dtype)
+    out, output = work.empty(q.shape, q.dtype, _outside(starts[0], q.shape[0], 0.0))
     for (row, key), (rows, keys) in zip(zip(*starts), zip(*map(np.diff, starts))):
         mine, seen = (int(row), int(rows)), (int(key), int(keys))
         if keys == 0:
@@ -300,6 +339,11 @@ def _sequences(work, q, k, v, starts, scores, want_lse):
             *given, to = (array.part(*part).alone() for array, part in parts)
             _external(work, *given, scores, False, [keys], output=to)
     return out, None
+
+
+def _outside(starts, rows, number):
+    """What rows behind all sequences have, if there are such rows."""
+    return number if starts[-1] < rows else None
 
 
 def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None, descales=()):
@@ -402,7 +446,7 @@ def _entries(work, batch, k_cache, places):
     elif count != batch:
         raise _invalid("k_cache", f"{count} entries", f"{batch}, the batch of q")
     table = entries[:, None] * columns + np.arange(columns)
-    return _known(work.index, work.stream, tuple(table.ravel().tolist())), columns, block
+    return work.known(tuple(table.ravel().tolist())), columns, block
 
 
 def _columns(table, count):
@@ -449,8 +493,11 @@ def _paged(work, q, call, most, new, rope, scores, want_lse, tree=None):
     if rope is not None:
         turns = 2 * cos.shape[1], cos.shape[0], interleaved
         longest = min(longest, cos.shape[0])
-    out, output = work.empty(q.shape, q.dtype)
-    lse, lse_array = work.empty((heads, tokens), "float32") if want_lse else (None, None)
+    out, output = work.empty(q.shape, q.dtype, _outside(call.starts, tokens, 0.0))
+    lse = lse_array = None
+    if want_lse:
+        outside = _outside(call.starts, tokens, -np.inf)
+        lse, lse_array = work.empty((heads, tokens), "float32", outside)
     tensors = {
         "query": q,
         "key": new[0] if new else None,
@@ -459,7 +506,7 @@ def _paged(work, q, call, most, new, rope, scores, want_lse, tree=None):
         "present_key": k_cache,
         "present_value": v_cache,
         "seqlens_k": call.lengths,
-        "cumulative_sequence_length": _known(work.index, work.stream, call.starts),
+        "cumulative_sequence_length": work.known(call.starts),
         "block_table": call.table,
         "cos_cache": cos,
         "sin_cache": sin,

@@ -60,9 +60,22 @@ def _integers(name, numbers, count=1):
         raise ValueError(f"{name}: got {numbers!r}; allowed: int32 or int64") from None
 
 
+def plain(tensor):
+    """A tensor of torch's whose memory holds its numbers: a copy where torch makes them as it
+    reads, negated, as those of ``z.conj().imag``, or zeros that are nowhere."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+
+
+def check_in_memory(name, tensor):
+    """Errs where what is written to a tensor would go into such a copy."""
+    if _is_torch(tensor) and plain(tensor) is not tensor:
+        allowed = "a tensor whose memory holds its numbers, as resolve_neg() makes it"
+        raise ValueError(f"{name}: got a view that torch negates as it reads; allowed: {allowed}")
+
+
 def _shared(array):
     """The same memory, without torch's gradient."""
-    return array.detach() if _is_torch(array) else array
+    return plain(array.detach()) if _is_torch(array) else array
 
 
 def no_descales(descales):
@@ -142,8 +155,9 @@ def with_kvcache(q, cache, new, rope, places, scores, want_lse, tree=None, desca
 
 
 def _check_changes(arrays):
-    """Errs where a cache is jax's, whose arrays never change but do not say so."""
+    """Errs where a cache is jax's, whose arrays never change but do not say so, or a copy."""
     for name in ("k_cache", "v_cache"):
+        check_in_memory(name, arrays[name])
         if type(arrays[name]).__module__.split(".")[0] in ("jax", "jaxlib"):
             allowed = "one that can be written: numpy's or torch's"
             raise ValueError(f"{name}: got an array of jax; allowed: {allowed}")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from gqa import _fallback, _quantized, _steps
+from gqa._cpu import check_in_memory
 from gqa._flash import block_size
 from gqa._launch import ELEMENTS, filled, keeps, launches, plan, rising, run
 from gqa._quantized import FORMATS, Cache
@@ -23,6 +24,8 @@ class _Sequences(NamedTuple):
     block_size: int
     most_tokens: int
     longest: int
+    # Whether every row of q is one of a sequence's first most_tokens: no other rows are written.
+    has_all_rows: bool = False
 
 
 def dense(q, k, v, scores, want_lse, mask, step=None):
@@ -50,6 +53,9 @@ def varlen(
         cache = _cache(q, {"k": k, "v": v}, descales)
     is_self = starts[0] is starts[1] and k.shape[0] == q.shape[0]
     starts, lengths, most = _starts(starts, used, most, q.device)
+    if q.numel() == 0 or most[0] == 0:
+        lse = q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32) if want_lse else None
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
     if table is not None:
         lengths = starts[1].diff() if lengths is None else lengths
         where = starts[0], lengths, most, table
@@ -67,7 +73,10 @@ def with_kvcache(
     cache = _cache(q, dict(zip(("k_cache", "v_cache"), cache)), descales)
     rope = None if rope is None else _rope(rope, q)
     places = _on_device(places, q, cache.keys)
-    new = None if new is None else _new(q, new, cache.keys, places.table)
+    if new is not None:
+        for name, tensor in zip(("k_cache", "v_cache"), cache.pair()):
+            check_in_memory(name, tensor)
+        new = _new(q, new, cache.keys, places.table)
     # What is wrong with them is found before anything is written.
     _sinks(scores, q), _slopes(scores, q.shape[0], q.shape[2])
     tree = None if tree is None else _aligned(tree.to(q.device))
@@ -188,11 +197,14 @@ def _starts(starts, used, most, device):
     if used is not None:
         lengths = _integers("seqused_k", used, device, (shape[0] - 1,))
     keys = starts[1].diff if lengths is None else lambda: lengths
-    longest = (
+    longest = tuple(
         int(numbers().max()) if given is None else given
         for given, numbers in zip(most, (starts[0].diff, keys))
     )
-    return starts, lengths, tuple(longest)
+    for name, number in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        if number < 0:
+            raise _invalid(name, number, "0 or more")
+    return starts, lengths, longest
 
 
 def _sinks(scores, q):
@@ -214,15 +226,23 @@ def _slopes(scores, batch, heads):
     return slopes
 
 
-def _bias(q, keys, lengths, scores, mask):
+def _bias(q, keys, lengths, scores, mask, outside=None):
     """What is added to scores, or says which are seen: (batch or 1, heads or 1, rows, keys or
-    more); and how much too great log-sum-exps are by it, if they are."""
+    more); and how much too great log-sum-exps are by it, if they are. No row sees the keys outside,
+    (batch, keys)."""
     batch, rows, heads, _ = q.shape
     slopes = _slopes(scores, batch, heads)
     if slopes is not None and mask is not None:
         raise _invalid("mask", "a tensor", "None with alibi_slopes")
     if slopes is not None:
-        return _fallback.alibi(slopes, q, keys, lengths, scores.sinks is None)
+        bias, excess = _fallback.alibi(slopes, q, keys, lengths, scores.sinks is None)
+        if outside is not None:
+            outside = torch.nn.functional.pad(outside, (0, bias.shape[3] - keys))
+            bias = bias.masked_fill(outside[:, None, None], -torch.inf)
+        return bias, excess
+    if outside is not None:
+        seen = ~outside[:, None, None]
+        mask = seen.expand(-1, 1, rows, -1) if mask is None else mask & seen
     if mask is None:
         return None, None
     mask = torch.as_tensor(mask).detach()
@@ -238,14 +258,17 @@ def _bias(q, keys, lengths, scores, mask):
     return _fallback.whole_rows(mask), None
 
 
-def _external(q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None, step=None):
+def _external(
+    q, k, v, scores, want_lse, lengths=None, shortest=None, mask=None, step=None, outside=None
+):
     """Attention of q (batch, rows, heads, size) to k and v where they are.
 
-    Sequences have lengths, int32 (batch), or all keys; none has less than shortest.
+    Sequences have lengths, int32 (batch), or all keys; none has less than shortest. No row sees the
+    keys outside, (batch, keys).
     """
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
-    sinks, (bias, excess) = _sinks(scores, q), _bias(q, keys, lengths, scores, mask)
+    sinks, (bias, excess) = _sinks(scores, q), _bias(q, keys, lengths, scores, mask, outside)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if want_lse else None
     if q.numel() == 0 or k.numel() == 0:
@@ -274,16 +297,34 @@ def _with_sinks(lse, sinks):
     return lse if sinks is None else torch.where(lse == -torch.inf, sinks[:, None].float(), lse)
 
 
-def _padded(q, k, v, starts, lengths, rows, scores, want_lse):
+def _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside=None):
     """Attention of sequences of any lengths to padded keys, of which each has so many: its rows are
-    padded, too."""
+    padded, too. Rows that are not there then are 0."""
     # Rows are a sequence's last ones, so they are padded at the left.
     padded = _fallback.padded(q, starts[1:] - rows, rows)
-    out, lse = _external(padded, k, v, scores, want_lse, lengths, shortest=0)
-    places = _fallback.places_when_padded(q.shape[0], starts, rows)
+    out, lse = _external(
+        padded, k, v, scores, want_lse, lengths, shortest=0, outside=outside
+    )
+    places, is_there = _fallback.places_when_padded(q.shape[0], starts, rows)
     if lse is not None:
-        lse = lse.transpose(0, 1).flatten(1)[:, places].contiguous()
-    return out.flatten(0, 1)[places], lse
+        lse = lse.transpose(0, 1).flatten(1)[:, places].masked_fill(~is_there, -torch.inf)
+    return out.flatten(0, 1)[places].masked_fill_(~is_there[:, None, None], 0), lse
+
+
+def _out_of_blocks(q, cache, table, lengths, keys, scores, has_tree=False):
+    """So many keys and values of each sequence out of its blocks, how many it has of them, and
+    which of them no row sees, (batch, keys), if any: those of blocks outside of the cache."""
+    count, size = cache.keys.shape[:2]
+    # Of a single row only a window to the left says which keys it sees.
+    is_bound = scores.window[0] >= 0 or scores.window[1] >= 0 and q.shape[1] > 1
+    if table.shape[1] == 1 or not (is_bound or scores.slopes is not None or has_tree):
+        # Where in the sequence a key is does not matter, or the sequence has all or none.
+        table, lengths = _fallback.known_first(table, lengths, count, size)
+        outside = None
+    else:
+        outside = _fallback.outside(table, keys, count, size)
+    rows_of = [_fallback.gathered(tensor, table, keys) for tensor in cache.bytes()]
+    return *cache.decoded(rows_of, q.dtype), lengths, outside
 
 
 def _varlen_over_blocks(q, cache, starts, lengths, most, table, scores, want_lse, step):
@@ -295,9 +336,10 @@ def _varlen_over_blocks(q, cache, starts, lengths, most, table, scores, want_lse
         call = _Sequences(starts, lengths, True, table, size, rows, keys)
         kept = None if step is None else (*step, [])
         return _paged(q, cache, None, None, call, scores, want_lse, kept=kept)
-    rows_of = [_fallback.gathered(tensor, table, keys) for tensor in cache.bytes()]
-    k, v = cache.decoded(rows_of, q.dtype)
-    return _padded(q, k, v, starts, lengths, rows, scores, want_lse)
+    # Rows as _padded has them.
+    padded = q.new_empty((0, rows, *q.shape[1:]))
+    k, v, lengths, outside = _out_of_blocks(padded, cache, table, lengths, keys, scores)
+    return _padded(q, k, v, starts, lengths, rows, scores, want_lse, outside)
 
 
 def _over_new_blocks(q, k, v, starts, rows, scores):
@@ -341,7 +383,8 @@ def _paged(q, cache, new, rope, call, scores, want_lse=False, tree=None, kept=No
     run(planned, tensors)
     if kept is not None:
         step, arguments, constants = kept
-        _steps.keep(step, planned, tensors, arguments, constants + cache.constants())
+        constants = constants + cache.constants()
+        _steps.keep(step, planned, tensors, arguments, constants, call.has_all_rows)
     lse = tensors["lse"]
     return tensors["output"], _with_sinks(lse, tensors["head_sink"]) if want_lse else None
 
@@ -364,7 +407,8 @@ def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
     """The plan of that, and its tensors."""
     q = _aligned(q)
     heads, tokens = q.shape[-2], q.shape[:-2].numel()
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if call.has_all_rows else torch.zeros_like(q)
+    lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.float32) if want_lse else None
     k, v = (None, None) if new is None else (_aligned(new[0]), _aligned(new[1]))
     cos, sin, _ = (None, None, None) if rope is None else rope
     planned = plan(*_asked(q, cache, new, rope, call, scores, want_lse, tree is not None))
@@ -385,7 +429,7 @@ def _planned(q, cache, new, rope, call, scores, want_lse=False, tree=None):
         "sin_cache": sin,
         "head_sink": _sinks(scores, q),
         "tree_mask": tree,
-        "lse": q.new_empty((heads, tokens), dtype=torch.float32) if want_lse else None,
+        "lse": lse,
     }
     return planned, tensors
 
@@ -461,7 +505,8 @@ def _over_blocks(q, cache, new, rope, places, scores, want_lse, step, tree):
     if table is None:
         call = _over_entries(q, cache.keys, lengths, counts_new)
         if places.entries is not None:
-            call = call._replace(table=call.table[places.entries.long()])
+            table = _fallback.blocks_of_entries(call.table, places.entries)
+            call = call._replace(table=table)
     else:
         size = cache.keys.shape[1]
         longest, starts = table.shape[1] * size, rising(q.device, batch + 1, rows)
@@ -488,6 +533,7 @@ def _over_entries(q, k_cache, lengths, counts_new):
 def _of_batch(q, cache, new, rope, call, scores, want_lse, tree=None, kept=None):
     """The same of q (batch, rows, heads, size), with log-sum-exps (batch, heads, rows)."""
     batch, rows, heads, _ = q.shape
+    call = call._replace(has_all_rows=True)
     out, lse = _paged(q, cache, new, rope, call, scores, want_lse, tree, kept)
     if want_lse:
         lse = lse.view(heads, batch, rows).transpose(0, 1).contiguous()
@@ -496,18 +542,24 @@ def _of_batch(q, cache, new, rope, call, scores, want_lse, tree=None, kept=None)
 
 def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):
     """Appends by torch's functions, and attends to what the cache has then."""
-    lengths, shortest = places.lengths, 0
+    lengths, shortest, outside = places.lengths, 0, None
+    entries, capacity = cache.keys.shape[:2]
+    table = places.table
+    if places.entries is not None:
+        # Each entry is a block.
+        table = places.entries[:, None]
+        lengths = filled(q.device, q.shape[0], capacity) if lengths is None else lengths
     if new is not None:
         rows = new[0].shape[1]
-        q = _fallback.appended(q, cache, new, rope, places, _advances(scores))
-        lengths, shortest = lengths + rows, rows
-    rows_of = cache.bytes()
-    if places.table is not None:
-        keys = places.table.shape[1] * cache.keys.shape[1]
-        rows_of = [_fallback.gathered(tensor, places.table, keys) for tensor in rows_of]
-    elif places.entries is not None:
-        rows_of = [tensor[places.entries.long()] for tensor in rows_of]
-    k, v = cache.decoded(rows_of, q.dtype)
+        where = rising(q.device, entries, 1)[:, None] if table is None else table
+        q = _fallback.appended(q, cache, new, rope, lengths, where, _advances(scores))
+        lengths, shortest = lengths + rows, rows if table is None else 0
+    if table is None:
+        k, v = cache.decoded(cache.bytes(), q.dtype)
+    else:
+        keys = table.shape[1] * capacity
+        given = table, lengths, keys, scores, tree is not None
+        k, v, lengths, outside = _out_of_blocks(q, cache, *given)
     if places.first is not None:
         ends = k.shape[1] if lengths is None else lengths
         k, v = (_fallback.from_first(tensor, places.first) for tensor in (k, v))
@@ -519,4 +571,4 @@ def _over_rows(q, cache, new, rope, places, scores, want_lse, tree):
         mask = _fallback.tree(tree, k.shape[1], lengths)
     if lengths is None:
         return _external(q, k, v, scores, want_lse, mask=mask)
-    return _external(q, k, v, scores, want_lse, lengths, shortest, mask)
+    return _external(q, k, v, scores, want_lse, lengths, shortest, mask, outside=outside)

@@ -8,30 +8,53 @@ import torch
 _PARTS_AT_ONCE = 8
 
 
-def appended(q, cache, new, rope, places, advances):
-    """Puts k and v into the cache; gives q, rotated where there is a rotary embedding."""
+def appended(q, cache, new, rope, lengths, table, advances):
+    """Puts k and v into the cache's blocks, but for rows that would be outside of it; gives q,
+    rotated where there is a rotary embedding."""
     rows, (k, v) = new[0].shape[1], new
-    ends = places.lengths[:, None].long()
+    ends = lengths[:, None].long()
     at = ends + torch.arange(rows, device=q.device)
     if rope is not None:
         k = _rotated(k, at, rope)
         row = torch.arange(q.shape[1], device=q.device)
         q = _rotated(q, ends + (row if advances else row * 0), rope)
-    if places.table is not None:
-        size = cache.keys.shape[1]
-        index = places.table.long().gather(1, at // size), at % size
-    else:
-        entries = places.entries
-        entries = torch.arange(q.shape[0], device=q.device) if entries is None else entries.long()
-        index = entries[:, None].expand(-1, rows), at
+    (count, size), columns = cache.keys.shape[:2], table.shape[1]
+    block = table.long().gather(1, (at // size).clamp(0, columns - 1))
+    inside = (at >= 0) & (at < columns * size) & is_block(block, count)
     for memory, rows_of in zip(cache.bytes(), cache.encoded((k, v))):
-        memory[index] = rows_of
+        _write(memory, block, at % size, rows_of, inside)
     return q
+
+
+def _write(memory, block, row, numbers, inside):
+    """Writes rows into blocks where these are inside of memory, which only the GPU knows: each
+    other one repeats a row that is; where none is, memory's first row stays as it is."""
+    inside = inside.flatten()
+    if inside.numel() == 0:
+        return
+    first = inside.int().argmax(0, keepdim=True)
+    taken = torch.where(inside, torch.arange(inside.numel(), device=inside.device), first)
+    some = inside[first]
+    place = tuple(torch.where(some, x.flatten()[taken], 0) for x in (block, row))
+    numbers = numbers.flatten(0, 1)[taken]
+    memory[place] = torch.where(some[:, None, None], numbers, memory[place])
+
+
+def is_block(table, count):
+    """Which blocks of a table a cache of so many has."""
+    return (table >= 0) & (table < count)
+
+
+def blocks_of_entries(table, entries):
+    """Rows of a table by their numbers: blocks outside of the cache where there is no such row."""
+    known = is_block(entries, table.shape[0])
+    return torch.where(known[:, None], table[torch.where(known, entries, 0).long()], -1)
 
 
 def _rotated(x, positions, rope):
     cos, sin, interleaved = rope
     half = cos.shape[1]
+    positions = positions.clamp(0, cos.shape[0] - 1)
     cos, sin = (turn[positions].float()[:, :, None] for turn in (cos, sin))
     turning = x[..., : 2 * half].float()
     if interleaved:
@@ -44,17 +67,33 @@ def _rotated(x, positions, rope):
 
 
 def gathered(cache, table, keys):
-    """So many rows of each sequence, out of its blocks."""
-    columns = -(-keys // cache.shape[1])
-    blocks = table[:, :columns].clamp(0, cache.shape[0] - 1).long()
-    return cache[blocks].flatten(1, 2)[:, :keys]
+    """So many rows of each sequence, out of its blocks: zeros of blocks that the cache has not."""
+    table = table[:, : -(-keys // cache.shape[1])]
+    known = is_block(table, cache.shape[0])
+    rows = cache[torch.where(known, table, 0).long()]
+    return rows.masked_fill_(~known[..., None, None, None], 0).flatten(1, 2)[:, :keys]
+
+
+def known_first(table, lengths, count, size):
+    """The same with the blocks first, in their order, that a cache of so many has, and how many
+    keys these hold."""
+    known = is_block(table, count)
+    before = torch.arange(table.shape[1], device=table.device) * size
+    held = (lengths[:, None].long() - before).clamp(0, size) * known
+    order = known.int().argsort(dim=1, descending=True, stable=True)
+    return table.gather(1, order), held.sum(1).to(torch.int32)
+
+
+def outside(table, keys, count, size):
+    """Which keys blocks would hold that a cache of so many has not: (batch, keys)."""
+    return (~is_block(table, count)).repeat_interleave(size, 1)[:, :keys]
 
 
 def from_first(cache, first):
     """Each sequence's first token comes to row 0."""
     keys = cache.shape[1]
     rows = first[:, None].long() + torch.arange(keys, device=cache.device)
-    rows = rows.clamp(max=keys - 1)[:, :, None, None].expand(-1, -1, *cache.shape[2:])
+    rows = rows.clamp(0, keys - 1)[:, :, None, None].expand(-1, -1, *cache.shape[2:])
     return cache.gather(1, rows)
 
 
@@ -67,11 +106,15 @@ def padded(x, first, count):
 
 
 def places_when_padded(count, starts, rows):
-    """Where each of so many rows is, once each sequence's are padded at the left to rows."""
+    """Where each of so many rows is, once each sequence's are padded at the left to rows; and
+    whether it is there: rows outside of all sequences are not, nor those of a longer one that are
+    before its last ones."""
     row = torch.arange(count, device=starts.device)
     ends = starts[1:].long()
     sequence = torch.searchsorted(ends, row, right=True).clamp(max=ends.shape[0] - 1)
-    return ((sequence + 1) * rows - (ends[sequence] - row)).clamp(min=0)
+    behind = ends[sequence] - row
+    is_there = (behind >= 1) & (behind <= rows) & (row >= starts[0])
+    return (sequence + 1) * rows - behind.clamp(1, rows), is_there
 
 
 def columns(keys, size):

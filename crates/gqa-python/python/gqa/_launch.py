@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from gqa import _gqa
+from gqa._cpu import plain
 from gqa._flash import Sizes
 
 ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -54,6 +55,18 @@ def _gpu(index):
     return _gqa.Gpu(index)
 
 
+def _remembered(known, key, make):
+    """What is known by the key, or what make returns for it, kept. Threads may make it twice: each
+    returns what it has, whatever another one drops meanwhile."""
+    found = known.get(key)
+    if found is None:
+        found = make()
+        if len(known) >= _MOST_PLANS:
+            known.clear()
+        known[key] = found
+    return found
+
+
 def _of_call(make):
     """What make returns of a GPU's number and a call, for a call of that kind; it is kept."""
     known = {}
@@ -62,13 +75,12 @@ def _of_call(make):
         (heads, size), sinks = q.shape[-2:], scores.sinks is not None
         key = (kind, q.device.index, q.dtype, heads, size, kv_heads, sinks)
         key += (scores.scale, scores.softcap, scores.window, numbers)
-        if key not in known:
+
+        def of_this_kind():
             sizes = Sizes(ELEMENTS[q.dtype], heads, kv_heads, size, scores, sinks)
-            found = make(_gpu(q.device.index), getattr(_gqa.Call, kind)(sizes, *numbers))
-            if len(known) >= _MOST_PLANS:
-                known.clear()
-            known[key] = found
-        return known[key]
+            return make(_gpu(q.device.index), getattr(_gqa.Call, kind)(sizes, *numbers))
+
+        return _remembered(known, key, of_this_kind)
 
     return made
 
@@ -94,31 +106,47 @@ def current_stream(index):
 def run(planned, tensors):
     """Puts a plan into the current stream, with tensors by their names."""
     output = tensors["output"]
-    addresses = [tensors[name].data_ptr() for name in planned.tensors]
+    owners = [plain(tensors[name]) for name in planned.tensors]
+    addresses = [tensor.data_ptr() for tensor in owners]
     enqueue(planned, output, current_stream(output.get_device()), addresses)
 
 
 def enqueue(planned, output, stream, addresses):
     """The same into the stream of that handle, the current one, with tensors in the plan's order
-    by their addresses."""
-    workspace, counters = 0, 0
-    if planned.workspace_bytes:
-        # The allocator gives a stream's memory to what is behind in it, so it may be freed at once.
-        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=output.device)
-        workspace = workspace.data_ptr()
-    if planned.counters:
-        counters = _zeros(output.device, stream, planned.counters).data_ptr()
-    planned.plan.enqueue(addresses, workspace, counters, stream)
+    by their addresses.
+
+    An address keeps no memory: this function holds what it allocates, and its caller the tensors of
+    the addresses, until the launches are in the stream. What is freed then goes to work behind them
+    alone, as torch's allocator has memory for each stream. Python's lock is held from the first
+    launch to the last, so another thread's launches come before all of them or behind.
+    """
+    scratch = _workspace(planned, output.device), _counters_of(planned, output.device, stream)
+    planned.plan.enqueue(addresses, *map(_address, scratch), stream)
 
 
-def _zeros(device, stream, count):
-    """Counters, which every call leaves zero: those of the stream, where they are kept."""
+def _address(tensor):
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _workspace(planned, device):
+    """The plan's scratch memory, if it has any."""
+    if planned.workspace_bytes == 0:
+        return None
+    return torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=device)
+
+
+def _counters_of(planned, device, stream):
+    """The plan's counters, if it has any, which every call leaves zero: those of the stream, where
+    they are kept."""
+    if planned.counters == 0:
+        return None
     # A graph's are its own: it may run beside the stream's calls.
     if not keeps() or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
+        return torch.zeros(planned.counters, dtype=torch.int32, device=device)
     known = _counters.get((device.index, stream))
-    if known is None or known.numel() < count:
-        count = max(count, _LEAST_COUNTERS)
+    if known is None or known.numel() < planned.counters:
+        # A call of another thread holds those that it took, which these replace.
+        count = max(planned.counters, _LEAST_COUNTERS)
         known = torch.zeros(count, dtype=torch.int32, device=device)
         _counters[device.index, stream] = known
     return known
@@ -134,18 +162,18 @@ def _kept(make):
             return make(device, *key)
         place = device.index, *key
         if torch.cuda.is_current_stream_capturing():
-            if place not in in_graphs and place not in newest:
-                return make(device, *key)
+            earlier = in_graphs.get(place, newest.get(place))
             # It lasts as long as the graph may.
-            return in_graphs.setdefault(place, newest.get(place))
+            return make(device, *key) if earlier is None else in_graphs.setdefault(place, earlier)
+
+        def of_this_stream():
+            found = newest[place] = make(device, *key)
+            return found
+
+        if len(newest) >= _MOST_PLANS:
+            newest.clear()
         # Work of other streams may not see what this one's has not yet written.
-        at = current_stream(device.index), *place
-        if at not in known:
-            if len(known) >= _MOST_PLANS:
-                known.clear()
-                newest.clear()
-            known[at] = newest[place] = make(device, *key)
-        return known[at]
+        return _remembered(known, (current_stream(device.index), *place), of_this_stream)
 
     return made
 

@@ -21,6 +21,8 @@ class _Step(NamedTuple):
     constants: tuple
     # Of the constants.
     addresses: tuple
+    # Whether it writes all of the output.
+    has_all_rows: bool
 
 
 def _read_in_python(arguments, gradients):
@@ -57,6 +59,9 @@ def look(arguments, numbers, window):
     read = _read(arguments, torch.is_grad_enabled())
     if read is None:
         return None
+    # It does not say which tensors torch negates as it reads.
+    if any(tensor is not None and tensor.is_neg() for tensor in arguments):
+        return None
     layouts, addresses = read
     return (_launch.current_stream(arguments[0].get_device()), numbers, layouts), addresses
 
@@ -66,14 +71,16 @@ def again(key, q, addresses):
     step = _steps.get(key)
     if step is None:
         return None
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    make = torch.empty_like if step.has_all_rows else torch.zeros_like
+    out = make(q, memory_format=torch.contiguous_format)
     addresses = step.pick((*addresses, out.data_ptr(), *step.addresses))
     _launch.enqueue(step.planned, out, key[0], addresses)
     return out
 
 
-def keep(key, planned, tensors, arguments, constants):
-    """Keeps a call whose tensors are its arguments, an output of q's shape and constants."""
+def keep(key, planned, tensors, arguments, constants, has_all_rows=True):
+    """Keeps a call whose tensors are its arguments, an output of q's shape, which it writes all of
+    or is 0 elsewhere, and constants."""
     pool = *arguments, tensors["output"], *constants
     places = {id(tensor): place for place, tensor in enumerate(pool) if tensor is not None}
     picked = [places.get(id(tensors[name])) for name in planned.tensors]
@@ -85,4 +92,5 @@ def keep(key, planned, tensors, arguments, constants):
     if len(_steps) >= _MOST_STEPS:
         _steps.clear()
     addresses = tuple(tensor.data_ptr() for tensor in constants)
-    _steps[key] = _Step(planned, operator.itemgetter(*picked), tuple(constants), addresses)
+    pick = operator.itemgetter(*picked)
+    _steps[key] = _Step(planned, pick, tuple(constants), addresses, has_all_rows)
