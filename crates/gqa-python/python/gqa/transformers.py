@@ -1,25 +1,54 @@
 """``attn_implementation="gqa"`` in transformers' models."""
 
+import functools
 import warnings
 
 from gqa import flash_attn_func, flash_attn_varlen_func
 
+# What models hand on that no attention computes with, or that masks say.
+_WITHOUT_EFFECT = frozenset(
+    """
+    cache cache_position deterministic input_ids inputs_embeds logits_indices logits_processor_args
+    logits_to_keep num_items_in_batch output_attentions output_hidden_states output_router_logits
+    past_key_values position_embeddings position_ids read_index return_dict seq_idx use_cache
+    write_index
+    """.split()
+)
+# Keys of a sparse attention, which only eager's and sdpa's masks have, and blocks of a KV cache.
+_REFUSED = "indices", "block_indices", "block_table"
 _warned = set()
 
 
 def register(name="gqa"):
-    """Makes ``attn_implementation=name`` known to transformers.
+    """Makes ``attn_implementation=name`` known to transformers, for continuous batching, too.
 
-    Models then attend by :func:`gqa.flash_attn_func`, with their masks, sliding windows, softcaps
-    and sinks. What it cannot do (dropout, gradients, values of another head size) is left to
-    transformers' own ``sdpa``, with one warning for each reason. Continuous batching attends by
-    :func:`gqa.flash_attn_varlen_func`.
+    Models then attend by :func:`gqa.flash_attn_func`, with their masks, sliding windows, softcaps,
+    sinks and position biases, and by :func:`gqa.flash_attn_varlen_func` where sequences lie one
+    behind the other. What these cannot do (dropout, gradients, values of another head size,
+    arguments that are not known) is left to transformers' own ``sdpa``, with one warning for each
+    reason.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
-    AttentionInterface.register(f"paged|{name}", paged_attention)
     AttentionMaskInterface.register(name, mask)
+    _let_batch_continuously(name)
+
+
+def _let_batch_continuously(name):
+    """Has transformers take the name where it takes its own ones only: it gives attention without
+    a mask the sequences' lengths."""
+    from transformers.generation import continuous_batching
+
+    manager = continuous_batching.ContinuousBatchingManager
+    switch = manager.switch_to_cb_friendly_attn
+
+    @functools.wraps(switch)
+    def switch_but_for_ours(self, model, *arguments, **others):
+        if model.config._attn_implementation != name:
+            switch(self, model, *arguments, **others)
+
+    manager.switch_to_cb_friendly_attn = switch_but_for_ours
 
 
 def mask(*arguments, **others):
@@ -48,97 +77,115 @@ def attention(
     softcap=None,
     s_aux=None,
     is_causal=None,
+    position_bias=None,
+    sinks=None,
+    cu_seq_lens_q=None,
     **others,
 ):
     """What transformers calls: query (batch, heads, rows, size), key and value likewise.
 
+    ``s_aux``, (heads), and ``sinks``, (batch, heads, rows, 1), are logits without a value.
+    ``position_bias``, (batch or 1, heads or 1, rows, keys), is added to scores. With
+    ``cu_seq_lens_q`` and no mask sequences lie one behind the other, as in flash-attn's functions.
+
     Gives the output, (batch, rows, heads, size), and no weights.
     """
-    reason = _why_not(query, key, value, dropout)
+    _check_others(others)
+    key, value = _cached(module, key, value, cu_seq_lens_q, others)
+    scores = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
+    if attention_mask is None:
+        scores["cu_seq_lens_q"] = cu_seq_lens_q
+    reason = _why_not(query, key, value, dropout, others)
     if reason is not None:
-        if softcap is not None or s_aux is not None:
-            named = "softcap" if softcap is not None else "s_aux"
-            raise ValueError(f"{named}: got a value in a call with {reason}; allowed: None")
+        for name, given in scores.items():
+            if given is not None:
+                raise ValueError(f"{name}: got a value in a call with {reason}; allowed: None")
+        others["position_bias"] = position_bias
         return _sdpa(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, reason, others
         )
-    rows, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = (-1, -1)
-    if attention_mask is not None:
+    if attention_mask is None and sliding_window is not None:
+        window = sliding_window - 1, 0 if causal else sliding_window - 1
+    named = {"softmax_scale": scaling, "window_size": window}
+    named |= {"softcap": softcap or 0.0, "s_aux": s_aux}
+    if scores.get("cu_seq_lens_q") is None:
+        output = _dense(query, key, value, attention_mask, position_bias, sinks, causal, named)
+    elif position_bias is None and sinks is None:
+        named |= {"causal": causal, "cu_seqlens_q": cu_seq_lens_q}
+        output = _packed(query, key, value, named, others)
+    else:
+        name = "sinks" if position_bias is None else "position_bias"
+        raise ValueError(f"{name}: got a value with cu_seq_lens_q; allowed: None")
+    return output, None
+
+
+def _check_others(others):
+    """Errs where an attention is asked for that is not this one."""
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            allowed = f"None, as it is where attn_implementation is 'sdpa' or 'eager'"
+            raise ValueError(f"{name}: got {type(others[name]).__name__}; allowed: {allowed}")
+    if others.get("output_attentions"):
+        allowed = "False, or attn_implementation='eager'"
+        raise ValueError(f"output_attentions: got True; allowed: {allowed}")
+
+
+def _cached(module, key, value, starts, others):
+    """Keys and values of all tokens, where a cache of continuous batching has not yet got those of
+    the new ones, as in transformers before 5.24; it says how long sequences are, too."""
+    update = getattr(others.get("cache"), "update", None)
+    if update is None or starts is None or not isinstance(others.get("cu_seq_lens_k"), dict):
+        return key, value
+    return update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
+    )
+
+
+def _dense(query, key, value, mask, position_bias, sinks, causal, named):
+    """Attention of sequences of one length."""
+    rows, keys, batch = query.shape[2], key.shape[2], max(query.shape[0], key.shape[0])
+    if mask is not None:
         # It says all: what is causal, and windows, too.
-        attention_mask, causal = attention_mask[..., :keys].expand(-1, -1, rows, -1), False
+        mask, causal = mask[..., :keys].expand(-1, -1, rows, -1), False
     elif causal and 1 < rows < keys:
         # A prompt in an empty static cache: no row but the first ones has a token.
-        key, value = key[:, :, :rows], value[:, :, :rows]
-    if attention_mask is None and sliding_window is not None and causal:
-        window = (sliding_window - 1, 0)
-    output = flash_attn_func(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        softmax_scale=scaling,
-        causal=causal and rows > 1,
-        window_size=window,
-        softcap=softcap or 0.0,
-        s_aux=s_aux,
-        mask=attention_mask,
-    )
-    return output, None
+        key, value, keys = key[:, :, :rows], value[:, :, :rows], rows
+    if position_bias is not None:
+        mask = _with_bias(mask, position_bias[..., :keys].to(query.dtype))
+        mask = mask.expand(-1, -1, rows, -1)
+    heads = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (query, key, value))
+    named |= {"causal": causal and rows > 1, "mask": mask}
+    if sinks is None:
+        return flash_attn_func(*heads, **named)
+    output, lse = flash_attn_func(*heads, **named, return_softmax_lse=True)
+    # The keys' share of the weight.
+    share = (lse[..., None] - sinks.float()).sigmoid()
+    return (output * share.transpose(1, 2)).to(output.dtype)
 
 
-def paged_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask=None,
-    *,
-    cache,
-    cu_seq_lens_q,
-    cu_seq_lens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    read_index,
-    write_index,
-    softcap=None,
-    s_aux=None,
-    **others,
-):
-    """What transformers calls in continuous batching: tokens of all sequences, as if of one.
+def _with_bias(mask, bias):
+    """A mask of numbers, with a bias where it hides nothing."""
+    import torch
 
-    Its cache takes the new tokens' keys and values, and gives those of all, one sequence behind
-    the other.
-    """
-    window = getattr(module, "sliding_window", None)
-    if isinstance(cu_seq_lens_k, dict):
-        kind = "sliding_attention" if window else "full_attention"
-        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
-    key, value = cache.update(
-        key_states=key,
-        value_states=value,
-        layer_idx=module.layer_idx,
-        read_index=read_index,
-        write_index=write_index,
-    )
-    output = flash_attn_varlen_func(
-        query.squeeze(0).transpose(0, 1),
-        key,
-        value,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=module.scaling,
-        causal=True,
-        window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=softcap or 0.0,
-        s_aux=s_aux,
-    )
-    return output, None
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
-def _why_not(query, key, value, dropout):
+def _packed(query, key, value, named, others):
+    """Attention of sequences that lie one behind the other."""
+    batch, _, rows, _ = query.shape
+    heads = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    most = (others.get(name) for name in ("max_length_q", "max_length_k"))
+    most = (None if n is None else int(n) for n in most)
+    named |= dict(zip(("max_seqlen_q", "max_seqlen_k"), most))
+    output = flash_attn_varlen_func(*heads, cu_seqlens_k=others["cu_seq_lens_k"], **named)
+    return output.unflatten(0, (batch, rows))
+
+
+def _why_not(query, key, value, dropout, others):
     """Why the call is not one of ours."""
     import torch
 
@@ -150,7 +197,9 @@ def _why_not(query, key, value, dropout):
         return "values of another head size"
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return str(query.dtype)
-    return None
+    known = _WITHOUT_EFFECT | {"cu_seq_lens_k", "max_length_q", "max_length_k", *_REFUSED}
+    unknown = (name for name, given in others.items() if given is not None and name not in known)
+    return next(unknown, None)
 
 
 def _sdpa(module, query, key, value, mask, dropout, scaling, is_causal, reason, others):
