@@ -23,6 +23,9 @@ mod sliding;
 mod tensor;
 mod view;
 
+/// Arrays become [`Tensor`]s, so that a program needs no version of its own of this crate.
+pub use ndarray;
+
 pub use error::{Error, Result};
 pub use merge::{State, merge_states};
 pub use problem::{
