@@ -10,6 +10,7 @@ else on the CPU.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -24,9 +25,9 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.capi import onnxruntime_pybind11_state as pybind
 
 import make_llm
+import make_schemas
 
 LIBRARY = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else ""
 OURS, THEIRS = True, False
@@ -564,24 +565,6 @@ class Nodes(unittest.TestCase):
         self.assertEqual(both.run(["output"], feed)[0].shape, (1, 1, 192))
 
 
-# What ONNX Runtime's operators have and ours do not, with the reason. The newest release decides: what it adds is a failing test here.
-REFUSED = {
-    ("GroupQueryAttention", "inputs", "query_seqlens"): "not computed yet; a session of such a model fails by name",
-    ("PagedAttention", "inputs", "value_cache"): "required: it is absent in the LATENT layout only, which is refused by name",
-}
-
-
-def their_default(attribute):
-    """[The default], None where there is none, or "required"."""
-    if attribute.required:
-        return "required"
-    proto = onnx.AttributeProto.FromString(attribute._default_value)
-    if proto.type == onnx.AttributeProto.UNDEFINED:
-        return None
-    value = helper.get_attribute_value(proto)
-    return [value.decode() if isinstance(value, bytes) else value]
-
-
 class Schemas(unittest.TestCase):
     """Our operators have the names, the optionality and the defaults of the installed onnxruntime's, but for what is refused."""
 
@@ -596,24 +579,24 @@ class Schemas(unittest.TestCase):
         library = ctypes.CDLL(LIBRARY)
         library.GqaOperators.restype = ctypes.c_char_p
         ours = json.loads(library.GqaOperators())
-        theirs = {schema.name: schema for schema in pybind.get_all_operator_schema() if schema.domain == "com.microsoft"}
-        self.assertEqual(set(ours), {"GroupQueryAttention", "PagedAttention"})
-        self.assertEqual(set(ours) - set(theirs), set(), "onnxruntime does not have these")
+        theirs = {schema["operator"]: schema for schema in make_schemas.schemas() if schema["domain"] == "com.microsoft"}
+        self.assertEqual(set(ours), set(theirs))
         differences = set()
         for name, operator in ours.items():
-            schema = theirs[name]
             for kind in ["inputs", "outputs"]:
-                wanted = [(value.name, value.option == pybind.schemadef.OpSchema.FormalParameterOption.Single) for value in getattr(schema, kind)]
-                got = [tuple(value) for value in operator[kind]]
-                # Of lists, places count: one that is missing is at the end.
-                got += [(None, None)] * (len(wanted) - len(got))
-                wanted += [(None, None)] * (len(got) - len(wanted))
-                differences |= {(name, kind, their[0] or our[0]) for our, their in zip(got, wanted) if our != their}
-            wanted = {key: their_default(attribute) for key, attribute in schema.attributes.items()}
-            got = {key: [np.float32(value[0])] if isinstance(value, list) and isinstance(value[0], float) else value
-                   for key, value in operator["attributes"].items()}
-            differences |= {(name, "attributes", key) for key in wanted.keys() | got.keys() if wanted.get(key, ...) != got.get(key, ...)}
-        self.assertEqual(differences, set(REFUSED))
+                # Of lists, places count: what one lacks is at its end.
+                pairs = itertools.zip_longest(operator[kind], theirs[name][kind], fillvalue=(None, None))
+                differences |= {(name, kind, their[0] or our[0]) for our, their in pairs if our != their}
+            wanted = {key: default for key, (_, default) in theirs[name]["attributes"].items()}
+            rounded = lambda value: [np.float32(value[0])] if isinstance(value, list) and isinstance(value[0], float) else value
+            got = operator["attributes"]
+            keys = wanted.keys() | got.keys()
+            differences |= {(name, "attributes", key) for key in keys if rounded(wanted.get(key, ...)) != rounded(got.get(key, ...))}
+        self.assertEqual(differences, {tuple(refused[:3]) for refused in make_schemas.REFUSED})
+
+    def test_what_is_stored_is_what_is_installed(self):
+        """`tests/make_schemas.py` writes it anew; crates/gqa-onnx compares itself with that."""
+        self.assertEqual(make_schemas.text(), make_schemas.stored())
 
 
 CASES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cases")

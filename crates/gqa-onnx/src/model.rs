@@ -381,7 +381,7 @@ pub(crate) mod tests {
         let cases = [
             (
                 int("window", 4),
-                "attribute: got \"window\"; allowed: num_heads, kv_num_heads, causal, scale, softcap, local_window_size, sliding_window_cache, do_rotary, rotary_interleaved, smooth_softmax, qk_output, k_quant_type, v_quant_type, kv_cache_bit_width, qk_norm_epsilon",
+                "attribute: got \"window\"; allowed: num_heads, kv_num_heads, causal, scale, softcap, local_window_size, sliding_window_cache, do_rotary, rotary_interleaved, smooth_softmax, qk_output, k_quant_type, v_quant_type, kv_cache_bit_width, qk_norm_epsilon, q_norm_epsilon, k_norm_epsilon",
             ),
             (int("scale", 1), "scale: got type int; allowed: type float"),
             (int("num_heads", 2), "num_heads: got the attribute twice; allowed: once"),

@@ -182,3 +182,127 @@ impl Call {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attributes::Kind;
+    use serde_json::Value;
+    use std::collections::BTreeSet;
+
+    /// What is wrong with an operator beside its schema: (operator, list, name).
+    type Differences = BTreeSet<(String, &'static str, String)>;
+
+    /// What an operator declares.
+    struct Declared {
+        inputs: &'static [&'static str],
+        required: &'static [usize],
+        outputs: &'static [&'static str],
+        attributes: &'static [(&'static str, Kind)],
+    }
+
+    fn declared(operator: &str, since: i64) -> Option<Declared> {
+        let of = |inputs, required, outputs, attributes| Declared {
+            inputs,
+            required,
+            outputs,
+            attributes,
+        };
+        Some(match operator {
+            "Attention" if attention::DEFINITIONS.contains(&since) => of(
+                attention::inputs_of(since),
+                &attention::REQUIRED,
+                &attention::OUTPUTS,
+                attention::attributes_of(since),
+            ),
+            "RotaryEmbedding" if rotary::DEFINITIONS.contains(&since) => {
+                of(&rotary::INPUTS, &rotary::REQUIRED, &rotary::OUTPUTS, &rotary::ATTRIBUTES)
+            }
+            "TensorScatter" if scatter::DEFINITIONS.contains(&since) => {
+                of(&scatter::INPUTS, &scatter::REQUIRED, &scatter::OUTPUTS, &scatter::ATTRIBUTES)
+            }
+            "GroupQueryAttention" if since == 1 => {
+                of(&gqa::INPUTS, &gqa::REQUIRED, &gqa::OUTPUTS, &gqa::ATTRIBUTES)
+            }
+            "PagedAttention" if since == 1 => {
+                of(&paged::INPUTS, &paged::REQUIRED, &paged::OUTPUTS, &paged::ATTRIBUTES)
+            }
+            _ => return None,
+        })
+    }
+
+    fn text(value: &Value) -> String {
+        value.as_str().expect("a string").to_owned()
+    }
+
+    /// Names at their places, and whether a node must have each.
+    fn compare_lists(operator: &str, schema: &Value, ours: &Declared, found: &mut Differences) {
+        let inputs = ours.inputs.iter().enumerate();
+        let inputs = inputs.map(|(i, name)| (*name, Some(ours.required.contains(&i)))).collect();
+        let outputs = ours.outputs.iter().map(|name| (*name, None)).collect();
+        for (kind, ours) in [("inputs", inputs), ("outputs", outputs)] {
+            let ours: Vec<(&str, Option<bool>)> = ours;
+            let theirs = schema[kind].as_array().expect("a list");
+            for i in 0..ours.len().max(theirs.len()) {
+                let their = theirs.get(i).map(|value| (text(&value[0]), value[1] == true));
+                let same = match (ours.get(i), &their) {
+                    (Some((our, required)), Some((their, wanted))) => {
+                        our == their && required.is_none_or(|required| required == *wanted)
+                    }
+                    _ => false,
+                };
+                if !same {
+                    let name = their.map_or_else(|| ours[i].0.to_owned(), |their| their.0);
+                    found.insert((operator.to_owned(), kind, name));
+                }
+            }
+        }
+    }
+
+    /// Names and types.
+    fn compare_attributes(
+        operator: &str,
+        schema: &Value,
+        ours: &Declared,
+        found: &mut Differences,
+    ) {
+        let kind = |kind: &Kind| match kind {
+            Kind::Float => "FLOAT",
+            Kind::Int => "INT",
+            Kind::Text => "STRING",
+        };
+        let ours = ours.attributes.iter().map(|(name, k)| ((*name).to_owned(), kind(k).to_owned()));
+        let theirs = schema["attributes"].as_object().expect("attributes").iter();
+        let theirs = theirs.map(|(name, value)| (name.clone(), text(&value[0])));
+        let (ours, theirs): (BTreeSet<_>, BTreeSet<_>) = (ours.collect(), theirs.collect());
+        for (name, _) in ours.symmetric_difference(&theirs) {
+            found.insert((operator.to_owned(), "attributes", name.clone()));
+        }
+    }
+
+    /// `tests/ort.py` tells when the packages' newest versions are others than those stored.
+    #[test]
+    fn operators_are_those_of_the_stored_schemas_but_for_what_is_refused() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/cases/schemas.json");
+        let stored = std::fs::read_to_string(path).expect("stored schemas");
+        let stored: Value = serde_json::from_str(&stored).expect("JSON");
+        let schemas = stored["schemas"].as_array().expect("schemas");
+        assert!(schemas.len() >= 7, "{}", schemas.len());
+        let mut found = Differences::new();
+        for schema in schemas {
+            let (operator, since) = (text(&schema["operator"]), schema["since"].as_i64());
+            let ours = declared(&operator, since.expect("a version"));
+            let ours = ours.unwrap_or_else(|| panic!("{operator} of {since:?}: no definition"));
+            compare_lists(&operator, schema, &ours, &mut found);
+            compare_attributes(&operator, schema, &ours, &mut found);
+        }
+        let refused = stored["refused"].as_array().expect("what is refused").iter();
+        let refused: BTreeSet<_> =
+            refused.map(|refused| [0, 1, 2].map(|i| text(&refused[i]))).collect();
+        let found: BTreeSet<_> = found
+            .into_iter()
+            .map(|(operator, kind, name)| [operator, kind.to_owned(), name])
+            .collect();
+        assert_eq!(found, refused);
+    }
+}

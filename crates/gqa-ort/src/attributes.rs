@@ -209,7 +209,8 @@ impl Node {
     /// What is added to the mean squares of query and key.
     fn norm_epsilon(self) -> Result<f32, Error> {
         let [q, k] = [self.float(c"q_norm_epsilon")?, self.float(c"k_norm_epsilon")?];
-        match q == k {
+        // NaN is refused where the call is checked.
+        match q == k || q.is_nan() {
             true => Ok(q),
             false => {
                 let allowed = format!("{q}, as q_norm_epsilon or qk_norm_epsilon");

@@ -40,12 +40,23 @@ const PRESENT_KEY: usize = 1;
 const PRESENT_VALUE: usize = 2;
 const QK_MATMUL_OUTPUT: usize = 3;
 
+/// Positions of the inputs that must be there.
+pub(super) const REQUIRED: [usize; 3] = [0, 1, 2];
+
+/// The inputs of an operator set.
+pub(super) fn inputs_of(opset: i64) -> &'static [&'static str] {
+    if opset < 24 { &INPUTS[..NONPAD_KV_SEQLEN] } else { &INPUTS }
+}
+
+/// The attributes of an operator set.
+pub(super) fn attributes_of(opset: i64) -> &'static [(&'static str, Kind)] {
+    if opset < 25 { &ATTRIBUTES[..ATTRIBUTES.len() - WINDOWS] } else { &ATTRIBUTES }
+}
+
 /// The operator of a node, and the operator set that it is of.
 pub(super) fn from_node(node: &NodeProto, opset: i64) -> Result<Attention> {
-    let known = ATTRIBUTES.len() - if opset < 25 { WINDOWS } else { 0 };
-    let attributes = Attributes::of(node, &ATTRIBUTES[..known])?;
-    let inputs = if opset < 24 { &INPUTS[..NONPAD_KV_SEQLEN] } else { &INPUTS };
-    check_lists(node, inputs, &OUTPUTS, &[0, 1, 2])?;
+    let attributes = Attributes::of(node, attributes_of(opset))?;
+    check_lists(node, inputs_of(opset), &OUTPUTS, &REQUIRED)?;
     check_cache(node)?;
     let mut op = Attention::new()
         .is_causal(attributes.int("is_causal").unwrap_or(0))

@@ -34,7 +34,7 @@ pub(super) const INPUTS: [&str; 16] = [
 pub(super) const OUTPUTS: [&str; 4] = ["output", "present_key", "present_value", "output_qk"];
 
 /// Attributes and their types.
-const ATTRIBUTES: [(&str, Kind); 15] = [
+pub(super) const ATTRIBUTES: [(&str, Kind); 17] = [
     ("num_heads", Kind::Int),
     ("kv_num_heads", Kind::Int),
     ("causal", Kind::Int),
@@ -50,10 +50,12 @@ const ATTRIBUTES: [(&str, Kind); 15] = [
     ("v_quant_type", Kind::Text),
     ("kv_cache_bit_width", Kind::Int),
     ("qk_norm_epsilon", Kind::Float),
+    ("q_norm_epsilon", Kind::Float),
+    ("k_norm_epsilon", Kind::Float),
 ];
 
 /// Positions of the inputs that must be there.
-const REQUIRED: [usize; 3] = [0, 5, 6];
+pub(super) const REQUIRED: [usize; 3] = [0, 5, 6];
 /// Position of the output that qk_output asks for.
 const OUTPUT_QK: usize = 3;
 
@@ -81,7 +83,22 @@ pub(super) fn from_node(node: &NodeProto) -> Result<GroupQueryAttention> {
         .k_quant_type(quant_type(&attributes, "k_quant_type")?)
         .v_quant_type(quant_type(&attributes, "v_quant_type")?)
         .kv_cache_bit_width(attributes.int("kv_cache_bit_width").unwrap_or(0))
-        .qk_norm_epsilon(attributes.float("qk_norm_epsilon").unwrap_or(1e-6)))
+        .qk_norm_epsilon(norm_epsilon(&attributes)?))
+}
+
+/// What is added to the mean squares of query and key, which both have the same.
+fn norm_epsilon(attributes: &Attributes<'_>) -> Result<f32> {
+    let both = attributes.float("qk_norm_epsilon").unwrap_or(1e-6);
+    let [q, k] =
+        ["q_norm_epsilon", "k_norm_epsilon"].map(|name| attributes.float(name).unwrap_or(both));
+    // NaN is refused where the call is checked.
+    match q == k || q.is_nan() {
+        true => Ok(q),
+        false => {
+            let allowed = format!("{q}, as q_norm_epsilon or qk_norm_epsilon");
+            Err(Error::invalid("k_norm_epsilon", k, allowed))
+        }
+    }
 }
 
 /// k_quant_type or v_quant_type, in letters of either case.
@@ -150,4 +167,46 @@ fn inputs(arguments: &Arguments) -> Result<Inputs<'_>> {
         k_norm_weight: arguments.get(15),
         ..Inputs::new(required(query)?, required(seqlens_k)?, required(total_sequence_length)?)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::AttributeProto;
+
+    /// A node with such epsilons.
+    fn node(epsilons: &[(&str, f32)]) -> NodeProto {
+        let attribute = |name: &str, kind: Kind, i, f| AttributeProto {
+            name: name.to_owned(),
+            r#type: kind as i32,
+            i,
+            f,
+            ..AttributeProto::default()
+        };
+        let heads = ["num_heads", "kv_num_heads"].map(|name| attribute(name, Kind::Int, 2, 0.0));
+        let epsilons = epsilons.iter().map(|(name, f)| attribute(name, Kind::Float, 0, *f));
+        NodeProto {
+            input: INPUTS.map(str::to_owned).to_vec(),
+            output: vec!["output".to_owned()],
+            attribute: heads.into_iter().chain(epsilons).collect(),
+            ..NodeProto::default()
+        }
+    }
+
+    #[test]
+    fn epsilons_of_query_and_key_override_that_of_both() {
+        let both = from_node(&node(&[("qk_norm_epsilon", 0.5)])).unwrap();
+        for epsilons in [
+            &[("q_norm_epsilon", 0.5), ("k_norm_epsilon", 0.5)][..],
+            &[("q_norm_epsilon", 0.5), ("qk_norm_epsilon", 0.5)],
+            &[("q_norm_epsilon", 0.5), ("k_norm_epsilon", 0.5), ("qk_norm_epsilon", 0.25)],
+        ] {
+            assert_eq!(from_node(&node(epsilons)).unwrap(), both);
+        }
+        let error = from_node(&node(&[("q_norm_epsilon", 0.5), ("k_norm_epsilon", 0.25)]));
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "k_norm_epsilon: got 0.25; allowed: 0.5, as q_norm_epsilon or qk_norm_epsilon"
+        );
+    }
 }

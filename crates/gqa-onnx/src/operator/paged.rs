@@ -35,7 +35,7 @@ pub(super) const INPUTS: [&str; 17] = [
 pub(super) const OUTPUTS: [&str; 3] = ["output", "key_cache_out", "value_cache_out"];
 
 /// Attributes and their types.
-const ATTRIBUTES: [(&str, Kind); 16] = [
+pub(super) const ATTRIBUTES: [(&str, Kind); 16] = [
     ("num_heads", Kind::Int),
     ("kv_num_heads", Kind::Int),
     ("scale", Kind::Float),
@@ -55,7 +55,7 @@ const ATTRIBUTES: [(&str, Kind); 16] = [
 ];
 
 /// Positions of the inputs that must be there.
-const REQUIRED: [usize; 6] = [0, 3, 4, 5, 6, 7];
+pub(super) const REQUIRED: [usize; 6] = [0, 3, 4, 5, 6, 7];
 
 /// The operator of a node.
 pub(super) fn from_node(node: &NodeProto) -> Result<PagedAttention> {

@@ -18,13 +18,17 @@ pub(super) const INPUTS: [&str; 4] = ["X", "cos_cache", "sin_cache", "position_i
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 1] = ["Y"];
 
-const ATTRIBUTES: [(&str, Kind); 3] =
+/// Attributes and their types.
+pub(super) const ATTRIBUTES: [(&str, Kind); 3] =
     [("interleaved", Kind::Int), ("num_heads", Kind::Int), ("rotary_embedding_dim", Kind::Int)];
+
+/// Positions of the inputs that must be there.
+pub(super) const REQUIRED: [usize; 3] = [0, 1, 2];
 
 /// The operator of a node.
 pub(super) fn from_node(node: &NodeProto) -> Result<RotaryEmbedding> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
-    check_lists(node, &INPUTS, &OUTPUTS, &[0, 1, 2])?;
+    check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
     let int = |name| attributes.int(name).unwrap_or(0);
     Ok(RotaryEmbedding::new()
         .interleaved(int("interleaved"))

@@ -18,12 +18,16 @@ pub(super) const INPUTS: [&str; 3] = ["past_cache", "update", "write_indices"];
 /// Outputs in ONNX's order.
 pub(super) const OUTPUTS: [&str; 1] = ["present_cache"];
 
-const ATTRIBUTES: [(&str, Kind); 2] = [("axis", Kind::Int), ("mode", Kind::Text)];
+/// Attributes and their types.
+pub(super) const ATTRIBUTES: [(&str, Kind); 2] = [("axis", Kind::Int), ("mode", Kind::Text)];
+
+/// Positions of the inputs that must be there.
+pub(super) const REQUIRED: [usize; 2] = [0, 1];
 
 /// The operator of a node.
 pub(super) fn from_node(node: &NodeProto) -> Result<TensorScatter> {
     let attributes = Attributes::of(node, &ATTRIBUTES)?;
-    check_lists(node, &INPUTS, &OUTPUTS, &[0, 1])?;
+    check_lists(node, &INPUTS, &OUTPUTS, &REQUIRED)?;
     let mode = match attributes.text("mode").as_deref() {
         None | Some("linear") => WriteMode::Linear,
         Some("circular") => WriteMode::Circular,
