@@ -157,6 +157,29 @@ class Cases:
         used = np.array([5, 0, 40, 2], np.int32)
         self.call(varlen, q, *cache, starts.astype(np.int32), seqused_k=used, **named)
 
+    @in_libraries
+    def test_rows_of_no_sequence_are_zeros(self):
+        """Those behind the last sequence, whose log-sum-exps are -inf."""
+        there, back = self.library.there, self.library.back
+        starts, keys = (np.array([0, 3, 3, 73], np.int32), np.array([0, 5, 5, 95], np.int32))
+        q, table = self.normal(80, 8, 64), np.arange(18, dtype=np.int32).reshape(3, 6)
+        for caches, named in (
+            ([self.normal(99, 2, 64) for _ in "kv"], {}),
+            ([self.normal(18, 16, 2, 64) for _ in "kv"], {"block_table": table}),
+        ):
+            wanted = gqa.flash_attn_varlen_func(
+                q[:73], *(x if named else x[:95] for x in caches), starts, keys, causal=True, **named
+            )
+            named = {"return_softmax_lse": True, "block_table": there(table)} if named else {}
+            given = [there(x) for x in (q, *caches, starts, keys)]
+            got = gqa.flash_attn_varlen_func(*given, causal=True, **named)
+            got, *lse = [back(x) for x in (got if named else [got])]
+            self.near(got[:73], wanted)
+            self.assertTrue((got[73:] == 0).all())
+            for numbers in lse:
+                self.assertTrue((numbers[:, 73:] == -np.inf).all())
+                self.assertTrue(np.isfinite(numbers[:, 3:73]).all())
+
     def cached(self, q, caches, **named):
         """A call that changes the caches, or that is an error where none can be changed."""
         before = [cache.copy() for cache in caches]

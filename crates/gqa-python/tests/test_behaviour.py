@@ -130,3 +130,23 @@ def test_forked_children_compute():
 
 def call_of_child(_):
     return results()[0]
+
+
+@pytest.mark.skipif(torch is None, reason="no torch")
+def test_tensors_that_torch_negates():
+    """Views of conjugates are read with their sign, and no cache that is written is one."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, n, 16, dtype=torch.complex64).conj().imag for n in (4, 2, 2))
+    assert q.is_neg()
+    plain = [x.resolve_neg() for x in (q, k, v)]
+    got, wanted = gqa.flash_attn_func(q, k, v), gqa.flash_attn_func(*plain)
+    assert torch.equal(got, wanted)
+    merged, _ = gqa.merge_states([q, q], [torch.zeros(2, 4, 3)] * 2)
+    torch.testing.assert_close(merged, plain[0])
+    lengths = torch._neg_view(torch.tensor([-3, -2]))
+    assert lengths.is_neg()
+    call = lambda n: gqa.flash_attn_with_kvcache(q, k, v, cache_seqlens=n)
+    got, wanted = call(lengths), call(lengths.resolve_neg())
+    assert torch.equal(got, wanted)
+    with pytest.raises(ValueError, match="^k_cache: got a view that torch negates"):
+        gqa.flash_attn_with_kvcache(q, k, v, plain[1], plain[2], cache_seqlens=0)
