@@ -9,6 +9,7 @@ mod quantized;
 mod rows;
 mod update;
 
+use crate::backend::cpu::{Rayon, each};
 use crate::backend::{Backend, Io};
 use crate::plan::TensorId;
 use crate::{
@@ -16,7 +17,6 @@ use crate::{
     Sink, Tensor,
 };
 use quantized::{Codes, Row as CachedRow};
-use rayon::prelude::*;
 use rows::{Heads, bnsh, place, rounded, store};
 use std::ops::Range;
 
@@ -408,12 +408,13 @@ impl<'a> Call<'a> {
     /// All rows of all heads.
     fn attend(&self) -> Exact {
         let p = self.problem;
-        let rows: Vec<Row> = (0..p.batch * p.q_heads)
-            .into_par_iter()
-            .flat_map_iter(|head| {
-                (0..p.q_len).map(move |s| self.row(head / p.q_heads, head % p.q_heads, s))
-            })
-            .collect();
+        // Of the back end for the CPU only its threads, which a forked process has, too.
+        let mut heads: Vec<Vec<Row>> = (0..p.batch * p.q_heads).map(|_| Vec::new()).collect();
+        each(&Rayon, heads.iter_mut().enumerate(), |(head, rows)| {
+            let row = |s| self.row(head / p.q_heads, head % p.q_heads, s);
+            *rows = (0..p.q_len).map(row).collect();
+        });
+        let rows: Vec<Row> = heads.into_iter().flatten().collect();
         let mut output = vec![0.0; rows.len() * p.v_head_size];
         for (i, row) in rows.iter().enumerate() {
             let (head, s) = (i / p.q_len, i % p.q_len);

@@ -112,8 +112,13 @@ fn watch_forks() {
 
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
+    use super::super::Cpu;
     use super::super::parallel_for::parallel_for;
     use super::*;
+    use crate::backend::Backend;
+    use crate::op::{GroupQueryAttention, Inputs, KvCache};
+    use crate::reference::Reference;
+    use crate::{DType, State, Tensor, TensorView, TensorViewMut, merge_states};
     use std::collections::BTreeSet;
     use std::sync::Mutex;
     use std::thread;
@@ -179,7 +184,6 @@ mod tests {
 
     #[test]
     fn calls_of_a_forked_process_end() {
-        use crate::{State, TensorView, TensorViewMut, merge_states};
         let merged = || {
             let (output, lse) = (vec![2.0; 64 * 16], vec![0.0; 64]);
             let state = State { output: TensorView::F32(&output), lse: &lse };
@@ -189,5 +193,27 @@ mod tests {
             to.iter().all(|&x| x == 2.0) && to_lse.iter().all(|&x| x == 2f32.ln())
         };
         assert!(merged() && in_fork(merged), "a merge in a child");
+        for backend in [&Cpu::default() as &dyn Backend, &Reference] {
+            assert!(attends(backend), "{}", backend.name());
+            assert!(in_fork(|| attends(backend)), "{} in a child", backend.name());
+        }
+    }
+
+    /// A prompt of as many heads and rows as several threads compute.
+    fn attends(backend: &dyn Backend) -> bool {
+        let (rows, heads) = (96, 8);
+        let zeros = |shape: &[usize]| Tensor::zeros(DType::F32, shape);
+        let query = zeros(&[1, rows, heads * 16]);
+        let value = vec![2.0; rows * heads * 16];
+        let value = Tensor::from_f32(DType::F32, &[1, rows, heads * 16], &value).unwrap();
+        let cache = zeros(&[1, heads, rows, 16]);
+        let mut cache = KvCache { key: cache.clone(), value: cache, scales: None };
+        let numbers = [rows as i32 - 1, rows as i32].map(|n| ndarray::arr1(&[n]).into());
+        let [last, total] = &numbers;
+        let new =
+            Inputs { key: Some(&query), value: Some(&value), ..Inputs::new(&query, last, total) };
+        let heads = heads as i64;
+        let call = GroupQueryAttention::new(heads, heads).run_in_place(&new, &mut cache, backend);
+        call.unwrap().output.to_f64().iter().all(|x| (x - 2.0).abs() < 1e-5)
     }
 }
