@@ -1,7 +1,8 @@
 //! What a call costs at least, whatever the kernels.
 
 use super::device::DeviceInfo;
-use crate::{Alignment, CacheBinding, CallKind, DType, Phase, Problem, QkOutput};
+use super::seen::Seen;
+use crate::{CacheBinding, CallKind, DType, Problem, QkOutput};
 
 /// Arithmetic and memory traffic that no kernel can avoid.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,7 +44,7 @@ impl Cost {
         let scores = if p.output_qk == QkOutput::None { 0.0 } else { b * n * s * t };
         let lse = if p.lse { 4.0 * b * n * s } else { 0.0 };
         Self {
-            flops: 2.0 * b * n * widths * visible_pairs(p),
+            flops: 2.0 * b * n * widths * Seen::of(p).tiles(1, 1) as f64,
             bytes: size * (query + bias + scores) + cache + output + lse,
         }
     }
@@ -71,15 +72,6 @@ impl Cost {
     }
 }
 
-/// Position of query row 0 in the longest sequence; 0 where it would stand before key 0.
-fn past(p: &Problem) -> usize {
-    match (p.alignment, p.phase) {
-        (Alignment::Past(past), _) => past,
-        (Alignment::Phase, Phase::FirstPrompt) => 0,
-        _ => p.total_len.saturating_sub(p.q_len),
-    }
-}
-
 /// Keys that some row of the longest sequence sees.
 fn keys_read(p: &Problem) -> f64 {
     let right = if p.causal { Some(0) } else { p.right_window };
@@ -87,33 +79,4 @@ fn keys_read(p: &Problem) -> f64 {
         left.saturating_add(right).saturating_add(p.q_len.saturating_sub(1))
     });
     p.total_len.min(window) as f64
-}
-
-/// (query row, key) pairs of one head that the mask leaves.
-fn visible_pairs(p: &Problem) -> f64 {
-    let window = p.window.unwrap_or(usize::MAX) as f64;
-    let (s, t) = (p.q_len as f64, p.total_len as f64);
-    if p.right_window.is_some()
-        || !p.causal && p.window.is_some()
-        || past(p) + p.q_len > p.total_len
-    {
-        return (0..p.q_len).map(|row| visible(p, past(p) + row)).sum::<usize>() as f64;
-    }
-    if !p.causal {
-        return s * t;
-    }
-    // Rows see 1 + past, 2 + past, … keys, no more than the window.
-    let past = past(p) as f64;
-    let growing = (window - past).clamp(0.0, s);
-    growing * past
-        + growing * (growing + 1.0) / 2.0
-        + if growing < s { (s - growing) * window } else { 0.0 }
-}
-
-/// Keys that a row at `position` of the longest sequence sees.
-fn visible(p: &Problem, position: usize) -> usize {
-    let right = if p.causal { Some(0) } else { p.right_window };
-    let end = right.map_or(p.total_len, |right| (position + right + 1).min(p.total_len));
-    let first = p.window.map_or(0, |window| (position + 1).saturating_sub(window));
-    end.saturating_sub(first)
 }

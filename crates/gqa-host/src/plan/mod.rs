@@ -54,6 +54,7 @@ mod requirements;
 mod rows;
 mod scatter;
 mod scratch;
+mod seen;
 mod select;
 mod sliding;
 mod tensors;

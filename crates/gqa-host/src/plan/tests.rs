@@ -973,6 +973,18 @@ fn costs_are_those_of_the_visible_pairs() {
     assert!(!Cost::of(&llama(4096, 0)).is_memory_bound(DType::F16, &DeviceInfo::h200()));
 }
 
+/// Row by row this took half a minute for 2^30 rows.
+#[test]
+fn planning_takes_no_longer_for_more_rows() {
+    let rows = 1 << 34;
+    let started = std::time::Instant::now();
+    let cost = Cost::of(&with(llama(rows, 0), |p| {
+        (p.window, p.causal, p.right_window) = (Some(8), false, Some(0));
+    }));
+    assert_eq!(cost.flops, 4.0 * 32.0 * 128.0 * (8.0 * rows as f64 - 28.0));
+    assert!(started.elapsed().as_secs() < 5, "{:?}", started.elapsed());
+}
+
 #[test]
 fn the_explanation_tells_the_whole_plan() {
     let text = plan(&llama(1, 4096), &device("h200"), &PlanOptions::default())

@@ -9,6 +9,7 @@ use crate::plan::launch::{Arg, Launch, TensorMap};
 use crate::plan::options::PlanOption;
 use crate::plan::params::{l2_swizzled_params, output, params, rotary_params};
 use crate::plan::rows::Rows;
+use crate::plan::seen::Seen;
 use crate::plan::tensors::TensorId;
 use crate::plan::{merge, requirements, select};
 use crate::{Problem, Result, Rotary};
@@ -117,15 +118,9 @@ fn unsuited(entry: &Entry, p: &Problem) -> [usize; 4] {
 /// of about 60 rows more (measured: `docs/perf-log.md`).
 fn work(entry: &Entry, p: &Problem) -> usize {
     const OVERHEAD: usize = 60;
-    let (rows, keys) = (entry.rows.max(1) as usize, entry.keys.max(1) as usize);
-    let past = p.total_len.saturating_sub(p.q_len);
-    let tiles = |tile: usize| {
-        let first = past + tile * rows;
-        let end = if p.causal { (first + rows).min(p.total_len) } else { p.total_len };
-        let begin = p.window.map_or(0, |window| (first + 1).saturating_sub(window));
-        end.div_ceil(keys).saturating_sub(begin / keys)
-    };
-    (0..p.q_len.div_ceil(rows)).map(|tile| tiles(tile) * keys * (rows + OVERHEAD)).sum()
+    let (rows, keys) = (entry.rows as usize, entry.keys as usize);
+    let scores = Seen::of(p).tiles(rows, keys) * (keys * (rows + OVERHEAD)) as u128;
+    usize::try_from(scores).unwrap_or(usize::MAX)
 }
 
 /// Why `tiled` does better, or must do.
