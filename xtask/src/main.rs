@@ -10,6 +10,7 @@ mod integrations;
 mod loops;
 mod module;
 mod parallel;
+mod pip;
 mod place;
 mod ptx;
 mod ptxas;

@@ -30,6 +30,11 @@ pub fn ratchet() -> PathBuf {
     root().join("xtask/ratchet.json")
 }
 
+/// Lists of Python packages, with hashes.
+pub fn requirements() -> PathBuf {
+    root().join("xtask/requirements")
+}
+
 /// Build products.
 pub fn target() -> PathBuf {
     env::var_os("CARGO_TARGET_DIR")

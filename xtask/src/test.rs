@@ -49,6 +49,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("tests", || tests(Where::Anywhere, args.full));
     steps.run_or_skip("tests on a GPU", gpu_tests);
     steps.run_or_skip("licences and sources", deny::check);
+    steps.run_or_skip("advisories", deny::advisories);
     steps.run_or_skip("node cases as stored", node_cases);
     steps.run_or_skip("bench scripts", bench_scripts);
     steps.run("documentation tests", || shown(over_workspace(&["test"]).arg("--doc")));

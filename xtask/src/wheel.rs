@@ -1,9 +1,9 @@
 //! `cargo xtask wheel`: `dist/gqa_onnxruntime-*.whl`, the library for ONNX Runtime as a Python
 //! package, tried in a fresh virtual environment, and `dist/gqa-*.whl`, the package for Python.
 
-use crate::integrations::{onnx_runtime_library, python_wheel, python_with};
+use crate::integrations::{onnx_runtime_library, python_wheel};
 use crate::step::shown;
-use crate::{folder, place};
+use crate::{folder, pip, place};
 use anyhow::{Context, Result, ensure};
 use std::env::consts::ARCH;
 use std::fs;
@@ -12,8 +12,6 @@ use std::process::Command;
 
 /// What a wheel may have.
 const MOST_BYTES: u64 = 12 << 20;
-/// What a user installs beside it, and what the tests need.
-const PACKAGES: [&str; 3] = ["onnxruntime", "onnx", "numpy"];
 
 pub fn run() -> Result<()> {
     let wheel = build(&onnx_runtime_library()?)?;
@@ -40,8 +38,10 @@ fn build(library: &Path) -> Result<PathBuf> {
     let packed = source.join("gqa_onnxruntime/libgqa_ort.so");
     shown(Command::new("strip").arg("--strip-all").arg("-o").arg(&packed).arg(library))?;
     let dist = folder::fresh(&place::root().join("dist"))?;
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]).arg(&dist);
+    let python = pip::environment("wheel", "setuptools")?.context("cannot install setuptools")?;
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]);
+    pip.arg("--wheel-dir").arg(&dist);
     pip.env("GQA_VERSION", env!("CARGO_PKG_VERSION")).env("GQA_PLATFORM", platform(&packed)?);
     shown(pip.arg(&source))?;
     let wheel = fs::read_dir(&dist)?.next().context("pip made no wheel")??;
@@ -75,9 +75,9 @@ fn try_out(wheel: &Path) -> Result<()> {
     if environment.exists() {
         fs::remove_dir_all(environment)?;
     }
-    let file = wheel.display().to_string();
-    let packages = [&PACKAGES[..], &[&file]].concat();
-    let python = python_with(name, &packages)?.context("cannot install the wheel")?;
+    // What a user installs beside it, and what the tests need.
+    let python = pip::environment(name, "onnxruntime")?.context("cannot install onnxruntime")?;
+    pip::install_wheel(&python, wheel)?;
     let code = "import gqa_onnxruntime, onnxruntime; \
                 gqa_onnxruntime.register(onnxruntime.SessionOptions()); \
                 print(gqa_onnxruntime.library_path())";

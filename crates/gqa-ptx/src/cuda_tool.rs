@@ -15,6 +15,9 @@ pub(crate) struct CudaTool {
     pub(crate) name: &'static str,
     /// The Python package that holds it.
     pub(crate) package: &'static str,
+    /// That package and those that it requires, with the hashes that their files may have, as
+    /// pip takes them.
+    pub(crate) requirements: &'static str,
 }
 
 impl CudaTool {
@@ -58,8 +61,11 @@ impl CudaTool {
     fn install(&self, folder: &Path) -> Result<()> {
         let venv = ["-m", "venv"];
         run("making a virtual environment", Command::new("python3").args(venv).arg(folder))?;
+        let list = folder.join(format!("{}.txt", self.name));
+        std::fs::write(&list, self.requirements).map_err(Error::io("write", &list))?;
         let mut pip = Command::new(python(folder));
-        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", self.package]);
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        pip.args(["--require-hashes", "--no-deps", "--requirement"]).arg(list);
         run(&format!("installing {}", self.name), &mut pip).map(drop)
     }
 }
@@ -81,7 +87,8 @@ mod tests {
 
     #[test]
     fn a_missing_program_says_where_it_was_looked_for() {
-        let tool = CudaTool { name: "no-such-program", package: "its-package==1" };
+        let tool =
+            CudaTool { name: "no-such-program", package: "its-package==1", requirements: "" };
         let text = tool.find(Path::new("target/venv")).unwrap_err().to_string();
         for part in ["no-such-program", "target/venv", "its-package==1"] {
             assert!(text.contains(part), "{text}");

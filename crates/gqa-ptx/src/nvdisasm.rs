@@ -7,7 +7,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const TOOL: CudaTool = CudaTool { name: "nvdisasm", package: "nvidia-cuda-nvdisasm==13.5.37" };
+const TOOL: CudaTool = CudaTool {
+    name: "nvdisasm",
+    package: "nvidia-cuda-nvdisasm==13.5.37",
+    requirements: include_str!("../requirements/nvdisasm.txt"),
+};
 /// Exponentials that a loop over key tiles has at least.
 const LEAST_EXPONENTIALS: usize = 24;
 

@@ -7,7 +7,11 @@ use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const TOOL: CudaTool = CudaTool { name: "ptxas", package: "nvidia-cuda-nvcc==13.0.88" };
+const TOOL: CudaTool = CudaTool {
+    name: "ptxas",
+    package: "nvidia-cuda-nvcc==13.0.88",
+    requirements: include_str!("../requirements/ptxas.txt"),
+};
 
 /// The assembler.
 #[derive(Clone, Debug)]
