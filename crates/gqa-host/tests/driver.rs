@@ -77,7 +77,7 @@ fn what_other_threads_do_is_not_captured() {
 #[test]
 fn a_device_that_is_opened_keeps_its_context_alive() {
     with_fake_driver(&[], |fake| {
-        // SAFETY: the primary context, which is retained until both devices that borrow it are gone.
+        // SAFETY: the primary context, which is retained until the devices that borrow it are gone.
         let borrowed = |context| unsafe { Device::from_raw_context(context) }.unwrap();
         let context = fake.retain();
         let first = borrowed(context);

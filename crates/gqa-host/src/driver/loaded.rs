@@ -53,8 +53,8 @@ impl Device {
     /// keeping as long as calls of that shape come.
     ///
     /// # Errors
-    /// Where the plan was made for a newer GPU, or for one with more shared memory, where the driver
-    /// is too old for a kernel, and where `GQA_CHECK` is neither 0 nor 1.
+    /// Where the plan was made for a newer GPU, or for one with more shared memory, where the
+    /// driver is too old for a kernel, and where `GQA_CHECK` is neither 0 nor 1.
     pub fn load(&self, plan: impl Into<Arc<Plan>>) -> Result<LoadedPlan> {
         self.load_when(plan.into(), Folding::Now)
     }

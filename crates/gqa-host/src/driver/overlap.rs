@@ -154,8 +154,8 @@ struct Term {
 
 impl Term {
     /// Whether a sum of one multiple of each term is in the interval. Strides of a tensor are
-    /// nested, as a rule, so that few multiples come into question; where they are not, `tried` ends
-    /// the search, and the places are taken for overlapping.
+    /// nested, as a rule, so that few multiples come into question; where they are not, `tried`
+    /// ends the search, and the places are taken for overlapping.
     fn reach(terms: &[Self], [low, high]: [i128; 2], tried: &mut u32) -> bool {
         const MOST_TRIED: u32 = 1 << 14;
         let Some((term, rest)) = terms.split_first() else { return low <= 0 && 0 <= high };
