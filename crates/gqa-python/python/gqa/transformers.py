@@ -91,7 +91,10 @@ def attention(
     Gives the output, (batch, rows, heads, size), and no weights.
     """
     _check_others(others)
-    key, value = _cached(module, key, value, cu_seq_lens_q, others)
+    if cu_seq_lens_q is not None and isinstance(others.get("cu_seq_lens_k"), dict):
+        # What is made there for a mask takes all sequences for one.
+        key, value = _cached(module, key, value, others)
+        attention_mask = None
     scores = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
     if attention_mask is None:
         scores["cu_seq_lens_q"] = cu_seq_lens_q
@@ -125,22 +128,18 @@ def _check_others(others):
     """Errs where an attention is asked for that is not this one."""
     for name in _REFUSED:
         if others.get(name) is not None:
-            allowed = f"None, as it is where attn_implementation is 'sdpa' or 'eager'"
+            allowed = "None, as it is where attn_implementation is 'sdpa' or 'eager'"
             raise ValueError(f"{name}: got {type(others[name]).__name__}; allowed: {allowed}")
     if others.get("output_attentions"):
         allowed = "False, or attn_implementation='eager'"
         raise ValueError(f"output_attentions: got True; allowed: {allowed}")
 
 
-def _cached(module, key, value, starts, others):
+def _cached(module, key, value, others):
     """Keys and values of all tokens, where a cache of continuous batching has not yet got those of
     the new ones, as in transformers before 5.24; it says how long sequences are, too."""
-    update = getattr(others.get("cache"), "update", None)
-    if update is None or starts is None or not isinstance(others.get("cu_seq_lens_k"), dict):
-        return key, value
-    return update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
-    )
+    named = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
+    return others["cache"].update(**named, kwargs=others)
 
 
 def _dense(query, key, value, mask, position_bias, sinks, causal, named):
