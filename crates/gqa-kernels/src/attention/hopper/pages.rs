@@ -151,7 +151,9 @@ impl Pages {
     }
 
     /// Hides the keys of a tile that begins with row `key`, of a sequence of `total` rows, whose
-    /// blocks are outside of the cache. Lanes ask for 16 keys each.
+    /// blocks are outside of the cache. Lanes ask for 16 keys each. Such keys are zeros, so that
+    /// their scores are numbers, to which -inf is added: a choice for each piece would take more
+    /// predicates than steps over edges leave.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn hide_gaps<const C: usize>(
         self,
@@ -161,16 +163,16 @@ impl Pages {
         total: u32,
     ) {
         let row = (key + LEAST_BOX * lane()).min(total.max(1) - 1);
-        let outside = u32::from(self.block(batch, row >> self.log_rows) > self.last);
+        let is_outside = self.block(batch, row >> self.log_rows) > self.last;
+        let bias = if is_outside { f32::NEG_INFINITY } else { 0.0 };
         let mut i = 0;
         while i < C {
             // A lane has eight scores of 16 keys.
-            if shfl_idx_u32(outside, i as u32 / 8) != 0 {
-                let mut n = i;
-                while n < i + 8 {
-                    s[n] = f32::NEG_INFINITY;
-                    n += 1;
-                }
+            let bias = shfl_idx_f32(bias, i as u32 / 8);
+            let mut n = i;
+            while n < i + 8 {
+                s[n] += bias;
+                n += 1;
             }
             i += 8;
         }
@@ -356,6 +358,8 @@ pub(super) fn share_keys_and_values<S: Tile>(
 /// before consumers have its queries.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) fn look_for_gaps<S: Tile>(base: u32, pages: Pages, p: &AttentionParams) {
+    // Opaque, or its comparison with 0 would take a predicate from all the kernel.
+    let p = &AttentionParams { window: opaque(p.window), ..*p };
     let (mut ring, mut n) = (Ring::START, 0);
     loop {
         let slot = Slot::drawn::<S>(base, n);
