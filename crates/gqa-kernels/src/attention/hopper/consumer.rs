@@ -262,7 +262,11 @@ impl<
         mbarrier_wait(self.base + S::Q_FULL + 8 * self.q_tile(), self.q.parity);
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
-        let keys = slot.keys().agreed();
+        let mut keys = slot.keys().agreed();
+        if self.pointers.pages.is_some() && slot.has_gaps::<S>() {
+            // No row sees all keys of any tile.
+            (keys.full_end, keys.cached_end) = (0, 0);
+        }
         let rotation = self.pointers.rotation.filter(|rotation| rotation.params.dim > 0);
         if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
             let tile = self.base + self.q_tile() * S::Q_BYTES;
@@ -284,8 +288,7 @@ impl<
         // Large heads of two bytes do better with one loop: the other one keeps K until weights are
         // seen, and with their few tiles under way that keeps the next ones out.
         let mixed = self.p.softcap > 0.0 || S::D > 128 && !S::IS_TRANSPOSED;
-        let has_gaps = self.pointers.pages.is_some() && slot.has_gaps::<S>();
-        let bottom = if mixed || has_gaps { u32::MAX } else { keys.first.max(keys.full_first) };
+        let bottom = if mixed { u32::MAX } else { keys.first.max(keys.full_first) };
         Cursor { slot, keys, tile: keys.end.wrapping_sub(1), bottom }
     }
 
@@ -379,12 +382,12 @@ impl<
         if at.tile >= at.keys.full_end || at.tile < at.keys.full_first {
             let row = at.slot.place::<S>().row;
             self.softmax.mask(s, at.slot.seen::<S>(), row, at.tile * S::N);
-        }
-        if let Some(pages) = self.pointers.pages
-            && at.slot.has_gaps::<S>()
-        {
-            let (batch, total) = (at.slot.place::<S>().batch, at.slot.seqlen().total);
-            pages.hide_gaps(s, batch, at.tile * S::N, total);
+            if let Some(pages) = self.pointers.pages
+                && at.slot.has_gaps::<S>()
+            {
+                let (batch, total) = (at.slot.place::<S>().batch, at.slot.seqlen().total);
+                pages.hide_gaps(s, batch, at.tile * S::N, total);
+            }
         }
     }
 
