@@ -60,7 +60,7 @@ fn mistakes_in_the_command_line_are_one_line_and_exit_code_2() -> Result {
         2,
         &["--backend", "gpu", "cpu, sim, cuda, reference"],
     );
-    refused(&words("check /no/such/folder")?, 2, &["/no/such/folder"]);
+    refused(&words("check /no/such/folder")?, 2, &["/no/such/folder: No such file or directory"]);
     refused(&words("frobnicate")?, 2, &["frobnicate"]);
     refused(&words("run")?, 2, &["<MODEL>"]);
     refused(&words("explain --device voodoo2")?, 2, &["--device", "voodoo2", "h200"]);
@@ -88,6 +88,128 @@ fn a_folder_without_cases_is_a_mistake() -> Result {
     let folder = tempfile::tempdir()?;
     let run = gqa(["check".as_ref(), folder.path().as_os_str()])?;
     refused(&run, 2, &["no case", &folder.path().display().to_string()]);
+    Ok(())
+}
+
+/// Runs the program, which has ten seconds.
+#[cfg(unix)]
+fn quick(command: &mut Command) -> Result<Run> {
+    use std::process::Stdio;
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    for _ in 0..1000 {
+        if child.try_wait()?.is_some() {
+            let output = child.wait_with_output()?;
+            return Ok(Run {
+                code: output.status.code(),
+                stdout: String::from_utf8(output.stdout)?,
+                stderr: String::from_utf8(output.stderr)?,
+            });
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    child.kill()?;
+    Err(format!("{command:?} does not end").into())
+}
+
+#[cfg(unix)]
+fn check(path: &Path) -> Result<Run> {
+    let arguments =
+        ["check".as_ref(), "--backend".as_ref(), "reference".as_ref(), path.as_os_str()];
+    quick(Command::new(env!("CARGO_BIN_EXE_gqa")).args(arguments))
+}
+
+/// A stored case, copied.
+#[cfg(unix)]
+fn a_case(folder: &Path) -> Result<PathBuf> {
+    let stored = std::fs::read_dir(cases("gqa"))?.next().ok_or("no case")??.path();
+    let case = folder.join("case");
+    let set = |case: &Path| case.join("test_data_set_0");
+    std::fs::create_dir_all(set(&case))?;
+    std::fs::copy(stored.join("model.onnx"), case.join("model.onnx"))?;
+    for file in std::fs::read_dir(set(&stored))? {
+        let file = file?;
+        std::fs::copy(file.path(), set(&case).join(file.file_name()))?;
+    }
+    Ok(case)
+}
+
+#[cfg(unix)]
+fn pipe(path: &Path) -> Result {
+    let made = Command::new("mkfifo").arg(path).status()?;
+    if made.success() { Ok(()) } else { Err("mkfifo failed".into()) }
+}
+
+/// Whatever takes the place of a case's files, `gqa check` ends, and says what it is.
+#[cfg(unix)]
+#[test]
+fn files_that_are_none_are_refused() -> Result {
+    use std::os::unix::fs::symlink;
+    type Make = fn(&Path) -> Result;
+    let makes: [(Make, &str); 6] = [
+        (pipe, "got a pipe; allowed: a regular file of at most"),
+        (|path| Ok(symlink("/dev/zero", path)?), "got a device; allowed: a regular file"),
+        (|path| Ok(std::fs::create_dir(path)?), "got a folder; allowed: a regular file"),
+        (|path| Ok(std::fs::File::create(path)?.set_len(1 << 40)?), "got 1099511627776 bytes"),
+        (|path| Ok(symlink(path, path)?), "Too many levels of symbolic links"),
+        (|path| Ok(symlink("nowhere", path)?), "No such file or directory"),
+    ];
+    for file in ["model.onnx", "meta.json", "test_data_set_0/input_0.pb"] {
+        for (make, reason) in makes {
+            let folder = tempfile::tempdir()?;
+            let case = a_case(folder.path())?;
+            if case.join(file).exists() {
+                std::fs::remove_file(case.join(file))?;
+            }
+            make(&case.join(file))?;
+            let run = check(folder.path())?;
+            if (file, reason) == ("meta.json", "No such file or directory") {
+                assert_eq!(run.code, Some(0), "{}", run.stdout);
+                continue;
+            }
+            assert_eq!(run.code, Some(1), "{file}: {}{}", run.stdout, run.stderr);
+            let line = run.stdout.lines().next().unwrap_or_default();
+            assert!(line.starts_with("error case: "), "{line}");
+            let tensor = file.ends_with(".pb") && line.contains(&reason.replace("got ", ", "));
+            assert!(line.contains(reason) || tensor, "{file}, {reason}: {line}");
+            let place = case.join(file).display().to_string();
+            assert!(line.contains(&place), "{place}: {line}");
+        }
+    }
+    Ok(())
+}
+
+/// What is no folder of cases, or cannot be looked into, is named with the reason.
+#[cfg(unix)]
+#[test]
+fn folders_that_are_none_are_refused() -> Result {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    refused(&check(Path::new("/dev/zero"))?, 2, &["/dev/zero: Not a directory"]);
+    let folder = tempfile::tempdir()?;
+    let at = |name: &str| folder.path().join(name);
+    pipe(&at("pipe"))?;
+    refused(&check(&at("pipe"))?, 2, &["/pipe: Not a directory"]);
+    std::fs::remove_file(at("pipe"))?;
+    symlink(at("loop"), at("loop"))?;
+    refused(&check(&at("loop"))?, 2, &["Too many levels of symbolic links"]);
+    refused(&check(folder.path())?, 2, &["/loop", "Too many levels of symbolic links"]);
+    std::fs::remove_file(at("loop"))?;
+    let case = a_case(&at("more"))?;
+    for mode in [0o000, 0o444, 0o111] {
+        std::fs::set_permissions(at("more"), std::fs::Permissions::from_mode(mode))?;
+        let readable = std::fs::read_dir(at("more")).is_ok() && case.join("model.onnx").exists();
+        let run = check(folder.path())?;
+        std::fs::set_permissions(at("more"), std::fs::Permissions::from_mode(0o755))?;
+        if readable {
+            println!("SKIPPED: permissions do not count for this user");
+            break;
+        }
+        refused(&run, 2, &["/more", "Permission denied"]);
+    }
+    // A data set that leads nowhere is not left out in silence.
+    symlink("nowhere", case.join("test_data_set_1"))?;
+    let run = check(folder.path())?;
+    assert_eq!(run.code, Some(1), "{}", run.stdout);
+    assert!(run.stdout.contains("test_data_set_1: No such file or directory"), "{}", run.stdout);
     Ok(())
 }
 

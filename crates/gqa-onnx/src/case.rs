@@ -10,6 +10,7 @@
 //! ```
 
 use std::collections::{BTreeMap, HashSet};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use gqa_host::Tensor;
@@ -19,7 +20,7 @@ use serde::de::DeserializeOwned;
 
 use crate::compare::{Comparison, Limits, Region, compare};
 use crate::model::numbered_files;
-use crate::{Error, Model, Result, read_tensor};
+use crate::{Error, Model, Result, file, read_tensor};
 
 /// What meta.json looks like.
 const META: &str = r#"{"tolerance": {"atol": 1e-3, "rtol": 1e-3}} and other fields"#;
@@ -84,9 +85,9 @@ struct Ignore {
 ///
 /// # Errors
 ///
-/// Where a folder cannot be listed.
+/// Where a folder cannot be listed, and where there is no case.
 pub fn find_cases(path: &Path) -> Result<Vec<Case>> {
-    if is_case(path) {
+    if is_case(path)? {
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let name = real.file_name().unwrap_or(real.as_os_str()).to_string_lossy().into_owned();
         return Ok(vec![Case { name, path: path.to_owned() }]);
@@ -102,8 +103,8 @@ pub fn find_cases(path: &Path) -> Result<Vec<Case>> {
 }
 
 /// A model or a data set makes a folder a case, if only a broken one.
-fn is_case(path: &Path) -> bool {
-    path.join("model.onnx").exists() || path.join("test_data_set_0").exists()
+fn is_case(path: &Path) -> Result<bool> {
+    Ok(file::has(path, "model.onnx")? || file::has(path, "test_data_set_0")?)
 }
 
 fn search(
@@ -119,10 +120,10 @@ fn search(
     }
     for entry in std::fs::read_dir(folder).map_err(|e| Error::io(folder, e))? {
         let path = entry.map_err(|e| Error::io(folder, e))?.path();
-        if is_case(&path) {
+        if is_case(&path)? {
             let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
             cases.push(Case { name, path });
-        } else if path.is_dir() {
+        } else if file::is_folder(&path)? {
             search(root, &path, seen, cases)?;
         }
     }
@@ -175,7 +176,8 @@ impl Case {
         let mut sets = Vec::new();
         for entry in std::fs::read_dir(&self.path).map_err(|e| Error::io(&self.path, e))? {
             let path = entry.map_err(|e| Error::io(&self.path, e))?.path();
-            if path.is_dir() && file_name(&path).starts_with("test_data_set_") {
+            let is_set = file_name(&path).starts_with("test_data_set_");
+            if is_set && path.metadata().map_err(|e| Error::io(&path, e))?.is_dir() {
                 sets.push(path);
             }
         }
@@ -226,9 +228,9 @@ impl Case {
     /// A JSON file of the case, if it is there.
     fn json<T: DeserializeOwned>(&self, file: &str, form: &str) -> Result<Option<T>> {
         let path = self.path.join(file);
-        match std::fs::read(&path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Error::io(&path, e)),
+        match file::read_file(&path, file::JSON_BYTES) {
+            Err(Error::Io { reason, .. }) if reason.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
             Ok(bytes) => match serde_json::from_slice(&bytes) {
                 Ok(value) => Ok(Some(value)),
                 Err(e) => Err(Error::invalid(file, e, form)),

@@ -11,12 +11,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A file cannot be read or written.
-    #[error("{}", path.display())]
+    #[error("{}: {reason}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system says.
-        source: std::io::Error,
+        /// What the system says: part of the message, so no source of its own.
+        reason: std::io::Error,
     },
     /// A file's content is not what it should be.
     #[error("{subject}: got {got}; allowed: {allowed}")]
@@ -44,7 +44,7 @@ impl Error {
     }
 
     /// An [`Error::Io`].
-    pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
-        Self::Io { path: path.to_owned(), source }
+    pub(crate) fn io(path: &Path, reason: std::io::Error) -> Self {
+        Self::Io { path: path.to_owned(), reason }
     }
 }

@@ -11,7 +11,7 @@ use crate::proto::{
     GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto, element_type_name,
 };
 use crate::tensor::{ELEMENT_TYPES, dtype_of, from_proto, read_tensor};
-use crate::{Call, Error, Operator, Result};
+use crate::{Call, Error, Operator, Result, file};
 
 /// A model whose graph is one node of a supported [`Operator`].
 #[derive(Clone, Debug)]
@@ -56,7 +56,7 @@ impl Model {
     ///
     /// Where the file cannot be read, and those of [`decode`](Self::decode).
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+        let bytes = file::read_file(path, file::MESSAGE_BYTES)?;
         Self::decode(&bytes)
     }
 

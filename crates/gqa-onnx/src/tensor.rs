@@ -9,7 +9,7 @@ use ndarray::{ArrayD, IxDyn};
 use prost::Message;
 
 use crate::proto::{TensorProto, element_type_name};
-use crate::{Error, Result};
+use crate::{Error, Result, file};
 
 /// More dimensions than any tensor of the operators has.
 const MAX_RANK: usize = 8;
@@ -41,9 +41,12 @@ pub(crate) fn dtype_of(number: i32) -> Option<DType> {
 ///
 /// Where the file cannot be read, and those of [`decode_tensor`].
 pub fn read_tensor(path: &Path, what: &str) -> Result<Tensor> {
-    let unreadable =
-        |e| Error::invalid(what, format_args!("{}: {e}", path.display()), "a readable file");
-    let bytes = std::fs::read(path).map_err(unreadable)?;
+    let bytes = file::read_file(path, file::MESSAGE_BYTES).map_err(|error| match error {
+        Error::Invalid { subject, got, allowed } => {
+            Error::invalid(what, format_args!("{subject}, {got}"), allowed)
+        }
+        error => Error::invalid(what, error, "a readable file"),
+    })?;
     decode_tensor(&bytes, what)
 }
 

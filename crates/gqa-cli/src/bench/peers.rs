@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::ceiling::{Ceilings, Rate};
 use super::record::{CallKey, Peer, Record};
 
+/// More than any such file has.
+const MOST_BYTES: u64 = 64 << 20;
+
 /// The file.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Peers {
@@ -38,8 +41,8 @@ impl Peers {
     /// Reads the file.
     pub fn read(path: &Path) -> Result<Self> {
         let name = || format!("--against {}", path.display());
-        let text = std::fs::read_to_string(path).with_context(name)?;
-        serde_json::from_str(&text).with_context(name)
+        let text = gqa_onnx::read_file(path, MOST_BYTES).context("--against")?;
+        serde_json::from_slice(&text).with_context(name)
     }
 
     /// Ceilings that the file has take the place of vendors' figures, and of slower ones.
