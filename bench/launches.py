@@ -89,7 +89,7 @@ class Launches:
 
     def prepared(self, launch, folder):
         found = function(folder, launch["entry"], launch["shared_bytes"], launch["max_cluster"], self.plan["sm"],
-                         tuple(map(tuple, launch["constants"])))
+                         tuple(map(tuple, launch.get("constants", ()))))
         params = (ctypes.c_ubyte * len(launch["params"]))(*launch["params"])
         values = [self.value(value) for value in launch["values"]] + [params]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])

@@ -285,6 +285,7 @@ def main():
     parser.add_argument("--force", default="",
                         help="with --cached: gqa once more with each of these kernels from the "
                         "first folder, several separated by commas")
+    parser.add_argument("--before", metavar="PROGRAM:FOLDER", help="with --cached: another version of gqa and its kernels")
     parser.add_argument("--fold", default="", help="with --cached: gqa once more with each of these values of GQA_FOLD: 0, call")
     parser.add_argument("--peers", help=f"names, several separated by semicolons: {'; '.join(PEERS)}")
     parser.add_argument("--rounds", type=timing.count, default=2)
@@ -310,6 +311,9 @@ def main():
             device, folder = ["--device", options.device], options.ptx.split(",")[0]
             forced = attention_alone(options.gqa, folder, *device, switches=[f"GQA_FORCE={name}"])
             chosen[f"gqa {name}"] = forced
+        if options.before:
+            program, folder = options.before.split(":")
+            chosen["gqa before"] = attention_alone(program, folder, "--device", options.device)
         for fold in filter(None, options.fold.split(",")):
             device, folder = ["--device", options.device], options.ptx.split(",")[0]
             chosen[f"gqa, GQA_FOLD={fold}"] = attention_alone(options.gqa, folder, *device, switches=[f"GQA_FOLD={fold}"])

@@ -144,7 +144,7 @@ class Planned:
             for cache, appended, unit in zip(caches, new, factors):
                 appended = codes(appended.to(output.dtype), cache.dtype, unit)
                 own = [x[past:][known[past:]] for x in place]
-                as_bytes(cache)[*own] = as_bytes(appended)[known[past:]]
+                as_bytes(cache)[tuple(own)] = as_bytes(appended)[known[past:]]
             others = (known.expand(1, len(q), -1),)
             if has_tree:
                 words = tensors["tree_mask"].flatten()[mine][:, None]

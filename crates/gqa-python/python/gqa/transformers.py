@@ -37,8 +37,13 @@ def register(name="gqa"):
 
 def _let_batch_continuously(name):
     """Has transformers take the name where it takes its own ones only: it gives attention without
-    a mask the sequences' lengths."""
+    a mask the sequences' lengths. Releases before 5.22 hand on other arguments; they switch to an
+    attention of their own."""
+    from transformers import __version__
     from transformers.generation import continuous_batching
+
+    if tuple(map(int, __version__.split(".")[:2])) < (5, 22):
+        return
 
     manager = continuous_batching.ContinuousBatchingManager
     switch = manager.switch_to_cb_friendly_attn
