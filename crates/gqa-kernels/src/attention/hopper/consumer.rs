@@ -262,11 +262,12 @@ impl<
         mbarrier_wait(self.base + S::Q_FULL + 8 * self.q_tile(), self.q.parity);
         let slot = Slot::new::<S>(self.base, self.works);
         self.works += 1;
-        let mut keys = slot.keys().agreed();
+        let mut keys = slot.keys();
         if self.pointers.pages.is_some() && slot.has_gaps::<S>() {
             // No row sees all keys of any tile.
             (keys.full_end, keys.cached_end) = (0, 0);
         }
+        let keys = keys.agreed();
         let rotation = self.pointers.rotation.filter(|rotation| rotation.params.dim > 0);
         if let Some(rotation) = rotation.filter(|_| !keys.is_empty()) {
             let tile = self.base + self.q_tile() * S::Q_BYTES;
@@ -381,9 +382,14 @@ impl<
         }
         if at.tile >= at.keys.full_end || at.tile < at.keys.full_first {
             let row = at.slot.place::<S>().row;
-            self.softmax.mask(s, at.slot.seen::<S>(), row, at.tile * S::N);
+            let window = match self.pointers.pages {
+                None => self.p.window,
+                // Opaque, or its comparison with 0 would take a predicate from all the loop.
+                Some(_) => opaque(self.p.window),
+            };
+            self.softmax.mask(s, at.slot.seen::<S>(), [row, at.tile * S::N], window);
             if let Some(pages) = self.pointers.pages
-                && at.slot.has_gaps::<S>()
+                && any_sync(at.slot.has_gaps::<S>())
             {
                 let (batch, total) = (at.slot.place::<S>().batch, at.slot.seqlen().total);
                 pages.hide_gaps(s, batch, at.tile * S::N, total);

@@ -165,8 +165,8 @@ impl Softmax<'_> {
         &self,
         s: &mut [f32; C],
         seqlen: Seqlen,
-        row: u32,
-        key: u32,
+        [row, key]: [u32; 2],
+        window: u32,
     ) {
         // A bit for each of this thread's keys, 32 of every 128.
         let mut visible = [[0; 2]; 2];
@@ -176,7 +176,7 @@ impl Softmax<'_> {
             let position = seqlen.past.wrapping_add(row).wrapping_add(self.row);
             let next = position.wrapping_add(8 * half as u32).wrapping_add(1);
             let end = if self.p.causal != 0 { next.min(seqlen.total) } else { seqlen.total };
-            let first = if self.p.window > 0 { next.saturating_sub(self.p.window) } else { 0 };
+            let first = if window > 0 { next.saturating_sub(window) } else { 0 };
             let mut word = 0;
             while word < C.div_ceil(64) {
                 let key = key + 128 * word as u32;

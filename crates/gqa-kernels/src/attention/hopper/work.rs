@@ -76,6 +76,8 @@ impl Work {
         let (head, tile) = Self::within(index, row_tiles.count(), p.q_heads, p.l2_section);
         let Found { batch, sequence, tile } = row_tiles.find::<S>(tile, p);
         let (row, seqlen) = (tile * S::ROWS, sequence.seqlen());
+        // Opaque, or the comparison with 0 would be kept over the loop over work, and spilled.
+        let p = &AttentionParams { causal: opaque(p.causal), ..*p };
         let keys = KeyTiles::new::<S>(row, seqlen, 0, true, p);
         let place = Place { batch, head, row, split: 0, token: sequence.start };
         Self { place, seqlen, hidden: 0, keys }
@@ -260,11 +262,10 @@ impl Slot {
         st_shared(self.0 + (S::GAPS - S::WORK), u32::from(has_gaps));
     }
 
-    /// What [`tell_gaps`](Self::tell_gaps) said; a vote, so that the assembler sees that a warp's
-    /// lanes agree.
+    /// What [`tell_gaps`](Self::tell_gaps) said.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn has_gaps<S: Tile>(self) -> bool {
-        any_sync(ld_shared::<u32>(self.0 + (S::GAPS - S::WORK)) != 0)
+        ld_shared::<u32>(self.0 + (S::GAPS - S::WORK)) != 0
     }
 
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
