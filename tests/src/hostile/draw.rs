@@ -1,7 +1,7 @@
 //! Numbers that callers may come up with.
 
 use gqa_host::DType;
-use gqa_host::plan::{DeviceInfo, PlanOptions};
+use gqa_host::plan::{DeviceInfo, Fold, PlanOptions};
 use gqa_kernels::registry::entries;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -147,6 +147,7 @@ impl Draw {
             splits: self.of(&counts),
             cluster: self.of(&counts),
             force: self.of(&[None, None, forced, Some(""), Some("no such kernel")]),
+            fold: self.of(&[Fold::Off, Fold::Layer, Fold::Call]),
         }
     }
 }

@@ -2,12 +2,12 @@
 //! them gives every register the value that the shipped text loads.
 
 use gqa_host::driver::{Shipped, shipped};
-use gqa_host::engine::{Dense, Heads, Layer};
+use gqa_host::engine::{Dense, Heads, Layer, Paged};
 use gqa_host::plan::{Arg, DeviceInfo, Fold, Plan, PlanOptions, plan};
-use gqa_host::{DType, Result};
+use gqa_host::{DType, Problem, Result};
 use gqa_ptx::{Constants, Ptxas, fold};
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
@@ -147,32 +147,37 @@ fn constants_are_null_pointers_and_bytes_of_the_parameters() {
     }
 }
 
-/// Kernels of models, on GPUs, with what their layers fix: as the driver would assemble them.
-fn models() -> Vec<(&'static str, &'static str, String)> {
-    let shapes = [(32, 8, 128), (64, 8, 64), (16, 4, 256), (40, 8, 128)];
-    let mut found = Vec::new();
-    for (query, kv, size) in shapes {
-        for call in [Dense::decode(1, 4096), Dense::decode(8, 4096), Dense::prefill(4, 512, 512)] {
-            for name in ["h200", "a100"] {
-                let layer = Layer::new(DType::BF16, Heads { query, kv, size });
-                let device = DeviceInfo::known(name).unwrap();
-                let problem = layer.dense(call.clone()).unwrap();
-                let plan = plan(&problem, &device, &PlanOptions::default()).unwrap();
-                for launch in plan.launches().iter().filter(|launch| launch.entry().hot) {
-                    let entry = launch.entry();
-                    let holds = |module: &&Shipped| module.kernels().any(|name| name == entry.name);
-                    let modules = shipped().iter().filter(holds).filter(|m| m.runs_on(device.sm));
-                    let module = modules.max_by_key(|module| module.arch).unwrap();
-                    let text = module.ptx(entry.name).unwrap().unwrap();
-                    let text = fold(&text, entry.name, &launch.constants(Fold::Layer));
-                    let arch = if name == "h200" { "sm_90a" } else { "sm_80" };
-                    found.push((entry.name, arch, text));
-                }
-            }
+/// Calls of models' layers.
+fn calls() -> Vec<Problem> {
+    let heads = [(32, 8, 128), (64, 8, 64), (16, 4, 256), (40, 8, 128)];
+    let layers = heads.map(|(query, kv, size)| Layer::new(DType::BF16, Heads { query, kv, size }));
+    let dense = [Dense::decode(1, 4096), Dense::decode(8, 4096), Dense::prefill(4, 512, 512)];
+    let paged = [Paged::decode(8, [256, 64, 64]), Paged::new(4, 2048, [256, 64, 64])];
+    let of = |layer: &Layer| {
+        let dense = dense.iter().map(|call| layer.dense(*call).unwrap());
+        dense.chain(paged.iter().map(|call| layer.paged(*call).unwrap())).collect::<Vec<_>>()
+    };
+    layers.iter().flat_map(of).collect()
+}
+
+/// The hot kernels of these calls with what the layers fix, as the drivers of two GPUs get them.
+fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
+    let mut found = BTreeSet::new();
+    for (problem, (name, arch)) in calls()
+        .iter()
+        .flat_map(|call| [("h200", "sm_90a"), ("a100", "sm_80")].map(|gpu| (call, gpu)))
+    {
+        let device = DeviceInfo::known(name).unwrap();
+        let plan = plan(problem, &device, &PlanOptions::default()).unwrap();
+        for launch in plan.launches().iter().filter(|launch| launch.entry().hot) {
+            let entry = launch.entry().name;
+            let holds = |module: &&Shipped| module.kernels().any(|kernel| kernel == entry);
+            let modules = shipped().iter().filter(holds).filter(|m| m.runs_on(device.sm));
+            let module = modules.max_by_key(|module| module.arch).unwrap();
+            let text = module.ptx(entry).unwrap().unwrap();
+            found.insert((entry, arch, fold(&text, entry, &launch.constants(Fold::Layer))));
         }
     }
-    found.sort();
-    found.dedup();
     found
 }
 
@@ -183,7 +188,7 @@ fn the_assembler_takes_folded_kernels_without_spills() {
         println!("SKIPPED: no ptxas; `cargo xtask ptxas` installs it");
         return;
     };
-    for (number, (name, arch, text)) in models().into_iter().enumerate() {
+    for (number, (name, arch, text)) in folded_kernels().into_iter().enumerate() {
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("folded-{number}.ptx"));
         fs::write(&file, text).unwrap();
         let report = ptxas.assemble(&file, arch).unwrap();

@@ -422,7 +422,7 @@ impl<T: Element> Rows for Task<'_, T> {
 }
 
 /// A row of the cache and where it goes; a row that is in no block leaves zeros.
-fn or_zeros<'t, R>((row, to): (Option<R>, &'t mut [f32])) -> Option<(R, &'t mut [f32])> {
+fn or_zeros<R>((row, to): (Option<R>, &mut [f32])) -> Option<(R, &mut [f32])> {
     match row {
         Some(row) => Some((row, to)),
         None => {
