@@ -19,14 +19,16 @@ const TARGETS: [&str; 5] = ["sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 /// Hot entries, without their element type, that lack a few registers on a GPU, and the most bytes
 /// that they spill there, stored and loaded together. On `sm_90` such a kernel was measured, and is
 /// faster than the one of eight warps that does not spill
-/// (`docs/results/2026-11-26-h100-ampere`), or as fast as without a tree's mask
-/// (`docs/results/2026-11-27-h100-quantized-steps`); on the others none was. On `sm_75` copies to
+/// (`docs/results/2026-11-26-h100-ampere`); on the others none was. What a device gets has constants
+/// in its text: decode kernels that take masks over the new tokens and every type of output, and
+/// those that mask keys of blocks outside of the cache, spill nothing then
+/// (`crates/gqa-host/tests/suite/folded.rs`, `docs/results/2026-11-28-h200-constants`). On `sm_75` copies to
 /// shared memory go through registers. Products of float8 at head size 256 spill where a tile is
 /// masked or ends a work tile, and not in the loop. GPUs of `sm_120` lack the shared memory for
 /// `tiled_tma`, and those of `sm_89` for two blocks of 64 keys. `append_dequantized` and
 /// `paged_append` have four blocks to an SM, which on Hopper is faster even with spills than three
 /// are without (`docs/results/2026-11-28-h200-float8-keys`, `2026-11-28-h200-batches`).
-const SPILLS: [(&str, &str, u32); 48] = [
+const SPILLS: [(&str, &str, u32); 61] = [
     ("gqa_append_dequantized_f8", "sm_75", 64),
     ("gqa_append_dequantized_f8", "sm_80", 64),
     ("gqa_append_dequantized_f8", "sm_89", 64),
@@ -37,25 +39,33 @@ const SPILLS: [(&str, &str, u32); 48] = [
     ("gqa_append_dequantized_i8", "sm_80", 64),
     ("gqa_append_dequantized_i8", "sm_89", 64),
     ("gqa_decode_d128_r32", "sm_80", 8),
-    ("gqa_decode_d128_r32_w4", "sm_90", 20),
+    ("gqa_decode_d128_r32", "sm_90", 32),
+    ("gqa_decode_d128_r32", "sm_100a", 32),
+    ("gqa_decode_d128_r32", "sm_103a", 32),
+    ("gqa_decode_d128_r32_w4", "sm_90", 32),
+    ("gqa_decode_d128_r32_w4", "sm_100a", 32),
+    ("gqa_decode_d128_r32_w4", "sm_103a", 32),
     ("gqa_decode_paged_d128_r32", "sm_80", 8),
     ("gqa_decode_paged_d128_r32", "sm_89", 8),
     ("gqa_decode_paged_d128_r32", "sm_90", 8),
     ("gqa_decode_paged_d128_r32", "sm_100a", 48),
     ("gqa_decode_paged_d128_r32", "sm_103a", 56),
-    ("gqa_decode_paged_d128_r32_w4", "sm_90", 12),
+    ("gqa_decode_paged_d128_r32_w4", "sm_80", 8),
+    ("gqa_decode_paged_d128_r32_w4", "sm_89", 8),
+    ("gqa_decode_paged_d128_r32_w4", "sm_90", 20),
     ("gqa_decode_paged_d128_r32_w4", "sm_100a", 12),
     ("gqa_decode_paged_d128_r32_w4", "sm_103a", 12),
-    ("gqa_decode_paged_d256_r8", "sm_120a", 36),
-    ("gqa_decode_paged_d256_r8_w4", "sm_120a", 60),
+    ("gqa_decode_paged_d256_r8", "sm_90", 8),
+    ("gqa_decode_paged_d256_r8", "sm_100a", 8),
+    ("gqa_decode_paged_d256_r8", "sm_103a", 8),
+    ("gqa_decode_paged_d256_r8", "sm_120a", 60),
+    ("gqa_decode_paged_d256_r8_w4", "sm_120a", 76),
     ("gqa_decode_paged_i4_d256_r16", "sm_90", 8),
-    ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 60),
-    ("gqa_decode_paged_tree_d128_r32", "sm_80", 8),
-    ("gqa_decode_paged_tree_d128_r32", "sm_89", 8),
-    ("gqa_decode_paged_tree_d128_r32", "sm_90", 56),
-    ("gqa_decode_tree_d128_r32", "sm_90", 16),
+    ("gqa_decode_paged_padded_d256_r8_w4", "sm_120a", 76),
     ("gqa_float8_operands", "sm_90a", 8),
     ("gqa_hopper_float8_d256", "sm_90a", 240),
+    ("gqa_hopper_paged_quantized_d128", "sm_90a", 8),
+    ("gqa_hopper_paged_quantized_f8_d128", "sm_90a", 88),
     ("gqa_paged_append", "sm_75", 20),
     ("gqa_paged_append", "sm_80", 8),
     ("gqa_paged_append", "sm_89", 8),
@@ -70,7 +80,12 @@ const SPILLS: [(&str, &str, u32); 48] = [
     ("gqa_tiled_d160", "sm_75", 204),
     ("gqa_tiled_masked_d128", "sm_89", 24),
     ("gqa_tiled_masked_d256", "sm_120a", 16),
+    ("gqa_tiled_paged_d128", "sm_80", 12),
+    ("gqa_tiled_paged_d128", "sm_89", 12),
     ("gqa_tiled_paged_d256", "sm_89", 40),
+    ("gqa_tiled_paged_d256", "sm_90a", 40),
+    ("gqa_tiled_paged_d256", "sm_103a", 12),
+    ("gqa_tiled_paged_d256", "sm_120a", 12),
     ("gqa_tiled_tma_d128", "sm_103a", 16),
     ("gqa_tiled_tma_d128", "sm_120a", 80),
     ("gqa_tiled_tma_d192", "sm_120a", 8),

@@ -393,7 +393,7 @@ fn explain_names_a_kernel_for_every_phase_and_type() -> Result {
 fn explain_tells_the_type_of_the_output() -> Result {
     let run = words("explain --query-length 1 --past-length 1000 --device h200 --float32-output")?;
     assert_eq!(run.code, Some(0), "{}", run.stderr);
-    for words in ["output float32", "chosen: gqa_decode_bf16_d128_r16", "out_f32=output"] {
+    for words in ["output float32", "chosen: gqa_decode_bf16_d128_r8", "out_f32=output"] {
         assert!(run.stdout.contains(words), "{words} is not in\n{}", run.stdout);
     }
     Ok(())
@@ -525,7 +525,7 @@ fn bench_checks_float32_output_by_the_type_of_the_call() -> Result {
         "bench token --float32-output --backend sim --size 1x64 --heads 4 --kv-heads 2 --head-size 64 --runs 1",
     )?;
     assert_eq!(run.code, Some(0), "{}{}", run.stdout, run.stderr);
-    assert!(run.stdout.contains("gqa_decode_bf16_d64_r16"), "{}", run.stdout);
+    assert!(run.stdout.contains("gqa_decode_bf16_d64_r8"), "{}", run.stdout);
     Ok(())
 }
 

@@ -123,7 +123,7 @@ impl Device {
         self.0.context.enter()
     }
 
-    /// The kernels that are loaded. Who loads one must have entered the context.
+    /// The kernels that are loaded. The device must be entered before another one is.
     pub(super) fn modules(&self) -> &Modules {
         &self.0.modules
     }

@@ -11,6 +11,8 @@ use crate::Problem;
 use crate::{Error, Result};
 use gqa_kernels::registry::Entry;
 #[cfg(feature = "cuda")]
+use gqa_kernels::registry::Family;
+#[cfg(feature = "cuda")]
 use gqa_ptx::Constants;
 
 /// What an argument of a launch is bound to.
@@ -128,8 +130,11 @@ impl Launch {
     /// The bytes of the kernel's parameters that are the same in every launch that shares them.
     pub fn constants(&self, fold: Fold) -> Constants {
         let mut constants = Constants::default();
+        // With them ptxas spills for SM 80 at head sizes 128 and 256. Not timed there.
+        let is_worse = matches!(self.entry.family, Family::Tiled | Family::TiledPaged);
         let words = match fold {
             Fold::Off => return constants,
+            Fold::Layer if is_worse => return constants,
             Fold::Layer => self.entry.layer_words,
             Fold::Call => u128::MAX,
         };

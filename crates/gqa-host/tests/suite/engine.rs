@@ -145,10 +145,11 @@ fn trees_of_drafts_take_decode_kernels_or_a_mask_over_all_keys() {
     assert_eq!(kernels("h200", dense(layer(), 16).unwrap()).1, ["gqa_decode_bf16_d128_r64"]);
     assert_eq!(kernels("h200", paged.clone()).1, ["gqa_decode_paged_bf16_d128_r32"]);
     assert_eq!(kernels("a100", dense(layer(), 4).unwrap()).1, ["gqa_decode_bf16_d128_r16"]);
-    let odd = || Layer::new(DType::BF16, Heads { size: 80, ..HEADS });
-    for (device, problem) in
-        [("h200", dense(odd(), 16).unwrap()), ("a100", dense(odd(), 4).unwrap()), ("v100", paged)]
-    {
+    let of_size = |size| Layer::new(DType::BF16, Heads { size, ..HEADS });
+    let other = kernels("h200", dense(of_size(80), 16).unwrap()).1;
+    assert_eq!(other, ["gqa_decode_bf16_d80_r64"]);
+    let wide = |tokens| dense(of_size(320), tokens).unwrap();
+    for (device, problem) in [("h200", wide(16)), ("a100", wide(4)), ("v100", paged)] {
         let (bytes, names) = kernels(device, problem);
         assert!(names.contains(&"gqa_tree_mask_rows"), "{device}: {names:?}");
         assert!(bytes >= 2 * 4 * 1600, "{device}: {bytes}");

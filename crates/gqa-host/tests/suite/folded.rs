@@ -170,12 +170,15 @@ fn folded_kernels() -> BTreeSet<(&'static str, &'static str, String)> {
         let device = DeviceInfo::known(name).unwrap();
         let plan = plan(problem, &device, &PlanOptions::default()).unwrap();
         for launch in plan.launches().iter().filter(|launch| launch.entry().hot) {
-            let entry = launch.entry().name;
+            let (entry, constants) = (launch.entry().name, launch.constants(Fold::Layer));
+            if constants.is_empty() {
+                continue;
+            }
             let holds = |module: &&Shipped| module.kernels().any(|kernel| kernel == entry);
             let modules = shipped().iter().filter(holds).filter(|m| m.runs_on(device.sm));
             let module = modules.max_by_key(|module| module.arch).unwrap();
             let text = module.ptx(entry).unwrap().unwrap();
-            found.insert((entry, arch, fold(&text, entry, &launch.constants(Fold::Layer))));
+            found.insert((entry, arch, fold(&text, entry, &constants)));
         }
     }
     found
@@ -188,13 +191,16 @@ fn the_assembler_takes_folded_kernels_without_spills() {
         println!("SKIPPED: no ptxas; `cargo xtask ptxas` installs it");
         return;
     };
+    let mut worse = Vec::new();
     for (number, (name, arch, text)) in folded_kernels().into_iter().enumerate() {
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("folded-{number}.ptx"));
         fs::write(&file, text).unwrap();
         let report = ptxas.assemble(&file, arch).unwrap();
         let [usage] = &report.usage[..] else { panic!("{name}: {report:?}") };
-        let spilled = usage.spill_stores + usage.spill_loads;
-        assert_eq!((usage.stack, spilled), (0, 0), "{name} on {arch}");
+        if usage.spill_stores + usage.spill_loads + usage.stack > 0 {
+            worse.push(format!("{name} on {arch}: {usage:?}"));
+        }
         assert!(report.warnings.is_empty(), "{name} on {arch}: {:?}", report.warnings);
     }
+    assert!(worse.is_empty(), "{worse:#?}");
 }

@@ -124,10 +124,10 @@ fn kernels_of_hopper_write_it() {
     };
     let off = PlanOptions::default;
     for (call, options, kernel) in [
-        (Call::new(DType::F16, 128, 1, 150), off(), "gqa_decode_f16_d128_r16"),
-        (Call::new(DType::BF16, 64, 1, 150), shaped(2, 1), "gqa_decode_bf16_d64_r16"),
+        (Call::new(DType::F16, 128, 1, 150), off(), "gqa_decode_f16_d128_r8"),
+        (Call::new(DType::BF16, 64, 1, 150), shaped(2, 1), "gqa_decode_bf16_d64_r8"),
         (Call::new(DType::F16, 96, 3, 190), shaped(1, 3), "gqa_decode_f16_d96_r16"),
-        (Call::new(DType::BF16, 256, 2, 150), shaped(2, 2), "gqa_decode_bf16_d256_r16"),
+        (Call::new(DType::BF16, 256, 2, 150), shaped(2, 2), "gqa_decode_bf16_d256_r8"),
         (Call::new(DType::F16, 64, 100, 100), off(), "gqa_hopper_out8_f16_d64"),
         (Call::new(DType::BF16, 128, 70, 190), off(), "gqa_hopper_out8_bf16_d128"),
         (Call::new(DType::F16, 80, 66, 66), off(), "gqa_hopper_out8_f16_d96"),
@@ -148,7 +148,7 @@ fn behind_other_kernels_a_launch_does() {
     let with_lse = |call| Call { lse: true, ..call };
     for (call, device, before) in [
         (Call::new(DType::F32, 64, 20, 20), name("h200"), "gqa_tiled_f32_d64"),
-        (Call::new(DType::F16, 112, 4, 150), name("a100"), "gqa_decode_padded_f16_d128_r16_w4"),
+        (Call::new(DType::F16, 112, 100, 150), name("a100"), "gqa_tiled_f16_d128_k64"),
         (Call::new(DType::BF16, 64, 3, 60), name("v100"), "gqa_general_bf16"),
         (with_lse(Call::new(DType::BF16, 128, 64, 64)), name("h200"), "gqa_hopper_bf16_d128"),
     ] {

@@ -302,8 +302,14 @@ def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
     work = _Work(q)
     q = work.heads("q", q)
     shape = np.shape(starts[0])
-    if len(shape) != 1 or shape[0] < 2:
-        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,), of 1 sequence or more")
+    if len(shape) != 1 or shape[0] < 1:
+        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,)")
+    if shape[0] == 1:
+        # No sequence, so all rows are behind the last one.
+        lse = work.filled(q.shape[1::-1], np.float32, -np.inf) if want_lse else None
+        results = work.filled(q.shape, q.dtype, 0.0), lse
+        work.wait()
+        return tuple(work.returned(result) for result in results)
     names = "cu_seqlens_q", "cu_seqlens_k"
     if used is not None:
         used = work.numbers("seqused_k", used, (shape[0] - 1,))

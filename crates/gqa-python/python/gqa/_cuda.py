@@ -188,8 +188,11 @@ def _starts(starts, used, most, device):
     """cu_seqlens of rows and keys, or the numbers of keys, on the GPU, and bounds of the longest
     sequence's."""
     shape = tuple(getattr(starts[0], "shape", ()))
-    if len(shape) != 1 or shape[0] < 2:
-        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,), of 1 sequence or more")
+    if len(shape) != 1 or shape[0] < 1:
+        raise _invalid("cu_seqlens_q", shape, "(sequences + 1,)")
+    if shape[0] == 1:
+        # No sequence, so all rows are behind the last one.
+        return starts, None, (0, 0)
     names = "cu_seqlens_q", "cu_seqlens_k"
     pairs = zip(names, starts)
     starts = [_integers(name, n, device, shape) if n is not None else None for name, n in pairs]

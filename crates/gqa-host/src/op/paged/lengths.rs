@@ -125,9 +125,32 @@ impl Lengths {
         self.check_written(p, Places { pages, block_table: table, slot_mapping })
     }
 
-    /// Errs unless every new token that is written has a row of the cache to itself. With slot_mapping all tokens
-    /// are written before any is read; without it a sequence may not read what another one writes.
-    /// Where nothing is written, sequences may share all that they read.
+    /// Errs unless every row that a sequence has, or that is appended to it, lies in a block of the
+    /// cache.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check_blocks(
+        &self,
+        p: &Problem,
+        pages: Pages,
+        inputs: &Tensors<TensorView<'_>>,
+    ) -> Result<()> {
+        let table = integers("block_table", inputs.need(TensorId::BlockTable)?)?;
+        for (b, &[past, new]) in self.sequences.iter().enumerate() {
+            let row = &table[b * pages.per_sequence..][..pages.per_sequence];
+            for i in pages.blocks_read(p.window, past, new) {
+                if !usize::try_from(row[i]).is_ok_and(|block| block < pages.blocks) {
+                    let allowed = format!("0 to {}, the last block of key_cache", pages.blocks - 1);
+                    let got = format!("{} at ({b}, {i})", row[i]);
+                    return Err(Error::invalid("block_table", got, allowed));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Errs unless every new token that is written has a row of the cache to itself. With
+    /// slot_mapping all tokens are written before any is read; without it a sequence may not read
+    /// what another one writes. Where nothing is written, sequences may share all that they read.
     fn check_written(&self, p: &Problem, places: Places<'_>) -> Result<()> {
         if p.reads_pages_only() {
             return Ok(());

@@ -32,7 +32,11 @@ pub(crate) fn check(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()>
 /// fills a batch up is.
 #[cfg(feature = "cuda")]
 pub(crate) fn check_on_device(p: &Problem, inputs: &Tensors<TensorView<'_>>) -> Result<()> {
-    check_indices(p, inputs, |last| last == -1)
+    check_indices(p, inputs, |last| last == -1)?;
+    match p.pages {
+        Some(pages) => Lengths::of_call(p, pages, inputs)?.check_blocks(p, pages, inputs),
+        None => Ok(()),
+    }
 }
 
 /// Errs unless lengths, positions and blocks lead into tensors, but for sequences that are `empty`

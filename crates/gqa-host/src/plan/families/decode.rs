@@ -87,7 +87,7 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
         entry.family == module
             && (entry.codes.is_none() || entry.codes == codes)
             && element(p.dtype) == Some(entry.dtype)
-            && (!p.tree_mask || entry.takes("tree_mask"))
+            && (!p.tree_mask || takes_trees(entry))
     };
     let typed = || entries().filter(is_typed);
     if typed().next().is_none() {
@@ -130,6 +130,12 @@ fn entry(module: registry::Family, call: &Call<'_>) -> Result<&'static Entry, Re
     };
     let whole = of_16.filter(|entry| is_half_of_32 && tiles(entry) > 1 && shares(entry));
     Ok(whole.unwrap_or(chosen))
+}
+
+/// Whether the kernel takes a mask over the new tokens. Tiles of 8 rows have no room for a word of
+/// each row of a matrix product.
+fn takes_trees(entry: &Entry) -> bool {
+    entry.takes("tree_mask") && entry.rows >= 16
 }
 
 /// Of what the kernel is compiled for and the device runs, the newest.
