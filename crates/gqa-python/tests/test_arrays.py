@@ -179,6 +179,10 @@ class Cases:
             for numbers in lse:
                 self.assertTrue((numbers[:, 73:] == -np.inf).all())
                 self.assertTrue(np.isfinite(numbers[:, 3:73]).all())
+        none = there(np.zeros(1, np.int32))
+        given = there(q), *(there(self.normal(9, 2, 64)) for _ in "kv"), none, none
+        got, lse = gqa.flash_attn_varlen_func(*given, 0, 0, return_softmax_lse=True)
+        self.assertTrue((back(got) == 0).all() and (back(lse) == -np.inf).all())
 
     def cached(self, q, caches, **named):
         """A call that changes the caches, or that is an error where none can be changed."""

@@ -306,7 +306,7 @@ def varlen(q, k, v, starts, used, most, table, scores, want_lse, descales=()):
         raise _invalid("cu_seqlens_q", shape, "(sequences + 1,)")
     if shape[0] == 1:
         # No sequence, so all rows are behind the last one.
-        lse = work.filled(q.shape[1::-1], np.float32, -np.inf) if want_lse else None
+        lse = work.filled(q.shape[1::-1], "float32", -np.inf) if want_lse else None
         results = work.filled(q.shape, q.dtype, 0.0), lse
         work.wait()
         return tuple(work.returned(result) for result in results)
