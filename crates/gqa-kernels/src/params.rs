@@ -6,9 +6,9 @@
 use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
-/// Which words of a parameter struct a layer of a model fixes, for prefill or for decode steps of as
-/// many tokens. The loader can make them constants of the kernel's text; all others may change with
-/// every call.
+/// Which words of a parameter struct a layer of a model fixes, for prefill or for decode steps of
+/// as many tokens. The loader can make them constants of the kernel's text; all others may change
+/// with every call.
 pub trait Layer {
     /// Bit `i`: bytes `4 i` to `4 i + 3`.
     const FIXES: u128;
@@ -177,8 +177,8 @@ pub struct AttentionParams {
     pub l2_section: u32,
 }
 
-// Without `kv_heads`: with it ptxas gives `hopper` at head size 64 code that is 3 to 5 % slower from
-// 2048 rows on, and no prefill gains by it (docs/results/2026-11-28-h200-constants).
+// Without `kv_heads`: with it ptxas gives `hopper` at head size 64 code that is 3 to 5 % slower
+// from 2048 rows on, and no prefill gains by it (docs/results/2026-11-28-h200-constants).
 layer!(
     AttentionParams fixes q_heads, head_size, first_prompt, causal, window, sink, qk_output, scale,
     softcap; q in Strides; out in Strides

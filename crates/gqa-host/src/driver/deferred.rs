@@ -31,8 +31,8 @@ impl Deferred {
         self.kernel.get().copied()
     }
 
-    /// Counts a launch, and gives the kernel if it is compiled. The last launch that is counted starts
-    /// the thread that compiles it.
+    /// Counts a launch, and gives the kernel if it is compiled. The last launch that is counted
+    /// starts the thread that compiles it.
     pub(super) fn launched(self: &Arc<Self>, device: &Device) -> Option<Kernel> {
         if let Some(kernel) = self.kernel() {
             return Some(kernel);

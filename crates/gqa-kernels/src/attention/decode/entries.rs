@@ -24,7 +24,7 @@ impl<
 > Decode<D8, UNITS, M, HALVES, N8, WARPS, STAGES, H, P>
 {
     /// The kernel. `tree_mask`, (batch, S), has a word for each new token or is null; results are
-    /// as [`Results`] says.
+    /// as `Results` says.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub fn run<T: MmaElement>(
         q: Global<T>,

@@ -231,7 +231,7 @@ impl<
         layout.lacks_rows(layout.find(share.begin(tile), share.old_end, Self::KEYS))
     }
 
-    /// Whether the new row that this lane looks up is nowhere. Together a warp's lanes look at every
+    /// Whether the new row that this lane looks up is nowhere. Together a warp's lanes look at each
     /// block that takes new rows.
     #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) fn new_row_is_nowhere<L: Layout>(
