@@ -52,7 +52,7 @@ impl Region {
         Self { name: id.name(), id: Some(id), written: id.is_output(), place }
     }
 
-    /// Workspace and counters, of which each has memory of its own.
+    /// The workspace and the counters, each with memory of its own.
     fn scratch(plan: &Plan, workspace: Workspace) -> [Self; 2] {
         let region = |name, pointer, bytes: usize| Self {
             name,

@@ -20,8 +20,7 @@ struct Retained(Ordinal);
 
 impl Drop for Retained {
     fn drop(&mut self) {
-        // SAFETY: counted by `Context::retain`; whoever held on to the count has no use for the
-        // context any more.
+        // SAFETY: counted by `Context::retain`; the owner of the count is dropped with it.
         super::report(unsafe { call!(cuDevicePrimaryCtxRelease_v2(self.0)) });
     }
 }
